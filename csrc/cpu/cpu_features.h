@@ -1,0 +1,25 @@
+// Which build of the CPU attention kernel runs.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "csrc/cpu/attention_kernel.h"
+
+namespace mlx_paged::cpu {
+
+struct Kernel {
+  const char* name;  // "baseline" (what the compiler targets: SSE2, NEON), "avx2" or "avx512"
+  AttendFunction attend;
+};
+
+// The build in use: the one that MLX_PAGED_CPU names, else the fastest that this machine runs.
+// Throws std::invalid_argument if the variable names none that it runs.
+const Kernel& active_kernel();
+
+std::string active_kernel_name();
+
+// Names of the builds that this machine runs, slowest first.
+std::vector<std::string> supported_kernel_names();
+
+}  // namespace mlx_paged::cpu

@@ -1,0 +1,142 @@
+// One register of float32 lanes, its loads from each cache dtype, and its reductions.
+//
+// Included only by translation units that are compiled once per instruction set; the namespace
+// KERNEL_ISA keeps their functions apart, so that no inline function built with AVX-512 can be
+// linked into code for a lesser machine. For the same reason nothing here calls the standard
+// library.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <utility>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace mlx_paged::cpu::KERNEL_ISA {
+
+#if defined(__AVX512F__)
+inline constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+inline constexpr int kLanes = 8;
+#else
+inline constexpr int kLanes = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+// Cache elements: the bits of IEEE binary16 and of bfloat16.
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// x - 0 is x for every x, which compilers know; of 0 + x they must keep the addition.
+inline Floats broadcast(float x) { return x - Floats{}; }
+
+inline Floats load(const float* from) {
+  Floats x;
+  __builtin_memcpy(&x, from, sizeof x);
+  return x;
+}
+
+inline void store(float* to, Floats x) { __builtin_memcpy(to, &x, sizeof x); }
+
+inline Words load_words(const void* from) {
+  Halves bits;
+  __builtin_memcpy(&bits, from, sizeof bits);
+  return __builtin_convertvector(bits, Words);
+}
+
+inline Floats load(const BFloat16* from) {
+  return __builtin_bit_cast(Floats, load_words(from) << 16);
+}
+
+inline Floats load(const Float16* from) {
+#if defined(__AVX512F__)
+  // Not _mm512_cvtph_ps, in whose header gcc 12 sees an uninitialised variable.
+  return _mm512_maskz_cvtph_ps(0xffff,
+                               _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__) && defined(__AVX2__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  const Words half = load_words(from);
+  const Words magnitude = half & 0x7fff;
+  const Words exponent = magnitude & 0x7c00;
+  // Rebias the exponent by 127 - 15, infinities and NaNs once more to 255.
+  const Words rebased = (magnitude << 13) + (112u << 23);
+  const Words special = rebased + (112u << 23);
+  const Words subnormal = __builtin_bit_cast(
+      Words, __builtin_convertvector(__builtin_bit_cast(Ints, magnitude), Floats) * 0x1p-24f);
+  const Words finite = exponent == 0 ? subnormal : rebased;
+  const Words absolute = exponent == 0x7c00 ? special : finite;
+  return __builtin_bit_cast(Floats, absolute | ((half & 0x8000) << 16));
+#endif
+}
+
+// The first `count` < kLanes elements, then zeros; reads nothing behind them.
+template <typename T>
+Floats load_partial(const T* from, int count) {
+  T elements[kLanes] = {};
+  __builtin_memcpy(elements, from, count * sizeof(T));
+  return load(elements);
+}
+
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+
+template <int kDistance, size_t... kLane>
+Floats swap_lanes(Floats x, std::index_sequence<kLane...>) {
+  return __builtin_shufflevector(x, x, (kLane ^ kDistance)...);
+}
+
+// Combines all lanes pairwise; every lane holds the result.
+template <int kDistance = kLanes / 2, typename Combine>
+Floats reduce(Floats x, Combine combine) {
+  if constexpr (kDistance == 0) {
+    return x;
+  } else {
+    x = combine(x, swap_lanes<kDistance>(x, std::make_index_sequence<kLanes>()));
+    return reduce<kDistance / 2>(x, combine);
+  }
+}
+
+inline float reduce_max(Floats x) {
+  return reduce(x, [](Floats a, Floats b) { return maximum(a, b); })[0];
+}
+
+inline float reduce_sum(Floats x) {
+  return reduce(x, [](Floats a, Floats b) { return a + b; })[0];
+}
+
+// Exchanges the off-diagonal blocks of size kHalf in a square of 2 kHalf x 2 kHalf.
+template <int kHalf, size_t... kLane>
+inline __attribute__((always_inline)) void exchange(Floats& low, Floats& high, std::index_sequence<kLane...>) {
+  constexpr int kOther = kLanes;
+  const Floats a = low;
+  const Floats b = high;
+  low = __builtin_shufflevector(a, b, (kLane & kHalf ? kOther + kLane - kHalf : kLane)...);
+  high = __builtin_shufflevector(a, b, (kLane & kHalf ? kOther + kLane : kLane + kHalf)...);
+}
+
+// Transposes kLanes registers in place. Inlined and unrolled, or the registers would be memory.
+template <int kHalf = kLanes / 2>
+inline __attribute__((always_inline)) void transpose(Floats (&rows)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if ((i & kHalf) == 0) {
+      exchange<kHalf>(rows[i], rows[i + kHalf], std::make_index_sequence<kLanes>());
+    }
+  }
+  if constexpr (kHalf > 1) {
+    transpose<kHalf / 2>(rows);
+  }
+}
+
+}  // namespace mlx_paged::cpu::KERNEL_ISA

@@ -1,0 +1,19 @@
+// Threads shared by all CPU kernels of this module.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+namespace mlx_paged::cpu {
+
+// Number of threads that parallel_for uses, the caller's included: MLX_PAGED_NUM_THREADS if set,
+// else the hardware's. Throws std::invalid_argument if the variable is not an integer from 1 to
+// 1024.
+int num_threads();
+
+// Calls body(i) once for each i in [0, count), in no order, and returns when all are done. Threads
+// take the next index when they finish one, so uneven items balance and a descheduled thread delays
+// only its own item. Idle threads sleep. `body` must not throw.
+void parallel_for(int64_t count, const std::function<void(int64_t)>& body);
+
+}  // namespace mlx_paged::cpu

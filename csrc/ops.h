@@ -1,0 +1,60 @@
+// The ops of mlx_paged. Each validates its arguments on the calling thread (std::invalid_argument,
+// ValueError in Python) and adds one primitive to MLX's graph.
+//
+// Dimensions: B sequences, L query tokens each, H query heads, H_kv KV heads, D key head dimension,
+// D_v value head dimension, N blocks in the pool, S tokens per block, M columns of a block table,
+// T rows to write, P block pairs to copy.
+//
+// The pool of one layer is k_cache [H_kv, N, S, D] and v_cache [H_kv, N, S, D_v], both float32,
+// float16 or bfloat16. Any strides whose last is 1 are honoured: a pool is never copied.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "mlx/array.h"
+#include "mlx/utils.h"
+
+namespace mlx_paged {
+
+namespace mx = mlx::core;
+
+using OptionalArray = std::optional<mx::array>;
+using ArrayPair = std::pair<mx::array, mx::array>;
+
+// Attention of q [B, H, L, D] over the keys and values that block_tables [B, M] and
+// context_lens [B] select in the pool. Returns out [B, H, L, D_v] in q's dtype, with return_attn
+// also the softmax weights [B, H, L, M * S] in float32.
+//
+// Softmax is computed block by block with a running maximum, denominator and accumulator in
+// float32 (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; Kwon et al.,
+// "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023, 4.3).
+std::variant<mx::array, ArrayPair> paged_attention(
+    const mx::array& q, const mx::array& k_cache, const mx::array& v_cache,
+    const mx::array& block_tables, const mx::array& context_lens, float scale, bool causal,
+    const OptionalArray& kv_head_mapping, const OptionalArray& rope_freqs,
+    const OptionalArray& attn_mask, std::optional<int> window, const OptionalArray& sinks,
+    std::optional<float> softcap, const OptionalArray& alibi_slopes, bool return_attn,
+    mx::StreamOrDevice stream);
+
+// Writes k [T, H_kv, D] and v [T, H_kv, D_v] to the slots (block * S + offset) of
+// slot_mapping [T]; rows whose slot is outside [0, N * S) are skipped. The returned handles share
+// the pool's buffers and the write is in place: callers use only them afterwards.
+ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
+                   const mx::array& v_cache, const mx::array& slot_mapping,
+                   mx::StreamOrDevice stream);
+
+// Copies physical blocks (source, destination) of block_pairs [P, 2] within the pool, in order and
+// in place; pairs with an id outside [0, N) are skipped. Returned handles as for write_kv.
+ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
+                      const mx::array& block_pairs, mx::StreamOrDevice stream);
+
+// Throws std::invalid_argument for a context length outside [0, M * S] or for a block id outside
+// [0, num_blocks) among the entries that a context reads. Arrays that are not evaluated yet are
+// left alone.
+void check_tables(const std::string& op, const mx::array& block_tables,
+                  const mx::array& context_lens, int num_blocks, int block_size);
+
+}  // namespace mlx_paged

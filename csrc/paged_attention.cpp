@@ -1,0 +1,226 @@
+#include "csrc/paged_attention.h"
+
+#include <memory>
+#include <stdexcept>
+
+#include "csrc/cpu/attention.h"
+#include "csrc/validate.h"
+#include "mlx/backend/cpu/encoder.h"
+#include "mlx/ops.h"
+
+namespace mlx_paged {
+
+namespace {
+
+cpu::DType cpu_dtype(mx::Dtype dtype) {
+  switch (dtype) {
+    case mx::float32:
+      return cpu::DType::kFloat32;
+    case mx::float16:
+      return cpu::DType::kFloat16;
+    case mx::bfloat16:
+      return cpu::DType::kBFloat16;
+    case mx::bool_:
+      return cpu::DType::kBool;
+    default:
+      throw std::logic_error("[paged_attention] dtype without a CPU kernel");
+  }
+}
+
+void copy_strides(const mx::array& a, int64_t* strides, int count) {
+  for (int axis = 0; axis < count; ++axis) {
+    strides[axis] = a.strides(axis);
+  }
+}
+
+// The optional arrays in the form that the kernels read: float32 vectors, angles per query token,
+// a mask of full rank. Broadcasting is a view.
+void normalise(AttentionInputs& in, mx::Stream stream) {
+  const auto as_float32 = [&](OptionalArray& a) {
+    if (a) {
+      a = mx::astype(*a, mx::float32, stream);
+    }
+  };
+  as_float32(in.rope_freqs);
+  as_float32(in.sinks);
+  as_float32(in.alibi_slopes);
+  if (in.rope_freqs && in.rope_freqs->ndim() == 2) {
+    in.rope_freqs = mx::expand_dims(*in.rope_freqs, 1, stream);
+  }
+  if (in.attn_mask) {
+    if (in.attn_mask->dtype() == mx::float64) {
+      as_float32(in.attn_mask);
+    }
+    const mx::Shape shape = {in.q.shape(0), in.q.shape(1), in.q.shape(2),
+                             in.attn_mask->shape(-1)};
+    in.attn_mask = mx::broadcast_to(*in.attn_mask, shape, stream);
+  }
+}
+
+// The primitive's inputs: the five arrays that every call has, then the optional ones it has.
+std::vector<mx::array> flatten(const AttentionInputs& in) {
+  std::vector<mx::array> arrays = {in.q, in.k_cache, in.v_cache, in.block_tables, in.context_lens};
+  for (const OptionalArray* a : {&in.kv_head_mapping, &in.rope_freqs, &in.attn_mask, &in.sinks,
+                                 &in.alibi_slopes}) {
+    if (*a) {
+      arrays.push_back(**a);
+    }
+  }
+  return arrays;
+}
+
+// The inverse of flatten.
+AttentionInputs unflatten(const std::vector<mx::array>& arrays, const AttentionConfig& config) {
+  size_t next = 5;
+  const auto take = [&](bool present) {
+    return present ? OptionalArray(arrays.at(next++)) : OptionalArray();
+  };
+  AttentionInputs in{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], {}, {}, {}, {}, {}};
+  in.kv_head_mapping = take(config.has_kv_head_mapping);
+  in.rope_freqs = take(config.has_rope_freqs);
+  in.attn_mask = take(config.has_attn_mask);
+  in.sinks = take(config.has_sinks);
+  in.alibi_slopes = take(config.has_alibi_slopes);
+  return in;
+}
+
+std::vector<mx::Shape> shapes_of_outputs(const mx::array& q, const mx::array& v_cache,
+                                         const mx::array& block_tables, bool return_attn) {
+  std::vector<mx::Shape> shapes = {{q.shape(0), q.shape(1), q.shape(2), v_cache.shape(3)}};
+  if (return_attn) {
+    shapes.push_back(
+        {q.shape(0), q.shape(1), q.shape(2), block_tables.shape(1) * v_cache.shape(2)});
+  }
+  return shapes;
+}
+
+void bind_optional(const AttentionInputs& in, cpu::AttentionArgs& args) {
+  if (in.kv_head_mapping) {
+    args.kv_head_mapping = in.kv_head_mapping->data<int32_t>();
+    args.kv_head_mapping_stride = in.kv_head_mapping->strides(0);
+  }
+  if (in.rope_freqs) {
+    args.rope_freqs = in.rope_freqs->data<float>();
+    args.rope_pairs = in.rope_freqs->shape(2);
+    copy_strides(*in.rope_freqs, args.rope_strides, 3);
+  }
+  if (in.attn_mask) {
+    args.mask = in.attn_mask->data<void>();
+    args.mask_dtype = cpu_dtype(in.attn_mask->dtype());
+    copy_strides(*in.attn_mask, args.mask_strides, 4);
+  }
+  if (in.sinks) {
+    args.sinks = in.sinks->data<float>();
+    args.sinks_stride = in.sinks->strides(0);
+  }
+  if (in.alibi_slopes) {
+    args.alibi_slopes = in.alibi_slopes->data<float>();
+    args.alibi_stride = in.alibi_slopes->strides(0);
+  }
+}
+
+cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionConfig& config,
+                        std::vector<mx::array>& outputs) {
+  cpu::AttentionArgs args{};
+  args.q = in.q.data<void>();
+  args.q_dtype = cpu_dtype(in.q.dtype());
+  copy_strides(in.q, args.q_strides, 4);
+  args.k = in.k_cache.data<void>();
+  args.v = in.v_cache.data<void>();
+  args.cache_dtype = cpu_dtype(in.k_cache.dtype());
+  copy_strides(in.k_cache, args.k_strides, 3);
+  copy_strides(in.v_cache, args.v_strides, 3);
+  args.block_tables = in.block_tables.data<int32_t>();
+  copy_strides(in.block_tables, args.block_tables_strides, 2);
+  args.context_lens = in.context_lens.data<int32_t>();
+  args.context_lens_stride = in.context_lens.strides(0);
+  bind_optional(in, args);
+  args.out = outputs[0].data<void>();
+  args.attn = config.return_attn ? outputs[1].data<float>() : nullptr;
+  args.batch = in.q.shape(0);
+  args.num_heads = in.q.shape(1);
+  args.num_tokens = in.q.shape(2);
+  args.head_dim = in.q.shape(3);
+  args.num_kv_heads = in.k_cache.shape(0);
+  args.num_blocks = in.k_cache.shape(1);
+  args.block_size = in.k_cache.shape(2);
+  args.value_dim = in.v_cache.shape(3);
+  args.max_blocks = in.block_tables.shape(1);
+  args.scale = config.scale;
+  args.softcap = config.softcap.value_or(0);
+  args.window = config.window.value_or(0);
+  args.causal = config.causal;
+  return args;
+}
+
+}  // namespace
+
+std::variant<mx::array, ArrayPair> paged_attention(
+    const mx::array& q, const mx::array& k_cache, const mx::array& v_cache,
+    const mx::array& block_tables, const mx::array& context_lens, float scale, bool causal,
+    const OptionalArray& kv_head_mapping, const OptionalArray& rope_freqs,
+    const OptionalArray& attn_mask, std::optional<int> window, const OptionalArray& sinks,
+    std::optional<float> softcap, const OptionalArray& alibi_slopes, bool return_attn,
+    mx::StreamOrDevice stream) {
+  AttentionInputs in{q,          k_cache,   v_cache, block_tables, context_lens, kv_head_mapping,
+                     rope_freqs, attn_mask, sinks,   alibi_slopes};
+  const AttentionConfig config{scale,
+                               causal,
+                               return_attn,
+                               window,
+                               softcap,
+                               kv_head_mapping.has_value(),
+                               rope_freqs.has_value(),
+                               attn_mask.has_value(),
+                               sinks.has_value(),
+                               alibi_slopes.has_value()};
+  check_attention(in, config);
+  const mx::Stream s = mx::to_stream(stream);
+  normalise(in, s);
+
+  auto shapes = shapes_of_outputs(q, v_cache, block_tables, return_attn);
+  std::vector<mx::Dtype> dtypes = {q.dtype()};
+  if (return_attn) {
+    dtypes.push_back(mx::float32);
+  }
+  auto outputs = mx::array::make_arrays(std::move(shapes), dtypes,
+                                        std::make_shared<PagedAttention>(s, config), flatten(in));
+  if (return_attn) {
+    return ArrayPair{outputs[0], outputs[1]};
+  }
+  return outputs[0];
+}
+
+bool PagedAttention::is_equivalent(const mx::Primitive& other) const {
+  return config_ == static_cast<const PagedAttention&>(other).config_;
+}
+
+std::vector<mx::Shape> PagedAttention::output_shapes(const std::vector<mx::array>& inputs) {
+  return shapes_of_outputs(inputs[0], inputs[2], inputs[3], config_.return_attn);
+}
+
+void PagedAttention::eval_cpu(const std::vector<mx::array>& inputs,
+                              std::vector<mx::array>& outputs) {
+  check_pool_layout("paged_attention", "k_cache", inputs[1], false);
+  check_pool_layout("paged_attention", "v_cache", inputs[2], false);
+  auto& encoder = mx::cpu::get_command_encoder(stream());
+  for (const mx::array& input : inputs) {
+    encoder.set_input_array(input);
+  }
+  for (mx::array& output : outputs) {
+    output.set_data(mx::allocator::malloc(output.nbytes()));
+    encoder.set_output_array(output);
+  }
+  // MLX holds the inputs' and outputs' buffers until the task has run.
+  encoder.dispatch([args = kernel_args(unflatten(inputs, config_), config_, outputs)] {
+    cpu::paged_attention(args);
+  });
+}
+
+void PagedAttention::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
+  throw std::runtime_error(
+      "[paged_attention] the compiled op has no GPU kernel: use a CPU stream, or "
+      "mlx_paged.paged_attention");
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,298 @@
+#include "csrc/validate.h"
+
+#include <cmath>
+#include <limits>
+#include <sstream>
+#include <stdexcept>
+
+namespace mlx_paged {
+
+namespace {
+
+// A shape in Python's notation.
+std::string text(const mx::Shape& shape) {
+  std::ostringstream out;
+  out << "(";
+  for (size_t axis = 0; axis < shape.size(); ++axis) {
+    out << (axis ? ", " : "") << shape[axis];
+  }
+  out << (shape.size() == 1 ? ",)" : ")");
+  return out.str();
+}
+
+template <typename... Parts>
+[[noreturn]] void fail(const std::string& op, const Parts&... parts) {
+  std::ostringstream message;
+  message << "[" << op << "] ";
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+bool is_pool_dtype(mx::Dtype dtype) {
+  return dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16;
+}
+
+void check_rank(const char* op, const char* name, const mx::array& a, size_t rank,
+                const char* expected) {
+  if (a.ndim() != rank) {
+    fail(op, name, " has shape ", text(a.shape()), ": expected ", expected);
+  }
+}
+
+void check_shape(const char* op, const char* name, const mx::array& a, const mx::Shape& expected,
+                 const char* meaning) {
+  if (a.shape() != expected) {
+    fail(op, name, " has shape ", text(a.shape()), ": expected ", text(expected), ", ", meaning);
+  }
+}
+
+void check_int32(const char* op, const char* name, const mx::array& a) {
+  if (a.dtype() != mx::int32) {
+    fail(op, name, " of shape ", text(a.shape()), " has dtype ", a.dtype(), ": expected int32");
+  }
+}
+
+void check_pool_dtype(const char* op, const char* name, const mx::array& a) {
+  if (!is_pool_dtype(a.dtype())) {
+    fail(op, name, " of shape ", text(a.shape()), " has dtype ", a.dtype(),
+         ": expected float32, float16 or bfloat16");
+  }
+}
+
+void check_floating(const char* op, const char* name, const mx::array& a) {
+  if (!mx::issubdtype(a.dtype(), mx::floating)) {
+    fail(op, name, " of shape ", text(a.shape()), " has dtype ", a.dtype(),
+         ": expected a floating point dtype");
+  }
+}
+
+void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cache) {
+  check_rank(op, "k_cache", k_cache, 4, "(num_kv_heads, num_blocks, block_size, head_dim)");
+  check_rank(op, "v_cache", v_cache, 4, "(num_kv_heads, num_blocks, block_size, value_dim)");
+  check_pool_dtype(op, "k_cache", k_cache);
+  if (v_cache.dtype() != k_cache.dtype()) {
+    fail(op, "v_cache of shape ", text(v_cache.shape()), " has dtype ", v_cache.dtype(),
+         " but k_cache has ", k_cache.dtype(), ": expected the same");
+  }
+  for (int axis = 0; axis < 3; ++axis) {
+    if (v_cache.shape(axis) != k_cache.shape(axis)) {
+      fail(op, "v_cache has shape ", text(v_cache.shape()), " but k_cache has ",
+           text(k_cache.shape()), ": expected equal heads, blocks and block size");
+    }
+  }
+  for (const mx::array* cache : {&k_cache, &v_cache}) {
+    if (cache->shape(0) < 1 || cache->shape(2) < 1 || cache->shape(3) < 1) {
+      fail(op, cache == &k_cache ? "k_cache" : "v_cache", " has shape ", text(cache->shape()),
+           ": expected at least one head, one token per block and one dimension");
+    }
+  }
+}
+
+// The shape broadcasts to `target`, its last axis without being expanded.
+bool is_mask_shape(const mx::Shape& shape, const mx::Shape& target) {
+  if (shape.empty() || shape.size() > target.size() || shape.back() != target.back()) {
+    return false;
+  }
+  const size_t skipped = target.size() - shape.size();
+  for (size_t axis = 0; axis < shape.size(); ++axis) {
+    if (shape[axis] != 1 && shape[axis] != target[skipped + axis]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void check_tables_shape(const char* op, const AttentionInputs& in) {
+  const int batch = in.q.shape(0);
+  const mx::array& tables = in.block_tables;
+  check_int32(op, "block_tables", tables);
+  if (tables.ndim() != 2 || tables.shape(0) != batch) {
+    fail(op, "block_tables has shape ", text(tables.shape()), " but q has batch ", batch,
+         ": expected (", batch, ", max_blocks)");
+  }
+  const int64_t max_keys = int64_t{tables.shape(1)} * in.k_cache.shape(2);
+  if (max_keys > std::numeric_limits<int32_t>::max()) {
+    fail(op, "block_tables has shape ", text(tables.shape()), ": with blocks of ",
+         in.k_cache.shape(2), " tokens it addresses ", max_keys, " keys, expected below 2**31");
+  }
+  check_int32(op, "context_lens", in.context_lens);
+  if (in.context_lens.ndim() != 1 || in.context_lens.shape(0) != batch) {
+    fail(op, "context_lens has shape ", text(in.context_lens.shape()), " but q has batch ", batch,
+         ": expected (", batch, ",)");
+  }
+}
+
+void check_heads(const char* op, const AttentionInputs& in) {
+  const int heads = in.q.shape(1);
+  const int kv_heads = in.k_cache.shape(0);
+  if (in.kv_head_mapping) {
+    check_int32(op, "kv_head_mapping", *in.kv_head_mapping);
+    check_shape(op, "kv_head_mapping", *in.kv_head_mapping, {heads}, "one KV head per query head");
+  } else if (heads % kv_heads != 0) {
+    fail(op, "q has shape ", text(in.q.shape()), " with ", heads, " heads but k_cache has ",
+         kv_heads, " KV heads: expected a multiple, or a kv_head_mapping");
+  }
+  if (in.sinks) {
+    check_floating(op, "sinks", *in.sinks);
+    check_shape(op, "sinks", *in.sinks, {heads}, "one logit per query head");
+  }
+  if (in.alibi_slopes) {
+    check_floating(op, "alibi_slopes", *in.alibi_slopes);
+    check_shape(op, "alibi_slopes", *in.alibi_slopes, {heads}, "one slope per query head");
+  }
+}
+
+void check_rope(const char* op, const AttentionInputs& in) {
+  const mx::array& freqs = *in.rope_freqs;
+  check_floating(op, "rope_freqs", freqs);
+  const int batch = in.q.shape(0);
+  const int tokens = in.q.shape(2);
+  const bool per_sequence = freqs.ndim() == 2 && tokens == 1 && freqs.shape(0) == batch;
+  const bool per_token =
+      freqs.ndim() == 3 && freqs.shape(0) == batch && freqs.shape(1) == tokens;
+  if (!per_sequence && !per_token) {
+    fail(op, "rope_freqs has shape ", text(freqs.shape()), " but q has shape ",
+         text(in.q.shape()), ": expected (", batch, ", ", tokens, ", rotated_dims / 2)",
+         tokens == 1 ? " or the same without the middle axis" : "");
+  }
+  if (2 * int64_t{freqs.shape(-1)} > in.q.shape(3)) {
+    fail(op, "rope_freqs has shape ", text(freqs.shape()), ", ", freqs.shape(-1),
+         " angles, but q has head dimension ", in.q.shape(3), ": expected at most ",
+         in.q.shape(3) / 2);
+  }
+}
+
+void check_mask(const char* op, const AttentionInputs& in) {
+  const mx::array& mask = *in.attn_mask;
+  if (mask.dtype() != mx::bool_ && !mx::issubdtype(mask.dtype(), mx::floating)) {
+    fail(op, "attn_mask of shape ", text(mask.shape()), " has dtype ", mask.dtype(),
+         ": expected bool or a floating point dtype");
+  }
+  const mx::Shape target = {in.q.shape(0), in.q.shape(1), in.q.shape(2),
+                            in.block_tables.shape(1) * in.k_cache.shape(2)};
+  if (!is_mask_shape(mask.shape(), target)) {
+    fail(op, "attn_mask has shape ", text(mask.shape()), ": expected one that broadcasts to ",
+         text(target), " and has its last axis, max_blocks * block_size");
+  }
+}
+
+void check_scalars(const char* op, const AttentionConfig& config) {
+  if (!std::isfinite(config.scale)) {
+    fail(op, "scale is ", config.scale, ": expected a finite number");
+  }
+  if (config.window && *config.window < 1) {
+    fail(op, "window is ", *config.window, ": expected at least 1 key");
+  }
+  if (config.softcap && !(std::isfinite(*config.softcap) && *config.softcap > 0)) {
+    fail(op, "softcap is ", *config.softcap, ": expected a finite number above 0");
+  }
+}
+
+}  // namespace
+
+void check_attention(const AttentionInputs& in, const AttentionConfig& config) {
+  const char* op = "paged_attention";
+  check_rank(op, "q", in.q, 4, "(batch, num_heads, num_tokens, head_dim)");
+  check_pool_dtype(op, "q", in.q);
+  check_pool(op, in.k_cache, in.v_cache);
+  if (in.q.shape(3) != in.k_cache.shape(3)) {
+    fail(op, "q has shape ", text(in.q.shape()), " but k_cache has ", text(in.k_cache.shape()),
+         ": expected equal head dimensions");
+  }
+  check_tables_shape(op, in);
+  check_heads(op, in);
+  if (in.rope_freqs) {
+    check_rope(op, in);
+  }
+  if (in.attn_mask) {
+    check_mask(op, in);
+  }
+  check_scalars(op, config);
+}
+
+void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
+                 const mx::array& v_cache, const mx::array& slot_mapping) {
+  const char* op = "write_kv";
+  check_pool(op, k_cache, v_cache);
+  check_rank(op, "k", k, 3, "(num_tokens, num_kv_heads, head_dim)");
+  const int tokens = k.shape(0);
+  const int kv_heads = k_cache.shape(0);
+  check_shape(op, "k", k, {tokens, kv_heads, k_cache.shape(3)}, "the heads and width of k_cache");
+  check_shape(op, "v", v, {tokens, kv_heads, v_cache.shape(3)},
+              "the tokens of k, the heads and width of v_cache");
+  for (const mx::array* rows : {&k, &v}) {
+    if (rows->dtype() != k_cache.dtype()) {
+      fail(op, rows == &k ? "k" : "v", " of shape ", text(rows->shape()), " has dtype ",
+           rows->dtype(), ": expected the cache's ", k_cache.dtype());
+    }
+  }
+  check_int32(op, "slot_mapping", slot_mapping);
+  check_shape(op, "slot_mapping", slot_mapping, {tokens}, "one slot per row of k");
+}
+
+void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::array& block_pairs) {
+  const char* op = "copy_blocks";
+  check_pool(op, k_cache, v_cache);
+  check_int32(op, "block_pairs", block_pairs);
+  if (block_pairs.ndim() != 2 || block_pairs.shape(1) != 2) {
+    fail(op, "block_pairs has shape ", text(block_pairs.shape()),
+         ": expected (num_pairs, 2), each (source, destination)");
+  }
+}
+
+void check_pool_layout(const char* op, const char* argument, const mx::array& pool,
+                       bool writable) {
+  std::ostringstream message;
+  if (pool.shape(3) > 1 && pool.strides(3) != 1) {
+    message << "[" << op << "] " << argument << " of shape " << text(pool.shape())
+            << " has stride " << pool.strides(3) << " on its last axis: expected 1";
+    throw std::runtime_error(message.str());
+  }
+  for (int axis = 0; writable && axis < 3; ++axis) {
+    if (pool.shape(axis) > 1 && pool.strides(axis) == 0) {
+      message << "[" << op << "] " << argument << " of shape " << text(pool.shape())
+              << " is a broadcast view along axis " << axis << ": expected memory of its own";
+      throw std::runtime_error(message.str());
+    }
+  }
+}
+
+void check_tables(const std::string& op, const mx::array& block_tables,
+                  const mx::array& context_lens, int num_blocks, int block_size) {
+  if (!block_tables.is_available() || !context_lens.is_available()) {
+    return;
+  }
+  if (block_tables.ndim() != 2 || block_tables.dtype() != mx::int32) {
+    fail(op, "block_tables has shape ", text(block_tables.shape()), " and dtype ",
+         block_tables.dtype(), ": expected (batch, max_blocks) of int32");
+  }
+  const int batch = block_tables.shape(0);
+  const int max_blocks = block_tables.shape(1);
+  if (context_lens.shape() != mx::Shape{batch} || context_lens.dtype() != mx::int32) {
+    fail(op, "context_lens has shape ", text(context_lens.shape()), " and dtype ",
+         context_lens.dtype(), ": expected (", batch, ",) of int32");
+  }
+  if (block_size < 1) {
+    fail(op, "block_size is ", block_size, ": expected at least 1 token");
+  }
+  const int32_t* lens = context_lens.data<int32_t>();
+  const int32_t* tables = block_tables.data<int32_t>();
+  for (int b = 0; b < batch; ++b) {
+    const int32_t context = lens[b * context_lens.strides(0)];
+    if (context < 0 || context > int64_t{max_blocks} * block_size) {
+      fail(op, "context_lens[", b, "] is ", context, ": expected 0 to ",
+           int64_t{max_blocks} * block_size, ", max_blocks * block_size of block_tables ",
+           text(block_tables.shape()));
+    }
+    const int64_t num_read = (int64_t{context} + block_size - 1) / block_size;
+    for (int64_t i = 0; i < num_read; ++i) {
+      const int32_t block = tables[b * block_tables.strides(0) + i * block_tables.strides(1)];
+      if (block < 0 || block >= num_blocks) {
+        fail(op, "block_tables[", b, ", ", i, "] is ", block, " and a context of ", context,
+             " tokens reads it: expected 0 to ", num_blocks - 1);
+      }
+    }
+  }
+}
+
+}  // namespace mlx_paged

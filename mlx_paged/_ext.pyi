@@ -1,0 +1,94 @@
+"""Types of the compiled ops; python/bindings.cpp documents them."""
+
+from typing import Literal, overload
+
+import mlx.core as mx
+
+_Stream = mx.Stream | mx.Device | mx.DeviceType | None
+
+@overload
+def paged_attention(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    *,
+    scale: float,
+    causal: bool = True,
+    kv_head_mapping: mx.array | None = None,
+    rope_freqs: mx.array | None = None,
+    attn_mask: mx.array | None = None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    alibi_slopes: mx.array | None = None,
+    return_attn: Literal[False] = False,
+    stream: _Stream = None,
+) -> mx.array: ...
+@overload
+def paged_attention(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    *,
+    scale: float,
+    causal: bool = True,
+    kv_head_mapping: mx.array | None = None,
+    rope_freqs: mx.array | None = None,
+    attn_mask: mx.array | None = None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    alibi_slopes: mx.array | None = None,
+    return_attn: Literal[True],
+    stream: _Stream = None,
+) -> tuple[mx.array, mx.array]: ...
+@overload
+def paged_attention(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    *,
+    scale: float,
+    causal: bool = True,
+    kv_head_mapping: mx.array | None = None,
+    rope_freqs: mx.array | None = None,
+    attn_mask: mx.array | None = None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    alibi_slopes: mx.array | None = None,
+    return_attn: bool,
+    stream: _Stream = None,
+) -> mx.array | tuple[mx.array, mx.array]: ...
+def write_kv(
+    k: mx.array,
+    v: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    slot_mapping: mx.array,
+    *,
+    stream: _Stream = None,
+) -> tuple[mx.array, mx.array]: ...
+def copy_blocks(
+    k_cache: mx.array,
+    v_cache: mx.array,
+    block_pairs: mx.array,
+    *,
+    stream: _Stream = None,
+) -> tuple[mx.array, mx.array]: ...
+def check_tables(
+    op: str,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    num_blocks: int,
+    block_size: int,
+) -> None: ...
+def cpu_features() -> str: ...
+def supported_kernels() -> list[str]: ...
+def num_threads() -> int: ...

@@ -1,0 +1,42 @@
+"""Builds mlx_paged._ext with CMake; everything else is in pyproject.toml."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+class CMakeBuild(build_ext):
+    """Runs CMake and leaves the module where setuptools expects it.
+
+    Environment: CMAKE_ARGS (extra arguments), CMAKE_BUILD_PARALLEL_LEVEL, DEBUG=1.
+    """
+
+    def build_extension(self, ext: Extension) -> None:
+        output_dir = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        build_dir = Path(self.build_temp).resolve() / ext.name
+        configuration = "Debug" if self.debug or os.environ.get("DEBUG") == "1" else "Release"
+        configure = [
+            "cmake",
+            # An isolated build's dependencies live in a new directory each time.
+            "--fresh",
+            *("-S", str(ROOT), "-B", str(build_dir)),
+            f"-DCMAKE_BUILD_TYPE={configuration}",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output_dir}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ]
+        build = ["cmake", "--build", str(build_dir)]
+        if "CMAKE_BUILD_PARALLEL_LEVEL" not in os.environ:
+            build.append(f"-j{os.cpu_count()}")
+        subprocess.run(configure, check=True)
+        subprocess.run(build, check=True)
+
+
+setup(ext_modules=[Extension("mlx_paged._ext", sources=[])], cmdclass={"build_ext": CMakeBuild})
