@@ -1,0 +1,291 @@
+"""Who owns which block: free list, reference counts, block tables, copy-on-write. Knows no mlx."""
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mlx_paged.block_tables import BlockTables, Int32Array
+from mlx_paged.prefix_cache import ROOT, CachedBlock, PrefixCache, block_bytes
+
+
+class OutOfBlocksError(RuntimeError):
+    """The pool cannot give the blocks that were asked for; nothing was changed."""
+
+    def __init__(self, needed: int, available: int) -> None:
+        super().__init__(f"{needed} KV blocks needed, {available} available")
+        self.needed = needed
+        self.available = available
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy-on-write: the content of block `src` goes to block `dst` before anything is written."""
+
+    src: int
+    dst: int
+
+
+@dataclass(slots=True)
+class _Sequence:
+    row: int  # in the block tables
+    num_tokens: int = 0  # positions [0, num_tokens) belong to the sequence
+    hashes: list[bytes] = field(
+        default_factory=list
+    )  # of its full blocks known to the prefix cache
+    salt: bytes = ROOT
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+class BlockAllocator:
+    """Bookkeeping of a pool of `num_blocks` blocks with `block_size` token slots each.
+
+    One verb changes what a sequence may write: :meth:`make_writable`. It allocates, appends and
+    copies on write, all or nothing. A block is free, or cached (no reference, content known), or
+    held by at least one sequence.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"[BlockAllocator] num_blocks is {num_blocks}: expected >= 1")
+        if block_size < 1:
+            raise ValueError(f"[BlockAllocator] block_size is {block_size}: expected >= 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.cow_clones = 0
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._ref_count = [0] * num_blocks
+        self._tables = BlockTables()
+        self._sequences: dict[int, _Sequence] = {}
+        self._prefixes = PrefixCache()
+
+    # Queries
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: the free ones and the idle cached ones."""
+        return len(self._free) + self._prefixes.num_idle
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks without a reference whose content is kept for reuse."""
+        return self._prefixes.num_idle
+
+    @property
+    def blocks_in_use(self) -> int:
+        return self.num_blocks - self.num_available
+
+    @property
+    def refcount_histogram(self) -> dict[int, int]:
+        """How many blocks have how many references; free and cached blocks count under 0."""
+        return dict(sorted(Counter(self._ref_count).items()))
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        return ceil_div(num_tokens, self.block_size)
+
+    def can_allocate(self, num_tokens: int) -> bool:
+        """Whether a new sequence of this many tokens would fit now."""
+        return self.blocks_needed(num_tokens) <= self.num_available
+
+    def cached_prefix(self, tokens: Seq[int], salt: bytes = ROOT) -> int:
+        """How many leading tokens a new sequence of these tokens would find computed."""
+        return len(self._match(tokens, salt)) * self.block_size
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._sequences
+
+    def num_tokens(self, seq_id: int) -> int:
+        return self._sequence(seq_id).num_tokens
+
+    def table(self, seq_id: int) -> Int32Array:
+        """Physical block ids in logical order, ``[num_blocks_of_sequence]``: a view, not a copy."""
+        return self._tables.row(self._sequence(seq_id).row)
+
+    def tables(self, seq_ids: Seq[int]) -> Int32Array:
+        """Block tables of several sequences, ``[len(seq_ids), longest]``; a copy.
+
+        Entries past a sequence's own blocks mean nothing and are never read by the kernels.
+        """
+        return self._tables.rows([self._sequence(s).row for s in seq_ids])
+
+    def slots(self, seq_id: int, start: int, stop: int) -> Int32Array:
+        """Slot of each position in [start, stop): ``block * block_size + offset``."""
+        positions = np.arange(start, stop, dtype=np.int32)
+        blocks = self.table(seq_id)[positions // self.block_size]
+        return blocks * np.int32(self.block_size) + positions % np.int32(self.block_size)
+
+    # Changes
+
+    def add_sequence(
+        self,
+        seq_id: int,
+        num_tokens: int,
+        tokens: Seq[int] | None = None,
+        salt: bytes = ROOT,
+        spare: int = 0,
+    ) -> int:
+        """Start a sequence that owns positions [0, num_tokens).
+
+        With `tokens`, full blocks whose prefix is cached are shared instead of allocated, but never
+        the last token's: somebody has to compute it to get logits. `spare` blocks must be left.
+
+        Returns:
+            How many leading tokens already have their K/V.
+
+        Raises:
+            ValueError: `seq_id` is in use or `num_tokens` is negative.
+            OutOfBlocksError: too few blocks; nothing changed.
+        """
+        if seq_id in self._sequences:
+            raise ValueError(f"[add_sequence] seq_id {seq_id} is in use: expected a new id")
+        if num_tokens < 0:
+            raise ValueError(f"[add_sequence] num_tokens is {num_tokens}: expected >= 0")
+        chain = self._match(tokens[:num_tokens], salt) if tokens is not None else []
+        num_new = self.blocks_needed(num_tokens) - len(chain)
+        num_idle = sum(self._prefixes.is_idle(entry.block) for entry in chain)
+        self._require_available(num_new + spare, self.num_available - num_idle)
+
+        sequence = _Sequence(self._tables.add_row(), num_tokens, [e.hash for e in chain], salt)
+        self._sequences[seq_id] = sequence
+        for entry in chain:
+            self._retain(entry.block)
+        blocks = [entry.block for entry in chain] + [self._take() for _ in range(num_new)]
+        self._tables.extend(sequence.row, blocks)
+        return len(chain) * self.block_size
+
+    def make_writable(self, seq_id: int, start: int, stop: int) -> list[BlockCopy]:
+        """Let the sequence write positions [start, stop): append blocks, copy shared ones.
+
+        Returns:
+            The block copies to perform, in order, before anything is written.
+
+        Raises:
+            ValueError: an unknown sequence, or a span that is empty or leaves a hole.
+            OutOfBlocksError: too few blocks; nothing changed.
+        """
+        sequence = self._sequence(seq_id)
+        if not 0 <= start < stop:
+            raise ValueError(f"[make_writable] span [{start}, {stop}): expected 0 <= start < stop")
+        if start > sequence.num_tokens:
+            raise ValueError(
+                f"[make_writable] start is {start}, but sequence {seq_id} has "
+                f"{sequence.num_tokens} tokens: expected start <= {sequence.num_tokens}"
+            )
+        row = sequence.row
+        num_held = self._tables.length(row)
+        first, last = start // self.block_size, self.blocks_needed(stop)
+        table = self._tables.row(row)
+        touched = [(i, int(table[i])) for i in range(first, min(last, num_held))]
+        shared = [(i, block) for i, block in touched if self._ref_count[block] > 1]
+        owned = [block for _, block in touched if self._ref_count[block] == 1]
+        num_missing = max(0, last - num_held)
+        self._require_available(len(shared) + num_missing, self.num_available)
+
+        copies = [BlockCopy(block, self._take()) for _, block in shared]
+        for (i, block), copy in zip(shared, copies, strict=True):
+            self._tables.replace(row, i, copy.dst)
+            self._release(block)
+        for block in owned:
+            self._prefixes.forget(block)
+        del sequence.hashes[first:]
+        self._tables.extend(row, [self._take() for _ in range(num_missing)])
+        sequence.num_tokens = max(sequence.num_tokens, stop)
+        self.cow_clones += len(copies)
+        return copies
+
+    def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
+        """Start a sequence that shares every block of its parent until one of them writes."""
+        parent = self._sequence(parent_seq_id)
+        if child_seq_id in self._sequences:
+            raise ValueError(f"[fork] child_seq_id {child_seq_id} is in use: expected a new id")
+        child = _Sequence(
+            self._tables.add_row(), parent.num_tokens, list(parent.hashes), parent.salt
+        )
+        self._sequences[child_seq_id] = child
+        self._tables.copy_row(parent.row, child.row)
+        for block in self._tables.row(child.row).tolist():
+            self._retain(block)
+
+    def commit(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
+        """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is in the pool by now."""
+        sequence = self._sequence(seq_id)
+        assert num_computed <= min(len(tokens), sequence.num_tokens)
+        for i in range(len(sequence.hashes), num_computed // self.block_size):
+            parent = sequence.hashes[-1] if sequence.hashes else sequence.salt
+            block = int(self._tables.row(sequence.row)[i])
+            content = block_bytes(tokens, i, self.block_size)
+            sequence.hashes.append(self._prefixes.register(block, parent, content))
+
+    def free(self, seq_id: int) -> None:
+        """End a sequence. Blocks it held alone become free, or cached if their content is known.
+
+        Later blocks go first, so that a cached prefix is evicted from its end.
+        """
+        sequence = self._sequence(seq_id)
+        for block in reversed(self._tables.row(sequence.row).tolist()):
+            self._release(block)
+        self._tables.release_row(sequence.row)
+        del self._sequences[seq_id]
+
+    def drop_cached(self) -> None:
+        """Forget all cached content that no sequence references."""
+        while self._prefixes.num_idle:
+            self._free.append(self._prefixes.evict())
+
+    def check_integrity(self) -> None:
+        """Assert that every block is free, cached or held, and that every reference is counted."""
+        self._prefixes.check_integrity()
+        held: Counter[int] = Counter()
+        for sequence in self._sequences.values():
+            blocks = self._tables.row(sequence.row).tolist()
+            assert len(blocks) == self.blocks_needed(sequence.num_tokens)
+            assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
+            assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
+            held.update(blocks)
+        assert self._tables.num_rows_taken == len(self._sequences), "a table row is lost"
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
+        for block in range(self.num_blocks):
+            assert self._ref_count[block] == held[block], "a reference is not counted"
+            states = (block in free, self._prefixes.is_idle(block), held[block] > 0)
+            assert sum(states) == 1, f"block {block} is (free, cached, held) = {states}"
+            assert not (block in free and block in self._prefixes), "a free block is still cached"
+
+    # Helpers
+
+    def _match(self, tokens: Seq[int], salt: bytes) -> list[CachedBlock]:
+        return self._prefixes.match(tokens[: max(0, len(tokens) - 1)], self.block_size, salt)
+
+    def _sequence(self, seq_id: int) -> _Sequence:
+        try:
+            return self._sequences[seq_id]
+        except KeyError:
+            raise ValueError(f"seq_id {seq_id} is not known: expected a live sequence") from None
+
+    @staticmethod
+    def _require_available(needed: int, available: int) -> None:
+        if needed > available:
+            raise OutOfBlocksError(needed, available)
+
+    def _take(self) -> int:
+        block = self._free.pop() if self._free else self._prefixes.evict()
+        self._ref_count[block] = 1
+        return block
+
+    def _retain(self, block: int) -> None:
+        if self._ref_count[block] == 0:
+            self._prefixes.set_busy(block)
+        self._ref_count[block] += 1
+
+    def _release(self, block: int) -> None:
+        self._ref_count[block] -= 1
+        if self._ref_count[block] > 0:
+            return
+        if block in self._prefixes:
+            self._prefixes.set_idle(block)
+        else:
+            self._free.append(block)

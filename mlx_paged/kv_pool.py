@@ -1,0 +1,107 @@
+"""The per-layer K/V arrays that all sequences share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.block_allocator import BlockCopy
+from mlx_paged.block_tables import Int32Array
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one layer stores for a token: `n_kv_heads` keys and values."""
+
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: mx.Dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.size
+
+
+def block_bytes(shapes: Sequence[KVShape], block_size: int) -> int:
+    """Bytes of one block over all layers, keys and values together."""
+    return block_size * sum(shape.token_bytes for shape in shapes)
+
+
+class KVPool:
+    """K and V of every layer, each ``[n_kv_heads, num_blocks, block_size, head_dim]``.
+
+    In memory the order is ``[num_blocks, n_kv_heads, block_size, head_dim]``: what one head reads
+    of a block is one contiguous run. ``k[layer]`` and ``v[layer]`` are handles: a write returns new
+    ones over the same buffer and the old ones must not be read again.
+    """
+
+    def __init__(self, shapes: Sequence[KVShape], num_blocks: int, block_size: int) -> None:
+        self.shapes = tuple(shapes)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.k = [self._zeros(s.n_kv_heads, s.head_dim, s.dtype) for s in self.shapes]
+        self.v = [self._zeros(s.n_kv_heads, s.v_head_dim, s.dtype) for s in self.shapes]
+        mx.eval(self.k, self.v)
+
+    def _zeros(self, n_kv_heads: int, head_dim: int, dtype: mx.Dtype) -> mx.array:
+        shape = (self.num_blocks, n_kv_heads, self.block_size, head_dim)
+        return mx.zeros(shape, dtype).transpose(1, 0, 2, 3)
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.shapes)
+
+    @property
+    def block_bytes(self) -> int:
+        return block_bytes(self.shapes, self.block_size)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def write(self, layer: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
+        """Put K rows ``[T, n_kv_heads, head_dim]`` and V rows at their slots ``[T]``, in place."""
+        self.k[layer], self.v[layer] = ops.write_kv(
+            k, v, self.k[layer], self.v[layer], slot_mapping
+        )
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks in every layer, in place; part of the chain of handles."""
+        if not copies:
+            return
+        pairs = mx.array([(copy.src, copy.dst) for copy in copies], mx.int32)
+        for layer in range(self.n_layers):
+            self.k[layer], self.v[layer] = ops.copy_blocks(self.k[layer], self.v[layer], pairs)
+
+    def gather(self, layer: int, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
+        """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.
+
+        Args:
+            block_ids: ``[n]`` int32, the sequence's blocks in logical order.
+        """
+        return (
+            _gather_heads(self.k[layer], block_ids)[:, :, :num_tokens],
+            _gather_heads(self.v[layer], block_ids)[:, :, :num_tokens],
+        )
+
+    def handles(self) -> list[mx.array]:
+        """Every layer's newest handles, to be evaluated once a step so that no graph piles up."""
+        return [*self.k, *self.v]
+
+
+def _gather_heads(cache: mx.array, block_ids: mx.array) -> mx.array:
+    """Blocks of each head in a row, one copy: ``[1, n_kv_heads, n * block_size, head_dim]``."""
+    n_kv_heads, num_blocks, block_size, head_dim = cache.shape
+    if head_dim == 0:
+        return mx.zeros((1, n_kv_heads, block_ids.size * block_size, 0), cache.dtype)
+    runs = cache.transpose(1, 0, 2, 3).reshape(num_blocks * n_kv_heads, block_size * head_dim)
+    rows = block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
+    return runs[rows].reshape(1, n_kv_heads, -1, head_dim)
+
+
+def as_int32(values: Sequence[int] | Int32Array) -> mx.array:
+    """Host integers as an int32 array."""
+    return mx.array(np.asarray(values, np.int32))

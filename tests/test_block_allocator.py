@@ -1,0 +1,167 @@
+"""Block accounting without arrays: lifecycle, reuse, exhaustion, growth, forks."""
+
+import numpy as np
+import pytest
+
+from mlx_paged.block_allocator import BlockAllocator, BlockCopy, OutOfBlocksError
+
+
+def test_paged_accounting_needs_30_blocks_where_static_reservation_takes_64():
+    lengths = [32, 128, 64, 256]
+    allocator = BlockAllocator(num_blocks=64, block_size=16)
+    for seq_id, length in enumerate(lengths):
+        allocator.add_sequence(seq_id, length)
+    assert allocator.blocks_in_use == 2 + 8 + 4 + 16 == 30
+    assert len(lengths) * allocator.blocks_needed(max(lengths)) == 64
+
+
+def test_lifecycle_admission_growth_on_the_boundary_release():
+    allocator = BlockAllocator(num_blocks=64, block_size=4)
+    allocator.add_sequence(0, 12)
+    assert len(allocator.table(0)) == 3 and allocator.num_available == 61
+    allocator.make_writable(0, 12, 13)  # the thirteenth token opens a fourth block
+    assert len(allocator.table(0)) == 4 and allocator.num_available == 60
+    for position in (13, 14, 15):  # and the next three fill it
+        allocator.make_writable(0, position, position + 1)
+    assert len(allocator.table(0)) == 4
+    allocator.make_writable(0, 16, 17)
+    assert len(allocator.table(0)) == 5
+    allocator.free(0)
+    assert allocator.num_available == 64
+    allocator.check_integrity()
+
+
+def test_freed_blocks_are_handed_out_again():
+    allocator = BlockAllocator(num_blocks=64, block_size=4)
+    allocator.add_sequence(1, 2)
+    blocks_of_a = set(allocator.table(1).tolist())
+    allocator.free(1)
+    allocator.add_sequence(2, 2)
+    assert blocks_of_a & set(allocator.table(2).tolist())
+
+
+def test_exhaustion_is_refused_and_ends_when_blocks_come_back():
+    allocator = BlockAllocator(num_blocks=2, block_size=4)
+    allocator.add_sequence(0, 8)
+    assert allocator.num_available == 0 and not allocator.can_allocate(4)
+    with pytest.raises(OutOfBlocksError, match="1 KV blocks needed, 0 available"):
+        allocator.add_sequence(1, 4)
+    assert 1 not in allocator
+    allocator.free(0)
+    allocator.add_sequence(1, 4)
+    assert len(allocator.table(1)) == 1
+
+
+def test_a_refused_append_changes_nothing():
+    allocator = BlockAllocator(num_blocks=4, block_size=4)
+    allocator.add_sequence(0, 6)
+    allocator.fork(0, 1)
+    allocator.add_sequence(2, 4)
+    before = [allocator.table(i).tolist() for i in range(3)]
+    with pytest.raises(OutOfBlocksError) as error:  # one copy and two new blocks; one is free
+        allocator.make_writable(1, 6, 13)
+    assert (error.value.needed, error.value.available) == (3, 1)
+    assert [allocator.table(i).tolist() for i in range(3)] == before
+    assert allocator.num_tokens(1) == 6 and allocator.cow_clones == 0
+    allocator.check_integrity()
+
+
+def test_fork_shares_everything_and_copies_only_the_tail_on_write():
+    allocator = BlockAllocator(num_blocks=16, block_size=4)
+    allocator.add_sequence(0, 10)
+    parent = allocator.table(0).tolist()
+    allocator.fork(0, 1)
+    assert allocator.table(1).tolist() == parent and allocator.blocks_in_use == 3
+    assert allocator.refcount_histogram == {0: 13, 2: 3}
+
+    copies = allocator.make_writable(1, 10, 11)
+    child = allocator.table(1).tolist()
+    assert copies == [BlockCopy(src=parent[2], dst=child[2])]
+    assert child[:2] == parent[:2] and child[2] not in parent
+    assert allocator.table(0).tolist() == parent
+    assert allocator.make_writable(0, 10, 11) == []  # the parent is alone on its tail again
+    assert allocator.cow_clones == 1
+    allocator.check_integrity()
+
+
+def test_fork_at_a_block_boundary_copies_nothing():
+    allocator = BlockAllocator(num_blocks=16, block_size=4)
+    allocator.add_sequence(0, 8)
+    allocator.fork(0, 1)
+    assert allocator.make_writable(1, 8, 9) == []
+    assert allocator.cow_clones == 0
+
+
+def test_shared_blocks_live_until_their_last_holder_goes():
+    allocator = BlockAllocator(num_blocks=8, block_size=4)
+    allocator.add_sequence(0, 8)
+    allocator.fork(0, 1)
+    allocator.free(0)
+    assert allocator.blocks_in_use == 2
+    allocator.free(1)
+    assert allocator.blocks_in_use == 0
+    allocator.check_integrity()
+
+
+def test_slots_follow_the_block_table():
+    allocator = BlockAllocator(num_blocks=8, block_size=4)
+    allocator.add_sequence(0, 10)
+    table = allocator.table(0)
+    expected = [table[p // 4] * 4 + p % 4 for p in range(2, 10)]
+    np.testing.assert_array_equal(allocator.slots(0, 2, 10), expected)
+
+
+def test_tables_of_many_long_sequences_grow_and_rows_are_reused():
+    allocator = BlockAllocator(num_blocks=100_000, block_size=1)
+    for seq_id in range(300):
+        allocator.add_sequence(seq_id, 300)
+    seen = allocator.tables(list(range(300)))
+    assert seen.shape == (300, 300) and len(np.unique(seen)) == 90_000
+    for seq_id in range(300):
+        allocator.free(seq_id)
+    allocator.add_sequence(1000, 3)
+    assert len(allocator.table(1000)) == 3
+    allocator.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a: BlockAllocator(0, 4), "num_blocks is 0"),
+        (lambda a: BlockAllocator(4, 0), "block_size is 0"),
+        (lambda a: a.add_sequence(0, 4), "seq_id 0 is in use"),
+        (lambda a: a.add_sequence(5, -1), "num_tokens is -1"),
+        (lambda a: a.fork(9, 10), "seq_id 9 is not known"),
+        (lambda a: a.fork(0, 0), "child_seq_id 0 is in use"),
+        (lambda a: a.free(9), "seq_id 9 is not known"),
+        (lambda a: a.make_writable(0, 6, 7), "expected start <= 5"),
+        (lambda a: a.make_writable(0, 3, 3), r"span \[3, 3\)"),
+        (lambda a: a.table(9), "seq_id 9 is not known"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_are_named(call, message):
+    allocator = BlockAllocator(num_blocks=8, block_size=4)
+    allocator.add_sequence(0, 5)
+    with pytest.raises(ValueError, match=message):
+        call(allocator)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda a: a._ref_count.__setitem__(int(a.table(0)[0]), 2),
+        lambda a: a._free.append(int(a.table(0)[0])),
+        lambda a: a._free.pop(),
+        lambda a: a._free.append(a._free[-1]),
+        lambda a: a._tables.extend(a._sequences[0].row, [a._free[-1]]),
+    ],
+    ids=["ref count", "held and free", "lost block", "free twice", "table too long"],
+)
+def test_check_integrity_sees_damage(damage):
+    allocator = BlockAllocator(num_blocks=8, block_size=4)
+    allocator.add_sequence(0, 6)
+    allocator.check_integrity()
+    damage(allocator)
+    with pytest.raises(AssertionError):
+        allocator.check_integrity()
