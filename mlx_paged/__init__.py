@@ -1,0 +1,33 @@
+"""Paged attention and continuous batching for mlx-lm."""
+
+import mlx.core  # noqa: F401  registers the array type that the compiled module shares
+
+from mlx_paged.block_allocator import OutOfBlocksError
+from mlx_paged.block_manager import KVBlockManager
+from mlx_paged.engine import Engine
+from mlx_paged.model_probe import UnsupportedModelError
+from mlx_paged.ops import (
+    copy_blocks,
+    install_in_mlx,
+    paged_attention,
+    uninstall_from_mlx,
+    write_kv,
+)
+from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.request import FinishReason, SamplingParams
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "FinishReason",
+    "KVBlockManager",
+    "OutOfBlocksError",
+    "SamplingParams",
+    "TokenOutput",
+    "UnsupportedModelError",
+    "copy_blocks",
+    "install_in_mlx",
+    "paged_attention",
+    "uninstall_from_mlx",
+    "write_kv",
+]

@@ -1,0 +1,145 @@
+"""A step's spans as the arrays of one forward of the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.block_allocator import BlockAllocator
+from mlx_paged.block_tables import Int32Array
+from mlx_paged.kv_pool import as_int32
+from mlx_paged.scheduler import Span
+
+
+class Layout(StrEnum):
+    """How tokens are laid out in the model's input."""
+
+    ROWS = "rows"  # inputs [T, 1]: every token is a batch row with its own position
+    CHUNK = "chunk"  # inputs [1, L]: consecutive tokens of one sequence
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Consecutive tokens of one sequence, attended together.
+
+    Attributes:
+        first_row: where the chunk begins among the batch's tokens.
+        start: position of its first token.
+        length: its tokens.
+        block_ids: ``[n]`` int32, blocks of the sequence up to the chunk's end.
+    """
+
+    first_row: int
+    start: int
+    length: int
+    block_ids: mx.array
+
+    @property
+    def context_len(self) -> int:
+        return self.start + self.length
+
+    def window_mask(self, window: int) -> mx.array:
+        """``[length, context_len]`` bool: causal, and no further back than `window` tokens."""
+        keys = mx.arange(self.context_len)[None]
+        queries = mx.arange(self.start, self.context_len)[:, None]
+        return (keys <= queries) & (keys > queries - window)
+
+
+class Batch:
+    """The arrays of one forward, shared by all layers.
+
+    T tokens: first the single ones (decodes), then those of chunks. Every field is made once, here,
+    from host data that is in range by construction.
+
+    Attributes:
+        tokens: ``[T]`` int32 ids.
+        positions: ``[T]`` int32, of each token in its sequence.
+        slot_mapping: ``[T]`` int32, where each token's K/V goes.
+        num_decodes: how many leading tokens are single ones, attended through block tables.
+        block_tables: ``[num_decodes, max_blocks]`` int32.
+        context_lens: ``[num_decodes]`` int32, the token itself included.
+        chunks: the other tokens, sequence by sequence.
+        sampled_rows: rows whose logits are wanted, in the order of `sampled`.
+        sampled: the requests these logits belong to.
+        seq_ids: the sequence of each span.
+    """
+
+    def __init__(
+        self, spans: Sequence[Span], allocator: BlockAllocator, layout: Layout = Layout.ROWS
+    ) -> None:
+        """Lay out `spans`: in any number for rows, exactly one for a chunk."""
+        assert layout is Layout.ROWS or len(spans) == 1
+        spans = sorted(spans, key=lambda span: len(span) > 1)
+        self.layout = layout
+        self.seq_ids = [span.request.id for span in spans]
+        lengths = np.array([len(span) for span in spans])
+        first_rows = np.cumsum(lengths) - lengths
+        num_single = int((lengths == 1).sum()) if layout is Layout.ROWS else 0
+
+        positions: Int32Array = np.concatenate(
+            [np.arange(span.start, span.stop, dtype=np.int32) for span in spans]
+        )
+        self._host_tables = allocator.tables(self.seq_ids)
+        self._host_positions = positions
+        self._owner = np.repeat(np.arange(len(spans)), lengths)
+        blocks = self._host_tables[self._owner, positions // allocator.block_size]
+        slots = blocks * np.int32(allocator.block_size) + positions % np.int32(allocator.block_size)
+
+        self.tokens = as_int32(
+            [token for span in spans for token in span.request.tokens[span.start : span.stop]]
+        )
+        self.positions = mx.array(positions)
+        self.slot_mapping = mx.array(slots)
+        self.num_decodes = num_single
+        self.block_tables, self.context_lens = self._decode_tables(allocator, num_single)
+        self.chunks = [
+            self._chunk(allocator, i, int(first_rows[i]), spans[i])
+            for i in range(num_single, len(spans))
+        ]
+        sampled = [i for i, span in enumerate(spans) if span.samples]
+        self.sampled = [spans[i].request for i in sampled]
+        self.sampled_rows = as_int32((first_rows + lengths - 1)[sampled].astype(np.int32))
+        self.start = spans[0].start
+
+    def _decode_tables(self, allocator: BlockAllocator, count: int) -> tuple[mx.array, mx.array]:
+        context_lens = self._host_positions[:count] + np.int32(1)
+        width = allocator.blocks_needed(int(context_lens.max(initial=0)))
+        return mx.array(self._host_tables[:count, :width]), mx.array(context_lens)
+
+    def _chunk(self, allocator: BlockAllocator, index: int, first_row: int, span: Span) -> Chunk:
+        num_blocks = allocator.blocks_needed(span.stop)
+        block_ids = mx.array(self._host_tables[index, :num_blocks])
+        return Chunk(first_row, span.start, len(span), block_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._host_positions.size
+
+    @property
+    def inputs(self) -> mx.array:
+        """The model's input ids, ``[T, 1]`` or ``[1, L]``."""
+        return self.tokens[:, None] if self.layout is Layout.ROWS else self.tokens[None]
+
+    @cached_property
+    def max_context(self) -> int:
+        """The longest context of the batch: length of gathered keys."""
+        return int(self._host_positions.max()) + 1
+
+    @cached_property
+    def row_tables(self) -> mx.array:
+        """Block table of every row of the model's input, ``[T or 1, max_blocks]`` int32."""
+        if self.layout is Layout.CHUNK:
+            return mx.array(self._host_tables)
+        return mx.array(self._host_tables[self._owner])
+
+    def mask(self, window: int | None) -> mx.array:
+        """``[T, 1, 1, S]`` or ``[1, 1, L, S]`` bool over gathered keys: causal, within `window`."""
+        keys = mx.arange(self.max_context)
+        queries = self.positions.reshape(
+            (-1, 1, 1, 1) if self.layout is Layout.ROWS else (1, 1, -1, 1)
+        )
+        mask = keys <= queries
+        return mask if window is None else mask & (keys > queries - window)

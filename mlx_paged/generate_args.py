@@ -1,0 +1,145 @@
+"""Arguments of ``python -m mlx_paged.generate``, named as in mlx_lm.generate."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+MAX_TOKENS = 100
+KV_BLOCK_SIZES = (8, 16, 32)
+GB = 10**9
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def number(
+    parse: Callable[[str], float], low: float, high: float, expected: str
+) -> Callable[[str], float]:
+    """An argument type: a number in [low, high]."""
+
+    def convert(text: str) -> float:
+        try:
+            value = parse(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return convert
+
+
+COUNT = number(int, 1, 2**31, "a whole number >= 1")
+FRACTION = number(float, 0, 1, "a number from 0 to 1")
+
+
+def make_parser() -> Parser:
+    parser = Parser(
+        prog="mlx_paged.generate",
+        description="Generate text for one or many prompts at once from a paged KV pool.",
+    )
+    _add_model(parser.add_argument_group("model"))
+    _add_prompts(parser.add_argument_group("prompts"))
+    _add_sampling(parser.add_argument_group("sampling"))
+    _add_engine(parser.add_argument_group("engine"))
+    _add_output(parser.add_argument_group("output"))
+    return parser
+
+
+def _add_model(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model", help="model directory or hub id (default: the built-in demo model)"
+    )
+    group.add_argument("--adapter-path", help="directory with trained adapter weights")
+    group.add_argument(
+        "--trust-remote-code", action="store_true", help="let the tokenizer run its own code"
+    )
+
+
+def _add_prompts(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--prompt", "-p", action="append", default=[], help="a prompt; repeatable; '-' reads stdin"
+    )
+    group.add_argument(
+        "--prompts-file",
+        metavar="FILE.jsonl",
+        help='one request a line: {"prompt": ...} or {"messages": [...]}, and optionally '
+        "max_tokens, temperature, top_p, top_k, min_p, seed, stop, id",
+    )
+    group.add_argument("--system-prompt", help="system message for the chat template")
+    group.add_argument(
+        "--ignore-chat-template", action="store_true", help="use prompts as they are"
+    )
+
+
+def _add_sampling(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-tokens",
+        "-m",
+        type=COUNT,
+        default=MAX_TOKENS,
+        help="tokens to generate at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--temp",
+        type=number(float, 0, 1e6, "a number >= 0"),
+        default=0.0,
+        help="temperature; 0 is greedy (default: %(default)s)",
+    )
+    group.add_argument("--top-p", type=FRACTION, default=1.0, help="nucleus mass")
+    group.add_argument("--min-p", type=FRACTION, default=0.0, help="minimum relative probability")
+    group.add_argument(
+        "--top-k",
+        type=number(int, 0, 2**31, "a whole number >= 0"),
+        default=0,
+        help="most likely tokens kept; 0 keeps all",
+    )
+    group.add_argument(
+        "--seed",
+        type=number(int, 0, 2**63, "a whole number >= 0"),
+        help="of all requests' random streams",
+    )
+    group.add_argument(
+        "--stop", action="append", default=[], help="text that ends a completion; repeatable"
+    )
+
+
+def _add_engine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--kv-block-size",
+        type=int,
+        choices=KV_BLOCK_SIZES,
+        default=16,
+        help="tokens in a KV block (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-memory",
+        type=number(float, 1e-9, 1e6, "a number of GB above 0"),
+        metavar="GB",
+        help="memory for the KV pool (default: what the device can spare)",
+    )
+    group.add_argument(
+        "--max-running",
+        type=COUNT,
+        default=32,
+        metavar="N",
+        help="requests computed side by side at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--prefill-chunk",
+        type=COUNT,
+        default=512,
+        metavar="TOKENS",
+        help="prompt tokens computed in a step at most (default: %(default)s)",
+    )
+
+
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--output", metavar="FILE.jsonl", help="write results as JSONL, input order")
+    group.add_argument("--stats-json", metavar="FILE", help="write statistics as JSON")

@@ -1,0 +1,45 @@
+"""How large the pool is when nobody says."""
+
+import os
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlx_paged.kv_pool import KVShape, block_bytes
+
+GIB = 1 << 30
+HOST_LIMIT = GIB // 2
+NUM_EMPTY_BLOCKS = 1 << 16
+
+
+def default_kv_memory(model: nn.Module) -> int:
+    """Bytes for K/V: with Metal nine tenths of the recommended working set less the weights, on a
+    CPU a quarter of the memory but at most half a GiB."""
+    if mx.default_device() == mx.Device(mx.gpu):
+        recommended = int(mx.device_info().get("max_recommended_working_set_size", 4 * GIB))
+        weights: int = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+        return max(int(0.9 * recommended) - weights, recommended // 20)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(memory // 4, HOST_LIMIT)
+
+
+def num_blocks_for(
+    model: nn.Module, shapes: Sequence[KVShape], block_size: int, kv_memory: int | None
+) -> int:
+    """How many blocks the budget in bytes holds.
+
+    Raises:
+        ValueError: the budget holds not even one block.
+    """
+    budget = default_kv_memory(model) if kv_memory is None else kv_memory
+    one_block = block_bytes(shapes, block_size)
+    if one_block == 0:  # a model of recurrent layers only: blocks are mere bookkeeping
+        return NUM_EMPTY_BLOCKS
+    if budget < one_block:
+        raise ValueError(
+            f"[Engine] kv_memory is {budget} bytes, but one block of {block_size} tokens takes "
+            f"{one_block}: expected at least that"
+        )
+    return budget // one_block

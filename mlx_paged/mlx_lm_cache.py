@@ -1,0 +1,123 @@
+"""One layer of the pool as an mlx-lm cache."""
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import _BaseCache
+
+from mlx_paged.batch import Batch, Layout
+from mlx_paged.batch_attention import attend
+from mlx_paged.kv_pool import KVPool
+from mlx_paged.sdpa_hook import CausalMask, KVHandle
+
+
+class PagedLayerCache(_BaseCache):
+    """What a model sees as the K/V cache of one layer: the sequences of the bound batch.
+
+    It keeps to the cache protocol of mlx-lm 0.32: ``offset``, ``update_and_fetch``, ``make_mask``,
+    ``keys``, ``values``, ``keys_and_values``, ``state``. Bind a batch before every forward.
+
+    Args:
+        pool: where K/V lives.
+        layer: index of this layer in the pool.
+        window: tokens that a query sees at most (sliding-window layers), itself included.
+    """
+
+    def __init__(self, pool: KVPool, layer: int, window: int | None = None) -> None:
+        self.pool = pool
+        self.layer = layer
+        self.window = window
+        self._batch: Batch | None = None
+        self._written = False
+
+    def bind(self, batch: Batch) -> None:
+        """The next forward computes this batch."""
+        self._batch = batch
+        self._written = False
+
+    @property
+    def batch(self) -> Batch:
+        assert self._batch is not None, "a paged cache is used before a batch is bound to it"
+        return self._batch
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of the next token: ``[T]`` int32 for rows, an int for a chunk."""
+        if self.batch.layout is Layout.CHUNK:
+            return self.batch.start + (self.batch.num_tokens if self._written else 0)
+        return self.batch.positions + 1 if self._written else self.batch.positions
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
+        """Write the step's K/V, ``[T, H_kv, 1, D]`` or ``[1, H_kv, L, D]``; return lazy handles."""
+        slots = self.batch.slot_mapping
+        self.pool.write(self.layer, self._rows(keys), self._rows(values), slots)
+        self._written = True
+        return self.keys_and_values()
+
+    def _rows(self, x: mx.array) -> mx.array:
+        """As ``[T, H_kv, D]``, a view: the rows layout has that order already."""
+        return x[:, :, 0] if self.batch.layout is Layout.ROWS else x[0].transpose(1, 0, 2)
+
+    def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
+        """Handles to all K/V of the bound batch's sequences, ``[T or 1, H_kv, S, D]``."""
+        return (
+            KVHandle.of(self._gathered(self.keys), self, "keys"),
+            KVHandle.of(self._gathered(self.values), self, "values"),
+        )
+
+    def _gathered(self, cache: mx.array) -> mx.array:
+        n_kv_heads, _, block_size, head_dim = cache.shape
+        rows, max_blocks = self.batch.row_tables.shape
+        blocks = cache.transpose(1, 0, 2, 3)[self.batch.row_tables]
+        gathered = blocks.transpose(0, 2, 1, 3, 4).reshape(
+            rows, n_kv_heads, max_blocks * block_size, head_dim
+        )
+        return gathered[:, :, : self.batch.max_context]
+
+    def attend(
+        self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array:
+        """Attention over the pool, without the gather."""
+        return attend(q, self.pool, self.layer, self.batch, scale, self._narrowest(window), sinks)
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> CausalMask:
+        """The batch's mask; its window is the smaller of the layer's and the one asked for."""
+        window = self._narrowest(window_size)
+        return CausalMask.of(self.batch.mask(window), window)
+
+    def _narrowest(self, window: int | None) -> int | None:
+        return min((w for w in (window, self.window) if w is not None), default=None)
+
+    @property
+    def keys(self) -> mx.array:
+        """The pool's keys. Pipeline-parallel models replace the handle by a dependent one."""
+        return self.pool.k[self.layer]
+
+    @keys.setter
+    def keys(self, handle: mx.array) -> None:
+        self.pool.k[self.layer] = handle
+
+    @property
+    def values(self) -> mx.array:
+        return self.pool.v[self.layer]
+
+    @values.setter
+    def values(self, handle: mx.array) -> None:
+        self.pool.v[self.layer] = handle
+
+    @property
+    def state(self) -> Any:
+        return self.keys, self.values
+
+    @property
+    def nbytes(self) -> int:
+        token_bytes = self.pool.shapes[self.layer].token_bytes
+        return self.pool.num_blocks * self.pool.block_size * token_bytes
+
+    def size(self) -> int:
+        return self.batch.max_context
+
+    def empty(self) -> bool:
+        return self.batch.max_context == 0

@@ -1,0 +1,169 @@
+"""What a model stores per layer and how it may be batched, found by tracing it once."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as stock
+
+from mlx_paged.kv_pool import KVPool, KVShape
+from mlx_paged.mlx_lm_cache import PagedLayerCache
+from mlx_paged.sdpa_hook import CausalMask, KVHandle, attention_hook
+
+REFUSED = {
+    "deepseek_v32": "its sparse attention has not been checked on paged caches",
+    "glm_moe_dsa": "its sparse attention has not been checked on paged caches",
+    "minimax_m3_vl": "its sparse attention has not been checked on paged caches",
+    "plamo3": "its decode and its full forward disagree about the sliding window in mlx-lm itself",
+}
+ONE_AT_A_TIME = {
+    "afm7": "layers that reuse K/V take their rotary offset from the shape of gathered keys",
+}
+TRACE_ROWS = 11
+"""Rows of the batched trace: unlike any usual head count, so that a misaligned mask shows."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be served right, for the reason given."""
+
+
+class Batching(StrEnum):
+    """Which tokens may share a forward."""
+
+    MIXED = "mixed"  # any: prompt chunks and decodes, a row each
+    ALTERNATE = "alternate"  # all decodes together, every prompt chunk alone
+    SINGLE = "single"  # one sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """How a model is to be served.
+
+    Attributes:
+        shapes: K/V of each attention layer, in the order of the cache's leaves.
+        batching: MIXED if every layer attends through the hook. Recurrent layers need consecutive
+            tokens, and layers that read gathered K/V would gather once a row: these ALTERNATE.
+            A model that cannot take a ragged batch at all is computed one sequence at a time.
+        recurrent: some layers carry a state instead of K/V, so that no prefix can be shared.
+    """
+
+    shapes: tuple[KVShape, ...]
+    batching: Batching
+    recurrent: bool
+
+
+class _Recorder(stock._BaseCache):
+    """An empty cache that notes what a layer stores and whether its attention can be diverted."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.shape: KVShape | None = None
+        self.diverted = False
+        self.offset: int | mx.array = 0 if rows == 1 else mx.zeros(rows, mx.int32)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
+        if values.dtype != keys.dtype:
+            raise UnsupportedModelError(f"keys are {keys.dtype} but values {values.dtype}")
+        self.shape = KVShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        self.keys, self.values = keys, values
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
+        return KVHandle.of(self.keys, self, "keys"), KVHandle.of(self.values, self, "values")
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> CausalMask:
+        mask = mx.broadcast_to(mx.tri(N, dtype=mx.bool_), (self.rows, 1, N, N))
+        return CausalMask.of(mask, window_size)
+
+    def attend(
+        self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array | None:
+        self.diverted = True
+        return None
+
+    def size(self) -> int:
+        return 0
+
+    def empty(self) -> bool:
+        return True
+
+
+def probe(model: nn.Module) -> ModelProfile:
+    """Trace two forwards, one of a chunk and one of a batch, without evaluating them.
+
+    Raises:
+        UnsupportedModelError: the model or one of its caches cannot be served right.
+    """
+    name = model_type(model)
+    if name in REFUSED:
+        raise UnsupportedModelError(f"model type {name} is refused: {REFUSED[name]}")
+    caches = list(leaves(_trace(model, rows=1, length=2)))
+    recorders = [leaf for leaf in caches if isinstance(leaf, _Recorder)]
+    recurrent = any(isinstance(leaf, stock.ArraysCache) for leaf in caches)
+    diverted = all(leaf.diverted for leaf in recorders if leaf.shape is not None)
+    if name in ONE_AT_A_TIME or not _takes_batches(model):
+        batching = Batching.SINGLE
+    else:
+        batching = Batching.MIXED if diverted and not recurrent else Batching.ALTERNATE
+    unused = KVShape(1, 1, 1, mx.float32)
+    return ModelProfile(tuple(leaf.shape or unused for leaf in recorders), batching, recurrent)
+
+
+def model_type(model: nn.Module) -> str:
+    """The name mlx-lm gives the architecture."""
+    return str(getattr(model, "model_type", type(model).__module__.rsplit(".", 1)[-1]))
+
+
+def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
+    """Build the graph of one forward on recording caches; return these."""
+    caches = [_convert(c, lambda _: _Recorder(rows)) for c in stock.make_prompt_cache(model)]
+    with attention_hook():
+        model(mx.zeros((rows, length), mx.int32), cache=caches)
+    return caches
+
+
+def _takes_batches(model: nn.Module) -> bool:
+    """Whether rows at positions of their own, with masks of their own, fit the model's shapes."""
+    try:
+        _trace(model, rows=TRACE_ROWS, length=1)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def make_caches(model: nn.Module, pool: KVPool) -> list[Any]:
+    """The model's cache list with every K/V leaf replaced by a layer of the pool."""
+    layers: Iterator[int] = iter(range(pool.n_layers))
+    return [
+        _convert(cache, lambda window: PagedLayerCache(pool, next(layers), window))
+        for cache in stock.make_prompt_cache(model)
+    ]
+
+
+def leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    """The caches of single layers, lists of caches taken apart."""
+    for cache in caches:
+        if isinstance(cache, stock.CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def _convert(cache: Any, make: Any) -> Any:
+    """`cache` with each K/V leaf replaced by ``make(window)``; recurrent states stay."""
+    kind = type(cache)
+    if kind is stock.CacheList:
+        return stock.CacheList(*(_convert(c, make) for c in cache.caches))
+    if kind is stock.ArraysCache:
+        return cache
+    if kind in (stock.KVCache, stock.ConcatenateKVCache):
+        return make(None)
+    if kind is stock.RotatingKVCache and cache.keep == 0:
+        return make(cache.max_size)
+    name = f"{kind.__name__}(keep={cache.keep})" if hasattr(cache, "keep") else kind.__name__
+    raise UnsupportedModelError(f"cache class {name} cannot be paged")

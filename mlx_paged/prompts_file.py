@@ -1,0 +1,103 @@
+"""Prompts from a JSONL file: one request a line. Knows no mlx."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+OPTIONS = {
+    "max_tokens": "max_tokens",
+    "temperature": "temperature",
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+}
+"""Keys of a line that set a field of SamplingParams."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpec:
+    """What one line, or one --prompt, asks for.
+
+    Attributes:
+        prompt: text, or None if `messages` are given.
+        messages: a chat for the model's template.
+        options: fields of SamplingParams that differ from the command line's.
+        source: where it came from, for error messages.
+        id: the line's own "id", given back with the result.
+    """
+
+    prompt: str | None
+    messages: list[dict[str, Any]] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    source: str = "--prompt"
+    id: Any = None
+
+    @property
+    def title(self) -> str:
+        """The prompt, or the last message, on one line."""
+        text = self.prompt if self.messages is None else str(self.messages[-1].get("content", ""))
+        return " ".join((text or "").split())
+
+
+def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
+    """Parse JSONL; blank lines are skipped.
+
+    Raises:
+        ValueError: naming the file, the line number and what is wrong there.
+    """
+    specs = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        source = f"{name} line {number}"
+        try:
+            specs.append(_parse(json.loads(line), source))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{source}: not valid JSON: {error.msg}") from None
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+    if not specs:
+        raise ValueError(f"{name}: no prompts in it")
+    return specs
+
+
+def _parse(entry: Any, source: str) -> PromptSpec:
+    if not isinstance(entry, dict):
+        raise ValueError('expected an object such as {"prompt": "..."}')
+    entry = dict(entry)
+    prompt, messages = entry.pop("prompt", None), entry.pop("messages", None)
+    request_id = entry.pop("id", None)
+    if (prompt is None) == (messages is None):
+        raise ValueError('expected exactly one of "prompt" and "messages"')
+    if prompt is not None and not isinstance(prompt, str):
+        raise ValueError('"prompt" must be a string')
+    if messages is not None and not _is_chat(messages):
+        raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
+    unknown = sorted(entry.keys() - OPTIONS.keys())
+    if unknown:
+        raise ValueError(f'unknown key "{unknown[0]}": expected one of {", ".join(OPTIONS)}')
+    options = {OPTIONS[key]: _option(key, value) for key, value in entry.items()}
+    return PromptSpec(prompt, messages, options, source, request_id)
+
+
+def _is_chat(messages: Any) -> bool:
+    return (
+        isinstance(messages, list)
+        and bool(messages)
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
+    )
+
+
+def _option(key: str, value: Any) -> Any:
+    if key == "stop":
+        strings = [value] if isinstance(value, str) else value
+        if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
+            raise ValueError('"stop" must be a string or a list of strings')
+        return tuple(strings)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f'"{key}" must be a number')
+    return value

@@ -1,0 +1,58 @@
+"""States of recurrent layers, kept per sequence and joined for a batch."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+LayerState = list[mx.array | None]
+
+
+class RecurrentStates:
+    """What the model's ArraysCache leaves hold, for each live sequence.
+
+    A recurrent layer keeps a state of fixed size instead of K/V. Before a forward the states of the
+    batch's sequences are joined along axis 0, afterwards they are taken apart again.
+    """
+
+    def __init__(self, caches: Sequence[ArraysCache]) -> None:
+        self._caches = list(caches)
+        self._states: dict[int, list[LayerState]] = {}
+
+    def load(self, seq_ids: Sequence[int]) -> None:
+        """Put these sequences' states into the model's caches; an unknown sequence starts empty."""
+        states = [self._states.get(seq_id) or self._empty() for seq_id in seq_ids]
+        for layer, cache in enumerate(self._caches):
+            columns = zip(*(state[layer] for state in states), strict=True)
+            cache.cache = [_join(column) for column in columns]
+
+    def store(self, seq_ids: Sequence[int]) -> None:
+        """Take the sequences' states out of the model's caches after a forward."""
+        for row, seq_id in enumerate(seq_ids):
+            self._states[seq_id] = [
+                [_row(array, row, len(seq_ids)) for array in cache.cache] for cache in self._caches
+            ]
+
+    def drop(self, seq_id: int) -> None:
+        """Forget a sequence that ended or will be computed again."""
+        self._states.pop(seq_id, None)
+
+    def arrays(self, seq_ids: Sequence[int]) -> list[mx.array]:
+        """The sequences' states, to be evaluated with the step."""
+        states = (layer for seq_id in seq_ids for layer in self._states.get(seq_id, ()))
+        return [array for layer in states for array in layer if array is not None]
+
+    def _empty(self) -> list[LayerState]:
+        return [[None] * len(cache.cache) for cache in self._caches]
+
+
+def _join(arrays: Sequence[mx.array | None]) -> mx.array | None:
+    known = [array for array in arrays if array is not None]
+    if not known:
+        return None
+    assert len(known) == len(arrays), "sequences with and without a state in one forward"
+    return known[0] if len(known) == 1 else mx.concatenate(known)
+
+
+def _row(array: mx.array | None, row: int, num_rows: int) -> mx.array | None:
+    return array if array is None or num_rows == 1 else array[row : row + 1]

@@ -1,0 +1,86 @@
+"""What an engine did and held. Knows no mlx."""
+
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from mlx_paged.block_allocator import ceil_div
+
+STOCK_GROWTH = 256
+"""Tokens by which mlx-lm's own caches grow."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters of one engine since it was made or :meth:`reset`.
+
+    Times are in seconds, sizes in bytes. `padded_kv_bytes` and `contiguous_kv_bytes` say what the
+    same moments would have cost in mlx-lm's caches: a rectangle as long as its longest row for the
+    whole batch, or one cache a sequence, both in steps of 256 tokens.
+    """
+
+    block_size: int
+    block_bytes: int
+    num_blocks: int
+    steps: int = 0
+    requests_finished: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    cow_clones: int = 0
+    blocks_in_use: int = 0
+    peak_blocks_in_use: int = 0
+    peak_running: int = 0
+    peak_live_tokens: int = 0
+    padded_kv_bytes: int = 0
+    contiguous_kv_bytes: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    ttfts: list[float] = field(default_factory=list)
+
+    @property
+    def token_bytes(self) -> float:
+        return self.block_bytes / self.block_size
+
+    def record_step(
+        self, seconds: float, prompt_tokens: int, sampled: int, spans: int, blocks_in_use: int
+    ) -> None:
+        """Count a step: `prompt_tokens` were computed in it, `sampled` tokens came out."""
+        self.steps += 1
+        self.seconds += seconds
+        self.prompt_tokens += prompt_tokens
+        self.generation_tokens += sampled
+        if prompt_tokens:
+            self.prefill_seconds += seconds
+        self.peak_running = max(self.peak_running, spans)
+        self.blocks_in_use = blocks_in_use
+        self.peak_blocks_in_use = max(self.peak_blocks_in_use, blocks_in_use)
+
+    def record_memory(self, lengths: list[int]) -> None:
+        """Compare with other caches, given the tokens of each running sequence."""
+        grown = [ceil_div(length, STOCK_GROWTH) * STOCK_GROWTH for length in lengths]
+        padded = len(grown) * max(grown, default=0) * self.token_bytes
+        self.peak_live_tokens = max(self.peak_live_tokens, sum(lengths))
+        self.padded_kv_bytes = max(self.padded_kv_bytes, int(padded))
+        contiguous = int(sum(grown) * self.token_bytes)
+        self.contiguous_kv_bytes = max(self.contiguous_kv_bytes, contiguous)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values, rates and derived sizes included."""
+        values = asdict(self)
+        ttfts = values.pop("ttfts")
+        values |= {
+            "prompt_tokens_per_sec": _rate(self.prompt_tokens, self.prefill_seconds),
+            "generation_tokens_per_sec": _rate(self.generation_tokens, self.seconds),
+            "ttft_median_s": median(ttfts) if ttfts else None,
+            "ttft_max_s": max(ttfts, default=None),
+            "kv_pool_bytes": self.num_blocks * self.block_bytes,
+            "peak_kv_bytes": self.peak_blocks_in_use * self.block_bytes,
+            "peak_live_kv_bytes": int(self.peak_live_tokens * self.token_bytes),
+        }
+        return values
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0

@@ -1,0 +1,94 @@
+"""A step's spans as arrays: every number by its definition."""
+
+import numpy as np
+
+from mlx_paged.batch import Batch, Layout
+from mlx_paged.block_allocator import BlockAllocator
+from mlx_paged.request import Request, SamplingParams
+from mlx_paged.scheduler import Span
+
+BLOCK = 4
+
+
+def make_spans(allocator: BlockAllocator, *spans: tuple[int, int, int]) -> list[Span]:
+    """Spans ``(tokens known, start, stop)`` of sequences 0, 1, ..., interleaved in the pool."""
+    made = []
+    for seq_id, (num_tokens, start, stop) in enumerate(spans):
+        allocator.add_sequence(seq_id, 1)
+        tokens = [100 * seq_id + i for i in range(num_tokens)]
+        made.append(Span(Request(seq_id, tokens, SamplingParams(), seed=0), start, stop))
+    for position in range(1, max(stop for _, _, stop in spans)):
+        for seq_id, (_, _, stop) in enumerate(spans):
+            if position < stop:
+                allocator.make_writable(seq_id, position, position + 1)
+    return made
+
+
+def mixed_batch() -> tuple[BlockAllocator, Batch]:
+    allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
+    spans = make_spans(allocator, (20, 3, 9), (6, 5, 6), (11, 8, 11), (9, 8, 9))
+    return allocator, Batch(spans, allocator)
+
+
+def test_single_tokens_come_first_then_chunks_in_order():
+    _, batch = mixed_batch()
+    assert batch.seq_ids == [1, 3, 0, 2]
+    assert batch.num_decodes == 2
+    assert batch.tokens.tolist() == [105, 308, 3, 4, 5, 6, 7, 8, 208, 209, 210]
+    assert batch.positions.tolist() == [5, 8, 3, 4, 5, 6, 7, 8, 8, 9, 10]
+    assert batch.inputs.shape == (11, 1)
+
+
+def test_slots_are_where_the_block_tables_say():
+    allocator, batch = mixed_batch()
+    owners = [1, 3, *[0] * 6, *[2] * 3]
+    expected = [
+        allocator.table(owner)[p // BLOCK] * BLOCK + p % BLOCK
+        for owner, p in zip(owners, batch.positions.tolist(), strict=True)
+    ]
+    assert batch.slot_mapping.tolist() == expected
+
+
+def test_decode_tables_and_context_lens_include_the_token_itself():
+    allocator, batch = mixed_batch()
+    assert batch.context_lens.tolist() == [6, 9]
+    assert batch.block_tables.shape == (2, 3)
+    assert batch.block_tables.tolist()[0][:2] == allocator.table(1).tolist()
+    assert batch.block_tables.tolist()[1] == allocator.table(3).tolist()
+
+
+def test_chunks_know_their_rows_and_blocks():
+    allocator, batch = mixed_batch()
+    first, second = batch.chunks
+    assert (first.first_row, first.start, first.length, first.context_len) == (2, 3, 6, 9)
+    assert (second.first_row, second.start, second.length) == (8, 8, 3)
+    assert first.block_ids.tolist() == allocator.table(0).tolist()
+    assert second.block_ids.tolist() == allocator.table(2).tolist()
+
+
+def test_only_rows_that_yield_a_token_are_sampled():
+    _, batch = mixed_batch()
+    assert [request.id for request in batch.sampled] == [1, 3, 2]  # 0 has more prompt to come
+    assert batch.sampled_rows.tolist() == [0, 1, 10]
+
+
+def test_a_chunk_layout_holds_one_sequence():
+    allocator = BlockAllocator(num_blocks=8, block_size=BLOCK)
+    batch = Batch(make_spans(allocator, (9, 4, 9)), allocator, Layout.CHUNK)
+    assert batch.inputs.tolist() == [[4, 5, 6, 7, 8]]
+    assert (batch.num_decodes, len(batch.chunks), batch.start) == (0, 1, 4)
+    assert batch.sampled_rows.tolist() == [4]
+
+
+def test_masks_are_causal_within_the_window():
+    _, batch = mixed_batch()
+    positions = np.array(batch.positions)[:, None]
+    keys = np.arange(batch.max_context)[None]
+    assert batch.max_context == 11
+    np.testing.assert_array_equal(np.array(batch.mask(None))[:, 0, 0], keys <= positions)
+    windowed = (keys <= positions) & (keys > positions - 3)
+    np.testing.assert_array_equal(np.array(batch.mask(3))[:, 0, 0], windowed)
+    chunk = batch.chunks[0]
+    queries, chunk_keys = np.arange(3, 9)[:, None], np.arange(9)[None]
+    expected = (chunk_keys <= queries) & (chunk_keys > queries - 3)
+    np.testing.assert_array_equal(np.array(chunk.window_mask(3)), expected)

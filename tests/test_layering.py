@@ -1,0 +1,112 @@
+"""Imports run downward only, and the bookkeeping knows no mlx."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlx_paged
+
+PACKAGE = Path(mlx_paged.__file__).parent
+
+ORDER = [
+    "generate",
+    "generate_args",
+    "model_loader",
+    "prompts_file",
+    "engine",
+    "outputs",
+    "text_stream",
+    "stats",
+    "kv_memory",
+    "model_runner",
+    "sampling",
+    "logit_rows",
+    "recurrent_states",
+    "model_probe",
+    "mlx_lm_cache",
+    "batch_attention",
+    "sdpa_hook",
+    "batch",
+    "scheduler",
+    "request",
+    "block_manager",
+    "kv_pool",
+    "block_allocator",
+    "prefix_cache",
+    "block_tables",
+    "ops",
+    "reference_mlx",
+    "reference",
+    "_ext",
+]
+"""Every module; each imports only from those after it."""
+
+NO_MLX = {
+    "scheduler",
+    "request",
+    "outputs",
+    "block_allocator",
+    "prefix_cache",
+    "block_tables",
+    "text_stream",
+    "prompts_file",
+    "stats",
+}
+
+
+def modules() -> list[str]:
+    return sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+
+
+def imported(module: str) -> set[str]:
+    """Modules of this package that `module` imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "mlx_paged":
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlx_paged."):
+            names.add(str(node.module).split(".")[1])
+    return names
+
+
+def test_every_module_has_its_place():
+    assert set(modules()) <= set(ORDER)
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_run_downward(module):
+    below = ORDER[ORDER.index(module) + 1 :]
+    assert imported(module) <= set(below)
+
+
+def test_bookkeeping_imports_without_mlx():
+    code = (
+        "import sys, types; sys.modules['mlx'] = sys.modules['mlx.core'] = None;"
+        f"package = types.ModuleType('mlx_paged'); package.__path__ = [{str(PACKAGE)!r}];"
+        "sys.modules['mlx_paged'] = package;"
+        + "".join(f"import mlx_paged.{module};" for module in sorted(NO_MLX))
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_public_names_are_the_contract():
+    assert sorted(mlx_paged.__all__) == [
+        "Completion",
+        "Engine",
+        "FinishReason",
+        "KVBlockManager",
+        "OutOfBlocksError",
+        "SamplingParams",
+        "TokenOutput",
+        "UnsupportedModelError",
+        "copy_blocks",
+        "install_in_mlx",
+        "paged_attention",
+        "uninstall_from_mlx",
+        "write_kv",
+    ]
+    for name in mlx_paged.__all__:
+        assert getattr(mlx_paged, name).__doc__, f"{name} has no documentation"
