@@ -1,6 +1,7 @@
 """Attention of a batch over the pool: block tables for single tokens, one gather for a chunk."""
 
 from collections import Counter
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -14,70 +15,55 @@ calls: Counter[str] = Counter()
 (blocks gathered once, MLX's own attention)."""
 
 
-def attend(
-    q: mx.array,
-    pool: KVPool,
-    layer: int,
-    batch: Batch,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Attention of ``q [T, H, 1, D]`` (rows) or ``[1, H, L, D]`` (a chunk); returns that shape
-    with the values' head_dim.
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchAttention:
+    """One layer's attention.
 
     Both paths give the same answer; the paged op reads each K/V byte of a single token's context
     once, the gather is read by all rows of its chunk.
+
+    Attributes:
+        window: tokens that a query sees at most, itself included.
+        sinks: ``[H]``, extra logits in the softmax denominator.
     """
-    if batch.layout is Layout.CHUNK:
-        return _attend_chunk(q, pool, layer, batch.chunks[0], scale, window, sinks)
-    parts = []
-    if batch.num_decodes:
-        decodes = q[: batch.num_decodes]
-        parts.append(_attend_decodes(decodes, pool, layer, batch, scale, window, sinks))
-    for chunk in batch.chunks:
-        rows = q[chunk.first_row : chunk.first_row + chunk.length].transpose(2, 1, 0, 3)
-        out = _attend_chunk(rows, pool, layer, chunk, scale, window, sinks)
-        parts.append(out.transpose(2, 1, 0, 3))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
+    pool: KVPool
+    layer: int
+    scale: float
+    window: int | None
+    sinks: mx.array | None
 
-def _attend_decodes(
-    q: mx.array,
-    pool: KVPool,
-    layer: int,
-    batch: Batch,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    calls["paged"] += 1
-    return ops.paged_attention(
-        q,
-        pool.k,
-        pool.v,
-        batch.block_tables,
-        batch.context_lens,
-        layer,
-        scale=scale,
-        window=window,
-        sinks=sinks,
-        check_tables=False,
-    )
+    def attend(self, q: mx.array, batch: Batch) -> mx.array:
+        """Attention of ``q [T, H, 1, D]`` (rows) or ``[1, H, L, D]`` (a chunk); returns that shape
+        with the values' head_dim."""
+        if batch.layout is Layout.CHUNK:
+            return self._chunk(q, batch.chunks[0])
+        parts = [self._decodes(q[: batch.num_decodes], batch)] if batch.num_decodes else []
+        for chunk in batch.chunks:
+            rows = q[chunk.first_row : chunk.first_row + chunk.length].transpose(2, 1, 0, 3)
+            parts.append(self._chunk(rows, chunk).transpose(2, 1, 0, 3))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
+    def _decodes(self, q: mx.array, batch: Batch) -> mx.array:
+        calls["paged"] += 1
+        return ops.paged_attention(
+            q,
+            self.pool.k,
+            self.pool.v,
+            batch.block_tables,
+            batch.context_lens,
+            self.layer,
+            scale=self.scale,
+            window=self.window,
+            sinks=self.sinks,
+            check_tables=False,
+        )
 
-def _attend_chunk(
-    q: mx.array,
-    pool: KVPool,
-    layer: int,
-    chunk: Chunk,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
-) -> mx.array:
-    """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence."""
-    calls["chunk"] += 1
-    k, v = pool.gather(layer, chunk.block_ids, chunk.context_len)
-    limited = window is not None and chunk.context_len > window
-    mask = chunk.window_mask(window) if window is not None and limited else "causal"
-    return mlx_attention(q, k, v, scale=scale, mask=mask, sinks=sinks)
+    def _chunk(self, q: mx.array, chunk: Chunk) -> mx.array:
+        """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence."""
+        calls["chunk"] += 1
+        k, v = self.pool.gather(self.layer, chunk.block_ids, chunk.context_len)
+        mask: mx.array | str = "causal"
+        if self.window is not None and chunk.context_len > self.window:
+            mask = chunk.window_mask(self.window)
+        return mlx_attention(q, k, v, scale=self.scale, mask=mask, sinks=self.sinks)

@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
 from mlx_paged.batch import Batch, Layout
-from mlx_paged.batch_attention import attend
+from mlx_paged.batch_attention import BatchAttention
 from mlx_paged.kv_pool import KVPool
 from mlx_paged.sdpa_hook import CausalMask, KVHandle
 
@@ -78,7 +78,9 @@ class PagedLayerCache(_BaseCache):
         self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
         """Attention over the pool, without the gather."""
-        return attend(q, self.pool, self.layer, self.batch, scale, self._narrowest(window), sinks)
+        window = self._narrowest(window)
+        attention = BatchAttention(self.pool, self.layer, scale, window, sinks)
+        return attention.attend(q, self.batch)
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None

@@ -58,6 +58,8 @@ def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
             specs.append(_parse(json.loads(line), source))
         except json.JSONDecodeError as error:
             raise ValueError(f"{source}: not valid JSON: {error.msg}") from None
+        except RecursionError:
+            raise ValueError(f"{source}: nested too deep") from None
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
     if not specs:

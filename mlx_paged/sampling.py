@@ -9,6 +9,9 @@ import numpy.typing as npt
 
 from mlx_paged.request import Request, SamplingParams
 
+MIN_TEMPERATURE = 1e-30
+"""Smaller ones mean the same and would be zero in float32."""
+
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -60,7 +63,7 @@ def _draw(logprobs: mx.array, requests: Sequence[Request]) -> mx.array:
     """Inverse transform sampling: the first token whose cumulated probability exceeds a draw."""
     params = [request.params for request in requests]
     kept = _filtered(logprobs.astype(mx.float32), params)
-    temperature = _column([p.temperature for p in params])
+    temperature = _column([max(p.temperature, MIN_TEMPERATURE) for p in params])
     scaled = (kept - kept.max(axis=-1, keepdims=True)) / temperature
     cumulated = mx.cumsum(mx.exp(scaled), axis=-1)
     draws = uniform([r.seed for r in requests], [r.num_generated for r in requests])
