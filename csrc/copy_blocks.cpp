@@ -13,10 +13,9 @@ namespace mlx_paged {
 ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
                       const mx::array& block_pairs, mx::StreamOrDevice stream) {
   check_copy(k_cache, v_cache, block_pairs);
-  auto outputs = mx::array::make_arrays({k_cache.shape(), v_cache.shape()},
-                                        {k_cache.dtype(), v_cache.dtype()},
-                                        std::make_shared<CopyBlocks>(mx::to_stream(stream)),
-                                        {k_cache, v_cache, block_pairs});
+  auto outputs = mx::array::make_arrays(
+      {k_cache.shape(), v_cache.shape()}, {k_cache.dtype(), v_cache.dtype()},
+      std::make_shared<CopyBlocks>(mx::to_stream(stream)), {k_cache, v_cache, block_pairs});
   return {outputs[0], outputs[1]};
 }
 
@@ -52,7 +51,8 @@ void CopyBlocks::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::
 
 void CopyBlocks::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
   throw std::runtime_error(
-      "[copy_blocks] the compiled op has no GPU kernel: use a CPU stream, or mlx_paged.copy_blocks");
+      "[copy_blocks] the compiled op has no GPU kernel: use a CPU stream, or "
+      "mlx_paged.copy_blocks");
 }
 
 }  // namespace mlx_paged

@@ -21,10 +21,9 @@ ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_ca
                    const mx::array& v_cache, const mx::array& slot_mapping,
                    mx::StreamOrDevice stream) {
   check_write(k, v, k_cache, v_cache, slot_mapping);
-  auto outputs = mx::array::make_arrays({k_cache.shape(), v_cache.shape()},
-                                        {k_cache.dtype(), v_cache.dtype()},
-                                        std::make_shared<WriteKV>(mx::to_stream(stream)),
-                                        {k, v, k_cache, v_cache, slot_mapping});
+  auto outputs = mx::array::make_arrays(
+      {k_cache.shape(), v_cache.shape()}, {k_cache.dtype(), v_cache.dtype()},
+      std::make_shared<WriteKV>(mx::to_stream(stream)), {k, v, k_cache, v_cache, slot_mapping});
   return {outputs[0], outputs[1]};
 }
 
@@ -54,8 +53,7 @@ void WriteKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arr
       i < heads ? cpu::write_head(k_pool, k, slots, static_cast<int>(i))
                 : cpu::write_head(v_pool, v, slots, static_cast<int>(i - heads));
     };
-    const int64_t bytes =
-        int64_t{k.num_tokens} * heads * (k_pool.row_bytes + v_pool.row_bytes);
+    const int64_t bytes = int64_t{k.num_tokens} * heads * (k_pool.row_bytes + v_pool.row_bytes);
     if (bytes >= kMinParallelBytes) {
       cpu::parallel_for(2 * heads, write);
       return;

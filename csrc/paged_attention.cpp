@@ -51,8 +51,7 @@ void normalise(AttentionInputs& in, mx::Stream stream) {
     if (in.attn_mask->dtype() == mx::float64) {
       as_float32(in.attn_mask);
     }
-    const mx::Shape shape = {in.q.shape(0), in.q.shape(1), in.q.shape(2),
-                             in.attn_mask->shape(-1)};
+    const mx::Shape shape = {in.q.shape(0), in.q.shape(1), in.q.shape(2), in.attn_mask->shape(-1)};
     in.attn_mask = mx::broadcast_to(*in.attn_mask, shape, stream);
   }
 }
@@ -60,8 +59,8 @@ void normalise(AttentionInputs& in, mx::Stream stream) {
 // The primitive's inputs: the five arrays that every call has, then the optional ones it has.
 std::vector<mx::array> flatten(const AttentionInputs& in) {
   std::vector<mx::array> arrays = {in.q, in.k_cache, in.v_cache, in.block_tables, in.context_lens};
-  for (const OptionalArray* a : {&in.kv_head_mapping, &in.rope_freqs, &in.attn_mask, &in.sinks,
-                                 &in.alibi_slopes}) {
+  for (const OptionalArray* a :
+       {&in.kv_head_mapping, &in.rope_freqs, &in.attn_mask, &in.sinks, &in.alibi_slopes}) {
     if (*a) {
       arrays.push_back(**a);
     }
@@ -120,7 +119,7 @@ void bind_optional(const AttentionInputs& in, cpu::AttentionArgs& args) {
 }
 
 cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionConfig& config,
-                        std::vector<mx::array>& outputs) {
+                               std::vector<mx::array>& outputs) {
   cpu::AttentionArgs args{};
   args.q = in.q.data<void>();
   args.q_dtype = cpu_dtype(in.q.dtype());

@@ -148,11 +148,10 @@ void check_rope(const char* op, const AttentionInputs& in) {
   const int batch = in.q.shape(0);
   const int tokens = in.q.shape(2);
   const bool per_sequence = freqs.ndim() == 2 && tokens == 1 && freqs.shape(0) == batch;
-  const bool per_token =
-      freqs.ndim() == 3 && freqs.shape(0) == batch && freqs.shape(1) == tokens;
+  const bool per_token = freqs.ndim() == 3 && freqs.shape(0) == batch && freqs.shape(1) == tokens;
   if (!per_sequence && !per_token) {
-    fail(op, "rope_freqs has shape ", text(freqs.shape()), " but q has shape ",
-         text(in.q.shape()), ": expected (", batch, ", ", tokens, ", rotated_dims / 2)",
+    fail(op, "rope_freqs has shape ", text(freqs.shape()), " but q has shape ", text(in.q.shape()),
+         ": expected (", batch, ", ", tokens, ", rotated_dims / 2)",
          tokens == 1 ? " or the same without the middle axis" : "");
   }
   if (2 * int64_t{freqs.shape(-1)} > in.q.shape(3)) {
@@ -240,15 +239,14 @@ void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::ar
   }
 }
 
-void check_pool_layout(const char* op, const char* argument, const mx::array& pool,
-                       bool writable) {
+void check_pool_layout(const char* op, const char* argument, const mx::array& pool, bool writable) {
   std::ostringstream message;
   if (pool.shape(3) > 1 && pool.strides(3) != 1) {
-    message << "[" << op << "] " << argument << " of shape " << text(pool.shape())
-            << " has stride " << pool.strides(3) << " on its last axis: expected 1";
+    message << "[" << op << "] " << argument << " of shape " << text(pool.shape()) << " has stride "
+            << pool.strides(3) << " on its last axis: expected 1";
     throw std::runtime_error(message.str());
   }
-  for (int axis = 0; writable && axis < 3; ++axis) {
+  for (int axis = 0; writable && pool.size() > 0 && axis < 3; ++axis) {
     if (pool.shape(axis) > 1 && pool.strides(axis) == 0) {
       message << "[" << op << "] " << argument << " of shape " << text(pool.shape())
               << " is a broadcast view along axis " << axis << ": expected memory of its own";

@@ -32,7 +32,8 @@ struct RowTile {
   int32_t kv_head;
   int32_t num_rows;
   QueryRow rows[kMaxRows];
-  const float* q;  // [num_rows, D], rotated and scaled
+  const float* q;  // [num_rows, D], rotated and scaled, in rows of q_stride, zeros behind D
+  int32_t q_stride;
 };
 
 // Softmax over the keys seen so far: for each row the running maximum m, the denominator l and
@@ -50,7 +51,6 @@ static inline int32_t padded(int32_t width) { return (width + 15) / 16 * 16; }
 // Buffers of attend, one set per thread.
 struct KernelScratch {
   const void* zeros;  // max(D, D_v) zero elements of any dtype: the row of a key not to be read
-  float* k_tile;      // [D, kKeyTile], transposed keys
   float* scores;      // [kMaxRows, kKeyTile]
 };
 

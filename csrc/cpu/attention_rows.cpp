@@ -54,8 +54,8 @@ void rotate(const AttentionArgs& args, int32_t batch, int32_t token, float* q) {
 }
 
 void load_query(const AttentionArgs& args, int32_t batch, const QueryRow& row, float* q) {
-  const int64_t at = batch * args.q_strides[0] + row.head * args.q_strides[1] +
-                     row.token * args.q_strides[2];
+  const int64_t at =
+      batch * args.q_strides[0] + row.head * args.q_strides[1] + row.token * args.q_strides[2];
   dispatch_float(args.q_dtype, [&]<typename T>(T*) {
     const T* from = static_cast<const T*>(args.q) + at;
     for (int32_t d = 0; d < args.head_dim; ++d) {
@@ -147,6 +147,7 @@ void load_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpa
   tile.kv_head = span.kv_head;
   tile.num_rows = span.count;
   tile.q = q;
+  tile.q_stride = padded(args.head_dim);
   for (int32_t r = 0; r < span.count; ++r) {
     QueryRow& row = tile.rows[r];
     row.token = (span.begin + r) / group;
@@ -157,10 +158,11 @@ void load_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpa
     row.key_end = keys.end;
     row.alibi_slope = args.alibi_slopes ? args.alibi_slopes[row.head * args.alibi_stride] : 0;
     row.mask = mask_row(args, span.batch, row);
-    row.attn = args.attn ? args.attn + output_row(args, span.batch, row) * args.max_blocks *
-                                           args.block_size
+    row.attn = args.attn ? args.attn +
+                               output_row(args, span.batch, row) * args.max_blocks * args.block_size
                          : nullptr;
-    load_query(args, span.batch, row, q + r * args.head_dim);
+    load_query(args, span.batch, row, q + r * tile.q_stride);
+    std::fill(q + r * tile.q_stride + args.head_dim, q + (r + 1) * tile.q_stride, 0.0f);
   }
 }
 

@@ -20,13 +20,16 @@ inline PoolView pool_view(mlx::core::array& cache) {
 
 inline RowsView rows_view(const mlx::core::array& rows) {
   const auto itemsize = static_cast<int64_t>(rows.itemsize());
-  return {rows.data<std::byte>(),     rows.strides(0) * itemsize, rows.strides(1) * itemsize,
-          rows.strides(2) * itemsize, rows.shape(0),              static_cast<int>(itemsize)};
+  return {rows.data<std::byte>(),
+          rows.strides(0) * itemsize,
+          rows.strides(1) * itemsize,
+          rows.strides(2) * itemsize,
+          rows.shape(0),
+          static_cast<int>(itemsize)};
 }
 
 inline IndexView index_view(const mlx::core::array& indices) {
-  return {indices.data<int32_t>(), indices.strides(0),
-          indices.ndim() > 1 ? indices.strides(1) : 0};
+  return {indices.data<int32_t>(), indices.strides(0), indices.ndim() > 1 ? indices.strides(1) : 0};
 }
 
 }  // namespace mlx_paged::cpu

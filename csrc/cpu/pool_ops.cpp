@@ -51,8 +51,7 @@ void copy_head(const PoolView& pool, const IndexView& pairs, int num_pairs, int 
       continue;
     }
     for (int token = 0; token < pool.block_size; ++token) {
-      std::memcpy(to + token * pool.token_stride, from + token * pool.token_stride,
-                  pool.row_bytes);
+      std::memcpy(to + token * pool.token_stride, from + token * pool.token_stride, pool.row_bytes);
     }
   }
 }

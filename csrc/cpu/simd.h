@@ -11,7 +11,7 @@
 
 #include <utility>
 
-#if defined(__F16C__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -49,10 +49,19 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats x) { __builtin_memcpy(to, &x, sizeof x); }
 
+// kLanes 16-bit elements, zero-extended. gcc 12 takes the portable form apart into half registers.
 inline Words load_words(const void* from) {
+#if defined(__AVX512F__)
+  const __m256i bits = _mm256_loadu_si256(static_cast<const __m256i*>(from));
+  return __builtin_bit_cast(Words, _mm512_maskz_cvtepu16_epi32(0xffff, bits));
+#elif defined(__AVX2__)
+  const __m128i bits = _mm_loadu_si128(static_cast<const __m128i*>(from));
+  return __builtin_bit_cast(Words, _mm256_cvtepu16_epi32(bits));
+#else
   Halves bits;
   __builtin_memcpy(&bits, from, sizeof bits);
   return __builtin_convertvector(bits, Words);
+#endif
 }
 
 inline Floats load(const BFloat16* from) {
@@ -61,10 +70,10 @@ inline Floats load(const BFloat16* from) {
 
 inline Floats load(const Float16* from) {
 #if defined(__AVX512F__)
-  // Not _mm512_cvtph_ps, in whose header gcc 12 sees an uninitialised variable.
-  return _mm512_maskz_cvtph_ps(0xffff,
-                               _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__F16C__) && defined(__AVX2__)
+  // The masked form, because gcc 12 warns of an uninitialised variable in the plain one's header.
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_maskz_cvtph_ps(0xffff, bits);
+#elif defined(__AVX2__)
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
   const Words half = load_words(from);
@@ -115,27 +124,30 @@ inline float reduce_sum(Floats x) {
   return reduce(x, [](Floats a, Floats b) { return a + b; })[0];
 }
 
-// Exchanges the off-diagonal blocks of size kHalf in a square of 2 kHalf x 2 kHalf.
+// Exchanges the off-diagonal blocks of kHalf lanes: low takes the first half of each pair of blocks
+// of both registers, high the second.
 template <int kHalf, size_t... kLane>
-inline __attribute__((always_inline)) void exchange(Floats& low, Floats& high, std::index_sequence<kLane...>) {
-  constexpr int kOther = kLanes;
+[[gnu::always_inline]] inline void exchange(Floats& low, Floats& high,
+                                            std::index_sequence<kLane...>) {
   const Floats a = low;
   const Floats b = high;
-  low = __builtin_shufflevector(a, b, (kLane & kHalf ? kOther + kLane - kHalf : kLane)...);
-  high = __builtin_shufflevector(a, b, (kLane & kHalf ? kOther + kLane : kLane + kHalf)...);
+  low = __builtin_shufflevector(a, b, (kLane & kHalf ? kLanes + kLane - kHalf : kLane)...);
+  high = __builtin_shufflevector(a, b, (kLane & kHalf ? kLanes + kLane : kLane + kHalf)...);
 }
 
-// Transposes kLanes registers in place. Inlined and unrolled, or the registers would be memory.
+// Lane i of the result is the sum of the lanes of x[i], for kLanes registers, which it overwrites:
+// pairs of them are folded until one is left. All sums have the same order of additions.
 template <int kHalf = kLanes / 2>
-inline __attribute__((always_inline)) void transpose(Floats (&rows)[kLanes]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) {
-    if ((i & kHalf) == 0) {
-      exchange<kHalf>(rows[i], rows[i + kHalf], std::make_index_sequence<kLanes>());
-    }
+[[gnu::always_inline]] inline Floats sum_each(Floats* x) {
+#pragma GCC unroll 8
+  for (int i = 0; i < kHalf; ++i) {
+    exchange<kHalf>(x[i], x[i + kHalf], std::make_index_sequence<kLanes>());
+    x[i] += x[i + kHalf];
   }
   if constexpr (kHalf > 1) {
-    transpose<kHalf / 2>(rows);
+    return sum_each<kHalf / 2>(x);
+  } else {
+    return x[0];
   }
 }
 

@@ -1,0 +1,120 @@
+// From q.k to softmax weights, one row and one key tile at a time; see simd.h for the rules of
+// inclusion.
+#pragma once
+
+#include "csrc/cpu/key_tile.h"
+#include "csrc/cpu/simd_math.h"
+
+namespace mlx_paged::cpu::KERNEL_ISA {
+
+// 0, 1, 2, ...
+inline Floats lane_indices() {
+  Floats lanes = {};
+  for (int i = 0; i < kLanes; ++i) {
+    lanes[i] = static_cast<float>(i);
+  }
+  return lanes;
+}
+
+// Hides keys outside [first, end), and with them the lanes behind the last key.
+inline void hide_outside(int32_t first, int32_t end, int32_t num_keys, float* scores) {
+  if (first <= 0 && end >= (num_keys + kLanes - 1) / kLanes * kLanes) {
+    return;
+  }
+  for (int32_t i = 0; i < num_keys; i += kLanes) {
+    const Floats key = lane_indices() + static_cast<float>(i);
+    Floats s = load(scores + i);
+    s = key < static_cast<float>(first) ? broadcast(-kInfinity) : s;
+    s = key < static_cast<float>(end) ? s : broadcast(-kInfinity);
+    store(scores + i, s);
+  }
+}
+
+// What element `at` of a mask adds to a score: -inf for False.
+inline float mask_bias(const void* mask, DType dtype, int64_t at) {
+  switch (dtype) {
+    case DType::kBool:
+      return static_cast<const bool*>(mask)[at] ? 0 : -kInfinity;
+    case DType::kFloat16:
+      return load_partial(static_cast<const Float16*>(mask) + at, 1)[0];
+    case DType::kBFloat16:
+      return load_partial(static_cast<const BFloat16*>(mask) + at, 1)[0];
+    default:
+      return static_cast<const float*>(mask)[at];
+  }
+}
+
+inline void add_mask(const AttentionArgs& args, const void* mask, int32_t begin, int32_t num_keys,
+                     float* scores) {
+  for (int32_t i = 0; i < num_keys; ++i) {
+    const float bias = mask_bias(mask, args.mask_dtype, (begin + i) * args.mask_strides[3]);
+    // A masked key may hold anything, NaN too.
+    scores[i] = bias == -kInfinity ? bias : scores[i] + bias;
+  }
+}
+
+// Everything that stands between q.k and the softmax.
+template <typename T>
+void adjust_scores(const AttentionArgs& args, const QueryRow& row, const KeyTile<T>& tile,
+                   float* scores) {
+  const bool changes = args.softcap > 0 || row.alibi_slope != 0 || tile.has_holes;
+  for (int32_t i = 0; changes && i < tile.num_keys; i += kLanes) {
+    Floats s = load(scores + i);
+    if (args.softcap > 0) {
+      s = tanh(s / args.softcap) * args.softcap;
+    }
+    if (row.alibi_slope != 0) {
+      s += (lane_indices() + static_cast<float>(tile.begin + i - row.position)) * row.alibi_slope;
+    }
+    if (tile.has_holes) {
+      s += load(tile.hole_bias + i);
+    }
+    store(scores + i, s);
+  }
+  if (row.mask) {
+    add_mask(args, row.mask, tile.begin, tile.num_keys, scores);
+  }
+  hide_outside(row.key_begin - tile.begin, row.key_end - tile.begin, tile.num_keys, scores);
+}
+
+// Turns one row's scores into weights relative to the new running maximum, updates m and l, and
+// returns the factor that brings o to that maximum.
+inline float update_softmax(float* scores, int32_t num_keys, float& m, float& l) {
+  Floats highest = broadcast(m);
+  for (int32_t i = 0; i < num_keys; i += kLanes) {
+    highest = maximum(highest, load(scores + i));
+  }
+  const float new_m = reduce_max(highest);
+  if (new_m == -kInfinity) {
+    for (int32_t i = 0; i < num_keys; i += kLanes) {
+      store(scores + i, Floats{});
+    }
+    return 1;
+  }
+  Floats sum = {};
+  for (int32_t i = 0; i < num_keys; i += kLanes) {
+    const Floats weight = exp(load(scores + i) - new_m);
+    store(scores + i, weight);
+    sum += weight;
+  }
+  const float rescale = exp(broadcast(m - new_m))[0];
+  l = l * rescale + reduce_sum(sum);
+  m = new_m;
+  return rescale;
+}
+
+// Points the values of keys that no row attends to zeros: a weight of 0 does not hide a NaN.
+template <typename T>
+void drop_unattended(const float* weights, int32_t num_rows, const T* zeros, KeyTile<T>& tile) {
+  for (int32_t key = 0; key < tile.num_keys; ++key) {
+    bool attended = false;
+    for (int32_t r = 0; r < num_rows; ++r) {
+      attended |= weights[r * kKeyTile + key] != 0;
+    }
+    if (!attended) {
+      tile.v[key] = zeros;
+    }
+  }
+}
+
+}  // namespace mlx_paged::cpu::KERNEL_ISA

@@ -1,0 +1,89 @@
+// The keys and values of one key tile, found through the block table; see simd.h for the rules of
+// inclusion.
+#pragma once
+
+#include "csrc/cpu/attention_kernel.h"
+#include "csrc/cpu/simd.h"
+
+namespace mlx_paged::cpu::KERNEL_ISA {
+
+inline constexpr float kInfinity = __builtin_inff();
+inline constexpr int kCacheLine = 64;
+
+// Scores are computed for up to this many keys at once, so that the pointers behind the last key
+// up to a multiple of it must be readable.
+inline constexpr int kKeyGroup = 16;
+
+// Keys [begin, begin + num_keys) of one sequence and KV head. T is the cache's element type.
+template <typename T>
+struct KeyTile {
+  int32_t begin;
+  int32_t num_keys;
+  bool has_holes;  // some keys are in blocks outside the pool
+  const T* k[kKeyTile];
+  const T* v[kKeyTile];
+  float hole_bias[kKeyTile];  // -inf for such keys, else 0
+};
+
+// Points keys [first, kKeyTile) to zeros.
+template <typename T>
+void fill(KeyTile<T>& tile, int32_t first, int32_t end, const T* zeros) {
+  for (int32_t i = first; i < end; ++i) {
+    tile.k[i] = tile.v[i] = zeros;
+    tile.hole_bias[i] = 0;
+  }
+}
+
+// The tile at `begin`, limited to keys [key_begin, key_end). Those before key_begin, those in holes
+// and the unused entries point to zeros.
+template <typename T>
+void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32_t key_begin,
+            int32_t key_end, const T* zeros, KeyTile<T>& tile) {
+  tile.begin = begin;
+  tile.num_keys = key_end - begin < kKeyTile ? key_end - begin : kKeyTile;
+  tile.has_holes = false;
+  const T* k_head = static_cast<const T*>(args.k) + rows.kv_head * args.k_strides[0];
+  const T* v_head = static_cast<const T*>(args.v) + rows.kv_head * args.v_strides[0];
+  const int32_t* table = args.block_tables + rows.batch * args.block_tables_strides[0];
+
+  int32_t i = key_begin > begin ? key_begin - begin : 0;
+  fill(tile, 0, i, zeros);
+  while (i < tile.num_keys) {
+    const int32_t block = (begin + i) / args.block_size;
+    const int32_t offset = begin + i - block * args.block_size;
+    const int32_t left = args.block_size - offset;
+    const int32_t end = i + left < tile.num_keys ? i + left : tile.num_keys;
+    const int32_t id = table[block * args.block_tables_strides[1]];
+    if (id < 0 || id >= args.num_blocks) {
+      tile.has_holes = true;
+      fill(tile, i, end, zeros);
+      for (; i < end; ++i) {
+        tile.hole_bias[i] = -kInfinity;
+      }
+      continue;
+    }
+    const T* k = k_head + id * args.k_strides[1] + offset * args.k_strides[2];
+    const T* v = v_head + id * args.v_strides[1] + offset * args.v_strides[2];
+    for (; i < end; ++i, k += args.k_strides[2], v += args.v_strides[2]) {
+      tile.k[i] = k;
+      tile.v[i] = v;
+      tile.hole_bias[i] = 0;
+    }
+  }
+  fill(tile, i, kKeyTile, zeros);
+}
+
+// Asks for a cache line in the second-level cache: a tile and its successor together would evict
+// each other from the first level.
+inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+
+template <typename T>
+void prefetch_rows(const T* const* rows, int32_t count, int32_t width) {
+  for (int32_t i = 0; i < count; ++i) {
+    for (int32_t d = 0; d < width; d += kCacheLine / sizeof(T)) {
+      prefetch(rows[i] + d);
+    }
+  }
+}
+
+}  // namespace mlx_paged::cpu::KERNEL_ISA
