@@ -59,7 +59,7 @@ def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{source}: not valid JSON: {error.msg}") from None
         except RecursionError:
-            raise ValueError(f"{source}: nested too deep") from None
+            raise ValueError(f"{source}: not valid JSON: nested too deep") from None
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
     if not specs:
