@@ -52,7 +52,7 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
         (["--prompt"], "--prompt/-p: expected one argument"),
         (["--prompt", ""], "--prompt: the prompt is empty"),
         (["--kv-memory", 1e-6], "kv_memory is 1000 bytes, but one block of 16 tokens takes "),
-        (["--kv-memory", 10**6], "kv_memory is 1000000000000000 bytes, but the machine has "),
+        (["--kv-memory", 10**6], "kv_memory is 1000000000000000 bytes, but "),
         (["-p", LONG * 30, "--kv-memory", 0.005], "--prompt: [add_request] "),
         (["--max-tokens", 10**6], "expected a shorter prompt, fewer max_tokens or a larger pool"),
     ],
