@@ -186,13 +186,12 @@ class TestDataSafety:
         case.block_tables = self.unevaluated(tables)
         assert_matches_float64(case, kernel)
 
-    @pytest.mark.parametrize("first_stranger", [-1, 0], ids=["mapping_below", "mapping_above"])
-    def test_heads_mapped_nowhere_yield_zeros(self, first_stranger, kernel):
+    @pytest.mark.parametrize("stranger", [-1, 2])
+    def test_heads_mapped_nowhere_yield_zeros(self, stranger, kernel):
         case = random_case([45, 700], num_tokens=2)
-        stranger = -1 if first_stranger else 2
         case.options["kv_head_mapping"] = self.unevaluated([1, stranger, 0, 2**31 - 1])
         assert_matches_float64(case, kernel)
-        assert not attend(case, kernel)[0][:, 1].any().item()
+        assert not case.expected()[0][:, 1::2].any()
 
     @pytest.mark.parametrize("option", ["window_21", "alibi", "non_causal"])
     def test_contexts_are_clamped_to_their_table(self, option, kernel):
