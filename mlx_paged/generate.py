@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_running=args.max_running,
             prefill_chunk=args.prefill_chunk,
             seed=args.seed,
+            prewarm=not args.no_prewarm,
         )
         ids = _add_all(engine, jobs)
     except (ValueError, OSError) as error:

@@ -9,9 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from metal_emulator import LaunchStats, Library, Mode
 
-from mlx_paged import _ext
+from mlx_paged import _ext, ops
 
 POISON = 0xFF
 
@@ -21,6 +22,7 @@ class Trace:
     """What ran, in order."""
 
     kernels: list[str] = field(default_factory=list)
+    pipelines: list[str] = field(default_factory=list)
     stats: list[LaunchStats] = field(default_factory=list)
 
 
@@ -49,6 +51,11 @@ class MetalRunner:
         self.mode = mode
         self.seed = seed
         self.trace = Trace()
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let the package's ops run here."""
+        for op in ("paged_attention", "write_kv", "copy_blocks"):
+            monkeypatch.setattr(ops, op, getattr(self, op))
 
     def paged_attention(
         self, q, k_cache, v_cache, block_tables, context_lens, layer_idx=0, **options: Any
@@ -101,5 +108,6 @@ class MetalRunner:
                 seed=self.seed,
             )
             self.trace.kernels.append(launch["kernel"])
+            self.trace.pipelines.append(launch["pipeline"])
             self.trace.stats.append(result.stats)
         return fresh

@@ -1,4 +1,4 @@
-"""The real Metal sources, run by the emulator with the launch plans of eval_gpu, against float64."""
+"""The real Metal sources, run by the emulator with eval_gpu's launch plans, against float64."""
 
 import mlx.core as mx
 import numpy as np
@@ -18,7 +18,7 @@ from paged_cases import (
 )
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
-from mlx_paged import Engine, _ext, ops
+from mlx_paged import Engine, _ext
 from mlx_paged.reference import copy_blocks_numpy, write_kv_numpy
 
 WAYS = {
@@ -231,8 +231,7 @@ def test_an_engine_runs_on_the_metal_kernels(monkeypatch):
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (5, 19, 12)]
     expected = [solo_greedy(model, prompt, 6) for prompt in prompts]
     metal = MetalRunner()
-    for op in ("paged_attention", "write_kv", "copy_blocks"):
-        monkeypatch.setattr(ops, op, getattr(metal, op))
+    metal.install(monkeypatch)
     engine = Engine(model, block_size=4, num_blocks=32, prefill_chunk=8)
     done = engine.generate(prompts, max_tokens=6)
     assert [completion.tokens for completion in done] == expected
