@@ -6,35 +6,40 @@ import subprocess
 import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 
+if int(setuptools.__version__.split(".")[0]) < 77:
+    sys.exit(
+        f"setuptools {setuptools.__version__} cannot read pyproject.toml's SPDX license:"
+        " run pip install 'setuptools>=77'"
+    )
+
 
 class CMakeBuild(build_ext):
     """Runs CMake and leaves the module where setuptools expects it.
 
-    Environment: CMAKE_ARGS (extra arguments), CMAKE_BUILD_PARALLEL_LEVEL, DEBUG=1.
+    Environment: CMAKE_ARGS (arguments for the configuration), CMAKE_BUILD_PARALLEL_LEVEL, DEBUG=1.
     """
 
     def build_extension(self, ext: Extension) -> None:
         output_dir = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         build_dir = Path(self.build_temp).resolve() / ext.name
-        configuration = "Debug" if self.debug or os.environ.get("DEBUG") == "1" else "Release"
+        debug = self.debug or os.environ.get("DEBUG", "0") == "1"
+        # Fresh, because each isolated build has its dependencies in another directory.
         configure = [
-            "cmake",
-            # An isolated build's dependencies live in a new directory each time.
-            "--fresh",
-            *("-S", str(ROOT), "-B", str(build_dir)),
-            f"-DCMAKE_BUILD_TYPE={configuration}",
+            *("cmake", "--fresh", "-S", str(ROOT), "-B", str(build_dir)),
+            f"-DCMAKE_BUILD_TYPE={'Debug' if debug else 'Release'}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output_dir}",
             f"-DPython_EXECUTABLE={sys.executable}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         build = ["cmake", "--build", str(build_dir)]
         if "CMAKE_BUILD_PARALLEL_LEVEL" not in os.environ:
-            build.append(f"-j{os.cpu_count()}")
+            build += ["--parallel", str(os.cpu_count() or 1)]
         subprocess.run(configure, check=True)
         subprocess.run(build, check=True)
 

@@ -52,8 +52,8 @@ ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
                       const mx::array& block_pairs, mx::StreamOrDevice stream);
 
 // Throws std::invalid_argument for a context length outside [0, M * S] or for a block id outside
-// [0, num_blocks) among the entries that a context reads. Arrays that are not evaluated yet are
-// left alone.
+// [0, num_blocks) among the entries that a context reads. Of arrays that are not evaluated yet only
+// shapes and dtypes are checked.
 void check_tables(const std::string& op, const mx::array& block_tables,
                   const mx::array& context_lens, int num_blocks, int block_size);
 

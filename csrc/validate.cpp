@@ -257,9 +257,6 @@ void check_pool_layout(const char* op, const char* argument, const mx::array& po
 
 void check_tables(const std::string& op, const mx::array& block_tables,
                   const mx::array& context_lens, int num_blocks, int block_size) {
-  if (!block_tables.is_available() || !context_lens.is_available()) {
-    return;
-  }
   if (block_tables.ndim() != 2 || block_tables.dtype() != mx::int32) {
     fail(op, "block_tables has shape ", text(block_tables.shape()), " and dtype ",
          block_tables.dtype(), ": expected (batch, max_blocks) of int32");
@@ -272,6 +269,9 @@ void check_tables(const std::string& op, const mx::array& block_tables,
   }
   if (block_size < 1) {
     fail(op, "block_size is ", block_size, ": expected at least 1 token");
+  }
+  if (!block_tables.is_available() || !context_lens.is_available()) {
+    return;
   }
   const int32_t* lens = context_lens.data<int32_t>();
   const int32_t* tables = block_tables.data<int32_t>();

@@ -4,7 +4,7 @@ from typing import Literal, overload
 
 import mlx.core as mx
 
-_Stream = mx.Stream | mx.Device | mx.DeviceType | None
+_Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
 
 @overload
 def paged_attention(

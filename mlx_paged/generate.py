@@ -36,38 +36,58 @@ class Job:
         return len(self.tokens) + self.params.max_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished prompt and its place in the input."""
+
+    number: int
+    job: Job
+    completion: Completion
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 130 after Ctrl-C; mistakes exit with 2."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
-        specs = _prompt_specs(args)
-        _check_writable(args.output)
-        _check_writable(args.stats_json)
-        model, tokenizer = load_model(args.model, args.adapter_path, args.trust_remote_code)
-        jobs = [_job(spec, tokenizer, args) for spec in specs]
-        engine = Engine(
-            model,
-            tokenizer,
-            block_size=args.kv_block_size,
-            kv_memory=None if args.kv_memory is None else int(args.kv_memory * GB),
-            max_kv_tokens=sum(job.max_kv_tokens + args.kv_block_size for job in jobs),
-            max_running=args.max_running,
-            prefill_chunk=args.prefill_chunk,
-            seed=args.seed,
-            prewarm=not args.no_prewarm,
-        )
-        ids = _add_all(engine, jobs)
+        engine, jobs, ids = _prepare(args)
     except (ValueError, OSError) as error:
         parser.error(_one_line(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
     return _run(engine, jobs, ids, args)
+
+
+def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[int]]:
+    """Everything that can fail because of what was asked: prompts, files, model, pool."""
+    specs = _prompt_specs(args)
+    _check_writable(args.output)
+    _check_writable(args.stats_json)
+    model, tokenizer = load_model(args.model, args.adapter_path, args.trust_remote_code)
+    jobs = [_job(spec, tokenizer, args) for spec in specs]
+    engine = Engine(
+        model,
+        tokenizer,
+        block_size=args.kv_block_size,
+        kv_memory=None if args.kv_memory is None else int(args.kv_memory * GB),
+        max_kv_tokens=sum(job.max_kv_tokens + args.kv_block_size for job in jobs),
+        max_running=args.max_running,
+        prefill_chunk=args.prefill_chunk,
+        seed=args.seed,
+        prewarm=not args.no_prewarm,
+    )
+    return engine, jobs, _add_all(engine, jobs)
 
 
 def _prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
     specs = [PromptSpec(_prompt_text(prompt)) for prompt in args.prompt]
     if args.prompts_file is not None:
-        with Path(args.prompts_file).open(encoding="utf-8") as lines:
-            specs += read_prompts(lines, args.prompts_file)
+        try:
+            with Path(args.prompts_file).open(encoding="utf-8") as lines:
+                specs += read_prompts(lines, args.prompts_file)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.prompts_file}: not UTF-8: {error.reason}") from error
     if not specs:
         raise ValueError("no prompt: give --prompt or --prompts-file")
     return specs
@@ -113,7 +133,10 @@ def _encode(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namesp
     messages = spec.messages or [{"role": "user", "content": spec.prompt}]
     if args.system_prompt is not None and messages[0].get("role") != "system":
         messages = [{"role": "system", "content": args.system_prompt}, *messages]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs of their own
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -139,7 +162,11 @@ def _run(engine: Engine, jobs: Sequence[Job], ids: Sequence[int], args: argparse
             _complete_many(engine, done)
     except KeyboardInterrupt:
         status = INTERRUPTED
-    results = [(job, done[i]) for job, i in zip(jobs, ids, strict=True) if i in done]
+    results = [
+        Result(number, job, done[request_id])
+        for number, (job, request_id) in enumerate(zip(jobs, ids, strict=True), start=1)
+        if request_id in done
+    ]
     if single:
         print(f"\n{RULE}")
     else:
@@ -179,10 +206,10 @@ def _collect(output: TokenOutput, done: dict[int, Completion]) -> None:
         done[output.request_id] = output.completion
 
 
-def _print_results(results: Sequence[tuple[Job, Completion]], total: int) -> None:
-    for number, (job, completion) in enumerate(results, start=1):
-        print(f"{RULE} {number}/{total}: {job.spec.title[:70]}")
-        print(completion.text)
+def _print_results(results: Sequence[Result], total: int) -> None:
+    for result in results:
+        print(f"{RULE} {result.number}/{total}: {result.job.spec.title[:70]}")
+        print(result.completion.text)
     print(RULE)
 
 
@@ -209,13 +236,12 @@ def _print_stats(engine: Engine) -> None:
     print(f"Peak memory: {mx.get_peak_memory() / GB:.3f} GB")
 
 
-def _write_results(results: Sequence[tuple[Job, Completion]], path: str) -> None:
+def _write_results(results: Sequence[Result], path: str) -> None:
     with Path(path).open("w", encoding="utf-8") as file:
-        for job, completion in results:
+        for result in results:
+            spec, completion = result.job.spec, result.completion
             asked = (
-                {"prompt": job.spec.prompt}
-                if job.spec.messages is None
-                else {"messages": job.spec.messages}
+                {"prompt": spec.prompt} if spec.messages is None else {"messages": spec.messages}
             )
             record = asked | {
                 "text": completion.text,
@@ -227,8 +253,8 @@ def _write_results(results: Sequence[tuple[Job, Completion]], path: str) -> None
                 "ttft_s": completion.ttft_s,
                 "seconds": completion.seconds,
             }
-            if job.spec.id is not None:
-                record = {"id": job.spec.id} | record
+            if spec.id is not None:
+                record = {"id": spec.id} | record
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 

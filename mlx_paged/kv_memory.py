@@ -21,8 +21,12 @@ def default_kv_memory(model: nn.Module) -> int:
         recommended = int(mx.device_info().get("max_recommended_working_set_size", 4 * GIB))
         weights: int = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         return max(int(0.9 * recommended) - weights, recommended // 20)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(memory // 4, HOST_LIMIT)
+    return min(physical_memory() // 4, HOST_LIMIT)
+
+
+def physical_memory() -> int:
+    """Bytes of memory in this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def num_blocks_for(
@@ -31,8 +35,13 @@ def num_blocks_for(
     """How many blocks the budget in bytes holds.
 
     Raises:
-        ValueError: the budget holds not even one block.
+        ValueError: the budget holds not even one block, or the machine has less memory.
     """
+    if kv_memory is not None and kv_memory > physical_memory():
+        raise ValueError(
+            f"[Engine] kv_memory is {kv_memory} bytes, but this machine has {physical_memory()}: "
+            "expected less"
+        )
     budget = default_kv_memory(model) if kv_memory is None else kv_memory
     one_block = block_bytes(shapes, block_size)
     if one_block == 0:  # a model of recurrent layers only: blocks are mere bookkeeping

@@ -122,8 +122,8 @@ def paged_attention(
             ``ceil(context_lens[b] / S)`` are never read.
         context_lens: ``[B]`` int32, tokens of KV that sequence b has, these L included.
         layer_idx: the layer to read.
-        kv_head_mapping: ``[H]`` int32, the KV head of each query head. Default ``h // (H / H_kv)``,
-            for which H must be a multiple of H_kv. A head mapped outside ``[0, H_kv)`` yields zeros.
+        kv_head_mapping: ``[H]`` int32, KV head of each query head. Default ``h // (H / H_kv)``,
+            for which H must be a multiple of H_kv. One mapped outside ``[0, H_kv)`` yields zeros.
         rope_freqs: ``[B, L, R/2]`` floats, or ``[B, R/2]`` if L is 1: rotation angles in radians of
             each query at its position. Dims ``(i, i + R/2)`` of q are rotated by angle i, dims from
             R on pass through, and keys are taken as rotated already. Default: q is too.

@@ -59,8 +59,11 @@ class TextStream:
         return certain
 
     def _first_stop(self, text: str) -> int | None:
-        found = [index for stop in self._stop if (index := text.find(stop)) >= 0]
-        return min(found, default=None)
+        """Where the stop string begins that is complete first, however the text was cut."""
+        found = [
+            (index + len(stop), index) for stop in self._stop if (index := text.find(stop)) >= 0
+        ]
+        return min(found)[1] if found else None
 
     def _possible_stop(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""

@@ -105,10 +105,10 @@ Args:
     num_blocks: N, blocks in the pool.
     block_size: S, tokens per block.
 
-Arrays that are not evaluated yet are left alone: nothing is checked, nothing waits.
+Of arrays that are not evaluated yet only shapes and dtypes are checked: nothing waits.
 
 Raises:
-    ValueError: a context length outside ``[0, M * S]``, or a block id outside ``[0, N)`` among
+    ValueError: a shape or dtype does not fit, a context length outside ``[0, M * S]``, or a block id outside ``[0, N)`` among
         the entries that a context reads.)";
 
 constexpr const char* kCpuFeaturesDoc =

@@ -29,9 +29,15 @@ WAYS = {
 }
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=["shuffled", "race check"])
 def metal(request) -> MetalRunner:
-    """Every way to run a kernel; any finding raises."""
+    """Threads in a random order, and watched; any finding raises."""
+    return MetalRunner(*WAYS[request.param])
+
+
+@pytest.fixture(params=WAYS)
+def any_metal(request) -> MetalRunner:
+    """Every way to run a kernel."""
     return MetalRunner(*WAYS[request.param])
 
 
@@ -77,7 +83,7 @@ class TestAttention:
         assert_matches_float64(metal, case)
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-    def test_all_options_together(self, metal, dtype):
+    def test_all_options_together(self, any_metal, dtype):
         case = random_case(
             [45, 5],
             num_tokens=3,
@@ -86,7 +92,7 @@ class TestAttention:
             dtype=dtype,
             options=MANY_OPTIONS,
         )
-        assert_matches_float64(metal, case)
+        assert_matches_float64(any_metal, case)
 
     @pytest.mark.parametrize("q_dtype", TOLERANCE, ids=str)
     def test_queries_of_another_dtype(self, metal, q_dtype):
@@ -107,10 +113,10 @@ class TestAttention:
         assert worst_error(attn, want_attn) < FLOAT32_ERROR
 
     @pytest.mark.parametrize("option", [None, "sinks", "window_21", "float_mask"])
-    def test_long_contexts_are_split_and_merged(self, metal, option):
+    def test_long_contexts_are_split_and_merged(self, any_metal, option):
         case = random_case([4097], num_heads=2, num_kv_heads=1, options=[option] if option else [])
-        assert_matches_float64(metal, case)
-        assert [name.split("_float")[0] for name in metal.trace.kernels] == [
+        assert_matches_float64(any_metal, case)
+        assert [name.split("_float")[0] for name in any_metal.trace.kernels] == [
             "paged_attention",
             "merge_splits",
         ]
@@ -158,7 +164,7 @@ class TestBytes:
 class TestPool:
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("v_head_dim", [64, 32], ids="Dv{}".format)
-    def test_rows_go_to_their_slots_and_nothing_else_changes(self, metal, dtype, v_head_dim):
+    def test_rows_go_to_their_slots_and_nothing_else_changes(self, any_metal, dtype, v_head_dim):
         rng = np.random.default_rng(0)
         k = mx.array(rng.standard_normal((9, 2, 64))).astype(dtype)
         v = mx.array(rng.standard_normal((2, 9, v_head_dim))).astype(dtype).transpose(1, 0, 2)
@@ -169,10 +175,10 @@ class TestPool:
         slots = np.array([3, -1, 19, 7, 20, 2**31 - 1, 0, 4, -(2**31)], np.int32)
         want_k, want_v = as_numpy(k_cache), as_numpy(v_cache)
         write_kv_numpy(as_numpy(k), as_numpy(v), want_k, want_v, slots)
-        metal.write_kv(k, v, k_cache, v_cache, mx.array(slots))
+        any_metal.write_kv(k, v, k_cache, v_cache, mx.array(slots))
         np.testing.assert_array_equal(as_numpy(k_cache), want_k)
         np.testing.assert_array_equal(as_numpy(v_cache), want_v)
-        assert metal.trace.kernels[0].startswith("write_kv_")
+        assert any_metal.trace.kernels[0].startswith("write_kv_")
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     def test_blocks_are_copied_in_order(self, metal, dtype):

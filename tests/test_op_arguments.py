@@ -76,23 +76,34 @@ class TestKernelChoice:
         assert ops.kernel_for(mx.gpu) == "reference"
         assert ops.kernel_for(mx.Device(mx.gpu, 0)) == "reference"
 
-    def test_reference_runs_on_the_stream_asked_for(self, monkeypatch):
+    def test_compiled_kernel_runs_on_the_stream_asked_for(self, monkeypatch):
         used = []
-
-        def reference(*args, **options):
-            used.append(mx.default_stream(mx.cpu))
-            return args[0]
-
-        stream = mx.new_stream(mx.cpu)
-        monkeypatch.setattr(ops, "kernel_for", lambda stream=None: "reference")
-        monkeypatch.setattr(ops.reference_mlx, "paged_attention", reference)
+        monkeypatch.setattr(
+            ops._ext, "paged_attention", lambda *args, stream, **options: used.append(stream)
+        )
         case = random_case([5])
         arrays = (case.q, [case.k_cache], [case.v_cache], *case.arrays[3:])
+        stream = mx.new_stream(mx.cpu)
+        ops.paged_attention(*arrays, stream=stream)
+        ops.paged_attention(*arrays)
+        assert used == [stream, None]
+
+    def test_reference_runs_on_the_stream_asked_for(self, monkeypatch):
+        used = []
+        monkeypatch.setattr(ops, "kernel_for", lambda stream=None: "reference")
+        monkeypatch.setattr(
+            ops.reference_mlx,
+            "paged_attention",
+            lambda *args, **options: used.append(mx.default_stream(mx.cpu)),
+        )
+        case = random_case([5])
+        arrays = (case.q, [case.k_cache], [case.v_cache], *case.arrays[3:])
+        stream = mx.new_stream(mx.cpu)
         ops.paged_attention(*arrays, stream=stream)
         ops.paged_attention(*arrays)
         assert used == [stream, mx.default_stream(mx.cpu)]
 
-    def test_stream(self, kernel):
+    def test_answers_on_another_stream(self, kernel):
         case = random_case([45])
         want, _ = attend(case, kernel)
         got, _ = attend(case, kernel, stream=mx.new_stream(mx.cpu))
@@ -118,6 +129,7 @@ class TestErrors:
             ("rope_freqs", mx.zeros((2, 33)), "rope_freqs"),
             ("rope_freqs", mx.zeros((3, 32)), "rope_freqs"),
             ("attn_mask", mx.zeros((2, 1, 1, 45)), "attn_mask"),
+            ("attn_mask", mx.zeros((2, 1, 1, 1)), "attn_mask"),
             ("attn_mask", mx.zeros((64,), mx.int32), "attn_mask .*dtype"),
             ("window", 0, "window is 0"),
             ("sinks", mx.zeros((2,)), "sinks"),
@@ -210,17 +222,21 @@ class TestDataSafety:
             ops.paged_attention(case.q, [case.k_cache], [case.v_cache], tables, case.context_lens)
 
 
-def test_compiled_functions_trace_the_op():
-    """Tables that are tracers, with nothing to check yet; the compiled function takes new data."""
+def test_compiled_functions():
+    """mx.compile traces with tables that hold nothing to check yet, merges calls that are the same
+    and only these, and runs what it traced on new data."""
     case = random_case([45, 7])
 
     @mx.compile
     def compiled(q, k_cache, v_cache, tables, lens):
-        return ops.paged_attention(q, [k_cache], [v_cache], tables, lens)
+        arrays = q, [k_cache], [v_cache], tables, lens
+        return ops.paged_attention(*arrays), ops.paged_attention(*arrays, window=3)
 
     for lens in ([45, 7], [44, 3]):
         case.context_lens = mx.array(lens)
-        assert mx.array_equal(compiled(*case.arrays), attend(case)[0])
+        out, windowed = compiled(*case.arrays)
+        assert mx.array_equal(out, attend(case)[0])
+        assert mx.array_equal(windowed, attend(case, window=3)[0])
 
 
 def test_install_in_mlx():

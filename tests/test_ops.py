@@ -224,8 +224,11 @@ class TestContiguousParity:
 class TestLayouts:
     @DTYPES
     @pytest.mark.parametrize("num_tokens", [1, 5], ids="L{}".format)
-    def test_physical_order_is_unobservable(self, dtype, num_tokens, kernel):
-        case = random_case([45, 700], dtype=dtype, num_tokens=num_tokens, layout="HNSD")
+    @pytest.mark.parametrize("options", [(), ("window_21",)], ids=["plain", "window"])
+    def test_physical_order_is_unobservable(self, dtype, num_tokens, options, kernel):
+        """A window starts anywhere in a block."""
+        shape = {"num_tokens": num_tokens, "layout": "HNSD"}
+        case = random_case([45, 700], dtype=dtype, options=options, **shape)
         outs = []
         for k_layout, v_layout in [("HNSD", "HNSD"), ("NHSD", "NSHD"), ("NSHD", "NHSD")]:
             case.k_cache = with_layout(case.k_cache, k_layout)
@@ -282,8 +285,19 @@ class TestLayouts:
         got, _ = attend(case, kernel)
         assert mx.array_equal(got, want)
 
+    def test_many_rows_equal_one(self):
+        """As many as to need more memory for partial results than the kernel takes."""
+        case = random_case([1025], num_heads=16, num_kv_heads=1, head_dim=8, v_head_dim=1024)
+        assert_matches_float64(case)
+        want, _ = attend(case)
+        case.q = mx.repeat(case.q, 64, axis=0)
+        case.block_tables = mx.repeat(case.block_tables, 64, axis=0)
+        case.context_lens = mx.repeat(case.context_lens, 64)
+        got, _ = attend(case)
+        assert mx.array_equal(got, mx.broadcast_to(want, got.shape))
+
     def test_a_sequence_does_not_depend_on_its_batch(self, kernel):
-        contexts = [45, 1, 700, 16]
+        contexts = [45, 1, 3000, 16]
         case = random_case(contexts)
         batch, _ = attend(case, kernel)
         q, tables, lens = case.q, case.block_tables, case.context_lens

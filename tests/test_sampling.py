@@ -1,4 +1,4 @@
-"""Tokens drawn from logits: mlx-lm's filters, exact distributions, rows that do not know each other."""
+"""The tokens that come out of a row of logits: filters as in mlx-lm, draws, log-probabilities."""
 
 import math
 from itertools import pairwise

@@ -43,7 +43,9 @@ void Plan::add_items() {
     }
   }
   const bool fold = num_floats > kMaxPartialFloats;
-  partials_.resize(fold ? 0 : num_floats);
+  if (!fold && static_cast<int64_t>(partials_.size()) < num_floats) {
+    partials_.resize(num_floats);
+  }
   if (num_counters_ < tiles_.size()) {
     num_counters_ = tiles_.size();
     splits_left_ = std::make_unique<std::atomic<int32_t>[]>(num_counters_);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
+#include <utility>
 
 #include "mlx/types/half_types.h"
 
@@ -108,17 +110,20 @@ void HeadGroups::assign(const AttentionArgs& args) {
     const int32_t mapped = args.kv_head_mapping[head * args.kv_head_mapping_stride];
     return mapped < 0 || mapped > none ? none : mapped;
   };
-  heads.clear();
-  starts.clear();
-  for (int32_t g = 0; g <= none; ++g) {
-    starts.push_back(static_cast<int32_t>(heads.size()));
-    for (int32_t head = 0; head < args.num_heads; ++head) {
-      if (kv_head(head) == g) {
-        heads.push_back(head);
-      }
-    }
+  heads.resize(args.num_heads);
+  std::iota(heads.begin(), heads.end(), 0);
+  if (args.kv_head_mapping) {
+    std::sort(heads.begin(), heads.end(), [&](int32_t a, int32_t b) {
+      return std::pair(kv_head(a), a) < std::pair(kv_head(b), b);
+    });
   }
-  starts.push_back(static_cast<int32_t>(heads.size()));
+  starts.clear();
+  auto next = heads.begin();
+  for (int32_t g = 0; g <= none; ++g) {
+    starts.push_back(static_cast<int32_t>(next - heads.begin()));
+    next = std::find_if(next, heads.end(), [&](int32_t head) { return kv_head(head) != g; });
+  }
+  starts.push_back(args.num_heads);
 }
 
 KeyRange visible_keys(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span) {

@@ -111,7 +111,7 @@ int num_threads() {
 }
 
 void parallel_for(int64_t count, const std::function<void(int64_t)>& body) {
-  if (count == 1 || num_threads() == 1) {
+  if (count <= 1 || num_threads() == 1) {
     for (int64_t i = 0; i < count; ++i) {
       body(i);
     }
