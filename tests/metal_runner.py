@@ -3,6 +3,8 @@
 The plans are those that ``eval_gpu`` encodes; the arrays are bound as it binds them.
 """
 
+import json
+import os
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -15,6 +17,7 @@ from metal_emulator import LaunchStats, Library, Mode
 from mlx_paged import _ext, ops
 
 POISON = 0xFF
+MUTATION = "MLX_PAGED_METAL_MUTATION"
 
 
 @dataclass
@@ -24,6 +27,16 @@ class Trace:
     kernels: list[str] = field(default_factory=list)
     pipelines: list[str] = field(default_factory=list)
     stats: list[LaunchStats] = field(default_factory=list)
+
+
+def _mutated(source: str) -> str:
+    """The source, or as scripts/mutate_metal.py wants it: the n-th occurrence of a text replaced."""
+    if MUTATION not in os.environ:
+        return source
+    old, new, nth = json.loads(os.environ[MUTATION])
+    parts = source.split(old)
+    assert len(parts) > nth + 1, "the mutation is not in the source"
+    return old.join(parts[: nth + 1]) + new + old.join(parts[nth + 1 :])
 
 
 @lru_cache(maxsize=256)
@@ -97,7 +110,8 @@ class MetalRunner:
             buffers: dict[int, Any] = {i: arrays[role][n] for i, role, n in launch["buffers"]}
             params_index, params = launch["params"]
             buffers[params_index] = np.frombuffer(params, np.uint8).copy()
-            library = _library(launch["source"], launch["kernel"], self.mode)
+            source = _mutated(launch["source"])
+            library = _library(source, launch["kernel"], self.mode)
             result = library.launch(
                 launch["kernel"],
                 grid=launch["grid"],
