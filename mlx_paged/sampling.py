@@ -67,7 +67,8 @@ def _draw(logprobs: mx.array, requests: Sequence[Request]) -> mx.array:
     scaled = (kept - kept.max(axis=-1, keepdims=True)) / temperature
     cumulated = mx.cumsum(mx.exp(scaled), axis=-1)
     draws = uniform([r.seed for r in requests], [r.num_generated for r in requests])
-    return (cumulated <= mx.array(draws)[:, None] * cumulated[:, -1:]).sum(axis=-1)
+    passed = cumulated > mx.array(draws)[:, None] * cumulated[:, -1:]
+    return mx.argmax(passed & (kept > -mx.inf), axis=-1)
 
 
 def _filtered(logprobs: mx.array, params: Sequence[SamplingParams]) -> mx.array:

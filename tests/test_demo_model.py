@@ -59,6 +59,7 @@ TEXTS = {
     "two bytes": "naïve café, Ωμέγα",
     "three bytes": "if x ≠ 0: # 日本語\n",
     "four bytes": "print('🎉🦊')",
+    "compatibility forms": "\ufb01x x\u00b2 \u212b",
     "control characters": "bell \x07 escape \x1b delete \x7f",
 }
 
@@ -139,6 +140,7 @@ def test_text_ends_by_itself(demo):
     *_, last = responses
     assert last.finish_reason == "stop"
     assert last.token == tokenizer.eos_token_id == tokenizer.vocab["<|endoftext|>"]
+    assert tokenizer.eos_token_ids == {last.token}
 
 
 def test_a_context_of_2048_tokens_works(demo):
