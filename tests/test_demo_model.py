@@ -261,6 +261,14 @@ def test_training_lowers_the_loss(train, tmp_path):
     assert train(tmp_path / "model", steps=60)["val_loss"] < 0.7 * math.log(300)
 
 
+def test_training_goes_on_while_greedy_choices_are_near_ties(
+    train, train_demo, tmp_path, monkeypatch
+):
+    margins = iter([0.0, 5e-5, 0.5])
+    monkeypatch.setattr(train_demo, "show_samples", lambda *arguments: next(margins))
+    assert train(tmp_path / "model")["smallest_margin"] == 0.5
+
+
 def test_only_the_library_s_own_modules_are_read(train_demo, library):
     sources = train_demo.read_sources(library)
     assert [source[:4] for source in sources] == ["\ndef", "\ndef"]
