@@ -1,10 +1,11 @@
 #include "csrc/copy_blocks.h"
 
 #include <memory>
-#include <stdexcept>
 
 #include "csrc/cpu/pool_args.h"
 #include "csrc/cpu/thread_pool.h"
+#include "csrc/metal/encode.h"
+#include "csrc/metal/plans.h"
 #include "csrc/validate.h"
 #include "mlx/backend/cpu/encoder.h"
 
@@ -49,10 +50,10 @@ void CopyBlocks::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::
   });
 }
 
-void CopyBlocks::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  throw std::runtime_error(
-      "[copy_blocks] the compiled op has no GPU kernel: use a CPU stream, or "
-      "mlx_paged.copy_blocks");
+void CopyBlocks::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  outputs[0].copy_shared_buffer(inputs[0]);
+  outputs[1].copy_shared_buffer(inputs[1]);
+  encode(plan_copy_blocks(inputs), inputs, outputs, stream());
 }
 
 }  // namespace mlx_paged

@@ -1,10 +1,11 @@
 #include "csrc/kv_write.h"
 
 #include <memory>
-#include <stdexcept>
 
 #include "csrc/cpu/pool_args.h"
 #include "csrc/cpu/thread_pool.h"
+#include "csrc/metal/encode.h"
+#include "csrc/metal/plans.h"
 #include "csrc/validate.h"
 #include "mlx/backend/cpu/encoder.h"
 
@@ -64,9 +65,10 @@ void WriteKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arr
   });
 }
 
-void WriteKV::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  throw std::runtime_error(
-      "[write_kv] the compiled op has no GPU kernel: use a CPU stream, or mlx_paged.write_kv");
+void WriteKV::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  outputs[0].copy_shared_buffer(inputs[2]);
+  outputs[1].copy_shared_buffer(inputs[3]);
+  encode(plan_write_kv(inputs), inputs, outputs, stream());
 }
 
 }  // namespace mlx_paged

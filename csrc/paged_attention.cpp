@@ -4,6 +4,9 @@
 #include <stdexcept>
 
 #include "csrc/cpu/attention.h"
+#include "csrc/metal/encode.h"
+#include "csrc/metal/plans.h"
+#include "csrc/strides.h"
 #include "csrc/validate.h"
 #include "mlx/backend/cpu/encoder.h"
 #include "mlx/ops.h"
@@ -27,15 +30,10 @@ cpu::DType cpu_dtype(mx::Dtype dtype) {
   }
 }
 
-void copy_strides(const mx::array& a, int64_t* strides, int count) {
-  for (int axis = 0; axis < count; ++axis) {
-    strides[axis] = a.strides(axis);
-  }
-}
-
-// The optional arrays in the form that the kernels read: float32 vectors, angles per query token,
-// a mask of full rank. Broadcasting is a view.
-void normalise(AttentionInputs& in, mx::Stream stream) {
+// The arrays in the form that the kernels read: float32 vectors, angles per query token, a mask of
+// full rank (broadcasting is a view). The Metal kernels know fewer combinations of dtypes and take
+// only dense rows of q.
+void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
   const auto as_float32 = [&](OptionalArray& a) {
     if (a) {
       a = mx::astype(*a, mx::float32, stream);
@@ -48,11 +46,16 @@ void normalise(AttentionInputs& in, mx::Stream stream) {
     in.rope_freqs = mx::expand_dims(*in.rope_freqs, 1, stream);
   }
   if (in.attn_mask) {
-    if (in.attn_mask->dtype() == mx::float64) {
+    if (in.attn_mask->dtype() != mx::bool_ && (for_metal || in.attn_mask->dtype() == mx::float64)) {
       as_float32(in.attn_mask);
     }
     const mx::Shape shape = {in.q.shape(0), in.q.shape(1), in.q.shape(2), in.attn_mask->shape(-1)};
     in.attn_mask = mx::broadcast_to(*in.attn_mask, shape, stream);
+  }
+  if (for_metal) {
+    const mx::Dtype cache_dtype = in.k_cache.dtype();
+    in.q = mx::astype(in.q, in.q.dtype() == cache_dtype ? cache_dtype : mx::float32, stream);
+    in.q = mx::contiguous(in.q, false, stream);
   }
 }
 
@@ -66,21 +69,6 @@ std::vector<mx::array> flatten(const AttentionInputs& in) {
     }
   }
   return arrays;
-}
-
-// The inverse of flatten.
-AttentionInputs unflatten(const std::vector<mx::array>& arrays, const AttentionConfig& config) {
-  size_t next = 5;
-  const auto take = [&](bool present) {
-    return present ? OptionalArray(arrays.at(next++)) : OptionalArray();
-  };
-  AttentionInputs in{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], {}, {}, {}, {}, {}};
-  in.kv_head_mapping = take(config.has_kv_head_mapping);
-  in.rope_freqs = take(config.has_rope_freqs);
-  in.attn_mask = take(config.has_attn_mask);
-  in.sinks = take(config.has_sinks);
-  in.alibi_slopes = take(config.has_alibi_slopes);
-  return in;
 }
 
 std::vector<mx::Shape> shapes_of_outputs(const mx::array& q, const mx::array& v_cache,
@@ -101,12 +89,12 @@ void bind_optional(const AttentionInputs& in, cpu::AttentionArgs& args) {
   if (in.rope_freqs) {
     args.rope_freqs = in.rope_freqs->data<float>();
     args.rope_pairs = in.rope_freqs->shape(2);
-    copy_strides(*in.rope_freqs, args.rope_strides, 3);
+    copy_strides(*in.rope_freqs, args.rope_strides);
   }
   if (in.attn_mask) {
     args.mask = in.attn_mask->data<void>();
     args.mask_dtype = cpu_dtype(in.attn_mask->dtype());
-    copy_strides(*in.attn_mask, args.mask_strides, 4);
+    copy_strides(*in.attn_mask, args.mask_strides);
   }
   if (in.sinks) {
     args.sinks = in.sinks->data<float>();
@@ -123,14 +111,14 @@ cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionConfig&
   cpu::AttentionArgs args{};
   args.q = in.q.data<void>();
   args.q_dtype = cpu_dtype(in.q.dtype());
-  copy_strides(in.q, args.q_strides, 4);
+  copy_strides(in.q, args.q_strides);
   args.k = in.k_cache.data<void>();
   args.v = in.v_cache.data<void>();
   args.cache_dtype = cpu_dtype(in.k_cache.dtype());
-  copy_strides(in.k_cache, args.k_strides, 3);
-  copy_strides(in.v_cache, args.v_strides, 3);
+  copy_strides(in.k_cache, args.k_strides);
+  copy_strides(in.v_cache, args.v_strides);
   args.block_tables = in.block_tables.data<int32_t>();
-  copy_strides(in.block_tables, args.block_tables_strides, 2);
+  copy_strides(in.block_tables, args.block_tables_strides);
   args.context_lens = in.context_lens.data<int32_t>();
   args.context_lens_stride = in.context_lens.strides(0);
   bind_optional(in, args);
@@ -154,13 +142,28 @@ cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionConfig&
 
 }  // namespace
 
-std::variant<mx::array, ArrayPair> paged_attention(
-    const mx::array& q, const mx::array& k_cache, const mx::array& v_cache,
-    const mx::array& block_tables, const mx::array& context_lens, float scale, bool causal,
-    const OptionalArray& kv_head_mapping, const OptionalArray& rope_freqs,
-    const OptionalArray& attn_mask, std::optional<int> window, const OptionalArray& sinks,
-    std::optional<float> softcap, const OptionalArray& alibi_slopes, bool return_attn,
-    mx::StreamOrDevice stream) {
+AttentionInputs unflatten_inputs(const std::vector<mx::array>& arrays,
+                                 const AttentionConfig& config) {
+  size_t next = 5;
+  const auto take = [&](bool present) {
+    return present ? OptionalArray(arrays.at(next++)) : OptionalArray();
+  };
+  AttentionInputs in{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], {}, {}, {}, {}, {}};
+  in.kv_head_mapping = take(config.has_kv_head_mapping);
+  in.rope_freqs = take(config.has_rope_freqs);
+  in.attn_mask = take(config.has_attn_mask);
+  in.sinks = take(config.has_sinks);
+  in.alibi_slopes = take(config.has_alibi_slopes);
+  return in;
+}
+
+AttentionCall attention_call(const mx::array& q, const mx::array& k_cache, const mx::array& v_cache,
+                             const mx::array& block_tables, const mx::array& context_lens,
+                             float scale, bool causal, const OptionalArray& kv_head_mapping,
+                             const OptionalArray& rope_freqs, const OptionalArray& attn_mask,
+                             std::optional<int> window, const OptionalArray& sinks,
+                             std::optional<float> softcap, const OptionalArray& alibi_slopes,
+                             bool return_attn, mx::Stream stream, bool for_metal) {
   AttentionInputs in{q,          k_cache,   v_cache, block_tables, context_lens, kv_head_mapping,
                      rope_freqs, attn_mask, sinks,   alibi_slopes};
   const AttentionConfig config{scale,
@@ -174,20 +177,33 @@ std::variant<mx::array, ArrayPair> paged_attention(
                                sinks.has_value(),
                                alibi_slopes.has_value()};
   check_attention(in, config);
-  const mx::Stream s = mx::to_stream(stream);
-  normalise(in, s);
-
-  auto shapes = shapes_of_outputs(q, v_cache, block_tables, return_attn);
-  std::vector<mx::Dtype> dtypes = {q.dtype()};
+  normalise(in, stream, for_metal);
+  std::vector<mx::Dtype> dtypes = {in.q.dtype()};
   if (return_attn) {
     dtypes.push_back(mx::float32);
   }
-  auto outputs = mx::array::make_arrays(std::move(shapes), dtypes,
-                                        std::make_shared<PagedAttention>(s, config), flatten(in));
+  return {flatten(in), config, shapes_of_outputs(in.q, v_cache, block_tables, return_attn), dtypes};
+}
+
+std::variant<mx::array, ArrayPair> paged_attention(
+    const mx::array& q, const mx::array& k_cache, const mx::array& v_cache,
+    const mx::array& block_tables, const mx::array& context_lens, float scale, bool causal,
+    const OptionalArray& kv_head_mapping, const OptionalArray& rope_freqs,
+    const OptionalArray& attn_mask, std::optional<int> window, const OptionalArray& sinks,
+    std::optional<float> softcap, const OptionalArray& alibi_slopes, bool return_attn,
+    mx::StreamOrDevice stream) {
+  const mx::Stream s = mx::to_stream(stream);
+  const bool for_metal = s.device == mx::Device::gpu;
+  const AttentionCall call = attention_call(
+      q, k_cache, v_cache, block_tables, context_lens, scale, causal, kv_head_mapping, rope_freqs,
+      attn_mask, window, sinks, softcap, alibi_slopes, return_attn, s, for_metal);
+  auto outputs = mx::array::make_arrays(
+      call.shapes, call.dtypes, std::make_shared<PagedAttention>(s, call.config), call.inputs);
+  mx::array out = mx::astype(outputs[0], q.dtype(), s);
   if (return_attn) {
-    return ArrayPair{outputs[0], outputs[1]};
+    return ArrayPair{out, outputs[1]};
   }
-  return outputs[0];
+  return out;
 }
 
 bool PagedAttention::is_equivalent(const mx::Primitive& other) const {
@@ -211,15 +227,17 @@ void PagedAttention::eval_cpu(const std::vector<mx::array>& inputs,
     encoder.set_output_array(output);
   }
   // MLX holds the inputs' and outputs' buffers until the task has run.
-  encoder.dispatch([args = kernel_args(unflatten(inputs, config_), config_, outputs)] {
+  encoder.dispatch([args = kernel_args(unflatten_inputs(inputs, config_), config_, outputs)] {
     cpu::paged_attention(args);
   });
 }
 
-void PagedAttention::eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  throw std::runtime_error(
-      "[paged_attention] the compiled op has no GPU kernel: use a CPU stream, or "
-      "mlx_paged.paged_attention");
+void PagedAttention::eval_gpu(const std::vector<mx::array>& inputs,
+                              std::vector<mx::array>& outputs) {
+  for (mx::array& output : outputs) {
+    output.set_data(mx::allocator::malloc(output.nbytes()));
+  }
+  encode(plan_attention(inputs, config_), inputs, outputs, stream());
 }
 
 }  // namespace mlx_paged

@@ -38,6 +38,28 @@ struct AttentionConfig {
   bool operator==(const AttentionConfig&) const = default;
 };
 
+// A validated call: what its primitive takes and gives.
+struct AttentionCall {
+  std::vector<mx::array> inputs;
+  AttentionConfig config;
+  std::vector<mx::Shape> shapes;
+  std::vector<mx::Dtype> dtypes;
+};
+
+// Validates the arguments of paged_attention and brings them into the form that the kernels read.
+AttentionCall attention_call(const mx::array& q, const mx::array& k_cache, const mx::array& v_cache,
+                             const mx::array& block_tables, const mx::array& context_lens,
+                             float scale, bool causal, const OptionalArray& kv_head_mapping,
+                             const OptionalArray& rope_freqs, const OptionalArray& attn_mask,
+                             std::optional<int> window, const OptionalArray& sinks,
+                             std::optional<float> softcap, const OptionalArray& alibi_slopes,
+                             bool return_attn, mx::Stream stream, bool for_metal);
+
+// The arrays of a call by name, from the primitive's inputs: the five that every call has, then the
+// optional ones it has, in the order of AttentionInputs.
+AttentionInputs unflatten_inputs(const std::vector<mx::array>& arrays,
+                                 const AttentionConfig& config);
+
 class PagedAttention : public mx::Primitive {
  public:
   PagedAttention(mx::Stream stream, const AttentionConfig& config)

@@ -1,6 +1,6 @@
 """Types of the compiled ops; python/bindings.cpp documents them."""
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import mlx.core as mx
 
@@ -92,3 +92,42 @@ def check_tables(
 def cpu_features() -> str: ...
 def supported_kernels() -> list[str]: ...
 def num_threads() -> int: ...
+
+class metal:
+    """The submodule of launch plans; a call is a dict, see its documentation."""
+
+    @staticmethod
+    def has_metal() -> bool: ...
+    @staticmethod
+    def unsupported(head_dim: int, value_dim: int) -> str: ...
+    @staticmethod
+    def plan_attention(
+        q: mx.array,
+        k_cache: mx.array,
+        v_cache: mx.array,
+        block_tables: mx.array,
+        context_lens: mx.array,
+        *,
+        scale: float,
+        causal: bool = True,
+        kv_head_mapping: mx.array | None = None,
+        rope_freqs: mx.array | None = None,
+        attn_mask: mx.array | None = None,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+        softcap: float | None = None,
+        alibi_slopes: mx.array | None = None,
+        return_attn: bool = False,
+    ) -> dict[str, Any]: ...
+    @staticmethod
+    def plan_write_kv(
+        k: mx.array,
+        v: mx.array,
+        k_cache: mx.array,
+        v_cache: mx.array,
+        slot_mapping: mx.array,
+    ) -> dict[str, Any]: ...
+    @staticmethod
+    def plan_copy_blocks(
+        k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array
+    ) -> dict[str, Any]: ...

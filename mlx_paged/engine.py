@@ -15,6 +15,7 @@ from mlx_paged.kv_memory import num_blocks_for
 from mlx_paged.model_probe import probe
 from mlx_paged.model_runner import ModelRunner
 from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.prewarm import prewarm as compile_pipelines
 from mlx_paged.request import FinishReason, Request, SamplingParams
 from mlx_paged.scheduler import Scheduler, Step
 from mlx_paged.stats import EngineStats
@@ -40,6 +41,8 @@ class Engine:
         prefill_chunk: prompt tokens computed in a step at most, beside the running requests.
         seed: of the random streams of requests that bring none.
         prefix_cache: share the K/V of prompts that start alike.
+        prewarm: compile the GPU pipelines now rather than while the first requests wait; how long
+            it took is in ``stats.prewarm_seconds``, None on a CPU, where nothing is compiled.
 
     Raises:
         UnsupportedModelError: the model cannot be served right.
@@ -59,6 +62,7 @@ class Engine:
         prefill_chunk: int = 512,
         seed: int | None = None,
         prefix_cache: bool = True,
+        prewarm: bool = True,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"[Engine] block_size is {block_size}: expected >= 1")
@@ -77,6 +81,8 @@ class Engine:
             prefix_cache=prefix_cache and not profile.recurrent,
         )
         self.stats = EngineStats(block_size, self.manager.pool.block_bytes, num_blocks)
+        if prewarm:
+            self.stats.prewarm_seconds = compile_pipelines(profile.attentions, block_size)
         self._rng = np.random.default_rng(seed)
         self._vocab_size = getattr(getattr(model, "args", None), "vocab_size", None)
         self._next_id = 0

@@ -80,6 +80,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[int]]:
         max_running=args.max_running,
         prefill_chunk=args.prefill_chunk,
         seed=args.seed,
+        prewarm=not args.no_prewarm,
     )
     return engine, jobs, _add_all(engine, jobs)
 

@@ -138,6 +138,11 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         metavar="TOKENS",
         help="prompt tokens computed in a step at most (default: %(default)s)",
     )
+    group.add_argument(
+        "--no-prewarm",
+        action="store_true",
+        help="compile GPU pipelines when they are first used (a CPU has none to compile)",
+    )
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:

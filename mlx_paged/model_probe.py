@@ -11,6 +11,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_paged.kv_pool import KVPool, KVShape
 from mlx_paged.mlx_lm_cache import PagedLayerCache
+from mlx_paged.prewarm import AttentionKind
 from mlx_paged.sdpa_hook import CausalMask, KVHandle, attention_hook
 
 REFUSED = {
@@ -48,20 +49,23 @@ class ModelProfile:
             tokens, and layers that read gathered K/V would gather once a row: these ALTERNATE.
             A model that cannot take a ragged batch at all is computed one sequence at a time.
         recurrent: some layers carry a state instead of K/V, so that no prefix can be shared.
+        attentions: the kinds of attention that its layers perform, each once.
     """
 
     shapes: tuple[KVShape, ...]
     batching: Batching
     recurrent: bool
+    attentions: tuple[AttentionKind, ...]
 
 
 class _Recorder(stock._BaseCache):
     """An empty cache that notes what a layer stores and whether its attention can be diverted."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, window: int | None) -> None:
         self.rows = rows
+        self.window = window
         self.shape: KVShape | None = None
-        self.diverted = False
+        self.attention: AttentionKind | None = None
         self.offset: int | mx.array = 0 if rows == 1 else mx.zeros(rows, mx.int32)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
@@ -83,7 +87,10 @@ class _Recorder(stock._BaseCache):
     def attend(
         self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array | None:
-        self.diverted = True
+        assert self.shape is not None
+        self.attention = AttentionKind(
+            self.shape, q.shape[1], q.dtype, window or self.window, sinks is not None
+        )
         return None
 
     def size(self) -> int:
@@ -105,13 +112,19 @@ def probe(model: nn.Module) -> ModelProfile:
     caches = list(leaves(_trace(model, rows=1, length=2)))
     recorders = [leaf for leaf in caches if isinstance(leaf, _Recorder)]
     recurrent = any(isinstance(leaf, stock.ArraysCache) for leaf in caches)
-    diverted = all(leaf.diverted for leaf in recorders if leaf.shape is not None)
+    kinds = [leaf.attention for leaf in recorders if leaf.shape is not None]
+    diverted = None not in kinds
     if name in ONE_AT_A_TIME or not _takes_batches(model):
         batching = Batching.SINGLE
     else:
         batching = Batching.MIXED if diverted and not recurrent else Batching.ALTERNATE
     unused = KVShape(1, 1, 1, mx.float32)
-    return ModelProfile(tuple(leaf.shape or unused for leaf in recorders), batching, recurrent)
+    return ModelProfile(
+        shapes=tuple(leaf.shape or unused for leaf in recorders),
+        batching=batching,
+        recurrent=recurrent,
+        attentions=tuple(dict.fromkeys(kind for kind in kinds if kind is not None)),
+    )
 
 
 def model_type(model: nn.Module) -> str:
@@ -121,7 +134,9 @@ def model_type(model: nn.Module) -> str:
 
 def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
     """Build the graph of one forward on recording caches; return these."""
-    caches = [_convert(c, lambda _: _Recorder(rows)) for c in stock.make_prompt_cache(model)]
+    caches = [
+        _convert(c, lambda window: _Recorder(rows, window)) for c in stock.make_prompt_cache(model)
+    ]
     with attention_hook():
         model(mx.zeros((rows, length), mx.int32), cache=caches)
     return caches

@@ -22,12 +22,21 @@ Cache = mx.array | Sequence[mx.array]
 _Result = TypeVar("_Result")
 
 
-def kernel_for(stream: Stream | None = None) -> Literal["native", "reference"]:
-    """What answers on a stream or device: the compiled kernel, or the same in plain MLX."""
+def kernel_for(
+    stream: Stream | None = None, head_dim: int = 64, v_head_dim: int = 64
+) -> Literal["native", "reference"]:
+    """What answers on a stream or device: a compiled kernel, or the same in plain MLX.
+
+    CPUs have a kernel for any heads; GPUs have one where this build has Metal and the head
+    dimensions are multiples of 4 up to 256.
+    """
     if stream is None:
         stream = mx.default_device()
     device = stream.device if isinstance(stream, mx.Stream) else stream
-    return "native" if device == mx.cpu else "reference"
+    if device == mx.cpu:
+        return "native"
+    metal = _ext.metal.has_metal() and not _ext.metal.unsupported(head_dim, v_head_dim)
+    return "native" if metal else "reference"
 
 
 @overload
@@ -162,6 +171,7 @@ def paged_attention(
         _ext.paged_attention,
         reference_mlx.paged_attention,
         stream,
+        (k_layer, v_layer),
         *(q, k_layer, v_layer, block_tables, context_lens),
         scale=scale,
         causal=causal,
@@ -203,7 +213,7 @@ def write_kv(
     Returns:
         New handles of both caches. They share the pool's buffers, whoever else refers to these, so
         that the old handles must not be used again; order between ops comes from the new ones
-        alone. On a GPU, which has no kernel yet, they are new arrays.
+        alone. On a GPU without a kernel for these heads they are new arrays.
 
     Raises:
         ValueError: an argument's rank, shape or dtype does not fit.
@@ -212,6 +222,7 @@ def write_kv(
         _ext.write_kv,
         reference_mlx.write_kv,
         stream,
+        (k_cache, v_cache),
         *(k, v, k_cache, v_cache, slot_mapping),
     )
 
@@ -235,7 +246,11 @@ def copy_blocks(
         ValueError: an argument's rank, shape or dtype does not fit.
     """
     return _answer(
-        _ext.copy_blocks, reference_mlx.copy_blocks, stream, *(k_cache, v_cache, block_pairs)
+        _ext.copy_blocks,
+        reference_mlx.copy_blocks,
+        stream,
+        (k_cache, v_cache),
+        *(k_cache, v_cache, block_pairs),
     )
 
 
@@ -272,12 +287,13 @@ def _answer(
     native: Callable[..., _Result],
     reference: Callable[..., _Result],
     stream: Stream | None,
+    pools: tuple[mx.array, mx.array],
     *args: mx.array,
     **options: Any,
 ) -> _Result:
     """The op's result as a graph on the stream, from whichever kernel that has."""
     result = native(*args, **options, stream=stream)  # validates; computes nothing yet
-    if kernel_for(stream) == "native":
+    if kernel_for(stream, *(pool.shape[-1] for pool in pools)) == "native":
         return result
     with mx.stream(stream) if stream is not None else nullcontext():
         return reference(*args, **options)

@@ -37,6 +37,7 @@ class EngineStats:
     contiguous_kv_bytes: int = 0
     seconds: float = 0.0
     prefill_seconds: float = 0.0
+    prewarm_seconds: float | None = None  # None: nothing was compiled
     ttfts: list[float] = field(default_factory=list)
 
     @property

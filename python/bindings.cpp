@@ -8,6 +8,7 @@
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/thread_pool.h"
 #include "csrc/ops.h"
+#include "python/plan_bindings.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -142,4 +143,6 @@ NB_MODULE(_ext, m) {
         "Names of the attention kernel's builds that this machine can run, slowest first.");
   m.def("num_threads", &mlx_paged::cpu::num_threads,
         "Threads that CPU kernels use: MLX_PAGED_NUM_THREADS, read at import, or the hardware's.");
+
+  mlx_paged::bind_plans(m);
 }

@@ -26,6 +26,7 @@ ORDER = [
     "logit_rows",
     "recurrent_states",
     "model_probe",
+    "prewarm",
     "mlx_lm_cache",
     "batch_attention",
     "sdpa_hook",

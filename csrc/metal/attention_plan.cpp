@@ -1,0 +1,195 @@
+#include <algorithm>
+
+#include "csrc/metal/metal_types.h"
+#include "csrc/metal/plans.h"
+#include "csrc/strides.h"
+#include "metal/params.h"
+
+namespace mlx_paged {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kLanes = 32;
+constexpr int kMaxDim = 256;
+constexpr int kVector = 4;
+
+// Splitting pays while it fills the GPU and leaves each threadgroup a fair piece of the context.
+// Both numbers are the same on every machine, so that results are too.
+constexpr int kWantedThreadgroups = 128;
+constexpr int kMinKeysPerSplit = 256;
+constexpr int kKeysPerPass = 16;
+
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Rows of a threadgroup: what the registers hold, and no more than there are.
+int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
+  const int most = std::max(head_dim, value_dim) > 128 ? 2 : 4;
+  return num_rows >= most ? most : (num_rows > 1 ? 2 : 1);
+}
+
+struct Geometry {
+  int head_slots;  // KV heads, or with a mapping query heads
+  int group;       // query heads of a slot
+  int rows;        // of a threadgroup
+  int row_tiles;
+  int num_splits;
+  int keys_per_split;
+};
+
+Geometry geometry(const AttentionInputs& in, const AttentionConfig& config) {
+  Geometry g;
+  const int num_heads = in.q.shape(1);
+  g.head_slots = config.has_kv_head_mapping ? num_heads : in.k_cache.shape(0);
+  g.group = num_heads / g.head_slots;
+  const int num_rows = g.group * in.q.shape(2);
+  g.rows = rows_per_threadgroup(num_rows, in.q.shape(3), in.v_cache.shape(3));
+  g.row_tiles = ceil_div(num_rows, g.rows);
+  const int max_keys = in.block_tables.shape(1) * in.k_cache.shape(2);
+  const int threadgroups = g.head_slots * g.row_tiles * in.q.shape(0);
+  const int wanted =
+      std::min(ceil_div(kWantedThreadgroups, threadgroups), ceil_div(max_keys, kMinKeysPerSplit));
+  const int splits = config.return_attn ? 1 : std::max(1, wanted);
+  g.keys_per_split = std::max(1, ceil_div(ceil_div(max_keys, splits), kKeysPerPass)) * kKeysPerPass;
+  g.num_splits = std::max(1, ceil_div(max_keys, g.keys_per_split));
+  return g;
+}
+
+AttentionParams attention_params(const AttentionInputs& in, const AttentionConfig& config,
+                                 const Geometry& g) {
+  AttentionParams p{};
+  copy_strides(in.q, p.q_strides);
+  copy_strides(in.k_cache, p.k_strides);
+  copy_strides(in.v_cache, p.v_strides);
+  copy_strides(in.block_tables, p.tables_strides);
+  if (in.attn_mask) {
+    copy_strides(*in.attn_mask, p.mask_strides);
+  }
+  if (in.rope_freqs) {
+    copy_strides(*in.rope_freqs, p.rope_strides);
+    p.rope_pairs = in.rope_freqs->shape(2);
+  }
+  p.context_stride = in.context_lens.strides(0);
+  p.num_heads = in.q.shape(1);
+  p.num_kv_heads = in.k_cache.shape(0);
+  p.num_tokens = in.q.shape(2);
+  p.num_blocks = in.k_cache.shape(1);
+  p.max_blocks = in.block_tables.shape(1);
+  p.group = g.group;
+  p.row_tiles = g.row_tiles;
+  p.keys_per_split = g.keys_per_split;
+  p.num_splits = g.num_splits;
+  p.window = config.window.value_or(0);
+  p.scale = config.scale;
+  p.softcap = config.softcap.value_or(0);
+  return p;
+}
+
+std::vector<FunctionConstant> constants(const AttentionInputs& in, const AttentionConfig& config,
+                                        bool split) {
+  using Type = FunctionConstant::Type;
+  const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
+  std::vector<FunctionConstant> all = {{0, Type::kInt, in.k_cache.shape(2)}};
+  const bool flags[] = {config.causal,
+                        config.window.has_value(),
+                        config.softcap.has_value(),
+                        config.has_alibi_slopes,
+                        bool_mask,
+                        config.has_attn_mask && !bool_mask,
+                        config.has_sinks,
+                        config.has_rope_freqs,
+                        config.has_kv_head_mapping,
+                        split,
+                        config.return_attn};
+  for (int i = 0; i < static_cast<int>(std::size(flags)); ++i) {
+    all.push_back({i + 1, Type::kBool, flags[i]});
+  }
+  return all;
+}
+
+// Bindings of the optional inputs, which follow the five that every call has.
+void bind_optional(const AttentionInputs& in, const AttentionConfig& config, LaunchPlan& plan) {
+  const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
+  const std::pair<bool, int> optional[] = {{config.has_kv_head_mapping, 9},
+                                           {config.has_rope_freqs, 10},
+                                           {config.has_attn_mask, bool_mask ? 11 : 12},
+                                           {config.has_sinks, 13},
+                                           {config.has_alibi_slopes, 14}};
+  int which = 5;
+  for (const auto& [present, index] : optional) {
+    if (present) {
+      plan.buffers.push_back({index, BufferBinding::Role::kInput, which++});
+    }
+  }
+}
+
+LaunchPlan merge_plan(const AttentionInputs& in, const AttentionConfig& config, const Geometry& g) {
+  using Role = BufferBinding::Role;
+  const int value_dim = in.v_cache.shape(3);
+  const int num_rows = in.q.shape(0) * in.q.shape(1) * in.q.shape(2);
+  LaunchPlan plan;
+  plan.kernel = "merge_splits_" + metal_type(in.q) + "_v" + std::to_string(value_dim);
+  plan.instantiation = "merge_splits<" + metal_type(in.q) + ", " + std::to_string(value_dim) + ">";
+  plan.constants = constants(in, config, true);
+  plan.grid = {static_cast<uint32_t>(num_rows), 1, 1};
+  plan.threadgroup = {kLanes, 1, 1};
+  plan.buffers = {{0, Role::kScratch, 0}, {1, Role::kScratch, 1}, {3, Role::kOutput, 0}};
+  if (config.has_sinks) {
+    const int before = config.has_kv_head_mapping + config.has_rope_freqs + config.has_attn_mask;
+    plan.buffers.push_back({4, Role::kInput, 5 + before});
+  }
+  plan.set_params(2, MergeParams{num_rows, in.q.shape(1), in.q.shape(2), g.num_splits});
+  return plan;
+}
+
+}  // namespace
+
+std::string unsupported_on_metal(int head_dim, int value_dim) {
+  for (const int dim : {head_dim, value_dim}) {
+    if (dim % kVector != 0 || dim < kVector || dim > kMaxDim) {
+      return "a head dimension of " + std::to_string(dim) + ": expected a multiple of 4 up to 256";
+    }
+  }
+  return "";
+}
+
+LaunchPlans plan_attention(const std::vector<mx::array>& inputs, const AttentionConfig& config) {
+  using Role = BufferBinding::Role;
+  const AttentionInputs in = unflatten_inputs(inputs, config);
+  if (in.q.size() == 0 || in.v_cache.shape(3) == 0) {
+    return {};
+  }
+  const Geometry g = geometry(in, config);
+  const int value_dim = in.v_cache.shape(3);
+  const bool split = g.num_splits > 1;
+  const std::string sizes[] = {std::to_string(in.q.shape(3)), std::to_string(value_dim),
+                               std::to_string(g.rows)};
+  LaunchPlan plan;
+  plan.kernel = "paged_attention_" + metal_type(in.k_cache) + "_" + metal_type(in.q) + "_d" +
+                sizes[0] + "_v" + sizes[1] + "_r" + sizes[2];
+  plan.instantiation = "paged_attention<" + metal_type(in.k_cache) + ", " + metal_type(in.q) +
+                       ", " + sizes[0] + ", " + sizes[1] + ", " + sizes[2] + ">";
+  plan.constants = constants(in, config, split);
+  plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
+               static_cast<uint32_t>(in.q.shape(0)), static_cast<uint32_t>(g.num_splits)};
+  plan.threadgroup = {kThreads, 1, 1};
+  for (int i = 0; i < 5; ++i) {
+    plan.buffers.push_back({i, Role::kInput, i});
+  }
+  plan.set_params(5, attention_params(in, config, g));
+  bind_optional(in, config, plan);
+  if (config.return_attn) {
+    plan.buffers.push_back({15, Role::kOutput, 1});
+  }
+  if (!split) {
+    plan.buffers.push_back({6, Role::kOutput, 0});
+    return {{plan}, {}};
+  }
+  plan.buffers.push_back({7, Role::kScratch, 0});
+  plan.buffers.push_back({8, Role::kScratch, 1});
+  const size_t partials = size_t{1} * in.q.shape(0) * in.q.shape(1) * in.q.shape(2) * g.num_splits;
+  return {{plan, merge_plan(in, config, g)},
+          {partials * value_dim * sizeof(float), partials * 2 * sizeof(float)}};
+}
+
+}  // namespace mlx_paged

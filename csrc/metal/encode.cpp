@@ -1,0 +1,79 @@
+#include "csrc/metal/encode.h"
+
+#include <stdexcept>
+
+#include "csrc/metal/plans.h"
+#include "mlx/allocator.h"
+#include "mlx/backend/metal/device.h"
+
+namespace mlx_paged {
+
+namespace mx = mlx::core;
+
+namespace {
+
+// The specialised pipeline; compiled at its first use, then looked up by name.
+MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const LaunchPlan& plan) {
+  MTL::Library* library =
+      device.get_library(library_name(plan), [&plan] { return library_source(plan); });
+  mx::metal::MTLFCList constants;
+  std::vector<uint8_t> flags(plan.constants.size());
+  for (size_t i = 0; i < plan.constants.size(); ++i) {
+    const FunctionConstant& constant = plan.constants[i];
+    flags[i] = constant.value != 0;
+    constant.type == FunctionConstant::Type::kBool
+        ? constants.emplace_back(&flags[i], MTL::DataTypeBool, constant.index)
+        : constants.emplace_back(&constant.value, MTL::DataTypeInt, constant.index);
+  }
+  auto* state = device.get_kernel(plan.kernel, library, plan.pipeline_name(), constants);
+  const size_t threads =
+      size_t{1} * plan.threadgroup[0] * plan.threadgroup[1] * plan.threadgroup[2];
+  if (threads > state->maxTotalThreadsPerThreadgroup()) {
+    throw std::runtime_error("[mlx_paged] " + plan.kernel + " needs threadgroups of " +
+                             std::to_string(threads) + " threads: the pipeline allows " +
+                             std::to_string(state->maxTotalThreadsPerThreadgroup()));
+  }
+  return state;
+}
+
+MTL::Size size(const std::array<uint32_t, 3>& xyz) { return MTL::Size(xyz[0], xyz[1], xyz[2]); }
+
+}  // namespace
+
+bool has_metal() { return true; }
+
+void encode(const LaunchPlans& plans, const std::vector<mx::array>& inputs,
+            std::vector<mx::array>& outputs, mx::Stream stream) {
+  auto& device = mx::metal::device(stream.device);
+  auto& encoder = mx::metal::get_command_encoder(stream);
+  std::vector<mx::array> scratch;
+  for (const size_t bytes : plans.scratch_bytes) {
+    scratch.emplace_back(mx::Shape{static_cast<int>(bytes / sizeof(float))}, mx::float32, nullptr,
+                         std::vector<mx::array>{});
+    scratch.back().set_data(mx::allocator::malloc(bytes));
+    encoder.add_temporary(scratch.back());  // scratch only: inputs and outputs must stay fenced
+  }
+  for (const LaunchPlan& plan : plans.launches) {
+    auto* state = pipeline(device, plan);
+    encoder.set_compute_pipeline_state(state);
+    for (const auto& [index, role, which] : plan.buffers) {
+      switch (role) {
+        case BufferBinding::Role::kInput:
+          encoder.set_input_array(inputs[which], index);
+          break;
+        case BufferBinding::Role::kOutput:
+          encoder.set_output_array(outputs[which], index);
+          break;
+        case BufferBinding::Role::kScratch:
+          &plan == &plans.launches.front() ? encoder.set_output_array(scratch[which], index)
+                                           : encoder.set_input_array(scratch[which], index);
+          break;
+      }
+    }
+    encoder.set_bytes(plan.params.data(), static_cast<int>(plan.params.size()), plan.params_index);
+    plan.grid_in_threads ? encoder.dispatch_threads(size(plan.grid), size(plan.threadgroup))
+                         : encoder.dispatch_threadgroups(size(plan.grid), size(plan.threadgroup));
+  }
+}
+
+}  // namespace mlx_paged

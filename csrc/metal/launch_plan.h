@@ -1,0 +1,64 @@
+// A kernel launch as plain data: made from shapes and strides by one function an op, encoded on a
+// GPU, executed by an emulator, compared in tests.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace mlx_paged {
+
+struct FunctionConstant {
+  enum class Type { kBool, kInt };
+  int index;
+  Type type;
+  int32_t value;
+};
+
+// What is bound at a buffer index: an input or output of the primitive, or scratch memory.
+struct BufferBinding {
+  enum class Role { kInput, kOutput, kScratch };
+  int index;
+  Role role;
+  int which;
+};
+
+struct LaunchPlan {
+  std::string kernel;         // host name
+  std::string instantiation;  // "template<...>" arguments included, e.g. paged_attention<half, ...>
+  std::vector<FunctionConstant> constants;
+  std::array<uint32_t, 3> grid;  // threadgroups, or threads if grid_in_threads
+  bool grid_in_threads = false;
+  std::array<uint32_t, 3> threadgroup;
+  std::vector<BufferBinding> buffers;
+  int params_index;
+  std::vector<std::byte> params;
+
+  // Name of the specialised pipeline in MLX's cache: two launches share it only if every function
+  // constant agrees.
+  std::string pipeline_name() const {
+    std::string name = kernel;
+    for (const FunctionConstant& constant : constants) {
+      name += "_" + std::to_string(constant.index) + ":" + std::to_string(constant.value);
+    }
+    return name;
+  }
+
+  template <typename Params>
+  void set_params(int index, const Params& value) {
+    params_index = index;
+    params.resize(sizeof(Params));
+    std::memcpy(params.data(), &value, sizeof(Params));
+  }
+};
+
+// The launches of one op, in order, and the bytes of each scratch buffer that they share.
+struct LaunchPlans {
+  std::vector<LaunchPlan> launches;
+  std::vector<size_t> scratch_bytes;
+};
+
+}  // namespace mlx_paged

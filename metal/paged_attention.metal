@@ -1,0 +1,358 @@
+// Attention of few query rows over a long paged context (decode), and the merge of its splits.
+//
+// One threadgroup serves ROWS query rows that share a KV head, over one split of the context: every
+// key and value that it loads is used for all of them. A simdgroup is two teams of 16 lanes; a team
+// takes one key at a time, a lane four neighbouring dimensions of it, and those 64 further on. Each
+// team streams its keys through a softmax of its own; at the end the teams are merged, and the
+// splits by a second kernel.
+
+constant int BLOCK_SIZE [[function_constant(0)]];
+constant bool CAUSAL [[function_constant(1)]];
+constant bool HAS_WINDOW [[function_constant(2)]];
+constant bool HAS_SOFTCAP [[function_constant(3)]];
+constant bool HAS_ALIBI [[function_constant(4)]];
+constant bool HAS_BOOL_MASK [[function_constant(5)]];
+constant bool HAS_FLOAT_MASK [[function_constant(6)]];
+constant bool HAS_SINKS [[function_constant(7)]];
+constant bool HAS_ROPE [[function_constant(8)]];
+constant bool HAS_MAPPING [[function_constant(9)]];
+constant bool SPLIT [[function_constant(10)]];
+constant bool RETURN_ATTN [[function_constant(11)]];
+constant bool WHOLE = !SPLIT;
+
+constant constexpr int LANES = 32;
+constant constexpr int TEAM = 16;
+constant constexpr int TEAMS = LANES / TEAM;
+constant constexpr int VECTOR = 4;
+constant constexpr int SIMDGROUPS = 8;
+constant constexpr int THREADS = SIMDGROUPS * LANES;
+
+// One query row and the keys [first, stop) that it sees, masks aside.
+struct QueryRow {
+  int head;
+  int token;
+  int position;
+  int first;
+  int stop;
+  long mask;  // offset of its mask
+};
+
+// Where a key lies in the pool; a key that is not attended has no place.
+struct Slot {
+  bool is_valid;
+  int block;
+  int offset;
+};
+
+// Sum over the lanes of a team.
+inline float team_sum(float value) {
+  for (ushort step = TEAM / 2; step > 0; step /= 2) {
+    value += simd_shuffle_xor(value, step);
+  }
+  return value;
+}
+
+inline QueryRow query_row(
+    int row, int sequence, int head_slot, int context, constant AttentionParams& p) {
+  QueryRow result;
+  result.token = row / p.group;
+  result.head = head_slot * p.group + row % p.group;
+  result.position = context - p.num_tokens + result.token;
+  result.first = HAS_WINDOW ? max(0, result.position - p.window + 1) : 0;
+  const bool exists = row < p.group * p.num_tokens && result.position >= 0;
+  const int stop = CAUSAL || HAS_WINDOW ? result.position + 1 : context;
+  result.stop = exists ? stop : 0;
+  result.mask = sequence * p.mask_strides[0] + result.head * p.mask_strides[1] +
+      result.token * p.mask_strides[2];
+  return result;
+}
+
+// Dimension d of a query row, rotated if there are angles: pairs (d, d + R / 2) by angle d.
+template <typename Q>
+inline float query_element(
+    const device Q* q, const device float* angles, int d, constant AttentionParams& p) {
+  const float own = float(q[d]);
+  if (!HAS_ROPE || d >= 2 * p.rope_pairs) {
+    return own;
+  }
+  const bool is_first = d < p.rope_pairs;
+  const float angle = angles[is_first ? d : d - p.rope_pairs];
+  const float other = float(q[is_first ? d + p.rope_pairs : d - p.rope_pairs]);
+  return own * precise::cos(angle) + (is_first ? -other : other) * precise::sin(angle);
+}
+
+inline Slot locate(int key, int end, const device int* table, constant AttentionParams& p) {
+  Slot slot;
+  slot.block = key < end ? table[key / BLOCK_SIZE * p.tables_strides[1]] : -1;
+  slot.offset = key % BLOCK_SIZE;
+  slot.is_valid = slot.block >= 0 && slot.block < p.num_blocks;
+  return slot;
+}
+
+// This lane's vectors of one row of the pool, zeros where there is nothing.
+template <typename T, int DIM, int VECTORS>
+inline void load_row(
+    const device T* head, Slot slot, constant long* strides, int team_lane,
+    thread float4 (&result)[VECTORS]) {
+  const long start = slot.block * strides[1] + slot.offset * strides[2];
+  for (int c = 0; c < VECTORS; c++) {
+    const int vector = team_lane + c * TEAM;
+    result[c] = float4(0.0f);
+    if (slot.is_valid && vector < DIM / VECTOR) {
+      result[c] = float4(*reinterpret_cast<const device vec<T, VECTOR>*>(
+          head + start + vector * VECTOR));
+    }
+  }
+}
+
+// The score of a key in units of log2, -inf if the row does not see it.
+inline float finish_score(
+    float qk, QueryRow row, int key, bool is_valid, const device bool* bool_mask,
+    const device float* float_mask, const device float* alibi_slopes, constant AttentionParams& p) {
+  if (!is_valid || key < row.first || key >= row.stop) {
+    return -INFINITY;
+  }
+  float score = qk * p.scale;
+  if (HAS_SOFTCAP) {
+    score = p.softcap * precise::tanh(score / p.softcap);
+  }
+  if (HAS_ALIBI) {
+    score += alibi_slopes[row.head] * float(key - row.position);
+  }
+  if (HAS_FLOAT_MASK) {
+    score += float_mask[row.mask + key * p.mask_strides[3]];
+  }
+  if (HAS_BOOL_MASK) {
+    score = bool_mask[row.mask + key * p.mask_strides[3]] ? score : -INFINITY;
+  }
+  return score * LOG2E;
+}
+
+// Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. With a mapping every
+// query head has threadgroups of its own in place of the KV heads.
+template <typename T, typename Q, int D, int DV, int ROWS>
+[[kernel, max_total_threads_per_threadgroup(THREADS)]] void paged_attention(
+    const device Q* q [[buffer(0)]],
+    const device T* k_cache [[buffer(1)]],
+    const device T* v_cache [[buffer(2)]],
+    const device int* block_tables [[buffer(3)]],
+    const device int* context_lens [[buffer(4)]],
+    constant AttentionParams& p [[buffer(5)]],
+    device Q* out [[buffer(6), function_constant(WHOLE)]],
+    device float* partial_out [[buffer(7), function_constant(SPLIT)]],
+    device float* partial_sums [[buffer(8), function_constant(SPLIT)]],
+    const device int* kv_head_mapping [[buffer(9), function_constant(HAS_MAPPING)]],
+    const device float* rope_freqs [[buffer(10), function_constant(HAS_ROPE)]],
+    const device bool* bool_mask [[buffer(11), function_constant(HAS_BOOL_MASK)]],
+    const device float* float_mask [[buffer(12), function_constant(HAS_FLOAT_MASK)]],
+    const device float* sinks [[buffer(13), function_constant(HAS_SINKS)]],
+    const device float* alibi_slopes [[buffer(14), function_constant(HAS_ALIBI)]],
+    device float* attn [[buffer(15), function_constant(RETURN_ATTN)]],
+    uint3 group_position [[threadgroup_position_in_grid]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int K_VECTORS = (D / VECTOR + TEAM - 1) / TEAM;  // of a key that a lane holds
+  constexpr int V_VECTORS = (DV / VECTOR + TEAM - 1) / TEAM;
+  threadgroup float shared_out[SIMDGROUPS * ROWS * DV];
+  threadgroup float shared_max[SIMDGROUPS * ROWS];
+  threadgroup float shared_sum[SIMDGROUPS * ROWS];
+
+  const int head_slot = int(group_position.x) / p.row_tiles;
+  const int first_row = int(group_position.x) % p.row_tiles * ROWS;
+  const int sequence = int(group_position.y);
+  const int split = int(group_position.z);
+  const int team = int(lane) / TEAM;
+  const int team_lane = int(lane) % TEAM;
+
+  const int kv_head = HAS_MAPPING ? kv_head_mapping[head_slot] : head_slot;
+  const bool has_keys = kv_head >= 0 && kv_head < p.num_kv_heads;
+  const int max_keys = p.max_blocks * BLOCK_SIZE;
+  const int context = clamp(context_lens[sequence * p.context_stride], 0, max_keys);
+  const device int* table = block_tables + sequence * p.tables_strides[0];
+  const device T* k_head = k_cache + kv_head * p.k_strides[0];
+  const device T* v_head = v_cache + kv_head * p.v_strides[0];
+
+  QueryRow rows[ROWS];
+  float4 queries[ROWS][K_VECTORS];
+  int begin = max_keys;
+  int end = 0;
+  for (int r = 0; r < ROWS; r++) {
+    rows[r] = query_row(first_row + r, sequence, head_slot, has_keys ? context : 0, p);
+    const bool sees_keys = rows[r].stop > 0;
+    begin = sees_keys ? min(begin, rows[r].first) : begin;
+    end = max(end, rows[r].stop);
+    const device Q* row = q + sequence * p.q_strides[0] + rows[r].head * p.q_strides[1] +
+        rows[r].token * p.q_strides[2];
+    const long angles = sequence * p.rope_strides[0] + rows[r].token * p.rope_strides[1];
+    for (int c = 0; c < K_VECTORS; c++) {
+      for (int i = 0; i < VECTOR; i++) {
+        const int d = (team_lane + c * TEAM) * VECTOR + i;
+        queries[r][c][i] =
+            sees_keys && d < D ? query_element(row, rope_freqs + angles, d, p) : 0.0f;
+      }
+    }
+  }
+  begin = max(begin, split * p.keys_per_split);
+  end = min(end, (split + 1) * p.keys_per_split);
+
+  float running_max[ROWS];
+  float running_sum[ROWS];
+  float4 running_out[ROWS][V_VECTORS];
+  for (int r = 0; r < ROWS; r++) {
+    running_max[r] = LOWEST;
+    running_sum[r] = 0.0f;
+    for (int c = 0; c < V_VECTORS; c++) {
+      running_out[r][c] = float4(0.0f);
+    }
+  }
+
+  for (int base = begin + int(simdgroup) * TEAMS; base < end; base += SIMDGROUPS * TEAMS) {
+    const int key = base + team;
+    const Slot slot = locate(key, end, table, p);
+    float4 k[K_VECTORS];
+    float4 v[V_VECTORS];
+    load_row<T, D>(k_head, slot, p.k_strides, team_lane, k);
+    load_row<T, DV>(v_head, slot, p.v_strides, team_lane, v);
+    for (int r = 0; r < ROWS; r++) {
+      float partial = 0.0f;
+      for (int c = 0; c < K_VECTORS; c++) {
+        partial += dot(queries[r][c], k[c]);
+      }
+      const float score = finish_score(
+          team_sum(partial), rows[r], key, slot.is_valid, bool_mask, float_mask, alibi_slopes, p);
+      if (score > -INFINITY) {
+        const float new_max = max(running_max[r], score);
+        const float old_scale = rescale(running_max[r], new_max);
+        const float weight = exp2(score - new_max);
+        running_max[r] = new_max;
+        running_sum[r] = running_sum[r] * old_scale + weight;
+        for (int c = 0; c < V_VECTORS; c++) {
+          running_out[r][c] = running_out[r][c] * old_scale + weight * v[c];
+        }
+      }
+    }
+  }
+
+  // Merge the two teams of each simdgroup and hand the result to the threadgroup.
+  for (int r = 0; r < ROWS; r++) {
+    const int shared_row = int(simdgroup) * ROWS + r;
+    const float other_max = simd_shuffle_xor(running_max[r], ushort(TEAM));
+    const float other_sum = simd_shuffle_xor(running_sum[r], ushort(TEAM));
+    const float new_max = max(running_max[r], other_max);
+    const float own_scale = rescale(running_max[r], new_max);
+    const float other_scale = rescale(other_max, new_max);
+    for (int c = 0; c < V_VECTORS; c++) {
+      const int vector = team_lane + c * TEAM;
+      for (int i = 0; i < VECTOR; i++) {
+        const float own = running_out[r][c][i];
+        const float other = simd_shuffle_xor(own, ushort(TEAM));
+        if (team == 0 && vector < DV / VECTOR) {
+          shared_out[shared_row * DV + vector * VECTOR + i] = own * own_scale + other * other_scale;
+        }
+      }
+    }
+    if (lane == 0) {
+      shared_max[shared_row] = new_max;
+      shared_sum[shared_row] = running_sum[r] * own_scale + other_sum * other_scale;
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+
+  // Merge the simdgroups: every thread takes some elements of some rows.
+  const int thread_index = int(simdgroup) * LANES + int(lane);
+  const int num_rows = min(ROWS, p.group * p.num_tokens - first_row);
+  for (int element = thread_index; element < num_rows * DV; element += THREADS) {
+    const int r = element / DV;
+    const int d = element % DV;
+    float total_max = LOWEST;
+    for (int s = 0; s < SIMDGROUPS; s++) {
+      total_max = max(total_max, shared_max[s * ROWS + r]);
+    }
+    float sum = 0.0f;
+    float weighted = 0.0f;
+    for (int s = 0; s < SIMDGROUPS; s++) {
+      const float scale = rescale(shared_max[s * ROWS + r], total_max);
+      sum += shared_sum[s * ROWS + r] * scale;
+      weighted += shared_out[(s * ROWS + r) * DV + d] * scale;
+    }
+    const int row = first_row + r;
+    const int head = head_slot * p.group + row % p.group;
+    const long out_row = (long(sequence) * p.num_heads + head) * p.num_tokens + row / p.group;
+    if (SPLIT) {
+      const long partial = out_row * p.num_splits + split;
+      partial_out[partial * DV + d] = weighted;
+      if (d == 0) {
+        partial_sums[2 * partial] = total_max;
+        partial_sums[2 * partial + 1] = sum;
+      }
+    } else {
+      const float with_sink = HAS_SINKS ? add_sink(sum, total_max, sinks[head]) : sum;
+      out[out_row * DV + d] = Q(with_sink > 0.0f ? weighted / with_sink : 0.0f);
+    }
+  }
+  if (!RETURN_ATTN) {
+    return;
+  }
+
+  // Once more over all keys, now that the denominators are known.
+  for (int base = int(simdgroup) * TEAMS; base < max_keys; base += SIMDGROUPS * TEAMS) {
+    const int key = base + team;
+    const Slot slot = locate(key, end, table, p);
+    float4 k[K_VECTORS];
+    load_row<T, D>(k_head, slot, p.k_strides, team_lane, k);
+    for (int r = 0; r < ROWS; r++) {
+      float partial = 0.0f;
+      for (int c = 0; c < K_VECTORS; c++) {
+        partial += dot(queries[r][c], k[c]);
+      }
+      const float score = finish_score(
+          team_sum(partial), rows[r], key, slot.is_valid, bool_mask, float_mask, alibi_slopes, p);
+      if (team_lane == 0 && r < num_rows && key < max_keys) {
+        float total_max = LOWEST;
+        for (int s = 0; s < SIMDGROUPS; s++) {
+          total_max = max(total_max, shared_max[s * ROWS + r]);
+        }
+        float sum = 0.0f;
+        for (int s = 0; s < SIMDGROUPS; s++) {
+          sum += shared_sum[s * ROWS + r] * rescale(shared_max[s * ROWS + r], total_max);
+        }
+        sum = HAS_SINKS ? add_sink(sum, total_max, sinks[rows[r].head]) : sum;
+        const long attn_row =
+            (long(sequence) * p.num_heads + rows[r].head) * p.num_tokens + rows[r].token;
+        attn[attn_row * max_keys + key] = score > -INFINITY ? exp2(score - total_max) / sum : 0.0f;
+      }
+    }
+  }
+}
+
+// Merge of the splits of each row. Grid: one threadgroup of LANES for each of the B * H * L rows.
+template <typename Q, int DV>
+[[kernel, max_total_threads_per_threadgroup(LANES)]] void merge_splits(
+    const device float* partial_out [[buffer(0)]],
+    const device float* partial_sums [[buffer(1)]],
+    constant MergeParams& p [[buffer(2)]],
+    device Q* out [[buffer(3)]],
+    const device float* sinks [[buffer(4), function_constant(HAS_SINKS)]],
+    uint group_position [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  const int row = int(group_position);
+  const int head = row / p.num_tokens % p.num_heads;
+  const device float* sums = partial_sums + 2 * long(row) * p.num_splits;
+  const device float* outs = partial_out + long(row) * p.num_splits * DV;
+  float total_max = LOWEST;
+  for (int split = 0; split < p.num_splits; split++) {
+    total_max = max(total_max, sums[2 * split]);
+  }
+  float sum = 0.0f;
+  for (int split = 0; split < p.num_splits; split++) {
+    sum += sums[2 * split + 1] * rescale(sums[2 * split], total_max);
+  }
+  sum = HAS_SINKS ? add_sink(sum, total_max, sinks[head]) : sum;
+  for (int d = int(lane); d < DV; d += LANES) {
+    float weighted = 0.0f;
+    for (int split = 0; split < p.num_splits; split++) {
+      weighted += outs[long(split) * DV + d] * rescale(sums[2 * split], total_max);
+    }
+    out[long(row) * DV + d] = Q(sum > 0.0f ? weighted / sum : 0.0f);
+  }
+}

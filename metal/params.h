@@ -1,0 +1,67 @@
+// What the host tells the kernels, one struct a kernel. Included by csrc/ and by metal/.
+//
+// Letters as in csrc/ops.h. Strides count elements. A query row is one head at one token; the rows
+// that share a KV head are numbered token-major: row = token * group + head within the group.
+#ifndef MLX_PAGED_METAL_PARAMS_H
+#define MLX_PAGED_METAL_PARAMS_H
+
+#ifdef __METAL_VERSION__
+#define MLX_PAGED_INT64 long
+#else
+#include <cstdint>
+#define MLX_PAGED_INT64 int64_t
+#endif
+
+struct AttentionParams {
+  MLX_PAGED_INT64 q_strides[3];      // of sequence, head, token
+  MLX_PAGED_INT64 k_strides[3];      // of KV head, block, slot
+  MLX_PAGED_INT64 v_strides[3];      // of KV head, block, slot
+  MLX_PAGED_INT64 mask_strides[4];   // of sequence, head, token, key
+  MLX_PAGED_INT64 tables_strides[2]; // of sequence, logical block
+  MLX_PAGED_INT64 rope_strides[2];   // of sequence, token
+  int context_stride;
+  int num_heads;       // H
+  int num_kv_heads;    // H_kv
+  int num_tokens;      // L
+  int num_blocks;      // N
+  int max_blocks;      // M
+  int group;           // query heads that share a KV head; 1 with a mapping
+  int row_tiles;       // threadgroups that share the rows of a KV head
+  int keys_per_split;  // a split covers keys [split * keys_per_split, (split + 1) * keys_per_split)
+  int num_splits;
+  int window;          // keys a query sees at most
+  int rope_pairs;      // R / 2
+  float scale;         // multiplies q.k
+  float softcap;
+};
+
+struct MergeParams {
+  int num_rows;    // B * H * L
+  int num_heads;   // H
+  int num_tokens;  // L
+  int num_splits;
+};
+
+struct WriteParams {
+  MLX_PAGED_INT64 k_strides[3];        // of the rows: token, head, dimension
+  MLX_PAGED_INT64 v_strides[3];
+  MLX_PAGED_INT64 k_cache_strides[3];  // of KV head, block, slot
+  MLX_PAGED_INT64 v_cache_strides[3];
+  int slots_stride;
+  int num_tokens;  // T
+  int num_blocks;  // N
+  int k_vectors;   // D / 4
+  int v_vectors;   // D_v / 4
+};
+
+struct CopyParams {
+  MLX_PAGED_INT64 k_strides[3];  // of KV head, block, slot
+  MLX_PAGED_INT64 v_strides[3];
+  MLX_PAGED_INT64 pairs_strides[2];
+  int num_pairs;   // P
+  int num_blocks;  // N
+  int k_vectors;   // D / 4
+  int v_vectors;   // D_v / 4
+};
+
+#endif  // MLX_PAGED_METAL_PARAMS_H

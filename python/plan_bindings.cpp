@@ -1,0 +1,137 @@
+// Launch plans as Python data, so that tests can execute them without a GPU.
+#include "python/plan_bindings.h"
+
+#include <nanobind/stl/array.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "csrc/metal/encode.h"
+#include "csrc/metal/plans.h"
+#include "csrc/validate.h"
+#include "mlx/transforms.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mlx_paged {
+
+namespace {
+
+const char* role_name(BufferBinding::Role role) {
+  switch (role) {
+    case BufferBinding::Role::kInput:
+      return "input";
+    case BufferBinding::Role::kOutput:
+      return "output";
+    default:
+      return "scratch";
+  }
+}
+
+nb::dict describe(const LaunchPlan& plan) {
+  nb::dict constants;
+  for (const FunctionConstant& constant : plan.constants) {
+    constants[nb::int_(constant.index)] = constant.type == FunctionConstant::Type::kBool
+                                              ? nb::object(nb::bool_(constant.value != 0))
+                                              : nb::object(nb::int_(constant.value));
+  }
+  nb::list buffers;
+  for (const auto& [index, role, which] : plan.buffers) {
+    buffers.append(nb::make_tuple(index, role_name(role), which));
+  }
+  nb::dict launch;
+  launch["kernel"] = plan.kernel;
+  launch["source"] = library_source(plan);
+  launch["library"] = library_name(plan);
+  launch["pipeline"] = plan.pipeline_name();
+  launch["constants"] = constants;
+  launch["grid"] = nb::tuple(nb::cast(plan.grid));
+  launch["grid_in_threads"] = plan.grid_in_threads;
+  launch["threadgroup"] = nb::tuple(nb::cast(plan.threadgroup));
+  launch["buffers"] = buffers;
+  launch["params"] =
+      nb::make_tuple(plan.params_index, nb::bytes(plan.params.data(), plan.params.size()));
+  return launch;
+}
+
+nb::dict describe(const LaunchPlans& plans, const std::vector<mx::array>& inputs,
+                  nb::list outputs) {
+  nb::list launches;
+  for (const LaunchPlan& plan : plans.launches) {
+    launches.append(describe(plan));
+  }
+  nb::dict call;
+  call["inputs"] = inputs;
+  call["outputs"] = outputs;
+  call["launches"] = launches;
+  call["scratch_bytes"] = plans.scratch_bytes;
+  return call;
+}
+
+nb::dict describe_attention(const mx::array& q, const mx::array& k_cache, const mx::array& v_cache,
+                            const mx::array& block_tables, const mx::array& context_lens,
+                            float scale, bool causal, const OptionalArray& kv_head_mapping,
+                            const OptionalArray& rope_freqs, const OptionalArray& attn_mask,
+                            std::optional<int> window, const OptionalArray& sinks,
+                            std::optional<float> softcap, const OptionalArray& alibi_slopes,
+                            bool return_attn) {
+  AttentionCall call =
+      attention_call(q, k_cache, v_cache, block_tables, context_lens, scale, causal,
+                     kv_head_mapping, rope_freqs, attn_mask, window, sinks, softcap, alibi_slopes,
+                     return_attn, mx::default_stream(mx::Device::cpu), true);
+  mx::eval(call.inputs);
+  nb::list outputs;
+  for (size_t i = 0; i < call.shapes.size(); ++i) {
+    outputs.append(nb::make_tuple(std::vector<int>(call.shapes[i].begin(), call.shapes[i].end()),
+                                  call.dtypes[i]));
+  }
+  return describe(plan_attention(call.inputs, call.config), call.inputs, outputs);
+}
+
+nb::dict describe_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
+                        const mx::array& v_cache, const mx::array& slot_mapping) {
+  check_write(k, v, k_cache, v_cache, slot_mapping);
+  std::vector<mx::array> inputs = {k, v, k_cache, v_cache, slot_mapping};
+  mx::eval(inputs);
+  nb::list outputs;
+  outputs.append(2);
+  outputs.append(3);
+  return describe(plan_write_kv(inputs), inputs, outputs);
+}
+
+nb::dict describe_copy(const mx::array& k_cache, const mx::array& v_cache,
+                       const mx::array& block_pairs) {
+  check_copy(k_cache, v_cache, block_pairs);
+  std::vector<mx::array> inputs = {k_cache, v_cache, block_pairs};
+  mx::eval(inputs);
+  nb::list outputs;
+  outputs.append(0);
+  outputs.append(1);
+  return describe(plan_copy_blocks(inputs), inputs, outputs);
+}
+
+}  // namespace
+
+void bind_plans(nb::module_& m) {
+  nb::module_ metal = m.def_submodule(
+      "metal",
+      "Launch plans of the Metal kernels, for tests and pre-warming. A call is a dict: inputs "
+      "(arrays), outputs ((shape, dtype), or the index of the input that is written in place), "
+      "scratch_bytes, launches (dicts).");
+  metal.def("has_metal", &has_metal, "Whether this build can encode launches.");
+  metal.def("unsupported", &unsupported_on_metal, "head_dim"_a, "value_dim"_a,
+            "Why the Metal kernels cannot take such heads; empty if they can.");
+  metal.def("plan_attention", &describe_attention, "q"_a, "k_cache"_a, "v_cache"_a,
+            "block_tables"_a, "context_lens"_a, nb::kw_only(), "scale"_a, "causal"_a = true,
+            "kv_head_mapping"_a = nb::none(), "rope_freqs"_a = nb::none(),
+            "attn_mask"_a = nb::none(), "window"_a = nb::none(), "sinks"_a = nb::none(),
+            "softcap"_a = nb::none(), "alibi_slopes"_a = nb::none(), "return_attn"_a = false,
+            "The launches of paged_attention.");
+  metal.def("plan_write_kv", &describe_write, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a,
+            "slot_mapping"_a, "The launches of write_kv.");
+  metal.def("plan_copy_blocks", &describe_copy, "k_cache"_a, "v_cache"_a, "block_pairs"_a,
+            "The launches of copy_blocks.");
+}
+
+}  // namespace mlx_paged
