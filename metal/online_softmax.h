@@ -1,4 +1,5 @@
-// Streaming softmax in units of log2 (Milakov and Gimelshein 2018, "Online normalizer calculation").
+// Streaming softmax in units of log2 (Milakov and Gimelshein 2018, "Online normalizer
+// calculation").
 
 constant constexpr float LOG2E = 1.44269504088896340736f;
 
@@ -6,9 +7,7 @@ constant constexpr float LOG2E = 1.44269504088896340736f;
 constant constexpr float LOWEST = -3.0e38f;
 
 // What turns sums taken relative to the maximum `old_max` into sums relative to `new_max`.
-inline float rescale(float old_max, float new_max) {
-  return exp2(old_max - new_max);
-}
+inline float rescale(float old_max, float new_max) { return exp2(old_max - new_max); }
 
 // A denominator relative to `maximum` with an attention sink added. A sink far above every score
 // may overflow it to infinity, and then the weights are zero, as they should be.

@@ -13,12 +13,12 @@
 #endif
 
 struct AttentionParams {
-  MLX_PAGED_INT64 q_strides[3];      // of sequence, head, token
-  MLX_PAGED_INT64 k_strides[3];      // of KV head, block, slot
-  MLX_PAGED_INT64 v_strides[3];      // of KV head, block, slot
-  MLX_PAGED_INT64 mask_strides[4];   // of sequence, head, token, key
-  MLX_PAGED_INT64 tables_strides[2]; // of sequence, logical block
-  MLX_PAGED_INT64 rope_strides[2];   // of sequence, token
+  MLX_PAGED_INT64 q_strides[3];       // of sequence, head, token
+  MLX_PAGED_INT64 k_strides[3];       // of KV head, block, slot
+  MLX_PAGED_INT64 v_strides[3];       // of KV head, block, slot
+  MLX_PAGED_INT64 mask_strides[4];    // of sequence, head, token, key
+  MLX_PAGED_INT64 tables_strides[2];  // of sequence, logical block
+  MLX_PAGED_INT64 rope_strides[2];    // of sequence, token
   int context_stride;
   int num_heads;       // H
   int num_kv_heads;    // H_kv
@@ -29,9 +29,9 @@ struct AttentionParams {
   int row_tiles;       // threadgroups that share the rows of a KV head
   int keys_per_split;  // a split covers keys [split * keys_per_split, (split + 1) * keys_per_split)
   int num_splits;
-  int window;          // keys a query sees at most
-  int rope_pairs;      // R / 2
-  float scale;         // multiplies q.k
+  int window;      // keys a query sees at most
+  int rope_pairs;  // R / 2
+  float scale;     // multiplies q.k
   float softcap;
 };
 
@@ -43,7 +43,7 @@ struct MergeParams {
 };
 
 struct WriteParams {
-  MLX_PAGED_INT64 k_strides[3];        // of the rows: token, head, dimension
+  MLX_PAGED_INT64 k_strides[3];  // of the rows: token, head, dimension
   MLX_PAGED_INT64 v_strides[3];
   MLX_PAGED_INT64 k_cache_strides[3];  // of KV head, block, slot
   MLX_PAGED_INT64 v_cache_strides[3];

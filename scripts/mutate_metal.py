@@ -20,7 +20,11 @@ SOURCES = ("paged_attention.metal", "pool.metal")
 TESTS = "tests/test_metal_kernels.py"
 
 BARRIER = re.compile(r"(threadgroup|simdgroup)_barrier\([^;]*\);")
-GUARD = re.compile(r"[\w.\[\]]+ (?:<|>=|>) [\w.\[\]]+(?: [*/+-] [\w.\[\]]+)*|is_valid\b|exists\b|sees_keys\b")
+OPERAND = r"[\w.\[\]]+"
+GUARD = re.compile(
+    rf"{OPERAND} (?:<|>=|>) {OPERAND}(?: [*/+-] {OPERAND})*|is_valid\b|exists\b|sees_keys\b"
+)
+DECLARATION = re.compile(r"^\s*(?:bool \w+;|float qk, )")
 
 EXPLAINED = {
     "key < max_keys": "max_keys is a multiple of the keys that a pass takes unless blocks are odd",
@@ -47,7 +51,7 @@ def mutations() -> list[Mutation]:
         code = line.split("//")[0]
         is_condition = " ? " in code or "if (" in code or "bool " in code or "&&" in code
         matches = [(m, "") for m in BARRIER.finditer(code)]
-        if is_condition:
+        if is_condition and not DECLARATION.match(code):
             matches += [(m, "true") for m in GUARD.finditer(code)]
         for match, new in matches:
             old = match.group()

@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from metal_emulator import LaunchStats, Library, Mode
+from metal_emulator.pytest_support import require_emulator
 
 from mlx_paged import _ext, ops
 
@@ -30,7 +31,7 @@ class Trace:
 
 
 def _mutated(source: str) -> str:
-    """The source, or as scripts/mutate_metal.py wants it: the n-th occurrence of a text replaced."""
+    """The source, or what scripts/mutate_metal.py wants: the n-th occurrence of a text replaced."""
     if MUTATION not in os.environ:
         return source
     old, new, nth = json.loads(os.environ[MUTATION])
@@ -61,6 +62,7 @@ class MetalRunner:
     """The three ops, each through its launch plans."""
 
     def __init__(self, mode: Mode = Mode.FAST, seed: int | None = None) -> None:
+        require_emulator()
         self.mode = mode
         self.seed = seed
         self.trace = Trace()
