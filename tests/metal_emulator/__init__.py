@@ -1,0 +1,28 @@
+"""Runs Metal kernels on x86-64 Linux and reports what a GPU would not: see README.md."""
+
+from .findings import EmulatorFinding, Finding, FindingKind
+from .language.tokens import TranslationError
+from .launch import LaunchStats, Result, UniqueBytes
+from .library import Library
+from .mlx_headers import mlx_include_dir
+from .modes import Mode
+from .pytest_support import require_emulator
+from .toolchain import CompileError, ToolchainMissing
+from .typecheck import typecheck
+
+__all__ = [
+    "CompileError",
+    "EmulatorFinding",
+    "Finding",
+    "FindingKind",
+    "LaunchStats",
+    "Library",
+    "Mode",
+    "Result",
+    "ToolchainMissing",
+    "TranslationError",
+    "UniqueBytes",
+    "mlx_include_dir",
+    "require_emulator",
+    "typecheck",
+]

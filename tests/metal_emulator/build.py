@@ -1,0 +1,72 @@
+"""Compiles translated kernels and the runtime to shared libraries."""
+
+import functools
+from pathlib import Path
+
+from . import swizzles, toolchain
+from .cache import cached, directory, provide
+from .modes import Mode
+
+_HERE = Path(__file__).parent
+DEVICE_HEADERS = _HERE / "device"
+_RUNTIME = _HERE / "runtime"
+
+_KERNEL_FLAGS = (
+    "-std=c++17",
+    *("-mavx2", "-mfma", "-mf16c"),
+    # No fused multiply-add, and half rounds after every operation: what MLX asks of Metal.
+    "-ffp-contract=off",
+    *("-Xclang", "-ffloat16-excess-precision=none"),
+    *("-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-fdeclspec"),
+    # Findings need return addresses, and a stack overflow must not jump over the guard page.
+    *("-fno-optimize-sibling-calls", "-fstack-clash-protection"),
+    *("-Wno-everything", "-gline-tables-only"),
+)
+_LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-Bsymbolic")
+_RUNTIME_FLAGS = ("-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-gline-tables-only")
+
+
+def build_kernels(code: str, mode: Mode) -> Path:
+    """The shared library of translated `code`."""
+    flags = (*_KERNEL_FLAGS, *_LIBRARY_FLAGS, *mode.flags)
+
+    def compile_to(path: Path) -> None:
+        toolchain.clang(*flags, *_device_flags(), "-x", "c++", "-", "-o", str(path), source=code)
+
+    return cached(".so", [code, _device_text(), *flags, toolchain.version()], compile_to)
+
+
+def check_kernels(code: str) -> None:
+    """Raise CompileError if translated `code` does not compile."""
+    flags = (*_KERNEL_FLAGS, "-fsyntax-only", "-ferror-limit=0")
+    toolchain.clang(*flags, *_device_flags(), "-x", "c++", "-", source=code)
+
+
+@functools.cache
+def build_runtime() -> Path:
+    """The shared library of runtime/, compiled as one source because that is quicker."""
+    sources = sorted(_RUNTIME.glob("*.cpp"))
+    code = "".join(f'#include "{source.name}"\n' for source in sources)
+    headers = (*_RUNTIME.glob("*.h"), DEVICE_HEADERS / "abi.h")
+    text = [path.read_text() for path in (*sources, *sorted(headers))]
+    flags = (*_RUNTIME_FLAGS, *_LIBRARY_FLAGS, f"-I{_RUNTIME}")
+
+    def compile_to(path: Path) -> None:
+        toolchain.clang(*flags, "-x", "c++", "-", "-o", str(path), source=code)
+
+    return cached(".so", [*text, *flags, toolchain.version()], compile_to)
+
+
+@functools.cache
+def _device_text() -> str:
+    """All that a kernel includes; part of what a compiled kernel depends on."""
+    headers = [path.read_text() for path in sorted(DEVICE_HEADERS.glob("*.h"))]
+    return "\0".join([*headers, *(swizzles.members(size) for size in (2, 3, 4))])
+
+
+def _device_flags() -> tuple[str, ...]:
+    generated = directory() / "generated"
+    generated.mkdir(exist_ok=True)
+    for size in (2, 3, 4):
+        provide(generated / f"swizzles_{size}.h", swizzles.members(size))
+    return "-include", str(DEVICE_HEADERS / "metal.h"), f"-I{generated}"

@@ -1,0 +1,1 @@
+"""Metal Shading Language as text: from preprocessed source to C++ that clang compiles."""

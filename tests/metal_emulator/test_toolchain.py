@@ -1,0 +1,63 @@
+"""Where the emulator cannot run, and what it leaves on disk where it can."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from . import cache, toolchain
+from .library import Library
+from .pytest_support import require_emulator
+
+SOURCE = "kernel void f(device int* p [[buffer(0)]]) { p[0] = 7; }"
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PATH", "")
+    toolchain.missing.cache_clear()
+    yield
+    monkeypatch.undo()
+    toolchain.missing.cache_clear()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_the_message_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "needs clang.*: apt-get install --no-install-recommends clang-19 .* llvm-19"
+    with pytest.raises(toolchain.ToolchainMissing, match=message):
+        Library.from_source(SOURCE, "f.metal")
+    monkeypatch.delenv("METAL_EMULATOR_REQUIRED", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=message):
+        require_emulator()
+    monkeypatch.setenv("METAL_EMULATOR_REQUIRED", "1")
+    with pytest.raises(pytest.fail.Exception, match=message):
+        require_emulator()
+
+
+def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAL_EMULATOR_CACHE", str(tmp_path))
+    for _ in range(2):
+        value = np.zeros(1, np.int32)
+        library = Library.from_source(SOURCE, "f.metal")
+        library.launch("f", grid=(1, 1, 1), threadgroup=(1, 1, 1), buffers={0: value})
+        assert value[0] == 7
+    assert len(list(tmp_path.glob("*.so"))) == 1
+    other_source = SOURCE.replace("7", "8")
+    Library.from_source(other_source, "f.metal")
+    assert len(list(tmp_path.glob("*.so"))) == 2
+    directories = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert directories == {"generated", "metal_headers"}  # no copy is left
+
+
+def test_the_cache_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METAL_EMULATOR_CACHE", str(tmp_path))
+    monkeypatch.setattr(cache, "MAX_BYTES", 2500)
+
+    def make(path: Path) -> None:
+        path.write_bytes(bytes(1000))
+
+    for name in ("first", "second", "third"):
+        cache.cached(".so", [name], make)
+    sizes = [path.stat().st_size for path in tmp_path.glob("*.so")]
+    assert sizes == [1000, 1000]

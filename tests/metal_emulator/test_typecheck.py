@@ -1,0 +1,63 @@
+"""What Apple's compiler would refuse is refused, by line; what it takes is not."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from .language.tokens import TranslationError
+from .library import Library
+from .mlx_headers import mlx_include_dir
+from .toolchain import CompileError
+from .typecheck import typecheck
+
+HERE = Path(__file__).parent
+MISTAKES = HERE / "type_mistakes.metal"
+
+
+def test_every_mistake_and_nothing_else() -> None:
+    found: dict[int, str] = {}
+    for message in typecheck(MISTAKES):
+        _, line, text = message.split(":", 2)
+        found[int(line)] = found.get(int(line), "") + text
+    lines = enumerate(MISTAKES.read_text().splitlines(), start=1)
+    expected = {n: m[1] for n, line in lines if (m := re.search(r"// MISTAKE: (.*)", line))}
+    assert found.keys() == expected.keys()
+    assert {n: words for n, words in expected.items() if words not in found[n]} == {}
+
+
+@pytest.mark.parametrize("name", ["language", "mlx_sdpa_vector", "seeded_bugs"])
+def test_sources_that_are_right(name: str) -> None:
+    assert typecheck(HERE / f"{name}.metal", [mlx_include_dir()]) == []
+
+
+def test_mistake_in_the_use_of_an_mlx_template() -> None:
+    """Its line is in MLX's header, but the mistake is ours."""
+    source = """
+        #include "mlx/backend/metal/kernels/utils.h"
+        kernel void wrong(device const float* p [[buffer(0)]]) { ceildiv(p, 3); }
+    """
+    errors = typecheck(source, [mlx_include_dir()])
+    assert [error.split(":")[0] for error in errors] == ["utils.h"]
+
+
+def test_source_text() -> None:
+    errors = typecheck("kernel void f(device float* p [[buffer(0)]]) {\n  p = 1.0f;\n}\n")
+    assert [error.split(":")[:2] for error in errors] == [["source.metal", "2"]]
+
+
+def test_compile_error_tells_the_line() -> None:
+    with pytest.raises(CompileError, match=r"wrong\.metal:1:\d+: error: .*undeclared"):
+        Library.from_source("kernel void f() { undeclared; }", "wrong.metal")
+
+
+def test_overloads_that_address_spaces_tell_apart() -> None:
+    source = "int f(device int* p) { return 1; }\nint f(threadgroup int* p) { return 2; }\n"
+    with pytest.raises(TranslationError, match=r"wrong\.metal:2: f .* wrong\.metal:1 differ"):
+        Library.from_source(source, "wrong.metal")
+
+
+def test_builtin_that_the_emulator_does_not_know() -> None:
+    source = "kernel void f(uint x [[amplification_id]]) {}"
+    with pytest.raises(TranslationError, match=r"wrong\.metal:1: parameter x has no attribute"):
+        Library.from_source(source, "wrong.metal")

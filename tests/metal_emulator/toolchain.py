@@ -1,0 +1,63 @@
+"""The compiler that the emulator needs, and how to call it."""
+
+import functools
+import os
+import platform
+import shutil
+import subprocess
+
+VERSION = 19
+PACKAGES = f"clang-{VERSION} libclang-rt-{VERSION}-dev llvm-{VERSION}"
+
+
+class ToolchainMissing(Exception):
+    """The emulator cannot run on this machine; the message says what to install."""
+
+
+class CompileError(Exception):
+    """Clang refuses the source; the message holds its errors by file and line."""
+
+
+@functools.cache
+def missing() -> str:
+    """Why the emulator cannot run here, or "" if it can."""
+    machine = f"{platform.system()} {platform.machine()}"
+    if machine != "Linux x86_64":
+        return f"the Metal emulator runs on Linux x86_64 only, this is {machine}"
+    programs = (f"clang++-{VERSION}", f"llvm-symbolizer-{VERSION}")
+    absent = [program for program in programs if shutil.which(program) is None]
+    if not absent:
+        return ""
+    return (
+        f"the Metal emulator needs {' and '.join(absent)}: "
+        f"apt-get install --no-install-recommends {PACKAGES}"
+    )
+
+
+def is_required() -> bool:
+    """Whether a machine without the toolchain is an error (CI) rather than a reason to skip."""
+    return os.environ.get("METAL_EMULATOR_REQUIRED") == "1"
+
+
+def clang(*arguments: str, source: str | None = None) -> str:
+    """Run clang++, with `source` as its standard input if given. Returns its standard output."""
+    if missing():
+        raise ToolchainMissing(missing())
+    command = [f"clang++-{VERSION}", "-fno-color-diagnostics", *arguments]
+    result = subprocess.run(command, input=source, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise CompileError(result.stderr.strip())
+    return result.stdout
+
+
+@functools.cache
+def version() -> str:
+    """The compiler's own version line."""
+    return clang("--version").splitlines()[0]
+
+
+def symbolizer() -> str:
+    """The program that turns code addresses into source lines."""
+    if missing():
+        raise ToolchainMissing(missing())
+    return f"llvm-symbolizer-{VERSION}"

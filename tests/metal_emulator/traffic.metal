@@ -1,0 +1,41 @@
+// Kernels that load and store a known number of bytes.
+#include <metal_stdlib>
+using namespace metal;
+
+// Every thread loads its own element once and stores it once.
+template <typename T>
+kernel void each_once(device const T *in [[buffer(0)]], device T *out [[buffer(1)]],
+                      uint i [[thread_position_in_grid]]) {
+  out[i] = in[i];
+}
+template [[host_name("each_once_float")]] kernel void each_once<float>(device const float *, device float *, uint);
+template [[host_name("each_once_half")]] kernel void each_once<half>(device const half *, device half *, uint);
+template [[host_name("each_once_char")]] kernel void each_once<char>(device const char *, device char *, uint);
+template [[host_name("each_once_float4")]] kernel void each_once<float4>(device const float4 *, device float4 *, uint);
+template [[host_name("each_once_half4")]] kernel void each_once<half4>(device const half4 *, device half4 *, uint);
+
+// Every thread loads all of its threadgroup's 64 elements.
+kernel void all_of_the_group(device const float *in [[buffer(0)]], device float *out [[buffer(1)]],
+                             uint i [[thread_position_in_grid]],
+                             uint group [[threadgroup_position_in_grid]]) {
+  float sum = 0;
+  for (int j = 0; j < 64; j++) sum += in[group * 64 + j];
+  out[i] = sum;
+}
+
+// Every thread loads its simdgroup's element of every threadgroup.
+kernel void one_per_simdgroup(device const float *in [[buffer(0)]], device float *out [[buffer(1)]],
+                              uint i [[thread_position_in_grid]],
+                              uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  out[i] = in[simdgroup];
+}
+
+// Adds in place: one load and one store each.
+kernel void in_place(device float *values [[buffer(0)]], uint i [[thread_position_in_grid]]) {
+  values[i] += 1.0f;
+}
+
+// One load and one store per addition.
+kernel void atomic_sum(device atomic_uint *sum [[buffer(0)]]) {
+  atomic_fetch_add_explicit(sum, 1u, memory_order_relaxed);
+}
