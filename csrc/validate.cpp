@@ -122,12 +122,27 @@ void check_tables_shape(const char* op, const AttentionInputs& in) {
   }
 }
 
+// A mapping that is not evaluated yet is left alone.
+void check_mapped_heads(const char* op, const mx::array& mapping, int num_kv_heads) {
+  if (!mapping.is_available()) {
+    return;
+  }
+  for (int head = 0; head < mapping.shape(0); ++head) {
+    const int32_t kv_head = mapping.data<int32_t>()[head * mapping.strides(0)];
+    if (kv_head < 0 || kv_head >= num_kv_heads) {
+      fail(op, "kv_head_mapping[", head, "] is ", kv_head, ": expected 0 to ", num_kv_heads - 1,
+           ", a KV head of k_cache");
+    }
+  }
+}
+
 void check_heads(const char* op, const AttentionInputs& in) {
   const int heads = in.q.shape(1);
   const int kv_heads = in.k_cache.shape(0);
   if (in.kv_head_mapping) {
     check_int32(op, "kv_head_mapping", *in.kv_head_mapping);
     check_shape(op, "kv_head_mapping", *in.kv_head_mapping, {heads}, "one KV head per query head");
+    check_mapped_heads(op, *in.kv_head_mapping, kv_heads);
   } else if (heads % kv_heads != 0) {
     fail(op, "q has shape ", text(in.q.shape()), " with ", heads, " heads but k_cache has ",
          kv_heads, " KV heads: expected a multiple, or a kv_head_mapping");

@@ -99,8 +99,11 @@ inline void load_row(
     const int vector = team_lane + c * TEAM;
     result[c] = float4(0.0f);
     if (slot.is_valid && vector < DIM / VECTOR) {
-      result[c] = float4(*reinterpret_cast<const device vec<T, VECTOR>*>(
-          head + start + vector * VECTOR));
+      const vec<T, VECTOR> elements =
+          *reinterpret_cast<const device vec<T, VECTOR>*>(head + start + vector * VECTOR);
+      for (int i = 0; i < VECTOR; i++) {
+        result[c][i] = float(elements[i]);
+      }
     }
   }
 }

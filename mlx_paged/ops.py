@@ -123,7 +123,7 @@ def paged_attention(
         context_lens: ``[B]`` int32, tokens of KV that sequence b has, these L included.
         layer_idx: the layer to read.
         kv_head_mapping: ``[H]`` int32, KV head of each query head. Default ``h // (H / H_kv)``,
-            for which H must be a multiple of H_kv. One mapped outside ``[0, H_kv)`` yields zeros.
+            for which H must be a multiple of H_kv.
         rope_freqs: ``[B, L, R/2]`` floats, or ``[B, R/2]`` if L is 1: rotation angles in radians of
             each query at its position. Dims ``(i, i + R/2)`` of q are rotated by angle i, dims from
             R on pass through, and keys are taken as rotated already. Default: q is too.
@@ -148,9 +148,10 @@ def paged_attention(
 
     Raises:
         ValueError: an argument's rank, shape or dtype does not fit, there is no layer `layer_idx`,
-            or, as far as tables and lengths are evaluated already, a context is longer than its
-            table or reads a block outside the pool. Nothing waits for arrays that are not: lengths
-            are then clamped to ``[0, M * S]`` and keys of such blocks are not attended.
+            or, as far as these are evaluated already, a context is longer than its table, a table
+            names a block outside the pool that its context reads, or a head maps to no KV head.
+            Nothing waits for arrays that are not: lengths are then clamped to ``[0, M * S]``, keys
+            of such blocks are not attended and such heads yield zeros.
 
     Example:
         Blocks of 2 tokens; a context of 3 reads both slots of block 2 and the first of block 0.

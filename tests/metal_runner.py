@@ -12,8 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_emulator import LaunchStats, Library, Mode
-from metal_emulator.pytest_support import require_emulator
+from metal_emulator import LaunchStats, Library, Mode, require_emulator
 
 from mlx_paged import _ext, ops
 

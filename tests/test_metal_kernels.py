@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_emulator import Mode
+from metal_emulator import Mode, require_emulator, typecheck
 from metal_runner import MetalRunner
 from paged_cases import (
     FLOAT32_ERROR,
@@ -197,6 +197,18 @@ class TestPool:
 
 
 class TestPlans:
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    def test_address_spaces_and_types_are_right(self, dtype):
+        require_emulator()
+        case = random_case([5000], dtype=dtype, options=["sinks"])
+        pools = case.k_cache, case.v_cache
+        calls = [
+            _ext.metal.plan_attention(*case.arrays, scale=1.0, **case.options),
+            _ext.metal.plan_copy_blocks(*pools, mx.zeros((1, 2), mx.int32)),
+        ]
+        for launch in (launch for call in calls for launch in call["launches"]):
+            assert typecheck(launch["source"]) == []
+
     def test_nothing_to_do_launches_nothing(self):
         case = random_case([], num_heads=2)
         plan = _ext.metal.plan_attention(*case.arrays, scale=1.0)

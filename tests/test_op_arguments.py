@@ -15,10 +15,17 @@ from paged_cases import (
 from mlx_paged import ops
 
 
+@pytest.fixture(autouse=True)
+def on_cpu():
+    """The CPU has both kernels for any shape."""
+    with mx.stream(mx.cpu):
+        yield
+
+
 @pytest.fixture(params=["native", "reference"])
 def kernel(request, monkeypatch):
     """Both answers; a CPU stream would always choose the compiled kernel."""
-    monkeypatch.setattr(ops, "kernel_for", lambda stream=None: request.param)
+    monkeypatch.setattr(ops, "kernel_for", lambda *_: request.param)
     return request.param
 
 
@@ -68,13 +75,30 @@ class TestLayers:
 
 
 class TestKernelChoice:
-    def test_devices(self):
-        assert ops.kernel_for() == "native"
-        assert ops.kernel_for(mx.cpu) == "native"
-        assert ops.kernel_for(mx.Device(mx.cpu, 0)) == "native"
-        assert ops.kernel_for(mx.default_stream(mx.cpu)) == "native"
-        assert ops.kernel_for(mx.gpu) == "reference"
-        assert ops.kernel_for(mx.Device(mx.gpu, 0)) == "reference"
+    def test_cpus_have_a_kernel_for_any_heads(self):
+        for device in (None, mx.cpu, mx.Device(mx.cpu, 0), mx.default_stream(mx.cpu)):
+            assert ops.kernel_for(device) == "native"
+            assert ops.kernel_for(device, 65, 1) == "native"
+
+    def test_gpus_have_one_for_the_heads_of_metal(self, monkeypatch):
+        for device in (mx.gpu, mx.Device(mx.gpu, 0)):
+            monkeypatch.setattr(ops._ext.metal, "has_metal", lambda: False)
+            assert ops.kernel_for(device) == "reference"
+            monkeypatch.setattr(ops._ext.metal, "has_metal", lambda: True)
+            assert ops.kernel_for(device) == "native"
+            assert ops.kernel_for(device, 65, 64) == "reference"
+            assert ops.kernel_for(device, 64, 260) == "reference"
+
+    def test_the_op_asks_for_its_own_heads(self, monkeypatch):
+        asked = []
+
+        def kernel_for(stream=None, *head_dims):
+            asked.append(head_dims)
+            return "native"
+
+        monkeypatch.setattr(ops, "kernel_for", kernel_for)
+        attend(random_case([5], head_dim=24, v_head_dim=40))
+        assert asked == [(24, 40)]
 
     def test_compiled_kernel_runs_on_the_stream_asked_for(self, monkeypatch):
         used = []
@@ -90,7 +114,7 @@ class TestKernelChoice:
 
     def test_reference_runs_on_the_stream_asked_for(self, monkeypatch):
         used = []
-        monkeypatch.setattr(ops, "kernel_for", lambda stream=None: "reference")
+        monkeypatch.setattr(ops, "kernel_for", lambda *_: "reference")
         monkeypatch.setattr(
             ops.reference_mlx,
             "paged_attention",
@@ -126,6 +150,12 @@ class TestErrors:
             ("context_lens", mx.zeros((3,), mx.int32), "context_lens"),
             ("context_lens", mx.zeros((2,)), "context_lens .*int32"),
             ("kv_head_mapping", mx.zeros((3,), mx.int32), "kv_head_mapping"),
+            (
+                "kv_head_mapping",
+                mx.array([0, 1, 2, 0]),
+                r"kv_head_mapping\[2\] is 2: expected 0 to 1",
+            ),
+            ("kv_head_mapping", mx.array([0, -1, 1, 0]), r"kv_head_mapping\[1\] is -1"),
             ("rope_freqs", mx.zeros((2, 33)), "rope_freqs"),
             ("rope_freqs", mx.zeros((3, 32)), "rope_freqs"),
             ("attn_mask", mx.zeros((2, 1, 1, 45)), "attn_mask"),

@@ -20,6 +20,13 @@ from mlx_paged.reference import (
 HEADS, KV_HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 8, 16, 8
 
 
+@pytest.fixture(autouse=True)
+def on_cpu():
+    """Where float32 keeps its 24 bits."""
+    with mx.stream(mx.cpu):
+        yield
+
+
 def dense_attention(q, k, v, causal=True):
     """Textbook attention of ``[H, L, D]`` over ``[H, n, D]``, by einsum."""
     scores = np.einsum("hld,hnd->hln", q, k) / np.sqrt(q.shape[-1])
