@@ -137,7 +137,7 @@ kernel void store_through_cast(PARAMETERS, device const int *fixed [[buffer(3)]]
   *(device int *)fixed = 1;  // BUG(fast race ubsan): store to read-only buffer
 }
 kernel void threadgroup_array_overflow(PARAMETERS) {
-  threadgroup int shared[63];
+  threadgroup int shared[60];
   threadgroup int neighbour[64];
   neighbour[index] = 0;
   threadgroup int *first = shared;

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from .findings import EmulatorFinding, FindingKind
 from .library import Library
 from .modes import Mode
 
@@ -84,6 +85,15 @@ def test_kernel_without_buffers() -> None:
 def test_wrong_launch(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=rf"\[launch\] .*{message}"):
         run(**options)
+
+
+def test_store_just_past_the_end() -> None:
+    """Too close for guard pages, which begin at a multiple of 16 bytes; FAST sees it afterwards."""
+    values = np.zeros(3, np.int32)
+    with pytest.raises(EmulatorFinding) as raised:
+        run(buffers={0: values, 2: np.int32(0)})
+    assert [f.kind for f in raised.value.findings] == [FindingKind.OUT_OF_BOUNDS]
+    assert "buffer 0, which has 12 bytes" in raised.value.findings[0].detail
 
 
 def test_overlapping_buffers() -> None:

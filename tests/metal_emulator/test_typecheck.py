@@ -7,12 +7,13 @@ import pytest
 
 from .language.tokens import TranslationError
 from .library import Library
-from .mlx_headers import mlx_include_dir
+from .mlx_headers import KERNELS, mlx_include_dir
 from .toolchain import CompileError
-from .typecheck import typecheck
+from .typecheck import parse_diagnostics, typecheck
 
 HERE = Path(__file__).parent
 MISTAKES = HERE / "type_mistakes.metal"
+REQUESTED = "note: in instantiation of function template specialization 'f' requested here"
 
 
 def test_every_mistake_and_nothing_else() -> None:
@@ -39,6 +40,21 @@ def test_mistake_in_the_use_of_an_mlx_template() -> None:
     """
     errors = typecheck(source, [mlx_include_dir()])
     assert [error.split(":")[0] for error in errors] == ["utils.h"]
+
+
+@pytest.mark.parametrize(
+    ("note", "is_false_alarm"),
+    [
+        ("", True),
+        (f"/{KERNELS}/complex.h:1:1: {REQUESTED}", True),
+        (f"ours.h:1:1: {REQUESTED}", False),
+    ],
+    ids=["alone", "used by MLX", "used by us"],
+)
+def test_errors_inside_of_mlx_headers(note: str, is_false_alarm: bool) -> None:
+    (diagnostic,) = parse_diagnostics(f"/{KERNELS}/utils.h:7:1: error: no such thing\n{note}\n")
+    assert str(diagnostic) == "utils.h:7: no such thing"
+    assert diagnostic.is_false_alarm() == is_false_alarm
 
 
 def test_source_text() -> None:

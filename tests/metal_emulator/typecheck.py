@@ -28,7 +28,7 @@ _COPY_FROM_CONSTANT = re.compile(
 
 
 @dataclass
-class _Diagnostic:
+class Diagnostic:
     """An error of clang, the places that its notes point to, and what they say."""
 
     file: str
@@ -78,7 +78,7 @@ def _opencl_errors(text: str) -> list[str]:
     try:
         toolchain.clang(*_OPENCL_FLAGS, "-", source=to_opencl(text))
     except toolchain.CompileError as error:
-        return [str(d) for d in _parse(str(error)) if not d.is_false_alarm()]
+        return [str(d) for d in parse_diagnostics(str(error)) if not d.is_false_alarm()]
     return []
 
 
@@ -86,12 +86,13 @@ def _cpp_errors(text: str) -> list[str]:
     try:
         check_kernels(translate(text).code)
     except toolchain.CompileError as error:
-        return [str(d) for d in _parse(str(error))]
+        return [str(d) for d in parse_diagnostics(str(error))]
     return []
 
 
-def _parse(output: str) -> list[_Diagnostic]:
-    diagnostics: list[_Diagnostic] = []
+def parse_diagnostics(output: str) -> list[Diagnostic]:
+    """The errors in what clang printed, each with its notes."""
+    diagnostics: list[Diagnostic] = []
     for line in output.splitlines():
         match = _DIAGNOSTIC.match(line)
         if not match:
@@ -99,7 +100,7 @@ def _parse(output: str) -> list[_Diagnostic]:
         if match["kind"] != "note":
             message = _in_metal(match["text"])
             diagnostics.append(
-                _Diagnostic(match["file"], int(match["line"]), message, [match["file"]])
+                Diagnostic(match["file"], int(match["line"]), message, [match["file"]])
             )
         elif diagnostics:
             diagnostics[-1].notes.append(match["text"])

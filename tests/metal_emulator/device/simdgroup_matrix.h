@@ -50,7 +50,7 @@ typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
 
-template <class T, int rows, int columns>
+template <class T, int rows, int columns = rows>
 EMULATOR_INLINE simdgroup_matrix<T, rows, columns> make_filled_simdgroup_matrix(T value) {
   simdgroup_matrix<T, rows, columns> matrix;
   matrix.elements = vec<T, 2>(value);

@@ -67,7 +67,7 @@ struct simdgroup_matrix {
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
-template <class T, int rows, int columns>
+template <class T, int rows, int columns = rows>
 simdgroup_matrix<T, rows, columns> make_filled_simdgroup_matrix(T);
 template <class D, class A, class B, class C>
 void simdgroup_multiply_accumulate(__private D&, __private A&, __private B&, __private C&);
