@@ -75,6 +75,7 @@ kernel void mistakes(device const float *in [[buffer(0)]], device float *out [[b
   swap(shared[0], values[0]);  // MISTAKE: no matching function for call to 'swap'
   out[3] = max(index, 3);  // MISTAKE: ambiguous
   bfloat b = 1.0f;  // MISTAKE: bfloat
+  auto add = [](float p, float q) { return p + q; };  // MISTAKE: lambda
   float4 x = float4(1, 2, 3);  // MISTAKE: no matching
   out[4] = x.q;  // MISTAKE: q
   ulong big = simd_sum(ulong(index));  // MISTAKE: simd_sum

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from . import toolchain
 from .build import check_kernels
-from .language import address_space_rules
+from .language import metal_rules
 from .language.opencl import to_opencl
 from .language.translation import translate
 from .mlx_headers import KERNELS
@@ -58,7 +58,7 @@ def typecheck(source: str | Path, include_dirs: Sequence[Path] = ()) -> list[str
         text = preprocess(source.read_text(), source.name, [source.parent, *include_dirs])
     else:
         text = preprocess(source, "source.metal", include_dirs)
-    passes = (address_space_rules.violations, _opencl_errors, _cpp_errors)
+    passes = (metal_rules.violations, _opencl_errors, _cpp_errors)
     by_place: dict[tuple[str, int], list[str]] = {}
     for find in passes:
         new: dict[tuple[str, int], list[str]] = {}

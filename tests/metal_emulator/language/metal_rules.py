@@ -1,4 +1,8 @@
-"""What C++ for OpenCL lets pass and Metal does not: pointers and references of no address space."""
+"""What C++ for OpenCL lets pass and Metal does not.
+
+Pointers and references of no address space; threadgroup variables outside of kernels; lambda
+expressions, which are not in Metal 3 (MLX has some, in its sources for Metal 4).
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,8 +33,19 @@ def violations(source: str) -> list[str]:
     for variable in threadgroup_variables.find(tokens, declarations):
         if variable.function.start not in kernel_starts:
             found.append((variable.start, "threadgroup variables belong into kernels"))
+    found += [(index, "Metal 3 has no lambda expressions") for index in _lambdas(tokens)]
     places = [(Path(tokens.location(i)).name, message) for i, message in sorted(set(found))]
     return [f"{place}: {message}" for place, message in places]
+
+
+def _lambdas(tokens: TokenList) -> Iterator[int]:
+    for index in tokens.present(0, len(tokens)):
+        before = tokens[tokens.preceding(index - 1)]
+        begins_operand = before.kind == "symbol" and before.text not in (")", "]", ">")
+        if tokens[index].text == "[" and (begins_operand or before.text == "return"):
+            after = tokens[tokens.following(tokens.skip(index))]
+            if after.text in ("(", "{"):
+                yield index
 
 
 def _bare(tokens: TokenList, declarations: list[Declaration]) -> Iterator[int]:
