@@ -14,7 +14,8 @@ from mlx_paged.ops import (
     write_kv,
 )
 from mlx_paged.outputs import Completion, TokenOutput
-from mlx_paged.request import FinishReason, SamplingParams
+from mlx_paged.request import FinishReason
+from mlx_paged.sampling_params import SamplingParams
 
 __all__ = [
     "Completion",

@@ -16,7 +16,8 @@ from mlx_paged.model_probe import probe
 from mlx_paged.model_runner import ModelRunner
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.prewarm import prewarm as compile_pipelines
-from mlx_paged.request import FinishReason, Request, SamplingParams
+from mlx_paged.request import FinishReason, Request
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler import Scheduler, Step
 from mlx_paged.stats import EngineStats
 from mlx_paged.text_stream import TextStream

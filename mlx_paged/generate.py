@@ -18,7 +18,7 @@ from mlx_paged.generate_args import GB, make_parser
 from mlx_paged.model_loader import load_model
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.prompts_file import PromptSpec, read_prompts
-from mlx_paged.request import SamplingParams
+from mlx_paged.sampling_params import SamplingParams
 
 INTERRUPTED = 130
 RULE = "=" * 10

@@ -7,7 +7,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.request import Request, SamplingParams
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
 
 MIN_TEMPERATURE = 1e-30
 """Smaller ones mean the same and would be zero in float32."""

@@ -4,7 +4,8 @@ import numpy as np
 
 from mlx_paged.batch import Batch, Layout
 from mlx_paged.block_allocator import BlockAllocator
-from mlx_paged.request import Request, SamplingParams
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler import Span
 
 BLOCK = 4

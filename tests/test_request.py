@@ -2,7 +2,8 @@
 
 import pytest
 
-from mlx_paged.request import FinishReason, Request, SamplingParams
+from mlx_paged.request import FinishReason, Request
+from mlx_paged.sampling_params import SamplingParams
 
 INF, NAN = float("inf"), float("nan")
 

@@ -11,8 +11,9 @@ import pytest
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_sampler
 
 from mlx_paged import sampling
-from mlx_paged.request import Request, SamplingParams
+from mlx_paged.request import Request
 from mlx_paged.sampling import sample, uniform
+from mlx_paged.sampling_params import SamplingParams
 
 FLAT = 1e6
 """A temperature at which every token that passes the filters is as likely as any other."""

@@ -3,7 +3,8 @@
 import pytest
 
 from mlx_paged.block_allocator import BlockAllocator
-from mlx_paged.request import Request, SamplingParams
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler import Scheduler, Step
 
 
