@@ -29,7 +29,9 @@ class Request:
     params: SamplingParams
     seed: int
     num_prompt: int = field(init=False)
+    priority: int = 0  # lower numbers first, under that policy
     num_computed: int = 0
+    num_in_flight: int = 0  # 1 while a step under way chooses the next token
     num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preempted: int = 0
     logprobs: list[float] = field(default_factory=list)
@@ -42,8 +44,13 @@ class Request:
         self.num_prompt = len(self.tokens)
 
     @property
+    def num_tokens(self) -> int:
+        """Known tokens and the one that a step under way is choosing."""
+        return len(self.tokens) + self.num_in_flight
+
+    @property
     def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return self.num_tokens - self.num_prompt
 
     @property
     def generated(self) -> list[int]:
@@ -52,7 +59,7 @@ class Request:
     @property
     def num_pending(self) -> int:
         """Tokens whose K/V is not in the pool yet."""
-        return len(self.tokens) - self.num_computed
+        return self.num_tokens - self.num_computed
 
     @property
     def max_kv_tokens(self) -> int:
