@@ -7,11 +7,13 @@ from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_paged.block_allocator import BlockAllocator
 from mlx_paged.block_tables import Int32Array
 from mlx_paged.kv_pool import as_int32
-from mlx_paged.scheduler import Span
+from mlx_paged.request import Request
+from mlx_paged.step import Span
 
 
 class Layout(StrEnum):
@@ -48,6 +50,19 @@ class Chunk:
         return (keys <= queries) & (keys > queries - window)
 
 
+@dataclass(frozen=True, eq=False)
+class ComingTokens:
+    """Tokens that a step under way is choosing: those of `requests`, as an array ``[R]`` int32."""
+
+    requests: list[Request]
+    tokens: mx.array
+
+    @cached_property
+    def row_of(self) -> dict[int, int]:
+        """Where the token of each request is, by id."""
+        return {request.id: row for row, request in enumerate(self.requests)}
+
+
 class Batch:
     """The arrays of one forward, shared by all layers.
 
@@ -62,13 +77,18 @@ class Batch:
         block_tables: ``[num_decodes, max_blocks]`` int32.
         context_lens: ``[num_decodes]`` int32, the token itself included.
         chunks: the other tokens, sequence by sequence.
-        sampled_rows: rows whose logits are wanted, in the order of `sampled`.
-        sampled: the requests these logits belong to.
+        sampled_rows: rows whose logits are wanted.
+        sampled: the requests that get a token.
+        logits_of: which of the wanted logits each of `sampled` draws from; None: its own.
         seq_ids: the sequence of each span.
     """
 
     def __init__(
-        self, spans: Sequence[Span], allocator: BlockAllocator, layout: Layout = Layout.ROWS
+        self,
+        spans: Sequence[Span],
+        allocator: BlockAllocator,
+        layout: Layout = Layout.ROWS,
+        coming: ComingTokens | None = None,
     ) -> None:
         """Lay out `spans`: in any number for rows, exactly one for a chunk."""
         assert layout is Layout.ROWS or len(spans) == 1
@@ -88,9 +108,7 @@ class Batch:
         blocks = self._host_tables[self._owner, positions // allocator.block_size]
         slots = blocks * np.int32(allocator.block_size) + positions % np.int32(allocator.block_size)
 
-        self.tokens = as_int32(
-            [token for span in spans for token in span.request.tokens[span.start : span.stop]]
-        )
+        self.tokens = self._known_and_coming(spans, first_rows, coming)
         self.positions = mx.array(positions)
         self.slot_mapping = mx.array(slots)
         self.num_decodes = num_single
@@ -100,9 +118,28 @@ class Batch:
             for i in range(num_single, len(spans))
         ]
         sampled = [i for i, span in enumerate(spans) if span.samples]
-        self.sampled = [spans[i].request for i in sampled]
         self.sampled_rows = as_int32((first_rows + lengths - 1)[sampled].astype(np.int32))
+        self.sampled = [r for i in sampled for r in (spans[i].request, *spans[i].forks)]
+        self.logits_of: mx.array | None = None
+        if len(self.sampled) > len(sampled):
+            counts = [1 + len(spans[i].forks) for i in sampled]
+            self.logits_of = as_int32(np.repeat(np.arange(len(sampled), dtype=np.int32), counts))
         self.start = spans[0].start
+
+    def _known_and_coming(
+        self, spans: Sequence[Span], first_rows: npt.NDArray[np.int64], coming: ComingTokens | None
+    ) -> mx.array:
+        """Token ids ``[T]``; a token that is still being chosen is taken from where it will be."""
+        tokens = [t for span in spans for t in (span.request.tokens[span.start : span.stop] or [0])]
+        known = as_int32(tokens)
+        late = [i for i, span in enumerate(spans) if span.stop > len(span.request.tokens)]
+        if not late:
+            return known
+        assert coming is not None and all(len(spans[i]) == 1 for i in late)
+        sources = np.arange(len(tokens), dtype=np.int32)
+        rows = [coming.row_of[spans[i].request.id] for i in late]
+        sources[first_rows[late]] = len(tokens) + np.array(rows)
+        return mx.concatenate([known, coming.tokens])[as_int32(sources)]
 
     def _decode_tables(self, allocator: BlockAllocator, count: int) -> tuple[mx.array, mx.array]:
         context_lens = self._host_positions[:count] + np.int32(1)
@@ -122,6 +159,12 @@ class Batch:
     def inputs(self) -> mx.array:
         """The model's input ids, ``[T, 1]`` or ``[1, L]``."""
         return self.tokens[:, None] if self.layout is Layout.ROWS else self.tokens[None]
+
+    @property
+    def newest(self) -> mx.array:
+        """The newest token of each of `sampled`, int32."""
+        rows = self.sampled_rows if self.logits_of is None else self.sampled_rows[self.logits_of]
+        return self.tokens[rows]
 
     @cached_property
     def max_context(self) -> int:

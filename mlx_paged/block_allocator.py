@@ -2,12 +2,19 @@
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mlx_paged.block_tables import BlockTables, Int32Array
-from mlx_paged.prefix_cache import ROOT, CachedBlock, PrefixCache, block_bytes
+from mlx_paged.prefix_cache import (
+    ROOT,
+    MissReason,
+    PrefixCache,
+    PrefixMatch,
+    root_hash,
+    token_bytes,
+)
 
 
 class OutOfBlocksError(RuntimeError):
@@ -27,14 +34,28 @@ class BlockCopy:
     dst: int
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a new sequence found in the prefix cache.
+
+    Attributes:
+        num_cached: leading tokens whose K/V is in its blocks once `copies` are performed.
+        copies: to perform, in order, before anything is written.
+        miss: why there are no more of them; None if all that can be reused are.
+    """
+
+    num_cached: int
+    copies: list[BlockCopy]
+    miss: MissReason | None
+
+
 @dataclass(slots=True)
 class _Sequence:
     row: int  # in the block tables
     num_tokens: int = 0  # positions [0, num_tokens) belong to the sequence
-    hashes: list[bytes] = field(
-        default_factory=list
-    )  # of its full blocks known to the prefix cache
-    salt: bytes = ROOT
+    hashes: list[bytes] = field(default_factory=list)  # of its full blocks offered for reuse
+    root: bytes = ROOT  # its first block's parent
+    may_offer: bool = True  # whether its K/V may be offered for reuse
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -46,7 +67,11 @@ class BlockAllocator:
 
     One verb changes what a sequence may write: :meth:`make_writable`. It allocates, appends and
     copies on write, all or nothing. A block is free, or cached (no reference, content known), or
-    held by at least one sequence.
+    held by at least one sequence, or only by a copy that is still to be performed.
+
+    Copies are performed together, before anything is written, and reported by :meth:`copies_done`.
+    Until then no block that takes part in one is handed out again, and a copy of a copy names the
+    first one's source: the copies of a step may be performed in any order.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -61,7 +86,8 @@ class BlockAllocator:
         self._ref_count = [0] * num_blocks
         self._tables = BlockTables()
         self._sequences: dict[int, _Sequence] = {}
-        self._prefixes = PrefixCache()
+        self._prefixes = PrefixCache(num_blocks, block_size)
+        self._origin: dict[int, int] = {}  # of blocks in pending copies: whose content they get
 
     # Queries
 
@@ -92,8 +118,8 @@ class BlockAllocator:
         return self.blocks_needed(num_tokens) <= self.num_available
 
     def cached_prefix(self, tokens: Seq[int], salt: bytes = ROOT) -> int:
-        """How many leading tokens a new sequence of these tokens would find computed."""
-        return len(self._match(tokens, salt)) * self.block_size
+        """How many leading tokens :meth:`admit` would find computed."""
+        return self._num_matched(self._match(len(tokens), tokens, salt))
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._sequences
@@ -120,6 +146,32 @@ class BlockAllocator:
 
     # Changes
 
+    def admit(
+        self,
+        seq_id: int,
+        num_tokens: int,
+        tokens: Seq[int] | None = None,
+        salt: bytes = ROOT,
+        spare: int = 0,
+    ) -> Admission:
+        """Start a sequence that owns positions [0, num_tokens), with what is cached of `tokens`.
+
+        Full blocks of the same prefix are shared. Of one more block the leading tokens that agree
+        are copied, if they are worth it. The last token is always left out: somebody has to compute
+        it to get logits.
+
+        Args:
+            tokens: the sequence's token ids; None: nothing is looked for.
+            salt: only sequences with the same one share K/V.
+            spare: blocks that must be left.
+
+        Raises:
+            ValueError: `seq_id` is in use or `num_tokens` is negative.
+            OutOfBlocksError: too few blocks; nothing changed.
+        """
+        match = self._match(num_tokens, tokens, salt)
+        return self._start("admit", seq_id, num_tokens, match, root_hash(salt), spare)
+
     def add_sequence(
         self,
         seq_id: int,
@@ -128,34 +180,11 @@ class BlockAllocator:
         salt: bytes = ROOT,
         spare: int = 0,
     ) -> int:
-        """Start a sequence that owns positions [0, num_tokens).
-
-        With `tokens`, full blocks whose prefix is cached are shared instead of allocated, but never
-        the last token's: somebody has to compute it to get logits. `spare` blocks must be left.
-
-        Returns:
-            How many leading tokens already have their K/V.
-
-        Raises:
-            ValueError: `seq_id` is in use or `num_tokens` is negative.
-            OutOfBlocksError: too few blocks; nothing changed.
-        """
-        if seq_id in self._sequences:
-            raise ValueError(f"[add_sequence] seq_id {seq_id} is in use: expected a new id")
-        if num_tokens < 0:
-            raise ValueError(f"[add_sequence] num_tokens is {num_tokens}: expected >= 0")
-        chain = self._match(tokens[:num_tokens], salt) if tokens is not None else []
-        num_new = self.blocks_needed(num_tokens) - len(chain)
-        num_idle = sum(self._prefixes.is_idle(entry.block) for entry in chain)
-        self._require_available(num_new + spare, self.num_available - num_idle)
-
-        sequence = _Sequence(self._tables.add_row(), num_tokens, [e.hash for e in chain], salt)
-        self._sequences[seq_id] = sequence
-        for entry in chain:
-            self._retain(entry.block)
-        blocks = [entry.block for entry in chain] + [self._take() for _ in range(num_new)]
-        self._tables.extend(sequence.row, blocks)
-        return len(chain) * self.block_size
+        """As :meth:`admit` without the part of a block, so that there is nothing to copy; returns
+        how many leading tokens already have their K/V."""
+        match = replace(self._match(num_tokens, tokens, salt), tail=None, run=0)
+        root = root_hash(salt)
+        return self._start("add_sequence", seq_id, num_tokens, match, root, spare).num_cached
 
     def make_writable(self, seq_id: int, start: int, stop: int) -> list[BlockCopy]:
         """Let the sequence write positions [start, stop): append blocks, copy shared ones.
@@ -185,7 +214,7 @@ class BlockAllocator:
         num_missing = max(0, last - num_held)
         self._require_available(len(shared) + num_missing, self.num_available)
 
-        copies = [BlockCopy(block, self._take()) for _, block in shared]
+        copies = [self._copy(block) for _, block in shared]
         for (i, block), copy in zip(shared, copies, strict=True):
             self._tables.replace(row, i, copy.dst)
             self._release(block)
@@ -194,8 +223,14 @@ class BlockAllocator:
         del sequence.hashes[first:]
         self._tables.extend(row, [self._take() for _ in range(num_missing)])
         sequence.num_tokens = max(sequence.num_tokens, stop)
-        self.cow_clones += len(copies)
         return copies
+
+    def copies_done(self) -> None:
+        """All copies handed out so far have been performed, or are sure to be before any write that
+        is asked for from now on."""
+        pending, self._origin = self._origin, {}
+        for block in pending:
+            self._settle(block)
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
         """Start a sequence that shares every block of its parent until one of them writes."""
@@ -203,7 +238,11 @@ class BlockAllocator:
         if child_seq_id in self._sequences:
             raise ValueError(f"[fork] child_seq_id {child_seq_id} is in use: expected a new id")
         child = _Sequence(
-            self._tables.add_row(), parent.num_tokens, list(parent.hashes), parent.salt
+            self._tables.add_row(),
+            parent.num_tokens,
+            list(parent.hashes),
+            parent.root,
+            parent.may_offer,
         )
         self._sequences[child_seq_id] = child
         self._tables.copy_row(parent.row, child.row)
@@ -214,11 +253,26 @@ class BlockAllocator:
         """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is in the pool by now."""
         sequence = self._sequence(seq_id)
         assert num_computed <= min(len(tokens), sequence.num_tokens)
-        for i in range(len(sequence.hashes), num_computed // self.block_size):
-            parent = sequence.hashes[-1] if sequence.hashes else sequence.salt
-            block = int(self._tables.row(sequence.row)[i])
-            content = block_bytes(tokens, i, self.block_size)
-            sequence.hashes.append(self._prefixes.register(block, parent, content))
+        if not sequence.may_offer:
+            return
+        parent = sequence.hashes[-1] if sequence.hashes else sequence.root
+        row, size = self._tables.row(sequence.row), self.block_size
+        for i in range(len(sequence.hashes), num_computed // size):
+            content = token_bytes(tokens, i * size, (i + 1) * size)
+            parent = self._prefixes.register(int(row[i]), parent, content)
+            sequence.hashes.append(parent)
+
+    def commit_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
+        """As :meth:`commit`, and the last block too, full or not, for a sequence about to end: the
+        next turn of a conversation begins with these tokens."""
+        self.commit(seq_id, tokens, num_computed)
+        sequence = self._sequence(seq_id)
+        start = num_computed // self.block_size * self.block_size
+        if not sequence.may_offer or start == num_computed:
+            return
+        block = int(self._tables.row(sequence.row)[start // self.block_size])
+        parent = sequence.hashes[-1] if sequence.hashes else sequence.root
+        self._prefixes.register_tail(block, parent, token_bytes(tokens, start, num_computed))
 
     def free(self, seq_id: int) -> None:
         """End a sequence. Blocks it held alone become free, or cached if their content is known.
@@ -236,6 +290,14 @@ class BlockAllocator:
         while self._prefixes.num_idle:
             self._free.append(self._prefixes.evict())
 
+    def forget_prefixes(self) -> None:
+        """Forget all cached content, and that it was ever known: no K/V written so far is offered
+        again. Live sequences keep their blocks, but leave nothing for reuse."""
+        self.drop_cached()
+        self._prefixes = PrefixCache(self.num_blocks, self.block_size)
+        for sequence in self._sequences.values():
+            sequence.may_offer = False
+
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held, and that every reference is counted."""
         self._prefixes.check_integrity()
@@ -246,19 +308,58 @@ class BlockAllocator:
             assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
             held.update(blocks)
+        for block, source in self._origin.items():
+            assert 0 <= block < self.num_blocks and self._origin.get(source) == source
         assert self._tables.num_rows_taken == len(self._sequences), "a table row is lost"
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         for block in range(self.num_blocks):
             assert self._ref_count[block] == held[block], "a reference is not counted"
-            states = (block in free, self._prefixes.is_idle(block), held[block] > 0)
+            is_held = held[block] > 0 or block in self._origin
+            states = (block in free, self._prefixes.is_idle(block), is_held)
             assert sum(states) == 1, f"block {block} is (free, cached, held) = {states}"
             assert not (block in free and block in self._prefixes), "a free block is still cached"
 
     # Helpers
 
-    def _match(self, tokens: Seq[int], salt: bytes) -> list[CachedBlock]:
-        return self._prefixes.match(tokens[: max(0, len(tokens) - 1)], self.block_size, salt)
+    def _match(self, num_tokens: int, tokens: Seq[int] | None, salt: bytes) -> PrefixMatch:
+        if tokens is None:
+            return PrefixMatch([], None, 0, MissReason.DISABLED)
+        stop = max(0, min(num_tokens, len(tokens)) - 1)
+        return self._prefixes.match(tokens, stop, root_hash(salt))
+
+    def _num_matched(self, match: PrefixMatch) -> int:
+        return len(match.blocks) * self.block_size + match.run
+
+    def _start(
+        self, verb: str, seq_id: int, num_tokens: int, match: PrefixMatch, root: bytes, spare: int
+    ) -> Admission:
+        """Start a sequence on what was found: share the full blocks, copy the one after them."""
+        if seq_id in self._sequences:
+            raise ValueError(f"[{verb}] seq_id {seq_id} is in use: expected a new id")
+        if num_tokens < 0:
+            raise ValueError(f"[{verb}] num_tokens is {num_tokens}: expected >= 0")
+        blocks = [entry.block for entry in match.blocks]
+        hashes = [entry.hash for entry in match.blocks]
+        num_new = self.blocks_needed(num_tokens) - len(blocks)
+        available = self.num_available - sum(map(self._prefixes.is_idle, blocks))
+        self._require_available(num_new + spare, available)
+
+        sequence = _Sequence(self._tables.add_row(), num_tokens, hashes, root)
+        self._sequences[seq_id] = sequence
+        for block in blocks:
+            self._retain(block)
+        copies: list[BlockCopy] = []
+        if match.tail is not None:
+            block = match.tail.block
+            if num_new + spare == available and self._prefixes.is_idle(block):
+                blocks.append(self._take(block))  # nothing is left to copy it into
+            else:
+                copies.append(self._copy(block))
+                blocks.append(copies[0].dst)
+            num_new -= 1
+        self._tables.extend(sequence.row, blocks + [self._take() for _ in range(num_new)])
+        return Admission(self._num_matched(match), copies, match.miss)
 
     def _sequence(self, seq_id: int) -> _Sequence:
         try:
@@ -271,10 +372,23 @@ class BlockAllocator:
         if needed > available:
             raise OutOfBlocksError(needed, available)
 
-    def _take(self) -> int:
-        block = self._free.pop() if self._free else self._prefixes.evict()
+    def _take(self, idle_block: int | None = None) -> int:
+        """Hand out a free block, or else the idle one unused longest, or the one asked for."""
+        if idle_block is None and self._free:
+            block = self._free.pop()
+        else:
+            block = self._prefixes.evict(idle_block)
         self._ref_count[block] = 1
         return block
+
+    def _copy(self, block: int) -> BlockCopy:
+        """Take a block for the content of another; both stay until the copy is performed."""
+        source = self._origin.setdefault(block, block)
+        self._prefixes.set_busy(block)
+        copy = BlockCopy(source, self._take())
+        self._origin[copy.dst] = source
+        self.cow_clones += 1
+        return copy
 
     def _retain(self, block: int) -> None:
         if self._ref_count[block] == 0:
@@ -283,7 +397,11 @@ class BlockAllocator:
 
     def _release(self, block: int) -> None:
         self._ref_count[block] -= 1
-        if self._ref_count[block] > 0:
+        self._settle(block)
+
+    def _settle(self, block: int) -> None:
+        """A reference has gone, or a copy been performed: see what becomes of the block."""
+        if self._ref_count[block] > 0 or block in self._origin:
             return
         if block in self._prefixes:
             self._prefixes.set_idle(block)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.block_allocator import BlockAllocator
+from mlx_paged.block_allocator import BlockAllocator, BlockCopy
 from mlx_paged.block_tables import Int32Array
 from mlx_paged.kv_pool import KVPool, KVShape, as_int32
 
@@ -116,14 +116,14 @@ class KVBlockManager:
     ) -> BlockTableView:
         """Start a sequence with room for `prompt_len` tokens.
 
-        With `tokens` (the prompt's ids), blocks of a cached prefix are shared: the first
-        ``cached_prefix(tokens)`` positions need no prefill.
+        With `tokens` (the prompt's ids), a cached prefix is shared, and copied from where a block
+        differs: the first ``cached_prefix(tokens)`` positions need no prefill.
 
         Raises:
             ValueError: `seq_id` in use, a negative length.
             OutOfBlocksError: too few blocks; nothing changed.
         """
-        self.allocator.add_sequence(seq_id, prompt_len, tokens)
+        self._copy_blocks(self.allocator.admit(seq_id, prompt_len, tokens).copies)
         return self._view(seq_id)
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> BlockTableView:
@@ -147,7 +147,7 @@ class KVBlockManager:
 
     def make_writable(self, seq_id: int, start: int, stop: int) -> None:
         """Let a sequence write positions [start, stop) and perform the block copies this takes."""
-        self.pool.copy_blocks(self.allocator.make_writable(seq_id, start, stop))
+        self._copy_blocks(self.allocator.make_writable(seq_id, start, stop))
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> None:
         """Offer full blocks for reuse: the K/V of ``tokens[:num_computed]`` is written by now."""
@@ -283,6 +283,10 @@ class KVBlockManager:
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held and that nothing leaks."""
         self.allocator.check_integrity()
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        self.pool.copy_blocks(copies)
+        self.allocator.copies_done()
 
     def _view(self, seq_id: int) -> BlockTableView:
         block_ids: Int32Array = np.array(self.allocator.table(seq_id))

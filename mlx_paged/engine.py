@@ -1,31 +1,35 @@
 """Engine: many requests generated at once from one paged pool."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.block_allocator import ceil_div
 from mlx_paged.block_manager import KVBlockManager
+from mlx_paged.engine_core import EngineCore
 from mlx_paged.kv_memory import num_blocks_for
 from mlx_paged.model_probe import probe
 from mlx_paged.model_runner import ModelRunner
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.prewarm import prewarm as compile_pipelines
-from mlx_paged.request import FinishReason, Request
+from mlx_paged.prompt_encoder import Prompt
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler import Scheduler, Step
+from mlx_paged.scheduler import Scheduler
 from mlx_paged.stats import EngineStats
-from mlx_paged.text_stream import TextStream
+from mlx_paged.victims import VictimPolicy
+from mlx_paged.waiting_queue import Policy
 
-Prompt = str | Sequence[int]
+OnOutput = Callable[[TokenOutput], None]
+
+WATERMARK = 0.01
+"""Part of the pool that an admission must leave while other requests run."""
 
 
-class Engine:
+class Engine(EngineCore):
     """Continuous batching over a pool of K/V blocks.
 
     Any number of requests may be added at any time. Each :meth:`step` gives every running request
@@ -40,8 +44,16 @@ class Engine:
         max_kv_tokens: if neither is given, the pool is made no larger than for these tokens.
         max_running: requests computed side by side at most.
         prefill_chunk: prompt tokens computed in a step at most, beside the running requests.
+        max_stall_ms: how long a step may take while streams run, so that a long prompt holds them
+            up no longer; kept by a cost model that learns from every step. None: only
+            `prefill_chunk` bounds a step, and its tokens do not depend on the clock.
+        policy: order of waiting requests: "fcfs", "priority" or "shortest".
+        preempt: whose blocks are taken when none are left: "newest", "longest" or
+            "fewest-generated"; what was computed is computed again, with the same outcome.
         seed: of the random streams of requests that bring none.
         prefix_cache: share the K/V of prompts that start alike.
+        lookahead: launch each step before the one before it has been read, so that the device
+            never waits for the host.
         prewarm: compile the GPU pipelines now rather than while the first requests wait; how long
             it took is in ``stats.prewarm_seconds``, None on a CPU, where nothing is compiled.
 
@@ -61,94 +73,66 @@ class Engine:
         max_kv_tokens: int | None = None,
         max_running: int = 32,
         prefill_chunk: int = 512,
+        max_stall_ms: float | None = None,
+        policy: Policy | str = Policy.FCFS,
+        preempt: VictimPolicy | str = VictimPolicy.NEWEST,
         seed: int | None = None,
         prefix_cache: bool = True,
+        lookahead: bool = True,
         prewarm: bool = True,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"[Engine] block_size is {block_size}: expected >= 1")
+        mx.eval(model.parameters())
         profile = probe(model)
         if num_blocks is None:
             num_blocks = num_blocks_for(model, profile.shapes, block_size, kv_memory)
             if kv_memory is None and max_kv_tokens is not None:
                 num_blocks = min(num_blocks, ceil_div(max_kv_tokens, block_size))
-        self.tokenizer = tokenizer
         self.manager = KVBlockManager.from_shapes(profile.shapes, block_size, num_blocks)
-        self.runner = ModelRunner(model, self.manager, profile)
-        self.scheduler = Scheduler(
+        scheduler = Scheduler(
             self.manager.allocator,
             max_running,
             prefill_chunk,
             prefix_cache=prefix_cache and not profile.recurrent,
+            policy=Policy(policy),
+            victims=VictimPolicy(preempt),
+            max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
+            watermark=int(WATERMARK * num_blocks),
+            rewinds=not profile.recurrent,
         )
-        self.stats = EngineStats(block_size, self.manager.pool.block_bytes, num_blocks)
+        super().__init__(
+            scheduler,
+            ModelRunner(model, self.manager, profile),
+            EngineStats(block_size, self.manager.pool.block_bytes, num_blocks),
+            tokenizer=tokenizer,
+            vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
+            seed=seed,
+            lookahead=lookahead,
+        )
         if prewarm:
             self.stats.prewarm_seconds = compile_pipelines(profile.attentions, block_size)
-        self._rng = np.random.default_rng(seed)
-        self._vocab_size = getattr(getattr(model, "args", None), "vocab_size", None)
-        self._next_id = 0
-        self._requests: dict[int, Request] = {}
-        self._texts: dict[int, TextStream] = {}
         self._streams: dict[int, deque[TokenOutput]] = {}
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
-        return self.scheduler.has_work
-
-    def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
-    ) -> int:
-        """Queue a prompt (text or token ids); `options` are fields of :class:`SamplingParams`.
-
-        Returns:
-            The request's id.
-
-        Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, an option out of range, or
-                a request that the pool could never hold.
-        """
-        if params is not None and options:
-            raise ValueError("[add_request] both params and options are given: expected one")
-        params = params or SamplingParams(**options)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("[add_request] stop strings are given: expected a tokenizer")
-        tokens = self._encode(prompt)
-        seed = int(self._rng.integers(2**63)) if params.seed is None else params.seed
-        request = Request(self._next_id, tokens, params, seed)
-        self.scheduler.add(request)
-        self._next_id += 1
-        self._requests[request.id] = request
-        if self.tokenizer is not None:
-            self._texts[request.id] = TextStream(self.tokenizer.detokenizer, params.stop)
-        return request.id
+        self._awaited: dict[int, Completion | None] = {}
 
     def step(self) -> list[TokenOutput]:
-        """Compute one step; return the tokens it gave, at most one a request."""
-        started = time.perf_counter()
-        preemptions = self.scheduler.num_preemptions
-        step = self.scheduler.schedule()
-        if not step.spans:
-            return []
-        requests, tokens, logprobs = self.runner.run(step)
-        now = time.perf_counter()
-        self._record(step, now - started, len(tokens))
-        self.stats.preemptions += self.scheduler.num_preemptions - preemptions
-        self._advance(step)
-        outputs = [
-            self._append(request, token, logprob, now)
-            for request, token, logprob in zip(requests, tokens, logprobs, strict=True)
-        ]
+        outputs = super().step()
         for output in outputs:
             if output.request_id in self._streams:
                 self._streams[output.request_id].append(output)
         return outputs
 
+    def abort(self, request_id: int) -> Completion | None:
+        completion = super().abort(request_id)
+        if completion is not None and request_id in self._awaited:
+            self._awaited[request_id] = completion
+        return completion
+
     def generate(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        on_output: Callable[[TokenOutput], None] | None = None,
+        on_output: OnOutput | None = None,
         **options: Any,
     ) -> list[Completion]:
         """Complete all prompts; results in their order.
@@ -165,16 +149,60 @@ class Engine:
             raise ValueError(
                 f"[generate] {len(prompts)} prompts but {len(each)} params: expected one each"
             )
-        ids: list[int] = []
-        try:
-            for prompt, param in zip(prompts, each, strict=True):
-                ids.append(self.add_request(prompt, param, **options))
-            done = self._complete_all(set(ids), on_output)
-        except BaseException:
-            for request_id in ids:
-                self.abort(request_id)
-            raise
-        return [done[request_id] for request_id in ids]
+        return self._complete(
+            (
+                [self.add_request(prompt, param, **options)]
+                for prompt, param in zip(prompts, each, strict=True)
+            ),
+            on_output,
+        )
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams | None = None,
+        best_of: int | None = None,
+        on_output: OnOutput | None = None,
+        **options: Any,
+    ) -> list[list[Completion]]:
+        """`n` completions of each prompt, as policy-gradient methods such as GRPO want them.
+
+        Every prompt is computed once and its K/V is shared. With a seed s, completion i of each
+        prompt draws what a request with seed ``s + i`` draws.
+
+        Args:
+            best_of: generate so many and return the `n` with the highest mean log-probability,
+                best first.
+
+        Raises:
+            ValueError: `n` above `best_of`, or as :meth:`add_samples`; then nothing is run.
+        """
+        count = n if best_of is None else best_of
+        if not 1 <= n <= count:
+            raise ValueError(f"[sample] n is {n} and best_of {best_of}: expected 1 <= n <= best_of")
+        done = self._complete(
+            (self.add_samples(prompt, count, params, **options) for prompt in prompts), on_output
+        )
+        groups = [done[i : i + count] for i in range(0, len(done), count)]
+        if best_of is None:
+            return groups
+        return [sorted(group, key=_mean_logprob, reverse=True)[:n] for group in groups]
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        num_beams: int,
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> Completion:
+        """The best continuation that a beam search finds; all it found are in ``.beams``.
+
+        Raises:
+            ValueError: as :meth:`add_beam_search`, whose arguments these are.
+        """
+        ids = ([self.add_beam_search(prompt, num_beams, params, **options)] for _ in range(1))
+        return self._complete(ids, None)[0]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
@@ -188,100 +216,37 @@ class Engine:
         """
         request_id = self.add_request(prompt, params, **options)
         self._streams[request_id] = deque()
-        return self._outputs(request_id)
+        return self._stream_outputs(request_id)
 
-    def abort(self, request_id: int) -> Completion | None:
-        """End a request early and free its blocks; None if it has ended already."""
-        request = self._requests.get(request_id)
-        return None if request is None else self._finish(request, FinishReason.ABORT)
+    def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
+        """Add requests, wait for all of them; outputs of others are left for :meth:`step`."""
+        ids: list[int] = []
+        unread: list[TokenOutput] = []
+        try:
+            for batch in added:
+                ids += batch
+                self._awaited |= dict.fromkeys(batch)
+            while any(self._awaited[request_id] is None for request_id in ids):
+                for output in self.step():
+                    if output.request_id not in self._awaited:
+                        unread.append(output)
+                        continue
+                    if output.completion is not None:
+                        self._awaited[output.request_id] = output.completion
+                    if on_output is not None:
+                        on_output(output)
+            return [self._awaited[request_id] for request_id in ids]  # type: ignore[misc]
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        finally:
+            others = [output for output in unread if output.request_id not in self._streams]
+            self._ready = [o for o in others + self._ready if o.request_id not in self._awaited]
+            for request_id in ids:
+                del self._awaited[request_id]
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the K/V that finished requests left for reuse."""
-        self.manager.allocator.drop_cached()
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("[add_request] prompt is text: expected token ids or a tokenizer")
-            bos = self.tokenizer.bos_token
-            special = bos is None or not prompt.startswith(bos)
-            tokens = list(self.tokenizer.encode(prompt, add_special_tokens=special))
-        else:
-            tokens = [int(token) for token in prompt]
-        if not tokens:
-            raise ValueError("[add_request] prompt is empty: expected at least one token")
-        limit = self._vocab_size or max(tokens) + 1
-        for token in (min(tokens), max(tokens)):
-            if not 0 <= token < limit:
-                raise ValueError(
-                    f"[add_request] prompt has token {token}: expected ids in [0, {limit})"
-                )
-        return tokens
-
-    def _advance(self, step: Step) -> None:
-        """The step's K/V is in the pool: move on, and offer blocks that became full for reuse."""
-        block_size = self.manager.block_size
-        for span in step.spans:
-            request = span.request
-            request.num_computed = span.stop
-            crossed = span.stop // block_size > span.start // block_size
-            if crossed and self.scheduler.prefix_cache:
-                self.manager.commit(request.id, request.tokens, span.stop)
-
-    def _append(self, request: Request, token: int, logprob: float, now: float) -> TokenOutput:
-        request.tokens.append(token)
-        request.logprobs.append(logprob)
-        if request.first_token_time is None:
-            request.first_token_time = now
-            self.stats.ttfts.append(now - request.arrival_time)
-        text = self._texts.get(request.id)
-        ends = self._ends(request, token)
-        segment = "" if text is None or ends else text.push(token)
-        reason = None
-        if ends or (text is not None and text.stopped):
-            reason = FinishReason.STOP
-        elif request.num_generated >= request.params.max_tokens:
-            reason = FinishReason.LENGTH
-        if reason is None:
-            return TokenOutput(request.id, token, segment, logprob)
-        if text is not None:
-            segment += text.finish()
-        return TokenOutput(request.id, token, segment, logprob, self._finish(request, reason))
-
-    def _ends(self, request: Request, token: int) -> bool:
-        if token in request.params.stop_token_ids:
-            return True
-        if self.tokenizer is None or request.params.ignore_eos:
-            return False
-        return token in self.tokenizer.eos_token_ids
-
-    def _finish(self, request: Request, reason: FinishReason) -> Completion:
-        self.scheduler.complete(request)
-        self.runner.drop(request)
-        del self._requests[request.id]
-        text = self._texts.pop(request.id, None)
-        request.finish_reason = reason
-        request.finish_time = time.perf_counter()
-        self.stats.requests_finished += 1
-        self.stats.cached_prompt_tokens += request.num_cached
-        self.stats.blocks_in_use = self.manager.blocks_in_use
-        return Completion.of(request, "" if text is None else text.text)
-
-    def _complete_all(
-        self, ids: set[int], on_output: Callable[[TokenOutput], None] | None
-    ) -> dict[int, Completion]:
-        done: dict[int, Completion] = {}
-        while len(done) < len(ids):
-            for output in self.step():
-                if output.request_id not in ids:
-                    continue
-                if on_output is not None:
-                    on_output(output)
-                if output.completion is not None:
-                    done[output.request_id] = output.completion
-        return done
-
-    def _outputs(self, request_id: int) -> Iterator[TokenOutput]:
+    def _stream_outputs(self, request_id: int) -> Iterator[TokenOutput]:
         outputs = self._streams[request_id]
         try:
             while True:
@@ -297,11 +262,6 @@ class Engine:
             del self._streams[request_id]
             self.abort(request_id)
 
-    def _record(self, step: Step, seconds: float, sampled: int) -> None:
-        prompt_tokens = sum(
-            max(0, min(span.stop, span.request.num_prompt) - span.start) for span in step.spans
-        )
-        in_use = self.manager.blocks_in_use
-        self.stats.record_step(seconds, prompt_tokens, sampled, len(step.spans), in_use)
-        self.stats.record_memory([span.stop for span in step.spans])
-        self.stats.cow_clones = self.manager.cow_clones
+
+def _mean_logprob(completion: Completion) -> float:
+    return sum(completion.logprobs) / max(1, len(completion.logprobs))

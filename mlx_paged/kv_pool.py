@@ -45,6 +45,7 @@ class KVPool:
         self.k = [self._zeros(s.n_kv_heads, s.head_dim, s.dtype) for s in self.shapes]
         self.v = [self._zeros(s.n_kv_heads, s.v_head_dim, s.dtype) for s in self.shapes]
         mx.eval(self.k, self.v)
+        self._first_k, self._first_v = list(self.k), list(self.v)
 
     def _zeros(self, n_kv_heads: int, head_dim: int, dtype: mx.Dtype) -> mx.array:
         shape = (self.num_blocks, n_kv_heads, self.block_size, head_dim)
@@ -86,6 +87,11 @@ class KVPool:
             _gather_heads(self.k[layer], block_ids)[:, :, :num_tokens],
             _gather_heads(self.v[layer], block_ids)[:, :, :num_tokens],
         )
+
+    def reset_handles(self) -> None:
+        """Give up writes that were never evaluated. What the pool holds is then not known, but it
+        is the same memory."""
+        self.k, self.v = list(self._first_k), list(self._first_v)
 
     def handles(self) -> list[mx.array]:
         """Every layer's newest handles, to be evaluated once a step so that no graph piles up."""

@@ -1,21 +1,48 @@
-"""One step on the model: lay out, bind the caches, run, sample, evaluate."""
+"""One step on the model: lay out, bind the caches, run, sample."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_paged.batch import Batch, Layout
+from mlx_paged.batch import Batch, ComingTokens, Layout
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.logit_rows import LogitRows
 from mlx_paged.mlx_lm_cache import PagedLayerCache
 from mlx_paged.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.recurrent_states import RecurrentStates
 from mlx_paged.request import Request
-from mlx_paged.sampling import sample
-from mlx_paged.scheduler import Span, Step
+from mlx_paged.sampling import Sampled, Sampler
 from mlx_paged.sdpa_hook import attention_hook
+from mlx_paged.step import Span, Step
+from mlx_paged.step_pipeline import Choice
+
+TopLogprobs = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedStep:
+    """A step that the device is computing.
+
+    Attributes:
+        requests: those that get a token.
+        sampled: their tokens, not computed yet; None if there are none.
+        pending: whatever else the step computes.
+    """
+
+    requests: list[Request]
+    sampled: Sampled | None
+    pending: list[mx.array] = field(default_factory=list)
+
+    @property
+    def errors(self) -> dict[int, Exception]:
+        return {} if self.sampled is None else self.sampled.errors
+
+    @property
+    def coming(self) -> ComingTokens | None:
+        return None if self.sampled is None else ComingTokens(self.requests, self.sampled.tokens)
 
 
 class ModelRunner:
@@ -29,41 +56,69 @@ class ModelRunner:
         self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
         self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
         self.logit_rows = LogitRows.of(model)
+        self.sampler = Sampler()
 
-    def run(self, step: Step) -> tuple[list[Request], list[int], list[float]]:
-        """Compute a step.
-
-        Returns:
-            The requests that got a token, the tokens and their log-probabilities.
-        """
+    def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
+        """Build a step's graph and hand it to the device; nothing is waited for."""
         self.manager.pool.copy_blocks(step.copies)
+        coming = None if before is None else before.coming
         requests: list[Request] = []
         logits: list[mx.array] = []
-        for batch in self._batches(step.spans):
+        newest: list[mx.array] = []
+        for batch in self._batches(step.spans, coming):
             rows = self._forward(batch)
             if batch.sampled:
                 requests += batch.sampled
-                logits.append(rows)
+                logits.append(rows if batch.logits_of is None else rows[batch.logits_of])
+                newest.append(batch.newest)
+        for span in step.spans:
+            for fork in span.forks:
+                self.states.fork(span.request.id, fork.id)
         pending = self.manager.pool.handles()
-        pending += self.states.arrays([span.request.id for span in step.spans])
-        if not requests:
-            mx.eval(pending)
-            return [], [], []
-        sampled = sample(logits[0] if len(logits) == 1 else mx.concatenate(logits), requests)
-        mx.eval(sampled.tokens, sampled.logprobs, pending)
-        return requests, sampled.tokens.tolist(), sampled.logprobs.tolist()  # type: ignore[return-value]
+        pending += self.states.arrays([request.id for request in step.everyone])
+        sampled = None
+        if requests:
+            sampled = self.sampler(_joined(logits), requests, _joined(newest))
+            pending += _arrays(sampled)
+        mx.async_eval(pending)  # type: ignore[no-untyped-call]
+        return LaunchedStep(requests, sampled, pending)
+
+    def collect(self, launched: LaunchedStep) -> list[Choice]:
+        """Wait for a step and read what it chose."""
+        mx.eval(launched.pending)
+        if launched.sampled is None:
+            return []
+        choices = zip(*_on_host(launched.sampled), strict=True)
+        errors = launched.errors
+        return [
+            Choice(request, token, logprob, top, errors.get(row))
+            for row, (request, (token, logprob, top)) in enumerate(
+                zip(launched.requests, choices, strict=True)
+            )
+        ]
 
     def drop(self, request: Request) -> None:
         """Forget what is kept for a request outside the pool."""
         self.states.drop(request.id)
 
-    def _batches(self, spans: Sequence[Span]) -> list[Batch]:
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let a child begin with its parent's recurrent states."""
+        self.states.fork(parent.id, child.id)
+
+    def recover(self) -> None:
+        """Give up what is under way: back to the pool as it was made, no state kept."""
+        mx.synchronize()
+        self.manager.pool.reset_handles()
+        self.states.clear()
+        self.sampler = Sampler()
+
+    def _batches(self, spans: Sequence[Span], coming: ComingTokens | None) -> list[Batch]:
         """A step's forwards: one of rows for tokens that may share it, one for each other chunk."""
         allocator = self.manager.allocator
         together = [span for span in spans if self._may_share(span)]
         alone = [span for span in spans if not self._may_share(span)]
-        batches = [Batch(together, allocator)] if together else []
-        return batches + [Batch([span], allocator, Layout.CHUNK) for span in alone]
+        batches = [Batch(together, allocator, coming=coming)] if together else []
+        return batches + [Batch([span], allocator, Layout.CHUNK, coming) for span in alone]
 
     def _may_share(self, span: Span) -> bool:
         """Whether the span's tokens may be rows among other sequences' rows."""
@@ -82,6 +137,27 @@ class ModelRunner:
         with attention_hook(), self.logit_rows.only(batch.sampled_rows, axis):
             logits: mx.array = self.model(batch.inputs, cache=self.caches)
         self.states.store(batch.seq_ids)
-        if logits.shape[axis] != len(batch.sampled):  # a head that LogitRows did not find
+        if logits.shape[axis] != batch.sampled_rows.size:  # a head that LogitRows did not find
             logits = mx.take(logits, batch.sampled_rows, axis=axis)
         return logits.flatten(0, 1)
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def _arrays(sampled: Sampled) -> list[mx.array]:
+    arrays = (sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
+    return [array for array in arrays if array is not None]
+
+
+def _on_host(sampled: Sampled) -> tuple[list[int], list[float], list[TopLogprobs]]:
+    """Tokens, their log-probabilities and the most likely tokens, of every row."""
+    tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
+    logprobs: list[float] = sampled.logprobs.tolist()  # type: ignore[assignment]
+    if sampled.top_tokens is None or sampled.top_logprobs is None:
+        return tokens, logprobs, [()] * len(tokens)
+    top_tokens: list[list[int]] = sampled.top_tokens.tolist()  # type: ignore[assignment]
+    top_logprobs: list[list[float]] = sampled.top_logprobs.tolist()  # type: ignore[assignment]
+    rows = zip(top_tokens, top_logprobs, strict=True)
+    return tokens, logprobs, [tuple(zip(*row, strict=True)) for row in rows]

@@ -6,6 +6,22 @@ from mlx_paged.request import FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
+class Beam:
+    """A hypothesis of a beam search.
+
+    Attributes:
+        score: summed log-probability over length to the power of the length penalty.
+        finish_reason: STOP or LENGTH.
+    """
+
+    tokens: list[int]
+    text: str
+    logprobs: list[float]
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """A request that ended.
 
@@ -21,6 +37,11 @@ class Completion:
         seconds: from arrival to the end.
         cached_prompt_tokens: prompt tokens whose K/V another request had left.
         preemptions: how often its K/V was given up and computed again.
+        prefix_miss: why no more prompt tokens were found cached, a :class:`MissReason`; None if
+            all that can be were.
+        error: what went wrong, for FinishReason.ERROR.
+        beams: all hypotheses of a beam search, best first; tokens, text and logprobs are the
+            best one's.
     """
 
     request_id: int
@@ -33,6 +54,9 @@ class Completion:
     seconds: float
     cached_prompt_tokens: int
     preemptions: int
+    prefix_miss: str | None = None
+    error: str | None = None
+    beams: tuple[Beam, ...] = ()
 
     @classmethod
     def of(cls, request: Request, text: str) -> "Completion":
@@ -50,6 +74,8 @@ class Completion:
             seconds=request.finish_time - request.arrival_time,
             cached_prompt_tokens=request.num_cached,
             preemptions=request.num_preempted,
+            prefix_miss=request.prefix_miss,
+            error=None if request.error is None else describe(request.error),
         )
 
 
@@ -58,12 +84,26 @@ class TokenOutput:
     """One more token of one request.
 
     Attributes:
+        token: None in the last output of a request that ended without one: a beam search, an error.
         text: text that became certain with this token; may be empty.
+        top_logprobs: the most likely tokens and their log-probabilities, best first, as many as
+            ``SamplingParams.logprobs``.
         completion: set on a request's last output.
     """
 
     request_id: int
-    token: int
+    token: int | None
     text: str
     logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
     completion: Completion | None = None
+
+    @classmethod
+    def last(cls, completion: Completion) -> "TokenOutput":
+        """The end of a request that comes without a token."""
+        return cls(completion.request_id, None, "", 0.0, completion=completion)
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

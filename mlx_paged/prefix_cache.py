@@ -1,12 +1,47 @@
-"""Which full blocks hold which token prefixes. Knows no mlx."""
+"""Which blocks hold which token prefixes, and why a prefix was not found. Knows no mlx."""
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from hashlib import blake2b
+from itertools import islice
 
 ROOT = b""
+
+TOKEN_BYTES = 8
+
+MAX_SIBLINGS = 8
+"""Blocks after the same prefix that are compared with a prompt, the latest registered first: what
+bounds a look-up however many prompts go on from one system prompt."""
+
+EVICTED_PER_BLOCK = 4
+"""Evicted blocks that are remembered, by their hash, for each block of the pool."""
+
+
+class MissReason(StrEnum):
+    """Why the reuse of cached K/V ended where it did: the first of these that applies.
+
+    Full blocks are reused as far as they agree with the prompt, then a run of leading tokens of one
+    more block, but never the prompt's last token. Without a reason (None) nothing of a usable
+    length was left to look for.
+
+    Attributes:
+        DISABLED: nobody looked.
+        TOO_SHORT: the prompt without its last token is shorter than the smallest usable run.
+        EVICTED: the prompt's next full block was known, until its memory was needed.
+        UNSEEN: nothing was reused: no known text begins as this prompt does.
+        DIVERGED: some was reused; from there the known text goes on otherwise.
+        END: some was reused, all that is known: from there the prompt's text is new.
+    """
+
+    DISABLED = "disabled"
+    TOO_SHORT = "too_short"
+    EVICTED = "evicted"
+    UNSEEN = "unseen"
+    DIVERGED = "diverged"
+    END = "end"
 
 
 def chain_hash(parent: bytes, tokens: bytes) -> bytes:
@@ -18,14 +53,44 @@ def chain_hash(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(tokens, digest_size=16, key=parent).digest()
 
 
-def block_bytes(tokens: Sequence[int], block: int, block_size: int) -> bytes:
-    """The tokens of one full block as bytes, 8 a token."""
-    return array("q", tokens[block * block_size : (block + 1) * block_size]).tobytes()
+def root_hash(salt: bytes) -> bytes:
+    """The parent of a text's first block. Texts under different salts share nothing."""
+    return blake2b(salt, digest_size=16, person=b"salt").digest() if salt else ROOT
+
+
+def token_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
+    """``tokens[start:stop]`` as bytes, 8 a token."""
+    return array("q", tokens[start:stop]).tobytes()
+
+
+def smallest_run(block_size: int) -> int:
+    """Tokens that a block must share with a prompt's rest to be copied for it.
+
+    A copy moves a block's bytes once, whatever part of it is of use; a token that is computed
+    instead takes its share of a forward, which is more. A quarter of a block keeps prompts that
+    share a few tokens by chance, such as a template's first ones, from copying and filling the pool
+    with near-equal blocks.
+    """
+    return max(1, block_size // 4)
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """How many leading tokens two texts share."""
+    length = min(len(a), len(b))
+    differing = int.from_bytes(a[:length], "little") ^ int.from_bytes(b[:length], "little")
+    if not differing:
+        return length // TOKEN_BYTES
+    lowest_bit = (differing & -differing).bit_length() - 1
+    return lowest_bit // (8 * TOKEN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A full block whose content is known: its tokens and the hash of the prefix they extend."""
+    """A block whose content is known: its tokens and the hash of the prefix they extend.
+
+    Attributes:
+        tokens: as :func:`token_bytes`; fewer than the block has slots if it was a text's last one.
+    """
 
     block: int
     hash: bytes
@@ -33,16 +98,37 @@ class CachedBlock:
     tokens: bytes
 
 
-class PrefixCache:
-    """Full blocks by chained hash, and those of them that nobody references, least recent first.
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What is known of a prompt.
 
-    Never wrong: a hash hit counts only if the block's own tokens and its parent agree too.
+    Attributes:
+        blocks: full blocks, from the first on.
+        tail: the block after them that begins as the prompt goes on, if that is worth a copy.
+        run: for how many tokens `tail` does; 0 without one.
     """
 
-    def __init__(self) -> None:
+    blocks: list[CachedBlock]
+    tail: CachedBlock | None
+    run: int
+    miss: MissReason | None
+
+
+class PrefixCache:
+    """Blocks of known content by chained hash, and the idle ones among them, least recent first.
+
+    Never wrong: a block counts as found only if its own tokens and its parent agree too.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.min_run = smallest_run(block_size)
+        self._max_evicted = EVICTED_PER_BLOCK * num_blocks
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
+        self._by_parent: dict[bytes, dict[int, None]] = {}  # blocks, latest last
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes of full blocks
 
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
@@ -56,52 +142,126 @@ class PrefixCache:
         """Remember a full block's content; the first block of equal content stays the known one."""
         key = chain_hash(parent, tokens)
         if key not in self._by_hash and block not in self._by_block:
-            entry = CachedBlock(block, key, parent, tokens)
-            self._by_hash[key] = entry
-            self._by_block[block] = entry
+            self._add(CachedBlock(block, key, parent, tokens))
+            self._evicted.pop(key, None)
         return key
 
-    def match(
-        self, tokens: Sequence[int], block_size: int, salt: bytes = ROOT
-    ) -> list[CachedBlock]:
-        """The longest known chain of full blocks at the start of `tokens`."""
-        chain: list[CachedBlock] = []
-        parent = salt
-        for block in range(len(tokens) // block_size):
-            content = block_bytes(tokens, block, block_size)
-            entry = self._by_hash.get(chain_hash(parent, content))
+    def register_tail(self, block: int, parent: bytes, tokens: bytes) -> None:
+        """Remember the content of a text's last block, unless a known one begins with it or it is
+        too short to be of use."""
+        if len(tokens) < self.min_run * TOKEN_BYTES or block in self._by_block:
+            return
+        key = chain_hash(parent, tokens)
+        is_covered = any(entry.tokens.startswith(tokens) for entry in self._siblings(parent))
+        if key not in self._by_hash and not is_covered:
+            self._add(CachedBlock(block, key, parent, tokens))
+
+    def match(self, tokens: Sequence[int], stop: int, root: bytes = ROOT) -> PrefixMatch:
+        """What is known of ``tokens[:stop]`` after `root`."""
+        blocks: list[CachedBlock] = []
+        parent, was_evicted = root, False
+        for block in range(stop // self.block_size):
+            start = block * self.block_size
+            content = token_bytes(tokens, start, start + self.block_size)
+            key = chain_hash(parent, content)
+            entry = self._by_hash.get(key)
             if entry is None or entry.tokens != content or entry.parent != parent:
+                was_evicted = key in self._evicted
                 break
-            chain.append(entry)
-            parent = entry.hash
-        return chain
+            blocks.append(entry)
+            parent = key
+        start = len(blocks) * self.block_size
+        left = token_bytes(tokens, start, min(start + self.block_size, stop))
+        tail, run = self._longest_run(parent, left)
+        goes_on = tail is not None and len(tail.tokens) > run * TOKEN_BYTES
+        if run < self.min_run:
+            tail, run = None, 0
+        miss = self._miss(start, stop, run, was_evicted, goes_on)
+        return PrefixMatch(blocks, tail, run, miss)
+
+    def _miss(
+        self, start: int, stop: int, run: int, was_evicted: bool, goes_on: bool
+    ) -> MissReason | None:
+        if stop < self.min_run:
+            return MissReason.TOO_SHORT
+        if stop - start < self.min_run or start + run == stop:
+            return None
+        if was_evicted:
+            return MissReason.EVICTED
+        if start + run == 0:
+            return MissReason.UNSEEN
+        return MissReason.DIVERGED if goes_on else MissReason.END
 
     def set_idle(self, block: int) -> None:
         """The last reference is gone: keep the content until the block is needed."""
         self._idle[block] = None
 
     def set_busy(self, block: int) -> None:
-        """A sequence references the block again."""
+        """The block is referenced again."""
         self._idle.pop(block, None)
 
     def is_idle(self, block: int) -> bool:
         return block in self._idle
 
-    def evict(self) -> int:
-        """Forget the idle block that has been unused longest and hand it over."""
-        block, _ = self._idle.popitem(last=False)
+    def evict(self, block: int | None = None) -> int:
+        """Forget an idle block, by default the one unused longest, and hand it over."""
+        if block is None:
+            block = next(iter(self._idle))
+        del self._idle[block]
+        entry = self._by_block[block]
         self.forget(block)
+        if len(entry.tokens) == self.block_size * TOKEN_BYTES:
+            self._evicted[entry.hash] = None
+            if len(self._evicted) > self._max_evicted:
+                self._evicted.popitem(last=False)
         return block
 
     def forget(self, block: int) -> None:
         """The block's content is about to change."""
         entry = self._by_block.pop(block, None)
-        if entry is not None:
-            del self._by_hash[entry.hash]
+        if entry is None:
+            return
+        del self._by_hash[entry.hash]
+        siblings = self._by_parent[entry.parent]
+        del siblings[block]
+        if not siblings:
+            del self._by_parent[entry.parent]
 
     def check_integrity(self) -> None:
+        """Assert that all indices tell of the same blocks and that nothing known is missing."""
         assert len(self._by_hash) == len(self._by_block)
+        assert sum(map(len, self._by_parent.values())) == len(self._by_block)
+        assert all(self._by_parent.values()), "a prefix without blocks is kept"
         for block, entry in self._by_block.items():
             assert entry.block == block and self._by_hash[entry.hash] is entry
+            assert block in self._by_parent[entry.parent]
             assert entry.hash == chain_hash(entry.parent, entry.tokens)
+            num_tokens, odd_bytes = divmod(len(entry.tokens), TOKEN_BYTES)
+            assert self.min_run <= num_tokens <= self.block_size and odd_bytes == 0
         assert all(block in self._by_block for block in self._idle)
+        assert len(self._evicted) <= self._max_evicted
+        assert self._evicted.keys().isdisjoint(self._by_hash), "a known block counts as evicted"
+
+    def _siblings(self, parent: bytes) -> Iterator[CachedBlock]:
+        """The known blocks right after a prefix, latest first, MAX_SIBLINGS at most."""
+        blocks = islice(reversed(self._by_parent.get(parent, {})), MAX_SIBLINGS)
+        return map(self._by_block.__getitem__, blocks)
+
+    def _longest_run(self, parent: bytes, tokens: bytes) -> tuple[CachedBlock | None, int]:
+        """The known block after `parent` that shares most leading tokens, and how many."""
+        best: CachedBlock | None = None
+        longest = -1
+        for entry in self._siblings(parent):
+            run = common_tokens(entry.tokens, tokens)
+            if run > longest:
+                best, longest = entry, run
+        return best, max(longest, 0)
+
+    def _add(self, entry: CachedBlock) -> None:
+        """Index a block. Idle ones that it begins with are of no further use: first to go."""
+        for shorter in self._siblings(entry.parent):
+            if entry.tokens.startswith(shorter.tokens) and shorter.block in self._idle:
+                self._idle.move_to_end(shorter.block, last=False)
+        self._by_hash[entry.hash] = entry
+        self._by_block[entry.block] = entry
+        self._by_parent.setdefault(entry.parent, {})[entry.block] = None

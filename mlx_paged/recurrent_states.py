@@ -37,6 +37,17 @@ class RecurrentStates:
         """Forget a sequence that ended or will be computed again."""
         self._states.pop(seq_id, None)
 
+    def fork(self, parent: int, child: int) -> None:
+        """Let `child` start with its parent's states; arrays are never changed in place."""
+        if parent in self._states:
+            self._states[child] = self._states[parent]
+
+    def clear(self) -> None:
+        """Forget every sequence, and what the model's caches hold."""
+        self._states.clear()
+        for cache in self._caches:
+            cache.cache = [None] * len(cache.cache)
+
     def arrays(self, seq_ids: Sequence[int]) -> list[mx.array]:
         """The sequences' states, to be evaluated with the step."""
         states = (layer for seq_id in seq_ids for layer in self._states.get(seq_id, ()))

@@ -13,39 +13,62 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # taken back by the caller
+    ERROR = "error"  # its logits processor raised, or the model failed on it
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence on its way through the engine.
 
-    ``tokens`` holds the prompt and everything generated since; ``num_computed`` of them have their
-    K/V in the pool. Whatever lies between the two is what the scheduler still has to compute: one
-    token for a decode, more for a prompt or for a request that was preempted.
+    ``tokens`` holds the prompt and everything generated since. ``num_computed`` positions have
+    their K/V in the pool, or will once the steps under way are done. Whatever lies between the two
+    is what the scheduler still has to compute: one token for a decode, more for a prompt or for a
+    request that was preempted.
+
+    Attributes:
+        id: grows with arrival.
+        seed: of its random stream.
+        priority: lower numbers first, under that policy.
+        salt: only requests with the same one share K/V.
+        keep: its blocks stay when it has ended, for later forks.
+        synchronous: its next token is chosen on the host (a beam's), so no step is launched before.
+        samples: other samples of the same prompt; they fork off when the prompt is computed.
+        num_in_flight: tokens that steps under way are choosing, not in `tokens` yet.
+        num_cached: prompt tokens found in the prefix cache at the first admission.
+        prefix_miss: why not more of them were found; None if all that can be were.
+        num_faults: failed steps it was part of.
+        error: what ends it, once something went wrong.
     """
 
     id: int
     tokens: list[int]
     params: SamplingParams
     seed: int
-    num_prompt: int = field(init=False)
-    priority: int = 0  # lower numbers first, under that policy
+    priority: int = 0
+    salt: bytes = b""
+    keep: bool = False
+    synchronous: bool = False
+    num_prompt: int = 0
     num_computed: int = 0
-    num_in_flight: int = 0  # 1 while a step under way chooses the next token
-    num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
+    num_in_flight: int = 0
+    num_cached: int = 0
+    prefix_miss: str | None = None
     num_preempted: int = 0
+    num_faults: int = 0
+    samples: list["Request"] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: BaseException | None = None
     arrival_time: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
     finish_time: float | None = None
 
     def __post_init__(self) -> None:
-        self.num_prompt = len(self.tokens)
+        self.num_prompt = self.num_prompt or len(self.tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and the one that a step under way is choosing."""
+        """Known tokens and those that steps under way are choosing."""
         return len(self.tokens) + self.num_in_flight
 
     @property
@@ -60,6 +83,11 @@ class Request:
     def num_pending(self) -> int:
         """Tokens whose K/V is not in the pool yet."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether no further token is wanted, those under way counted."""
+        return self.num_generated >= self.params.max_tokens or self.error is not None
 
     @property
     def max_kv_tokens(self) -> int:

@@ -1,49 +1,99 @@
-"""The next token of every row, each with its own temperature, filters and random stream."""
+"""The next token of every row, each with its own options and random stream."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged.penalties import Penalties, Processors, add_biases
 from mlx_paged.request import Request
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_rows import XTC, DrawnRows, RankFilters, SamplingRows, Subset
 
-MIN_TEMPERATURE = 1e-30
-"""Smaller ones mean the same and would be zero in float32."""
+XTC_STREAM = 0xA0761D6478BD642F
+"""Whether XTC acts on a request's n-th token is draw n of the stream of ``seed ^ XTC_STREAM``."""
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens ``[R]`` int32 and the log-probability ``[R]`` float32 of each under the model."""
+    """What was chosen for each row, not evaluated yet.
+
+    Log-probabilities are those after bias, penalties and processors, before filters and
+    temperature.
+
+    Attributes:
+        tokens: ``[R]`` int32.
+        logprobs: of the tokens, ``[R]`` float32.
+        top_tokens: the most likely tokens ``[R, K]`` int32, most likely first. K is the largest
+            number that a row asks for; a row that asks for none holds zeros. None if none does.
+        top_logprobs: of those tokens, ``[R, K]`` float32; -inf in a row that asks for none.
+        errors: by row, why it has no token: what `tokens` holds there means nothing.
+    """
 
     tokens: mx.array
     logprobs: mx.array
+    top_tokens: mx.array | None = None
+    top_logprobs: mx.array | None = None
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+
+class Sampler:
+    """Chooses tokens in mlx-lm's way, row by row in meaning and all at once in computation.
+
+    Between steps it keeps what depends on the batch's composition alone.
+    """
+
+    def __init__(self) -> None:
+        self._compose((), 0)
+
+    def __call__(self, logits: mx.array, requests: Sequence[Request], newest: mx.array) -> Sampled:
+        """Choose a token for each row, evaluating nothing.
+
+        Args:
+            logits: ``[R, vocab]``.
+            requests: the rows', each of them once.
+            newest: the last token ``[R]`` int32 of each request. It may still be in flight, and is
+                then not among ``request.tokens``.
+        """
+        assert len(requests) == len(logits) == len(newest), "one row for each request"
+        if not self._rows.belong_to(requests, logits.shape[-1]):
+            self._compose(requests, logits.shape[-1])
+        errors = dict(self._rows.errors)
+        logits = self._processed(logits, newest, errors)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        tokens = _choose(logprobs, self._rows.drawn)
+        chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
+        if self._rows.reported is None:
+            return Sampled(tokens, chosen, errors=errors)
+        top = _most_likely(logprobs, self._rows.reported, self._rows.num_reported)
+        return Sampled(tokens, chosen, *top, errors)
+
+    def _compose(self, requests: Sequence[Request], vocab: int) -> None:
+        rows = self._rows = SamplingRows.of(requests, vocab)
+        self._penalties = Penalties(rows.penalised) if rows.penalised else None
+        self._processors = Processors(requests, rows.processed) if rows.processed else None
+
+    def _processed(
+        self, logits: mx.array, newest: mx.array, errors: dict[int, Exception]
+    ) -> mx.array:
+        if self._rows.biases is not None:
+            logits = add_biases(logits, self._rows.biases)
+        if self._penalties is not None:
+            logits = self._penalties(logits, newest)
+        if self._processors is not None:
+            logits = self._processors(logits, newest, errors)
+        return logits
 
 
 def sample(logits: mx.array, requests: Sequence[Request]) -> Sampled:
-    """Choose a token for each row of `logits` ``[R, vocab]``.
-
-    Filters act as in mlx-lm: top-p, min-p and top-k each look at probabilities at temperature 1,
-    a token has to pass all of them, then the temperature is applied. The log-probabilities
-    returned are those of the unfiltered distribution.
-    """
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    tokens = mx.argmax(logprobs, axis=-1)
-    sampling = [i for i, request in enumerate(requests) if request.params.temperature > 0]
-    if len(sampling) == len(requests):
-        tokens = _draw(logprobs, requests)
-    elif sampling:
-        rows = mx.array(sampling)
-        tokens[rows] = _draw(logprobs[rows], [requests[i] for i in sampling])
-    chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    return Sampled(tokens.astype(mx.int32), chosen.astype(mx.float32))
+    """Choose a token for each row of `logits` ``[R, vocab]``; every request's tokens are known."""
+    return Sampler()(logits, requests, mx.array([r.tokens[-1] for r in requests], mx.int32))
 
 
-def uniform(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.float32]:
+def uniform(seeds: npt.ArrayLike, indices: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """Draw number `index` of the random stream of `seed`, for each pair: ``[R]`` in [0, 1).
 
     SplitMix64 (Steele et al. 2014, section 5), whose n-th number needs no state: a request draws
@@ -60,42 +110,90 @@ def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _draw(logprobs: mx.array, requests: Sequence[Request]) -> mx.array:
+def _choose(logprobs: mx.array, drawn: DrawnRows | None) -> mx.array:
+    """Tokens ``[R]`` int32: the most likely one, or a drawn one."""
+    if drawn is None:
+        return mx.argmax(logprobs, axis=-1).astype(mx.int32)
+    tokens = _draw(drawn.subset.take(logprobs).astype(mx.float32), drawn)
+    if len(drawn.requests) == len(logprobs):
+        return tokens
+    return drawn.subset.put(mx.argmax(logprobs, axis=-1).astype(mx.int32), tokens)
+
+
+def _draw(logprobs: mx.array, drawn: DrawnRows) -> mx.array:
     """Inverse transform sampling: the first token whose cumulated probability exceeds a draw."""
-    params = [request.params for request in requests]
-    kept = _filtered(logprobs.astype(mx.float32), params)
-    temperature = _column([max(p.temperature, MIN_TEMPERATURE) for p in params])
-    scaled = (kept - kept.max(axis=-1, keepdims=True)) / temperature
+    # Counted anew in each step: a request draws the same number if the step is run again.
+    indices = np.array([request.num_generated for request in drawn.requests], np.uint64)
+    kept = _filtered(logprobs, drawn, indices)
+    scaled = (kept - kept.max(axis=-1, keepdims=True)) / drawn.temperature
     cumulated = mx.cumsum(mx.exp(scaled), axis=-1)
-    draws = uniform([r.seed for r in requests], [r.num_generated for r in requests])
-    passed = cumulated > mx.array(draws)[:, None] * cumulated[:, -1:]
-    return mx.argmax(passed & (kept > -mx.inf), axis=-1)
+    draws = mx.array(uniform(drawn.seeds, indices)[:, None])
+    passed = cumulated > draws * cumulated[:, -1:]
+    return mx.argmax(passed & (kept > -mx.inf), axis=-1).astype(mx.int32)
 
 
-def _filtered(logprobs: mx.array, params: Sequence[SamplingParams]) -> mx.array:
-    """`logprobs` with -inf wherever a row's top-p, top-k or min-p drops the token."""
-    floor = mx.full((len(params), 1), -mx.inf)
-    if any(p.min_p > 0 for p in params):
-        with np.errstate(divide="ignore"):
-            log_min_p = _column(np.log([p.min_p for p in params]).tolist())
-        floor = mx.maximum(floor, logprobs.max(axis=-1, keepdims=True) + log_min_p)
-    if any(0 < p.top_p < 1 or p.top_k > 0 for p in params):
-        floor = mx.maximum(floor, _rank_floor(logprobs, params))
-    return mx.where(logprobs < floor, -mx.inf, logprobs)
+def _filtered(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint64]) -> mx.array:
+    """`logprobs` with -inf wherever a row's top-p, min-p, XTC or top-k drops the token.
+
+    The filters look at probabilities at temperature 1, and a token has to pass all of them.
+    """
+    kept = logprobs if drawn.ranks is None else _rank_filtered(logprobs, drawn.ranks)
+    if drawn.log_min_p is not None:
+        floor = logprobs.max(axis=-1, keepdims=True) + drawn.log_min_p
+        kept = mx.where(logprobs < floor, -mx.inf, kept)
+    if drawn.xtc is not None:
+        kept = _xtc_filtered(kept, drawn.xtc, drawn.seeds, indices)
+    return kept
 
 
-def _rank_floor(logprobs: mx.array, params: Sequence[SamplingParams]) -> mx.array:
-    """The smallest log-probability, ``[R, 1]``, that top-p and top-k let pass."""
-    vocab = logprobs.shape[-1]
-    descending = mx.sort(logprobs, axis=-1)[:, ::-1]
+def _rank_filtered(logprobs: mx.array, ranks: RankFilters) -> mx.array:
+    """`logprobs` with -inf wherever a row's top-p or top-k drops the token."""
+    before = ranks.subset.take(logprobs)
+    descending = mx.sort(before, axis=-1)[:, ::-1]
     probs = mx.exp(descending)
     mass_before = mx.cumsum(probs, axis=-1) - probs
-    top_p = _column([p.top_p if 0 < p.top_p < 1 else 2.0 for p in params])
-    in_nucleus = (mass_before < top_p * probs.sum(axis=-1, keepdims=True)).sum(axis=-1)
-    top_k = mx.array([p.top_k if 0 < p.top_k < vocab else vocab for p in params])
-    last = mx.maximum(mx.minimum(in_nucleus, top_k), 1) - 1
-    return mx.take_along_axis(descending, last[:, None], axis=-1)
+    nucleus = mass_before < ranks.top_p * probs.sum(axis=-1, keepdims=True)
+    in_nucleus = nucleus.sum(axis=-1, keepdims=True)
+    last = mx.maximum(mx.minimum(in_nucleus, ranks.top_k), 1) - 1
+    floor = mx.take_along_axis(descending, last, axis=-1)
+    return ranks.subset.put(logprobs, mx.where(before < floor, -mx.inf, before))
 
 
-def _column(values: Sequence[float]) -> mx.array:
-    return mx.array(list(values), mx.float32)[:, None]
+def _xtc_filtered(
+    kept: mx.array,
+    xtc: XTC,
+    seeds: npt.NDArray[np.uint64],
+    indices: npt.NDArray[np.uint64],
+) -> mx.array:
+    """`kept` after XTC, which now and then drops all but the least of the likely tokens, and after
+    these rows' top-k."""
+    rows = xtc.subset.rows
+    draws = uniform(seeds[rows] ^ np.uint64(XTC_STREAM), indices[rows])
+    acts = mx.array((draws < xtc.probability)[:, None])
+    before = xtc.subset.take(kept)
+    probs = mx.softmax(before, axis=-1)
+    likely = mx.where(probs > xtc.threshold, probs, mx.inf)
+    dropped = (probs > likely.min(axis=-1, keepdims=True)) & acts
+    if xtc.special is not None:
+        dropped[xtc.special] = False
+    after = xtc.subset.put(kept, mx.where(dropped, -mx.inf, before))
+    return after if xtc.ranks is None else _rank_filtered(after, xtc.ranks)
+
+
+def _most_likely(logprobs: mx.array, rows: Subset, count: int) -> tuple[mx.array, mx.array]:
+    """Tokens ``[R, count]`` int32 and log-probabilities float32, most likely first, of `rows`; of
+    equally likely tokens the first comes first."""
+    of_rows = rows.take(logprobs)
+    tokens = mx.argpartition(-of_rows, count - 1, axis=-1)[:, :count]
+    tokens = mx.sort(tokens, axis=-1)
+    values = mx.take_along_axis(of_rows, tokens, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    shape = (len(logprobs), count)
+    return (
+        rows.put(mx.zeros(shape, mx.int32), _ordered(tokens, order).astype(mx.int32)),
+        rows.put(mx.full(shape, -mx.inf), _ordered(values, order).astype(mx.float32)),
+    )
+
+
+def _ordered(array: mx.array, order: mx.array) -> mx.array:
+    return mx.take_along_axis(array, order, axis=-1)

@@ -1,11 +1,30 @@
 """How the tokens of a request are to be chosen. Knows no mlx."""
 
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+PROBABILITIES = ("top_p", "min_p", "xtc_probability")
+COUNTS = (
+    "top_k",
+    "repetition_context_size",
+    "presence_context_size",
+    "frequency_context_size",
+    "logprobs",
+)
+ADDITIVE_PENALTIES = ("presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
+
+    What the model says about the next token passes through the options in mlx-lm's order: logit
+    bias, repetition, presence and frequency penalty and the caller's own processors change the
+    logits, of which a token's reported log-probability is made. Then top-p, min-p, XTC and top-k
+    drop tokens, and the temperature applies to those left. At temperature 0 nothing is dropped.
 
     Args:
         max_tokens: tokens to generate at most (>= 1).
@@ -13,8 +32,25 @@ class SamplingParams:
         top_p: nucleus mass in (0, 1]; 0 or 1 keeps everything (0 as in mlx-lm).
         top_k: how many of the most likely tokens are kept; 0 keeps everything.
         min_p: tokens below ``min_p`` times the largest probability are dropped; 0 keeps everything.
+        xtc_probability: how often XTC acts on a token; 0 never.
+        xtc_threshold: of the tokens more likely than this, in [0, 0.5], XTC keeps the least likely.
+        xtc_special_tokens: tokens that XTC never drops.
+        repetition_penalty: divides the logits above 0 and multiplies those below 0 of tokens seen;
+            None, 0 or 1 is off.
+        repetition_context_size: how many tokens back count as seen, prompt included; 0 takes all.
+        presence_penalty: subtracted from the logits of tokens seen; None or 0 is off.
+        presence_context_size: as `repetition_context_size`.
+        frequency_penalty: subtracted once for every time that a token was seen; None or 0 is off.
+        frequency_context_size: as `repetition_context_size`.
+        logit_bias: added to the logits of tokens, from token to number (-inf forbids the token), or
+            pairs of these; kept as a tuple of pairs.
+        logits_processors: called in turn as ``processor(tokens, logits)`` with the prompt and what
+            was generated since, ``[n]`` int32, and the next token's logits ``[1, vocab]``, both
+            mx.array; returns logits of the same shape. As in mlx-lm. They should not evaluate
+            either: that makes the engine wait for the model.
         seed: the request's own random stream. None takes one from the engine's. A seeded request
             draws the same numbers whoever shares its batch.
+        logprobs: how many of the most likely tokens are reported with each token.
         stop: strings that end the request; the text ends before the first of them.
         stop_token_ids: tokens that end the request, beside the tokenizer's end-of-sequence tokens.
         ignore_eos: go on past the tokenizer's end-of-sequence tokens.
@@ -28,39 +64,105 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: frozenset[int] = frozenset()
+    repetition_penalty: float | None = None
+    repetition_context_size: int = 20
+    presence_penalty: float | None = None
+    presence_context_size: int = 20
+    frequency_penalty: float | None = None
+    frequency_context_size: int = 20
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    logits_processors: tuple[Callable[..., Any], ...] = ()
     seed: int | None = None
+    logprobs: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        self._freeze_collections()
+        self._check_numbers()
+        self._check_collections()
+
+    def _freeze_collections(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        for name in ("stop", "logits_processors", "logit_bias"):
+            self._freeze(name, tuple)
+        for name in ("stop_token_ids", "xtc_special_tokens"):
+            self._freeze(name, frozenset)
+
+    def _freeze(self, name: str, collection: Callable[[Iterable[Any]], object]) -> None:
+        value = getattr(self, name)
+        _require(isinstance(value, Iterable), self, name, "a collection")
+        object.__setattr__(self, name, collection(value))
+
+    def _check_numbers(self) -> None:
+        _require(_is_count(self.max_tokens, 1), self, "max_tokens", "an integer >= 1")
+        for name in COUNTS:
+            _require(_is_count(getattr(self, name)), self, name, "an integer >= 0")
+        _require(_is_within(self.temperature, 0), self, "temperature", ">= 0 and finite")
+        for name in PROBABILITIES:
+            _require(_is_within(getattr(self, name), 0, 1), self, name, "from 0 to 1")
+        _require(_is_within(self.xtc_threshold, 0, 0.5), self, "xtc_threshold", "from 0 to 0.5")
         _require(
-            _is_int(self.max_tokens) and self.max_tokens >= 1,
+            self.repetition_penalty is None or _is_within(self.repetition_penalty, 0),
             self,
-            "max_tokens",
-            "an integer >= 1",
+            "repetition_penalty",
+            "None, or >= 0 and finite",
         )
-        _require(0 <= self.temperature < float("inf"), self, "temperature", ">= 0 and finite")
-        _require(0 <= self.top_p <= 1, self, "top_p", "from 0 to 1")
-        _require(_is_int(self.top_k) and self.top_k >= 0, self, "top_k", "an integer >= 0")
-        _require(0 <= self.min_p <= 1, self, "min_p", "from 0 to 1")
+        for name in ADDITIVE_PENALTIES:
+            penalty = getattr(self, name)
+            _require(penalty is None or _is_within(penalty), self, name, "None or a finite number")
         _require(
-            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**64),
+            self.seed is None or (_is_count(self.seed) and self.seed < 2**64),
             self,
             "seed",
             "an integer in [0, 2**64)",
         )
+
+    def _check_collections(self) -> None:
         _require(
             all(isinstance(s, str) and s for s in self.stop), self, "stop", "non-empty strings"
         )
+        _require(
+            all(map(_is_count, self.xtc_special_tokens)),
+            self,
+            "xtc_special_tokens",
+            "token ids >= 0",
+        )
+        _require(
+            all(map(_is_bias, self.logit_bias)),
+            self,
+            "logit_bias",
+            "numbers below infinity by token id >= 0",
+        )
+        _require(all(map(callable, self.logits_processors)), self, "logits_processors", "callables")
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_count(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_within(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Whether `value` is a finite number of ``[low, high]``."""
+    return (
+        isinstance(value, Real)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and low <= float(value) <= high
+    )
+
+
+def _is_bias(pair: object) -> bool:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    token, bias = pair
+    return _is_count(token) and (_is_within(bias) or bias == -math.inf)
 
 
 def _require(condition: bool, params: SamplingParams, name: str, expected: str) -> None:

@@ -1,51 +1,47 @@
 """Which tokens are computed in a step: decodes first, then prompt chunks. Knows no mlx."""
 
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
-from mlx_paged.block_allocator import BlockAllocator, BlockCopy, OutOfBlocksError
+from mlx_paged.block_allocator import BlockAllocator, OutOfBlocksError
+from mlx_paged.cost_model import CostModel
+from mlx_paged.prefix_cache import MissReason
 from mlx_paged.request import Request
+from mlx_paged.step import Span, Step
+from mlx_paged.victims import VictimPolicy, choose_victim
+from mlx_paged.waiting_queue import Policy, WaitingQueue
 
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Token positions ``[start, stop)`` of one request, to be computed in this step."""
-
-    request: Request
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def samples(self) -> bool:
-        """Whether the step yields the request's next token: no known token is left to compute."""
-        return self.stop == len(self.request.tokens)
-
-
-@dataclass(slots=True)
-class Step:
-    """What one forward of the model is to do; `copies` come before anything is written."""
-
-    spans: list[Span] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
+MIN_CHUNK = 16
+"""Prompt tokens that every step computes, if any wait, whatever the stall bound: no prompt of P
+tokens at the head of the queue takes more than P / MIN_CHUNK steps."""
 
 
 class Scheduler:
     """Decodes first, prompt chunks while the budget lasts, waiting requests as soon as they fit.
 
     Every step gives each running request its next token before any prompt is touched, and computes
-    at most `prefill_chunk` prompt tokens beside them, so that a long prompt cannot freeze running
-    streams (stall-free batching; Agrawal et al. 2024, arXiv:2403.02310, section 4.2). A request
-    that ended is replaced in the next step. When a running request finds no block, the newest one
-    is preempted: its blocks are freed and its tokens computed again later.
+    a bounded piece of prompts beside them, so that a long prompt cannot freeze running streams
+    (stall-free batching; Agrawal et al. 2024, arXiv:2403.02310, section 4.2). The bound is a number
+    of tokens and, with `max_stall`, a predicted time. A request whose last token is under way makes
+    room in the next step. When a running request finds no block, another one is preempted: its
+    blocks are freed and its tokens computed again later.
+
+    A request is waiting, or running, or neither: then it has ended, and may be parked. Parked
+    sequences hold blocks without being computed: forks that wait for their turn, and ended requests
+    kept for later forks. They are the first to give their blocks back.
 
     Args:
         allocator: the pool's bookkeeping.
         max_running: requests computed side by side at most.
         prefill_chunk: prompt tokens computed in a step at most.
         prefix_cache: share the blocks of prompts that start alike.
+        policy: order of the waiting requests.
+        victims: who is preempted.
+        max_stall: seconds that a step with running streams may take, as `cost` predicts, plus what
+            MIN_CHUNK tokens cost; None: no such bound.
+        watermark: blocks that an admission must leave while others run, so that it is not undone
+            by the next steps; at least one for each running request.
+        rewinds: whether a sequence's K/V is all there is to it, so that it may go on from any
+            point; a recurrent state knows only the last.
     """
 
     def __init__(
@@ -53,28 +49,43 @@ class Scheduler:
         allocator: BlockAllocator,
         max_running: int,
         prefill_chunk: int,
+        *,
         prefix_cache: bool = True,
+        policy: Policy = Policy.FCFS,
+        victims: VictimPolicy = VictimPolicy.NEWEST,
+        max_stall: float | None = None,
+        watermark: int = 0,
+        rewinds: bool = True,
     ) -> None:
         for name, value in (("max_running", max_running), ("prefill_chunk", prefill_chunk)):
             if value < 1:
                 raise ValueError(f"[Scheduler] {name} is {value}: expected >= 1")
+        if max_stall is not None and not max_stall > 0:
+            raise ValueError(f"[Scheduler] max_stall is {max_stall}: expected > 0 or None")
         self.allocator = allocator
         self.max_running = max_running
         self.prefill_chunk = prefill_chunk
         self.prefix_cache = prefix_cache
+        self.victims = victims
+        self.max_stall = max_stall
+        self.watermark = watermark
+        self.rewinds = rewinds
+        self.cost = CostModel()
         self.num_preemptions = 0
-        self.waiting: deque[Request] = deque()
-        self.running: dict[int, Request] = {}  # by id, oldest first
+        self.waiting = WaitingQueue(policy)
+        self.running: dict[int, Request] = {}  # by id, oldest admission first
+        self.parked: dict[int, Request] = {}  # by id, oldest first
+        self._suspects: dict[int, Request] = {}
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def check_fits(self, request: Request) -> None:
+        """Refuse what could never be computed.
 
         Raises:
-            ValueError: it could never fit in the pool, however empty.
+            ValueError: the request needs more blocks than the pool has.
         """
         needed = self.allocator.blocks_needed(request.max_kv_tokens)
         if needed > self.allocator.num_blocks:
@@ -84,88 +95,269 @@ class Scheduler:
                 f"{self.allocator.block_size}, but the pool has {self.allocator.num_blocks}: "
                 "expected a shorter prompt, fewer max_tokens or a larger pool"
             )
-        self.waiting.append(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError as :meth:`check_fits`."""
+        self.check_fits(request)
+        self.waiting.push(request)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Start `child`, whose tokens begin with all of `parent`'s, on the parent's blocks.
+
+        It runs at once if a place is free, and else waits with its blocks. Where there is nothing
+        to share it waits like any other request.
+        """
+        is_past = parent.num_computed >= len(child.tokens)
+        if parent.id not in self.allocator or (is_past and not self.rewinds):
+            self.waiting.push(child)
+            return
+        self._share(parent, child)
+        child.num_computed = min(child.num_computed, len(child.tokens) - 1)
 
     def schedule(self) -> Step:
         """Pick this step's tokens and make their slots writable."""
         step = Step()
+        if self._suspects:
+            self._schedule_suspect(step)
+            return step
+        self._retire_exhausted()
         self._schedule_decodes(step)
-        budget = self._schedule_chunks(step, self.prefill_chunk)
-        self._admit(step, budget)
+        self._schedule_chunks(step)
+        self._admit(step)
         return step
 
     def complete(self, request: Request) -> None:
-        """Take a request out, wherever it is, and free its blocks."""
-        if request.id in self.running:
-            del self.running[request.id]
-            self.allocator.free(request.id)
-        else:
+        """Take a request out, wherever it is; its blocks are freed, cached, or kept parked."""
+        self._suspects.pop(request.id, None)
+        if request in self.waiting:
             self.waiting.remove(request)
+        if request.samples:
+            self._promote(request)
+        if request.id in self.running:
+            self._retire(request)
+        elif not request.keep:
+            self.release(request)
+
+    def rest(self, request: Request) -> None:
+        """Park a running request that cannot go on before others have got where it is."""
+        if self.running.pop(request.id, None) is not None:
+            self.parked[request.id] = request
+
+    def resume(self, request: Request) -> None:
+        """A request at rest has a token to compute again."""
+        if request.id in self.parked and len(self.running) < self.max_running:
+            self.running[request.id] = self.parked.pop(request.id)
+        elif request not in self.waiting:
+            self.waiting.push(request)
+
+    def release(self, request: Request) -> None:
+        """Give up a parked sequence's blocks, if it still has them."""
+        if self.parked.pop(request.id, None) is not None:
+            self._free(request)
+
+    def commit(self, step: Step) -> None:
+        """The step's K/V is in the pool: offer blocks that became full for reuse."""
+        if not self.prefix_cache:
+            return
+        block_size = self.allocator.block_size
+        for span in step.spans:
+            crossed = span.stop // block_size > span.start // block_size
+            if crossed and span.request.id in self.allocator:
+                self.allocator.commit(span.request.id, span.request.tokens, span.stop)
+
+    def clear(self, request: Request) -> None:
+        """The request got a token: no suspicion of an earlier fault remains."""
+        self._suspects.pop(request.id, None)
+
+    def recover(self, failed: Iterable[Request]) -> None:
+        """Start over after a step that failed half way, when no K/V can be trusted.
+
+        Every sequence is computed again. The step's requests are run one at a time until each has
+        got a token, so that the next failure names its culprit.
+        """
+        for request in list(self.running.values()):
+            self._preempt(request)
+        for request in list(self.parked.values()):
+            self._strip(request)
+        self.allocator.forget_prefixes()
+        for request in self.waiting:
+            request.num_in_flight = 0
+        for request in failed:
+            if request.is_finished:
+                continue
+            if request not in self.waiting:  # its last token was under way
+                request.num_in_flight = request.num_computed = 0
+                self.waiting.push(request)
+            self._suspects[request.id] = request
+
+    # What is computed
+
+    def _retire_exhausted(self) -> None:
+        for request in [r for r in self.running.values() if r.is_exhausted]:
+            self._retire(request)
 
     def _schedule_decodes(self, step: Step) -> None:
-        for request in list(self.running.values()):  # oldest first: victims are yet unscheduled
-            if request.num_pending == 1 and request.id in self.running:
+        for request in [r for r in self.running.values() if r.num_pending == 1]:
+            if request.id in self.running:  # not preempted for one before it
                 self._schedule(step, request, 1)
 
-    def _schedule_chunks(self, step: Step, budget: int) -> int:
-        for request in list(self.running.values()):
-            if budget == 0:
-                break
-            if request.num_pending > 1 and request.id in self.running:
-                budget -= self._schedule(step, request, budget)
-        return budget
+    def _schedule_chunks(self, step: Step) -> None:
+        for request in [r for r in self.running.values() if r.num_pending > 1]:
+            budget = self._chunk_budget(step, request)
+            if budget > 0 and request.id in self.running:
+                self._schedule(step, request, budget)
 
-    def _schedule(self, step: Step, request: Request, budget: int) -> int:
-        """Give a running request a span, preempting newer ones if it takes that."""
+    def _chunk_budget(self, step: Step, request: Request) -> int:
+        """Prompt tokens of `request` that this step still takes."""
+        wanted = min(request.num_pending, self.prefill_chunk - step.chunk_tokens)
+        if self.max_stall is None or step.decode_rows == 0 or wanted <= 0:
+            return wanted
+        return self.cost.chunk_within(
+            self.max_stall,
+            step.work,
+            start=request.num_computed,
+            wanted=wanted,
+            minimum=max(0, MIN_CHUNK - step.chunk_tokens),
+        )
+
+    def _schedule(self, step: Step, request: Request, budget: int) -> None:
+        """Give a running request a span, making room for it if it takes that."""
         start = request.num_computed
         stop = start + min(request.num_pending, budget)
         while True:
             try:
                 copies = self.allocator.make_writable(request.id, start, stop)
+                break
             except OutOfBlocksError:
-                victim = self._newest_unscheduled(step)
-                self._preempt(victim)
-                if victim is request:
-                    return 0
-                continue
-            step.copies += copies
-            step.spans.append(Span(request, start, stop))
-            return stop - start
+                if self._make_room(step) is request:
+                    return
+        step.copies += copies
+        request.num_computed = stop
+        samples = stop == request.num_tokens
+        forks = self._fork_samples(request) if samples and request.samples else ()
+        step.add(Span(request, start, stop, samples, forks))
 
-    def _newest_unscheduled(self, step: Step) -> Request:
-        scheduled = {span.request.id for span in step.spans}
-        return next(r for r in reversed(self.running.values()) if r.id not in scheduled)
+    def _fork_samples(self, request: Request) -> tuple[Request, ...]:
+        forks, request.samples = tuple(request.samples), []
+        for fork in forks:
+            self._share(request, fork)
+        return forks
+
+    def _share(self, parent: Request, child: Request) -> None:
+        self.allocator.fork(parent.id, child.id)
+        child.num_computed = child.num_cached = parent.num_computed
+        if len(self.running) < self.max_running and not self._suspects:
+            self.running[child.id] = child
+        else:
+            self.parked[child.id] = child
+            self.waiting.push(child)
+
+    def _schedule_suspect(self, step: Step) -> None:
+        """One request alone, with everybody else at rest."""
+        request = next(iter(self._suspects.values()))
+        if request.is_exhausted:
+            return
+        if request.id not in self.running:
+            while not self._enter(step, request, spare=0):
+                self._make_room(step)
+            self.waiting.remove(request)
+        if request.num_pending:
+            self._schedule(step, request, self.prefill_chunk)
+
+    # Who runs
+
+    def _admit(self, step: Step) -> None:
+        while self.waiting and len(self.running) < self.max_running:
+            request = self.waiting.peek()
+            if request.id in step.requests or request.num_in_flight:
+                break  # preempted or forked just now
+            if self._chunk_budget(step, request) <= 0 and request.id not in self.parked:
+                break
+            spare = max(len(self.running), self.watermark) if self.running else 0
+            if not self._enter(step, request, spare):
+                break
+            self.waiting.pop()
+            budget = 1 if request.num_pending == 1 else self._chunk_budget(step, request)
+            if budget > 0:
+                self._schedule(step, request, budget)
+
+    def _enter(self, step: Step, request: Request, spare: int) -> bool:
+        """Make a waiting request a running one, if there are blocks for all its tokens."""
+        if self.parked.pop(request.id, None) is None and not self._allocate(step, request, spare):
+            return False
+        self.running[request.id] = request
+        return True
+
+    def _allocate(self, step: Step, request: Request, spare: int) -> bool:
+        while True:
+            try:
+                admission = self.allocator.admit(
+                    request.id,
+                    len(request.tokens),
+                    tokens=request.tokens if self.prefix_cache else None,
+                    salt=request.salt,
+                    spare=spare + len(request.samples),
+                )
+                break
+            except OutOfBlocksError:
+                if not self.parked:
+                    return False
+                self._strip(next(iter(self.parked.values())))
+        step.copies += admission.copies
+        request.num_computed = admission.num_cached
+        if request.num_preempted == 0:
+            request.num_cached = admission.num_cached
+            request.prefix_miss = admission.miss if self.prefix_cache else MissReason.DISABLED
+        return True
+
+    def _make_room(self, step: Step) -> Request:
+        """Free somebody's blocks; return whose."""
+        if self.parked:
+            parked = next(iter(self.parked.values()))
+            self._strip(parked)
+            return parked
+        candidates = [r for r in self.running.values() if r.id not in step.requests]
+        victim = choose_victim(candidates, self.victims)
+        self._preempt(victim)
+        step.requests.add(victim.id)
+        return victim
 
     def _preempt(self, request: Request) -> None:
-        """Free a running request's blocks and queue it first, its tokens to be computed again."""
+        """Free a running request's blocks and queue it, its tokens to be computed again."""
         del self.running[request.id]
         self.allocator.free(request.id)
         request.num_computed = 0
         request.num_preempted += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        self.waiting.push(request)
 
-    def _admit(self, step: Step, budget: int) -> None:
-        while self.waiting and budget > 0 and len(self.running) < self.max_running:
-            if not self._allocate(self.waiting[0]):
-                break
-            request = self.waiting.popleft()
-            self.running[request.id] = request
-            budget -= self._schedule(step, request, budget)
+    def _strip(self, request: Request) -> None:
+        """Free a parked sequence's blocks; if it waits, it will be computed again."""
+        del self.parked[request.id]
+        self.allocator.free(request.id)
+        request.num_computed = 0
 
-    def _allocate(self, request: Request) -> bool:
-        """Give a waiting request blocks for all its tokens, sparing one for each running request
-        so that it is not admitted only to be preempted."""
-        try:
-            num_cached = self.allocator.add_sequence(
-                request.id,
-                len(request.tokens),
-                tokens=request.tokens if self.prefix_cache else None,
-                spare=len(self.running),
-            )
-        except OutOfBlocksError:
-            return False
-        request.num_computed = num_cached
-        if request.num_preempted == 0:
-            request.num_cached = num_cached
-        return True
+    def _retire(self, request: Request) -> None:
+        """A running request needs no further step: the last token's own K/V is never wanted."""
+        del self.running[request.id]
+        if request.keep:
+            self.parked[request.id] = request
+        else:
+            self._free(request)
+
+    def _free(self, request: Request) -> None:
+        """Free the blocks, their content on offer to prompts that begin with these tokens."""
+        num_computed = min(request.num_computed, len(request.tokens))
+        if self.prefix_cache and num_computed:
+            self.allocator.commit_tail(request.id, request.tokens, num_computed)
+        self.allocator.free(request.id)
+
+    def _promote(self, request: Request) -> None:
+        """A prompt's first sample leaves before the others forked off: the next takes its place."""
+        heir, *others = request.samples
+        request.samples = []
+        heir.samples = others
+        if request.id in self.running and self.rewinds:
+            self._share(request, heir)
+        else:
+            self.waiting.push(heir)

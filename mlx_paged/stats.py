@@ -28,6 +28,7 @@ class EngineStats:
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    faults: int = 0
     cow_clones: int = 0
     blocks_in_use: int = 0
     peak_blocks_in_use: int = 0

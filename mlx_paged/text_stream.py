@@ -18,17 +18,27 @@ class TextStream:
 
     Text that may turn out to be the beginning of a stop string is held back until the next tokens
     tell. Stop strings may span any number of tokens.
+
+    Args:
+        detokenizer: a fresh one.
+        stop: strings before which the text ends.
+        context: tokens before the first one, whose own text is not wanted but on which the text of
+            those that follow may depend.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()
+    ) -> None:
         self._detokenizer = detokenizer
         self._stop = tuple(stop)
+        self._context = context
         self._held = ""
         self.text = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Add a token; return the text that became certain. Sets `stopped` on a stop string."""
+        self._read_context()
         self._detokenizer.add_token(token)
         return self._emit(self._detokenizer.last_segment)
 
@@ -41,6 +51,13 @@ class TextStream:
             self.text += self._held
             self._held = ""
         return segment
+
+    def _read_context(self) -> None:
+        for token in self._context:
+            self._detokenizer.add_token(token)
+        if self._context:
+            _ = self._detokenizer.last_segment  # reading it is what moves on
+        self._context = ()
 
     def _emit(self, segment: str) -> str:
         if self.stopped:

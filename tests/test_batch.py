@@ -1,12 +1,15 @@
 """A step's spans as arrays: every number by its definition."""
 
+from dataclasses import replace
+
+import mlx.core as mx
 import numpy as np
 
-from mlx_paged.batch import Batch, Layout
+from mlx_paged.batch import Batch, ComingTokens, Layout
 from mlx_paged.block_allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler import Span
+from mlx_paged.step import Span
 
 BLOCK = 4
 
@@ -17,7 +20,8 @@ def make_spans(allocator: BlockAllocator, *spans: tuple[int, int, int]) -> list[
     for seq_id, (num_tokens, start, stop) in enumerate(spans):
         allocator.add_sequence(seq_id, 1)
         tokens = [100 * seq_id + i for i in range(num_tokens)]
-        made.append(Span(Request(seq_id, tokens, SamplingParams(), seed=0), start, stop))
+        request = Request(seq_id, tokens, SamplingParams(), seed=0)
+        made.append(Span(request, start, stop, samples=stop == num_tokens))
     for position in range(1, max(stop for _, _, stop in spans)):
         for seq_id, (_, _, stop) in enumerate(spans):
             if position < stop:
@@ -93,3 +97,24 @@ def test_masks_are_causal_within_the_window():
     queries, chunk_keys = np.arange(3, 9)[:, None], np.arange(9)[None]
     expected = (chunk_keys <= queries) & (chunk_keys > queries - 3)
     np.testing.assert_array_equal(np.array(chunk.window_mask(3)), expected)
+
+
+def test_tokens_still_being_chosen_come_from_the_step_that_chooses_them():
+    allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
+    spans = make_spans(allocator, (5, 5, 6), (3, 0, 3), (4, 4, 5))
+    requests = [span.request for span in spans]
+    coming = ComingTokens([requests[2], requests[0]], mx.array([71, 72], mx.int32))
+    batch = Batch(spans, allocator, coming=coming)
+    assert batch.seq_ids == [0, 2, 1]
+    assert batch.tokens.tolist() == [72, 71, 100, 101, 102]
+
+
+def test_samples_of_a_prompt_draw_from_its_one_row_of_logits():
+    allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
+    first, second = make_spans(allocator, (4, 3, 4), (6, 0, 6))
+    forks = tuple(Request(i, [0], SamplingParams(), seed=0) for i in (7, 8))
+    batch = Batch([first, replace(second, forks=forks)], allocator)
+    assert batch.sampled_rows.tolist() == [0, 6]
+    assert [request.id for request in batch.sampled] == [0, 1, 7, 8]
+    assert batch.logits_of.tolist() == [0, 1, 1, 1]
+    assert batch.newest.tolist() == [3, 105, 105, 105]

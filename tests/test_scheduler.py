@@ -5,7 +5,8 @@ import pytest
 from mlx_paged.block_allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler import Scheduler, Step
+from mlx_paged.scheduler import Scheduler
+from mlx_paged.step import Step
 
 
 def make_request(request_id: int, num_prompt: int, max_tokens: int = 8) -> Request:
@@ -22,9 +23,7 @@ def make_scheduler(
 def compute(scheduler: Scheduler, step: Step) -> None:
     """Pretend that the model ran: spans are computed, sampled requests get a token."""
     for span in step.spans:
-        samples = span.samples
-        span.request.num_computed = span.stop
-        if samples:
+        if span.samples:
             span.request.tokens.append(7)
         if span.request.num_generated == span.request.params.max_tokens:
             scheduler.complete(span.request)
@@ -117,8 +116,8 @@ def test_a_preempted_request_is_next_in_line_and_starts_over():
     scheduler.add(make_request(2, 4))
     while not scheduler.num_preemptions:
         compute(scheduler, scheduler.schedule())
-    assert scheduler.waiting[0].id == 1
-    assert scheduler.waiting[0].num_computed == 0
+    assert scheduler.waiting.peek().id == 1
+    assert scheduler.waiting.peek().num_computed == 0
 
 
 def test_what_can_never_fit_is_refused_on_arrival():
@@ -160,7 +159,6 @@ def test_a_shared_prefix_is_not_scheduled_again():
     scheduler.allocator.commit(0, first.tokens, 10)
     second = Request(1, list(first.tokens), SamplingParams(max_tokens=4), seed=0)
     scheduler.add(second)
-    first.num_computed = 10
     first.tokens.append(7)
     assert summary(scheduler.schedule()) == [(0, 10, 11), (1, 8, 10)]
     assert second.num_cached == 8

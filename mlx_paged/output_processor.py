@@ -1,0 +1,75 @@
+"""Chosen tokens to what callers see: text, ends, completions. Knows no mlx."""
+
+from collections.abc import Callable, Collection, Sequence
+
+from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.prompt_encoder import Tokenizer
+from mlx_paged.request import FinishReason, Request
+from mlx_paged.step_pipeline import Choice
+from mlx_paged.text_stream import TextStream
+
+
+class OutputProcessor:
+    """Appends chosen tokens to their requests, finds out which of these end, and makes text.
+
+    Args:
+        tokenizer: None: no text, and no token ends a request unless it says so itself.
+        clock: seconds.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
+        self.tokenizer = tokenizer
+        self._clock = clock
+        self._texts: dict[int, TextStream] = {}
+
+    def add(self, request: Request, context: Sequence[int] = ()) -> None:
+        """Expect tokens of `request`, whose text goes on where that of `context` ended."""
+        if self.tokenizer is not None:
+            detokenizer = self.tokenizer.detokenizer
+            self._texts[request.id] = TextStream(detokenizer, request.params.stop, context)
+
+    def append(self, choice: Choice) -> tuple[TokenOutput, FinishReason | None]:
+        """Take in a token; says whether and why the request ends with it."""
+        request, token = choice.request, choice.token
+        request.tokens.append(token)
+        request.logprobs.append(choice.logprob)
+        if request.first_token_time is None:
+            request.first_token_time = self._clock()
+        text = self._texts.get(request.id)
+        ends = token in self.stop_token_ids(request)
+        segment = "" if text is None or ends else text.push(token)
+        reason = None
+        if ends or (text is not None and text.stopped):
+            reason = FinishReason.STOP
+        elif len(request.tokens) - request.num_prompt == request.params.max_tokens:
+            reason = FinishReason.LENGTH
+        if reason is not None and text is not None:
+            segment += text.finish()
+        top = choice.top[: request.params.logprobs]
+        return TokenOutput(request.id, token, segment, choice.logprob, top), reason
+
+    def stop_token_ids(self, request: Request) -> Collection[int]:
+        """Tokens that end the request."""
+        if self.tokenizer is None or request.params.ignore_eos:
+            return request.params.stop_token_ids
+        if not request.params.stop_token_ids:
+            return self.tokenizer.eos_token_ids
+        return request.params.stop_token_ids.union(self.tokenizer.eos_token_ids)
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """The text of generated tokens, end-of-sequence token excluded; "" without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        text = TextStream(self.tokenizer.detokenizer)
+        for token in tokens:
+            if token not in self.tokenizer.eos_token_ids:
+                text.push(token)
+        text.finish()
+        return text.text
+
+    def finish(self, request: Request, reason: FinishReason) -> Completion:
+        """The whole of a request that ends now."""
+        text = self._texts.pop(request.id, None)
+        request.finish_reason = reason
+        request.finish_time = self._clock()
+        return Completion.of(request, "" if text is None else text.text)

@@ -1,0 +1,62 @@
+"""What one forward of the model is to do. Knows no mlx."""
+
+from dataclasses import dataclass, field
+
+from mlx_paged.block_allocator import BlockCopy
+from mlx_paged.cost_model import StepWork
+from mlx_paged.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Token positions ``[start, stop)`` of one request, to be computed in this step.
+
+    Attributes:
+        samples: whether the step yields the request's next token: nothing known is left to compute.
+        forks: further samples of the same prompt, each of which draws its first token here too.
+    """
+
+    request: Request
+    start: int
+    stop: int
+    samples: bool
+    forks: tuple[Request, ...] = ()
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(slots=True)
+class Step:
+    """Spans to compute; `copies` come before anything is written."""
+
+    spans: list[Span] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    requests: set[int] = field(default_factory=set)  # ids that this step deals with
+    decode_rows: int = 0
+    decode_context: int = 0
+    chunk_tokens: int = 0
+    chunk_context: int = 0
+
+    def add(self, span: Span) -> None:
+        self.spans.append(span)
+        self.requests.add(span.request.id)
+        self.requests.update(fork.id for fork in span.forks)
+        if len(span) == 1:
+            self.decode_rows += 1
+            self.decode_context += span.stop
+        else:
+            self.chunk_tokens += len(span)
+            self.chunk_context += (span.stop * (span.stop + 1) - span.start * (span.start + 1)) // 2
+
+    @property
+    def everyone(self) -> list[Request]:
+        """All requests that are computed or get a token."""
+        return [request for span in self.spans for request in (span.request, *span.forks)]
+
+    @property
+    def work(self) -> StepWork:
+        """What the step has to compute, as the cost model counts it."""
+        return StepWork(
+            self.decode_rows, self.decode_context, self.chunk_tokens, self.chunk_context
+        )
