@@ -119,7 +119,7 @@ class BlockAllocator:
 
     def cached_prefix(self, tokens: Seq[int], salt: bytes = ROOT) -> int:
         """How many leading tokens :meth:`admit` would find computed."""
-        return self._num_matched(self._match(len(tokens), tokens, salt))
+        return self._match(len(tokens), tokens, salt).num_tokens
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._sequences
@@ -170,7 +170,7 @@ class BlockAllocator:
             OutOfBlocksError: too few blocks; nothing changed.
         """
         match = self._match(num_tokens, tokens, salt)
-        return self._start("admit", seq_id, num_tokens, match, root_hash(salt), spare)
+        return self._start(seq_id, num_tokens, match, root_hash(salt), spare)
 
     def add_sequence(
         self,
@@ -182,9 +182,9 @@ class BlockAllocator:
     ) -> int:
         """As :meth:`admit` without the part of a block, so that there is nothing to copy; returns
         how many leading tokens already have their K/V."""
-        match = replace(self._match(num_tokens, tokens, salt), tail=None, run=0)
-        root = root_hash(salt)
-        return self._start("add_sequence", seq_id, num_tokens, match, root, spare).num_cached
+        match = self._match(num_tokens, tokens, salt)
+        match = replace(match, tail=None, num_tokens=len(match.blocks) * self.block_size)
+        return self._start(seq_id, num_tokens, match, root_hash(salt), spare).num_cached
 
     def make_writable(self, seq_id: int, start: int, stop: int) -> list[BlockCopy]:
         """Let the sequence write positions [start, stop): append blocks, copy shared ones.
@@ -226,8 +226,7 @@ class BlockAllocator:
         return copies
 
     def copies_done(self) -> None:
-        """All copies handed out so far have been performed, or are sure to be before any write that
-        is asked for from now on."""
+        """The copies asked for so far are performed, or queued ahead of all that comes later."""
         pending, self._origin = self._origin, {}
         for block in pending:
             self._settle(block)
@@ -237,13 +236,7 @@ class BlockAllocator:
         parent = self._sequence(parent_seq_id)
         if child_seq_id in self._sequences:
             raise ValueError(f"[fork] child_seq_id {child_seq_id} is in use: expected a new id")
-        child = _Sequence(
-            self._tables.add_row(),
-            parent.num_tokens,
-            list(parent.hashes),
-            parent.root,
-            parent.may_offer,
-        )
+        child = replace(parent, row=self._tables.add_row(), hashes=list(parent.hashes))
         self._sequences[child_seq_id] = child
         self._tables.copy_row(parent.row, child.row)
         for block in self._tables.row(child.row).tolist():
@@ -267,12 +260,13 @@ class BlockAllocator:
         next turn of a conversation begins with these tokens."""
         self.commit(seq_id, tokens, num_computed)
         sequence = self._sequence(seq_id)
-        start = num_computed // self.block_size * self.block_size
-        if not sequence.may_offer or start == num_computed:
+        last, num_filled = divmod(num_computed, self.block_size)
+        if not sequence.may_offer or num_filled == 0:
             return
-        block = int(self._tables.row(sequence.row)[start // self.block_size])
-        parent = sequence.hashes[-1] if sequence.hashes else sequence.root
-        self._prefixes.register_tail(block, parent, token_bytes(tokens, start, num_computed))
+        block = int(self._tables.row(sequence.row)[last])
+        parent = sequence.hashes[last - 1] if last else sequence.root
+        content = token_bytes(tokens, num_computed - num_filled, num_computed)
+        self._prefixes.register_tail(block, parent, content)
 
     def free(self, seq_id: int) -> None:
         """End a sequence. Blocks it held alone become free, or cached if their content is known.
@@ -328,17 +322,14 @@ class BlockAllocator:
         stop = max(0, min(num_tokens, len(tokens)) - 1)
         return self._prefixes.match(tokens, stop, root_hash(salt))
 
-    def _num_matched(self, match: PrefixMatch) -> int:
-        return len(match.blocks) * self.block_size + match.run
-
     def _start(
-        self, verb: str, seq_id: int, num_tokens: int, match: PrefixMatch, root: bytes, spare: int
+        self, seq_id: int, num_tokens: int, match: PrefixMatch, root: bytes, spare: int
     ) -> Admission:
         """Start a sequence on what was found: share the full blocks, copy the one after them."""
         if seq_id in self._sequences:
-            raise ValueError(f"[{verb}] seq_id {seq_id} is in use: expected a new id")
+            raise ValueError(f"[admit] seq_id {seq_id} is in use: expected a new id")
         if num_tokens < 0:
-            raise ValueError(f"[{verb}] num_tokens is {num_tokens}: expected >= 0")
+            raise ValueError(f"[admit] num_tokens is {num_tokens}: expected >= 0")
         blocks = [entry.block for entry in match.blocks]
         hashes = [entry.hash for entry in match.blocks]
         num_new = self.blocks_needed(num_tokens) - len(blocks)
@@ -359,7 +350,7 @@ class BlockAllocator:
                 blocks.append(copies[0].dst)
             num_new -= 1
         self._tables.extend(sequence.row, blocks + [self._take() for _ in range(num_new)])
-        return Admission(self._num_matched(match), copies, match.miss)
+        return Admission(match.num_tokens, copies, match.miss)
 
     def _sequence(self, seq_id: int) -> _Sequence:
         try:

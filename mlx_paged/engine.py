@@ -14,7 +14,7 @@ from mlx_paged.engine_core import EngineCore
 from mlx_paged.kv_memory import num_blocks_for
 from mlx_paged.model_probe import probe
 from mlx_paged.model_runner import ModelRunner
-from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.prewarm import prewarm as compile_pipelines
 from mlx_paged.prompt_encoder import Prompt
 from mlx_paged.sampling_params import SamplingParams
@@ -187,7 +187,7 @@ class Engine(EngineCore):
         groups = [done[i : i + count] for i in range(0, len(done), count)]
         if best_of is None:
             return groups
-        return [sorted(group, key=_mean_logprob, reverse=True)[:n] for group in groups]
+        return [likeliest(group, n) for group in groups]
 
     def beam_search(
         self,
@@ -261,7 +261,3 @@ class Engine(EngineCore):
         finally:
             del self._streams[request_id]
             self.abort(request_id)
-
-
-def _mean_logprob(completion: Completion) -> float:
-    return sum(completion.logprobs) / max(1, len(completion.logprobs))

@@ -336,8 +336,12 @@ class EngineCore:
         self.stats.record_memory([span.stop for span in spans])
         self.stats.cow_clones = allocator.cow_clones
         for choice in result.choices:
-            if choice.request.first_token_time is None:
-                self.stats.ttfts.append(self._clock() - choice.request.arrival_time)
+            request = choice.request
+            if request.synchronous and request.id in self._beams:
+                request = self._beams[request.id].root
+            if request.first_token_time is None:
+                request.first_token_time = self._clock()
+                self.stats.ttfts.append(request.first_token_time - request.arrival_time)
 
     # Beams
 
@@ -349,8 +353,6 @@ class EngineCore:
         return request
 
     def _offer(self, beams: BeamRequests, choice: Choice) -> TokenOutput | None:
-        if beams.root.first_token_time is None:
-            beams.root.first_token_time = self._clock()
         self.scheduler.rest(choice.request)
         if not beams.offer(choice):
             return None

@@ -5,9 +5,17 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from mlx_paged.victims import VictimPolicy
+from mlx_paged.waiting_queue import Policy
+
 MAX_TOKENS = 100
 KV_BLOCK_SIZES = (8, 16, 32)
 GB = 10**9
+PENALTIES = {
+    "repetition": "divides the logits of tokens among the last 20; 1 is off",
+    "presence": "subtracted from the logits of tokens among the last 20",
+    "frequency": "the same, once for each time that the token occurs there",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -47,6 +55,7 @@ def make_parser() -> Parser:
     _add_model(parser.add_argument_group("model"))
     _add_prompts(parser.add_argument_group("prompts"))
     _add_sampling(parser.add_argument_group("sampling"))
+    _add_branching(parser.add_argument_group("several completions"))
     _add_engine(parser.add_argument_group("engine"))
     _add_output(parser.add_argument_group("output"))
     return parser
@@ -70,7 +79,7 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
         "--prompts-file",
         metavar="FILE.jsonl",
         help='one request a line: {"prompt": ...} or {"messages": [...]}, and optionally '
-        "max_tokens, temperature, top_p, top_k, min_p, seed, stop, id",
+        "n, priority, id and sampling options named as in SamplingParams",
     )
     group.add_argument("--system-prompt", help="system message for the chat template")
     group.add_argument(
@@ -101,12 +110,56 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         help="most likely tokens kept; 0 keeps all",
     )
     group.add_argument(
+        "--xtc-probability", type=FRACTION, default=0.0, help="how often XTC acts on a token"
+    )
+    group.add_argument(
+        "--xtc-threshold",
+        type=number(float, 0, 0.5, "a number from 0 to 0.5"),
+        default=0.1,
+        help="probability above which XTC drops all but the least likely token",
+    )
+    for name, meaning in PENALTIES.items():
+        group.add_argument(
+            f"--{name}-penalty", type=number(float, -1e6, 1e6, "a number"), help=meaning
+        )
+    group.add_argument(
         "--seed",
         type=number(int, 0, 2**63, "a whole number >= 0"),
         help="of all requests' random streams",
     )
     group.add_argument(
         "--stop", action="append", default=[], help="text that ends a completion; repeatable"
+    )
+    group.add_argument(
+        "--logprobs",
+        type=number(int, 0, 2**31, "a whole number >= 0"),
+        default=0,
+        metavar="N",
+        help="most likely tokens written to --output with each token",
+    )
+
+
+def _add_branching(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--n", type=COUNT, default=1, help="completions of each prompt, which is computed once"
+    )
+    group.add_argument(
+        "--best-of",
+        type=COUNT,
+        metavar="N",
+        help="generate N completions and keep the --n with the highest mean log-probability",
+    )
+    group.add_argument(
+        "--beams", type=COUNT, metavar="N", help="beam search with N hypotheses instead of sampling"
+    )
+    group.add_argument(
+        "--length-penalty",
+        type=number(float, -100, 100, "a number from -100 to 100"),
+        default=1.0,
+        help="of beams: above 0 favours long hypotheses (default: %(default)s)",
+    )
+    group.add_argument(
+        "--early-stopping", action="store_true", help="end beams with the first N hypotheses"
     )
 
 
@@ -137,6 +190,35 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         default=512,
         metavar="TOKENS",
         help="prompt tokens computed in a step at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-stall-ms",
+        type=number(float, 1e-3, 1e9, "a number of milliseconds above 0"),
+        metavar="MS",
+        help="time that a step may take while streams run, kept by a cost model that learns from "
+        "every step (default: only --prefill-chunk bounds a step)",
+    )
+    group.add_argument(
+        "--policy",
+        choices=list(Policy),
+        default=Policy.FCFS,
+        help="order of waiting requests (default: %(default)s)",
+    )
+    group.add_argument(
+        "--preempt",
+        choices=list(VictimPolicy),
+        default=VictimPolicy.NEWEST,
+        help="whose blocks are taken when none are left (default: %(default)s)",
+    )
+    group.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="share no K/V between prompts that start alike",
+    )
+    group.add_argument(
+        "--no-lookahead",
+        action="store_true",
+        help="launch no step before the one before it has been read",
     )
     group.add_argument(
         "--no-prewarm",

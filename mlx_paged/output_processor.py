@@ -33,8 +33,6 @@ class OutputProcessor:
         request, token = choice.request, choice.token
         request.tokens.append(token)
         request.logprobs.append(choice.logprob)
-        if request.first_token_time is None:
-            request.first_token_time = self._clock()
         text = self._texts.get(request.id)
         ends = token in self.stop_token_ids(request)
         segment = "" if text is None or ends else text.push(token)
@@ -46,6 +44,8 @@ class OutputProcessor:
         if reason is not None and text is not None:
             segment += text.finish()
         top = choice.top[: request.params.logprobs]
+        if top:
+            request.top_logprobs.append(top)
         return TokenOutput(request.id, token, segment, choice.logprob, top), reason
 
     def stop_token_ids(self, request: Request) -> Collection[int]:

@@ -1,5 +1,6 @@
 """What an engine gives back: tokens as they come, and the whole when a request ended."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_paged.request import FinishReason, Request
@@ -33,6 +34,8 @@ class Completion:
             tokenizer.
         logprobs: log-probability of each token under the model, before temperature and filters.
         finish_reason: why it ended.
+        top_logprobs: for each token the most likely ones, as in :class:`TokenOutput`; empty unless
+            asked for.
         ttft_s: seconds from arrival to the first token; None if there was none.
         seconds: from arrival to the end.
         cached_prompt_tokens: prompt tokens whose K/V another request had left.
@@ -54,6 +57,7 @@ class Completion:
     seconds: float
     cached_prompt_tokens: int
     preemptions: int
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     prefix_miss: str | None = None
     error: str | None = None
     beams: tuple[Beam, ...] = ()
@@ -74,6 +78,7 @@ class Completion:
             seconds=request.finish_time - request.arrival_time,
             cached_prompt_tokens=request.num_cached,
             preemptions=request.num_preempted,
+            top_logprobs=tuple(request.top_logprobs),
             prefix_miss=request.prefix_miss,
             error=None if request.error is None else describe(request.error),
         )
@@ -107,3 +112,12 @@ class TokenOutput:
 def describe(error: BaseException) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def likeliest(completions: Sequence[Completion], n: int) -> list[Completion]:
+    """The `n` with the highest mean log-probability, best first."""
+
+    def mean(completion: Completion) -> float:
+        return sum(completion.logprobs) / max(1, len(completion.logprobs))
+
+    return sorted(completions, key=mean, reverse=True)[:n]

@@ -17,8 +17,8 @@ MAX_TAIL = 256
 
 
 def add_biases(logits: mx.array, biases: LogitBiases) -> mx.array:
-    values = biases.values.astype(logits.dtype)
-    return logits.at[biases.rows, biases.tokens].add(values)
+    """Logits ``[R, vocab]`` with the biases added."""
+    return logits.at[biases.rows, biases.tokens].add(biases.values)
 
 
 class Penalties:
@@ -37,6 +37,7 @@ class Penalties:
     def __call__(self, logits: mx.array, newest: mx.array) -> mx.array:
         """Logits ``[R, vocab]`` after the penalties; `newest` ``[R]`` int32 ends the windows."""
         windows = self._windows(self._rows.subset.take(newest))
+        windows = mx.minimum(windows, logits.shape[-1] - 1)  # an odd prompt must not reach beyond
         rows, dtype = self._row_indices, logits.dtype
         logits = mx.array(logits)  # shares the values; assignments do not reach the caller's array
         if (penalty := self._rows.repetition) is not None:
@@ -48,8 +49,7 @@ class Penalties:
             logits[rows, tokens] = logits[rows, tokens] - penalty.strength.astype(dtype)
         if (penalty := self._rows.frequency) is not None:
             tokens, counted = _counted(windows, penalty)
-            strength = mx.where(counted, penalty.strength, 0).astype(dtype)
-            logits = logits.at[rows, tokens].subtract(strength)
+            logits = logits.at[rows, tokens].subtract(mx.where(counted, penalty.strength, 0))
         return logits
 
     def _windows(self, newest: mx.array) -> mx.array:
@@ -77,7 +77,7 @@ class Penalties:
 def _counted(windows: mx.array, penalty: Penalty) -> tuple[mx.array, mx.array]:
     """The windows with every token that the penalty does not count replaced by the newest, which
     is always counted, and a mask of those it counts."""
-    counted = penalty.counted & (windows != NO_TOKEN)
+    counted = penalty.counted & (windows > NO_TOKEN)
     return mx.where(counted, windows, windows[:, -1:]), counted
 
 

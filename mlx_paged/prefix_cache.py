@@ -105,12 +105,13 @@ class PrefixMatch:
     Attributes:
         blocks: full blocks, from the first on.
         tail: the block after them that begins as the prompt goes on, if that is worth a copy.
-        run: for how many tokens `tail` does; 0 without one.
+        num_tokens: leading tokens of the prompt that are in `blocks` and `tail`.
+        miss: why not more; None if all that can be reused are.
     """
 
     blocks: list[CachedBlock]
     tail: CachedBlock | None
-    run: int
+    num_tokens: int
     miss: MissReason | None
 
 
@@ -177,7 +178,7 @@ class PrefixCache:
         if run < self.min_run:
             tail, run = None, 0
         miss = self._miss(start, stop, run, was_evicted, goes_on)
-        return PrefixMatch(blocks, tail, run, miss)
+        return PrefixMatch(blocks, tail, start + run, miss)
 
     def _miss(
         self, start: int, stop: int, run: int, was_evicted: bool, goes_on: bool

@@ -5,17 +5,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-OPTIONS = {
-    "max_tokens": "max_tokens",
-    "temperature": "temperature",
-    "temp": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-}
-"""Keys of a line that set a field of SamplingParams."""
+ALIASES = {"temp": "temperature"}
+
+NUMBERS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "xtc_probability",
+    "xtc_threshold",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+)
+"""Keys of a line that set a number among the fields of SamplingParams."""
+
+KEYS = (*NUMBERS, *ALIASES, "stop", "logit_bias", "n", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +36,8 @@ class PromptSpec:
         options: fields of SamplingParams that differ from the command line's.
         source: where it came from, for error messages.
         id: the line's own "id", given back with the result.
+        n: completions wanted; None: as many as the command line says.
+        priority: lower numbers first, under that policy.
     """
 
     prompt: str | None
@@ -35,6 +45,8 @@ class PromptSpec:
     options: dict[str, Any] = field(default_factory=dict)
     source: str = "--prompt"
     id: Any = None
+    n: int | None = None
+    priority: int = 0
 
     @property
     def title(self) -> str:
@@ -79,11 +91,22 @@ def _parse(entry: Any, source: str) -> PromptSpec:
         raise ValueError('"prompt" must be a string')
     if messages is not None and not _is_chat(messages):
         raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
-    unknown = sorted(entry.keys() - OPTIONS.keys())
+    unknown = sorted(entry.keys() - set(KEYS))
     if unknown:
-        raise ValueError(f'unknown key "{unknown[0]}": expected one of {", ".join(OPTIONS)}')
-    options = {OPTIONS[key]: _option(key, value) for key, value in entry.items()}
-    return PromptSpec(prompt, messages, options, source, request_id)
+        raise ValueError(f'unknown key "{unknown[0]}": expected one of {", ".join(KEYS)}')
+    n, priority = (_whole(entry, key) for key in ("n", "priority"))
+    options = {ALIASES.get(key, key): _option(key, value) for key, value in entry.items()}
+    return PromptSpec(prompt, messages, options, source, request_id, n, priority or 0)
+
+
+def _whole(entry: dict[str, Any], key: str) -> int | None:
+    """Take a whole number out of the line."""
+    value = entry.pop(key, None)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise ValueError(f'"{key}" must be a whole number')
+    if key == "n" and value is not None and value < 1:
+        raise ValueError('"n" must be at least 1')
+    return value
 
 
 def _is_chat(messages: Any) -> bool:
@@ -100,6 +123,16 @@ def _option(key: str, value: Any) -> Any:
         if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
             raise ValueError('"stop" must be a string or a list of strings')
         return tuple(strings)
+    if key == "logit_bias":
+        return _logit_bias(value)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f'"{key}" must be a number')
     return value
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """JSON has no integer keys: {"42": -1.5} stands for token 42."""
+    try:
+        return {int(token): float(bias) for token, bias in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError('"logit_bias" must be an object such as {"42": -1.5}') from None

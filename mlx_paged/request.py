@@ -57,6 +57,7 @@ class Request:
     num_faults: int = 0
     samples: list["Request"] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     arrival_time: float = field(default_factory=time.perf_counter)

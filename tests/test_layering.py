@@ -13,6 +13,8 @@ PACKAGE = Path(mlx_paged.__file__).parent
 
 ORDER = [
     "generate",
+    "generate_report",
+    "generate_jobs",
     "generate_args",
     "model_loader",
     "prompts_file",

@@ -1,0 +1,126 @@
+"""What the command prints and writes when its prompts are done."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged.engine import Engine
+from mlx_paged.generate_args import GB
+from mlx_paged.generate_jobs import Job
+from mlx_paged.outputs import Completion
+
+RULE = "=" * 10
+MB = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished prompt and its place in the input."""
+
+    number: int
+    job: Job
+    completions: list[Completion]
+
+
+def print_results(results: Sequence[Result], total: int) -> None:
+    """Every text under a heading that numbers the prompt and, of several, the text."""
+    for result in results:
+        texts = _texts(result)
+        for index, text in enumerate(texts, start=1):
+            which = f" ({index}/{len(texts)})" if len(texts) > 1 else ""
+            print(f"{RULE} {result.number}/{total}{which}: {result.job.spec.title[:70]}")
+            print(text)
+    print(RULE)
+
+
+def _texts(result: Result) -> list[str]:
+    beams = result.completions[0].beams
+    return [answer.text for answer in beams or result.completions]
+
+
+def print_stats(engine: Engine, prewarm: bool) -> None:
+    """Speeds, latencies, memory."""
+    stats = engine.stats.as_dict()
+    print(
+        f"Prompt: {stats['prompt_tokens']} tokens, "
+        f"{stats['prompt_tokens_per_sec']:.3f} tokens-per-sec"
+    )
+    print(
+        f"Generation: {stats['generation_tokens']} tokens, "
+        f"{stats['generation_tokens_per_sec']:.3f} tokens-per-sec"
+    )
+    if stats["ttft_median_s"] is not None:
+        print(f"TTFT: median {stats['ttft_median_s']:.3f} s, max {stats['ttft_max_s']:.3f} s")
+    print(f"Pre-warm: {_prewarm(stats['prewarm_seconds'], prewarm)}")
+    print(
+        f"KV: peak {stats['peak_blocks_in_use']} of {stats['num_blocks']} blocks "
+        f"({stats['peak_kv_bytes'] / MB:.3f} MB; "
+        f"live tokens {stats['peak_live_kv_bytes'] / MB:.3f}, "
+        f"one cache a sequence {stats['contiguous_kv_bytes'] / MB:.3f}, "
+        f"padded batch {stats['padded_kv_bytes'] / MB:.3f}), {stats['blocks_in_use']} in use now"
+    )
+    print(f"Peak memory: {mx.get_peak_memory() / GB:.3f} GB")
+
+
+def _prewarm(seconds: float | None, wanted: bool) -> str:
+    if seconds is not None:
+        return f"GPU pipelines compiled in {seconds:.3f} s"
+    return "nothing to compile on a CPU" if wanted else "skipped"
+
+
+def write_results(results: Sequence[Result], path: str) -> None:
+    """One JSON object a line for every completion, in the order of the input."""
+    with Path(path).open("w", encoding="utf-8") as file:
+        for result in results:
+            for record in _records(result):
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _records(result: Result) -> list[dict[str, Any]]:
+    spec = result.job.spec
+    asked = {"prompt": spec.prompt} if spec.messages is None else {"messages": spec.messages}
+    if spec.id is not None:
+        asked = {"id": spec.id} | asked
+    first = result.completions[0]
+    if first.beams:
+        answers = [_answer(beam) | {"score": beam.score} for beam in first.beams]
+    else:
+        answers = [_answer(completion) for completion in result.completions]
+    owners = [first] * len(answers) if first.beams else result.completions
+    records = [
+        asked | answer | _costs(owner) for answer, owner in zip(answers, owners, strict=True)
+    ]
+    if len(records) > 1:
+        for index, record in enumerate(records):
+            record["index"] = index
+    return records
+
+
+def _answer(answer: Any) -> dict[str, Any]:
+    """What completions and beams have in common."""
+    return {
+        "text": answer.text,
+        "finish_reason": answer.finish_reason,
+        "generation_tokens": len(answer.tokens),
+        "tokens": answer.tokens,
+        "logprobs": answer.logprobs,
+    }
+
+
+def _costs(completion: Completion) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "prompt_tokens": completion.prompt_tokens,
+        "cached_prompt_tokens": completion.cached_prompt_tokens,
+        "prefix_miss": completion.prefix_miss,
+        "ttft_s": completion.ttft_s,
+        "seconds": completion.seconds,
+    }
+    if completion.top_logprobs:
+        record["top_logprobs"] = completion.top_logprobs
+    if completion.error is not None:
+        record["error"] = completion.error
+    return record
