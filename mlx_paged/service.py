@@ -113,7 +113,8 @@ class EngineService:
     A context manager: entering starts the service, leaving closes it without draining.
 
     Args:
-        engine: with evaluated weights; requests that it already holds are computed, unheard.
+        engine: whose model holds no array that is yet to be computed: only the thread that made
+            such an array can compute it. Requests that it has already are computed, unheard.
         max_unread: outputs that may wait for their reader. One more aborts the request, except
             where the reader waits for :meth:`Ticket.result`.
 
@@ -160,7 +161,8 @@ class EngineService:
         """Accept nothing more, end what is open and wait for the thread to end.
 
         Args:
-            drain: let open requests finish; else they end with ``FinishReason.ABORT``.
+            drain: finish every request; else those with a ticket end with ``FinishReason.ABORT``
+                and others stay in the engine.
         """
         with self._lock:
             self._closed = True
@@ -242,9 +244,7 @@ class EngineService:
         mx.clear_streams()  # else they die with the thread, after `join`: exiting then crashes
 
     def _goes_on(self) -> bool:
-        if not self._closed:
-            return True
-        return self._drain and bool(self._open) and self._engine.has_work
+        return not self._closed or (self._drain and self._engine.has_work)
 
     def _answer_calls(self) -> None:
         """Everything asked for since the last step; sleeps while there is nothing to do."""
@@ -289,8 +289,6 @@ class EngineService:
     def _abort_all(self) -> None:
         for request_id in list(self._open):
             self._abort(request_id)
-        if self._open:
-            self._step()
         for request_id, inbox in self._open.items():
             inbox.end(RuntimeError(f"[EngineService] request {request_id} was ended by a call"))
         self._open.clear()

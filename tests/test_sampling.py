@@ -1,22 +1,27 @@
 """The tokens that come out of a row of logits: filters as in mlx-lm, draws, log-probabilities."""
 
 import math
-from itertools import pairwise
+from collections.abc import Iterable
 from statistics import NormalDist
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_sampler
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_sampler
+from sampling_cases import (
+    DTYPE_IDS,
+    DTYPES,
+    FLAT,
+    VOCAB,
+    log_softmax,
+    random_logits,
+    request,
+    sample,
+)
 
 from mlx_paged import sampling
 from mlx_paged.request import Request
-from mlx_paged.sampling import sample, uniform
-from mlx_paged.sampling_params import SamplingParams
-
-FLAT = 1e6
-"""A temperature at which every token that passes the filters is as likely as any other."""
 
 FILTERS: dict[str, dict[str, Any]] = {
     "top_p=0.5": {"top_p": 0.5},
@@ -41,52 +46,66 @@ FILTERS: dict[str, dict[str, Any]] = {
     "top_p=1 is none, top_k": {"top_p": 1.0, "top_k": 47},
     "top_k=vocab is none": {"top_k": 48},
     "top_k>vocab is none": {"top_k": 1000},
+    "xtc": {"xtc_probability": 1.0, "xtc_threshold": 0.05},
+    "xtc, threshold 0": {"xtc_probability": 1.0, "xtc_threshold": 0.0},
+    "xtc, threshold 0.5": {"xtc_probability": 1.0, "xtc_threshold": 0.5},
+    "xtc never acts": {"xtc_probability": 0.0, "xtc_threshold": 0.05},
+    "top_p raises xtc's probabilities": {
+        "top_p": 0.5,
+        "xtc_probability": 1.0,
+        "xtc_threshold": 0.12,
+    },
+    "min_p, xtc": {"min_p": 0.3, "xtc_probability": 1.0, "xtc_threshold": 0.12},
+    "xtc, top_k of what is left": {"xtc_probability": 1.0, "xtc_threshold": 0.05, "top_k": 3},
+    "xtc keeps special tokens": {
+        "xtc_probability": 1.0,
+        "xtc_threshold": 0.02,
+        "xtc_special_tokens": range(0, VOCAB, 2),
+    },
+    "special tokens beyond the vocabulary": {
+        "xtc_probability": 1.0,
+        "xtc_special_tokens": [VOCAB, 10**6],
+    },
+    "all four": {
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "xtc_probability": 1.0,
+        "xtc_threshold": 0.05,
+        "xtc_special_tokens": range(0, VOCAB, 3),
+        "top_k": 4,
+    },
 }
-VOCAB = 48
-
-SPLITMIX64_STEP = 0x9E3779B97F4A7C15
-
-DTYPES = [mx.float32, mx.float16, mx.bfloat16]
-DTYPE_IDS = ["float32", "float16", "bfloat16"]
-
-
-def request(seed: int = 0, num_generated: int = 0, **options: Any) -> Request:
-    made = Request(id=0, tokens=[0], params=SamplingParams(**options), seed=seed)
-    made.tokens += [0] * num_generated
-    return made
-
-
-def random_logits(rows: int, vocab: int = VOCAB, spread: float = 2.0, seed: int = 0) -> mx.array:
-    """Float32 ``[rows, vocab]`` without ties."""
-    rng = np.random.default_rng(seed)
-    return mx.array((rng.normal(size=(rows, vocab)) * spread).astype(np.float32))
 
 
 def draws(row: mx.array, count: int, **options: Any) -> list[int]:
     """`count` tokens from the logits `row` ``[vocab]``, each with a seed of its own."""
-    params = SamplingParams(**options)
+    params = request(**options).params
     requests = [Request(id=0, tokens=[0], params=params, seed=seed) for seed in range(count)]
     rows = mx.broadcast_to(row[None], (count, row.size))
     return sample(rows, requests).tokens.tolist()
 
 
-def mlx_lm_survivors(row: mx.array, top_p: float = 0, min_p: float = 0, top_k: int = 0) -> set[int]:
+def mlx_lm_survivors(
+    row: mx.array,
+    top_p: float = 0,
+    min_p: float = 0,
+    xtc_probability: float = 0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Iterable[int] = (),
+    top_k: int = 0,
+) -> set[int]:
     """The tokens that mlx-lm's sampler can draw, its filters in its order."""
     kept = (row - mx.logsumexp(row))[None]
     if 0 < top_p < 1:
         kept = apply_top_p(kept, top_p)
     if min_p > 0:
         kept = apply_min_p(kept, min_p)
+    if xtc_probability > 0:
+        special = [token for token in xtc_special_tokens if token < row.size]
+        kept = apply_xtc(kept, xtc_probability, xtc_threshold, special)
     if 0 < top_k < row.size:
         kept = apply_top_k(kept, top_k)
     return set(np.flatnonzero(np.array(kept[0]) > -np.inf).tolist())
-
-
-def log_softmax(logits: mx.array) -> np.ndarray:
-    """Float64 ``[R, vocab]``."""
-    x = np.array(logits.astype(mx.float32), np.float64)
-    x -= x.max(axis=-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
 def chi_square_bound(degrees: int, p: float = 1e-4) -> float:
@@ -148,6 +167,38 @@ def test_survivors_share_the_mass_of_the_filtered_tokens(temperature):
     assert_drawn_from(drawn, probs / probs.sum())
 
 
+XTC_OPTIONS = {"xtc_probability": 0.3, "xtc_threshold": 0.05, "top_k": 4}
+
+
+def xtc_mixture(row: mx.array, options: dict[str, Any]) -> np.ndarray:
+    """Probabilities, float64 ``[vocab]``, of the tokens that come out when XTC acts at times."""
+    mixture = np.zeros(row.size)
+    for weight, acts in ((options["xtc_probability"], 1.0), (1 - options["xtc_probability"], 0.0)):
+        kept = list(mlx_lm_survivors(row, **options | {"xtc_probability": acts}))
+        probs = np.exp(log_softmax(row[None]))[0, kept]
+        mixture[kept] += weight * probs / probs.sum()
+    return mixture
+
+
+@pytest.mark.parametrize("streams", ["one seed, many tokens", "many seeds, one token"])
+def test_xtc_acts_on_as_many_tokens_as_its_probability_says(streams):
+    row, n = random_logits(rows=1, seed=18)[0], 20_000
+    params = request(temperature=1.0, **XTC_OPTIONS).params
+    seeds = [3] * n if streams == "one seed, many tokens" else range(n)
+    requests = [Request(id=0, tokens=[0], params=params, seed=seed) for seed in seeds]
+    if streams == "one seed, many tokens":
+        for num_generated, made in enumerate(requests):
+            made.num_prompt = 1 - num_generated
+    tokens = sample(mx.broadcast_to(row[None], (n, VOCAB)), requests).tokens.tolist()
+    assert_drawn_from(tokens, xtc_mixture(row, XTC_OPTIONS))
+
+
+def test_xtc_leaves_the_most_likely_token_of_a_greedy_row():
+    logits = random_logits(rows=8, seed=19)
+    requests = [request(xtc_probability=1.0, xtc_threshold=0.0)] * 8
+    assert sample(logits, requests).tokens.tolist() == mx.argmax(logits, axis=-1).tolist()
+
+
 def test_successive_tokens_of_one_request_are_drawn_independently():
     row = random_logits(rows=1, vocab=4, spread=0.5, seed=6)
     steps = [request(seed=11, num_generated=n, temperature=1.0) for n in range(6001)]
@@ -194,6 +245,10 @@ def test_a_row_gets_the_same_token_alone_and_in_a_batch():
             top_p=float(rng.choice([0.0, 0.5, 0.9, 1.0])),
             top_k=int(rng.choice([0, 1, 5, 30, 1000])),
             min_p=float(rng.choice([0.0, 0.05, 1.0])),
+            xtc_probability=float(rng.choice([0.0, 0.5, 1.0])),
+            xtc_threshold=float(rng.choice([0.02, 0.1])),
+            xtc_special_tokens=rng.integers(VOCAB, size=rng.integers(9)).tolist(),
+            logprobs=int(rng.choice([0, 3, 7])),
         )
         for _ in range(60)
     ]
@@ -202,6 +257,8 @@ def test_a_row_gets_the_same_token_alone_and_in_a_batch():
         single = sample(logits[i : i + 1], [alone])
         assert single.tokens.item() == together.tokens[i].item()
         assert single.logprobs.item() == pytest.approx(together.logprobs[i].item(), rel=1e-6)
+        if count := alone.params.logprobs:
+            assert single.top_tokens[0].tolist() == together.top_tokens[i, :count].tolist()
 
 
 def test_a_request_draws_anew_with_every_token():
@@ -285,73 +342,3 @@ def test_half_precision_logits_are_drawn_in_float32(dtype):
     tokens = draws(mx.zeros(4000, dtype), 4000, temperature=1.0)
     assert_drawn_from([token // 200 for token in tokens], np.full(20, 1 / 20))
     assert len(set(tokens)) > 2000  # 4000 * (1 - 1/e) = 2528 are expected
-
-
-def kolmogorov_smirnov(values: np.ndarray) -> float:
-    """The largest distance between the distribution of `values` and the uniform one."""
-    ordered, n = np.sort(values.astype(np.float64)), len(values)
-    above = np.arange(1, n + 1) / n - ordered
-    return float(max(above.max(), (ordered - np.arange(n) / n).max()))
-
-
-STREAMS = {
-    "one seed, many draws": (lambda n: [123] * n, lambda n: range(n)),
-    "many seeds, first draw": (lambda n: range(n), lambda n: [0] * n),
-    "many seeds, later draw": (lambda n: range(n), lambda n: [1000] * n),
-    "seed and draw advance together": (lambda n: range(n), lambda n: range(n)),
-    "seed advances, draw falls": (lambda n: range(n), lambda n: range(n)[::-1]),
-    "seeds of 64 bits": (lambda n: range(2**64 - n, 2**64), lambda n: [0] * n),
-}
-
-
-@pytest.mark.parametrize(("seeds", "indices"), STREAMS.values(), ids=STREAMS)
-def test_draws_are_uniform(seeds, indices):
-    n = 50_000
-    values = uniform(seeds(n), indices(n))
-    assert values.dtype == np.float32
-    assert values.min() >= 0 and values.max() < 1
-    # Exceeded by uniform numbers with probability 1e-4: 2 exp(-2 n d**2) = 1e-4.
-    assert kolmogorov_smirnov(values) < math.sqrt(math.log(2e4) / (2 * n))
-
-
-@pytest.mark.parametrize(("seeds", "indices"), STREAMS.values(), ids=STREAMS)
-def test_neighbouring_draws_are_uncorrelated(seeds, indices):
-    n = 50_000
-    values = uniform(seeds(n), indices(n)).astype(np.float64)
-    correlation = np.corrcoef(values[:-1], values[1:])[0, 1]
-    assert abs(correlation) < 4 / math.sqrt(n)  # four standard deviations
-
-
-def test_a_draw_depends_on_its_seed_and_number_only():
-    rng = np.random.default_rng(14)
-    seeds = [int(seed) for seed in rng.integers(2**64, size=100, dtype=np.uint64)]
-    indices = [int(index) for index in rng.integers(10_000, size=100)]
-    together = uniform(seeds, indices)
-    alone = [uniform([seed], [index])[0] for seed, index in zip(seeds, indices, strict=True)]
-    np.testing.assert_array_equal(together, alone)
-
-
-@pytest.mark.parametrize("step", [1, SPLITMIX64_STEP], ids=["1", "the generator's own step"])
-def test_streams_of_different_seeds_do_not_overlap(step):
-    """A stream that were another one, shifted, would show as repeated pairs of draws."""
-    seeds = [i * step % 2**64 for i in range(50)]
-    streams = np.stack([uniform([seed] * 1000, range(1000)) for seed in seeds])
-    pairs = {pair for row in streams for pair in pairwise(row.tolist())}
-    assert len(pairs) == 50 * 999
-
-
-def splitmix64(state: int, index: int) -> int:
-    """Output number `index` of SplitMix64 from an initial state, in Python's integers."""
-    z = (state + (index + 1) * SPLITMIX64_STEP) % 2**64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return z ^ z >> 31
-
-
-def test_draws_are_the_upper_bits_of_splitmix64():
-    """The stream of a seed starts at the seed's own first output."""
-    assert splitmix64(1234567, 0) == 6457827717110365317  # as published
-    for seed in (0, 1, 2**64 - 1):
-        for index in (0, 1, 12345):
-            draw = splitmix64(splitmix64(seed, 0), index) >> 41
-            assert uniform([seed], [index])[0] == draw / 2**23
