@@ -5,7 +5,7 @@ from typing import Any
 
 from mlx_paged.beam_search import BeamGroup, Candidates, Survivor
 from mlx_paged.outputs import Beam
-from mlx_paged.request import Request
+from mlx_paged.request import FinishReason, Request
 from mlx_paged.scheduler import Scheduler
 from mlx_paged.step_pipeline import Choice, Runner
 
@@ -42,6 +42,12 @@ class BeamRequests:
     @property
     def done(self) -> bool:
         return self.group.done
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of the best hypothesis; STOP if no continuation is possible at all."""
+        best = self.group.best(1)
+        return best[0].finish_reason if best else FinishReason.STOP
 
     def beams(self, text_of: Callable[[list[int]], str]) -> tuple[Beam, ...]:
         """The finished hypotheses, best first."""

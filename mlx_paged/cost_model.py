@@ -205,8 +205,7 @@ class CostModel:
         if len(self._differences) < CHANGE_STEPS:
             return False
         _, low, *_, high, _ = sorted(self._differences)
-        large = max(CHANGE, 2 * self._usual)
-        return low > large or high < -large
+        return low > CHANGE or high < -CHANGE
 
     def _descend(self) -> None:
         """Lower the sum of squares, one coefficient at a time to its best value >= 0.

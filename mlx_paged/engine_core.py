@@ -359,7 +359,7 @@ class EngineCore:
         beams.advance(self.scheduler, self.runner)
         if not beams.done:
             return None
-        return TokenOutput.last(self._end_beams(beams, beams.group.best(1)[0].finish_reason))
+        return TokenOutput.last(self._end_beams(beams, beams.finish_reason))
 
     def _end_beams(self, beams: BeamRequests, reason: FinishReason) -> Completion:
         for request_id in [i for i, owner in self._beams.items() if owner is beams]:

@@ -88,11 +88,6 @@ class Sampler:
         return logits
 
 
-def sample(logits: mx.array, requests: Sequence[Request]) -> Sampled:
-    """Choose a token for each row of `logits` ``[R, vocab]``; every request's tokens are known."""
-    return Sampler()(logits, requests, mx.array([r.tokens[-1] for r in requests], mx.int32))
-
-
 def uniform(seeds: npt.ArrayLike, indices: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """Draw number `index` of the random stream of `seed`, for each pair: ``[R]`` in [0, 1).
 
