@@ -13,17 +13,22 @@ from mlx_paged.ops import (
     uninstall_from_mlx,
     write_kv,
 )
-from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.outputs import Beam, Completion, TokenOutput
 from mlx_paged.request import FinishReason
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.service import EngineService
+from mlx_paged.ticket import Ticket
 
 __all__ = [
+    "Beam",
     "Completion",
     "Engine",
+    "EngineService",
     "FinishReason",
     "KVBlockManager",
     "OutOfBlocksError",
     "SamplingParams",
+    "Ticket",
     "TokenOutput",
     "UnsupportedModelError",
     "copy_blocks",

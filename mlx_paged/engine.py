@@ -83,7 +83,7 @@ class Engine(EngineCore):
     ) -> None:
         if block_size < 1:
             raise ValueError(f"[Engine] block_size is {block_size}: expected >= 1")
-        mx.eval(model.parameters())
+        mx.eval(model.state)  # whichever thread runs the engine, this one made the arrays
         profile = probe(model)
         if num_blocks is None:
             num_blocks = num_blocks_for(model, profile.shapes, block_size, kv_memory)

@@ -32,8 +32,8 @@ class MissReason(StrEnum):
         TOO_SHORT: the prompt without its last token is shorter than the smallest usable run.
         EVICTED: the prompt's next full block was known, until its memory was needed.
         UNSEEN: nothing was reused: no known text begins as this prompt does.
-        DIVERGED: some was reused; from there the known text goes on otherwise.
-        END: some was reused, all that is known: from there the prompt's text is new.
+        DIVERGED: some was reused; from there the known text that agrees longest goes on otherwise.
+        END: some was reused; there the known text ends, and the prompt's goes on.
     """
 
     DISABLED = "disabled"
@@ -180,19 +180,6 @@ class PrefixCache:
         miss = self._miss(start, stop, run, was_evicted, goes_on)
         return PrefixMatch(blocks, tail, start + run, miss)
 
-    def _miss(
-        self, start: int, stop: int, run: int, was_evicted: bool, goes_on: bool
-    ) -> MissReason | None:
-        if stop < self.min_run:
-            return MissReason.TOO_SHORT
-        if stop - start < self.min_run or start + run == stop:
-            return None
-        if was_evicted:
-            return MissReason.EVICTED
-        if start + run == 0:
-            return MissReason.UNSEEN
-        return MissReason.DIVERGED if goes_on else MissReason.END
-
     def set_idle(self, block: int) -> None:
         """The last reference is gone: keep the content until the block is needed."""
         self._idle[block] = None
@@ -207,8 +194,9 @@ class PrefixCache:
     def evict(self, block: int | None = None) -> int:
         """Forget an idle block, by default the one unused longest, and hand it over."""
         if block is None:
-            block = next(iter(self._idle))
-        del self._idle[block]
+            block, _ = self._idle.popitem(last=False)
+        else:
+            del self._idle[block]
         entry = self._by_block[block]
         self.forget(block)
         if len(entry.tokens) == self.block_size * TOKEN_BYTES:
@@ -257,6 +245,20 @@ class PrefixCache:
             if run > longest:
                 best, longest = entry, run
         return best, max(longest, 0)
+
+    def _miss(
+        self, start: int, stop: int, run: int, was_evicted: bool, goes_on: bool
+    ) -> MissReason | None:
+        """Why of ``[0, stop)`` no more than full blocks up to `start` and a run after them."""
+        if stop < self.min_run:
+            return MissReason.TOO_SHORT
+        if stop - start < self.min_run or start + run == stop:
+            return None
+        if was_evicted:
+            return MissReason.EVICTED
+        if start + run == 0:
+            return MissReason.UNSEEN
+        return MissReason.DIVERGED if goes_on else MissReason.END
 
     def _add(self, entry: CachedBlock) -> None:
         """Index a block. Idle ones that it begins with are of no further use: first to go."""
