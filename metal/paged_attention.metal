@@ -182,7 +182,8 @@ template <typename T, typename Q, int D, int DV, int ROWS>
   for (int r = 0; r < ROWS; r++) {
     rows[r] = query_row(first_row + r, sequence, head_slot, has_keys ? context : 0, p);
     const bool sees_keys = rows[r].stop > 0;
-    begin = sees_keys ? min(begin, rows[r].first) : begin;
+    // A row that sees no key starts no earlier than the tile's other rows, if those see any.
+    begin = min(begin, rows[r].first);
     end = max(end, rows[r].stop);
     const device Q* row = q + sequence * p.q_strides[0] + rows[r].head * p.q_strides[1] +
         rows[r].token * p.q_strides[2];

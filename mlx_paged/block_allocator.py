@@ -56,6 +56,8 @@ class _Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks offered for reuse
     root: bytes = ROOT  # its first block's parent
     may_offer: bool = True  # whether its K/V may be offered for reuse
+    private_start: int = 0  # positions [private_start, private_stop) may be written as they are
+    private_stop: int = 0
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -169,22 +171,32 @@ class BlockAllocator:
             ValueError: `seq_id` is in use or `num_tokens` is negative.
             OutOfBlocksError: too few blocks; nothing changed.
         """
+        if seq_id in self._sequences:
+            raise ValueError(f"[admit] seq_id {seq_id} is in use: expected a new id")
+        if num_tokens < 0:
+            raise ValueError(f"[admit] num_tokens is {num_tokens}: expected >= 0")
         match = self._match(num_tokens, tokens, salt)
-        return self._start(seq_id, num_tokens, match, root_hash(salt), spare)
+        blocks = [entry.block for entry in match.blocks]
+        hashes = [entry.hash for entry in match.blocks]
+        num_new = self.blocks_needed(num_tokens) - len(blocks)
+        available = self.num_available - sum(map(self._prefixes.is_idle, blocks))
+        self._require_available(num_new + spare, available)
 
-    def add_sequence(
-        self,
-        seq_id: int,
-        num_tokens: int,
-        tokens: Seq[int] | None = None,
-        salt: bytes = ROOT,
-        spare: int = 0,
-    ) -> int:
-        """As :meth:`admit` without the part of a block, so that there is nothing to copy; returns
-        how many leading tokens already have their K/V."""
-        match = self._match(num_tokens, tokens, salt)
-        match = replace(match, tail=None, num_tokens=len(match.blocks) * self.block_size)
-        return self._start(seq_id, num_tokens, match, root_hash(salt), spare).num_cached
+        sequence = _Sequence(self._tables.add_row(), num_tokens, hashes, root_hash(salt))
+        self._sequences[seq_id] = sequence
+        for block in blocks:
+            self._retain(block)
+        copies: list[BlockCopy] = []
+        if match.tail is not None:
+            block = match.tail.block
+            if num_new + spare == available and self._prefixes.is_idle(block):
+                blocks.append(self._take(block))  # nothing is left to copy it into
+            else:
+                copies.append(self._copy(block))
+                blocks.append(copies[0].dst)
+            num_new -= 1
+        self._tables.extend(sequence.row, blocks + [self._take() for _ in range(num_new)])
+        return Admission(match.num_tokens, copies, match.miss)
 
     def make_writable(self, seq_id: int, start: int, stop: int) -> list[BlockCopy]:
         """Let the sequence write positions [start, stop): append blocks, copy shared ones.
@@ -197,6 +209,9 @@ class BlockAllocator:
             OutOfBlocksError: too few blocks; nothing changed.
         """
         sequence = self._sequence(seq_id)
+        if sequence.private_start <= start < stop <= sequence.private_stop:
+            sequence.num_tokens = max(sequence.num_tokens, stop)
+            return []
         if not 0 <= start < stop:
             raise ValueError(f"[make_writable] span [{start}, {stop}): expected 0 <= start < stop")
         if start > sequence.num_tokens:
@@ -223,6 +238,7 @@ class BlockAllocator:
         del sequence.hashes[first:]
         self._tables.extend(row, [self._take() for _ in range(num_missing)])
         sequence.num_tokens = max(sequence.num_tokens, stop)
+        sequence.private_start, sequence.private_stop = start, last * self.block_size
         return copies
 
     def copies_done(self) -> None:
@@ -236,6 +252,7 @@ class BlockAllocator:
         parent = self._sequence(parent_seq_id)
         if child_seq_id in self._sequences:
             raise ValueError(f"[fork] child_seq_id {child_seq_id} is in use: expected a new id")
+        parent.private_stop = 0
         child = replace(parent, row=self._tables.add_row(), hashes=list(parent.hashes))
         self._sequences[child_seq_id] = child
         self._tables.copy_row(parent.row, child.row)
@@ -254,6 +271,7 @@ class BlockAllocator:
             content = token_bytes(tokens, i * size, (i + 1) * size)
             parent = self._prefixes.register(int(row[i]), parent, content)
             sequence.hashes.append(parent)
+            sequence.private_stop = 0
 
     def commit_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """As :meth:`commit`, and the last block too, full or not, for a sequence about to end: the
@@ -267,6 +285,7 @@ class BlockAllocator:
         parent = sequence.hashes[last - 1] if last else sequence.root
         content = token_bytes(tokens, num_computed - num_filled, num_computed)
         self._prefixes.register_tail(block, parent, content)
+        sequence.private_stop = 0
 
     def free(self, seq_id: int) -> None:
         """End a sequence. Blocks it held alone become free, or cached if their content is known.
@@ -300,6 +319,9 @@ class BlockAllocator:
             blocks = self._tables.row(sequence.row).tolist()
             assert len(blocks) == self.blocks_needed(sequence.num_tokens)
             assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
+            first, last = sequence.private_start, sequence.private_stop
+            for block in blocks[first // self.block_size : self.blocks_needed(last)]:
+                assert self._ref_count[block] == 1 and block not in self._prefixes
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
             held.update(blocks)
         for block, source in self._origin.items():
@@ -321,36 +343,6 @@ class BlockAllocator:
             return PrefixMatch([], None, 0, MissReason.DISABLED)
         stop = max(0, min(num_tokens, len(tokens)) - 1)
         return self._prefixes.match(tokens, stop, root_hash(salt))
-
-    def _start(
-        self, seq_id: int, num_tokens: int, match: PrefixMatch, root: bytes, spare: int
-    ) -> Admission:
-        """Start a sequence on what was found: share the full blocks, copy the one after them."""
-        if seq_id in self._sequences:
-            raise ValueError(f"[admit] seq_id {seq_id} is in use: expected a new id")
-        if num_tokens < 0:
-            raise ValueError(f"[admit] num_tokens is {num_tokens}: expected >= 0")
-        blocks = [entry.block for entry in match.blocks]
-        hashes = [entry.hash for entry in match.blocks]
-        num_new = self.blocks_needed(num_tokens) - len(blocks)
-        available = self.num_available - sum(map(self._prefixes.is_idle, blocks))
-        self._require_available(num_new + spare, available)
-
-        sequence = _Sequence(self._tables.add_row(), num_tokens, hashes, root)
-        self._sequences[seq_id] = sequence
-        for block in blocks:
-            self._retain(block)
-        copies: list[BlockCopy] = []
-        if match.tail is not None:
-            block = match.tail.block
-            if num_new + spare == available and self._prefixes.is_idle(block):
-                blocks.append(self._take(block))  # nothing is left to copy it into
-            else:
-                copies.append(self._copy(block))
-                blocks.append(copies[0].dst)
-            num_new -= 1
-        self._tables.extend(sequence.row, blocks + [self._take() for _ in range(num_new)])
-        return Admission(match.num_tokens, copies, match.miss)
 
     def _sequence(self, seq_id: int) -> _Sequence:
         try:

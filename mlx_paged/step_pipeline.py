@@ -152,6 +152,7 @@ class StepPipeline(Generic[LaunchedT]):
         step = self._scheduler.schedule()
         try:
             if not step.spans:
+                assert not step.copies, "copies without a step that performs them"
                 return None
             launched = self._runner.launch(step, before.launched if before else None)
         except BaseException as error:

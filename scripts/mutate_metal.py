@@ -1,9 +1,11 @@
-"""Does the suite notice? Break each barrier and each guard of metal/ in turn and run its tests.
+"""Does the suite notice? Lift each barrier and each guard of metal/ in turn and run its tests.
 
     python -m scripts.mutate_metal [--list] [--only TEXT]
 
-Takes about half a minute a mutation, so it is run by hand or nightly, not by CI. Prints what caught
-each one, then the survivors, and ends with one JSON line.
+Takes up to a minute a mutation, so it is run by hand or nightly, not by CI. Prints what caught each
+one, then the survivors, and ends with one JSON line. Refuses to start if the tests fail without a
+mutation, or if the extension was built from other sources than those in metal/: nothing would
+follow from what fails then.
 """
 
 import argparse
@@ -12,23 +14,27 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
+
+from mlx_paged import _ext
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("paged_attention.metal", "pool.metal")
-TESTS = "tests/test_metal_kernels.py"
+TESTS = ("tests/test_metal_kernels.py", "tests/test_metal_traffic.py")
 
 BARRIER = re.compile(r"(threadgroup|simdgroup)_barrier\([^;]*\);")
-OPERAND = r"[\w.\[\]]+"
+OPERAND = r"-?[\w.\[\]]+"
 GUARD = re.compile(
-    rf"{OPERAND} (?:<|>=|>) {OPERAND}(?: [*/+-] {OPERAND})*|is_valid\b|exists\b|sees_keys\b"
+    rf"{OPERAND} (?:<|>=|>|==) {OPERAND}(?: [*/+-] {OPERAND})*"
+    r"|!?\b(?:\w+\.)?(?:is_valid|exists|sees_keys)\b(?! =)"
 )
 DECLARATION = re.compile(r"^\s*(?:bool \w+;|float qk, )")
 
-EXPLAINED = {
-    "key < max_keys": "max_keys is a multiple of the keys that a pass takes unless blocks are odd",
-}
+EXPLAINED: dict[str, str] = {}
 """Guards whose loss no test can see, and why."""
 
 
@@ -42,39 +48,64 @@ class Mutation:
     nth: int
 
 
+def embedded_source() -> str:
+    """What the extension hands to Metal's compiler: metal/, then what one kernel instantiates."""
+    pool = mx.zeros((1, 1, 1, 4))
+    call = _ext.metal.plan_copy_blocks(pool, pool, mx.zeros((1, 2), mx.int32))
+    source: str = call["launches"][0]["source"]
+    return source
+
+
 def mutations() -> list[Mutation]:
-    """Every barrier deleted, every comparison that guards something made true."""
-    text = "".join((ROOT / "metal" / name).read_text() for name in SOURCES)
+    """Every barrier deleted, every comparison that guards something lifted.
+
+    What has to hold becomes true, and what is a reason to leave, one of several, false.
+    """
+    source = embedded_source()
     found = []
-    line_start = 0
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        code = line.split("//")[0]
-        is_condition = " ? " in code or "if (" in code or "bool " in code or "&&" in code
-        matches = [(m, "") for m in BARRIER.finditer(code)]
-        if is_condition and not DECLARATION.match(code):
-            matches += [(m, "true") for m in GUARD.finditer(code)]
-        for match, new in matches:
-            old = match.group()
-            nth = text[: line_start + match.start()].count(old)
-            found.append(Mutation(f"{number}: {code.strip()}", old, new, nth))
-        line_start += len(line)
+    for name in SOURCES:
+        text = (ROOT / "metal" / name).read_text()
+        line_start = source.find(text)
+        if line_start < 0:
+            sys.exit(f"the extension was built from another {name}: build it again")
+        for number, line in enumerate(text.splitlines(keepends=True), start=1):
+            where = f"{name}:{number}: {line.strip()}"
+            for match, new in changes(line.split("//")[0]):
+                nth = source[: line_start + match.start()].count(match.group())
+                found.append(Mutation(where, match.group(), new, nth))
+            line_start += len(line)
     return found
 
 
-def caught_by(mutation: Mutation) -> str | None:
-    """The first test that fails, or None."""
-    change = json.dumps([mutation.old, mutation.new, mutation.nth])
+def changes(code: str) -> Iterator[tuple[re.Match[str], str]]:
+    """What to replace in a line, and by what."""
+    for barrier in BARRIER.finditer(code):
+        yield barrier, ""
+    is_condition = " ? " in code or "if (" in code or "bool " in code or "&&" in code
+    if is_condition and not DECLARATION.match(code):
+        for guard in GUARD.finditer(code):
+            yield guard, "false" if "||" in code else "true"
+
+
+def failed_test(mutation: Mutation | None) -> str | None:
+    """The first test that fails, or None. Exits if something else stopped the tests."""
+    environment = dict(os.environ)
+    if mutation is not None:
+        change = [mutation.old, mutation.new, mutation.nth]
+        environment["MLX_PAGED_METAL_MUTATION"] = json.dumps(change)
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", TESTS],
+        [sys.executable, "-m", "pytest", "-q", "-x", *TESTS],
         cwd=ROOT,
-        env=os.environ | {"MLX_PAGED_METAL_MUTATION": change},
+        env=environment,
         capture_output=True,
         text=True,
     )
     if run.returncode == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) \S+::(\S+)", run.stdout, re.MULTILINE)
-    return failed.group(1) if failed else f"exit status {run.returncode}"
+    failed = re.search(r"^FAILED \S+::(.+?)(?: - |$)", run.stdout, re.MULTILINE)
+    if run.returncode != 1 or not failed or "CompileError" in run.stdout:
+        sys.exit(f"the tests did not run, exit status {run.returncode}:\n{run.stdout[-4000:]}")
+    return failed.group(1)
 
 
 def main() -> None:
@@ -83,12 +114,14 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose line contains TEXT")
     args = parser.parse_args()
     chosen = [m for m in mutations() if args.only in m.where]
+    if not args.list and (test := failed_test(None)):
+        sys.exit(f"without a mutation {test} fails")
     survivors = []
     for mutation in chosen:
         print(f"{mutation.where}\n    {mutation.old} -> {mutation.new or 'nothing'}", flush=True)
         if args.list:
             continue
-        test = caught_by(mutation)
+        test = failed_test(mutation)
         print(f"    {'caught by ' + test if test else 'SURVIVED'}", flush=True)
         if test is None:
             survivors.append(mutation)

@@ -74,16 +74,18 @@ def random_case(
     q_dtype: mx.Dtype | None = None,
     layout: str = "NHSD",
     options: Iterable[str] = (),
+    spare_columns: int = 1,
     seed: int = 0,
 ) -> Case:
     """Sequences with these context lengths; every slot that they do not use is NaN.
 
     Table entries past a context are ids of poisoned blocks and ids outside the pool. `options`
-    names the entries of `OPTIONS` to add.
+    names the entries of `OPTIONS` to add. Tables have `spare_columns` more than the longest
+    context needs.
     """
     rng = np.random.default_rng(seed)
     num_used = [-(-context // block_size) for context in contexts]
-    max_blocks = max(num_used, default=0) + 1
+    max_blocks = max(num_used, default=0) + spare_columns
     num_blocks = sum(num_used) + 3
     free = list(rng.permutation(num_blocks))
     tables = np.empty((len(contexts), max_blocks), np.int32)

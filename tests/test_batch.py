@@ -18,7 +18,7 @@ def make_spans(allocator: BlockAllocator, *spans: tuple[int, int, int]) -> list[
     """Spans ``(tokens known, start, stop)`` of sequences 0, 1, ..., interleaved in the pool."""
     made = []
     for seq_id, (num_tokens, start, stop) in enumerate(spans):
-        allocator.add_sequence(seq_id, 1)
+        allocator.admit(seq_id, 1)
         tokens = [100 * seq_id + i for i in range(num_tokens)]
         request = Request(seq_id, tokens, SamplingParams(), seed=0)
         made.append(Span(request, start, stop, samples=stop == num_tokens))

@@ -132,6 +132,31 @@ def test_a_prompt_finds_the_blocks_that_another_left():
     assert view.block_ids.size == 3 and manager.blocks_in_use == 3
 
 
+def test_a_prompt_gets_its_own_copy_of_the_block_where_it_departs_from_another():
+    manager = make_manager(block_size=4)
+    tokens = list(range(8))
+    manager.new_sequence(0, 8)
+    k, v = chunk(0, 8), chunk(1, 8)
+    for layer in range(LAYERS):
+        manager.write_prefill(0, layer, k, v, start_pos=0)
+    manager.commit(0, tokens, 8)
+    prompt = [*tokens[:7], 99, 99]
+    assert manager.cached_prefix(prompt) == 7
+    block_ids = manager.new_sequence(1, 9, prompt).block_ids
+    tail_k, tail_v = chunk(2, 2), chunk(3, 2)
+    for layer in range(LAYERS):
+        manager.write_prefill(1, layer, tail_k, tail_v, start_pos=7)
+        for pool, known, own in ((manager.k, k, tail_k), (manager.v, v, tail_v)):
+            whole = np.concatenate([np.array(known)[:, :7], np.array(own)], axis=1)
+            np.testing.assert_array_equal(read_back(pool[layer], block_ids, 9), whole)
+            unharmed = read_back(pool[layer], manager.table(0)[0], 8)
+            np.testing.assert_array_equal(unharmed, known)
+    manager.free(0)
+    manager.free(1)
+    assert manager.blocks_in_use == 0
+    manager.check_integrity()
+
+
 def test_values_may_be_narrower_than_keys_and_layers_may_differ():
     manager = make_manager(head_dim_test := 8, v_head_dim=[4, 6])
     assert [v.shape[-1] for v in manager.v] == [4, 6]

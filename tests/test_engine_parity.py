@@ -134,8 +134,8 @@ def test_a_prefix_hit_changes_no_token_and_saves_its_prefill(llama):
     for prompt, tokens in zip(prompts, expected, strict=True):
         (completion,) = engine.generate([prompt], max_tokens=NUM_TOKENS)
         assert completion.tokens == tokens
-    assert completion.cached_prompt_tokens == 48
-    assert engine.stats.prompt_tokens == sum(map(len, prompts)) - 2 * 48
+    assert completion.cached_prompt_tokens == 52  # the system prompt and [1, 2]
+    assert engine.stats.prompt_tokens == sum(map(len, prompts)) - 50 - 52
 
     engine.reset_prefix_cache()
     (completion,) = engine.generate([prompts[0]], max_tokens=1)

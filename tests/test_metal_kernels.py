@@ -1,5 +1,7 @@
 """The real Metal sources, run by the emulator with eval_gpu's launch plans, against float64."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -28,6 +30,8 @@ WAYS = {
     "undefined behaviour": (Mode.UBSAN, None),
 }
 
+METAL_TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat"}
+
 
 @pytest.fixture(params=["shuffled", "race check"])
 def metal(request) -> MetalRunner:
@@ -41,11 +45,25 @@ def any_metal(request) -> MetalRunner:
     return MetalRunner(*WAYS[request.param])
 
 
-def assert_matches_float64(metal: MetalRunner, case: Case) -> None:
+def run(metal: MetalRunner, case: Case, **overrides: Any) -> Any:
+    """The op's result, after asserting that the kernel for these types and widths gave it.
+
+    Queries of another dtype than the pool's are converted to float32.
+    """
     q, k_cache, v_cache, tables, lens = case.arrays
-    out = metal.paged_attention(q, [k_cache], [v_cache], tables, lens, **case.options)
+    arguments = case.options | overrides
+    result = metal.paged_attention(q, [k_cache], [v_cache], tables, lens, **arguments)
+    q_dtype = q.dtype if q.dtype == k_cache.dtype else mx.float32
+    types = f"{METAL_TYPES[k_cache.dtype]}_{METAL_TYPES[q_dtype]}"
+    widths = f"d{q.shape[3]}_v{v_cache.shape[3]}"
+    assert metal.trace.kernels[0].startswith(f"paged_attention_{types}_{widths}_r")
+    return result
+
+
+def assert_matches_float64(metal: MetalRunner, case: Case) -> None:
+    out = run(metal, case)
     want, _ = case.expected()
-    assert out.dtype == q.dtype
+    assert out.dtype == case.q.dtype
     assert worst_error(out, want) < TOLERANCE[out.dtype]
 
 
@@ -66,7 +84,7 @@ class TestAttention:
 
     @pytest.mark.parametrize(
         ("num_heads", "num_kv_heads", "rows"),
-        [(2, 2, 1), (8, 2, 4), (7, 1, 4), (8, 1, 4), (3, 1, 2)],
+        [(2, 2, 1), (8, 2, 4), (7, 1, 4), (8, 1, 4), (3, 1, 4)],
     )
     def test_grouped_heads_share_a_threadgroup(self, metal, num_heads, num_kv_heads, rows):
         case = random_case([45, 16], num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -102,68 +120,86 @@ class TestAttention:
     def test_any_layout_of_the_pool(self, metal, layout):
         assert_matches_float64(metal, random_case([45, 3], layout=layout))
 
-    def test_weights_for_debugging(self, metal):
-        case = random_case([45, 5], num_tokens=2, options=["sinks", "window_21"])
-        q, k, v, tables, lens = case.arrays
-        out, attn = metal.paged_attention(
-            q, [k], [v], tables, lens, return_attn=True, **case.options
+    @pytest.mark.parametrize(
+        ("num_heads", "num_kv_heads", "options"),
+        [(4, 2, ["sinks", "window_21"]), (7, 1, [])],
+        ids=["full tiles", "partial tile"],
+    )
+    def test_weights_for_debugging(self, metal, num_heads, num_kv_heads, options):
+        """Rows of 45 keys, whose last pass is half empty; one query sees no key at all."""
+        case = random_case(
+            [45, 1, 5],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            num_tokens=2,
+            block_size=3,
+            options=options,
+            spare_columns=0,
         )
+        out, attn = run(metal, case, return_attn=True)
         want, want_attn = case.expected()
         assert worst_error(out, want) < FLOAT32_ERROR
         assert worst_error(attn, want_attn) < FLOAT32_ERROR
 
-    @pytest.mark.parametrize("option", [None, "sinks", "window_21", "float_mask"])
-    def test_long_contexts_are_split_and_merged(self, any_metal, option):
-        case = random_case([4097], num_heads=2, num_kv_heads=1, options=[option] if option else [])
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize("group", [1, 4, 7, 8], ids="G{}".format)
+    @pytest.mark.parametrize("contexts", [[4097], [1, 15, 4097, 16, 17]], ids=["one", "several"])
+    def test_contexts_of_4097_tokens_are_split_and_merged(self, any_metal, dtype, group, contexts):
+        case = random_case(contexts, num_heads=group, num_kv_heads=1, dtype=dtype)
         assert_matches_float64(any_metal, case)
-        assert [name.split("_float")[0] for name in any_metal.trace.kernels] == [
-            "paged_attention",
-            "merge_splits",
-        ]
+        assert any_metal.trace.kernels[1:] == [f"merge_splits_{METAL_TYPES[dtype]}_v64"]
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    def test_contexts_of_4097_tokens_in_a_large_batch_are_not_split(self, any_metal, dtype):
+        case = random_case([4097] + [1] * 127, num_heads=4, num_kv_heads=1, dtype=dtype)
+        assert_matches_float64(any_metal, case)
+        assert len(any_metal.trace.kernels) == 1
+
+    @pytest.mark.parametrize("option", ["sinks", "window_21", "float_mask"])
+    def test_options_of_split_contexts(self, any_metal, option):
+        case = random_case([4097, 0], num_heads=2, num_kv_heads=1, options=[option])
+        assert_matches_float64(any_metal, case)
+        assert len(any_metal.trace.kernels) == 2
+
+    def test_a_full_table_is_read_to_its_end_and_no_further(self, metal):
+        assert_matches_float64(metal, random_case([7, 45], block_size=3, spare_columns=0))
+
+    def test_blocks_outside_the_pool_hide_their_keys(self, metal):
+        case = random_case([45, 45], block_size=8, options=["sinks"])
+        tables = np.array(case.block_tables)
+        tables[0, [0, 2]] = -1, -(2**31)
+        tables[1, [1, 5]] = case.k_cache.shape[1], 2**31 - 1
+        case.block_tables = mx.array(tables)
+        assert_matches_float64(metal, case)
+
+    def test_heads_mapped_outside_the_pool_see_nothing(self, metal):
+        case = random_case([45])
+        mapping = mx.array([-2, 0, 1, 2**31 - 2]) + 1  # checked only where it is evaluated
+        case.options["kv_head_mapping"] = mapping
+        assert_matches_float64(metal, case)
+
+    @pytest.mark.parametrize("option", ["window_21", "bool_mask", "float_mask"])
+    def test_keys_that_no_query_sees_may_hold_anything(self, metal, option):
+        case = random_case([45, 45], num_heads=2, num_kv_heads=1, options=[option])
+        _, weights = case.expected()
+        sequences, positions = np.nonzero((weights[..., :45] == 0).all(axis=(1, 2)))
+        assert len(positions) > 10
+        blocks = mx.array(np.array(case.block_tables)[sequences, positions // case.block_size])
+        offsets = mx.array(positions % case.block_size)
+        case.k_cache[:, blocks, offsets] = mx.nan
+        case.v_cache[:, blocks, offsets] = mx.nan
+        assert_matches_float64(metal, case)
 
     def test_data_out_of_range_reads_nothing(self, metal):
         case = random_case([45, 20])
         case.block_tables = mx.array(np.full(case.block_tables.shape, 2**31 - 1, np.int32))
         case.context_lens = mx.array([2**31 - 1, -5])
-        q, k, v, tables, lens = case.arrays
-        assert not metal.paged_attention(q, [k], [v], tables, lens).any()
-
-
-class TestBytes:
-    """What the emulator counts, at a context of 4,096 tokens."""
-
-    @pytest.mark.parametrize("batch", [1, 64], ids=["split", "whole"])
-    @pytest.mark.parametrize(
-        ("group", "head_dim", "times"), [(1, 128, 1), (4, 128, 1), (4, 64, 1), (8, 128, 2)]
-    )
-    def test_each_byte_is_loaded_once_for_four_heads(self, batch, group, head_dim, times):
-        context = 4096 if batch == 1 else 512
-        metal = MetalRunner(Mode.RACE)
-        case = random_case(
-            [context] * batch,
-            num_heads=2 * group,
-            num_kv_heads=2,
-            head_dim=head_dim,
-            dtype=mx.float16,
-        )
-        q, k, v, tables, lens = case.arrays
-        metal.paged_attention(q, [k], [v], tables, lens)
-        assert len(metal.trace.kernels) == (2 if batch == 1 else 1)
-        stats = metal.trace.stats[0]
-        live_bytes = batch * context * 2 * head_dim * 2
-        assert stats.loaded_bytes[1] == stats.loaded_bytes[2] == times * live_bytes
-
-    def test_a_window_loads_only_its_own_blocks(self):
-        metal = MetalRunner(Mode.RACE)
-        case = random_case([1000], num_heads=1, num_kv_heads=1)
-        q, k, v, tables, lens = case.arrays
-        metal.paged_attention(q, [k], [v], tables, lens, window=40)
-        assert sum(stats.loaded_bytes.get(1, 0) for stats in metal.trace.stats[:1]) == 40 * 64 * 4
+        assert not run(metal, case).any()
 
 
 class TestPool:
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-    @pytest.mark.parametrize("v_head_dim", [64, 32], ids="Dv{}".format)
+    @pytest.mark.parametrize("v_head_dim", [64, 32, 96], ids="Dv{}".format)
     def test_rows_go_to_their_slots_and_nothing_else_changes(self, any_metal, dtype, v_head_dim):
         rng = np.random.default_rng(0)
         k = mx.array(rng.standard_normal((9, 2, 64))).astype(dtype)
@@ -181,13 +217,14 @@ class TestPool:
         assert any_metal.trace.kernels[0].startswith("write_kv_")
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-    def test_blocks_are_copied_in_order(self, metal, dtype):
+    @pytest.mark.parametrize("v_head_dim", [32, 96], ids="Dv{}".format)
+    def test_blocks_are_copied_in_order(self, metal, dtype, v_head_dim):
         rng = np.random.default_rng(0)
         k_cache, v_cache = (
             with_layout(mx.array(rng.standard_normal((2, 6, 3, dim))).astype(dtype), "NHSD")
-            for dim in (64, 32)
+            for dim in (64, v_head_dim)
         )
-        pairs = np.array([[0, 1], [1, 2], [-1, 3], [4, 6], [5, 0]], np.int32)
+        pairs = np.array([[0, 1], [1, 2], [-1, 3], [4, 6], [6, 4], [3, -1], [5, 0]], np.int32)
         want_k, want_v = as_numpy(k_cache), as_numpy(v_cache)
         copy_blocks_numpy(want_k, want_v, pairs)
         metal.copy_blocks(k_cache, v_cache, mx.array(pairs))

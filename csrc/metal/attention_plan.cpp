@@ -22,10 +22,10 @@ constexpr int kKeysPerPass = 16;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Rows of a threadgroup: what the registers hold, and no more than there are.
+// Rows of a threadgroup: all there are, rounded up to a power of two, if the registers hold them.
 int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
   const int most = std::max(head_dim, value_dim) > 128 ? 2 : 4;
-  return num_rows >= most ? most : (num_rows > 1 ? 2 : 1);
+  return num_rows > 2 ? most : num_rows;
 }
 
 struct Geometry {

@@ -1,0 +1,80 @@
+"""Bytes of keys and values that the Metal kernels load, as the emulator counts them."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_emulator import Mode, UniqueBytes
+from metal_runner import MetalRunner
+from paged_cases import TOLERANCE, Case, random_case, worst_error
+
+CONTEXT = 4096
+KV_HEADS = 2
+
+BATCHES = {"split": [CONTEXT], "whole": [CONTEXT] + [1] * 63}
+"""Context lengths. The second batch has so many pairs of a sequence and a KV head that they fill a
+GPU, and no context is split."""
+
+CACHES = {"keys": 1, "values": 2}
+"""Buffer indices of the attention kernel."""
+
+
+@pytest.fixture(params=BATCHES)
+def contexts(request) -> list[int]:
+    return BATCHES[request.param]
+
+
+def loaded_bytes(case: Case) -> list[tuple[int, UniqueBytes]]:
+    """For the keys and for the values what all lanes load, and the same without repetition.
+
+    The output has to be right, and the context split if there is one sequence.
+    """
+    metal = MetalRunner(Mode.RACE)
+    q, k_cache, v_cache, tables, lens = case.arrays
+    out = metal.paged_attention(q, [k_cache], [v_cache], tables, lens, **case.options)
+    kernels = [name.split("_half")[0] for name in metal.trace.kernels]
+    splits = ["merge_splits"] if len(lens) == 1 else []
+    assert kernels == ["paged_attention", *splits]
+    assert worst_error(out, case.expected()[0]) < TOLERANCE[mx.float16]
+    stats = metal.trace.stats[0]
+    return [(stats.loaded_bytes[i], stats.unique_loaded_bytes[i]) for i in CACHES.values()]
+
+
+@pytest.mark.parametrize(
+    ("group", "head_dim", "times"),
+    [(1, 128, 1), (2, 128, 1), (3, 128, 1), (4, 128, 1), (4, 64, 1), (8, 128, 2), (8, 64, 2)],
+)
+def test_each_live_byte_is_loaded_once_for_four_heads(contexts, group, head_dim, times):
+    case = random_case(
+        contexts,
+        num_heads=KV_HEADS * group,
+        num_kv_heads=KV_HEADS,
+        head_dim=head_dim,
+        dtype=mx.float16,
+    )
+    live = sum(contexts) * KV_HEADS * head_dim * case.k_cache.itemsize
+    for loaded, unique in loaded_bytes(case):
+        assert loaded == unique.per_threadgroup == times * live
+        assert unique.per_launch == live
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4], ids="L{}".format)
+def test_blocks_outside_the_window_are_not_loaded(contexts, num_tokens):
+    """Neither they nor their entries in the block table, which may be any number."""
+    window = 999
+    case = random_case(
+        contexts,
+        num_heads=KV_HEADS,
+        num_kv_heads=KV_HEADS,
+        num_tokens=num_tokens,
+        dtype=mx.float16,
+    )
+    case.options["window"] = window
+    reach = window + num_tokens - 1
+    seen = [min(context, reach) for context in contexts]
+    tables = np.array(case.block_tables)
+    for table, context, keys in zip(tables, contexts, seen, strict=True):
+        table[: (context - keys) // case.block_size] = 2**31 - 1
+    case.block_tables = mx.array(tables)
+    live = sum(seen) * KV_HEADS * 64 * case.k_cache.itemsize
+    for loaded, unique in loaded_bytes(case):
+        assert loaded == unique.per_launch == live
