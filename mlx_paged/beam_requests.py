@@ -36,7 +36,7 @@ class BeamRequests:
 
     def offer(self, choice: Choice) -> bool:
         """Take in one hypothesis' candidates; whether all have theirs now."""
-        self._offers[choice.request.id] = choice.top
+        self._offers[choice.request.id] = choice.top[: self.root.params.logprobs]
         return len(self._offers) == len(self.live)
 
     @property

@@ -167,7 +167,8 @@ class Scheduler:
 
     def clear(self, request: Request) -> None:
         """The request got a token: no suspicion of an earlier fault remains."""
-        self._suspects.pop(request.id, None)
+        if self._suspects.pop(request.id, None) is not None:
+            request.num_faults = 0
 
     def recover(self, failed: Iterable[Request]) -> None:
         """Start over after a step that failed half way, when no K/V can be trusted.
@@ -238,7 +239,8 @@ class Scheduler:
         step.add(Span(request, start, stop, samples, forks))
 
     def _fork_samples(self, request: Request) -> tuple[Request, ...]:
-        forks, request.samples = tuple(request.samples), []
+        forks = tuple(fork for fork in request.samples if not fork.is_finished)
+        request.samples = []
         for fork in forks:
             self._share(request, fork)
         return forks
@@ -273,13 +275,18 @@ class Scheduler:
                 break  # preempted or forked just now
             if self._chunk_budget(step, request) <= 0 and request.id not in self.parked:
                 break
-            spare = max(len(self.running), self.watermark) if self.running else 0
-            if not self._enter(step, request, spare):
+            if not self._enter(step, request, self._spare_blocks(request)):
                 break
             self.waiting.pop()
             budget = 1 if request.num_pending == 1 else self._chunk_budget(step, request)
             if budget > 0:
                 self._schedule(step, request, budget)
+
+    def _spare_blocks(self, request: Request) -> int:
+        """Blocks that the admission of `request` must leave for the next steps of all."""
+        if not self.running:
+            return 0
+        return max(len(self.running), self.watermark) + len(request.samples)
 
     def _enter(self, step: Step, request: Request, spare: int) -> bool:
         """Make a waiting request a running one, if there are blocks for all its tokens."""
@@ -296,7 +303,7 @@ class Scheduler:
                     len(request.tokens),
                     tokens=request.tokens if self.prefix_cache else None,
                     salt=request.salt,
-                    spare=spare + len(request.samples),
+                    spare=spare,
                 )
                 break
             except OutOfBlocksError:
@@ -354,9 +361,11 @@ class Scheduler:
 
     def _promote(self, request: Request) -> None:
         """A prompt's first sample leaves before the others forked off: the next takes its place."""
-        heir, *others = request.samples
+        alive = [sample for sample in request.samples if not sample.is_finished]
         request.samples = []
-        heir.samples = others
+        if not alive:
+            return
+        heir, *heir.samples = alive
         if request.id in self.running and self.rewinds:
             self._share(request, heir)
         else:

@@ -143,7 +143,8 @@ class StepPipeline(Generic[LaunchedT]):
             return []
         for request in alive:
             request.num_faults += 1
-        return alive if len(alive) == 1 else [r for r in alive if r.num_faults >= MAX_FAULTS]
+        was_alone = len(fault.requests) == 1
+        return [r for r in alive if was_alone or r.num_faults >= MAX_FAULTS]
 
     def _launch(
         self, before: _UnderWay[LaunchedT] | None, result: StepResult
