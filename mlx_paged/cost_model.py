@@ -30,6 +30,12 @@ NOVELTY = 1.25
 CLIP = 4.0
 """Outliers differ by more than so many times what is usual."""
 
+MARGIN = 2.5
+"""How many usual differences from the prediction a bound leaves room for."""
+
+LARGEST_MARGIN = 1.3
+"""On a machine so unsteady that no room is enough."""
+
 USUAL_RATE = 0.05
 """How fast the usual difference follows the latest ones, per observation."""
 
@@ -148,6 +154,12 @@ class CostModel:
         seconds: float = sum(map(mul, self.coefficients, work.features))
         return self.slowness * self.drift * seconds
 
+    @property
+    def margin(self) -> float:
+        """What a prediction is multiplied by to be kept in all but few steps: predictions aim at
+        the middle."""
+        return min(math.exp(MARGIN * self._usual), LARGEST_MARGIN)
+
     def chunk_within(
         self, bound_seconds: float, work: StepWork, start: int, wanted: int, minimum: int
     ) -> int:
@@ -165,7 +177,7 @@ class CostModel:
 
         Returns:
             The largest number of tokens within these limits, from ``min(minimum, wanted)`` to
-            `wanted`.
+            `wanted`; the bound is kept with a margin for the differences that are usual.
         """
         *_, largest_tokens, largest_context = self._largest
 
@@ -174,7 +186,7 @@ class CostModel:
             return (
                 total.chunk_tokens > TOKENS_GROWTH * largest_tokens
                 or total.chunk_context > CONTEXT_GROWTH * largest_context
-                or self.predict(total) > bound_seconds
+                or self.predict(total) * self.margin > bound_seconds
             )
 
         least = min(minimum, wanted)

@@ -53,7 +53,8 @@ class Engine(EngineCore):
         seed: of the random streams of requests that bring none.
         prefix_cache: share the K/V of prompts that start alike.
         lookahead: launch each step before the one before it has been read, so that the device
-            never waits for the host.
+            never waits for the host. Default: on a GPU; on a CPU launching is most of computing,
+            and every token would come a step late.
         prewarm: compile the GPU pipelines now rather than while the first requests wait; how long
             it took is in ``stats.prewarm_seconds``, None on a CPU, where nothing is compiled.
 
@@ -78,7 +79,7 @@ class Engine(EngineCore):
         preempt: VictimPolicy | str = VictimPolicy.NEWEST,
         seed: int | None = None,
         prefix_cache: bool = True,
-        lookahead: bool = True,
+        lookahead: bool | None = None,
         prewarm: bool = True,
     ) -> None:
         if block_size < 1:
@@ -108,7 +109,7 @@ class Engine(EngineCore):
             tokenizer=tokenizer,
             vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
             seed=seed,
-            lookahead=lookahead,
+            lookahead=_on_gpu() if lookahead is None else lookahead,
         )
         if prewarm:
             self.stats.prewarm_seconds = compile_pipelines(profile.attentions, block_size)
@@ -261,3 +262,7 @@ class Engine(EngineCore):
         finally:
             del self._streams[request_id]
             self.abort(request_id)
+
+
+def _on_gpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.gpu))

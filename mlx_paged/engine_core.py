@@ -329,12 +329,11 @@ class EngineCore:
         prompt_tokens = sum(
             max(0, min(span.stop, span.request.num_prompt) - span.start) for span in spans
         )
-        allocator = self.scheduler.allocator
         self.stats.record_step(
-            result.seconds, prompt_tokens, len(result.choices), len(spans), allocator.blocks_in_use
+            result.seconds, prompt_tokens, len(result.choices), len(spans), result.blocks_in_use
         )
         self.stats.record_memory([span.stop for span in spans])
-        self.stats.cow_clones = allocator.cow_clones
+        self.stats.cow_clones = self.scheduler.allocator.cow_clones
         for choice in result.choices:
             request = choice.request
             if request.synchronous and request.id in self._beams:

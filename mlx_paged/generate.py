@@ -59,7 +59,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[list[int
         preempt=args.preempt,
         seed=args.seed,
         prefix_cache=not args.no_prefix_cache,
-        lookahead=not args.no_lookahead,
+        lookahead=args.lookahead,
         prewarm=not args.no_prewarm,
     )
     return engine, jobs, add_all(engine, jobs)

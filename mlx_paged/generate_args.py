@@ -216,9 +216,9 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         help="share no K/V between prompts that start alike",
     )
     group.add_argument(
-        "--no-lookahead",
-        action="store_true",
-        help="launch no step before the one before it has been read",
+        "--lookahead",
+        action=argparse.BooleanOptionalAction,
+        help="launch each step before the one before it has been read (default: on a GPU)",
     )
     group.add_argument(
         "--no-prewarm",

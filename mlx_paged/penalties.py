@@ -137,7 +137,7 @@ def _process(history: TokenHistory, logits: mx.array, newest: mx.array) -> mx.ar
         logits = processor(tokens, logits)
         if not _is_logits(logits, shape):
             raise ValueError(
-                f"[SamplingParams] logits_processors[{i}] returned {_described(logits)}: "
+                f"[SamplingParams] logits_processors[{i}] returned {described(logits)}: "
                 f"expected an mx.array of floats of shape {shape}"
             )
     return logits.astype(dtype)
@@ -151,7 +151,8 @@ def _is_logits(value: object, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
+    """What a caller's function returned, in words."""
     if isinstance(value, mx.array):
         return f"an array of {value.dtype} of shape {value.shape}"
     return f"a {type(value).__name__}"

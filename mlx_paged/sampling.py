@@ -1,13 +1,13 @@
 """The next token of every row, each with its own options and random stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.penalties import Penalties, Processors, add_biases
+from mlx_paged.penalties import Penalties, Processors, add_biases, described
 from mlx_paged.request import Request
 from mlx_paged.sampling_rows import XTC, DrawnRows, RankFilters, SamplingRows, Subset
 
@@ -31,10 +31,12 @@ class Sampled:
             number that a row asks for; a row that asks for none holds zeros. None if none does.
         top_logprobs: of those tokens, ``[R, K]`` float32; -inf in a row that asks for none.
         errors: by row, why it has no token: what `tokens` holds there means nothing.
+        distributions: of all tokens ``[R, vocab]``, in the type of the logits.
     """
 
     tokens: mx.array
     logprobs: mx.array
+    distributions: mx.array
     top_tokens: mx.array | None = None
     top_logprobs: mx.array | None = None
     errors: dict[int, Exception] = field(default_factory=dict)
@@ -65,11 +67,13 @@ class Sampler:
         logits = self._processed(logits, newest, errors)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         tokens = _choose(logprobs, self._rows.drawn)
+        if self._rows.samplers:
+            tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
         if self._rows.reported is None:
-            return Sampled(tokens, chosen, errors=errors)
+            return Sampled(tokens, chosen, logprobs, errors=errors)
         top = _most_likely(logprobs, self._rows.reported, self._rows.num_reported)
-        return Sampled(tokens, chosen, *top, errors)
+        return Sampled(tokens, chosen, logprobs, *top, errors)
 
     def _compose(self, requests: Sequence[Request], vocab: int) -> None:
         rows = self._rows = SamplingRows.of(requests, vocab)
@@ -113,6 +117,48 @@ def _choose(logprobs: mx.array, drawn: DrawnRows | None) -> mx.array:
     if len(drawn.requests) == len(logprobs):
         return tokens
     return drawn.subset.put(mx.argmax(logprobs, axis=-1).astype(mx.int32), tokens)
+
+
+def _choose_by_callers(
+    tokens: mx.array,
+    logprobs: mx.array,
+    samplers: Mapping[int, Callable[..., object]],
+    errors: dict[int, Exception],
+) -> mx.array:
+    """`tokens` ``[R]`` with those that callers' samplers choose from the rows of `logprobs`.
+
+    The exception of a row goes into `errors`; a row that has one already is not asked for.
+    """
+    rows, chosen = [], []
+    for row, sampler in samplers.items():
+        if row in errors:
+            continue
+        try:
+            chosen.append(_token(sampler(logprobs[row : row + 1]), logprobs.shape[-1]))
+            rows.append(row)
+        except Exception as error:
+            errors[row] = error
+    return Subset(rows, len(tokens)).put(tokens, mx.concatenate(chosen)) if rows else tokens
+
+
+def _token(sampled: object, vocab: int) -> mx.array:
+    """What a caller's sampler returned, ``[1]`` int32.
+
+    It is not known yet, so an id that no token has is not refused but led to the nearest that is.
+
+    Raises:
+        ValueError: it is something else than a token id.
+    """
+    if (
+        not isinstance(sampled, mx.array)
+        or sampled.shape != (1,)
+        or not mx.issubdtype(sampled.dtype, mx.integer)
+    ):
+        raise ValueError(
+            f"[SamplingParams] sampler returned {described(sampled)}: "
+            "expected an mx.array of integers of shape (1,)"
+        )
+    return mx.clip(sampled, 0, vocab - 1).astype(mx.int32)
 
 
 def _draw(logprobs: mx.array, drawn: DrawnRows) -> mx.array:

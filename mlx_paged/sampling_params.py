@@ -48,6 +48,10 @@ class SamplingParams:
             was generated since, ``[n]`` int32, and the next token's logits ``[1, vocab]``, both
             mx.array; returns logits of the same shape. As in mlx-lm. They should not evaluate
             either: that makes the engine wait for the model.
+        sampler: chooses the token instead of temperature and filters, which must be left as they
+            are: called as ``sampler(logprobs)`` with log-probabilities ``[1, vocab]``, an mx.array,
+            returns the token id, an mx.array ``[1]`` of integers. As in mlx-lm. It should not
+            evaluate anything; where it draws, `seed` has no part in it.
         seed: the request's own random stream. None takes one from the engine's. A seeded request
             draws the same numbers whoever shares its batch.
         logprobs: how many of the most likely tokens are reported with each token.
@@ -75,6 +79,7 @@ class SamplingParams:
     frequency_context_size: int = 20
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     logits_processors: tuple[Callable[..., Any], ...] = ()
+    sampler: Callable[..., Any] | None = None
     seed: int | None = None
     logprobs: int = 0
     stop: tuple[str, ...] = ()
@@ -142,6 +147,13 @@ class SamplingParams:
             "numbers below infinity by token id >= 0",
         )
         _require(all(map(callable, self.logits_processors)), self, "logits_processors", "callables")
+        _require(self.sampler is None or callable(self.sampler), self, "sampler", "a callable")
+        _require(
+            self.sampler is None or not self.temperature,
+            self,
+            "sampler",
+            "None beside a temperature above 0",
+        )
 
 
 def _is_count(value: object, least: int = 0) -> bool:

@@ -1,7 +1,7 @@
 """The options of a batch's rows as columns, made once for as long as the same requests share it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -114,6 +114,7 @@ class SamplingRows:
     biases: LogitBiases | None
     penalised: PenalisedRows | None
     processed: list[int]  # rows with processors of the caller's
+    samplers: dict[int, Callable[..., object]]  # by row, samplers of the caller's
     reported: Subset | None  # rows whose most likely tokens are reported
     num_reported: int
     errors: dict[int, Exception]  # by row
@@ -131,6 +132,7 @@ class SamplingRows:
             biases=biases,
             penalised=_penalised(requests, params),
             processed=[i for i, p in enumerate(params) if p.logits_processors],
+            samplers={i: p.sampler for i, p in enumerate(params) if p.sampler is not None},
             reported=Subset(reported, len(params)) if reported else None,
             num_reported=min(max((p.logprobs for p in params), default=0), vocab),
             errors=errors,

@@ -76,13 +76,16 @@ class StepResult:
     """A step that ended, or `step` None if there was nothing to compute.
 
     Attributes:
-        seconds: that it took, without the time in which the step before it was still computed.
+        seconds: that the host spent on it: launching it, which on a CPU takes most of its
+            computation, and then waiting for it. Those of all steps add up to the time that passed.
+        blocks_in_use: when it was launched.
         fault: this step or the one launched meanwhile failed; the choices are valid nonetheless.
     """
 
     step: Step | None = None
     choices: list[Choice] = field(default_factory=list)
     seconds: float = 0.0
+    blocks_in_use: int = 0
     fault: Fault | None = None
 
 
@@ -90,7 +93,8 @@ class StepResult:
 class _UnderWay(Generic[LaunchedT]):
     launched: LaunchedT
     step: Step
-    started: float
+    seconds: float  # to launch it
+    blocks_in_use: int
 
 
 class StepPipeline(Generic[LaunchedT]):
@@ -109,7 +113,6 @@ class StepPipeline(Generic[LaunchedT]):
         self._runner = runner
         self._clock = clock
         self._under_way: _UnderWay[LaunchedT] | None = None
-        self._last_end = 0.0
 
     @property
     def busy(self) -> bool:
@@ -165,19 +168,20 @@ class StepPipeline(Generic[LaunchedT]):
             request.num_in_flight += not request.synchronous
         for index, cause in launched.errors.items():
             launched.requests[index].error = cause
-        return _UnderWay(launched, step, started)
+        in_use = self._scheduler.allocator.blocks_in_use
+        return _UnderWay(launched, step, self._clock() - started, in_use)
 
     def _collect(self, current: _UnderWay[LaunchedT], result: StepResult) -> None:
+        started = self._clock()
         try:
             choices = self._runner.collect(current.launched)
         except BaseException as error:
             later = self._under_way.step.everyone if self._under_way else []
             result.fault = Fault(list(dict.fromkeys(current.step.everyone + later)), error)
             return
-        end = self._clock()
         result.step = current.step
-        result.seconds = end - max(self._last_end, current.started)
-        self._last_end = end
+        result.seconds = current.seconds + self._clock() - started
+        result.blocks_in_use = current.blocks_in_use
         for request in current.launched.requests:
             request.num_in_flight -= not request.synchronous
         result.choices = [choice for choice in choices if not choice.request.is_finished]

@@ -82,8 +82,8 @@ def test_chosen_chunks_use_the_bound_and_keep_to_it(seed, prompts):
         for step, (work, chosen) in enumerate(serve(model, machine, 1200, prompts))
         if chosen > MINIMUM and step >= 200
     ]
-    assert max(costs) < 1.1 * BOUND
-    assert np.median(costs) > 0.9 * BOUND
+    assert max(costs) < BOUND
+    assert np.median(costs) > 0.8 * BOUND
 
 
 def test_without_noise_the_costs_are_found():
@@ -107,15 +107,16 @@ def test_a_change_of_speed_is_followed_within_fifty_steps(seed, factor):
     assert np.mean(errors[350:]) < 0.05
 
 
-@pytest.mark.parametrize("factor, num_steps", [(2.0, 12), (0.5, 12), (1.1, 40)])
+@pytest.mark.parametrize("factor, num_steps", [(2.0, 20), (0.5, 20), (1.1, 40)])
 def test_even_a_steady_machine_may_change_its_speed(factor, num_steps):
     model, machine = CostModel(), Machine(0, noise=0, pauses=0)
     for _ in serve(model, machine, 600):
         pass
     machine.slowness = factor
-    for _ in serve(model, machine, num_steps):
-        pass
-    assert relative_error(model, machine, StepWork(8, 16_000)) < 0.03
+    steps = serve(model, machine, num_steps)
+    errors = [relative_error(model, machine, work) for work, _ in steps]
+    assert np.mean(errors[:5]) > 0.05
+    assert np.mean(errors[-10:]) < 0.03
 
 
 def test_a_change_of_one_cost_alone_is_learned():
@@ -251,8 +252,8 @@ def test_the_chosen_chunk_is_the_largest_within_the_bound():
     for _ in range(50):
         work, start = decodes(rng), int(rng.integers(3000))
         size = model.chunk_within(BOUND, work, start, 10**4, 1)
-        assert model.predict(work + StepWork.chunk(start, size)) <= BOUND
-        assert model.predict(work + StepWork.chunk(start, size + 1)) > BOUND
+        assert model.predict(work + StepWork.chunk(start, size)) * model.margin <= BOUND
+        assert model.predict(work + StepWork.chunk(start, size + 1)) * model.margin > BOUND
         assert model.chunk_within(BOUND, work, start, size // 2, 1) == size // 2
 
 

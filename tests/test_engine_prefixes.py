@@ -15,6 +15,12 @@ def text(num_tokens: int) -> list[int]:
     return RNG.integers(0, VOCAB, num_tokens).tolist()
 
 
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch):
+    """Steps are launched ahead, the harder case."""
+    monkeypatch.setattr("mlx_paged.engine._on_gpu", lambda: True)
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama")
@@ -82,7 +88,7 @@ def test_a_miss_has_a_reason(model, engine):
     computed(engine, SYSTEM)
     unseen, _ = computed(engine, text(20))
     diverged, _ = computed(engine, SYSTEM[:16] + text(12))
-    end, _ = computed(engine, SYSTEM[:-1] + [(SYSTEM[-1] + 1) % VOCAB] + text(30))
+    end, _ = computed(engine, [*SYSTEM[:-1], (SYSTEM[-1] + 1) % VOCAB, *text(30)])
     short, _ = computed(engine, [SYSTEM[0]])
     whole, _ = computed(engine, SYSTEM)
     assert unseen.prefix_miss == "unseen"

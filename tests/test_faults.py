@@ -15,6 +15,12 @@ RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, VOCAB, n).tolist() for n in (9, 25, 14, 31, 6)]
 
 
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch):
+    """Steps are launched ahead, the harder case."""
+    monkeypatch.setattr("mlx_paged.engine._on_gpu", lambda: True)
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama")
@@ -23,6 +29,14 @@ def model():
 @pytest.fixture(scope="module")
 def expected(model):
     return [solo_greedy(model, prompt, 12) for prompt in PROMPTS]
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_raises():
+    """Also where the tests run in the background, whose SIGINT is ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
 
 
 @pytest.fixture

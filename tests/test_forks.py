@@ -11,6 +11,12 @@ PROMPT = np.random.default_rng(0).integers(0, VOCAB, 37).tolist()
 BLOCK = 4
 
 
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch):
+    """Steps are launched ahead, the harder case."""
+    monkeypatch.setattr("mlx_paged.engine._on_gpu", lambda: True)
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama")
@@ -89,9 +95,11 @@ def test_several_prompts_with_several_completions_each(model, engine):
     assert groups[1][2].tokens == solo.tokens
 
 
+@pytest.mark.parametrize("model_type", ["llama", "jamba"])
 @pytest.mark.parametrize("steps", [0, 1, 2, 6])
-def test_aborting_the_first_sample_leaves_the_others(model, steps):
-    engine = make_engine(model)
+def test_aborting_the_first_sample_leaves_the_others(model_type, steps):
+    model = tiny_model(model_type)
+    engine = make_engine(model, lookahead=False)
     ids = engine.add_samples(PROMPT, 4, max_tokens=10)
     for _ in range(steps):
         engine.step()
@@ -186,14 +194,36 @@ def test_branches_from_an_ended_request_that_was_kept(model_type):
         engine.fork(root)
 
 
-def test_a_kept_request_gives_its_blocks_to_those_that_need_them(model):
+@pytest.mark.parametrize("model_type", ["llama", "mamba2"])
+def test_a_branch_may_begin_right_where_a_stop_token_ended_its_parent(model_type):
+    """The step under way has computed that token's K/V, or state, by then."""
+    model = tiny_model(model_type)
+    expected = solo_greedy(model, PROMPT, 16)
+    stop = next(t for i, t in enumerate(expected) if i >= 4 and t not in expected[:i])
+    length = expected.index(stop) + 1
+    engine = make_engine(model)
+    root = engine.add_request(PROMPT, max_tokens=16, stop_token_ids=[stop], keep=True)
+    assert finish(engine)[root].tokens == expected[:length]
+    branches = [engine.fork(root, suffix, max_tokens=5) for suffix in ([], [7, 8])]
+    done = finish(engine)
+    for branch, suffix in zip(branches, ([], [7, 8]), strict=True):
+        assert done[branch].tokens == solo_greedy(model, PROMPT + expected[:length] + suffix, 5)
+    engine.release(root)
+    assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("num_kept", [37, 9])
+def test_a_kept_request_gives_its_blocks_to_those_that_need_them(model, num_kept):
+    """At once, or when those that run have grown."""
     engine = make_engine(model, num_blocks=16)
-    root = engine.add_request(PROMPT, max_tokens=2, keep=True)
+    prompt = PROMPT[:num_kept]
+    root = engine.add_request(prompt, max_tokens=2, keep=True)
     trunk = finish(engine)[root].tokens
-    other = engine.generate([PROMPT[::-1]], max_tokens=20)[0]
-    assert other.tokens == solo_greedy(model, PROMPT[::-1], 20)
+    other = engine.generate([PROMPT[::-1]], max_tokens=24)[0]
+    assert other.tokens == solo_greedy(model, PROMPT[::-1], 24)
+    assert engine.stats.preemptions == 0
     branch = engine.fork(root, [3], max_tokens=5)
-    assert finish(engine)[branch].tokens == solo_greedy(model, [*PROMPT, *trunk, 3], 5)
+    assert finish(engine)[branch].tokens == solo_greedy(model, [*prompt, *trunk, 3], 5)
     engine.release(root)
     assert_nothing_is_held(engine)
 
@@ -232,7 +262,7 @@ def plain_beam_search(model, prompt, num_beams, max_tokens, length_penalty, stop
     live, finished = [([], [], 0.0)], []
     while live:
         pool = []
-        for i, (tokens, logprobs, total) in enumerate(live):
+        for i, (tokens, _, total) in enumerate(live):
             logits = model(mx.array([prompt + tokens]))[0, -1].astype(mx.float32)
             row = np.array(logits - mx.logsumexp(logits), np.float64)
             pool += [(total + row[t], i, t, row[t]) for t in range(len(row))]

@@ -101,7 +101,8 @@ def test_without_a_bound_streams_wait_for_whole_chunks():
 
 def test_a_prompt_advances_even_if_streams_alone_break_the_bound():
     engine, clock = make_engine(max_stall=1e-3)
-    _, ttft = run_streams_and_a_long_prompt(engine, clock)
+    gaps, ttft = run_streams_and_a_long_prompt(engine, clock)
+    assert len(gaps) >= 8 * 6000 // 512, "the streams were gone when the prompt was computed"
     steps = -(-6000 // MIN_CHUNK)
     step = BASE + 8 * (ROW + 1000 * CONTEXT) + MIN_CHUNK * (TOKEN + 6000 * CONTEXT)
     assert ttft <= steps * step * 1.05
