@@ -67,6 +67,7 @@ class Completion:
         """The result of a finished request."""
         assert request.finish_reason is not None and request.finish_time is not None
         first = request.first_token_time
+        ended_badly = request.finish_reason is FinishReason.ERROR
         return cls(
             request_id=request.id,
             prompt_tokens=request.num_prompt,
@@ -80,7 +81,7 @@ class Completion:
             preemptions=request.num_preempted,
             top_logprobs=tuple(request.top_logprobs),
             prefix_miss=request.prefix_miss,
-            error=None if request.error is None else describe(request.error),
+            error=describe(request.error) if ended_badly and request.error else None,
         )
 
 

@@ -186,6 +186,7 @@ class Scheduler:
         for request in failed:
             if request.is_finished:
                 continue
+            request.error = None  # that step's, and nobody has been told
             if request not in self.waiting:  # its last token was under way
                 request.num_in_flight = request.num_computed = 0
                 self.waiting.push(request)

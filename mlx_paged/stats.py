@@ -1,10 +1,14 @@
 """What an engine did and held. Knows no mlx."""
 
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from mlx_paged.block_allocator import ceil_div
+
+NUM_TTFTS = 10_000
+"""Latest times to first token that count in the statistics."""
 
 STOCK_GROWTH = 256
 """Tokens by which mlx-lm's own caches grow."""
@@ -39,7 +43,7 @@ class EngineStats:
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     prewarm_seconds: float | None = None  # None: nothing was compiled
-    ttfts: list[float] = field(default_factory=list)
+    ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TTFTS))
 
     @property
     def token_bytes(self) -> float:
