@@ -200,14 +200,14 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--policy",
-        choices=list(Policy),
-        default=Policy.FCFS,
+        choices=[str(policy) for policy in Policy],
+        default=str(Policy.FCFS),
         help="order of waiting requests (default: %(default)s)",
     )
     group.add_argument(
         "--preempt",
-        choices=list(VictimPolicy),
-        default=VictimPolicy.NEWEST,
+        choices=[str(policy) for policy in VictimPolicy],
+        default=str(VictimPolicy.NEWEST),
         help="whose blocks are taken when none are left (default: %(default)s)",
     )
     group.add_argument(

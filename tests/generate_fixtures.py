@@ -52,13 +52,13 @@ def run(demo, monkeypatch, capsys) -> Run:
 def asked(demo, monkeypatch) -> list[str]:
     """The text of every prompt that reached an engine."""
     prompts: list[str] = []
-    add_request = Engine.add_request
+    add_samples = Engine.add_samples
 
-    def recording(engine: Engine, prompt: list[int], *args: Any) -> int:
+    def recording(engine: Engine, prompt: list[int], *args: Any, **options: Any) -> list[int]:
         prompts.append(demo[1].decode(prompt))
-        return add_request(engine, prompt, *args)
+        return add_samples(engine, prompt, *args, **options)
 
-    monkeypatch.setattr(Engine, "add_request", recording)
+    monkeypatch.setattr(Engine, "add_samples", recording)
     return prompts
 
 

@@ -263,7 +263,7 @@ def test_the_pool_is_as_large_as_the_prompts_need(demo, monkeypatch, tmp_path):
     generate.main(["-p", FUNCTION, "-p", LONG, "-m", "9", "--stats-json", str(path)])
     stats = json.loads(path.read_text())
     needed = stats["prompt_tokens"] + 2 * 9
-    assert needed <= stats["num_blocks"] * 16 <= needed + 3 * 16
+    assert needed <= stats["num_blocks"] * 16 <= needed + 5 * 16
     assert stats["preemptions"] == 0 and stats["peak_running"] == 2
 
 

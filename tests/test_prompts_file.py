@@ -29,6 +29,11 @@ BAD_LINES = {
     "number as text": ('{"prompt": "a", "top_k": "3"}', '"top_k" must be a number'),
     "number as truth": ('{"prompt": "a", "seed": true}', '"seed" must be a number'),
     "number is null": ('{"prompt": "a", "temp": null}', '"temp" must be a number'),
+    "n is text": ('{"prompt": "a", "n": "2"}', '"n" must be a whole number'),
+    "n is none": ('{"prompt": "a", "n": 0}', '"n" must be at least 1'),
+    "priority is a fraction": ('{"prompt": "a", "priority": 0.5}', '"priority" must be a whole'),
+    "bias is a list": ('{"prompt": "a", "logit_bias": [5]}', '"logit_bias" must be an object'),
+    "bias of a word": ('{"prompt": "a", "logit_bias": {"x": 1}}', '"logit_bias" must be an obj'),
     "stop is a number": ('{"prompt": "a", "stop": 3}', '"stop" must be a string or a list'),
     "stop holds a number": ('{"prompt": "a", "stop": ["x", 3]}', '"stop" must be a string or'),
 }
@@ -67,6 +72,11 @@ def test_options_are_named_as_in_sampling_params():
     }
 
 
+def test_a_line_may_ask_for_several_completions_and_for_precedence():
+    spec = read_one('{"prompt": "a", "n": 3, "priority": -2, "logit_bias": {"7": -1.5}}')
+    assert (spec.n, spec.priority, spec.options) == (3, -2, {"logit_bias": {7: -1.5}})
+
+
 def test_temp_is_short_for_temperature():
     assert read_one('{"prompt": "a", "temp": 0.5}').options == {"temperature": 0.5}
 
@@ -95,8 +105,8 @@ def test_a_bad_line_is_reported_with_file_and_number(line, message):
 
 
 def test_an_unknown_key_is_told_which_ones_exist():
-    with pytest.raises(ValueError, match="expected one of max_tokens, temperature, temp, top_p"):
-        read_one('{"prompt": "a", "n": 3}')
+    with pytest.raises(ValueError, match="expected one of max_tokens, temperature, top_p, top_k"):
+        read_one('{"prompt": "a", "best_of": 3}')
 
 
 @pytest.mark.parametrize("lines", [[], ["\n", "  \n"]], ids=["no lines", "blank lines"])
