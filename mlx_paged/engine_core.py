@@ -159,10 +159,10 @@ class EngineCore:
             ValueError: as :meth:`add_request`, or options that a beam search has no use for.
         """
         params = self._params("add_beam_search", params, options)
-        if params.temperature > 0 or params.stop:
+        if params.temperature > 0 or params.stop or params.sampler is not None:
             raise ValueError(
-                "[add_beam_search] temperature or stop is given: expected neither, a beam search"
-                " takes the likeliest continuations and ends at tokens"
+                "[add_beam_search] temperature, stop or sampler is given: expected none of them, a"
+                " beam search takes the likeliest continuations and ends at tokens"
             )
         root = self._make_request(self._encode(prompt), params, seed=0)
         root.priority, root.salt, root.synchronous = priority, cache_salt.encode(), True

@@ -11,7 +11,26 @@ from mlx_paged.kv_pool import KVPool
 from mlx_paged.sdpa_hook import CausalMask, KVHandle
 
 
-class PagedLayerCache(_BaseCache):
+def storable(values: mx.array) -> mx.array:
+    """Values as wide as the pool can hold: layers that cache keys alone pass ``[B, H_kv, L, 0]``."""
+    if values.shape[-1]:
+        return values
+    return mx.zeros((*values.shape[:-1], 1), values.dtype)
+
+
+class UntrimmedCache(_BaseCache):
+    """A cache that keeps what is in front of the chunk that llama4 attends to.
+
+    The model hides it by a mask of its own, counted from `start_position`.
+    """
+
+    start_position = 0
+
+    def maybe_trim_front(self) -> None:
+        """Keep everything."""
+
+
+class PagedLayerCache(UntrimmedCache):
     """What a model sees as the K/V cache of one layer: the sequences of the bound batch.
 
     It keeps to the cache protocol of mlx-lm 0.32: ``offset``, ``update_and_fetch``, ``make_mask``,
@@ -50,7 +69,7 @@ class PagedLayerCache(_BaseCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
         """Write the step's K/V, ``[T, H_kv, 1, D]`` or ``[1, H_kv, L, D]``; return lazy handles."""
         slots = self.batch.slot_mapping
-        self.pool.write(self.layer, self._rows(keys), self._rows(values), slots)
+        self.pool.write(self.layer, self._rows(keys), self._rows(storable(values)), slots)
         self._written = True
         return self.keys_and_values()
 
@@ -103,11 +122,13 @@ class PagedLayerCache(_BaseCache):
 
     @property
     def values(self) -> mx.array:
+        """The pool's values. Setting them changes nothing: deepseek_v32 does, to clear values that
+        it never reads, and would replace the whole pool by zeros."""
         return self.pool.v[self.layer]
 
     @values.setter
     def values(self, handle: mx.array) -> None:
-        self.pool.v[self.layer] = handle
+        pass
 
     @property
     def state(self) -> Any:

@@ -8,20 +8,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import cache as stock
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.kv_pool import KVPool, KVShape
-from mlx_paged.mlx_lm_cache import PagedLayerCache
+from mlx_paged.mlx_lm_cache import PagedLayerCache, UntrimmedCache, storable
 from mlx_paged.prewarm import AttentionKind
 from mlx_paged.sdpa_hook import CausalMask, KVHandle, attention_hook
 
 REFUSED = {
-    "deepseek_v32": "its sparse attention has not been checked on paged caches",
-    "glm_moe_dsa": "its sparse attention has not been checked on paged caches",
-    "minimax_m3_vl": "its sparse attention has not been checked on paged caches",
+    "phi3small": "its sparse layers add the mask to the scores in mlx-lm itself: tokens see later ones",
     "plamo3": "its decode and its full forward disagree about the sliding window in mlx-lm itself",
 }
 ONE_AT_A_TIME = {
     "afm7": "layers that reuse K/V take their rotary offset from the shape of gathered keys",
+    "minimax_m3_vl": "its sparse layers take every query to be at the end of the longest sequence",
 }
 TRACE_ROWS = 11
 """Rows of the batched trace: unlike any usual head count, so that a misaligned mask shows."""
@@ -58,7 +58,7 @@ class ModelProfile:
     attentions: tuple[AttentionKind, ...]
 
 
-class _Recorder(stock._BaseCache):
+class _Recorder(UntrimmedCache):
     """An empty cache that notes what a layer stores and whether its attention can be diverted."""
 
     def __init__(self, rows: int, window: int | None) -> None:
@@ -71,6 +71,7 @@ class _Recorder(stock._BaseCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
         if values.dtype != keys.dtype:
             raise UnsupportedModelError(f"keys are {keys.dtype} but values {values.dtype}")
+        values = storable(values)
         self.shape = KVShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
         self.keys, self.values = keys, values
         return self.keys_and_values()
@@ -135,7 +136,7 @@ def model_type(model: nn.Module) -> str:
 def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
     """Build the graph of one forward on recording caches; return these."""
     caches = [
-        _convert(c, lambda window: _Recorder(rows, window)) for c in stock.make_prompt_cache(model)
+        _convert(c, lambda window: _Recorder(rows, window)) for c in make_prompt_cache(model)
     ]
     with attention_hook():
         model(mx.zeros((rows, length), mx.int32), cache=caches)
@@ -156,7 +157,7 @@ def make_caches(model: nn.Module, pool: KVPool) -> list[Any]:
     layers: Iterator[int] = iter(range(pool.n_layers))
     return [
         _convert(cache, lambda window: PagedLayerCache(pool, next(layers), window))
-        for cache in stock.make_prompt_cache(model)
+        for cache in make_prompt_cache(model)
     ]
 
 
@@ -176,7 +177,7 @@ def _convert(cache: Any, make: Any) -> Any:
         return stock.CacheList(*(_convert(c, make) for c in cache.caches))
     if kind is stock.ArraysCache:
         return cache
-    if kind in (stock.KVCache, stock.ConcatenateKVCache):
+    if kind in (stock.KVCache, stock.ConcatenateKVCache, stock.ChunkedKVCache):
         return make(None)
     if kind is stock.RotatingKVCache and cache.keep == 0:
         return make(cache.max_size)

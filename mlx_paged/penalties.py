@@ -104,7 +104,7 @@ class Processors:
             try:
                 processed.append(_process(history, logits[one], newest[one]))
             except Exception as error:
-                errors[row] = error
+                errors[row] = error.with_traceback(None)  # which holds on to every caller
                 processed.append(logits[one])
         return self._subset.put(logits, mx.concatenate(processed))
 

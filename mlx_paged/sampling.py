@@ -137,7 +137,7 @@ def _choose_by_callers(
             chosen.append(_token(sampler(logprobs[row : row + 1]), logprobs.shape[-1]))
             rows.append(row)
         except Exception as error:
-            errors[row] = error
+            errors[row] = error.with_traceback(None)  # which holds on to every caller
     return Subset(rows, len(tokens)).put(tokens, mx.concatenate(chosen)) if rows else tokens
 
 

@@ -196,16 +196,16 @@ def test_mlx_lm_is_untouched_after_and_between_steps(llama):
     ("changes", "message"),
     [
         ({"model_type": "plamo3"}, "plamo3 is refused: its decode and its full forward disagree"),
-        ({"make_cache": "chunked"}, "cache class ChunkedKVCache cannot be paged"),
+        ({"make_cache": "quantized"}, "cache class QuantizedKVCache cannot be paged"),
         ({"make_cache": "keep"}, r"cache class RotatingKVCache\(keep=4\) cannot be paged"),
     ],
     ids=["refused by type", "unknown cache", "rotating with sinks"],
 )
 def test_models_that_cannot_be_served_right_are_refused_by_name(changes, message):
-    from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
+    from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
     caches = {
-        "chunked": lambda: [ChunkedKVCache(8) for _ in range(3)],
+        "quantized": lambda: [QuantizedKVCache() for _ in range(3)],
         "keep": lambda: [RotatingKVCache(8, keep=4) for _ in range(3)],
     }
     model = tiny_model("llama")

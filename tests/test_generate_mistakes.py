@@ -50,7 +50,7 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
         (["--n", 0], "--n: expected a whole number >= 1, got '0'"),
         (["--n", 3, "--best-of", 2], "--prompt: n is 3: expected at most --best-of 2"),
         (["--beams", 2, "--n", 2], "n or --best-of is given with --beams: expected one of them"),
-        (["--beams", 2, "--temp", 1], "temperature or stop is given: expected neither"),
+        (["--beams", 2, "--temp", 1], "temperature, stop or sampler is given: expected none"),
         (["--max-stall-ms", 0], "--max-stall-ms: expected a number of milliseconds above 0"),
         (["--policy", "lifo"], "invalid choice: 'lifo' (choose from 'fcfs', 'priority', 'short"),
         (["--preempt", "all"], "invalid choice: 'all' (choose from 'newest', 'longest', 'fewest"),

@@ -61,6 +61,7 @@ BAD_VALUES = [
     ("logit_bias", ((7, 1.0, 2.0),), "numbers below infinity by token id >= 0"),
     ("logits_processors", max, "a collection"),
     ("logits_processors", ("max",), "callables"),
+    ("sampler", "greedy", "a callable"),
     ("logprobs", -1, "an integer >= 0"),
     ("logprobs", True, "an integer >= 0"),
 ]
@@ -112,9 +113,14 @@ def test_by_default_the_most_likely_token_of_an_unfiltered_distribution_is_taken
     assert (params.top_p, params.top_k, params.min_p) == (1.0, 0, 0.0)
     assert params.xtc_probability == 0
     assert params.repetition_penalty is params.presence_penalty is params.frequency_penalty is None
-    assert params.logit_bias == () and params.logits_processors == ()
+    assert params.logit_bias == () and params.logits_processors == () and params.sampler is None
     assert params.logprobs == 0
     assert params.stop == () and params.stop_token_ids == frozenset()
+
+
+def test_a_temperature_and_a_sampler_are_not_both_taken():
+    with pytest.raises(ValueError, match="expected None beside a temperature"):
+        SamplingParams(temperature=0.5, sampler=max)
 
 
 def test_a_single_stop_string_is_not_taken_for_its_letters():
