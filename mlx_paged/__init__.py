@@ -2,7 +2,7 @@
 
 import mlx.core  # noqa: F401  registers the array type that the compiled module shares
 
-from mlx_paged.block_allocator import OutOfBlocksError
+from mlx_paged.allocation import OutOfBlocksError
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.engine import Engine
 from mlx_paged.model_probe import UnsupportedModelError

@@ -43,9 +43,14 @@ class Chunk:
     def context_len(self) -> int:
         return self.start + self.length
 
-    def window_mask(self, window: int) -> mx.array:
-        """``[length, context_len]`` bool: causal, and no further back than `window` tokens."""
-        keys = mx.arange(self.context_len)[None]
+    def first_seen(self, window: int, block_size: int) -> int:
+        """Where the block begins that holds the first position that the chunk's tokens see."""
+        return max(0, self.start - window + 1) // block_size * block_size
+
+    def window_mask(self, window: int, first: int = 0) -> mx.array:
+        """``[length, context_len - first]`` bool over the keys from position `first`: causal, and
+        no further back than `window` tokens."""
+        keys = mx.arange(first, self.context_len)[None]
         queries = mx.arange(self.start, self.context_len)[:, None]
         return (keys <= queries) & (keys > queries - window)
 

@@ -62,8 +62,11 @@ class BatchAttention:
     def _chunk(self, q: mx.array, chunk: Chunk) -> mx.array:
         """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence."""
         calls["chunk"] += 1
-        k, v = self.pool.gather(self.layer, chunk.block_ids, chunk.context_len)
+        first = 0
         mask: mx.array | str = "causal"
         if self.window is not None and chunk.context_len > self.window:
-            mask = chunk.window_mask(self.window)
+            first = chunk.first_seen(self.window, self.pool.block_size)
+            mask = chunk.window_mask(self.window, first)
+        blocks = chunk.block_ids[first // self.pool.block_size :]
+        k, v = self.pool.gather(self.layer, blocks, chunk.context_len - first)
         return mlx_attention(q, k, v, scale=self.scale, mask=mask, sinks=self.sinks)

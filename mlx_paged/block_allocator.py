@@ -6,47 +6,17 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from mlx_paged.allocation import Admission, BlockCopy, OutOfBlocksError, ceil_div
 from mlx_paged.block_tables import BlockTables, Int32Array
 from mlx_paged.prefix_cache import (
     ROOT,
     MissReason,
     PrefixCache,
     PrefixMatch,
+    chain_hash,
     root_hash,
     token_bytes,
 )
-
-
-class OutOfBlocksError(RuntimeError):
-    """The pool cannot give the blocks that were asked for; nothing was changed."""
-
-    def __init__(self, needed: int, available: int) -> None:
-        super().__init__(f"{needed} KV blocks needed, {available} available")
-        self.needed = needed
-        self.available = available
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy-on-write: the content of block `src` goes to block `dst` before anything is written."""
-
-    src: int
-    dst: int
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What a new sequence found in the prefix cache.
-
-    Attributes:
-        num_cached: leading tokens whose K/V is in its blocks once `copies` are performed.
-        copies: to perform, in order, before anything is written.
-        miss: why there are no more of them; None if all that can be reused are.
-    """
-
-    num_cached: int
-    copies: list[BlockCopy]
-    miss: MissReason | None
 
 
 @dataclass(slots=True)
@@ -56,12 +26,9 @@ class _Sequence:
     hashes: list[bytes] = field(default_factory=list)  # of its full blocks offered for reuse
     root: bytes = ROOT  # its first block's parent
     may_offer: bool = True  # whether its K/V may be offered for reuse
+    first_block: int = 0  # those before it were given up: no position will read them again
     private_start: int = 0  # positions [private_start, private_stop) may be written as they are
     private_stop: int = 0
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 class BlockAllocator:
@@ -219,6 +186,7 @@ class BlockAllocator:
                 f"[make_writable] start is {start}, but sequence {seq_id} has "
                 f"{sequence.num_tokens} tokens: expected start <= {sequence.num_tokens}"
             )
+        assert start >= sequence.first_block * self.block_size, "the block was given up"
         row = sequence.row
         num_held = self._tables.length(row)
         first, last = start // self.block_size, self.blocks_needed(stop)
@@ -256,7 +224,7 @@ class BlockAllocator:
         child = replace(parent, row=self._tables.add_row(), hashes=list(parent.hashes))
         self._sequences[child_seq_id] = child
         self._tables.copy_row(parent.row, child.row)
-        for block in self._tables.row(child.row).tolist():
+        for block in self._held(child):
             self._retain(block)
 
     def commit(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
@@ -269,7 +237,10 @@ class BlockAllocator:
         row, size = self._tables.row(sequence.row), self.block_size
         for i in range(len(sequence.hashes), num_computed // size):
             content = token_bytes(tokens, i * size, (i + 1) * size)
-            parent = self._prefixes.register(int(row[i]), parent, content)
+            if i < sequence.first_block:
+                parent = chain_hash(parent, content)
+            else:
+                parent = self._prefixes.register(int(row[i]), parent, content)
             sequence.hashes.append(parent)
             sequence.private_stop = 0
 
@@ -287,13 +258,24 @@ class BlockAllocator:
         self._prefixes.register_tail(block, parent, content)
         sequence.private_stop = 0
 
+    def trim(self, seq_id: int, position: int) -> None:
+        """Give up the blocks before `position`, as a sliding window moves on: no later token of the
+        sequence reads them. Its table keeps their entries, which mean nothing from now on."""
+        sequence = self._sequence(seq_id)
+        first = min(position, sequence.num_tokens) // self.block_size
+        if first > sequence.first_block:
+            for block in self._tables.row(sequence.row)[sequence.first_block : first].tolist():
+                self._release(block)
+            sequence.first_block = first
+            sequence.private_start = max(sequence.private_start, first * self.block_size)
+
     def free(self, seq_id: int) -> None:
         """End a sequence. Blocks it held alone become free, or cached if their content is known.
 
         Later blocks go first, so that a cached prefix is evicted from its end.
         """
         sequence = self._sequence(seq_id)
-        for block in reversed(self._tables.row(sequence.row).tolist()):
+        for block in reversed(self._held(sequence)):
             self._release(block)
         self._tables.release_row(sequence.row)
         del self._sequences[seq_id]
@@ -316,11 +298,12 @@ class BlockAllocator:
         self._prefixes.check_integrity()
         held: Counter[int] = Counter()
         for sequence in self._sequences.values():
-            blocks = self._tables.row(sequence.row).tolist()
-            assert len(blocks) == self.blocks_needed(sequence.num_tokens)
+            row = self._tables.row(sequence.row).tolist()
+            assert len(row) == self.blocks_needed(sequence.num_tokens) >= sequence.first_block
+            blocks = row[sequence.first_block :]
             assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
             first, last = sequence.private_start, sequence.private_stop
-            for block in blocks[first // self.block_size : self.blocks_needed(last)]:
+            for block in row[first // self.block_size : self.blocks_needed(last)]:
                 assert self._ref_count[block] == 1 and block not in self._prefixes
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
             held.update(blocks)
@@ -372,6 +355,10 @@ class BlockAllocator:
         self._origin[copy.dst] = source
         self.cow_clones += 1
         return copy
+
+    def _held(self, sequence: _Sequence) -> list[int]:
+        blocks: list[int] = self._tables.row(sequence.row)[sequence.first_block :].tolist()
+        return blocks
 
     def _retain(self, block: int) -> None:
         if self._ref_count[block] == 0:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.block_allocator import BlockAllocator, BlockCopy
+from mlx_paged.allocation import BlockCopy
+from mlx_paged.block_allocator import BlockAllocator
 from mlx_paged.block_tables import Int32Array
 from mlx_paged.kv_pool import KVPool, KVShape, as_int32
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.block_allocator import ceil_div
+from mlx_paged.allocation import ceil_div
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.engine_core import EngineCore
 from mlx_paged.kv_memory import num_blocks_for
@@ -101,6 +101,7 @@ class Engine(EngineCore):
             max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
             watermark=int(WATERMARK * num_blocks),
             rewinds=not profile.recurrent,
+            window=profile.window,
         )
         super().__init__(
             scheduler,

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.block_allocator import BlockCopy
+from mlx_paged.allocation import BlockCopy
 from mlx_paged.block_tables import Int32Array
 
 

@@ -50,12 +50,14 @@ class ModelProfile:
             A model that cannot take a ragged batch at all is computed one sequence at a time.
         recurrent: some layers carry a state instead of K/V, so that no prefix can be shared.
         attentions: the kinds of attention that its layers perform, each once.
+        window: tokens that any layer sees at most; None: some layer sees everything.
     """
 
     shapes: tuple[KVShape, ...]
     batching: Batching
     recurrent: bool
     attentions: tuple[AttentionKind, ...]
+    window: int | None
 
 
 class _Recorder(UntrimmedCache):
@@ -66,6 +68,7 @@ class _Recorder(UntrimmedCache):
         self.window = window
         self.shape: KVShape | None = None
         self.attention: AttentionKind | None = None
+        self.windows: set[int | None] = set()  # of every layer that attends to it
         self.offset: int | mx.array = 0 if rows == 1 else mx.zeros(rows, mx.int32)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
@@ -89,9 +92,9 @@ class _Recorder(UntrimmedCache):
         self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array | None:
         assert self.shape is not None
-        self.attention = AttentionKind(
-            self.shape, q.shape[1], q.dtype, window or self.window, sinks is not None
-        )
+        window = window or self.window
+        self.windows.add(window)
+        self.attention = AttentionKind(self.shape, q.shape[1], q.dtype, window, sinks is not None)
         return None
 
     def size(self) -> int:
@@ -125,7 +128,13 @@ def probe(model: nn.Module) -> ModelProfile:
         batching=batching,
         recurrent=recurrent,
         attentions=tuple(dict.fromkeys(kind for kind in kinds if kind is not None)),
+        window=_widest(recorders) if diverted else None,
     )
+
+
+def _widest(recorders: Sequence[_Recorder]) -> int | None:
+    windows = {window for recorder in recorders for window in recorder.windows}
+    return max((w for w in windows if w is not None), default=None) if None not in windows else None
 
 
 def model_type(model: nn.Module) -> str:
@@ -135,9 +144,7 @@ def model_type(model: nn.Module) -> str:
 
 def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
     """Build the graph of one forward on recording caches; return these."""
-    caches = [
-        _convert(c, lambda window: _Recorder(rows, window)) for c in make_prompt_cache(model)
-    ]
+    caches = [_convert(c, lambda window: _Recorder(rows, window)) for c in make_prompt_cache(model)]
     with attention_hook():
         model(mx.zeros((rows, length), mx.int32), cache=caches)
     return caches

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.block_allocator import BlockCopy
+from mlx_paged.allocation import BlockCopy
 from mlx_paged.kv_pool import KVPool, KVShape, as_int32
 
 NUM_BLOCKS = 2

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from mlx_paged.block_allocator import BlockAllocator, OutOfBlocksError
+from mlx_paged.allocation import OutOfBlocksError
+from mlx_paged.block_allocator import BlockAllocator
 from mlx_paged.cost_model import CostModel
 from mlx_paged.prefix_cache import MissReason
 from mlx_paged.request import Request
@@ -42,6 +43,8 @@ class Scheduler:
             by the next steps; at least one for each running request.
         rewinds: whether a sequence's K/V is all there is to it, so that it may go on from any
             point; a recurrent state knows only the last.
+        window: tokens that any layer sees at most, the newest included; blocks that fall out of it
+            are given up. None: some layer sees everything.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Scheduler:
         max_stall: float | None = None,
         watermark: int = 0,
         rewinds: bool = True,
+        window: int | None = None,
     ) -> None:
         for name, value in (("max_running", max_running), ("prefill_chunk", prefill_chunk)):
             if value < 1:
@@ -70,6 +74,7 @@ class Scheduler:
         self.max_stall = max_stall
         self.watermark = watermark
         self.rewinds = rewinds
+        self.window = window
         self.cost = CostModel()
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
@@ -226,6 +231,8 @@ class Scheduler:
         """Give a running request a span, making room for it if it takes that."""
         start = request.num_computed
         stop = start + min(request.num_pending, budget)
+        if self.window is not None:
+            self.allocator.trim(request.id, max(0, start - self.window + 1))
         while True:
             try:
                 copies = self.allocator.make_writable(request.id, start, stop)

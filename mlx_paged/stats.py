@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from mlx_paged.block_allocator import ceil_div
+from mlx_paged.allocation import ceil_div
 
 NUM_TTFTS = 10_000
 """Latest times to first token that count in the statistics."""

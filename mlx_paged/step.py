@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from mlx_paged.block_allocator import BlockCopy
+from mlx_paged.allocation import BlockCopy
 from mlx_paged.cost_model import StepWork
 from mlx_paged.request import Request
 

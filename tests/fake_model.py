@@ -13,7 +13,8 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.block_allocator import BlockAllocator, BlockCopy
+from mlx_paged.allocation import BlockCopy
+from mlx_paged.block_allocator import BlockAllocator
 from mlx_paged.cost_model import StepWork
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams

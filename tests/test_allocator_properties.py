@@ -14,7 +14,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from mlx_paged.block_allocator import BlockAllocator, BlockCopy, OutOfBlocksError
+from mlx_paged.allocation import BlockCopy, OutOfBlocksError
+from mlx_paged.block_allocator import BlockAllocator
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 

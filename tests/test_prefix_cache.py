@@ -3,7 +3,8 @@
 import pytest
 
 from mlx_paged import prefix_cache
-from mlx_paged.block_allocator import Admission, BlockAllocator, BlockCopy
+from mlx_paged.allocation import Admission, BlockCopy
+from mlx_paged.block_allocator import BlockAllocator
 from mlx_paged.prefix_cache import (
     EVICTED_PER_BLOCK,
     MAX_SIBLINGS,
