@@ -1,4 +1,4 @@
-"""Blocks that have fallen out of every layer's sliding window are given up, and never read again."""
+"""Blocks that fell out of every layer's sliding window are given up, and never read again."""
 
 import mlx.core as mx
 import numpy as np
