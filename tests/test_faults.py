@@ -58,13 +58,14 @@ def finish(engine: Engine) -> dict:
 
 def raise_at(step: int, error: BaseException):
     """A logits processor that raises when `step` tokens have been generated."""
-    calls = iter(range(10**6))
 
     def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        if next(calls) == step:
+        processor.calls += 1
+        if processor.calls > step:
             raise error
         return logits
 
+    processor.calls = 0
     return processor
 
 
@@ -72,11 +73,13 @@ def raise_at(step: int, error: BaseException):
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_a_raising_processor_ends_its_request_alone(engine, expected, at, lookahead):
     engine.lookahead = lookahead
+    processor = raise_at(at, RuntimeError("no such\nword"))
     ids = []
     for i, prompt in enumerate(PROMPTS):
-        processors = [raise_at(at, RuntimeError("no such\nword"))] if i == 2 else []
+        processors = [processor] if i == 2 else []
         ids.append(engine.add_request(prompt, max_tokens=12, logits_processors=processors))
     done = finish(engine)
+    assert processor.calls == at + 1, "it was called again after it had raised"
     assert done[ids[2]].finish_reason is FinishReason.ERROR
     assert done[ids[2]].error == "RuntimeError: no such word"
     assert done[ids[2]].tokens == expected[2][:at]

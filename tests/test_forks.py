@@ -328,6 +328,7 @@ def test_beams_beside_other_requests(model, engine):
         engine.step()
     assert engine.abort(doomed).finish_reason is FinishReason.ABORT
     done = finish(engine)
+    assert next(iter(done)) == search, "its hypotheses did not advance in every step"
     expected = plain_beam_search(model, PROMPT, 3, 8, 1.0, set())
     assert [beam.tokens for beam in done[search].beams] == [tokens for _, tokens in expected]
     for start, other in zip((3, 9), others, strict=True):
