@@ -3,6 +3,7 @@
 import mlx.core  # noqa: F401  registers the array type that the compiled module shares
 
 from mlx_paged.allocation import OutOfBlocksError
+from mlx_paged.batch_generator import BatchGenerator
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.engine import Engine
 from mlx_paged.model_probe import UnsupportedModelError
@@ -15,11 +16,14 @@ from mlx_paged.ops import (
 )
 from mlx_paged.outputs import Beam, Completion, TokenOutput
 from mlx_paged.request import FinishReason
+from mlx_paged.patch import patch_mlx_lm, patched_mlx_lm, unpatch_mlx_lm
+from mlx_paged.prompt_cache import make_prompt_cache
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.service import EngineService
 from mlx_paged.ticket import Ticket
 
 __all__ = [
+    "BatchGenerator",
     "Beam",
     "Completion",
     "Engine",
@@ -33,7 +37,11 @@ __all__ = [
     "UnsupportedModelError",
     "copy_blocks",
     "install_in_mlx",
+    "make_prompt_cache",
     "paged_attention",
+    "patch_mlx_lm",
+    "patched_mlx_lm",
     "uninstall_from_mlx",
+    "unpatch_mlx_lm",
     "write_kv",
 ]

@@ -12,7 +12,7 @@ from mlx_paged.sdpa_hook import CausalMask, KVHandle
 
 
 def storable(values: mx.array) -> mx.array:
-    """Values as wide as the pool can hold: layers that cache keys alone pass ``[B, H_kv, L, 0]``."""
+    """Values that the pool can hold: layers that cache keys alone pass ``[B, H_kv, L, 0]``."""
     if values.shape[-1]:
         return values
     return mx.zeros((*values.shape[:-1], 1), values.dtype)

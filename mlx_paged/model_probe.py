@@ -16,7 +16,9 @@ from mlx_paged.prewarm import AttentionKind
 from mlx_paged.sdpa_hook import CausalMask, KVHandle, attention_hook
 
 REFUSED = {
-    "phi3small": "its sparse layers add the mask to the scores in mlx-lm itself: tokens see later ones",
+    "phi3small": (
+        "its sparse layers add the mask to the scores in mlx-lm itself: tokens see later ones"
+    ),
     "plamo3": "its decode and its full forward disagree about the sliding window in mlx-lm itself",
 }
 ONE_AT_A_TIME = {

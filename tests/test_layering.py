@@ -12,6 +12,15 @@ import mlx_paged
 PACKAGE = Path(mlx_paged.__file__).parent
 
 ORDER = [
+    "server",
+    "server_http",
+    "server_answers",
+    "server_backend",
+    "server_metrics",
+    "server_choice",
+    "server_request",
+    "server_watch",
+    "server_args",
     "generate",
     "generate_report",
     "generate_jobs",
@@ -28,6 +37,7 @@ ORDER = [
     "ticket",
     "engine",
     "engine_core",
+    "growing_allocator",
     "interrupts",
     "output_processor",
     "prompt_encoder",
@@ -90,6 +100,7 @@ NO_MLX = {
     "block_tables",
     "cost_model",
     "engine_core",
+    "growing_allocator",
     "interrupts",
     "output_processor",
     "outputs",
@@ -99,6 +110,8 @@ NO_MLX = {
     "request",
     "sampling_params",
     "scheduler",
+    "server_request",
+    "server_watch",
     "stats",
     "step",
     "step_pipeline",
@@ -146,6 +159,7 @@ def test_bookkeeping_imports_without_mlx():
 
 def test_public_names_are_the_contract():
     assert sorted(mlx_paged.__all__) == [
+        "BatchGenerator",
         "Beam",
         "Completion",
         "Engine",
@@ -159,8 +173,12 @@ def test_public_names_are_the_contract():
         "UnsupportedModelError",
         "copy_blocks",
         "install_in_mlx",
+        "make_prompt_cache",
         "paged_attention",
+        "patch_mlx_lm",
+        "patched_mlx_lm",
         "uninstall_from_mlx",
+        "unpatch_mlx_lm",
         "write_kv",
     ]
     for name in mlx_paged.__all__:

@@ -109,7 +109,7 @@ def test_a_prompt_advances_even_if_streams_alone_break_the_bound():
 
 
 def test_nothing_is_held_back_while_no_stream_runs():
-    engine, clock = make_engine(max_stall=1e-3)
+    engine, _ = make_engine(max_stall=1e-3)
     engine.add_request(list(range(1024)), max_tokens=1)
     while engine.has_work:
         engine.step()

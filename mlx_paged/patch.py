@@ -1,0 +1,133 @@
+"""mlx-lm on paged caches, for a scope or until further notice."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from threading import RLock
+from typing import Any
+
+import mlx.nn as nn
+import mlx_lm
+from mlx_lm.models import cache as stock
+from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
+
+from mlx_paged.batch_prompt_cache import BatchPagedKVCache
+from mlx_paged.prompt_cache import PagedKVCache, check_options, make_prompt_cache
+from mlx_paged.sdpa_hook import attention_hook
+from mlx_paged.shared_pool import BLOCK_SIZE
+
+TESTED_VERSIONS = ("0.32.2",)
+OVERRIDE = "MLX_PAGED_ALLOW_UNTESTED_MLX_LM"
+LOADABLE = (PagedKVCache, BatchPagedKVCache)
+
+Options = dict[str, Any]
+
+
+class UntestedVersionError(RuntimeError):
+    """The installed mlx-lm is none that the caches were tested with."""
+
+
+class _Patch:
+    """What is patched at present, and by whom."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()
+        self.scopes: list[Options] = []  # of the context managers, the innermost last
+        self.lasting: Options | None = None  # of patch_mlx_lm
+        self.applied = ExitStack()
+
+    @property
+    def options(self) -> Options | None:
+        """Those in force; None while nothing is patched."""
+        return self.scopes[-1] if self.scopes else self.lasting
+
+    def update(self) -> None:
+        """Patch or restore as the callers want it now."""
+        is_applied = stock.make_prompt_cache is _make_prompt_cache
+        if self.options is not None and not is_applied:
+            _replace(stock_make_prompt_cache, _make_prompt_cache)
+            for cache_class in LOADABLE:
+                setattr(stock, cache_class.__name__, cache_class)
+            self.applied.enter_context(attention_hook())
+        elif self.options is None and is_applied:
+            self.applied.close()
+            for cache_class in LOADABLE:
+                delattr(stock, cache_class.__name__)
+            _replace(_make_prompt_cache, stock_make_prompt_cache)
+
+
+_patch = _Patch()
+
+
+def _make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
+    """Stands for mlx-lm's function; modules imported meanwhile keep it, so it looks what holds."""
+    options = _patch.options
+    if options is None:
+        caches: list[Any] = stock_make_prompt_cache(model, max_kv_size)
+        return caches
+    return make_prompt_cache(model, max_kv_size, **options)
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Rebind `make_prompt_cache` in every loaded module of mlx-lm that has it."""
+    for name, module in list(sys.modules.items()):
+        of_mlx_lm = name == "mlx_lm" or name.startswith("mlx_lm.")
+        if of_mlx_lm and vars(module).get("make_prompt_cache") is old:
+            module.make_prompt_cache = new  # type: ignore[attr-defined]
+
+
+def patch_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) -> None:
+    """Let mlx-lm make paged caches and attend through them, until :func:`unpatch_mlx_lm`.
+
+    ``generate``, ``stream_generate``, ``batch_generate``, ``BatchGenerator``, speculative decoding,
+    ``LRUPromptCache`` and the server then work on paged caches unchanged; caches made before, and
+    code that holds mlx-lm's ``make_prompt_cache`` under a name of its own, stay as they are. Saved
+    prompt caches are loaded while the patch is in place. Called again, it only takes the options.
+
+    Args:
+        block_size: token slots in a block.
+        kv_memory: bytes of K/V at most, for each model and thread; default what the device has.
+
+    Raises:
+        ValueError: an option is below 1.
+        UntestedVersionError: another mlx-lm than those tested; MLX_PAGED_ALLOW_UNTESTED_MLX_LM=1
+            in the environment allows any.
+    """
+    options = _checked(block_size, kv_memory)
+    with _patch.lock:
+        _patch.lasting = options
+        _patch.update()
+
+
+def unpatch_mlx_lm() -> None:
+    """Undo :func:`patch_mlx_lm`; without it, do nothing. Scopes that are open stay patched."""
+    with _patch.lock:
+        _patch.lasting = None
+        _patch.update()
+
+
+@contextmanager
+def patched_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) -> Iterator[None]:
+    """As :func:`patch_mlx_lm`, within this context. Contexts may nest and overlap in several
+    threads: the options of the latest one entered hold for all."""
+    options = _checked(block_size, kv_memory)
+    with _patch.lock:
+        _patch.scopes.append(options)
+        _patch.update()
+    try:
+        yield
+    finally:
+        with _patch.lock:
+            _patch.scopes[:] = [scope for scope in _patch.scopes if scope is not options]
+            _patch.update()
+
+
+def _checked(block_size: int, kv_memory: int | None) -> Options:
+    if mlx_lm.__version__ not in TESTED_VERSIONS and os.environ.get(OVERRIDE) != "1":
+        raise UntestedVersionError(
+            f"mlx-lm {mlx_lm.__version__} is installed; paged caches are tested with "
+            f"{', '.join(TESTED_VERSIONS)}. Install one of these, or set {OVERRIDE}=1 to go on."
+        )
+    check_options("patch_mlx_lm", block_size, kv_memory)
+    return {"block_size": block_size, "kv_memory": kv_memory}

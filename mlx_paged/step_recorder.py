@@ -1,0 +1,88 @@
+"""What the steps of an engine computed, in full: spans, and every token's log-probability."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate_utils import BatchCounters
+
+from mlx_paged.engine import Engine
+from mlx_paged.model_runner import LaunchedStep, ModelRunner
+from mlx_paged.request import Request
+from mlx_paged.step import Span, Step
+from mlx_paged.step_pipeline import Choice, StepPipeline
+
+
+@dataclass(slots=True)
+class Recording:
+    """Steps that ended.
+
+    Attributes:
+        spans: what they computed, in order.
+        logprobs: by request id, log-probabilities ``[vocab]`` of which its newest token was chosen.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    logprobs: dict[int, mx.array] = field(default_factory=dict)
+
+    def count(self, counters: BatchCounters, num_generated: int, seconds: float) -> None:
+        """Add these steps to mlx-lm's counters; their time is divided between prompt tokens and
+        generated ones in proportion to their number."""
+        num_prompt = sum(max(0, min(s.stop, s.request.num_prompt) - s.start) for s in self.spans)
+        share = num_prompt / max(1, num_prompt + num_generated)
+        counters.prompt_tokens += num_prompt
+        counters.prompt_time += seconds * share
+        counters.generation_tokens += num_generated
+        counters.generation_steps += num_generated > 0
+        counters.decode_time += seconds * (1 - share)
+
+
+class StepRecorder:
+    """A runner that keeps what the steps of another one computed until somebody takes it."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._under_way: dict[LaunchedStep, Step] = {}
+        self._recording = Recording()
+        self.drop = runner.drop
+        self.fork = runner.fork
+
+    def take(self) -> Recording:
+        """The steps that ended since the last call."""
+        recording, self._recording = self._recording, Recording()
+        return recording
+
+    def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
+        launched = self._runner.launch(step, before)
+        self._under_way[launched] = step
+        return launched
+
+    def collect(self, launched: LaunchedStep) -> list[Choice]:
+        step = self._under_way.pop(launched)
+        choices = self._runner.collect(launched)
+        self._recording.spans += step.spans
+        if launched.sampled is not None:
+            rows = launched.sampled.distributions
+            ids = [request.id for request in launched.requests]
+            self._recording.logprobs |= zip(ids, list(rows), strict=True)
+        return choices
+
+    def recover(self) -> None:
+        self._under_way.clear()
+        self._runner.recover()
+
+
+class RecordedEngine(Engine):
+    """An engine whose steps are recorded; the arguments are those of :class:`Engine`."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        assert isinstance(self.runner, ModelRunner)
+        self.model_runner = self.runner
+        self.recorder = StepRecorder(self.runner)
+        self._pipeline = StepPipeline(self.scheduler, self.recorder, self._clock)
+
+    def request(self, request_id: int) -> Request:
+        """A request under way, or one that ended and was kept."""
+        return self._requests.get(request_id) or self._kept[request_id]
