@@ -15,9 +15,9 @@ from mlx_paged.ops import (
     write_kv,
 )
 from mlx_paged.outputs import Beam, Completion, TokenOutput
-from mlx_paged.request import FinishReason
 from mlx_paged.patch import patch_mlx_lm, patched_mlx_lm, unpatch_mlx_lm
 from mlx_paged.prompt_cache import make_prompt_cache
+from mlx_paged.request import FinishReason
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.service import EngineService
 from mlx_paged.ticket import Ticket
