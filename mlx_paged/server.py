@@ -13,24 +13,26 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_lm.server import ModelProvider
 
 from mlx_paged import server_args
 from mlx_paged.engine import Engine
 from mlx_paged.model_loader import demo_model_path
-from mlx_paged.server_backend import Backend
-from mlx_paged.server_http import Server
 from mlx_paged.server_watch import DisconnectWatcher
 from mlx_paged.service import EngineService
+
+if TYPE_CHECKING:  # at run time they need the extra "server", of which `main` can tell
+    from mlx_paged.server_backend import Backend
+    from mlx_paged.server_http import Server
 
 FAREWELL_S = 2.0
 """How long answers under way may take to end when the server does."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until Ctrl-C or SIGTERM; returns the exit status."""
+    """Serve until Ctrl-C or SIGTERM; returns the exit status: 0, or 2 after a mistake."""
     args = server_args.parse(arguments)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     try:
@@ -41,20 +43,30 @@ def main(arguments: list[str] | None = None) -> int:
             server.serve_forever(poll_interval=0.1)
     except KeyboardInterrupt:
         return 0
+    except ModuleNotFoundError as error:
+        return _mistake(f"{error.name} is missing: expected pip install 'mlx_paged[server]'")
     except (ValueError, OSError) as error:
-        print(f"mlx_paged.server: error: {error}", file=sys.stderr)
-        return 1
+        return _mistake(str(error))
     return 0
 
 
+def _mistake(message: str) -> int:
+    print(f"mlx_paged.server: error: {message}", file=sys.stderr)
+    return 2
+
+
 @contextmanager
-def serving(args: argparse.Namespace) -> Iterator[Server]:
+def serving(args: argparse.Namespace) -> Iterator["Server"]:
     """A server that listens, and whose ``serve_forever`` answers, in whatever thread it is called.
 
     Raises:
         ValueError: the model cannot be loaded or served, or an option is out of range.
         OSError: the address is taken.
+        ModuleNotFoundError: the extra "server" is not installed.
     """
+    from mlx_paged.server_backend import Backend
+    from mlx_paged.server_http import Server
+
     args.model = args.model or str(demo_model_path())
     provider = _load(args)
     engine = Engine(provider.model, provider.tokenizer, **server_args.engine_options(args))
@@ -86,7 +98,7 @@ def _is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def _await_answers(backend: Backend) -> None:
+def _await_answers(backend: "Backend") -> None:
     """Let the threads of aborted answers tell their clients."""
     deadline = time.monotonic() + FAREWELL_S
     while backend.taken and time.monotonic() < deadline:

@@ -281,7 +281,7 @@ def test_what_cannot_be_served_is_reported_in_one_line(server, capsys):
         (["--kv-memory", "1e-9"], "expected at least"),
     ):
         threads = threading.active_count()
-        assert main(["--port", "0", *flags]) == 1
+        assert main(["--port", "0", *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("mlx_paged.server: error: ") and message in line
         assert threading.active_count() == threads
@@ -293,3 +293,12 @@ def test_a_server_that_is_open_to_others_without_a_key_warns(caplog):
     caplog.clear()
     with live("--host", "0.0.0.0", "--api-key", "secret"), live():
         assert "open to others" not in caplog.text
+
+
+def test_a_missing_extra_is_one_line(monkeypatch, capsys):
+    for name in ("server_backend", "server_http", "server_metrics"):
+        monkeypatch.delitem(sys.modules, f"mlx_paged.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    assert main(["--port", "0"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "pip install 'mlx_paged[server]'" in error
