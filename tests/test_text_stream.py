@@ -194,3 +194,30 @@ def test_streams_of_one_tokenizer_do_not_mix(tokenizer):
     for stream, text in zip(streams, texts, strict=True):
         stream.finish()
         assert stream.text == text
+
+
+def test_text_goes_on_where_that_of_its_context_ended():
+    """As for a fork, whose parent has said the beginning: a SentencePiece-like detokenizer drops
+    the space before the very first word, and only there."""
+
+    class Words:
+        def __init__(self) -> None:
+            self.words: list[str] = []
+            self._read = 0
+
+        def add_token(self, token: int) -> None:
+            self.words.append(f" word{token}")
+
+        def finalize(self) -> None: ...
+
+        @property
+        def last_segment(self) -> str:
+            text = "".join(self.words).removeprefix(" ")
+            segment, self._read = text[self._read :], len(text)
+            return segment
+
+    child = TextStream(Words(), context=[1, 2])
+    assert child.push(3) == " word3"
+    assert child.push(4) == " word4"
+    assert child.text == " word3 word4"
+    assert TextStream(Words()).push(3) == "word3"
