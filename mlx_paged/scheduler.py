@@ -7,6 +7,7 @@ from mlx_paged.block_allocator import BlockAllocator
 from mlx_paged.cost_model import CostModel
 from mlx_paged.prefix_cache import MissReason
 from mlx_paged.request import Request
+from mlx_paged.shared_prefill import is_under_way
 from mlx_paged.step import Span, Step
 from mlx_paged.victims import VictimPolicy, choose_victim
 from mlx_paged.waiting_queue import Policy, WaitingQueue
@@ -161,13 +162,15 @@ class Scheduler:
             self._free(request)
 
     def commit(self, step: Step) -> None:
-        """The step's K/V is in the pool: offer blocks that became full for reuse."""
+        """The step's K/V is in the pool, or will be before any later step reads it: offer blocks
+        that became full for reuse, as far as their tokens are known."""
         if not self.prefix_cache:
             return
         block_size = self.allocator.block_size
         for span in step.spans:
             crossed = span.stop // block_size > span.start // block_size
-            if crossed and span.request.id in self.allocator:
+            known = span.stop <= len(span.request.tokens)
+            if crossed and known and span.request.id in self.allocator:
                 self.allocator.commit(span.request.id, span.request.tokens, span.stop)
 
     def clear(self, request: Request) -> None:
@@ -281,7 +284,7 @@ class Scheduler:
             request = self.waiting.peek()
             if request.id in step.requests or request.num_in_flight:
                 break  # preempted or forked just now
-            if self._chunk_budget(step, request) <= 0 and request.id not in self.parked:
+            if request.id not in self.parked and not self._is_worth_it(step, request):
                 break
             if not self._enter(step, request, self._spare_blocks(request)):
                 break
@@ -289,6 +292,13 @@ class Scheduler:
             budget = 1 if request.num_pending == 1 else self._chunk_budget(step, request)
             if budget > 0:
                 self._schedule(step, request, budget)
+
+    def _is_worth_it(self, step: Step, request: Request) -> bool:
+        """Whether the step still takes prompt tokens that nobody computes in it already."""
+        budget = self._chunk_budget(step, request)
+        if budget <= 0 or not self.prefix_cache:
+            return budget > 0
+        return not is_under_way(request, step, budget, self.allocator.block_size)
 
     def _spare_blocks(self, request: Request) -> int:
         """Blocks that the admission of `request` must leave for the next steps of all."""

@@ -164,6 +164,7 @@ class StepPipeline(Generic[LaunchedT]):
             return None
         finally:
             self._scheduler.allocator.copies_done()
+        self._scheduler.commit(step)
         for request in launched.requests:
             request.num_in_flight += not request.synchronous
         for index, cause in launched.errors.items():

@@ -67,6 +67,27 @@ def test_running_requests_share_what_they_have_computed(model, engine):
     assert engine.abort(first) is not None
 
 
+@pytest.mark.parametrize("chunk", [16, 32, 512])
+def test_requests_that_come_together_compute_what_they_share_once(model, chunk):
+    engine = Engine(model, block_size=BLOCK, num_blocks=64, prefill_chunk=chunk)
+    own = [[first, *text(num_tokens)] for first, num_tokens in enumerate((4, 2, 3, 10))]
+    prompts = [SYSTEM + tokens for tokens in own]
+    done = engine.generate([*prompts, other := text(20)], max_tokens=6)
+    assert engine.stats.prompt_tokens == len(SYSTEM) + sum(map(len, own)) + len(other)
+    assert [c.tokens for c in done] == [solo_greedy(model, p, 6) for p in [*prompts, other]]
+
+
+def test_nobody_waits_for_a_tenant_he_shares_nothing_with(engine):
+    ids = [engine.add_request(SYSTEM[:9], max_tokens=2, cache_salt=salt) for salt in "ab"]
+    assert [output.request_id for output in (engine.step() or engine.step())] == ids
+
+
+def test_a_prompt_does_not_wait_for_the_few_tokens_that_it_shares(engine):
+    prompts = [SYSTEM[:BLOCK] + text(7), SYSTEM[:BLOCK] + text(9)]
+    ids = [engine.add_request(prompt, max_tokens=2) for prompt in prompts]
+    assert [output.request_id for output in (engine.step() or engine.step())] == ids
+
+
 def test_tenants_share_nothing(model, engine):
     computed(engine, SYSTEM, cache_salt="a")
     other, _ = computed(engine, SYSTEM, cache_salt="b")
