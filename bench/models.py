@@ -16,15 +16,18 @@ from mlx_paged.generate_args import number
 AT_LEAST_TWO = number(int, 2, 2**31, "a whole number >= 2")
 """An argument type, beside those of mlx_paged.generate_args."""
 
+REFERENCE: dict[str, Any] = {
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 2048,
+}
+
 SIZES: dict[str, dict[str, Any]] = {
-    "reference": {
-        "hidden_size": 512,
-        "num_hidden_layers": 4,
-        "intermediate_size": 1024,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "vocab_size": 2048,
-    },
+    "reference": REFERENCE,
+    "many-kv-heads": REFERENCE | {"num_key_value_heads": 8},
     "tiny": {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -34,7 +37,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 128,
     },
 }
-"""By name: "reference" is what published numbers are measured with, "tiny" tests a bench."""
+"""By name: "reference" is what published numbers are measured with, "many-kv-heads" the same with
+four times the K/V (16 KiB a token), "tiny" tests a bench."""
 
 GEMM_SIZE = 512
 SLOW_GFLOPS = 20.0

@@ -12,7 +12,7 @@ from mlx_paged.allocation import ceil_div
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.engine_core import EngineCore
 from mlx_paged.kv_memory import num_blocks_for
-from mlx_paged.model_probe import probe
+from mlx_paged.model_probe import ModelProfile, probe
 from mlx_paged.model_runner import ModelRunner
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.prewarm import prewarm as compile_pipelines
@@ -20,6 +20,7 @@ from mlx_paged.prompt_encoder import Prompt
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler import Scheduler
 from mlx_paged.stats import EngineStats
+from mlx_paged.step_pipeline import Runner
 from mlx_paged.victims import VictimPolicy
 from mlx_paged.waiting_queue import Policy
 
@@ -105,7 +106,7 @@ class Engine(EngineCore):
         )
         super().__init__(
             scheduler,
-            ModelRunner(model, self.manager, profile),
+            self._make_runner(model, profile),
             EngineStats(block_size, self.manager.pool.block_bytes, num_blocks),
             tokenizer=tokenizer,
             vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
@@ -116,6 +117,10 @@ class Engine(EngineCore):
             self.stats.prewarm_seconds = compile_pipelines(profile.attentions, block_size)
         self._streams: dict[int, deque[TokenOutput]] = {}
         self._awaited: dict[int, Completion | None] = {}
+
+    def _make_runner(self, model: nn.Module, profile: ModelProfile) -> Runner[Any]:
+        """What computes the steps."""
+        return ModelRunner(model, self.manager, profile)
 
     def step(self) -> list[TokenOutput]:
         outputs = super().step()

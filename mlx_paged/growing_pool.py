@@ -1,5 +1,7 @@
 """K/V arrays that grow."""
 
+import math
+
 import mlx.core as mx
 
 from mlx_paged.kv_pool import KVPool
@@ -14,17 +16,20 @@ class GrowingPool(KVPool):
         One array is moved at a time, so that no more than one is held twice.
         """
         assert num_blocks >= self.num_blocks
-        added = KVPool(self.shapes, num_blocks - self.num_blocks, self.block_size)
-        for arrays, more in ((self.k, added.k), (self.v, added.v)):
+        self._first_k, self._first_v = [], []  # they would keep what is given up
+        for arrays in (self.k, self.v):
             for layer in range(self.n_layers):
-                longer = _joined(arrays[layer], more[layer])
-                mx.eval(longer)
-                arrays[layer] = longer
+                arrays[layer] = _longer(arrays[layer], num_blocks - self.num_blocks)
+                mx.eval(arrays[layer])
         self.num_blocks = num_blocks
         self._first_k, self._first_v = list(self.k), list(self.v)
 
 
-def _joined(cache: mx.array, more: mx.array) -> mx.array:
-    """Blocks of both, ``[n_kv_heads, num_blocks, block_size, head_dim]``, in the pool's order."""
-    blocks = [array.transpose(1, 0, 2, 3) for array in (cache, more)]
-    return mx.concatenate(blocks, axis=0).transpose(1, 0, 2, 3)
+def _longer(cache: mx.array, more: int) -> mx.array:
+    """``[n_kv_heads, num_blocks, block_size, head_dim]`` with `more` blocks of zeros behind, in the
+    pool's order. In that order it is one run of memory, which is joined as such."""
+    blocks = cache.transpose(1, 0, 2, 3)
+    num_blocks, *block = blocks.shape
+    zeros = mx.broadcast_to(mx.zeros((), cache.dtype), (more * math.prod(block),))
+    joined = mx.concatenate([blocks.flatten(), zeros])
+    return joined.reshape(num_blocks + more, *block).transpose(1, 0, 2, 3)

@@ -47,7 +47,7 @@ class Backend(ResponseGenerator):
     @property
     def is_healthy(self) -> bool:
         """Whether completions can be computed."""
-        return self.service.error is None
+        return self.service.is_running
 
     @property
     def taken(self) -> int:

@@ -89,6 +89,11 @@ class EngineService:
         self._calls.put(_Call(_nothing))
         self._thread.join()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it takes requests: started, and neither closed nor failed."""
+        return self._started and not self._closed
+
     def submit(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> Ticket:
@@ -127,7 +132,7 @@ class EngineService:
             return function(self._engine)
         call = _Call(function)
         with self._lock:
-            if not self._started or self._closed:
+            if not self.is_running:
                 raise self._refusal() from self.error
             self._calls.put(call)
         return call.reply.result()

@@ -50,6 +50,11 @@ class Step:
             self.chunk_context += (span.stop * (span.stop + 1) - span.start * (span.start + 1)) // 2
 
     @property
+    def prompt_tokens(self) -> int:
+        """How many tokens of prompts are computed, those computed anew included."""
+        return sum(max(0, min(s.stop, s.request.num_prompt) - s.start) for s in self.spans)
+
+    @property
     def everyone(self) -> list[Request]:
         """All requests that are computed or get a token."""
         return [request for span in self.spans for request in (span.request, *span.forks)]

@@ -1,17 +1,17 @@
 """What the steps of an engine computed, in full: spans, and every token's log-probability."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate_utils import BatchCounters
 
 from mlx_paged.engine import Engine
+from mlx_paged.model_probe import ModelProfile
 from mlx_paged.model_runner import LaunchedStep, ModelRunner
 from mlx_paged.request import Request
 from mlx_paged.step import Span, Step
-from mlx_paged.step_pipeline import Choice, StepPipeline
+from mlx_paged.step_pipeline import Choice
 
 
 @dataclass(slots=True)
@@ -20,18 +20,19 @@ class Recording:
 
     Attributes:
         spans: what they computed, in order.
+        prompt_tokens: how many of those tokens were tokens of prompts.
         logprobs: by request id, log-probabilities ``[vocab]`` of which its newest token was chosen.
     """
 
     spans: list[Span] = field(default_factory=list)
+    prompt_tokens: int = 0
     logprobs: dict[int, mx.array] = field(default_factory=dict)
 
     def count(self, counters: BatchCounters, num_generated: int, seconds: float) -> None:
         """Add these steps to mlx-lm's counters; their time is divided between prompt tokens and
         generated ones in proportion to their number."""
-        num_prompt = sum(max(0, min(s.stop, s.request.num_prompt) - s.start) for s in self.spans)
-        share = num_prompt / max(1, num_prompt + num_generated)
-        counters.prompt_tokens += num_prompt
+        share = self.prompt_tokens / max(1, self.prompt_tokens + num_generated)
+        counters.prompt_tokens += self.prompt_tokens
         counters.prompt_time += seconds * share
         counters.generation_tokens += num_generated
         counters.generation_steps += num_generated > 0
@@ -62,6 +63,7 @@ class StepRecorder:
         step = self._under_way.pop(launched)
         choices = self._runner.collect(launched)
         self._recording.spans += step.spans
+        self._recording.prompt_tokens += step.prompt_tokens
         if launched.sampled is not None:
             rows = launched.sampled.distributions
             ids = [request.id for request in launched.requests]
@@ -76,12 +78,13 @@ class StepRecorder:
 class RecordedEngine(Engine):
     """An engine whose steps are recorded; the arguments are those of :class:`Engine`."""
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
-        super().__init__(model, **options)
-        assert isinstance(self.runner, ModelRunner)
-        self.model_runner = self.runner
-        self.recorder = StepRecorder(self.runner)
-        self._pipeline = StepPipeline(self.scheduler, self.recorder, self._clock)
+    model_runner: ModelRunner
+    recorder: StepRecorder
+
+    def _make_runner(self, model: nn.Module, profile: ModelProfile) -> StepRecorder:
+        self.model_runner = ModelRunner(model, self.manager, profile)
+        self.recorder = StepRecorder(self.model_runner)
+        return self.recorder
 
     def request(self, request_id: int) -> Request:
         """A request under way, or one that ended and was kept."""

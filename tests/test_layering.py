@@ -43,6 +43,7 @@ ORDER = [
     "prompt_encoder",
     "text_stream",
     "stats",
+    "auto_patch",
     "patch",
     "prompt_cache",
     "batch_prompt_cache",

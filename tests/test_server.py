@@ -1,6 +1,7 @@
 """The server under the openai client, over a socket."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -204,20 +205,41 @@ def test_a_client_that_says_more_than_it_should_is_still_answered(server):
         assert b"[DONE]" in b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
-def test_a_killed_client_leaves_no_block(server):
-    port = server.server_address[1]
-    code = (
-        "from openai import OpenAI\n"
-        f"own = OpenAI(base_url='http://127.0.0.1:{port}/v1', api_key='none')\n"
-        f"for packet in own.completions.create(model='{MODEL}', stream=True, **{LONG!r}):\n"
-        "    print(packet, flush=True)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    process.stdout.readline()
-    process.kill()
-    process.wait()
-    process.stdout.close()
+READER = """
+import http.client, json, sys
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
+connection.request("POST", "/v1/completions", sys.argv[2])
+for line in connection.getresponse():
+    print(line, flush=True)
+"""
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["reading", "reading no more"])
+def test_clients_killed_in_the_middle_of_their_streams_leave_nothing(server, stopped):
+    """SIGKILL, which no handler of the client hears of: the kernel alone closes the connection."""
+    aborts = 'mlx_paged_completions_total{finish_reason="abort"}'
+    generated, aborted = metric(server, "mlx_paged_generation_tokens_total"), metric(server, aborts)
+    command = [sys.executable, "-c", READER, str(server.server_address[1])]
+    bodies = [json.dumps(LONG | {"stream": True, "n": n}) for n in (1, 2)]
+    clients = [subprocess.Popen([*command, body], stdout=subprocess.PIPE) for body in bodies]
+    for process in clients:
+        assert b"data: " in process.stdout.readline()
+    assert metric(server, "mlx_paged_kv_blocks_in_use") > 0
+    assert metric(server, "mlx_paged_requests_running") == 3
+    if stopped:
+        for process in clients:
+            process.send_signal(signal.SIGSTOP)
+        now = metric(server, "mlx_paged_generation_tokens_total")
+        wait_until(lambda: metric(server, "mlx_paged_generation_tokens_total") > now + 100)
+    for process in clients:
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        process.stdout.close()
     wait_until(lambda: metric(server, "mlx_paged_kv_blocks_in_use") == 0)
+    assert metric(server, "mlx_paged_requests_running") == 0
+    assert metric(server, "mlx_paged_requests_waiting") == 0
+    assert metric(server, "mlx_paged_generation_tokens_total") - generated < 3 * 1500
+    wait_until(lambda: metric(server, aborts) == (aborted or 0) + 3)
 
 
 def test_completions_that_nobody_reads_any_more_are_ended(server):

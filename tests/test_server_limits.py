@@ -193,6 +193,7 @@ def test_a_stream_cut_off_by_the_end_of_the_server_says_so():
             list(stream)
         assert post(server, {"prompt": "a"})[0] == 503
         assert metric(server, "mlx_paged_up") == 0
+        assert exchange(server, "GET", "/health")[0] == 503
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

@@ -122,13 +122,16 @@ def test_a_call_may_close_the_service(serve):
 
 def test_a_service_that_is_not_running_says_so(engine):
     service = EngineService(engine)
+    assert not service.is_running
     with pytest.raises(RuntimeError, match="not started: expected a running one"):
         service.submit(PROMPT)
     with service:
+        assert service.is_running
         with pytest.raises(RuntimeError, match="started before or closed: expected a new service"):
             service.start()
         ticket = service.submit(PROMPT, max_tokens=2)
         ticket.result(TIMEOUT)
+    assert not service.is_running
     for call in (lambda: service.submit(PROMPT), lambda: service.call(lambda engine: 1)):
         with pytest.raises(RuntimeError, match="closed: expected a running one"):
             call()
@@ -231,7 +234,7 @@ def test_when_a_step_raises_every_open_ticket_and_later_callers_learn_it(engine,
     for refused in (late, background(lambda: service.submit(PROMPT))):
         assert isinstance(error := refused.exception(TIMEOUT), RuntimeError)
         assert "the service is failed" in str(error) and error.__cause__ is failure
-    assert service.error is failure
+    assert service.error is failure and not service.is_running
 
 
 def test_outputs_before_a_failure_can_still_be_read(engine, serve):

@@ -98,6 +98,20 @@ def test_growing_holds_nothing_twice():
     assert mx.get_active_memory() - before < 1.1 * layer.pool.nbytes
 
 
+def test_growing_holds_one_array_twice_at_most():
+    layer = SharedPool(1, BLOCK).layer(0)
+    cache = PagedKVCache(layer, [layer.pool.new_sequence()], [0])
+    keys = mx.zeros((1, 2, 4000, 16))
+    cache.update_and_fetch(keys, keys)
+    mx.eval(cache.state)
+    before = layer.pool.nbytes
+    mx.reset_peak_memory()
+    active = mx.get_active_memory()
+    layer.pool.allocator.grow(2 * layer.pool.allocator.num_blocks)
+    assert layer.pool.nbytes == 2 * before
+    assert mx.get_peak_memory() - active < 1.1 * (before + before // 2)
+
+
 def test_a_pool_does_not_outgrow_the_device(llama, monkeypatch):
     cache = filled(llama)
     monkeypatch.setattr("mlx_paged.shared_pool._headroom", lambda: 0)
