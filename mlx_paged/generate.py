@@ -9,8 +9,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from mlx_paged.common_args import GB
 from mlx_paged.engine import Engine
-from mlx_paged.generate_args import GB, make_parser
+from mlx_paged.generate_args import make_parser
 from mlx_paged.generate_jobs import Job, add_all, make_job, one_line, prompt_specs
 from mlx_paged.generate_report import RULE, Result, print_results, print_stats, write_results
 from mlx_paged.model_loader import load_model

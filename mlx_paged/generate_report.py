@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_paged.common_args import GB
 from mlx_paged.engine import Engine
-from mlx_paged.generate_args import GB
 from mlx_paged.generate_jobs import Job
 from mlx_paged.outputs import Completion
 

@@ -236,6 +236,13 @@ def test_flags_that_cannot_be_served_are_named(capsys, flags, message):
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--policy", "--preempt"])
+def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(capsys, flag):
+    with pytest.raises(SystemExit):
+        server_args.parse([flag, "x"])
+    assert "<" not in capsys.readouterr().err  # as in <Policy.FCFS: 'fcfs'>
+
+
 @pytest.mark.parametrize(
     ("flags", "option", "value"),
     [
