@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from enum import StrEnum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mlx_paged.victims import VictimPolicy
 from mlx_paged.waiting_queue import Policy
@@ -105,6 +105,34 @@ def add_engine(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="share no K/V between prompts that start alike",
     )
+
+
+def add_metrics(group: argparse._ArgumentGroup) -> None:
+    """What is measured, and where it goes."""
+    group.add_argument(
+        "--metrics-jsonl", metavar="FILE", help="write a line for every step, as it happens"
+    )
+    group.add_argument(
+        "--spike-ms",
+        type=MILLISECONDS,
+        metavar="MS",
+        help="steps that take longer are counted as spikes, with their causes (default: three times"
+        " the usual step, at least 50)",
+    )
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="synchronise between the phases of every step and time each; slower than a normal run",
+    )
+
+
+def metrics_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of :class:`Engine`."""
+    return {
+        "profile": args.profile,
+        "metrics_jsonl": args.metrics_jsonl,
+        "spike_ms": args.spike_ms,
+    }
 
 
 def _values(choices: type[StrEnum]) -> list[str]:

@@ -25,6 +25,7 @@ def make_parser() -> Parser:
     _add_branching(parser.add_argument_group("several completions"))
     _add_engine(parser.add_argument_group("engine"))
     _add_output(parser.add_argument_group("output"))
+    common_args.add_metrics(parser.add_argument_group("metrics"))
     return parser
 
 

@@ -51,6 +51,7 @@ def make_parser() -> Parser:
     _add_limits(parser.add_argument_group("limits"))
     _add_sampling(parser.add_argument_group("defaults of requests"))
     _add_engine(parser.add_argument_group("engine"))
+    common_args.add_metrics(parser.add_argument_group("metrics"))
     _add_mlx_lm(parser.add_argument_group("of mlx_lm.server"))
     return parser
 
@@ -181,6 +182,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "preempt": args.preempt,
         "seed": args.seed,
         "prefix_cache": not args.no_prefix_cache and args.prompt_cache_size != 0,
+        **common_args.metrics_options(args),
     }
 
 

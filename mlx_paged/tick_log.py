@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ NUM_SPIKES = 1000
 
 BUCKETS_MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)
 """Upper bounds of the histograms' buckets; one more has no bound."""
+
+PERCENTILES = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
 
 
 class TimeHistogram:
@@ -43,7 +46,6 @@ class TickLog:
         causes: how many spikes had which first cause, since the engine was made.
         decode: times of all ticks without prompt tokens.
         prefill: times of all others.
-        total_ms: sums of every time, since the engine was made.
 
     Raises:
         ValueError: `capacity` below 1, or `spike_ms` not above 0.
@@ -62,7 +64,9 @@ class TickLog:
         self.decode = TimeHistogram()
         self.prefill = TimeHistogram()
         self.num_ticks = 0
-        self._times = [name for name in TIMES if profile or name not in PHASES]
+        self._names = [name for name in TIMES if profile or name not in PHASES]
+        self._times = attrgetter(*self._names)
+        self._totals = [0.0] * len(self._names)
         self._ticks: deque[Tick] = deque(maxlen=capacity)
         self._detector = SpikeDetector(spike_ms)
 
@@ -80,10 +84,17 @@ class TickLog:
         tick.index = self.num_ticks
         self.num_ticks += 1
         self._ticks.append(tick)
+        for index, ms in enumerate(self._times(tick)):
+            self._totals[index] += ms
         (self.prefill if tick.has_prompt_tokens else self.decode).add(tick.tick_ms)
         for spike in self._detector.add(tick):
             self.spikes.append(spike)
             self.causes[spike.causes[0]] += 1
+
+    @property
+    def total_ms(self) -> dict[str, float]:
+        """The sum of every time that these ticks know, since the engine was made."""
+        return dict(zip(self._names, self._totals, strict=True))
 
     def summary(self) -> dict[str, Any]:
         """Percentiles of every time over the ticks held, and the spikes; JSON values.
@@ -102,16 +113,10 @@ class TickLog:
         return found
 
     def _percentiles(self, name: str, ticks: Iterable[Tick]) -> dict[str, float] | None:
-        if name not in self._times:
+        if name not in self._names:
             return None
         values = np.array([getattr(tick, name) for tick in ticks])
         if not values.size:
-            return {"count": 0, "p50": 0.0, "p95": 0.0, "p99": 0.0, "max": 0.0}
-        p50, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
-        return {
-            "count": values.size,
-            "p50": p50,
-            "p95": p95,
-            "p99": p99,
-            "max": float(values.max()),
-        }
+            return {"count": 0} | dict.fromkeys(PERCENTILES, 0.0)
+        found = np.percentile(values, list(PERCENTILES.values())).tolist()
+        return {"count": values.size} | dict(zip(PERCENTILES, found, strict=True))

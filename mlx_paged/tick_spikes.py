@@ -1,7 +1,7 @@
 """Which ticks took far too long, and what is to blame. Knows no mlx."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from statistics import median
@@ -73,12 +73,11 @@ class SpikeDetector:
         recent = self._recent(tick)
         if self._is_yardstick(tick):
             recent.append(tick)
-        if tick.tick_ms <= (self.threshold_ms or FLOOR_MS):
-            due = self._due() if self._unjudged else ()
-        else:
+        if tick.tick_ms > (self.threshold_ms or FLOOR_MS):
             self._unjudged.append(tick)
-            due = self._due()
-        for late in due:
+        if not self._unjudged:
+            return
+        for late in self._due():
             spike = self._judge(late)
             if spike is not None:
                 yield spike
@@ -111,14 +110,16 @@ class SpikeDetector:
         return Spike(tick.index, tick.start, tick.tick_ms, threshold, tick.causes)
 
 
-def causes(tick: Tick, usual: Iterable[Tick]) -> tuple[str, ...]:
-    """Why `tick` took longer than the `usual` ones: the parts with the largest excess decide."""
-    usual = list(usual) or [Tick()]
-    excesses = {
-        part: value - median(values)
-        for part, value, *values in zip(PARTS, _parts(tick), *map(_parts, usual), strict=True)
-    }
-    total = sum(excess for excess in excesses.values() if excess > 0)
+def causes(tick: Tick, usual: Sequence[Tick]) -> tuple[str, ...]:
+    """Why `tick` took longer than the `usual` ones: the parts with the largest excess decide.
+
+    One that took hardly longer, and is a spike by a fixed threshold, is explained by its parts.
+    """
+    excesses = _excesses(tick, usual)
+    if _total(excesses) < SHARE * tick.tick_ms:
+        usual = ()
+        excesses = _excesses(tick, usual)
+    total = _total(excesses)
     if tick.gc_elsewhere_ms > total / 2:
         return ("gc",)
     ranked = sorted(excesses, key=excesses.__getitem__, reverse=True)
@@ -127,21 +128,36 @@ def causes(tick: Tick, usual: Iterable[Tick]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(named))
 
 
-def _causes_of_part(part: str, tick: Tick, usual: list[Tick]) -> list[str]:
+def _excesses(tick: Tick, usual: Sequence[Tick]) -> dict[str, float]:
+    """By part, how much longer than usual it took."""
+    columns = zip(*map(_parts, usual or [Tick()]), strict=True)
+    rows = zip(PARTS, _parts(tick), columns, strict=True)
+    return {part: value - median(values) for part, value, values in rows}
+
+
+def _total(excesses: dict[str, float]) -> float:
+    return sum(excess for excess in excesses.values() if excess > 0)
+
+
+def _causes_of_part(part: str, tick: Tick, usual: Sequence[Tick]) -> list[str]:
     if part == "gc_ms":
         return ["gc"]
     if tick.faults:
         return ["fault"]
-    copied = tick.cow_clones > median(other.cow_clones for other in usual)
+    copied = tick.cow_clones > _usual_count("cow_clones", usual)
     if part in ("launch_ms", "wait_ms"):
         launching = part == "launch_ms"
         computed = tick.launched_prefill_tokens if launching else tick.prefill_tokens
         found = {"prewarm": tick.prewarm_ms > 0, "prefill": computed > 0, "cow": copied}
         otherwise = "launch" if launching else "device"
     elif part == "schedule_ms":
-        evicted = tick.evictions > median(other.evictions for other in usual)
+        evicted = tick.evictions > _usual_count("evictions", usual)
         found = {"preemption": tick.preemptions > 0, "eviction": evicted, "cow": copied}
         otherwise = "host"
     else:
         found, otherwise = {}, "host"
     return [cause for cause, holds in found.items() if holds] or [otherwise]
+
+
+def _usual_count(name: str, usual: Sequence[Tick]) -> float:
+    return median(getattr(tick, name) for tick in usual) if usual else 0

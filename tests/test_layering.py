@@ -17,6 +17,7 @@ ORDER = [
     "server_answers",
     "server_backend",
     "server_metrics",
+    "server_engine_metrics",
     "server_choice",
     "server_request",
     "server_watch",
