@@ -24,7 +24,7 @@ from bench.cache_calls import GROWTH, Cost, LiveBatch, copy_ms, cost_of, prompt_
 from bench.models import SIZES, check_machine, llama_model, random_prompts
 from mlx_paged import BatchGenerator, make_prompt_cache, patched_mlx_lm
 from mlx_paged.allocation import ceil_div
-from mlx_paged.generate_args import COUNT, Parser
+from mlx_paged.common_args import COUNT, Parser
 from mlx_paged.shared_pool import BLOCK_SIZE
 
 MIB = 2**20

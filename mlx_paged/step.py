@@ -51,7 +51,7 @@ class Step:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens of prompts are computed, those computed anew included."""
+        """Tokens of prompts that are computed, also those that are computed again."""
         return sum(max(0, min(s.stop, s.request.num_prompt) - s.start) for s in self.spans)
 
     @property

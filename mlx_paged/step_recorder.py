@@ -3,11 +3,9 @@
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate_utils import BatchCounters
 
 from mlx_paged.engine import Engine
-from mlx_paged.model_probe import ModelProfile
 from mlx_paged.model_runner import LaunchedStep, ModelRunner
 from mlx_paged.request import Request
 from mlx_paged.step import Span, Step
@@ -81,9 +79,9 @@ class RecordedEngine(Engine):
     model_runner: ModelRunner
     recorder: StepRecorder
 
-    def _make_runner(self, model: nn.Module, profile: ModelProfile) -> StepRecorder:
-        self.model_runner = ModelRunner(model, self.manager, profile)
-        self.recorder = StepRecorder(self.model_runner)
+    def _wrap(self, runner: ModelRunner) -> StepRecorder:
+        self.model_runner = runner
+        self.recorder = StepRecorder(runner)
         return self.recorder
 
     def request(self, request_id: int) -> Request:
