@@ -8,6 +8,7 @@ from mlx_lm.models.cache import _BaseCache
 from mlx_paged.batch import Batch, Layout
 from mlx_paged.batch_attention import BatchAttention
 from mlx_paged.kv_pool import KVPool
+from mlx_paged.latent_handles import RotaryHandle
 from mlx_paged.sdpa_hook import CausalMask, KVHandle
 
 
@@ -79,10 +80,8 @@ class PagedLayerCache(UntrimmedCache):
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         """Handles to all K/V of the bound batch's sequences, ``[T or 1, H_kv, S, D]``."""
-        return (
-            KVHandle.of(self._gathered(self.keys), self, "keys"),
-            KVHandle.of(self._gathered(self.values), self, "values"),
-        )
+        keys, values = map(self._gathered, self.pool.rows(self.layer))
+        return KVHandle.of(keys, self, "keys"), KVHandle.of(values, self, "values")
 
     def _gathered(self, cache: mx.array) -> mx.array:
         n_kv_heads, _, block_size, head_dim = cache.shape
@@ -95,7 +94,7 @@ class PagedLayerCache(UntrimmedCache):
 
     def attend(
         self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
-    ) -> mx.array:
+    ) -> mx.array | None:
         """Attention over the pool, without the gather."""
         window = self._narrowest(window)
         attention = BatchAttention(self.pool, self.layer, scale, window, sinks)
@@ -118,7 +117,7 @@ class PagedLayerCache(UntrimmedCache):
 
     @keys.setter
     def keys(self, handle: mx.array) -> None:
-        self.pool.k[self.layer] = handle
+        self.pool.set_keys(self.layer, handle)
 
     @property
     def values(self) -> mx.array:
@@ -144,3 +143,36 @@ class PagedLayerCache(UntrimmedCache):
 
     def empty(self) -> bool:
         return self.batch.max_context == 0
+
+
+class LatentLayerCache(PagedLayerCache):
+    """The cache of a layer of latent attention (MLA): latents take the place of keys, rotary keys
+    ``[T, 1, 1, rope]`` or ``[1, 1, L, rope]`` that of values."""
+
+    def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
+        latents, rotary_keys = map(self._gathered, self.pool.rows(self.layer))
+        return KVHandle.of(latents, self, "keys"), RotaryHandle.of(rotary_keys, self, "values")
+
+    def attend(
+        self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Rotary keys are no values."""
+        return None
+
+    def attend_latents(
+        self,
+        q: mx.array,
+        rotary_q: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Attention of ``q [T, H, 1, rank]`` over the pool, without the gather."""
+        joint = mx.concatenate([q, (rotary_q / scale).astype(q.dtype)], axis=-1)
+        return super().attend(joint, scale, window, sinks)
+
+
+def layer_cache(pool: KVPool, layer: int, window: int | None) -> PagedLayerCache:
+    """The cache of a layer, of the kind that fits its shape."""
+    kind = LatentLayerCache if pool.shapes[layer].latent else PagedLayerCache
+    return kind(pool, layer, window)

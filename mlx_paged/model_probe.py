@@ -11,7 +11,8 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.kv_pool import KVPool, KVShape
-from mlx_paged.mlx_lm_cache import PagedLayerCache, UntrimmedCache, storable
+from mlx_paged.latent_handles import RotaryHandle
+from mlx_paged.mlx_lm_cache import UntrimmedCache, layer_cache, storable
 from mlx_paged.prewarm import AttentionKind
 from mlx_paged.sdpa_hook import CausalMask, KVHandle, attention_hook
 
@@ -46,9 +47,11 @@ class ModelProfile:
     """How a model is to be served.
 
     Attributes:
-        shapes: K/V of each attention layer, in the order of the cache's leaves.
+        shapes: K/V of each attention layer, in the order of the cache's leaves. A layer whose
+            decodes attend to a latent as keys and as values keeps it once.
         batching: MIXED if every layer attends through the hook. Recurrent layers need consecutive
-            tokens, and layers that read gathered K/V would gather once a row: these ALTERNATE.
+            tokens, layers that read gathered K/V would gather once a row, and latent attention
+            would absorb its up-projections into each row of a chunk: these ALTERNATE.
             A model that cannot take a ragged batch at all is computed one sequence at a time.
         recurrent: some layers carry a state instead of K/V, so that no prefix can be shared.
         attentions: the kinds of attention that its layers perform, each once.
@@ -84,7 +87,7 @@ class _Recorder(UntrimmedCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
-        return KVHandle.of(self.keys, self, "keys"), KVHandle.of(self.values, self, "values")
+        return KVHandle.of(self.keys, self, "keys"), RotaryHandle.of(self.values, self, "values")
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -100,6 +103,20 @@ class _Recorder(UntrimmedCache):
         self.windows.add(window)
         self.attention = AttentionKind(self.shape, q.shape[1], q.dtype, window, sinks is not None)
         return None
+
+    def attend_latents(
+        self,
+        q: mx.array,
+        rotary_q: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        assert self.shape is not None
+        rank, rope = self.shape.row_dims
+        heads, dtype = self.shape.n_kv_heads, self.shape.dtype
+        self.shape = KVShape(heads, rank + rope, rank, dtype, latent=True)
+        return self.attend(q, scale, window, sinks)
 
     def size(self) -> int:
         return 0
@@ -118,23 +135,34 @@ def probe(model: nn.Module) -> ModelProfile:
     if name in REFUSED:
         raise UnsupportedModelError(f"model type {name} is refused: {REFUSED[name]}")
     caches = list(leaves(_trace(model, rows=1, length=2)))
-    recorders = [leaf for leaf in caches if isinstance(leaf, _Recorder)]
+    chunk = _recorders(caches)
     recurrent = any(isinstance(leaf, stock.ArraysCache) for leaf in caches)
-    kinds = [leaf.attention for leaf in recorders if leaf.shape is not None]
-    diverted = None not in kinds
-    if name in ONE_AT_A_TIME or not _takes_batches(model):
+    diverted = all(leaf.attention is not None for leaf in chunk if leaf.shape is not None)
+    decode = None if name in ONE_AT_A_TIME else _decode_trace(model)
+    if decode is None:
         batching = Batching.SINGLE
     else:
         batching = Batching.MIXED if diverted and not recurrent else Batching.ALTERNATE
+    layers = [_latent_or(*pair) for pair in zip(decode or chunk, chunk, strict=True)]
     unused = KVShape(1, 1, 1, mx.float32)
+    kinds = [leaf.attention for leaf in layers if leaf.shape is not None]
     return ModelProfile(
-        shapes=tuple(leaf.shape or unused for leaf in recorders),
+        shapes=tuple(leaf.shape or unused for leaf in layers),
         batching=batching,
         recurrent=recurrent,
         attentions=tuple(dict.fromkeys(kind for kind in kinds if kind is not None)),
-        window=_widest(recorders) if diverted else None,
-        windows=tuple(_widest([leaf]) if leaf.shape else 0 for leaf in recorders),
+        window=_widest(chunk) if diverted else None,
+        windows=tuple(_widest([leaf]) if leaf.shape else 0 for leaf in layers),
     )
+
+
+def _latent_or(decode: _Recorder, chunk: _Recorder) -> _Recorder:
+    """What a layer's decodes recorded if they attend to latents, else what its chunk did."""
+    return decode if decode.shape is not None and decode.shape.latent else chunk
+
+
+def _recorders(caches: Sequence[Any]) -> list[_Recorder]:
+    return [leaf for leaf in leaves(caches) if isinstance(leaf, _Recorder)]
 
 
 def _widest(recorders: Sequence[_Recorder]) -> int | None:
@@ -155,20 +183,20 @@ def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
     return caches
 
 
-def _takes_batches(model: nn.Module) -> bool:
-    """Whether rows at positions of their own, with masks of their own, fit the model's shapes."""
+def _decode_trace(model: nn.Module) -> list[_Recorder] | None:
+    """What decodes of a batch record; None if rows at positions of their own, with masks of their
+    own, do not fit the model's shapes."""
     try:
-        _trace(model, rows=TRACE_ROWS, length=1)
+        return _recorders(_trace(model, rows=TRACE_ROWS, length=1))
     except (ValueError, TypeError):
-        return False
-    return True
+        return None
 
 
 def make_caches(model: nn.Module, pool: KVPool) -> list[Any]:
     """The model's cache list with every K/V leaf replaced by a layer of the pool."""
     layers: Iterator[int] = iter(range(pool.n_layers))
     return [
-        _convert(cache, lambda window: PagedLayerCache(pool, next(layers), window))
+        _convert(cache, lambda window: layer_cache(pool, next(layers), window))
         for cache in make_prompt_cache(model)
     ]
 

@@ -45,8 +45,7 @@ def prewarm(kinds: Sequence[AttentionKind], block_size: int) -> float | None:
 def _dispatch(kind: AttentionKind, block_size: int) -> None:
     shape = kind.shape
     pool = KVPool([shape], NUM_BLOCKS, block_size)
-    k = mx.zeros((1, shape.n_kv_heads, shape.head_dim), shape.dtype)
-    v = mx.zeros((1, shape.n_kv_heads, shape.v_head_dim), shape.dtype)
+    k, v = (mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in shape.row_dims)
     pool.write(0, k, v, as_int32([0]))
     pool.copy_blocks([BlockCopy(0, 1)])
     sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None

@@ -112,6 +112,21 @@ def random_case(
     return case
 
 
+def latent_case(
+    contexts: Sequence[int], rank: int, rope: int, *, num_blocks: int = 0, **options: Any
+) -> Case:
+    """The same with one KV head whose values are the first `rank` columns of the keys: the same
+    memory. The pool has `num_blocks` at least."""
+    sizes = {"head_dim": rank + rope, "v_head_dim": 1}
+    case = random_case(contexts, num_kv_heads=1, **sizes, **options)
+    missing = num_blocks - case.k_cache.shape[1]
+    if missing > 0:
+        spare = mx.full((1, missing, *case.k_cache.shape[2:]), mx.nan, case.k_cache.dtype)
+        case.k_cache = with_layout(mx.concatenate([case.k_cache, spare], axis=1), "NHSD")
+    case.v_cache = case.k_cache[..., :rank]
+    return case
+
+
 def with_layout(pool: mx.array, layout: str) -> mx.array:
     """The same logical ``[H_kv, N, S, D]`` array in another physical order."""
     order = LAYOUTS[layout]

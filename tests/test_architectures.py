@@ -99,9 +99,8 @@ def write_noise(engine: Engine, blocks) -> None:
     slots = np.asarray(blocks, np.int32)[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)
     slots = mx.array(slots.ravel(), mx.int32)
     for layer, shape in enumerate(pool.shapes):
-        k = mx.random.normal((slots.size, shape.n_kv_heads, shape.head_dim))
-        v = mx.random.normal((slots.size, shape.n_kv_heads, shape.v_head_dim))
-        pool.write(layer, k, v, slots)
+        rows = [mx.random.normal((slots.size, shape.n_kv_heads, dim)) for dim in shape.row_dims]
+        pool.write(layer, *rows, slots)
 
 
 def overwrite_free_blocks(engine: Engine, step: int, ids: list[int]) -> None:
