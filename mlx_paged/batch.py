@@ -43,6 +43,16 @@ class Chunk:
     def context_len(self) -> int:
         return self.start + self.length
 
+    @cached_property
+    def tables(self) -> mx.array:
+        """``[1, n]`` int32, the blocks as a batch of one."""
+        return self.block_ids[None]
+
+    @cached_property
+    def context_lens(self) -> mx.array:
+        """``[1]`` int32, the context as a batch of one."""
+        return as_int32([self.context_len])
+
     def first_seen(self, window: int, block_size: int) -> int:
         """Where the block begins that holds the first position that the chunk's tokens see."""
         return max(0, self.start - window + 1) // block_size * block_size

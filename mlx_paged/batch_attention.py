@@ -1,4 +1,4 @@
-"""Attention of a batch over the pool: block tables for single tokens, one gather for a chunk."""
+"""Attention over a layer of the pool: through block tables, or over blocks gathered once."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,20 +7,21 @@ import mlx.core as mx
 
 from mlx_paged import ops
 from mlx_paged.batch import Batch, Chunk, Layout
+from mlx_paged.dispatch import dispatcher
 from mlx_paged.kv_pool import KVPool
+from mlx_paged.path_table import AttentionPath, Heads
 from mlx_paged.sdpa_hook import mlx_attention
 
 calls: Counter[str] = Counter()
-"""How often which path answered since the process began: "paged" (the op, single tokens) or "chunk"
-(blocks gathered once, MLX's own attention)."""
+"""How often which path answered since the process began: "paged" (the op) or "gather" (blocks
+gathered once, MLX's own attention)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BatchAttention:
+class PoolAttention:
     """One layer's attention.
 
-    Both paths give the same answer; the paged op reads each K/V byte of a single token's context
-    once, the gather is read by all rows of its chunk.
+    Both paths give the same answer; a table says which is the faster one.
 
     Attributes:
         window: tokens that a query sees at most, itself included.
@@ -33,25 +34,54 @@ class BatchAttention:
     window: int | None
     sinks: mx.array | None
 
-    def attend(self, q: mx.array, batch: Batch) -> mx.array:
-        """Attention of ``q [T, H, 1, D]`` (rows) or ``[1, H, L, D]`` (a chunk); returns that shape
-        with the values' head_dim."""
-        if batch.layout is Layout.CHUNK:
-            return self._chunk(q, batch.chunks[0])
-        parts = [self._decodes(q[: batch.num_decodes], batch)] if batch.num_decodes else []
-        for chunk in batch.chunks:
-            rows = q[chunk.first_row : chunk.first_row + chunk.length].transpose(2, 1, 0, 3)
-            parts.append(self._chunk(rows, chunk).transpose(2, 1, 0, 3))
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+    def path(self, q: mx.array, context: int) -> AttentionPath:
+        """How ``q [B, H, L, D]`` at the end of contexts of up to `context` tokens is attended."""
+        shape, length = self.pool.shapes[self.layer], q.shape[2]
+        if ops.kernel_for(None, shape.head_dim, shape.v_head_dim) == "native":
+            device = "cpu" if mx.default_device() == mx.cpu else "gpu"
+        else:
+            device = "none"
+        dtype = str(shape.dtype).removeprefix("mlx.core.")
+        group = q.shape[1] // shape.n_kv_heads
+        heads = Heads(device, dtype, group, shape.head_dim, shape.v_head_dim)
+        if self.window is not None:
+            context = min(context, self.window + length - 1)
+        return dispatcher().path(heads, length, context)
 
-    def _decodes(self, q: mx.array, batch: Batch) -> mx.array:
-        calls["paged"] += 1
+    def rows(self, q: mx.array, tables: mx.array, context_lens: mx.array) -> mx.array:
+        """The last L tokens of B sequences, ``q [B, H, L, D]``.
+
+        Args:
+            tables: ``[B, M]`` int32 block tables.
+            context_lens: ``[B]`` int32, tokens of each sequence, these L included.
+        """
+        if self.path(q, tables.shape[1] * self.pool.block_size) is AttentionPath.PAGED:
+            return self.through_tables(q, tables, context_lens)
+        calls[AttentionPath.GATHER] += 1
+        k, v = self.pool.gather_rows(self.layer, tables)
+        keys = mx.arange(k.shape[2])
+        queries = context_lens[:, None, None, None] - q.shape[2] + mx.arange(q.shape[2])[:, None]
+        mask = keys <= queries
+        if self.window is not None:
+            mask = mask & (keys > queries - self.window)
+        v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN
+        return mlx_attention(q, k, v, scale=self.scale, mask=mask, sinks=self.sinks)
+
+    def chunk(self, q: mx.array, chunk: Chunk) -> mx.array:
+        """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence."""
+        if self.path(q, chunk.context_len) is AttentionPath.PAGED:
+            return self.through_tables(q, chunk.tables, chunk.context_lens)
+        return self.gathered_chunk(q, chunk)
+
+    def through_tables(self, q: mx.array, tables: mx.array, context_lens: mx.array) -> mx.array:
+        """As `rows`, by the paged op."""
+        calls[AttentionPath.PAGED] += 1
         return ops.paged_attention(
             q,
             self.pool.k,
             self.pool.v,
-            batch.block_tables,
-            batch.context_lens,
+            tables,
+            context_lens,
             self.layer,
             scale=self.scale,
             window=self.window,
@@ -59,9 +89,9 @@ class BatchAttention:
             check_tables=False,
         )
 
-    def _chunk(self, q: mx.array, chunk: Chunk) -> mx.array:
-        """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence."""
-        calls["chunk"] += 1
+    def gathered_chunk(self, q: mx.array, chunk: Chunk) -> mx.array:
+        """As `chunk`, by MLX's own attention; only blocks within the window are gathered."""
+        calls[AttentionPath.GATHER] += 1
         first = 0
         mask: mx.array | str = "causal"
         if self.window is not None and chunk.context_len > self.window:
@@ -70,3 +100,23 @@ class BatchAttention:
         blocks = chunk.block_ids[first // self.pool.block_size :]
         k, v = self.pool.gather(self.layer, blocks, chunk.context_len - first)
         return mlx_attention(q, k, v, scale=self.scale, mask=mask, sinks=self.sinks)
+
+
+class BatchAttention(PoolAttention):
+    """One layer's attention of a batch."""
+
+    __slots__ = ()
+
+    def attend(self, q: mx.array, batch: Batch) -> mx.array:
+        """Attention of ``q [T, H, 1, D]`` (rows) or ``[1, H, L, D]`` (a chunk); returns that shape
+        with the values' head_dim."""
+        if batch.layout is Layout.CHUNK:
+            return self.chunk(q, batch.chunks[0])
+        parts = []
+        if batch.num_decodes:
+            decodes = q[: batch.num_decodes]
+            parts.append(self.rows(decodes, batch.block_tables, batch.context_lens))
+        for chunk in batch.chunks:
+            rows = q[chunk.first_row : chunk.first_row + chunk.length].transpose(2, 1, 0, 3)
+            parts.append(self.chunk(rows, chunk).transpose(2, 1, 0, 3))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)

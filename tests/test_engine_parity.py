@@ -6,7 +6,6 @@ import pytest
 from tiny_models import CONFIGS, VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, UnsupportedModelError
-from mlx_paged.batch_attention import calls
 from mlx_paged.model_probe import Batching
 
 NUM_TOKENS = 24
@@ -70,15 +69,6 @@ def test_blocks_and_chunks_change_nothing(llama, block_size, prefill_chunk):
     done = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
     assert [completion.tokens for completion in done] == expected
     assert_drained(engine)
-
-
-def test_decodes_run_on_the_paged_op_and_chunks_on_one_gather(llama):
-    model, _ = llama
-    engine = Engine(model, block_size=8, num_blocks=64, prefill_chunk=64)
-    calls.clear()
-    engine.generate([PROMPTS[1]], max_tokens=NUM_TOKENS)
-    n_layers = len(engine.manager.k)
-    assert calls == {"chunk": n_layers, "paged": n_layers * (NUM_TOKENS - 1)}
 
 
 def test_requests_that_arrive_at_different_times(llama):

@@ -46,8 +46,7 @@ def test_generation_is_that_of_stock_caches(model_type, prefill_step_size):
         prefill_step_size=prefill_step_size,
     )
     assert [int(token) for token, _ in steps] == expected
-    assert (calls["paged"] > 0) == (model_type in KERNEL_MODELS)
-    assert (calls["chunk"] > 0) == (model_type in KERNEL_MODELS and prefill_step_size > 8)
+    assert bool(calls) == (model_type in KERNEL_MODELS)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
