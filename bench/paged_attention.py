@@ -24,9 +24,8 @@ from bench.attention_report import case_lines, ceiling_lines, path_table, plot
 from bench.attention_timing import time_case
 from bench.machine import MemoryReader, cores, describe, measure_read
 from bench.models import AT_LEAST_TWO, check_machine
-from mlx_paged.common_args import COUNT, Parser, number
+from mlx_paged.common_args import COUNT, KV_BLOCK_SIZES, Parser, number
 from mlx_paged.dispatch import table_path, write_table
-from mlx_paged.generate_args import KV_BLOCK_SIZES
 from mlx_paged.kv_memory import physical_memory
 
 INTERRUPTED = 130

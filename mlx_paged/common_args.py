@@ -10,6 +10,7 @@ from mlx_paged.victims import VictimPolicy
 from mlx_paged.waiting_queue import Policy
 
 GB = 10**9
+KV_BLOCK_SIZES = (8, 16, 32)
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,10 +3,16 @@
 import argparse
 
 from mlx_paged import common_args
-from mlx_paged.common_args import COUNT, COUNT_OR_NONE, FRACTION, Parser, number
+from mlx_paged.common_args import (
+    COUNT,
+    COUNT_OR_NONE,
+    FRACTION,
+    KV_BLOCK_SIZES,
+    Parser,
+    number,
+)
 
 MAX_TOKENS = 100
-KV_BLOCK_SIZES = (8, 16, 32)
 PENALTIES = {
     "repetition": "divides the logits of tokens among the last 20; 1 is off",
     "presence": "subtracted from the logits of tokens among the last 20",
