@@ -5,6 +5,7 @@ import pytest
 from prompt_cache_cases import BLOCK, PROMPT, contents, filled, merged, pool_of, same, stock_filled
 from tiny_models import tiny_model
 
+from mlx_paged import OutOfBlocksError
 from mlx_paged.batch_prompt_cache import BatchPagedKVCache
 from mlx_paged.patch import patched_mlx_lm
 from mlx_paged.prompt_cache import PagedKVCache, make_prompt_cache
@@ -154,3 +155,33 @@ def test_a_batch_takes_no_rows_of_another_window():
     other.window = 7
     with pytest.raises(ValueError, match="other has window 7: expected None"):
         batch.extend(other)
+
+
+def test_a_full_pool_loses_no_copy_that_was_due():
+    """The first row got a block of its own for its tail before the second one found none."""
+    block_bytes = 2 * 2 * BLOCK * 16 * 4
+    pool = SharedPool(1, BLOCK, kv_memory=8 * block_bytes)
+    layer = pool.layer(0)
+    batch = BatchPagedKVCache(layer, [pool.new_sequence() for _ in range(2)], [0, 0])
+    batch.prepare(lengths=[6, 1], right_padding=[0, 5])
+    batch.update_and_fetch(*kv(6, 1.0, rows=2))
+    batch.finalize()
+    fork = batch.extract(0)
+    with pytest.raises(OutOfBlocksError):
+        batch.update_and_fetch(*kv(12, 2.0, rows=2))
+    for cache in (batch.extract(0), fork):
+        assert (keys_of(cache) == 1.0).all()
+    pool.check_integrity()
+    batch.update_and_fetch(*kv(1, 3.0, rows=2))
+    assert keys_of(batch)[0, 0, :, 0].tolist() == [1.0] * 6 + [3.0]
+    assert (keys_of(fork) == 1.0).all()
+
+
+@pytest.mark.parametrize("left_padding", [0, 2])
+def test_an_empty_row_joins_from_another_pool(llama, left_padding):
+    cache, other = filled(llama), batch_of(1, layers=len(llama.layers))
+    for c in other:
+        c.prepare(left_padding=[left_padding])
+    batch = merged([cache, other])
+    assert batch[0].offset.tolist() == [len(PROMPT), -left_padding]
+    assert same(contents([c.extract(0) for c in batch]), contents(stock_filled(llama)))
