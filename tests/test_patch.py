@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 
 import mlx.core as mx
 import mlx_lm
@@ -116,6 +117,13 @@ def test_the_innermost_options_hold():
         assert block_size() == 4
     assert block_size() == 2
     patch_mlx_lm(block_size=32)
+    assert block_size() == 32
+    first, second = patched_mlx_lm(block_size=4), patched_mlx_lm(block_size=8)
+    with first, ExitStack() as overlapping:
+        overlapping.enter_context(second)
+        leaving = overlapping.pop_all()
+    assert block_size() == 8
+    leaving.close()
     assert block_size() == 32
 
 
