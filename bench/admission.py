@@ -89,25 +89,27 @@ class Streams:
     def visit(self, prompt: list[int]) -> Cost:
         """A request of one token comes and goes: what it costs beyond the steps of the others."""
         with self._scope():
-            plain = []
-            for _ in range(PLAIN_STEPS):
-                start = time.perf_counter()
-                self._generator.next()
-                plain.append(time.perf_counter() - start)
+            plain = [self._step_ms() for _ in range(PLAIN_STEPS)]
             num_steps = 0
 
             def come_and_go() -> None:
                 nonlocal num_steps
                 (uid,) = self._generator.insert([prompt], [1])
-                is_here = True
-                while is_here:
-                    is_here = uid not in {r.uid for r in self._generator.next()[1]}
+                ended: set[int] = set()
+                while uid not in ended:
+                    ended = {response.uid for response in self._generator.next()[1]}
                     num_steps += 1
                 self._generator.next()
                 num_steps += 1
 
             cost = cost_of(come_and_go)
-        return Cost(cost.ms - 1000 * num_steps * median(plain), cost.peak, cost.kept)
+            plain += [self._step_ms() for _ in range(PLAIN_STEPS)]
+        return Cost(cost.ms - num_steps * median(plain), cost.peak, cost.kept)
+
+    def _step_ms(self) -> float:
+        start = time.perf_counter()
+        self._generator.next()
+        return 1000 * (time.perf_counter() - start)
 
 
 def start_streams(args: argparse.Namespace, model: nn.Module) -> dict[str, Streams]:

@@ -123,6 +123,7 @@ class BatchGenerator:
     @property
     def prompt_cache_nbytes(self) -> int:
         """Bytes of the blocks in use; blocks that sequences share count once."""
+        self._give_back()
         return self._engine.manager.blocks_in_use * self._engine.manager.pool.block_bytes
 
     def close(self) -> None:

@@ -106,12 +106,16 @@ class BatchPagedKVCache(PagedCache):
         """Add forks of another batch's rows.
 
         Raises:
-            ValueError: `other` is no paged cache.
+            ValueError: `other` is no paged cache, or its window differs.
         """
         if not isinstance(other, PagedCache):
             raise ValueError(
                 f"[extend] other is a {type(other).__name__}: expected a {type(self).__name__}; "
                 "paged and stock caches cannot share a batch"
+            )
+        if other.window != self.window:
+            raise ValueError(
+                f"[extend] other has window {other.window}: expected {self.window} as here"
             )
         rows = [*self.rows, *adopted(other, self.layer)]
         self._show(rows, np.concatenate([self.starts, other.starts]))
@@ -146,8 +150,8 @@ class BatchPagedKVCache(PagedCache):
 
 def adopted(cache: PagedCache, layer: PoolLayer) -> list[PagedSequence]:
     """The rows of a cache, forked into `layer`."""
-    tokens = np.maximum(cache.starts, 0).tolist()
-    return [layer.adopt(r, cache.layer, n) for r, n in zip(cache.rows, tokens, strict=True)]
+    starts = cache.starts.tolist()
+    return [layer.adopt(r, cache.layer, n) for r, n in zip(cache.rows, starts, strict=True)]
 
 
 def _as_list(indices: Sequence[int] | mx.array) -> list[int]:

@@ -107,7 +107,7 @@ class PagedCache(_BaseCache):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All K/V, ``[B, H_kv, S, D]``: handles of the latest forward, for layers that reuse it."""
-        if not self.layer.is_written:
+        if self.empty():
             raise ValueError("[keys_and_values] the cache is empty: expected one with tokens")
         if self._latest is None:
             step = self.layer.pool.step(self.rows, self.ids, RowSpans.of(self.starts, 0))
@@ -172,7 +172,7 @@ class PagedCache(_BaseCache):
         row, num_tokens = self.rows[i], int(self.starts[i])
         if num_tokens <= 0:
             return None, None, num_tokens, row.key
-        fork = row.fork_for(self.layer.pool, self.layer.index)
+        fork = row.fork_for(self.layer.pool, self.layer.index, is_frozen=True)
         k, v = self.layer.runs(fork, num_tokens)
         return self._tagged(k, fork), self._tagged(v, fork), num_tokens, row.key
 

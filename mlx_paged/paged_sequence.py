@@ -33,8 +33,9 @@ class PagedSequence:
         pool: where the blocks are.
         id: of the sequence in the pool's allocator.
         layers: layers whose caches show it.
-        step: the forward that wrote it last; None if it was forked since.
+        step: the forward that wrote it last.
         version: how often it was written.
+        is_frozen: whether a state keeps it, and no cache may write it.
     """
 
     def __init__(self, pool: SequencePool, seq_id: int) -> None:
@@ -43,6 +44,7 @@ class PagedSequence:
         self.layers: set[int] = set()
         self.step: RowStep | None = None
         self.version = 0
+        self.is_frozen = False
         self._forks: list[weakref.ref[PagedSequence]] = []
         self._forked_version = 0
         self._rewound: dict[int, int] = {}
@@ -59,7 +61,7 @@ class PagedSequence:
         """Names this content in this process and in files."""
         return f"{self.pool.uid}:{self.id}:{self.version}"
 
-    def fork_for(self, pool: SequencePool, layer: int) -> PagedSequence:
+    def fork_for(self, pool: SequencePool, layer: int, is_frozen: bool = False) -> PagedSequence:
         """A sequence of `pool` with the same content, one for the caches of all layers.
 
         Caches are forked layer by layer: the first one to ask makes the fork and those of other
@@ -71,10 +73,12 @@ class PagedSequence:
         living = [(ref, fork) for ref in self._forks if (fork := ref()) is not None]
         self._forks = [ref for ref, _ in living]
         for _, fork in living:
-            if fork.pool is pool and layer not in fork.layers:
+            is_alike = fork.pool is pool and fork.is_frozen == is_frozen
+            if is_alike and layer not in fork.layers:
                 fork.layers.add(layer)
                 return fork
         fork = pool.fork(self) if pool is self.pool else pool.new_sequence()
+        fork.is_frozen = is_frozen
         fork.layers.add(layer)
         self._forks.append(weakref.ref(fork))
         return fork

@@ -35,7 +35,8 @@ class _Patch:
         self.lock = RLock()
         self.scopes: list[Options] = []  # of the context managers, the innermost last
         self.lasting: Options | None = None  # of patch_mlx_lm
-        self.applied = ExitStack()
+        self.is_applied = False
+        self.hook = ExitStack()
 
     @property
     def options(self) -> Options | None:
@@ -44,17 +45,17 @@ class _Patch:
 
     def update(self) -> None:
         """Patch or restore as the callers want it now."""
-        is_applied = stock.make_prompt_cache is _make_prompt_cache
-        if self.options is not None and not is_applied:
+        if self.options is not None and not self.is_applied:
             _replace(stock_make_prompt_cache, _make_prompt_cache)
             for cache_class in LOADABLE:
                 setattr(stock, cache_class.__name__, cache_class)
-            self.applied.enter_context(attention_hook())
-        elif self.options is None and is_applied:
-            self.applied.close()
+            self.hook.enter_context(attention_hook())
+        elif self.options is None and self.is_applied:
+            self.hook.close()
             for cache_class in LOADABLE:
                 delattr(stock, cache_class.__name__)
             _replace(_make_prompt_cache, stock_make_prompt_cache)
+        self.is_applied = self.options is not None
 
 
 _patch = _Patch()

@@ -23,7 +23,7 @@ WITHOUT_EFFECT = {
     "--num-draft-tokens": (int, 3),
     "--prompt-concurrency": (int, 8),
     "--kv-group-size": (int, 64),
-    "--quantized-kv-start": (int, 0),
+    "--quantized-kv-start": (int, 5000),
 }
 """Flags of mlx_lm.server that tune what is not needed here, with their types and defaults."""
 

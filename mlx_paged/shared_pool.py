@@ -87,7 +87,6 @@ class SharedPool:
             self.allocator.fork(parent.id, child.id)
             if parent.step is not None:
                 parent.step.valid = False
-                parent.step = None
         return child
 
     def bury(self, seq_id: int) -> None:

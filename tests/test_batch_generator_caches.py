@@ -109,6 +109,15 @@ def test_caches_are_computed_when_the_pool_needed_their_blocks():
     assert continued(last.prompt_cache, [7], 4) == continued(None, [*last.all_tokens, 7], 4)
 
 
+def test_blocks_of_responses_that_are_gone_do_not_count():
+    generator = paged(max_tokens=2)
+    generator.insert(PROMPTS[:1])
+    _, tokens = run(generator)
+    assert generator.prompt_cache_nbytes > 0
+    tokens.clear()
+    assert generator.prompt_cache_nbytes == 0
+
+
 def test_removal_may_return_what_was_computed():
     generator = paged(max_tokens=9)
     generator.insert(PROMPTS[:2])

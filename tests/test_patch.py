@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 
 import mlx.core as mx
 import mlx_lm
@@ -18,6 +19,7 @@ from mlx_paged.model_loader import load_model
 from mlx_paged.patch import (
     TESTED_VERSIONS,
     UntestedVersionError,
+    _replace,
     patch_mlx_lm,
     patched_mlx_lm,
     unpatch_mlx_lm,
@@ -116,6 +118,26 @@ def test_the_innermost_options_hold():
     assert block_size() == 2
     patch_mlx_lm(block_size=32)
     assert block_size() == 32
+    first, second = patched_mlx_lm(block_size=4), patched_mlx_lm(block_size=8)
+    with first, ExitStack() as overlapping:
+        overlapping.enter_context(second)
+        leaving = overlapping.pop_all()
+    assert block_size() == 8
+    leaving.close()
+    assert block_size() == 32
+
+
+def test_what_others_replace_meanwhile_is_left_to_them(monkeypatch):
+    patch_mlx_lm()
+    theirs = stock.make_prompt_cache
+    monkeypatch.setattr(stock, "make_prompt_cache", lambda *args: theirs(*args))
+    patch_mlx_lm()
+    assert sdpa_hook._active == 1
+    unpatch_mlx_lm()
+    assert sdpa_hook._active == 0 and not hasattr(stock, "PagedKVCache")
+    monkeypatch.undo()
+    assert type(stock.make_prompt_cache(tiny_model("llama"))[0]) is stock.KVCache
+    _replace(theirs, stock_make_prompt_cache)
 
 
 def test_a_module_imported_meanwhile_is_restored_too():

@@ -1,5 +1,6 @@
 """What the server refuses, and how it begins and ends."""
 
+import argparse
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+import mlx_lm.server
 import openai
 import pytest
 from server_harness import (
@@ -268,11 +270,73 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
     assert server_args.parse(["--api-key", "other"]).api_key == "other"
 
 
-def test_every_flag_of_mlx_lms_server_is_known():
-    source = Path(sys.modules["mlx_lm"].__file__).with_name("server.py").read_text()
-    flags = {part.split('"')[0] for part in source.split('add_argument(\n        "')[1:]}
-    known = server_args.make_parser()._option_string_actions
-    assert len(flags) > 20 and flags <= set(known)
+def parser_of_mlx_lms_server(monkeypatch) -> argparse.ArgumentParser:
+    class Caught(Exception):
+        pass
+
+    def catch(parser):
+        raise Caught(parser)
+
+    with monkeypatch.context() as patch, pytest.raises(Caught) as caught:
+        patch.setattr(argparse.ArgumentParser, "parse_args", catch)
+        mlx_lm.server.main()
+    return caught.value.args[0]
+
+
+OTHER_DEFAULTS = {"--prefill-step-size": (2048, 512)}
+"""Theirs and ours, where the documentation says so."""
+
+
+def test_every_flag_of_mlx_lms_server_is_known_with_its_default(monkeypatch):
+    theirs = parser_of_mlx_lms_server(monkeypatch)
+    ours = server_args.make_parser()
+    flags = set(theirs._option_string_actions)
+    assert len(flags) > 20 and flags <= set(ours._option_string_actions)
+    for flag in flags:
+        a, b = (parser._option_string_actions[flag] for parser in (theirs, ours))
+        assert (a.nargs, a.const, a.choices) == (b.nargs, b.const, b.choices), flag
+        assert b.dest == a.dest and not b.required, flag
+        expected = OTHER_DEFAULTS.get(flag, (a.default, a.default))
+        assert (a.default, b.default) == expected, flag
+    documented = (Path(__file__).parents[1] / "docs" / "server.md").read_text()
+    for flag, (_, default) in OTHER_DEFAULTS.items():
+        assert f"`{flag}` defaults to {default}" in documented
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--model", "some/model"),
+        ("--adapter-path", "adapters"),
+        ("--host", "0.0.0.0"),
+        ("--port", "80"),
+        ("--allowed-origins", "http://a,http://b"),
+        ("--num-draft-tokens", "5"),
+        ("--trust-remote-code", None),
+        ("--log-level", "DEBUG"),
+        ("--chat-template", "{{ x }}"),
+        ("--use-default-chat-template", None),
+        ("--temp", "0.5"),
+        ("--top-p", "0.9"),
+        ("--top-k", "40"),
+        ("--min-p", "0.1"),
+        ("--max-tokens", "64"),
+        ("--chat-template-args", '{"enable_thinking": false}'),
+        ("--decode-concurrency", "4"),
+        ("--prompt-concurrency", "2"),
+        ("--prefill-step-size", "128"),
+        ("--prompt-cache-size", "3"),
+        ("--prompt-cache-bytes", "2GB"),
+        ("--kv-group-size", "32"),
+        ("--quantized-kv-start", "100"),
+    ],
+)
+def test_values_of_mlx_lms_flags_are_read_as_there(monkeypatch, flag, value):
+    arguments = [flag] if value is None else [flag, value]
+    theirs, _ = parser_of_mlx_lms_server(monkeypatch).parse_known_args(arguments)
+    ours = server_args.parse(arguments)
+    name = flag.removeprefix("--").replace("-", "_")
+    assert getattr(ours, name) == getattr(theirs, name) != server_args.parse([]).__dict__[name]
 
 
 def test_nothing_from_the_network_is_unpickled():

@@ -119,6 +119,15 @@ def test_a_pool_does_not_outgrow_the_device(llama, monkeypatch):
         llama(mx.array([[1] * 103]), cache=cache)
 
 
+def test_blocks_that_there_are_count_as_available_where_memory_has_none(monkeypatch):
+    layer = SharedPool(3, BLOCK).layer(0)
+    cache = PagedKVCache(layer, [layer.pool.new_sequence()], [0])
+    cache.update_and_fetch(*[mx.zeros((1, 2, 41, 16))] * 2)
+    monkeypatch.setattr("mlx_paged.shared_pool._headroom", lambda: 0)
+    with pytest.raises(OutOfBlocksError, match="25 KV blocks needed, 5 available"):
+        cache.update_and_fetch(*[mx.zeros((1, 2, 100, 16))] * 2)
+
+
 def test_a_full_pool_says_how_many_blocks_are_missing(llama):
     block_bytes = 3 * BLOCK * 2 * 2 * 16 * 4
     cache = filled(llama, PROMPT, kv_memory=20 * block_bytes)
