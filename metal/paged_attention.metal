@@ -1,10 +1,10 @@
 // Attention of few query rows over a long paged context (decode), and the merge of its splits.
 //
 // One threadgroup serves ROWS query rows that share a KV head, over one split of the context: every
-// key and value that it loads is used for all of them. A simdgroup is two teams of 16 lanes; a team
-// takes one key at a time, a lane four neighbouring dimensions of it, and those 64 further on. Each
-// team streams its keys through a softmax of its own; at the end the teams are merged, and the
-// splits by a second kernel.
+// key and value that it loads is used for all of them. A simdgroup is two teams of 16 lanes, or for
+// wide heads one of 32; a team takes one key at a time, a lane four neighbouring dimensions of it,
+// and further such vectors at intervals of the whole team. Each team streams its keys through a
+// softmax of its own; at the end the teams are merged, and the splits by a second kernel.
 
 constant int BLOCK_SIZE [[function_constant(0)]];
 constant bool CAUSAL [[function_constant(1)]];
@@ -18,14 +18,18 @@ constant bool HAS_ROPE [[function_constant(8)]];
 constant bool HAS_MAPPING [[function_constant(9)]];
 constant bool SPLIT [[function_constant(10)]];
 constant bool RETURN_ATTN [[function_constant(11)]];
+constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
 constant bool WHOLE = !SPLIT;
 
 constant constexpr int LANES = 32;
-constant constexpr int TEAM = 16;
-constant constexpr int TEAMS = LANES / TEAM;
 constant constexpr int VECTOR = 4;
 constant constexpr int SIMDGROUPS = 8;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
+
+// Lanes that share a key, so that none holds more than 20 elements of it.
+constexpr int team_size(int head_dim, int value_dim) {
+  return head_dim > 256 || value_dim > 256 ? LANES : LANES / 2;
+}
 
 // One query row and the keys [first, stop) that it sees, masks aside.
 struct QueryRow {
@@ -45,6 +49,7 @@ struct Slot {
 };
 
 // Sum over the lanes of a team.
+template <int TEAM>
 inline float team_sum(float value) {
   for (ushort step = TEAM / 2; step > 0; step /= 2) {
     value += simd_shuffle_xor(value, step);
@@ -90,7 +95,7 @@ inline Slot locate(int key, int end, const device int* table, constant Attention
 }
 
 // This lane's vectors of one row of the pool, zeros where there is nothing.
-template <typename T, int DIM, int VECTORS>
+template <typename T, int DIM, int TEAM, int VECTORS>
 inline void load_row(
     const device T* head, Slot slot, constant long* strides, int team_lane,
     thread float4 (&result)[VECTORS]) {
@@ -154,9 +159,12 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     uint3 group_position [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int TEAM = team_size(D, DV);
+  constexpr int TEAMS = LANES / TEAM;
+  constexpr int MERGED = DV > 256 ? 1 : ROWS;  // rows for which threadgroup memory has room
   constexpr int K_VECTORS = (D / VECTOR + TEAM - 1) / TEAM;  // of a key that a lane holds
   constexpr int V_VECTORS = (DV / VECTOR + TEAM - 1) / TEAM;
-  threadgroup float shared_out[SIMDGROUPS * ROWS * DV];
+  threadgroup float shared_out[SIMDGROUPS * MERGED * DV];
   threadgroup float shared_max[SIMDGROUPS * ROWS];
   threadgroup float shared_sum[SIMDGROUPS * ROWS];
 
@@ -215,15 +223,22 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     const Slot slot = locate(key, end, table, p);
     float4 k[K_VECTORS];
     float4 v[V_VECTORS];
-    load_row<T, D>(k_head, slot, p.k_strides, team_lane, k);
-    load_row<T, DV>(v_head, slot, p.v_strides, team_lane, v);
+    load_row<T, D, TEAM>(k_head, slot, p.k_strides, team_lane, k);
+    if (VALUES_IN_KEYS) {
+      for (int c = 0; c < V_VECTORS; c++) {
+        v[c] = k[min(c, K_VECTORS - 1)];
+      }
+    } else {
+      load_row<T, DV, TEAM>(v_head, slot, p.v_strides, team_lane, v);
+    }
     for (int r = 0; r < ROWS; r++) {
       float partial = 0.0f;
       for (int c = 0; c < K_VECTORS; c++) {
         partial += dot(queries[r][c], k[c]);
       }
       const float score = finish_score(
-          team_sum(partial), rows[r], key, slot.is_valid, bool_mask, float_mask, alibi_slopes, p);
+          team_sum<TEAM>(partial), rows[r], key, slot.is_valid, bool_mask, float_mask,
+          alibi_slopes, p);
       if (score > -INFINITY) {
         const float new_max = max(running_max[r], score);
         const float old_scale = rescale(running_max[r], new_max);
@@ -237,61 +252,77 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     }
   }
 
-  // Merge the two teams of each simdgroup and hand the result to the threadgroup.
-  for (int r = 0; r < ROWS; r++) {
-    const int shared_row = int(simdgroup) * ROWS + r;
+  // Merge the teams of each simdgroup.
+  for (int r = 0; TEAMS > 1 && r < ROWS; r++) {
     const float other_max = simd_shuffle_xor(running_max[r], ushort(TEAM));
     const float other_sum = simd_shuffle_xor(running_sum[r], ushort(TEAM));
     const float new_max = max(running_max[r], other_max);
     const float own_scale = rescale(running_max[r], new_max);
     const float other_scale = rescale(other_max, new_max);
     for (int c = 0; c < V_VECTORS; c++) {
-      const int vector = team_lane + c * TEAM;
       for (int i = 0; i < VECTOR; i++) {
         const float own = running_out[r][c][i];
         const float other = simd_shuffle_xor(own, ushort(TEAM));
-        if (team == 0 && vector < DV / VECTOR) {
-          shared_out[shared_row * DV + vector * VECTOR + i] = own * own_scale + other * other_scale;
-        }
+        running_out[r][c][i] = own * own_scale + other * other_scale;
       }
     }
-    if (lane == 0) {
-      shared_max[shared_row] = new_max;
-      shared_sum[shared_row] = running_sum[r] * own_scale + other_sum * other_scale;
-    }
+    running_sum[r] = running_sum[r] * own_scale + other_sum * other_scale;
+    running_max[r] = new_max;
   }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // Merge the simdgroups: every thread takes some elements of some rows.
+  // Merge the simdgroups, some rows at a time: every thread takes some elements of them.
   const int thread_index = int(simdgroup) * LANES + int(lane);
   const int num_rows = min(ROWS, p.group * p.num_tokens - first_row);
-  for (int element = thread_index; element < num_rows * DV; element += THREADS) {
-    const int r = element / DV;
-    const int d = element % DV;
-    float total_max = LOWEST;
-    for (int s = 0; s < SIMDGROUPS; s++) {
-      total_max = max(total_max, shared_max[s * ROWS + r]);
+  for (int tile = 0; tile < ROWS; tile += MERGED) {
+    if (tile > 0) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    float sum = 0.0f;
-    float weighted = 0.0f;
-    for (int s = 0; s < SIMDGROUPS; s++) {
-      const float scale = rescale(shared_max[s * ROWS + r], total_max);
-      sum += shared_sum[s * ROWS + r] * scale;
-      weighted += shared_out[(s * ROWS + r) * DV + d] * scale;
-    }
-    const int row = first_row + r;
-    const int head = head_slot * p.group + row % p.group;
-    const long out_row = (long(sequence) * p.num_heads + head) * p.num_tokens + row / p.group;
-    if (SPLIT) {
-      const long partial = out_row * p.num_splits + split;
-      partial_out[partial * DV + d] = weighted;
-      if (d == 0) {
-        partial_sums[2 * partial] = total_max;
-        partial_sums[2 * partial + 1] = sum;
+    for (int i = 0; i < MERGED; i++) {
+      const int r = tile + i;
+      threadgroup float* own_out = shared_out + (int(simdgroup) * MERGED + i) * DV;
+      for (int c = 0; c < V_VECTORS; c++) {
+        const int vector = team_lane + c * TEAM;
+        for (int j = 0; team == 0 && vector < DV / VECTOR && j < VECTOR; j++) {
+          own_out[vector * VECTOR + j] = running_out[r][c][j];
+        }
       }
-    } else {
-      const float with_sink = HAS_SINKS ? add_sink(sum, total_max, sinks[head]) : sum;
-      out[out_row * DV + d] = Q(with_sink > 0.0f ? weighted / with_sink : 0.0f);
+      if (lane == 0) {
+        shared_max[int(simdgroup) * ROWS + r] = running_max[r];
+        shared_sum[int(simdgroup) * ROWS + r] = running_sum[r];
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    const int stop = min(MERGED, num_rows - tile);
+    for (int element = thread_index; element < stop * DV; element += THREADS) {
+      const int i = element / DV;
+      const int r = tile + i;
+      const int d = element % DV;
+      float total_max = LOWEST;
+      for (int s = 0; s < SIMDGROUPS; s++) {
+        total_max = max(total_max, shared_max[s * ROWS + r]);
+      }
+      float sum = 0.0f;
+      float weighted = 0.0f;
+      for (int s = 0; s < SIMDGROUPS; s++) {
+        const float scale = rescale(shared_max[s * ROWS + r], total_max);
+        sum += shared_sum[s * ROWS + r] * scale;
+        weighted += shared_out[(s * MERGED + i) * DV + d] * scale;
+      }
+      const int row = first_row + r;
+      const int head = head_slot * p.group + row % p.group;
+      const long out_row = (long(sequence) * p.num_heads + head) * p.num_tokens + row / p.group;
+      if (SPLIT) {
+        const long partial = out_row * p.num_splits + split;
+        partial_out[partial * DV + d] = weighted;
+        if (d == 0) {
+          partial_sums[2 * partial] = total_max;
+          partial_sums[2 * partial + 1] = sum;
+        }
+      } else {
+        const float with_sink = HAS_SINKS ? add_sink(sum, total_max, sinks[head]) : sum;
+        out[out_row * DV + d] = Q(with_sink > 0.0f ? weighted / with_sink : 0.0f);
+      }
     }
   }
   if (!RETURN_ATTN) {
@@ -303,14 +334,15 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     const int key = base + team;
     const Slot slot = locate(key, end, table, p);
     float4 k[K_VECTORS];
-    load_row<T, D>(k_head, slot, p.k_strides, team_lane, k);
+    load_row<T, D, TEAM>(k_head, slot, p.k_strides, team_lane, k);
     for (int r = 0; r < ROWS; r++) {
       float partial = 0.0f;
       for (int c = 0; c < K_VECTORS; c++) {
         partial += dot(queries[r][c], k[c]);
       }
       const float score = finish_score(
-          team_sum(partial), rows[r], key, slot.is_valid, bool_mask, float_mask, alibi_slopes, p);
+          team_sum<TEAM>(partial), rows[r], key, slot.is_valid, bool_mask, float_mask,
+          alibi_slopes, p);
       if (team_lane == 0 && r < num_rows && key < max_keys) {
         float total_max = LOWEST;
         for (int s = 0; s < SIMDGROUPS; s++) {

@@ -100,7 +100,7 @@ class KVPool:
         elif ops.kernel_for(None, *shape.row_dims) == "native":  # written in place
             self.set_keys(layer, mx.depends([self.k[layer]], list(written))[0])
         else:
-            self.set_keys(layer, mx.concatenate([*written], axis=-1))
+            self.set_keys(layer, mx.concatenate(list(written), axis=-1))
 
     def set_keys(self, layer: int, handle: mx.array) -> None:
         """Let another handle over the same buffer take the place of a layer's keys."""

@@ -5,7 +5,8 @@ D_v value head dimension, N blocks in the pool, S = block_size tokens per block,
 block table, T rows to write, P block pairs, R rotated dimensions.
 
 One layer's pool is ``k_cache [H_kv, N, S, D]`` and ``v_cache [H_kv, N, S, D_v]``, both float32,
-float16 or bfloat16, in any layout whose last axis is dense; no op copies it.
+float16 or bfloat16, in any layout whose last axis is dense; no op copies it. Values may be columns
+of the keys, ``k_cache[..., :D_v]`` (latent attention).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ def kernel_for(
     """What answers on a stream or device: a compiled kernel, or the same in plain MLX.
 
     CPUs have a kernel for any heads; GPUs have one where this build has Metal and the head
-    dimensions are multiples of 4 up to 256.
+    dimensions are multiples of 4 up to 576.
     """
     if stream is None:
         stream = mx.default_device()

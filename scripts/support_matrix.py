@@ -38,6 +38,7 @@ STEPS = {
     Batching.ALTERNATE: "all decodes in one forward, each prompt chunk in its own",
     Batching.SINGLE: "a forward for every sequence",
 }
+LONG_PROMPTS, SHORT_PROMPTS = [[*range(20)], [4, 5]], [[1, 2, 3], [4, 5]]
 RAGGED = "its attention takes no masks or positions of several sequences"
 
 HEADER = """# Supported architectures
@@ -88,31 +89,37 @@ class Support:
 
 
 def support_of(model: nn.Module) -> Support:
-    """What the engine does with this model, seen in two sequences' decodes."""
+    """What the engine does with this model, seen in decodes of sequences longer than any limit of
+    its attention, and of short ones."""
     try:
         profile = probe(model)
     except UnsupportedModelError as error:
         return Support(REFUSED, note=str(error))
-    calls.clear()
-    Engine(model, block_size=4, num_blocks=8).generate([[1, 2, 3], [4, 5]], max_tokens=3)
+    paths = [_path(model, profile, prompts) for prompts in (LONG_PROMPTS, SHORT_PROMPTS)]
     return Support(
-        _path(profile, paged_calls=calls["paged"]),
+        paths[0],
         profile.batching,
         prefixes=not profile.recurrent,
-        note=_note(model, profile),
+        note=_note(model, profile, paths),
     )
 
 
-def _path(profile: ModelProfile, paged_calls: int) -> str:
+def _path(model: nn.Module, profile: ModelProfile, prompts: list[list[int]]) -> str:
     if not profile.shapes:
         return STATE
-    return KERNEL if paged_calls else GATHER
+    calls.clear()
+    Engine(model, block_size=4, num_blocks=12).generate(prompts, max_tokens=3)
+    return KERNEL if calls["paged"] else GATHER
 
 
-def _note(model: nn.Module, profile: ModelProfile) -> str:
+def _note(model: nn.Module, profile: ModelProfile, paths: list[str]) -> str:
     if profile.batching is Batching.SINGLE:
         return ONE_AT_A_TIME.get(model_type(model), RAGGED)
     notes = []
+    if any(shape.latent for shape in profile.shapes):
+        notes.append("a latent is stored once for keys and values")
+    if paths == [GATHER, KERNEL]:
+        notes.append("in place until its indexer has more tokens than it picks")
     if profile.recurrent and profile.shapes:
         notes.append("beside states of fixed size")
     if profile.window is not None:

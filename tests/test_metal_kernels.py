@@ -14,6 +14,7 @@ from paged_cases import (
     TOLERANCE,
     Case,
     as_numpy,
+    latent_case,
     random_case,
     with_layout,
     worst_error,
@@ -81,6 +82,34 @@ class TestAttention:
     @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 128), (192, 128), (40, 64)])
     def test_values_of_another_width(self, metal, head_dim, v_head_dim):
         assert_matches_float64(metal, random_case([45], head_dim=head_dim, v_head_dim=v_head_dim))
+
+    @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+    @pytest.mark.parametrize(
+        ("rank", "rope", "num_heads"), [(512, 64, 1), (512, 64, 3), (256, 64, 3), (16, 8, 7)]
+    )
+    def test_values_that_are_columns_of_the_keys(self, metal, dtype, rank, rope, num_heads):
+        case = latent_case([45, 0, 16], rank, rope, num_heads=num_heads, dtype=dtype)
+        assert_matches_float64(metal, case)
+
+    def test_values_apart_from_wide_keys(self, metal):
+        case = random_case([45, 7], num_heads=6, head_dim=320, v_head_dim=516)
+        assert_matches_float64(metal, case)
+
+    def test_wide_values_of_narrow_keys(self, metal):
+        assert_matches_float64(metal, random_case([45], head_dim=64, v_head_dim=320))
+
+    @pytest.mark.parametrize("option", ["sinks", "window_21", "float_mask"])
+    def test_latents_of_split_contexts(self, any_metal, option):
+        case = latent_case([4097, 0], 512, 64, num_heads=3, options=[option])
+        assert_matches_float64(any_metal, case)
+        assert any_metal.trace.kernels[1:] == ["merge_splits_float_v512"]
+
+    def test_weights_over_latents(self, metal):
+        case = latent_case([45, 1], 512, 64, num_heads=3, num_tokens=2, spare_columns=0)
+        out, attn = run(metal, case, return_attn=True)
+        want, want_attn = case.expected()
+        assert worst_error(out, want) < FLOAT32_ERROR
+        assert worst_error(attn, want_attn) < FLOAT32_ERROR
 
     @pytest.mark.parametrize(
         ("num_heads", "num_kv_heads", "rows"),
@@ -276,12 +305,14 @@ class TestPlans:
     def test_unsupported_heads_are_named(self):
         assert _ext.metal.unsupported(64, 128) == ""
         assert "head dimension of 65" in _ext.metal.unsupported(64, 65)
-        assert "head dimension of 260" in _ext.metal.unsupported(260, 64)
+        assert _ext.metal.unsupported(576, 512) == ""
+        assert "head dimension of 580" in _ext.metal.unsupported(580, 64)
 
 
-def test_an_engine_runs_on_the_metal_kernels(monkeypatch):
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
+def test_an_engine_runs_on_the_metal_kernels(model_type, monkeypatch):
     """Greedy tokens of a tiny model whose every paged op runs in the emulator are mlx-lm's own."""
-    model = tiny_model("llama", num_hidden_layers=2)
+    model = tiny_model(model_type, num_hidden_layers=2)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (5, 19, 12)]
     expected = [solo_greedy(model, prompt, 6) for prompt in prompts]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from metal_emulator import Mode, UniqueBytes
 from metal_runner import MetalRunner
-from paged_cases import TOLERANCE, Case, random_case, worst_error
+from paged_cases import TOLERANCE, Case, latent_case, random_case, worst_error
 
 CONTEXT = 4096
 KV_HEADS = 2
@@ -55,6 +55,15 @@ def test_each_live_byte_is_loaded_once_for_four_heads(contexts, group, head_dim,
     for loaded, unique in loaded_bytes(case):
         assert loaded == unique.per_threadgroup == times * live
         assert unique.per_launch == live
+
+
+@pytest.mark.parametrize("contexts", [[1024], [1024] + [1] * 127], ids=["split", "whole"])
+@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (64, 16)], ids=str)
+def test_values_that_are_columns_of_the_keys_are_not_loaded(contexts, rank, rope):
+    case = latent_case(contexts, rank, rope, num_heads=2, dtype=mx.float16)
+    live = sum(contexts) * (rank + rope) * case.k_cache.itemsize
+    for loaded, unique in loaded_bytes(case):  # of the same memory
+        assert loaded == unique.per_launch == live
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4], ids="L{}".format)

@@ -28,7 +28,7 @@ def test_layers_that_share_a_pipeline_count_once():
     assert {(kind.window, kind.has_sinks) for kind in kinds} == {(12, True), (None, True)}
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "deepseek_v3"])
 def test_an_engine_uses_only_pipelines_that_were_dispatched(model_type, monkeypatch):
     model = tiny_model(model_type, num_hidden_layers=2)
     metal = MetalRunner()

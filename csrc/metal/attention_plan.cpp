@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLanes = 32;
-constexpr int kMaxDim = 256;
+constexpr int kMaxDim = 576;
 constexpr int kVector = 4;
 
 // Splitting pays while it fills the GPU and leaves each threadgroup a fair piece of the context.
@@ -85,6 +85,20 @@ AttentionParams attention_params(const AttentionInputs& in, const AttentionConfi
   return p;
 }
 
+// Whether V is the memory of K's first columns, so that a loaded key has its value.
+bool values_in_keys(const AttentionInputs& in) {
+  const mx::array &k = in.k_cache, &v = in.v_cache;
+  if (v.shape(3) > k.shape(3) || v.data<char>() != k.data<char>()) {
+    return false;
+  }
+  for (int axis = 0; axis < 3; ++axis) {
+    if (k.shape(axis) > 1 && k.strides(axis) != v.strides(axis)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 std::vector<FunctionConstant> constants(const AttentionInputs& in, const AttentionConfig& config,
                                         bool split) {
   using Type = FunctionConstant::Type;
@@ -100,7 +114,8 @@ std::vector<FunctionConstant> constants(const AttentionInputs& in, const Attenti
                         config.has_rope_freqs,
                         config.has_kv_head_mapping,
                         split,
-                        config.return_attn};
+                        config.return_attn,
+                        values_in_keys(in)};
   for (int i = 0; i < static_cast<int>(std::size(flags)); ++i) {
     all.push_back({i + 1, Type::kBool, flags[i]});
   }
@@ -147,7 +162,8 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionConfig& config, 
 std::string unsupported_on_metal(int head_dim, int value_dim) {
   for (const int dim : {head_dim, value_dim}) {
     if (dim % kVector != 0 || dim < kVector || dim > kMaxDim) {
-      return "a head dimension of " + std::to_string(dim) + ": expected a multiple of 4 up to 256";
+      return "a head dimension of " + std::to_string(dim) + ": expected a multiple of 4 up to " +
+             std::to_string(kMaxDim);
     }
   }
   return "";

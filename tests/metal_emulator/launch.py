@@ -184,7 +184,7 @@ def _bind(
         begin, end = array.ctypes.data, array.ctypes.data + array.nbytes
         alias = -1
         for other, (other_begin, other_end) in ranges.items():
-            if (begin, end) == (other_begin, other_end) and begin != end:
+            if other_begin <= begin < end <= other_end:
                 alias = other
             elif begin < other_end and other_begin < end:
                 raise ValueError(f"[launch] {name}: buffers {other} and {index} overlap in part")

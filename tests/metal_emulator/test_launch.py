@@ -102,6 +102,27 @@ def test_overlapping_buffers() -> None:
         run(buffers={0: values[:4], 2: values[1:]})
 
 
+def test_columns_of_one_array() -> None:
+    source = """
+    kernel void swap(device int* all [[buffer(0)]], device int* right [[buffer(1)]],
+                     uint i [[thread_position_in_grid]]) {
+      const int value = all[4 * i];
+      all[4 * i] = right[4 * i];
+      right[4 * i] = value;
+    }
+    """
+    values = np.arange(16, dtype=np.int32)
+    Library.from_source(source, "swap.metal").launch(
+        "swap",
+        grid=(4, 1, 1),
+        threadgroup=(4, 1, 1),
+        buffers={0: values, 1: values[3:]},
+        grid_in_threads=True,
+    )
+    swapped = np.arange(16).reshape(4, 4)[:, [3, 1, 2, 0]]
+    np.testing.assert_array_equal(values.reshape(4, 4), swapped)
+
+
 def test_only_some_kernels() -> None:
     assert Library.from_source(SOURCE, "scale.metal", only=["nothing"]).kernels == ["nothing"]
     with pytest.raises(ValueError, match=r"scale\.metal has no kernel some"):

@@ -72,7 +72,7 @@ void launch(const Request& request) {
   for (int i = 0; i < request.buffer_count; i++) {
     const BufferBinding& binding = request.buffers[i];
     if (binding.alias_of >= 0) {
-      latest->buffers.bind_alias(binding.index, binding.alias_of);
+      latest->buffers.bind_alias(binding.index, binding.alias_of, binding.data, binding.size);
     } else {
       latest->buffers.bind(binding.index, binding.data, binding.size, binding.is_writable);
     }

@@ -58,9 +58,12 @@ void DeviceBuffers::bind(int index, void* data, size_t size, bool is_writable) {
   if (!is_writable) mprotect(buffer.body, buffer.body_size, PROT_READ);
 }
 
-void DeviceBuffers::bind_alias(int index, int other) {
-  buffers_[index] = buffers_[other];
-  buffers_[index].alias_of = other;
+void DeviceBuffers::bind_alias(int index, int other, const void* data, size_t size) {
+  Buffer& buffer = buffers_[index];
+  buffer = buffers_[other];
+  buffer.alias_of = other;
+  buffer.begin += static_cast<const char*>(data) - static_cast<const char*>(buffer.source);
+  buffer.size = size;
 }
 
 void DeviceBuffers::copy_back() const {

@@ -20,7 +20,7 @@ struct Buffer {
   char* begin = nullptr;
   size_t size = 0;
   bool is_bound = false;
-  int alias_of = -1;  // another index with the same memory
+  int alias_of = -1;  // another index with this memory
   void* source = nullptr;
   char* body = nullptr;  // whole pages that hold the buffer
   size_t body_size = 0;
@@ -37,8 +37,9 @@ class DeviceBuffers {
 
   // A copy whose end abuts an inaccessible page, up to the 15 bytes that 16-byte alignment needs.
   void bind(int index, void* data, size_t size, bool is_writable);
-  // `index` sees the memory of `other`, as when an array is both input and output.
-  void bind_alias(int index, int other);
+  // `index` sees `size` bytes from `data` on of what `other` is a copy of, as when an array is both
+  // input and output, or two arrays are columns of one.
+  void bind_alias(int index, int other, const void* data, size_t size);
   // Copies writable buffers back to the caller's arrays.
   void copy_back() const;
   // Whether the kernel changed the bytes between the buffer's end and the inaccessible page.
