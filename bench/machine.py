@@ -70,11 +70,11 @@ class MemoryReader:
         return self.num_bytes / seconds / GB
 
 
-def measure_read(rounds: int = 30) -> dict[str, float]:
+def measure_read(rounds: int = 30, num_bytes: int = READ_BYTES) -> dict[str, float]:
     """Best GB/s of several reads, by number of threads: one, and one for each core."""
     rates = {}
     for num_threads in sorted({1, cores()}):
-        reader = MemoryReader(num_threads)
+        reader = MemoryReader(num_threads, num_bytes)
         rates[str(num_threads)] = round(max(_rate(reader) for _ in range(rounds)), 1)
     return rates
 

@@ -125,7 +125,7 @@ def fitting(cases: list[Case], limit: float) -> tuple[list[Case], list[dict[str,
     """The cases that the memory holds, and the others with the reason."""
     skipped = [
         case.as_dict()
-        | {"reason": f"needs {case.memory_bytes / GIB:.1f} GiB of at most {limit / GIB:.1f}"}
+        | {"reason": f"needs {case.memory_bytes / GIB:.3g} GiB of at most {limit / GIB:.3g}"}
         for case in cases
         if case.memory_bytes > limit
     ]
