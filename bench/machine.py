@@ -17,7 +17,7 @@ GB = 1e9
 
 
 def describe() -> dict[str, str | int]:
-    """ "device" (as MLX names it), "cpu", "cores", "blas", "mlx", "system"."""
+    """By name: "device" ("cpu" or "gpu"), "cpu", "cores", "blas", "mlx", "system"."""
     return {
         "device": "cpu" if mx.default_device() == mx.cpu else "gpu",
         "cpu": str(mx.device_info().get("device_name", platform.processor())),
