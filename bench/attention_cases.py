@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_paged.allocation import ceil_div
 from mlx_paged.batch import Chunk
-from mlx_paged.batch_attention import PoolAttention
+from mlx_paged.batch_attention import PoolAttention, gather_rows
 from mlx_paged.kv_pool import KVPool, KVShape, as_int32
 from mlx_paged.path_table import Heads
 from mlx_paged.sdpa_hook import mlx_attention
@@ -158,11 +158,13 @@ class Inputs:
             mx.eval(self.pool.k[layer], self.pool.v[layer])
         self.q = mx.random.normal((case.batch, heads.num_heads, case.length, heads.head_dim))
         self.q = self.q.astype(dtype)
-        self.contiguous = [self.gather(layer) for layer in range(case.num_layers)]
+        self.contiguous = [
+            [mx.contiguous(x) for x in self.gather(layer)] for layer in range(case.num_layers)
+        ]
         mx.eval(self.q, self.tables, self.context_lens, self.contiguous)
 
     def gather(self, layer: int) -> tuple[mx.array, mx.array]:
-        k, v = self.pool.gather_rows(layer, self.tables)
+        k, v = gather_rows(self.pool, layer, self.tables)
         return k[:, :, : self.case.context], v[:, :, : self.case.context]
 
     def contenders(self) -> dict[str, Contender]:

@@ -45,11 +45,12 @@ def case_lines(case: Case, row: Row) -> list[str]:
     return lines
 
 
-def path_table(rows: Sequence[Row], machine: dict[str, Any], ceilings: dict[str, Any]) -> PathTable:
+def path_table(result: dict[str, Any]) -> PathTable:
     """The dispatcher's table: of each length and context the smallest batch in the blocks nearest
     to 16 tokens, by the time at its best of both ways."""
     chosen: dict[Heads, dict[tuple[int, int], Row]] = {}
-    for row in sorted(rows, key=lambda r: (abs(r["block_size"] - 16), r["batch"])):
+    machine = result["machine"]
+    for row in sorted(result["cases"], key=lambda r: (abs(r["block_size"] - 16), r["batch"])):
         heads = _case(row).key(machine["device"])
         chosen.setdefault(heads, {}).setdefault((row["length"], row["context"]), row)
     timings = {
@@ -59,7 +60,7 @@ def path_table(rows: Sequence[Row], machine: dict[str, Any], ceilings: dict[str,
         ]
         for heads, of_heads in chosen.items()
     }
-    return PathTable(timings, machine | ceilings)
+    return PathTable(timings, machine | result["ceilings"] | {"clock": result["clock"]})
 
 
 def _case(row: Row) -> Case:
@@ -99,7 +100,8 @@ def plot(path: Path, result: dict[str, Any]) -> None:
     partial = "; PARTIAL" if result["partial"] else ""
     figure.suptitle(
         f"Attention, {heads} (query heads : KV heads : dim), blocks of"
-        f" {(decodes + chunks)[0]['block_size']}; fastest round of each\n"
+        f" {(decodes + chunks)[0]['block_size']}; fastest round,"
+        f" {result['clock']} time\n"
         f"{machine['cpu']}, {machine['cores']} cores; BLAS: {machine['blas']}{partial}",
         fontsize=10,
     )

@@ -5,6 +5,7 @@ import platform
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,11 +18,11 @@ GB = 1e9
 
 
 def describe() -> dict[str, str | int]:
-    """ "device" (as MLX names it), "cpu", "cores", "blas", "mlx", "system"."""
+    """By name: "device" ("cpu" or "gpu"), "cpu", "cores", "blas", "mlx", "system"."""
     return {
         "device": "cpu" if mx.default_device() == mx.cpu else "gpu",
         "cpu": str(mx.device_info().get("device_name", platform.processor())),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores(),
+        "cores": cores(),
         "blas": blas(),
         "mlx": mx.__version__,  # type: ignore[attr-defined]
         "system": f"{platform.system()} {platform.machine()}",
@@ -29,6 +30,9 @@ def describe() -> dict[str, str | int]:
 
 
 def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
@@ -43,6 +47,24 @@ def blas() -> str:
     libraries = {Path(line.split()[-1]) for line in mapped.splitlines() if "blas" in line}
     preloaded = [p.name for p in libraries if not p.parent.name.endswith(".libs")]
     return ", ".join(sorted(preloaded)) or "the reference BLAS of MLX's wheel"
+
+
+class Clock(StrEnum):
+    """How seconds are counted."""
+
+    WALL = "wall"
+    PROCESSOR = "processor"
+
+    def seconds(self, run: Callable[[], object], num_threads: int) -> float:
+        """What `run` takes: the time that passes, or that processors work, an equal part for each
+        of so many threads. The latter is what a busy machine would need alone, if the work was
+        shared evenly: too good for work that one thread does, such as most of MLX's on a CPU.
+        """
+        read = time.perf_counter if self is Clock.WALL else time.process_time
+        started = read()
+        run()
+        elapsed = read() - started
+        return elapsed if self is Clock.WALL else elapsed / num_threads
 
 
 class MemoryReader:
@@ -70,16 +92,21 @@ class MemoryReader:
         return self.num_bytes / seconds / GB
 
 
-def measure_read(rounds: int = 30) -> dict[str, float]:
+def measure_read(
+    clock: Clock = Clock.WALL, rounds: int = 30, num_bytes: int = READ_BYTES
+) -> dict[str, float]:
     """Best GB/s of several reads, by number of threads: one, and one for each core."""
     rates = {}
     for num_threads in sorted({1, cores()}):
-        reader = MemoryReader(num_threads)
-        rates[str(num_threads)] = round(max(_rate(reader) for _ in range(rounds)), 1)
+        reader = MemoryReader(num_threads, num_bytes)
+        best = min(clock.seconds(reader.read, num_threads) for _ in range(rounds))
+        rates[str(num_threads)] = round(reader.gb_s(best), 1)
     return rates
 
 
-def _rate(reader: MemoryReader) -> float:
-    start = time.perf_counter()
-    reader.read()
-    return reader.gb_s(time.perf_counter() - start)
+def measure_gemm(clock: Clock = Clock.WALL, rounds: int = 20, size: int = 512) -> float:
+    """Best GFLOP/s of several products of square float32 matrices."""
+    a, b = mx.random.normal((2, size, size))
+    mx.eval(a, b)
+    best = min(clock.seconds(lambda: mx.eval(a @ b), cores()) for _ in range(rounds))
+    return round(2 * size**3 / best / 1e9, 1)

@@ -57,15 +57,7 @@ class PoolAttention:
         """
         if self.path(q, tables.shape[1] * self.pool.block_size) is AttentionPath.PAGED:
             return self.through_tables(q, tables, context_lens)
-        calls[AttentionPath.GATHER] += 1
-        k, v = self.pool.gather_rows(self.layer, tables)
-        keys = mx.arange(k.shape[2])
-        queries = context_lens[:, None, None, None] - q.shape[2] + mx.arange(q.shape[2])[:, None]
-        mask = keys <= queries
-        if self.window is not None:
-            mask = mask & (keys > queries - self.window)
-        v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN
-        return mlx_attention(q, k, v, scale=self.scale, mask=mask, sinks=self.sinks)
+        return self.gathered_rows(q, tables, context_lens)
 
     def chunk(self, q: mx.array, chunk: Chunk) -> mx.array:
         """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence."""
@@ -88,6 +80,18 @@ class PoolAttention:
             sinks=self.sinks,
             check_tables=False,
         )
+
+    def gathered_rows(self, q: mx.array, tables: mx.array, context_lens: mx.array) -> mx.array:
+        """As `rows`, by MLX's own attention; all blocks of the tables are gathered."""
+        calls[AttentionPath.GATHER] += 1
+        k, v = gather_rows(self.pool, self.layer, tables)
+        keys = mx.arange(k.shape[2])
+        queries = context_lens[:, None, None, None] - q.shape[2] + mx.arange(q.shape[2])[:, None]
+        mask = keys <= queries
+        if self.window is not None:
+            mask = mask & (keys > queries - self.window)
+        v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN
+        return mlx_attention(q, k, v, scale=self.scale, mask=mask, sinks=self.sinks)
 
     def gathered_chunk(self, q: mx.array, chunk: Chunk) -> mx.array:
         """As `chunk`, by MLX's own attention; only blocks within the window are gathered."""
@@ -120,3 +124,12 @@ class BatchAttention(PoolAttention):
             rows = q[chunk.first_row : chunk.first_row + chunk.length].transpose(2, 1, 0, 3)
             parts.append(self.chunk(rows, chunk).transpose(2, 1, 0, 3))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+
+def gather_rows(pool: KVPool, layer: int, tables: mx.array) -> tuple[mx.array, mx.array]:
+    """K and V of all blocks of the tables ``[B, M]`` int32: ``[B, H_kv, M * S, D]`` each."""
+    batch, num_columns = tables.shape
+    num_tokens = num_columns * pool.block_size
+    k, v = pool.gather(layer, tables.flatten(), batch * num_tokens)
+    k, v = (x.reshape(x.shape[1], batch, num_tokens, x.shape[3]) for x in (k, v))
+    return k.transpose(1, 0, 2, 3), v.transpose(1, 0, 2, 3)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from mlx_paged.path_table import AttentionPath, Heads, PathTable
 
@@ -100,5 +101,11 @@ def write_table(path: Path, table: PathTable) -> None:
         table = read_table(path).updated(table)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(table.as_json(), indent=1) + "\n", encoding="utf-8")
+    unfinished.write_text(_text(table.as_json()), encoding="utf-8")
     unfinished.replace(path)
+
+
+def _text(content: dict[str, Any]) -> str:
+    """JSON with a line for each kind of heads."""
+    kinds = ",\n".join(json.dumps(kind) for kind in content.pop("kinds"))
+    return f'{json.dumps(content)[:-1]}, "kinds": [\n{kinds}\n]}}\n'

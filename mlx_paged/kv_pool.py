@@ -122,16 +122,10 @@ class KVPool:
         Args:
             block_ids: ``[n]`` int32, the sequence's blocks in logical order.
         """
-        k, v = self.gather_rows(layer, block_ids[None])
-        return k[:, :, :num_tokens], v[:, :, :num_tokens]
-
-    def gather_rows(self, layer: int, tables: mx.array) -> tuple[mx.array, mx.array]:
-        """K and V of several sequences' blocks ``[B, M]`` int32, all of them whole:
-        ``[B, n_kv_heads, M * block_size, head_dim]`` each."""
-        k = _gather_heads(self.k[layer], tables)
+        k = _gather_heads(self.k[layer], block_ids)[:, :, :num_tokens]
         if self.shapes[layer].latent:
             return k, _latents(k, self.shapes[layer])
-        return k, _gather_heads(self.v[layer], tables)
+        return k, _gather_heads(self.v[layer], block_ids)[:, :, :num_tokens]
 
     def reset_handles(self) -> None:
         """Give up writes that were never evaluated. What the pool holds is then not known, but it
@@ -148,15 +142,14 @@ def _latents(keys: mx.array, shape: KVShape) -> mx.array:
     return keys[..., : shape.v_head_dim]
 
 
-def _gather_heads(cache: mx.array, tables: mx.array) -> mx.array:
-    """Blocks of each head in a row, one copy: ``[B, n_kv_heads, M * block_size, head_dim]``."""
+def _gather_heads(cache: mx.array, block_ids: mx.array) -> mx.array:
+    """Blocks of each head in a row, one copy: ``[1, n_kv_heads, n * block_size, head_dim]``."""
     n_kv_heads, num_blocks, block_size, head_dim = cache.shape
-    batch, num_columns = tables.shape
     if head_dim == 0:
-        return mx.zeros((batch, n_kv_heads, num_columns * block_size, 0), cache.dtype)
+        return mx.zeros((1, n_kv_heads, block_ids.size * block_size, 0), cache.dtype)
     runs = cache.transpose(1, 0, 2, 3).reshape(num_blocks * n_kv_heads, block_size * head_dim)
-    rows = tables[:, None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
-    return runs[rows].reshape(batch, n_kv_heads, num_columns * block_size, head_dim)
+    rows = block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
+    return runs[rows].reshape(1, n_kv_heads, -1, head_dim)
 
 
 def as_int32(values: Sequence[int] | Int32Array) -> mx.array:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import mlx.core as mx
 
@@ -11,6 +12,9 @@ from mlx_paged.allocation import BlockCopy
 from mlx_paged.kv_pool import KVPool, KVShape, as_int32
 
 NUM_BLOCKS = 2
+CHUNK = 4
+"""Tokens, causal, that fill a threadgroup's rows as longer chunks do."""
+
 LONG_CONTEXT = 8192
 """Tokens of a context that is long enough to be split over threadgroups."""
 
@@ -27,7 +31,8 @@ class AttentionKind:
 
 
 def prewarm(kinds: Sequence[AttentionKind], block_size: int) -> float | None:
-    """Dispatch every pipeline once: attention whole, split and merged, writes and copies.
+    """Dispatch every pipeline once: attention of single tokens and of chunks, each whole, split and
+    merged; writes and copies.
 
     A pipeline is specialised at its first dispatch, which takes tenths of a second on a GPU.
 
@@ -49,9 +54,9 @@ def _dispatch(kind: AttentionKind, block_size: int) -> None:
     pool.write(0, k, v, as_int32([0]))
     pool.copy_blocks([BlockCopy(0, 1)])
     sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None
-    for num_blocks in (1, LONG_CONTEXT // block_size):
+    for num_blocks, length in product((1, LONG_CONTEXT // block_size), (1, CHUNK)):
         out = ops.paged_attention(
-            mx.zeros((1, kind.num_heads, 1, shape.head_dim), kind.q_dtype),
+            mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype),
             pool.k,
             pool.v,
             mx.zeros((1, num_blocks), mx.int32),
