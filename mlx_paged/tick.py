@@ -11,7 +11,7 @@ PHASES = ("gather_ms", "kv_write_ms", "attention_ms", "forward_ms", "sample_ms")
 """What only a profiling engine knows."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Tick:
     """One call of :meth:`Engine.step` that computed something; times in milliseconds.
 

@@ -23,6 +23,9 @@ MIN_RECENT = 8
 SHARE = 0.25
 """Of a spike's excess that a part must have to be named."""
 
+FEW_TOKENS = 8
+"""Up to so many prompt tokens, e.g. those of a fork, are not to blame."""
+
 _parts = attrgetter(*PARTS)
 
 
@@ -38,7 +41,7 @@ class Spike:
 
 
 CAUSES = {
-    "prefill": "the excess is computing, and the step had prompt tokens",
+    "prefill": "the excess is computing, and the step had more than a few prompt tokens",
     "preemption": "the excess is scheduling, and a sequence's K/V was given up",
     "eviction": "the excess is scheduling, and more cached blocks were given away than usual",
     "cow": "more blocks were copied than usual; the excess is scheduling or computing",
@@ -83,10 +86,10 @@ class SpikeDetector:
                 yield spike
 
     def _recent(self, tick: Tick) -> deque[Tick]:
-        return self._decodes if tick.decode_tokens else self._prefills
+        return self._decodes if tick.decode_tokens or tick.faults else self._prefills
 
     def _is_yardstick(self, tick: Tick) -> bool:
-        return not (tick.decode_tokens and tick.has_prompt_tokens)
+        return not tick.faults and not (tick.decode_tokens and tick.has_prompt_tokens)
 
     def _due(self) -> list[Tick]:
         """Ticks that can be judged by now."""
@@ -148,7 +151,7 @@ def _causes_of_part(part: str, tick: Tick, usual: Sequence[Tick]) -> list[str]:
     if part in ("launch_ms", "wait_ms"):
         launching = part == "launch_ms"
         computed = tick.launched_prefill_tokens if launching else tick.prefill_tokens
-        found = {"prewarm": tick.prewarm_ms > 0, "prefill": computed > 0, "cow": copied}
+        found = {"prewarm": tick.prewarm_ms > 0, "prefill": computed > FEW_TOKENS, "cow": copied}
         otherwise = "launch" if launching else "device"
     elif part == "schedule_ms":
         evicted = tick.evictions > _usual_count("evictions", usual)

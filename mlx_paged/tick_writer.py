@@ -3,8 +3,8 @@
 import json
 import logging
 import weakref
+from io import FileIO
 from os import PathLike
-from typing import TextIO
 
 from mlx_paged.tick import Tick
 
@@ -21,18 +21,18 @@ class TickWriter:
 
     def __init__(self, path: str | PathLike[str]) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         self._failed = False
-        open(path, "a", encoding="utf-8").close()
+        open(path, "ab").close()
 
     def write(self, tick: Tick) -> None:
         if self._failed:
             return
         try:
             if self._file is None:
-                self._file = open(self._path, "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+                self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115
                 weakref.finalize(self, self._file.close)
-            self._file.write(json.dumps(tick.as_dict()) + "\n")
+            self._file.write(json.dumps(tick.as_dict()).encode() + b"\n")
         except OSError as error:
             self._failed = True
             logging.warning("no more ticks are written: %s", error)
