@@ -62,5 +62,5 @@ class PagedServer:
             peak_blocks_in_use=stats.peak_blocks_in_use,
         )
 
-    def causes(self) -> tuple[str, ...]:
+    def causes(self, step: int) -> tuple[str, ...]:
         return ()

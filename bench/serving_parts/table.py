@@ -83,15 +83,15 @@ def phase_lines(row: Summary) -> list[str]:
     """Ramp, steady, tail and spikes of one engine."""
     phases = row["phases"]
     lines = [
-        f"[phase {name}] ticks={phases[name]['ticks']:g} time={phases[name]['time_s']:.2f}s"
-        f" tokens={phases[name]['tokens']:g}"
+        f"[phase {name}] ticks={phases[name]['ticks']} time={phases[name]['time_s']:.2f}s"
+        f" tokens={phases[name]['tokens']}"
         f" tokens_per_sec={phases[name]['tokens_per_sec']:.1f}"
         for name in ("ramp", "steady", "tail")
     ]
     spikes = phases["spikes"]
     lines.append(
-        f"[phase spikes] count={spikes['count']:g} time={spikes['time_s']:.2f}s"
-        f" threshold={spikes['threshold_s']:.3g}s"
+        f"[phase spikes] count={spikes['count']} time={spikes['time_s']:.2f}s"
+        f" threshold={spikes['threshold_s']:.4f}s"
     )
     return lines
 
