@@ -21,7 +21,8 @@ from tqdm import tqdm
 from bench.models import AT_LEAST_TWO, SIZES, check_machine, llama_model, random_prompts
 from mlx_paged import Engine
 from mlx_paged.allocation import ceil_div
-from mlx_paged.generate_args import COUNT, KV_BLOCK_SIZES, Parser
+from mlx_paged.common_args import COUNT, Parser
+from mlx_paged.generate_args import KV_BLOCK_SIZES
 
 MIB = 2**20
 SEED = 0

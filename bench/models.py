@@ -11,7 +11,7 @@ import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 
-from mlx_paged.generate_args import number
+from mlx_paged.common_args import number
 
 AT_LEAST_TWO = number(int, 2, 2**31, "a whole number >= 2")
 """An argument type, beside those of mlx_paged.generate_args."""

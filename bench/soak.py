@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from bench.models import SIZES, llama_model
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.generate_args import Parser, number
+from mlx_paged.common_args import Parser, number
 
 MIB = 2**20
 LEAST_BLOCKS = 16

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from bench.models import AT_LEAST_TWO, SIZES, check_machine, llama_model, random_prompts
 from mlx_paged import Engine
-from mlx_paged.generate_args import COUNT, Parser, number
+from mlx_paged.common_args import COUNT, Parser, number
 from mlx_paged.scheduler import MIN_CHUNK
 
 BASELINE_STEPS = 20

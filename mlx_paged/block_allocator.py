@@ -51,6 +51,8 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.cow_clones = 0
+        self.evictions = 0
+        self.prefix_hit_tokens = 0
         self._free = list(range(num_blocks - 1, -1, -1))
         self._ref_count = [0] * num_blocks
         self._tables = BlockTables()
@@ -163,6 +165,7 @@ class BlockAllocator:
                 blocks.append(copies[0].dst)
             num_new -= 1
         self._tables.extend(sequence.row, blocks + [self._take() for _ in range(num_new)])
+        self.prefix_hit_tokens += match.num_tokens
         return Admission(match.num_tokens, copies, match.miss)
 
     def make_writable(self, seq_id: int, start: int, stop: int) -> list[BlockCopy]:
@@ -344,6 +347,7 @@ class BlockAllocator:
             block = self._free.pop()
         else:
             block = self._prefixes.evict(idle_block)
+            self.evictions += 1
         self._ref_count[block] = 1
         return block
 

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from os import PathLike
 from typing import Any
 
 import mlx.core as mx
@@ -12,14 +13,20 @@ from mlx_paged.allocation import ceil_div
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.engine_core import EngineCore
 from mlx_paged.kv_memory import num_blocks_for
+from mlx_paged.kv_reads import KVReads
 from mlx_paged.model_probe import probe
 from mlx_paged.model_runner import ModelRunner
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
+from mlx_paged.phase_times import PhaseTimes
 from mlx_paged.prewarm import prewarm as compile_pipelines
+from mlx_paged.profiling import ProfilingRunner
 from mlx_paged.prompt_encoder import Prompt
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler import Scheduler
 from mlx_paged.stats import EngineStats
+from mlx_paged.tick_log import TickLog
+from mlx_paged.tick_recorder import Instruments
+from mlx_paged.tick_writer import TickWriter
 from mlx_paged.victims import VictimPolicy
 from mlx_paged.waiting_queue import Policy
 
@@ -57,10 +64,15 @@ class Engine(EngineCore):
             and every token would come a step late.
         prewarm: compile the GPU pipelines now rather than while the first requests wait; how long
             it took is in ``stats.prewarm_seconds``, None on a CPU, where nothing is compiled.
+        profile: synchronise between the phases of every step and time each of them. Whatever is
+            measured is then slower than it would be.
+        metrics_jsonl: write a line for every tick to this file, as it happens.
+        spike_ms: steps that take longer are listed as spikes; default: three times the usual.
 
     Raises:
         UnsupportedModelError: the model cannot be served right.
         ValueError: an argument out of range.
+        OSError: `metrics_jsonl` cannot be written.
     """
 
     def __init__(
@@ -81,39 +93,54 @@ class Engine(EngineCore):
         prefix_cache: bool = True,
         lookahead: bool | None = None,
         prewarm: bool = True,
+        profile: bool = False,
+        metrics_jsonl: str | PathLike[str] | None = None,
+        spike_ms: float | None = None,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"[Engine] block_size is {block_size}: expected >= 1")
+        log = TickLog(spike_ms=spike_ms, profile=profile)
+        writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
         mx.eval(model.state)  # whichever thread runs the engine, this one made the arrays
-        profile = probe(model)
+        probed = probe(model)
         if num_blocks is None:
-            num_blocks = num_blocks_for(model, profile.shapes, block_size, kv_memory)
+            num_blocks = num_blocks_for(model, probed.shapes, block_size, kv_memory)
             if kv_memory is None and max_kv_tokens is not None:
                 num_blocks = min(num_blocks, ceil_div(max_kv_tokens, block_size))
-        self.manager = KVBlockManager.from_shapes(profile.shapes, block_size, num_blocks)
+        self.manager = KVBlockManager.from_shapes(probed.shapes, block_size, num_blocks)
         scheduler = Scheduler(
             self.manager.allocator,
             max_running,
             prefill_chunk,
-            prefix_cache=prefix_cache and not profile.recurrent,
+            prefix_cache=prefix_cache and not probed.recurrent,
             policy=Policy(policy),
             victims=VictimPolicy(preempt),
             max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
             watermark=int(WATERMARK * num_blocks),
-            rewinds=not profile.recurrent,
-            window=profile.window,
+            rewinds=not probed.recurrent,
+            window=probed.window,
+        )
+        phases = PhaseTimes() if profile else None
+        if phases is None:
+            runner = ModelRunner(model, self.manager, probed)
+        else:
+            runner = ProfilingRunner(model, self.manager, probed, phases)
+        reads = KVReads.of(
+            zip(probed.windows, (shape.token_bytes for shape in probed.shapes), strict=True),
+            block_size,
         )
         super().__init__(
             scheduler,
-            ModelRunner(model, self.manager, profile),
+            runner,
             EngineStats(block_size, self.manager.pool.block_bytes, num_blocks),
             tokenizer=tokenizer,
             vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
             seed=seed,
             lookahead=_on_gpu() if lookahead is None else lookahead,
+            instruments=Instruments(log, reads, phases, writer),
         )
         if prewarm:
-            self.stats.prewarm_seconds = compile_pipelines(profile.attentions, block_size)
+            self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size)
         self._streams: dict[int, deque[TokenOutput]] = {}
         self._awaited: dict[int, Completion | None] = {}
 

@@ -17,7 +17,8 @@ from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler import Scheduler
 from mlx_paged.stats import EngineStats
-from mlx_paged.step_pipeline import Choice, Fault, Runner, StepPipeline, StepResult
+from mlx_paged.step_pipeline import Choice, Fault, Runner, StepPipeline
+from mlx_paged.tick_recorder import Instruments, TickRecorder
 
 
 class EngineCore:
@@ -35,6 +36,10 @@ class EngineCore:
         seed: of the random streams of requests that bring none.
         lookahead: launch each step before the one before it has been read.
         clock: seconds.
+        instruments: to measure its steps with.
+
+    Attributes:
+        ticks: the latest steps, newest last.
     """
 
     def __init__(
@@ -48,15 +53,19 @@ class EngineCore:
         seed: int | None = None,
         lookahead: bool = True,
         clock: Callable[[], float] = time.perf_counter,
+        instruments: Instruments | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.stats = stats
+        instruments = instruments or Instruments()
+        self.ticks = instruments.log
         self.tokenizer = tokenizer
         self.lookahead = lookahead
         self._encode = PromptEncoder(tokenizer, vocab_size)
         self._clock = clock
-        self._pipeline = StepPipeline(scheduler, runner, clock)
+        self._recorder = TickRecorder(scheduler, stats, clock, instruments)
+        self._pipeline = StepPipeline(scheduler, runner, self._recorder.working_clock)
         self._outputs = OutputProcessor(tokenizer, clock)
         self._rng = np.random.default_rng(seed)
         self._next_id = 0
@@ -256,18 +265,24 @@ class EngineCore:
         outputs, self._ready = self._ready, []
         return outputs
 
+    def metrics(self) -> dict[str, Any]:
+        """What the engine did and does, as plain JSON values: see docs/metrics.md."""
+        return self._recorder.metrics()
+
     def _advance(self, ahead: bool) -> None:
-        preemptions = self.scheduler.num_preemptions
+        self._recorder.begin()
         result = self._pipeline.advance(ahead)
-        if result.step is not None:
-            self._record(result)
-        self.stats.preemptions += self.scheduler.num_preemptions - preemptions
-        for choice in result.choices:
-            output = self._take_in(choice)
-            if output is not None:
-                self._ready.append(output)
-        if result.fault is not None:
-            self._recover(result.fault)
+        self._recorder.take_in()
+        try:
+            self._note_first_tokens(result.choices)
+            for choice in result.choices:
+                output = self._take_in(choice)
+                if output is not None:
+                    self._ready.append(output)
+            if result.fault is not None:
+                self._recover(result.fault)
+        finally:
+            self._recorder.end(result)
 
     def _take_in(self, choice: Choice) -> TokenOutput | None:
         request = choice.request
@@ -323,18 +338,8 @@ class EngineCore:
         self.stats.blocks_in_use = self.scheduler.allocator.blocks_in_use
         return completion
 
-    def _record(self, result: StepResult) -> None:
-        assert result.step is not None
-        spans = result.step.spans
-        prompt_tokens = sum(
-            max(0, min(span.stop, span.request.num_prompt) - span.start) for span in spans
-        )
-        self.stats.record_step(
-            result.seconds, prompt_tokens, len(result.choices), len(spans), result.blocks_in_use
-        )
-        self.stats.record_memory([span.stop for span in spans])
-        self.stats.cow_clones = self.scheduler.allocator.cow_clones
-        for choice in result.choices:
+    def _note_first_tokens(self, choices: Sequence[Choice]) -> None:
+        for choice in choices:
             request = choice.request
             if request.synchronous and request.id in self._beams:
                 request = self._beams[request.id].root

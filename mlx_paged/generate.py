@@ -9,8 +9,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from mlx_paged.common_args import GB, metrics_options
 from mlx_paged.engine import Engine
-from mlx_paged.generate_args import GB, make_parser
+from mlx_paged.generate_args import make_parser
 from mlx_paged.generate_jobs import Job, add_all, make_job, one_line, prompt_specs
 from mlx_paged.generate_report import RULE, Result, print_results, print_stats, write_results
 from mlx_paged.model_loader import load_model
@@ -44,6 +45,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[list[int
     specs = prompt_specs(args)
     _check_writable(args.output)
     _check_writable(args.stats_json)
+    _check_writable(args.metrics_jsonl)
     model, tokenizer = load_model(args.model, args.adapter_path, args.trust_remote_code)
     jobs = [make_job(spec, tokenizer, args) for spec in specs]
     engine = Engine(
@@ -61,6 +63,7 @@ def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[list[int
         prefix_cache=not args.no_prefix_cache,
         lookahead=args.lookahead,
         prewarm=not args.no_prewarm,
+        **metrics_options(args),
     )
     return engine, jobs, add_all(engine, jobs)
 
@@ -99,7 +102,7 @@ def _run(
     if args.output is not None:
         write_results(results, args.output)
     if args.stats_json is not None:
-        stats = json.dumps(engine.stats.as_dict(), indent=2)
+        stats = json.dumps(engine.metrics(), indent=2)
         Path(args.stats_json).write_text(stats + "\n", encoding="utf-8")
     return _report_errors(results) or status
 

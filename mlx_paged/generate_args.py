@@ -1,16 +1,12 @@
 """Arguments of ``python -m mlx_paged.generate``, named as in mlx_lm.generate."""
 
 import argparse
-import sys
-from collections.abc import Callable
-from typing import NoReturn
 
-from mlx_paged.victims import VictimPolicy
-from mlx_paged.waiting_queue import Policy
+from mlx_paged import common_args
+from mlx_paged.common_args import COUNT, COUNT_OR_NONE, FRACTION, Parser, number
 
 MAX_TOKENS = 100
 KV_BLOCK_SIZES = (8, 16, 32)
-GB = 10**9
 PENALTIES = {
     "repetition": "divides the logits of tokens among the last 20; 1 is off",
     "presence": "subtracted from the logits of tokens among the last 20",
@@ -18,57 +14,19 @@ PENALTIES = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line and exits with 2."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def number(
-    parse: Callable[[str], float], low: float, high: float, expected: str
-) -> Callable[[str], float]:
-    """An argument type: a number in [low, high]."""
-
-    def convert(text: str) -> float:
-        try:
-            value = parse(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-        return value
-
-    return convert
-
-
-COUNT = number(int, 1, 2**31, "a whole number >= 1")
-FRACTION = number(float, 0, 1, "a number from 0 to 1")
-
-
 def make_parser() -> Parser:
     parser = Parser(
         prog="mlx_paged.generate",
         description="Generate text for one or many prompts at once from a paged KV pool.",
     )
-    _add_model(parser.add_argument_group("model"))
+    common_args.add_model(parser.add_argument_group("model"))
     _add_prompts(parser.add_argument_group("prompts"))
     _add_sampling(parser.add_argument_group("sampling"))
     _add_branching(parser.add_argument_group("several completions"))
     _add_engine(parser.add_argument_group("engine"))
     _add_output(parser.add_argument_group("output"))
+    common_args.add_metrics(parser.add_argument_group("metrics"))
     return parser
-
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model", help="model directory or hub id (default: the built-in demo model)"
-    )
-    group.add_argument("--adapter-path", help="directory with trained adapter weights")
-    group.add_argument(
-        "--trust-remote-code", action="store_true", help="let the tokenizer run its own code"
-    )
 
 
 def _add_prompts(group: argparse._ArgumentGroup) -> None:
@@ -95,20 +53,7 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         default=MAX_TOKENS,
         help="tokens to generate at most (default: %(default)s)",
     )
-    group.add_argument(
-        "--temp",
-        type=number(float, 0, 1e6, "a number >= 0"),
-        default=0.0,
-        help="temperature; 0 is greedy (default: %(default)s)",
-    )
-    group.add_argument("--top-p", type=FRACTION, default=1.0, help="nucleus mass")
-    group.add_argument("--min-p", type=FRACTION, default=0.0, help="minimum relative probability")
-    group.add_argument(
-        "--top-k",
-        type=number(int, 0, 2**31, "a whole number >= 0"),
-        default=0,
-        help="most likely tokens kept; 0 keeps all",
-    )
+    common_args.add_sampling(group)
     group.add_argument(
         "--xtc-probability", type=FRACTION, default=0.0, help="how often XTC acts on a token"
     )
@@ -122,17 +67,13 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         group.add_argument(
             f"--{name}-penalty", type=number(float, -1e6, 1e6, "a number"), help=meaning
         )
-    group.add_argument(
-        "--seed",
-        type=number(int, 0, 2**63, "a whole number >= 0"),
-        help="of all requests' random streams",
-    )
+    common_args.add_seed(group, "of all requests' random streams")
     group.add_argument(
         "--stop", action="append", default=[], help="text that ends a completion; repeatable"
     )
     group.add_argument(
         "--logprobs",
-        type=number(int, 0, 2**31, "a whole number >= 0"),
+        type=COUNT_OR_NONE,
         default=0,
         metavar="N",
         help="most likely tokens written to --output with each token",
@@ -172,12 +113,6 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         help="tokens in a KV block (default: %(default)s)",
     )
     group.add_argument(
-        "--kv-memory",
-        type=number(float, 1e-9, 1e6, "a number of GB above 0"),
-        metavar="GB",
-        help="memory for the KV pool (default: what the device can spare)",
-    )
-    group.add_argument(
         "--max-running",
         type=COUNT,
         default=32,
@@ -191,30 +126,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         metavar="TOKENS",
         help="prompt tokens computed in a step at most (default: %(default)s)",
     )
-    group.add_argument(
-        "--max-stall-ms",
-        type=number(float, 1e-3, 1e9, "a number of milliseconds above 0"),
-        metavar="MS",
-        help="time that a step may take while streams run, kept by a cost model that learns from "
-        "every step (default: only --prefill-chunk bounds a step)",
-    )
-    group.add_argument(
-        "--policy",
-        choices=[str(policy) for policy in Policy],
-        default=str(Policy.FCFS),
-        help="order of waiting requests (default: %(default)s)",
-    )
-    group.add_argument(
-        "--preempt",
-        choices=[str(policy) for policy in VictimPolicy],
-        default=str(VictimPolicy.NEWEST),
-        help="whose blocks are taken when none are left (default: %(default)s)",
-    )
-    group.add_argument(
-        "--no-prefix-cache",
-        action="store_true",
-        help="share no K/V between prompts that start alike",
-    )
+    common_args.add_engine(group)
     group.add_argument(
         "--lookahead",
         action=argparse.BooleanOptionalAction,

@@ -1,17 +1,18 @@
 """What the command prints and writes when its prompts are done."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from mlx_paged.common_args import GB
 from mlx_paged.engine import Engine
-from mlx_paged.generate_args import GB
 from mlx_paged.generate_jobs import Job
 from mlx_paged.outputs import Completion
+from mlx_paged.tick import PHASES
 
 RULE = "=" * 10
 MB = 10**6
@@ -55,6 +56,8 @@ def print_stats(engine: Engine, prewarm: bool) -> None:
     )
     if stats["ttft_median_s"] is not None:
         print(f"TTFT: median {stats['ttft_median_s']:.3f} s, max {stats['ttft_max_s']:.3f} s")
+    for line in _ticks(engine.ticks.summary()):
+        print(line)
     print(f"Pre-warm: {_prewarm(stats['prewarm_seconds'], prewarm)}")
     print(
         f"KV: peak {stats['peak_blocks_in_use']} of {stats['num_blocks']} blocks "
@@ -64,6 +67,21 @@ def print_stats(engine: Engine, prewarm: bool) -> None:
         f"padded batch {stats['padded_kv_bytes'] / MB:.3f}), {stats['blocks_in_use']} in use now"
     )
     print(f"Peak memory: {mx.get_peak_memory() / GB:.3f} GB")
+
+
+def _ticks(ticks: dict[str, Any]) -> Iterator[str]:
+    """How long steps took, why some of them took far too long, and the phases if profiled."""
+    decode, prefill = ticks["decode_tick_ms"], ticks["prefill_chunk_ms"]
+    causes = ", ".join(f"{count} {cause}" for cause, count in ticks["spike_causes"].items())
+    yield (
+        f"Ticks: decode p50 {decode['p50']:.3f}, p95 {decode['p95']:.3f}, p99 {decode['p99']:.3f}"
+        f" ms; prefill chunk p50 {prefill['p50']:.3f} ms; spikes: {causes or 'none'}"
+    )
+    if ticks["profile"]:
+        phases = ", ".join(
+            f"{name.removesuffix('_ms')} {ticks[name]['p50']:.3f}" for name in PHASES
+        )
+        yield f"Profile: median ms of {phases}; synchronised, slower than a normal run"
 
 
 def _prewarm(seconds: float | None, wanted: bool) -> str:

@@ -53,6 +53,7 @@ class ModelProfile:
         recurrent: some layers carry a state instead of K/V, so that no prefix can be shared.
         attentions: the kinds of attention that its layers perform, each once.
         window: tokens that any layer sees at most; None: some layer sees everything.
+        windows: the same of each entry of `shapes`; 0 where nothing is stored.
     """
 
     shapes: tuple[KVShape, ...]
@@ -60,6 +61,7 @@ class ModelProfile:
     recurrent: bool
     attentions: tuple[AttentionKind, ...]
     window: int | None
+    windows: tuple[int | None, ...]
 
 
 class _Recorder(UntrimmedCache):
@@ -131,6 +133,7 @@ def probe(model: nn.Module) -> ModelProfile:
         recurrent=recurrent,
         attentions=tuple(dict.fromkeys(kind for kind in kinds if kind is not None)),
         window=_widest(recorders) if diverted else None,
+        windows=tuple(_widest([leaf]) if leaf.shape else 0 for leaf in recorders),
     )
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from mlx_lm.utils import _parse_size
 
-from mlx_paged.generate_args import COUNT, FRACTION, GB, Parser, number
-from mlx_paged.victims import VictimPolicy
-from mlx_paged.waiting_queue import Policy
+from mlx_paged import common_args
+from mlx_paged.common_args import COUNT, COUNT_OR_NONE, GB, Parser, number
 
 API_KEY_VARIABLE = "MLX_PAGED_API_KEY"
 
@@ -52,18 +51,13 @@ def make_parser() -> Parser:
     _add_limits(parser.add_argument_group("limits"))
     _add_sampling(parser.add_argument_group("defaults of requests"))
     _add_engine(parser.add_argument_group("engine"))
+    common_args.add_metrics(parser.add_argument_group("metrics"))
     _add_mlx_lm(parser.add_argument_group("of mlx_lm.server"))
     return parser
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--model", help="model directory or hub id (default: the built-in demo model)"
-    )
-    group.add_argument("--adapter-path", help="directory with trained adapter weights")
-    group.add_argument(
-        "--trust-remote-code", action="store_true", help="let the tokenizer run its own code"
-    )
+    common_args.add_model(group)
     group.add_argument("--chat-template", default="", help="template instead of the tokenizer's")
     group.add_argument(
         "--use-default-chat-template",
@@ -108,7 +102,7 @@ def _add_network(group: argparse._ArgumentGroup) -> None:
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-queue",
-        type=number(int, 0, 2**31, "a whole number >= 0"),
+        type=COUNT_OR_NONE,
         default=256,
         metavar="N",
         help="completions that may wait for a place beside those computed; one more request is "
@@ -134,16 +128,9 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--temp", type=number(float, 0, 1e6, "a number >= 0"), default=0.0)
-    group.add_argument("--top-p", type=FRACTION, default=1.0)
-    group.add_argument("--top-k", type=number(int, 0, 2**31, "a whole number >= 0"), default=0)
-    group.add_argument("--min-p", type=FRACTION, default=0.0)
-    group.add_argument("--max-tokens", type=COUNT, default=512)
-    group.add_argument(
-        "--seed",
-        type=number(int, 0, 2**63, "a whole number >= 0"),
-        help="of the random streams of requests without one",
-    )
+    common_args.add_sampling(group)
+    group.add_argument("--max-tokens", type=COUNT, default=512, help="(default: %(default)s)")
+    common_args.add_seed(group, "of the random streams of requests without one")
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
@@ -161,22 +148,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         metavar="TOKENS",
         help="prompt tokens computed in a step at most (default: %(default)s)",
     )
-    group.add_argument(
-        "--max-stall-ms",
-        type=number(float, 1e-3, 1e9, "a number of milliseconds above 0"),
-        metavar="MS",
-        help="time that a step may take while streams run",
-    )
-    group.add_argument(
-        "--kv-memory",
-        type=number(float, 1e-9, 1e6, "a number of GB above 0"),
-        metavar="GB",
-        help="memory for the KV pool (default: what the device can spare)",
-    )
     group.add_argument("--kv-block-size", type=COUNT, default=16, help="tokens in a KV block")
-    group.add_argument("--policy", choices=list(Policy), default=Policy.FCFS)
-    group.add_argument("--preempt", choices=list(VictimPolicy), default=VictimPolicy.NEWEST)
-    group.add_argument("--no-prefix-cache", action="store_true")
+    common_args.add_engine(group)
 
 
 def _add_mlx_lm(group: argparse._ArgumentGroup) -> None:
@@ -209,6 +182,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "preempt": args.preempt,
         "seed": args.seed,
         "prefix_cache": not args.no_prefix_cache and args.prompt_cache_size != 0,
+        **common_args.metrics_options(args),
     }
 
 

@@ -11,7 +11,8 @@ from mlx_lm.server import CompletionRequest, ModelProvider, ResponseGenerator
 
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server_metrics import ServerMetrics, engine_values
+from mlx_paged.server_engine_metrics import EngineReading, read_engine
+from mlx_paged.server_metrics import ServerMetrics
 from mlx_paged.service import EngineService
 from mlx_paged.ticket import Ticket
 
@@ -33,7 +34,7 @@ class Backend(ResponseGenerator):
     def __init__(self, provider: ModelProvider, service: EngineService) -> None:
         self.model_provider = provider
         self.service = service
-        self.metrics = ServerMetrics(self._engine_values)
+        self.metrics = ServerMetrics(self._read_engine)
         self.tokenizer = provider.tokenizer
         self.text_machine = make_text_state_machine(self.tokenizer)
         self._places = self.cli_args.decode_concurrency + self.cli_args.max_queue
@@ -120,11 +121,11 @@ class Backend(ResponseGenerator):
         if self.vocab_size is not None and biased >= self.vocab_size:
             raise ValueError(f"logit_bias: expected token ids below {self.vocab_size}")
 
-    def _engine_values(self) -> dict[str, float]:
+    def _read_engine(self) -> EngineReading:
         try:
-            return self.service.call(engine_values)
+            return self.service.call(read_engine)
         except RuntimeError:
-            return {"up": 0}
+            return EngineReading({"up": 0})
 
 
 class Generation:

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from mlx_paged.allocation import ceil_div
+import numpy as np
+import numpy.typing as npt
 
 NUM_TTFTS = 10_000
 """Latest times to first token that count in the statistics."""
@@ -16,8 +17,9 @@ STOCK_GROWTH = 256
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters of one engine since it was made or :meth:`reset`.
+    """Counters of one engine since it was made.
 
+    Prompt tokens and decode tokens are those computed: what a preempted request had counts again.
     Times are in seconds, sizes in bytes. `padded_kv_bytes` and `contiguous_kv_bytes` say what the
     same moments would have cost in mlx-lm's caches: a rectangle as long as its longest row for the
     whole batch, or one cache a sequence, both in steps of 256 tokens.
@@ -30,10 +32,15 @@ class EngineStats:
     requests_finished: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
+    decode_tokens: int = 0
     generation_tokens: int = 0
+    prefix_hit_tokens: int = 0
     preemptions: int = 0
     faults: int = 0
     cow_clones: int = 0
+    evictions: int = 0
+    kv_bytes_read: int = 0
+    blocks_touched: int = 0
     blocks_in_use: int = 0
     peak_blocks_in_use: int = 0
     peak_running: int = 0
@@ -60,16 +67,15 @@ class EngineStats:
         if prompt_tokens:
             self.prefill_seconds += seconds
         self.peak_running = max(self.peak_running, spans)
-        self.blocks_in_use = blocks_in_use
         self.peak_blocks_in_use = max(self.peak_blocks_in_use, blocks_in_use)
 
-    def record_memory(self, lengths: list[int]) -> None:
+    def record_memory(self, lengths: npt.NDArray[np.int64]) -> None:
         """Compare with other caches, given the tokens of each running sequence."""
-        grown = [ceil_div(length, STOCK_GROWTH) * STOCK_GROWTH for length in lengths]
-        padded = len(grown) * max(grown, default=0) * self.token_bytes
-        self.peak_live_tokens = max(self.peak_live_tokens, sum(lengths))
+        grown = -(-lengths // STOCK_GROWTH) * STOCK_GROWTH
+        padded = grown.size * int(grown.max(initial=0)) * self.token_bytes
+        self.peak_live_tokens = max(self.peak_live_tokens, int(lengths.sum()))
         self.padded_kv_bytes = max(self.padded_kv_bytes, int(padded))
-        contiguous = int(sum(grown) * self.token_bytes)
+        contiguous = int(int(grown.sum()) * self.token_bytes)
         self.contiguous_kv_bytes = max(self.contiguous_kv_bytes, contiguous)
 
     def as_dict(self) -> dict[str, Any]:

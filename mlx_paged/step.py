@@ -50,6 +50,15 @@ class Step:
             self.chunk_context += (span.stop * (span.stop + 1) - span.start * (span.start + 1)) // 2
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that are computed, also those that are computed again."""
+        return sum(
+            min(span.stop, span.request.num_prompt) - span.start
+            for span in self.spans
+            if span.start < span.request.num_prompt
+        )
+
+    @property
     def everyone(self) -> list[Request]:
         """All requests that are computed or get a token."""
         return [request for span in self.spans for request in (span.request, *span.forks)]

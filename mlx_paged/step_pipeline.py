@@ -78,6 +78,12 @@ class StepResult:
     Attributes:
         seconds: that the host spent on it: launching it, which on a CPU takes most of its
             computation, and then waiting for it. Those of all steps add up to the time that passed.
+        schedule_seconds: of the call, whichever step they were spent on; so are the next two.
+        launch_seconds: building and handing over.
+        wait_seconds: for the device.
+        prompt_tokens: of `step`.
+        launched: what was launched in the call.
+        launched_prompt_tokens: of those.
         blocks_in_use: when it was launched.
         fault: this step or the one launched meanwhile failed; the choices are valid nonetheless.
     """
@@ -85,6 +91,12 @@ class StepResult:
     step: Step | None = None
     choices: list[Choice] = field(default_factory=list)
     seconds: float = 0.0
+    schedule_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    prompt_tokens: int = 0
+    launched: list[Step] = field(default_factory=list)
+    launched_prompt_tokens: int = 0
     blocks_in_use: int = 0
     fault: Fault | None = None
 
@@ -93,7 +105,8 @@ class StepResult:
 class _UnderWay(Generic[LaunchedT]):
     launched: LaunchedT
     step: Step
-    seconds: float  # to launch it
+    seconds: float  # to schedule and launch it
+    prompt_tokens: int
     blocks_in_use: int
 
 
@@ -154,6 +167,8 @@ class StepPipeline(Generic[LaunchedT]):
     ) -> _UnderWay[LaunchedT] | None:
         started = self._clock()
         step = self._scheduler.schedule()
+        scheduled = self._clock()
+        result.schedule_seconds += scheduled - started
         try:
             if not step.spans:
                 assert not step.copies, "copies without a step that performs them"
@@ -169,7 +184,12 @@ class StepPipeline(Generic[LaunchedT]):
         for index, cause in launched.errors.items():
             launched.requests[index].error = cause
         in_use = self._scheduler.allocator.blocks_in_use
-        return _UnderWay(launched, step, self._clock() - started, in_use)
+        prompt_tokens = step.prompt_tokens
+        result.launched.append(step)
+        result.launched_prompt_tokens += prompt_tokens
+        ended = self._clock()
+        result.launch_seconds += ended - scheduled
+        return _UnderWay(launched, step, ended - started, prompt_tokens, in_use)
 
     def _collect(self, current: _UnderWay[LaunchedT], result: StepResult) -> None:
         started = self._clock()
@@ -179,12 +199,16 @@ class StepPipeline(Generic[LaunchedT]):
             later = self._under_way.step.everyone if self._under_way else []
             result.fault = Fault(list(dict.fromkeys(current.step.everyone + later)), error)
             return
+        result.wait_seconds = self._clock() - started
         result.step = current.step
-        result.seconds = current.seconds + self._clock() - started
+        result.seconds = current.seconds + result.wait_seconds
+        result.prompt_tokens = current.prompt_tokens
         result.blocks_in_use = current.blocks_in_use
         for request in current.launched.requests:
             request.num_in_flight -= not request.synchronous
         result.choices = [choice for choice in choices if not choice.request.is_finished]
+        committing = self._clock()
         self._scheduler.commit(current.step)
         if result.seconds > 0:
             self._scheduler.cost.observe(current.step.work, result.seconds)
+        result.schedule_seconds += self._clock() - committing

@@ -25,8 +25,8 @@ from solo_runs import BeamOptions, FakeSolo, MlxLmSolo, SoloModel
 
 from mlx_paged import Engine
 from mlx_paged.block_allocator import BlockAllocator
+from mlx_paged.common_args import COUNT, Parser, number
 from mlx_paged.engine_core import EngineCore
-from mlx_paged.generate_args import COUNT, Parser, number
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler import Scheduler

@@ -23,9 +23,9 @@ def test_one_prompt_prints_what_mlx_lm_prints_and_more(run, demo, capsys):
     theirs = re.sub(r"\d+\.\d+", "#", capsys.readouterr().out).splitlines()
     result = run("--prompt", FUNCTION, "--max-tokens", 24)
     ours = re.sub(r"\d+\.\d+", "#", result.out).splitlines()
-    added = [line for line in ours if line.startswith(("TTFT:", "KV:", "Pre-warm:"))]
+    added = [line for line in ours if line.startswith(("TTFT:", "Ticks:", "KV:", "Pre-warm:"))]
     assert [line for line in ours if line not in added] == theirs
-    assert len(added) == 3
+    assert len(added) == 4
     assert result.status == 0 and result.err == ""
 
 

@@ -236,6 +236,13 @@ def test_flags_that_cannot_be_served_are_named(capsys, flags, message):
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--policy", "--preempt"])
+def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(capsys, flag):
+    with pytest.raises(SystemExit):
+        server_args.parse([flag, "x"])
+    assert "<" not in capsys.readouterr().err  # as in <Policy.FCFS: 'fcfs'>
+
+
 @pytest.mark.parametrize(
     ("flags", "option", "value"),
     [
@@ -296,7 +303,7 @@ def test_a_server_that_is_open_to_others_without_a_key_warns(caplog):
 
 
 def test_a_missing_extra_is_one_line(monkeypatch, capsys):
-    for name in ("server_backend", "server_http", "server_metrics"):
+    for name in ("server_backend", "server_http", "server_metrics", "server_engine_metrics"):
         monkeypatch.delitem(sys.modules, f"mlx_paged.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert main(["--port", "0"]) == 2

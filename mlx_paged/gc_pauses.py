@@ -1,0 +1,56 @@
+"""How long Python's garbage collector holds a thread up. Knows no mlx."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class GcPauses:
+    """Adds up the time of garbage collections, as `clock` sees it, while this object lives.
+
+    Attributes:
+        seconds: collections on the thread that called :meth:`watch` last.
+        elsewhere: those on other threads.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds = 0.0
+        self.elsewhere = 0.0
+        self._clock = clock
+        self._thread = threading.get_ident()
+        self._started: float | None = None
+        callback = _callback(weakref.ref(self))
+        gc.callbacks.append(callback)
+        self.close = weakref.finalize(self, gc.callbacks.remove, callback)
+        self.close.atexit = False
+
+    def watch(self) -> None:
+        """From now on, this thread is the one that matters."""
+        self._thread = threading.get_ident()
+
+    def working(self) -> float:
+        """The clock without the collections on the watched thread."""
+        return self._clock() - self.seconds
+
+    def _note(self, phase: str) -> None:
+        if phase == "start":
+            self._started = self._clock()
+        elif self._started is not None:
+            pause, self._started = self._clock() - self._started, None
+            if threading.get_ident() == self._thread:
+                self.seconds += pause
+            else:
+                self.elsewhere += pause
+
+
+def _callback(pauses: "weakref.ref[GcPauses]") -> Callable[[str, dict[str, int]], Any]:
+    """For ``gc.callbacks``, which would keep the object itself alive."""
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        alive = pauses()
+        if alive is not None:
+            alive._note(phase)
+
+    return note
