@@ -157,7 +157,9 @@ class SlowServer:
 def test_waiting_behind_a_slow_engine_counts_from_the_scheduled_arrival():
     trace = make_trace([Job(0, (1,), 2)] * 3, [0.0, 0.5, 9.0])
     run = Run("slow")
-    Replay(run, SlowServer(), OpenLoop(trace), StepClock(1.0), 1.0).play()
+    clock = StepClock(1.0)
+    clock.is_virtual = False
+    Replay(run, SlowServer(), OpenLoop(trace), clock, 1.0).play()
     assert [stream.arrival_s for stream in run.streams] == [0.0, 0.5, 9.0]
     assert [stream.times_s for stream in run.streams] == [[1, 2], [3, 4], [10, 11]]
     assert run.wall_s == 11.0 and [tick.start_s for tick in run.ticks] == [0, 1, 2, 3, 9, 10]
@@ -177,3 +179,16 @@ def test_an_interrupt_leaves_what_was_measured():
         Replay(run, Interrupted(), OpenLoop(trace), StepClock(1.0), 1.0, Stall(0.001, 1)).play()
     assert run.is_partial and len(run.ticks) == 3
     assert [stream.is_done for stream in run.streams] == [True, False, False]
+
+
+def test_what_the_engine_says_about_its_own_spikes_comes_with_their_ticks(model):
+    trace = trace_of(3)
+    server = make_server("mlx_paged", model, limits_for(trace))
+    run = Run("mlx_paged")
+    log = server.engine.ticks
+    Replay(run, server, OpenLoop(trace), StepClock(STEP_S), TOKEN_BYTES).play()
+    assert len(run.ticks) == len(log)
+    log[4].causes = ("eviction",)
+    assert server.causes(4) == ("eviction",)
+    assert [tick.tokens for tick in run.ticks] == [tick.sampled for tick in log]
+    assert [tick.blocks_in_use for tick in run.ticks] == [tick.blocks_in_use for tick in log]

@@ -10,7 +10,8 @@ from bench.serving_parts.engines import DEFAULT, ENGINES
 from bench.serving_parts.presets import PRESETS
 from bench.serving_parts.slo import Slo
 from bench.serving_parts.stall import Stall
-from mlx_paged.generate_args import COUNT, FRACTION, KV_BLOCK_SIZES, Parser, number
+from mlx_paged.common_args import COUNT, FRACTION, Parser, number
+from mlx_paged.generate_args import KV_BLOCK_SIZES
 
 ABOVE_ZERO = number(float, 1e-6, 1e9, "a number above 0")
 

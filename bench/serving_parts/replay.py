@@ -75,8 +75,9 @@ class Replay:
             raise
         finally:
             self.run.counters = self._counters
-            for i, tick in enumerate(self.run.ticks):
-                tick.causes = self._server.causes(i)
+            if not self._clock.is_virtual:
+                for i, tick in enumerate(self.run.ticks):
+                    tick.causes = self._server.causes(i)
             self.run.peak_mlx_bytes = int(mx.get_peak_memory())
 
     def _submit(self) -> None:
