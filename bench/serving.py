@@ -18,7 +18,7 @@ from bench.models import check_machine
 from bench.serving_parts.arguments import make_parser, parse
 from bench.serving_parts.arrivals import arrival_times
 from bench.serving_parts.clocks import Clock, StepClock, WallClock
-from bench.serving_parts.engines import Limits, enough_blocks, static_sibling
+from bench.serving_parts.engines import Limits, enough_blocks, static_blocks, static_sibling
 from bench.serving_parts.floor import gemm_flops
 from bench.serving_parts.loading import load_model
 from bench.serving_parts.presets import PRESETS, make_jobs
@@ -49,16 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.write_trace is not None:
             write_trace(args.write_trace, trace)
         session = make_session(args, model, trace)
+        about = describe(args, model, trace)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
-    about = describe(args, model, trace)
+    except KeyboardInterrupt:
+        print("interrupted: nothing was measured", file=sys.stderr)
+        return INTERRUPTED
     rates, is_partial = Rates(), False
     try:
         measure(args, session, trace, rates)
     except KeyboardInterrupt:
         is_partial = True
-    except ValueError as error:  # a request that the pool could never hold
-        parser.error(" ".join(str(error).split()))
     rounds = rows_of(args.engines, session.runs, args.target_active, args.slo, args.spike_threshold)
     outcome = result(about, rounds, rates, is_partial=is_partial)
     print_results(outcome)
@@ -87,11 +88,23 @@ def make_session(args: argparse.Namespace, model: Any, trace: Trace) -> Session:
         max_running=args.target_active,
         prefill_chunk=args.prefill_chunk,
         block_size=args.kv_block_size,
-        num_blocks=args.num_blocks or enough_blocks(trace, args.target_active, args.kv_block_size),
+        num_blocks=pool_blocks(args, trace),
         max_stall_ms=args.max_stall_ms,
         prefix_cache=not args.no_prefix_cache,
     )
     return Session(model, limits, make_source, make_clock, args.inject_stall)
+
+
+def pool_blocks(args: argparse.Namespace, trace: Trace) -> int:
+    """Raises ValueError if some request could never run."""
+    if args.num_blocks is None:
+        return enough_blocks(trace, args.target_active, args.kv_block_size)
+    needed = static_blocks(trace, 1, args.kv_block_size)
+    if args.num_blocks < needed:
+        raise ValueError(
+            f"--num-blocks: expected at least {needed}, as one request needs, got {args.num_blocks}"
+        )
+    return int(args.num_blocks)
 
 
 def describe(args: argparse.Namespace, model: Any, trace: Trace) -> dict[str, Any]:
@@ -112,12 +125,14 @@ def describe(args: argparse.Namespace, model: Any, trace: Trace) -> dict[str, An
     print(
         f"{len(trace)} requests, {num_prompt} prompt and {num_output} output tokens, on the model"
         f" {args.model}; float32 GEMM: {machine['gemm_gflops']:.0f} GFLOP/s; load average"
-        f" {machine['load_average']:.1f}."
+        f" {machine['load_average']:.1f}.",
+        flush=True,
     )
     if floor_s:
         print(
             f"Floor: the weights' products take {floor_s:.2f} s, so {num_output / floor_s:.0f}"
-            " output tokens/s at most without shared prefixes.\n"
+            " output tokens/s at most without shared prefixes.\n",
+            flush=True,
         )
     loop = "closed" if args.closed_loop else "open"
     options = {

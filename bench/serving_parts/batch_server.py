@@ -69,5 +69,5 @@ class BatchServer:
     def counters(self) -> Counters:
         return Counters(prompt_tokens=self._prompt_tokens)
 
-    def causes(self) -> tuple[str, ...]:
+    def causes(self, step: int) -> tuple[str, ...]:
         return ()

@@ -8,6 +8,7 @@ import mlx.nn as nn
 from bench.serving_parts.server import Counters, Level, Token
 from bench.serving_parts.trace import Job
 from mlx_paged import Engine
+from mlx_paged.tick import Tick
 
 
 class PagedServer:
@@ -16,6 +17,7 @@ class PagedServer:
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.engine = Engine(model, **options)
         self._streams: dict[int, int] = {}  # of requests under way, by request id
+        self._ticks: list[Tick | None] = []  # one a step; None: it computed nothing
 
     @property
     def pool_bytes(self) -> int:
@@ -30,8 +32,12 @@ class PagedServer:
         self._streams |= zip(ids, streams, strict=True)
 
     def step(self) -> list[Token]:
+        log = self.engine.ticks
+        num_ticks = log.num_ticks
+        outputs = self.engine.step()
+        self._ticks.append(log[-1] if log.num_ticks > num_ticks else None)
         tokens = []
-        for output in self.engine.step():
+        for output in outputs:
             if output.completion is not None and output.completion.error is not None:
                 raise RuntimeError(f"[mlx_paged] a request failed: {output.completion.error}")
             assert output.token is not None
@@ -62,5 +68,6 @@ class PagedServer:
             peak_blocks_in_use=stats.peak_blocks_in_use,
         )
 
-    def causes(self) -> tuple[str, ...]:
-        return ()
+    def causes(self, step: int) -> tuple[str, ...]:
+        tick = self._ticks[step]
+        return () if tick is None else tick.causes

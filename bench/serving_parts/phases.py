@@ -68,13 +68,16 @@ def split(ticks: Sequence[Tick], target_active: int, threshold_s: float | None =
     level = FULL * _level(ticks, target_active)
     full = [i for i, tick in enumerate(ticks) if tick.running >= level]
     start, stop = (full[0], full[-1] + 1) if full else (0, 0)
-    edges = [ticks[0].start_s] if ticks else [0.0]
-    edges += [ticks[i].start_s if i < len(ticks) else ticks[-1].end_s for i in (start, stop)]
-    edges += [ticks[-1].end_s] if ticks else [0.0]
+    starts_s = [tick.start_s for tick in ticks] + [ticks[-1].end_s if ticks else 0.0]
+
+    def phase(first: int, last: int) -> Phase:
+        tokens = sum(tick.tokens for tick in ticks[first:last])
+        return Phase(last - first, starts_s[last] - starts_s[first], tokens)
+
     return Phases(
-        _phase(ticks[:start], edges[0], edges[1]),
-        _phase(ticks[start:stop], edges[1], edges[2]),
-        _phase(ticks[stop:], edges[2], edges[3]),
+        phase(0, start),
+        phase(start, stop),
+        phase(stop, len(ticks)),
         find_spikes(ticks, threshold_s),
         threshold_s,
     )
@@ -106,7 +109,3 @@ def _level(ticks: Sequence[Tick], target_active: int) -> float:
         if passed >= half:
             return running
     return 0.0
-
-
-def _phase(ticks: Sequence[Tick], start_s: float, stop_s: float) -> Phase:
-    return Phase(len(ticks), stop_s - start_s, sum(tick.tokens for tick in ticks))

@@ -23,6 +23,10 @@ CAUSES = {
     "prefill": "#f59e0b",
     "preemption": "#db2777",
     "cow": "#10b981",
+    "eviction": "#0d9488",
+    "prewarm": "#ea580c",
+    "launch": "#4d7c0f",
+    "device": "#0369a1",
     "join": "#3b82f6",
     "leave": "#8b5cf6",
     "growth": "#a16207",
@@ -56,7 +60,7 @@ def _blocks(runs: Runs, colours: Mapping[str, str]) -> bytes:
         static, color="#444444", linestyle="--", label=f"static reservation ({static} blocks)"
     )
     above.set(ylabel="K/V held (blocks)", title="K/V blocks in use and sequences running")
-    above.set_ylim(bottom=0)
+    above.set_ylim(0, 1.35 * max(static, above.get_ylim()[1]))  # room for the legend
     below.set(ylabel="running (sequences)", xlabel="time (s)")
     below.set_ylim(bottom=0)
     _legend(above)
@@ -68,7 +72,7 @@ def _ticks(runs: Runs, phases: Mapping[str, Phases], colours: Mapping[str, str])
     shown: dict[str, Any] = {}
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
         times = [tick.start_s for tick in run.ticks]
-        axis.plot(times, [tick.tick_ms for tick in run.ticks], color=colours[name], linewidth=0.8)
+        axis.plot(times, [tick.tick_ms for tick in run.ticks], ".", ms=2.5, color=colours[name])
         axis.axhline(1000 * phases[name].threshold_s, color="#999999", linestyle=":", linewidth=1)
         for spike in phases[name].spikes:
             cause = spike.causes[0]
@@ -76,6 +80,7 @@ def _ticks(runs: Runs, phases: Mapping[str, Phases], colours: Mapping[str, str])
                 spike.start_s, spike.tick_ms, s=22, color=CAUSES.get(cause, OTHER_CAUSE), zorder=3
             )
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.set_ylabel("tick (ms)")
         axis.set_title(name, loc="left", fontsize=10, color=colours[name])
     axes[-1].set_xlabel("time (s); dotted: spike threshold; points: spikes by likeliest cause")
@@ -95,6 +100,7 @@ def _latency(runs: Runs, colours: Mapping[str, str]) -> bytes:
             _cdf(axis, values_of(run.streams), colours[name], name)
         axis.set(xlabel=f"{what} (ms)", title=what)
         axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.set_ylim(0, 1)
     left.set_ylabel("fraction of streams")
     right.set_ylabel("fraction of gaps")

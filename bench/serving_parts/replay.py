@@ -75,6 +75,9 @@ class Replay:
             raise
         finally:
             self.run.counters = self._counters
+            if not self._clock.is_virtual:
+                for i, tick in enumerate(self.run.ticks):
+                    tick.causes = self._server.causes(i)
             self.run.peak_mlx_bytes = int(mx.get_peak_memory())
 
     def _submit(self) -> None:
@@ -135,7 +138,7 @@ class Replay:
             tick_ms=1000 * (times.end_s - times.start_s),
             tokens=len(tokens),
             prompt_tokens=counters.prompt_tokens - done.prompt_tokens,
-            running=level.running + num_ended,
+            running=level.running,
             waiting=level.waiting,
             joined=max(0, level.running + num_ended + preemptions - before.running),
             left=num_ended,
@@ -148,7 +151,6 @@ class Replay:
             gc_ms=times.gc_ms,
             stall_ms=times.stall_ms,
             off_cpu_ms=times.off_cpu_ms,
-            causes=self._server.causes(),
         )
         self.run.ticks.append(tick)
         self.run.peak_rss_bytes = max(self.run.peak_rss_bytes, resident_bytes())

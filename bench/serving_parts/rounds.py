@@ -1,7 +1,7 @@
 """Several rounds of each engine in one: medians, and ratios of what ran side by side."""
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import median, median_low
 from typing import Any
 
 from bench.serving_parts.measures import Summary
@@ -15,13 +15,14 @@ RATIOS = (
 
 
 def merge(rounds: Sequence[Any]) -> Any:
-    """Median of each number, key by key; of anything else the first round's."""
+    """Median of each number, key by key, the lower one of counts; else the first round's value."""
     first = rounds[0]
     if isinstance(first, dict):
         return {key: merge([each[key] for each in rounds]) for key in first}
-    if isinstance(first, int | float) and all(isinstance(e, int | float) for e in rounds):
-        middle = median(rounds)
-        return int(middle) if isinstance(first, int) and middle == int(middle) else middle
+    if all(isinstance(each, int) for each in rounds):
+        return median_low(rounds)
+    if all(isinstance(each, int | float) for each in rounds):
+        return median(rounds)
     return first
 
 

@@ -14,7 +14,6 @@ class Tick:
         start_s: seconds after the start of the run.
         tokens: that came out.
         prompt_tokens: that were computed.
-        running: sequences that took part or joined.
         joined, left: sequences that began to run, that ended.
         live_bytes: K/V of the running sequences' contexts, shared or not.
         grown_bytes: by which K/V memory changed; 0 for a pool that is allocated up front.

@@ -56,7 +56,7 @@ class SequentialServer:
     def counters(self) -> Counters:
         return Counters(prompt_tokens=self._prompt_tokens)
 
-    def causes(self) -> tuple[str, ...]:
+    def causes(self, step: int) -> tuple[str, ...]:
         return ()
 
     def _begin(self, job: Job, stream: int) -> None:

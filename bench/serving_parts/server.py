@@ -71,5 +71,5 @@ class Server(Protocol):
 
     def counters(self) -> Counters: ...
 
-    def causes(self) -> tuple[str, ...]:
-        """What the engine itself says made its last step long, likeliest first."""
+    def causes(self, step: int) -> tuple[str, ...]:
+        """What the engine itself says made a step long, likeliest first; asked at the end."""

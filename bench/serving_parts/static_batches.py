@@ -44,8 +44,8 @@ class StaticBatches:
     def counters(self) -> Counters:
         return self._server.counters()
 
-    def causes(self) -> tuple[str, ...]:
-        return self._server.causes()
+    def causes(self, step: int) -> tuple[str, ...]:
+        return self._server.causes(step)
 
     def _begin_batch(self) -> None:
         room = self._batch_size

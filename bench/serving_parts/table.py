@@ -24,6 +24,13 @@ def _at(*keys: str) -> Callable[[Summary], Any]:
     return value
 
 
+def _percentiles(name: str, key: str) -> tuple[Column, ...]:
+    return (
+        (f"{name} p50", _at(key, "p50"), ".1f"),
+        *((heading, _at(key, heading), ".1f") for heading in ("p95", "p99", "max")),
+    )
+
+
 TABLES: dict[str, tuple[Column, ...]] = {
     "output tokens/s": (
         ("static", _at("static_tokens_per_sec"), ".1f"),
@@ -34,18 +41,8 @@ TABLES: dict[str, tuple[Column, ...]] = {
         ("in SLO", _at("goodput", "attainment"), ".1%"),
         ("max rate/s", _at("max_rate"), ".2f"),
     ),
-    "ms": (
-        ("TTFT p50", _at("ttft_ms", "p50"), ".1f"),
-        ("p99", _at("ttft_ms", "p99"), ".1f"),
-        ("TPOT p50", _at("tpot_ms", "p50"), ".1f"),
-        ("p99", _at("tpot_ms", "p99"), ".1f"),
-        ("ITL p50", _at("itl_ms", "p50"), ".1f"),
-        ("p99", _at("itl_ms", "p99"), ".1f"),
-        ("max", _at("itl_ms", "max"), ".1f"),
-        ("tick p50", _at("tick_ms", "p50"), ".1f"),
-        ("p99", _at("tick_ms", "p99"), ".1f"),
-        ("max", _at("tick_ms", "max"), ".1f"),
-    ),
+    "latency in ms": (*_percentiles("TTFT", "ttft_ms"), *_percentiles("TPOT", "tpot_ms")),
+    "pace in ms": (*_percentiles("ITL", "itl_ms"), *_percentiles("tick", "tick_ms")),
     "K/V in MiB": (
         ("held peak", _at("kv_held_peak_mib"), ".2f"),
         ("mean", _at("kv_held_mean_mib"), ".2f"),
@@ -83,15 +80,15 @@ def phase_lines(row: Summary) -> list[str]:
     """Ramp, steady, tail and spikes of one engine."""
     phases = row["phases"]
     lines = [
-        f"[phase {name}] ticks={phases[name]['ticks']:g} time={phases[name]['time_s']:.2f}s"
-        f" tokens={phases[name]['tokens']:g}"
+        f"[phase {name}] ticks={phases[name]['ticks']} time={phases[name]['time_s']:.2f}s"
+        f" tokens={phases[name]['tokens']}"
         f" tokens_per_sec={phases[name]['tokens_per_sec']:.1f}"
         for name in ("ramp", "steady", "tail")
     ]
     spikes = phases["spikes"]
     lines.append(
-        f"[phase spikes] count={spikes['count']:g} time={spikes['time_s']:.2f}s"
-        f" threshold={spikes['threshold_s']:.3g}s"
+        f"[phase spikes] count={spikes['count']} time={spikes['time_s']:.2f}s"
+        f" threshold={spikes['threshold_s']:.4f}s"
     )
     return lines
 
