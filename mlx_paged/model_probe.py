@@ -50,7 +50,8 @@ class ModelProfile:
         batching: MIXED if every layer attends through the hook. Recurrent layers need consecutive
             tokens, and layers that read gathered K/V would gather once a row: these ALTERNATE.
             A model that cannot take a ragged batch at all is computed one sequence at a time.
-        recurrent: some layers carry a state instead of K/V, so that no prefix can be shared.
+        recurrent: some layers carry a state instead of K/V, so that a sequence cannot be rewound.
+        state_bytes: of a sequence's states in all recurrent layers; 0 without such layers.
         attentions: the kinds of attention that its layers perform, each once.
         window: tokens that any layer sees at most; None: some layer sees everything.
     """
@@ -58,6 +59,7 @@ class ModelProfile:
     shapes: tuple[KVShape, ...]
     batching: Batching
     recurrent: bool
+    state_bytes: int
     attentions: tuple[AttentionKind, ...]
     window: int | None
 
@@ -117,7 +119,8 @@ def probe(model: nn.Module) -> ModelProfile:
         raise UnsupportedModelError(f"model type {name} is refused: {REFUSED[name]}")
     caches = list(leaves(_trace(model, rows=1, length=2)))
     recorders = [leaf for leaf in caches if isinstance(leaf, _Recorder)]
-    recurrent = any(isinstance(leaf, stock.ArraysCache) for leaf in caches)
+    states = [leaf for leaf in caches if isinstance(leaf, stock.ArraysCache)]
+    recurrent = bool(states)
     kinds = [leaf.attention for leaf in recorders if leaf.shape is not None]
     diverted = None not in kinds
     if name in ONE_AT_A_TIME or not _takes_batches(model):
@@ -129,6 +132,7 @@ def probe(model: nn.Module) -> ModelProfile:
         shapes=tuple(leaf.shape or unused for leaf in recorders),
         batching=batching,
         recurrent=recurrent,
+        state_bytes=sum(a.nbytes for leaf in states for a in leaf.cache if a is not None),
         attentions=tuple(dict.fromkeys(kind for kind in kinds if kind is not None)),
         window=_widest(recorders) if diverted else None,
     )

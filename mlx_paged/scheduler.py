@@ -7,6 +7,7 @@ from mlx_paged.block_allocator import BlockAllocator
 from mlx_paged.cost_model import CostModel
 from mlx_paged.prefix_cache import MissReason
 from mlx_paged.request import Request
+from mlx_paged.snapshot_plan import SnapshotPlan
 from mlx_paged.step import Span, Step
 from mlx_paged.victims import VictimPolicy, choose_victim
 from mlx_paged.waiting_queue import Policy, WaitingQueue
@@ -43,6 +44,7 @@ class Scheduler:
             by the next steps; at least one for each running request.
         rewinds: whether a sequence's K/V is all there is to it, so that it may go on from any
             point; a recurrent state knows only the last.
+        most_snapshots: where it does not, how many prefixes' states are kept; 0: none is shared.
         window: tokens that any layer sees at most, the newest included; blocks that fall out of it
             are given up. None: some layer sees everything.
     """
@@ -59,6 +61,7 @@ class Scheduler:
         max_stall: float | None = None,
         watermark: int = 0,
         rewinds: bool = True,
+        most_snapshots: int = 0,
         window: int | None = None,
     ) -> None:
         for name, value in (("max_running", max_running), ("prefill_chunk", prefill_chunk)):
@@ -69,12 +72,15 @@ class Scheduler:
         self.allocator = allocator
         self.max_running = max_running
         self.prefill_chunk = prefill_chunk
-        self.prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache and (rewinds or most_snapshots > 0)
         self.victims = victims
         self.max_stall = max_stall
         self.watermark = watermark
         self.rewinds = rewinds
         self.window = window
+        self._plan: SnapshotPlan | None = None
+        if self.prefix_cache and not rewinds:
+            self._plan = SnapshotPlan(allocator, most_snapshots)
         self.cost = CostModel()
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
@@ -169,6 +175,8 @@ class Scheduler:
             crossed = span.stop // block_size > span.start // block_size
             if crossed and span.request.id in self.allocator:
                 self.allocator.commit(span.request.id, span.request.tokens, span.stop)
+                for snapshot in span.snapshots:
+                    self.allocator.keep(span.request.id, span.request.tokens, snapshot)
 
     def clear(self, request: Request) -> None:
         """The request got a token: no suspicion of an earlier fault remains."""
@@ -231,6 +239,8 @@ class Scheduler:
         """Give a running request a span, making room for it if it takes that."""
         start = request.num_computed
         stop = start + min(request.num_pending, budget)
+        if self._plan is not None:
+            stop = self._plan.stop(request, start, stop)
         if self.window is not None:
             self.allocator.trim(request.id, max(0, start - self.window + 1))
         while True:
@@ -244,7 +254,8 @@ class Scheduler:
         request.num_computed = stop
         samples = stop == request.num_tokens
         forks = self._fork_samples(request) if samples and request.samples else ()
-        step.add(Span(request, start, stop, samples, forks))
+        snapshots = self._plan.on_the_way(request, start, stop) if self._plan else ()
+        step.add(Span(request, start, stop, samples, forks, snapshots))
 
     def _fork_samples(self, request: Request) -> tuple[Request, ...]:
         forks = tuple(fork for fork in request.samples if not fork.is_finished)
@@ -319,7 +330,9 @@ class Scheduler:
                     return False
                 self._strip(next(iter(self.parked.values())))
         step.copies += admission.copies
-        request.num_computed = admission.num_cached
+        request.num_computed, request.branch = admission.num_cached, admission.branch
+        if admission.snapshot is not None:
+            step.restores.append((request, admission.snapshot))
         if request.num_preempted == 0:
             request.num_cached = admission.num_cached
             request.prefix_miss = admission.miss if self.prefix_cache else MissReason.DISABLED
@@ -365,6 +378,8 @@ class Scheduler:
         num_computed = min(request.num_computed, len(request.tokens))
         if self.prefix_cache and num_computed:
             self.allocator.commit_tail(request.id, request.tokens, num_computed)
+            if self._plan is not None:
+                self._plan.at_the_end(request)
         self.allocator.free(request.id)
 
     def _promote(self, request: Request) -> None:
