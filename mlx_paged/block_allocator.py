@@ -271,11 +271,14 @@ class BlockAllocator:
         assert isinstance(self._prefixes, StatefulPrefixCache)
         return self._prefixes.attach(parent, content, snapshot)
 
-    def trim(self, seq_id: int, position: int) -> None:
+    def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
         """Give up the blocks before `position`, as a sliding window moves on: no later token of the
-        sequence reads them. Its table keeps their entries, which mean nothing from now on."""
+        sequence reads them. Its table keeps their entries, which mean nothing from now on. If it
+        `offers` its content for reuse, blocks that are not committed yet stay."""
         sequence = self._sequence(seq_id)
         first = min(position, sequence.num_tokens) // self.block_size
+        if offers and sequence.may_offer:
+            first = min(first, len(sequence.hashes))
         if first > sequence.first_block:
             for block in self._tables.row(sequence.row)[sequence.first_block : first].tolist():
                 self._release(block)

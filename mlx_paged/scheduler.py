@@ -242,7 +242,8 @@ class Scheduler:
         if self._plan is not None:
             stop = self._plan.stop(request, start, stop)
         if self.window is not None:
-            self.allocator.trim(request.id, max(0, start - self.window + 1))
+            position = max(0, start - self.window + 1)
+            self.allocator.trim(request.id, position, offers=self.prefix_cache)
         while True:
             try:
                 copies = self.allocator.make_writable(request.id, start, stop)
