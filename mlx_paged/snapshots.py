@@ -90,7 +90,8 @@ class Snapshots:
         assert len(set(map(id, self._by_place.values()))) == len(self), "one snapshot, two places"
         for (block, run), snapshot in self._by_place.items():
             assert 0 < run <= num_tokens.get(block, 0), "a snapshot without its block"
-            assert (snapshot.position - run) % block_size == 0 and snapshot.position >= run
+            num_before = snapshot.position - run
+            assert num_before >= 0 == num_before % block_size, "a snapshot in another's place"
 
     def _is_filled(self, block: int, run: int) -> bool:
         return self._by_place[block, run].states is not None

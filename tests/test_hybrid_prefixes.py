@@ -260,6 +260,18 @@ class TestTheBound:
         cached = [completed(engine, p)[0].cached_prompt_tokens for p in (c, a, b)]
         assert cached == [16, 16, 0]
 
+    def test_is_part_of_the_memory_that_the_pool_takes_by_default(self, jamba, monkeypatch):
+        limit = 4 << 20
+        monkeypatch.setattr("mlx_paged.kv_memory.HOST_LIMIT", limit)
+        for max_running, share in ((4, 0.0), (1000, 0.25)):
+            engine = Engine(jamba, block_size=BLOCK, max_running=max_running)
+            pool = engine.manager.pool
+            most = engine.manager.allocator.snapshots.most
+            snapshots = most * self.state_bytes(jamba)
+            total = pool.num_blocks * pool.block_bytes + snapshots
+            assert limit - pool.block_bytes < total <= limit
+            assert most == 4 * max_running or share - 0.01 < snapshots / limit <= share
+
     def test_none_at_all_means_no_shared_prefixes(self, make_engine):
         engine = make_engine(snapshot_memory=0)
         for _ in range(2):
