@@ -89,9 +89,13 @@ class TestWhatIsFound:
         assert admitted(allocator, list(range(20))).num_cached == 0
 
     def test_a_longer_text_takes_over_what_its_beginning_left(self):
-        allocator = make_allocator()
+        """Whose own block is of no further use then, and the first to be evicted."""
+        allocator = make_allocator(num_blocks=3)
         finished(allocator, list(range(11)), 11)
         finished(allocator, list(range(14)), 14)
+        assert allocator.num_cached == 3
+        admitted(allocator, [99])
+        assert allocator.num_cached == 2
         assert admitted(allocator, [*range(11), 99]).num_cached == 11
         assert admitted(allocator, [*range(14), 99]).num_cached == 14
 
