@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from mlx_paged.prefix_cache import MissReason
+from mlx_paged.snapshots import Snapshot
 
 
 class OutOfBlocksError(RuntimeError):
@@ -30,11 +31,15 @@ class Admission:
         num_cached: leading tokens whose K/V is in its blocks once `copies` are performed.
         copies: to perform, in order, before anything is written.
         miss: why there are no more of them; None if all that can be reused are.
+        snapshot: what the sequence's recurrent states begin with.
+        branch: where full blocks known beyond that end; 0: there are none.
     """
 
     num_cached: int
     copies: list[BlockCopy]
     miss: MissReason | None
+    snapshot: Snapshot | None = None
+    branch: int = 0
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,18 +17,9 @@ from mlx_paged.prefix_cache import (
     root_hash,
     token_bytes,
 )
-
-
-@dataclass(slots=True)
-class _Sequence:
-    row: int  # in the block tables
-    num_tokens: int = 0  # positions [0, num_tokens) belong to the sequence
-    hashes: list[bytes] = field(default_factory=list)  # of its full blocks offered for reuse
-    root: bytes = ROOT  # its first block's parent
-    may_offer: bool = True  # whether its K/V may be offered for reuse
-    first_block: int = 0  # those before it were given up: no position will read them again
-    private_start: int = 0  # positions [private_start, private_stop) may be written as they are
-    private_stop: int = 0
+from mlx_paged.sequence_blocks import SequenceBlocks
+from mlx_paged.snapshots import Snapshot, Snapshots
+from mlx_paged.stateful_prefixes import StatefulPrefixCache
 
 
 class BlockAllocator:
@@ -56,8 +47,8 @@ class BlockAllocator:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._ref_count = [0] * num_blocks
         self._tables = BlockTables()
-        self._sequences: dict[int, _Sequence] = {}
-        self._prefixes = PrefixCache(num_blocks, block_size)
+        self._sequences: dict[int, SequenceBlocks] = {}
+        self._prefixes: PrefixCache = PrefixCache(num_blocks, block_size)
         self._origin: dict[int, int] = {}  # of blocks in pending copies: whose content they get
 
     # Queries
@@ -115,7 +106,17 @@ class BlockAllocator:
         blocks = self.table(seq_id)[positions // self.block_size]
         return blocks * np.int32(self.block_size) + positions % np.int32(self.block_size)
 
+    @property
+    def snapshots(self) -> Snapshots | None:
+        """Of recurrent states; None unless they are required."""
+        return self._prefixes.snapshots
+
     # Changes
+
+    def require_states(self, most_snapshots: int) -> None:
+        """From now on prefixes are found only up to where a snapshot of recurrent states is kept,
+        `most_snapshots` of which there are at most."""
+        self._prefixes = StatefulPrefixCache(self.num_blocks, self.block_size, most_snapshots)
 
     def admit(
         self,
@@ -151,7 +152,7 @@ class BlockAllocator:
         available = self.num_available - sum(map(self._prefixes.is_idle, blocks))
         self._require_available(num_new + spare, available)
 
-        sequence = _Sequence(self._tables.add_row(), num_tokens, hashes, root_hash(salt))
+        sequence = SequenceBlocks(self._tables.add_row(), num_tokens, hashes, root_hash(salt))
         self._sequences[seq_id] = sequence
         for block in blocks:
             self._retain(block)
@@ -166,7 +167,7 @@ class BlockAllocator:
             num_new -= 1
         self._tables.extend(sequence.row, blocks + [self._take() for _ in range(num_new)])
         self.prefix_hit_tokens += match.num_tokens
-        return Admission(match.num_tokens, copies, match.miss)
+        return Admission(match.num_tokens, copies, match.miss, match.snapshot, match.branch)
 
     def make_writable(self, seq_id: int, start: int, stop: int) -> list[BlockCopy]:
         """Let the sequence write positions [start, stop): append blocks, copy shared ones.
@@ -261,11 +262,26 @@ class BlockAllocator:
         self._prefixes.register_tail(block, parent, content)
         sequence.private_stop = 0
 
-    def trim(self, seq_id: int, position: int) -> None:
+    def keep(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
+        """Keep a snapshot of the sequence's states, if the content of the block that it is in was
+        committed and no snapshot is kept there yet."""
+        sequence, size = self._sequence(seq_id), self.block_size
+        block = (snapshot.position - 1) // size
+        if not sequence.may_offer or len(sequence.hashes) < block:
+            return False
+        parent = sequence.hashes[block - 1] if block else sequence.root
+        content = token_bytes(tokens, block * size, snapshot.position)
+        assert isinstance(self._prefixes, StatefulPrefixCache)
+        return self._prefixes.attach(parent, content, snapshot)
+
+    def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
         """Give up the blocks before `position`, as a sliding window moves on: no later token of the
-        sequence reads them. Its table keeps their entries, which mean nothing from now on."""
+        sequence reads them. Its table keeps their entries, which mean nothing from now on. If it
+        `offers` its content for reuse, blocks that are not committed yet stay."""
         sequence = self._sequence(seq_id)
         first = min(position, sequence.num_tokens) // self.block_size
+        if offers and sequence.may_offer:
+            first = min(first, len(sequence.hashes))
         if first > sequence.first_block:
             for block in self._tables.row(sequence.row)[sequence.first_block : first].tolist():
                 self._release(block)
@@ -292,7 +308,7 @@ class BlockAllocator:
         """Forget all cached content, and that it was ever known: no K/V written so far is offered
         again. Live sequences keep their blocks, but leave nothing for reuse."""
         self.drop_cached()
-        self._prefixes = PrefixCache(self.num_blocks, self.block_size)
+        self._prefixes = self._prefixes.emptied()
         for sequence in self._sequences.values():
             sequence.may_offer = False
 
@@ -330,7 +346,7 @@ class BlockAllocator:
         stop = max(0, min(num_tokens, len(tokens)) - 1)
         return self._prefixes.match(tokens, stop, root_hash(salt))
 
-    def _sequence(self, seq_id: int) -> _Sequence:
+    def _sequence(self, seq_id: int) -> SequenceBlocks:
         try:
             return self._sequences[seq_id]
         except KeyError:
@@ -360,7 +376,7 @@ class BlockAllocator:
         self.cow_clones += 1
         return copy
 
-    def _held(self, sequence: _Sequence) -> list[int]:
+    def _held(self, sequence: SequenceBlocks) -> list[int]:
         blocks: list[int] = self._tables.row(sequence.row)[sequence.first_block :].tolist()
         return blocks
 

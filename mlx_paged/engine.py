@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.allocation import ceil_div
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.engine_core import EngineCore
-from mlx_paged.kv_memory import num_blocks_for
+from mlx_paged.kv_memory import num_blocks_for, num_snapshots_for
 from mlx_paged.kv_reads import KVReads
 from mlx_paged.model_probe import probe
 from mlx_paged.model_runner import ModelRunner
@@ -60,6 +60,9 @@ class Engine(EngineCore):
             "fewest-generated"; what was computed is computed again, with the same outcome.
         seed: of the random streams of requests that bring none.
         prefix_cache: share the K/V of prompts that start alike.
+        snapshot_memory: bytes for copies of the states of recurrent layers, without which models
+            that have such layers cannot share prefixes; 0: they do not. Default: enough for four
+            a running request, but at most a quarter of what the device can spare.
         lookahead: launch each step before the one before it has been read, so that the device
             never waits for the host. Default: on a GPU; on a CPU launching is most of computing,
             and every token would come a step late.
@@ -92,6 +95,7 @@ class Engine(EngineCore):
         preempt: VictimPolicy | str = VictimPolicy.NEWEST,
         seed: int | None = None,
         prefix_cache: bool = True,
+        snapshot_memory: int | None = None,
         lookahead: bool | None = None,
         prewarm: bool = True,
         profile: bool = False,
@@ -104,8 +108,15 @@ class Engine(EngineCore):
         writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
         mx.eval(model.state)  # whichever thread runs the engine, this one made the arrays
         probed = probe(model)
+        most_snapshots = 0
+        if probed.recurrent and prefix_cache:
+            most_snapshots = num_snapshots_for(
+                model, probed.state_bytes, max_running, snapshot_memory
+            )
         if num_blocks is None:
-            num_blocks = num_blocks_for(model, probed.shapes, block_size, kv_memory)
+            num_blocks = num_blocks_for(
+                model, probed.shapes, block_size, kv_memory, most_snapshots * probed.state_bytes
+            )
             if kv_memory is None and max_kv_tokens is not None:
                 num_blocks = min(num_blocks, ceil_div(max_kv_tokens, block_size))
         self.manager = KVBlockManager.from_shapes(probed.shapes, block_size, num_blocks)
@@ -113,12 +124,13 @@ class Engine(EngineCore):
             self.manager.allocator,
             max_running,
             prefill_chunk,
-            prefix_cache=prefix_cache and not probed.recurrent,
+            prefix_cache=prefix_cache,
             policy=Policy(policy),
             victims=VictimPolicy(preempt),
             max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
             watermark=int(WATERMARK * num_blocks),
             rewinds=not probed.recurrent,
+            most_snapshots=most_snapshots,
             window=probed.window,
         )
         phases = PhaseTimes() if profile else None

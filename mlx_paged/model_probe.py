@@ -53,7 +53,8 @@ class ModelProfile:
             tokens, layers that read gathered K/V would gather once a row, and latent attention
             would absorb its up-projections into each row of a chunk: these ALTERNATE.
             A model that cannot take a ragged batch at all is computed one sequence at a time.
-        recurrent: some layers carry a state instead of K/V, so that no prefix can be shared.
+        recurrent: some layers carry a state instead of K/V, so that a sequence cannot be rewound.
+        state_bytes: of a sequence's states in all recurrent layers; 0 without such layers.
         attentions: the kinds of attention that its layers perform, each once.
         window: tokens that any layer sees at most; None: some layer sees everything.
         windows: the same of each entry of `shapes`; 0 where nothing is stored.
@@ -62,6 +63,7 @@ class ModelProfile:
     shapes: tuple[KVShape, ...]
     batching: Batching
     recurrent: bool
+    state_bytes: int
     attentions: tuple[AttentionKind, ...]
     window: int | None
     windows: tuple[int | None, ...]
@@ -136,7 +138,8 @@ def probe(model: nn.Module) -> ModelProfile:
         raise UnsupportedModelError(f"model type {name} is refused: {REFUSED[name]}")
     caches = list(leaves(_trace(model, rows=1, length=2)))
     chunk = _recorders(caches)
-    recurrent = any(isinstance(leaf, stock.ArraysCache) for leaf in caches)
+    states = [leaf for leaf in caches if isinstance(leaf, stock.ArraysCache)]
+    recurrent = bool(states)
     diverted = all(leaf.attention is not None for leaf in chunk if leaf.shape is not None)
     decode = None if name in ONE_AT_A_TIME else _decode_trace(model)
     if decode is None:
@@ -150,6 +153,7 @@ def probe(model: nn.Module) -> ModelProfile:
         shapes=tuple(leaf.shape or unused for leaf in layers),
         batching=batching,
         recurrent=recurrent,
+        state_bytes=sum(a.nbytes for leaf in states for a in leaf.cache if a is not None),
         attentions=tuple(dict.fromkeys(kind for kind in kinds if kind is not None)),
         window=_widest(chunk) if diverted else None,
         windows=tuple(_widest([leaf]) if leaf.shape else 0 for leaf in layers),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,10 +13,11 @@ from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.logit_rows import LogitRows
 from mlx_paged.mlx_lm_cache import PagedLayerCache
 from mlx_paged.model_probe import Batching, ModelProfile, leaves, make_caches
-from mlx_paged.recurrent_states import RecurrentStates
+from mlx_paged.recurrent_states import RecurrentStates, States, arrays_of
 from mlx_paged.request import Request
 from mlx_paged.sampling import Sampled, Sampler
 from mlx_paged.sdpa_hook import attention_hook
+from mlx_paged.snapshots import Snapshot
 from mlx_paged.step import Span, Step
 from mlx_paged.step_pipeline import Choice
 
@@ -57,16 +59,22 @@ class ModelRunner:
         self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
         self.logit_rows = LogitRows.of(model)
         self.sampler = Sampler()
+        self._copied: list[mx.array] = []  # into snapshots, to be evaluated with the next step
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and hand it to the device; nothing is waited for."""
         self.manager.pool.copy_blocks(step.copies)
+        for request, snapshot in step.restores:
+            self.states.restore(request.id, cast(States, snapshot.states))
         coming = None if before is None else before.coming
         requests: list[Request] = []
         logits: list[mx.array] = []
         newest: list[mx.array] = []
-        for batch in self._batches(step.spans, coming):
+        for spans, batch in self._batches(step.spans, coming):
             rows = self._forward(batch)
+            for span in spans:
+                for snapshot in span.snapshots:
+                    self._fill(snapshot, span.request)
             if batch.sampled:
                 requests += batch.sampled
                 logits.append(rows if batch.logits_of is None else rows[batch.logits_of])
@@ -76,6 +84,8 @@ class ModelRunner:
                 self.states.fork(span.request.id, fork.id)
         pending = self.manager.pool.handles()
         pending += self.states.arrays([request.id for request in step.everyone])
+        pending += self._copied
+        self._copied = []
         sampled = None
         if requests:
             sampled = self.sampler(_joined(logits), requests, _joined(newest))
@@ -98,7 +108,10 @@ class ModelRunner:
         ]
 
     def drop(self, request: Request) -> None:
-        """Forget what is kept for a request outside the pool."""
+        """Forget what is kept for a request outside the pool, but for the snapshot it leaves."""
+        if request.snapshot is not None:
+            self._fill(request.snapshot, request)
+            request.snapshot = None
         self.states.drop(request.id)
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -110,15 +123,27 @@ class ModelRunner:
         mx.synchronize()
         self.manager.pool.reset_handles()
         self.states.clear()
+        self._copied = []
         self.sampler = Sampler()
 
-    def _batches(self, spans: Sequence[Span], coming: ComingTokens | None) -> list[Batch]:
-        """A step's forwards: one of rows for tokens that may share it, one for each other chunk."""
+    def _fill(self, snapshot: Snapshot, request: Request) -> None:
+        """Copy a request's present states into a snapshot."""
+        states = self.states.copy(request.id)
+        if states is not None:
+            snapshot.states = states
+            self._copied += arrays_of(states)
+
+    def _batches(
+        self, spans: Sequence[Span], coming: ComingTokens | None
+    ) -> list[tuple[list[Span], Batch]]:
+        """A step's forwards, and what they compute: one of rows for tokens that may share it, one
+        for each other chunk, which is cut where its states are wanted."""
         allocator = self.manager.allocator
         together = [span for span in spans if self._may_share(span)]
         alone = [span for span in spans if not self._may_share(span)]
-        batches = [Batch(together, allocator, coming=coming)] if together else []
-        return batches + [Batch([span], allocator, Layout.CHUNK, coming) for span in alone]
+        batches = [(together, Batch(together, allocator, coming=coming))] if together else []
+        pieces = [piece for span in alone for piece in span.pieces()]
+        return batches + [([p], Batch([p], allocator, Layout.CHUNK, coming)) for p in pieces]
 
     def _may_share(self, span: Span) -> bool:
         """Whether the span's tokens may be rows among other sequences' rows."""

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 from itertools import islice
+from typing import Self
+
+from mlx_paged.snapshots import Snapshot, Snapshots
 
 ROOT = b""
 
@@ -30,6 +33,8 @@ class MissReason(StrEnum):
     Attributes:
         DISABLED: nobody looked.
         TOO_SHORT: the prompt without its last token is shorter than the smallest usable run.
+        NO_STATE: known K/V agrees further, but the model has recurrent layers, and of their states
+            no snapshot is kept there.
         EVICTED: the prompt's next full block was known, until its memory was needed.
         UNSEEN: nothing was reused: no known text begins as this prompt does.
         DIVERGED: some was reused; from there the known text that agrees longest goes on otherwise.
@@ -38,6 +43,7 @@ class MissReason(StrEnum):
 
     DISABLED = "disabled"
     TOO_SHORT = "too_short"
+    NO_STATE = "no_state"
     EVICTED = "evicted"
     UNSEEN = "unseen"
     DIVERGED = "diverged"
@@ -107,23 +113,33 @@ class PrefixMatch:
         tail: the block after them that begins as the prompt goes on, if that is worth a copy.
         num_tokens: leading tokens of the prompt that are in `blocks` and `tail`.
         miss: why not more; None if all that can be reused are.
+        snapshot: of the recurrent states after these tokens, if the model has any.
+        branch: how far full blocks of the prompt are known beyond that, of no use without a state.
     """
 
     blocks: list[CachedBlock]
     tail: CachedBlock | None
     num_tokens: int
     miss: MissReason | None
+    snapshot: Snapshot | None = None
+    branch: int = 0
 
 
 class PrefixCache:
     """Blocks of known content by chained hash, and the idle ones among them, least recent first.
 
     Never wrong: a block counts as found only if its own tokens and its parent agree too.
+
+    Attributes:
+        snapshots: of recurrent states; None where K/V is all that a prefix needs.
     """
+
+    snapshots: Snapshots | None = None
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.min_run = smallest_run(block_size)
+        self._num_blocks = num_blocks
         self._max_evicted = EVICTED_PER_BLOCK * num_blocks
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
@@ -133,6 +149,10 @@ class PrefixCache:
 
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
+
+    def emptied(self) -> Self:
+        """A new one that knows nothing, otherwise as this one."""
+        return type(self)(self._num_blocks, self.block_size)
 
     @property
     def num_idle(self) -> int:
@@ -159,21 +179,10 @@ class PrefixCache:
 
     def match(self, tokens: Sequence[int], stop: int, root: bytes = ROOT) -> PrefixMatch:
         """What is known of ``tokens[:stop]`` after `root`."""
-        blocks: list[CachedBlock] = []
-        parent, was_evicted = root, False
-        for block in range(stop // self.block_size):
-            start = block * self.block_size
-            content = token_bytes(tokens, start, start + self.block_size)
-            key = chain_hash(parent, content)
-            entry = self._by_hash.get(key)
-            if entry is None or entry.tokens != content or entry.parent != parent:
-                was_evicted = key in self._evicted
-                break
-            blocks.append(entry)
-            parent = key
+        blocks, was_evicted = self._known_blocks(tokens, stop, root)
         start = len(blocks) * self.block_size
         left = token_bytes(tokens, start, min(start + self.block_size, stop))
-        tail, run = self._longest_run(parent, left)
+        tail, run = self._longest_run(blocks[-1].hash if blocks else root, left)
         goes_on = tail is not None and len(tail.tokens) > run * TOKEN_BYTES
         if run < self.min_run:
             tail, run = None, 0
@@ -230,6 +239,22 @@ class PrefixCache:
         assert all(block in self._by_block for block in self._idle)
         assert len(self._evicted) <= self._max_evicted
         assert self._evicted.keys().isdisjoint(self._by_hash), "a known block counts as evicted"
+
+    def _known_blocks(
+        self, tokens: Sequence[int], stop: int, root: bytes
+    ) -> tuple[list[CachedBlock], bool]:
+        """The full blocks that ``tokens[:stop]`` begins with; whether the next one was evicted."""
+        blocks: list[CachedBlock] = []
+        parent = root
+        for start in range(0, stop - self.block_size + 1, self.block_size):
+            content = token_bytes(tokens, start, start + self.block_size)
+            key = chain_hash(parent, content)
+            entry = self._by_hash.get(key)
+            if entry is None or entry.tokens != content or entry.parent != parent:
+                return blocks, key in self._evicted
+            blocks.append(entry)
+            parent = key
+        return blocks, False
 
     def _siblings(self, parent: bytes) -> Iterator[CachedBlock]:
         """The known blocks right after a prefix, latest first, MAX_SIBLINGS at most."""

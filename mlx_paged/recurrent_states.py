@@ -1,11 +1,13 @@
 """States of recurrent layers, kept per sequence and joined for a batch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
 LayerState = list[mx.array | None]
+States = list[LayerState]
+"""Of one sequence, layer by layer."""
 
 
 class RecurrentStates:
@@ -17,7 +19,7 @@ class RecurrentStates:
 
     def __init__(self, caches: Sequence[ArraysCache]) -> None:
         self._caches = list(caches)
-        self._states: dict[int, list[LayerState]] = {}
+        self._states: dict[int, States] = {}
 
     def load(self, seq_ids: Sequence[int]) -> None:
         """Put these sequences' states into the model's caches; an unknown sequence starts empty."""
@@ -42,6 +44,21 @@ class RecurrentStates:
         if parent in self._states:
             self._states[child] = self._states[parent]
 
+    def copy(self, seq_id: int) -> States | None:
+        """A sequence's states, to be kept for long; None if it has none.
+
+        Live states are views of what a whole batch or chunk left, and would keep all of that in
+        memory. The copies hold their own bytes, up to 16 KiB more for each array.
+        """
+        states = self._states.get(seq_id)
+        if states is None:
+            return None
+        return [[None if a is None else mx.contiguous(a) for a in layer] for layer in states]
+
+    def restore(self, seq_id: int, states: States) -> None:
+        """Let a sequence go on from a copy."""
+        self._states[seq_id] = states
+
     def clear(self) -> None:
         """Forget every sequence, and what the model's caches hold."""
         self._states.clear()
@@ -50,11 +67,15 @@ class RecurrentStates:
 
     def arrays(self, seq_ids: Sequence[int]) -> list[mx.array]:
         """The sequences' states, to be evaluated with the step."""
-        states = (layer for seq_id in seq_ids for layer in self._states.get(seq_id, ()))
-        return [array for layer in states for array in layer if array is not None]
+        return [a for seq_id in seq_ids for a in arrays_of(self._states.get(seq_id, ()))]
 
-    def _empty(self) -> list[LayerState]:
+    def _empty(self) -> States:
         return [[None] * len(cache.cache) for cache in self._caches]
+
+
+def arrays_of(states: Iterable[LayerState]) -> list[mx.array]:
+    """The arrays that a sequence's states consist of."""
+    return [array for layer in states for array in layer if array is not None]
 
 
 def _join(arrays: Sequence[mx.array | None]) -> mx.array | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.snapshots import Snapshot
 
 
 class FinishReason(StrEnum):
@@ -36,6 +37,8 @@ class Request:
         num_in_flight: tokens that steps under way are choosing, not in `tokens` yet.
         num_cached: prompt tokens found in the prefix cache at the first admission.
         prefix_miss: why not more of them were found; None if all that can be were.
+        branch: where known K/V of its tokens ends for which no recurrent state was kept; 0: none.
+        snapshot: what its last recurrent states are to be kept as.
         num_faults: failed steps it was part of.
         error: what ends it, once something went wrong.
     """
@@ -53,6 +56,8 @@ class Request:
     num_in_flight: int = 0
     num_cached: int = 0
     prefix_miss: str | None = None
+    branch: int = 0
+    snapshot: Snapshot | None = None
     num_preempted: int = 0
     num_faults: int = 0
     samples: list["Request"] = field(default_factory=list)

@@ -8,6 +8,7 @@ from mlx_paged.cost_model import CostModel
 from mlx_paged.prefix_cache import MissReason
 from mlx_paged.request import Request
 from mlx_paged.shared_prefill import is_under_way
+from mlx_paged.snapshot_plan import SnapshotPlan
 from mlx_paged.step import Span, Step
 from mlx_paged.victims import VictimPolicy, choose_victim
 from mlx_paged.waiting_queue import Policy, WaitingQueue
@@ -44,6 +45,7 @@ class Scheduler:
             by the next steps; at least one for each running request.
         rewinds: whether a sequence's K/V is all there is to it, so that it may go on from any
             point; a recurrent state knows only the last.
+        most_snapshots: where it does not, how many prefixes' states are kept; 0: none is shared.
         window: tokens that any layer sees at most, the newest included; blocks that fall out of it
             are given up. None: some layer sees everything.
     """
@@ -60,6 +62,7 @@ class Scheduler:
         max_stall: float | None = None,
         watermark: int = 0,
         rewinds: bool = True,
+        most_snapshots: int = 0,
         window: int | None = None,
     ) -> None:
         for name, value in (("max_running", max_running), ("prefill_chunk", prefill_chunk)):
@@ -70,12 +73,15 @@ class Scheduler:
         self.allocator = allocator
         self.max_running = max_running
         self.prefill_chunk = prefill_chunk
-        self.prefix_cache = prefix_cache
+        self.prefix_cache = prefix_cache and (rewinds or most_snapshots > 0)
         self.victims = victims
         self.max_stall = max_stall
         self.watermark = watermark
         self.rewinds = rewinds
         self.window = window
+        self._plan: SnapshotPlan | None = None
+        if self.prefix_cache and not rewinds:
+            self._plan = SnapshotPlan(allocator, most_snapshots)
         self.cost = CostModel()
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
@@ -172,6 +178,8 @@ class Scheduler:
             known = span.stop <= len(span.request.tokens)
             if crossed and known and span.request.id in self.allocator:
                 self.allocator.commit(span.request.id, span.request.tokens, span.stop)
+                for snapshot in span.snapshots:
+                    self.allocator.keep(span.request.id, span.request.tokens, snapshot)
 
     def clear(self, request: Request) -> None:
         """The request got a token: no suspicion of an earlier fault remains."""
@@ -234,8 +242,11 @@ class Scheduler:
         """Give a running request a span, making room for it if it takes that."""
         start = request.num_computed
         stop = start + min(request.num_pending, budget)
+        if self._plan is not None:
+            stop = self._plan.stop(request, start, stop)
         if self.window is not None:
-            self.allocator.trim(request.id, max(0, start - self.window + 1))
+            position = max(0, start - self.window + 1)
+            self.allocator.trim(request.id, position, offers=self.prefix_cache)
         while True:
             try:
                 copies = self.allocator.make_writable(request.id, start, stop)
@@ -247,7 +258,8 @@ class Scheduler:
         request.num_computed = stop
         samples = stop == request.num_tokens
         forks = self._fork_samples(request) if samples and request.samples else ()
-        step.add(Span(request, start, stop, samples, forks))
+        snapshots = self._plan.on_the_way(request, start, stop) if self._plan else ()
+        step.add(Span(request, start, stop, samples, forks, snapshots))
 
     def _fork_samples(self, request: Request) -> tuple[Request, ...]:
         forks = tuple(fork for fork in request.samples if not fork.is_finished)
@@ -329,7 +341,9 @@ class Scheduler:
                     return False
                 self._strip(next(iter(self.parked.values())))
         step.copies += admission.copies
-        request.num_computed = admission.num_cached
+        request.num_computed, request.branch = admission.num_cached, admission.branch
+        if admission.snapshot is not None:
+            step.restores.append((request, admission.snapshot))
         if request.num_preempted == 0:
             request.num_cached = admission.num_cached
             request.prefix_miss = admission.miss if self.prefix_cache else MissReason.DISABLED
@@ -375,6 +389,8 @@ class Scheduler:
         num_computed = min(request.num_computed, len(request.tokens))
         if self.prefix_cache and num_computed:
             self.allocator.commit_tail(request.id, request.tokens, num_computed)
+            if self._plan is not None:
+                self._plan.at_the_end(request)
         self.allocator.free(request.id)
 
     def _promote(self, request: Request) -> None:

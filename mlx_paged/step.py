@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from mlx_paged.allocation import BlockCopy
 from mlx_paged.cost_model import StepWork
 from mlx_paged.request import Request
+from mlx_paged.snapshots import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,7 @@ class Span:
     Attributes:
         samples: whether the step yields the request's next token: nothing known is left to compute.
         forks: further samples of the same prompt, each of which draws its first token here too.
+        snapshots: of the request's recurrent states, to be taken on the way, by position.
     """
 
     request: Request
@@ -21,17 +23,34 @@ class Span:
     stop: int
     samples: bool
     forks: tuple[Request, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
 
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def pieces(self) -> list["Span"]:
+        """The span cut at its snapshots, each of which is then the state after a piece."""
+        if not self.snapshots:
+            return [self]
+        pieces, start = [], self.start
+        for snapshot in self.snapshots:
+            is_last = snapshot.position == self.stop
+            samples, forks = self.samples and is_last, self.forks if is_last else ()
+            pieces.append(Span(self.request, start, snapshot.position, samples, forks, (snapshot,)))
+            start = snapshot.position
+        if start < self.stop:
+            pieces.append(Span(self.request, start, self.stop, self.samples, self.forks))
+        return pieces
+
 
 @dataclass(slots=True)
 class Step:
-    """Spans to compute; `copies` come before anything is written."""
+    """Spans to compute; `copies` come before anything is written, and so do `restores`: what the
+    recurrent states of requests begin with."""
 
     spans: list[Span] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    restores: list[tuple[Request, Snapshot]] = field(default_factory=list)
     requests: set[int] = field(default_factory=set)  # ids that this step deals with
     decode_rows: int = 0
     decode_context: int = 0

@@ -48,13 +48,17 @@ class Runner(Protocol[LaunchedT]):
     """What computes steps: the model, or a stand-in for tests."""
 
     def launch(self, step: Step, before: LaunchedT | None) -> LaunchedT:
-        """Start a step; tokens that `before` is still choosing are taken from there."""
+        """Start a step; tokens that `before` is still choosing are taken from there.
+
+        Its restores come before its spans, whose snapshots are filled once they are known.
+        """
 
     def collect(self, launched: LaunchedT) -> list[Choice]:
         """Wait for a step; one choice for each of its requests, in order."""
 
     def drop(self, request: Request) -> None:
-        """Forget what is kept for a request outside the pool."""
+        """Forget what is kept for a request outside the pool; if it has a snapshot, that is where
+        its recurrent states go."""
 
     def fork(self, parent: Request, child: Request) -> None:
         """Let a child begin with what is kept for its parent outside the pool."""

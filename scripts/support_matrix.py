@@ -25,6 +25,7 @@ DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 KERNEL, GATHER, STATE = "kernel", "gather", "state only"
 REFUSED, NOT_RUN = "refused", "not on a CPU"
 SERVED = (KERNEL, GATHER, STATE)
+ANYWHERE, AT_SNAPSHOTS = "yes", "at snapshots"
 
 PATHS = {
     KERNEL: "decodes attend to their blocks in place, by the paged op",
@@ -58,8 +59,10 @@ chunked prompts that arrive while others decode, samples of one prompt and share
 |---|---|
 {steps}
 
-Prefixes are shared wherever every layer keeps K/V. A name with a comma is the same architecture
-with another option, not counted above.
+Shared prefixes: where every layer keeps K/V, up to any token; "at snapshots": beside the K/V there
+has to be a copy of the states of fixed size, which are known at one point of a text only (see
+docs/engine.md). A name with a comma is the same architecture with another option, not counted
+above.
 
 | architecture | decodes | step | shared prefixes | |
 |---|---|---|---|---|
@@ -73,19 +76,18 @@ class Support:
     Attributes:
         path: one of `PATHS`.
         batching: what shares a forward; None unless it is served.
-        prefixes: whether prompts that start alike share their K/V.
+        prefixes: up to where prompts that start alike share what was computed.
         note: the reason, where something is missing.
     """
 
     path: str
     batching: Batching | None = None
-    prefixes: bool = False
+    prefixes: str = ""
     note: str = ""
 
     def row(self, name: str) -> str:
         batching = self.batching or ""
-        prefixes = ("yes" if self.prefixes else "no") if self.path in SERVED else ""
-        return f"| {name} | {self.path} | {batching} | {prefixes} | {self.note} |"
+        return f"| {name} | {self.path} | {batching} | {self.prefixes} | {self.note} |"
 
 
 def support_of(model: nn.Module) -> Support:
@@ -99,7 +101,7 @@ def support_of(model: nn.Module) -> Support:
     return Support(
         paths[0],
         profile.batching,
-        prefixes=not profile.recurrent,
+        prefixes=AT_SNAPSHOTS if profile.recurrent else ANYWHERE,
         note=_note(model, profile, paths),
     )
 

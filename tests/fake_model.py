@@ -126,6 +126,7 @@ class State:
 class FakeSpan:
     """A span as the device gets it: nothing in it changes when the host goes on."""
 
+    wave: int  # pieces of a span come one after another
     start: int
     tokens: list[int]  # of the sequence, from its start, as far as they were known
     coming: tuple["FakeLaunch", int] | None  # whose choice is the last token, and which
@@ -188,7 +189,14 @@ class FakeRunner:
         self._queue: deque[FakeLaunch] = deque()
 
     def launch(self, step: Step, before: FakeLaunch | None) -> FakeLaunch:
-        spans = [self._span(span, before) for span in step.spans]
+        for request, snapshot in step.restores:
+            assert isinstance(snapshot.states, State)
+            self.states[request.id] = snapshot.states
+        spans = [
+            self._span(piece, wave, before)
+            for span in step.spans
+            for wave, piece in enumerate(span.pieces())
+        ]
         requests = [request for span in spans for request, _ in span.draws]
         launch = FakeLaunch(requests, _errors(requests), spans, list(step.copies), step.work)
         self._queue.append(launch)
@@ -202,6 +210,9 @@ class FakeRunner:
         return launched.choices
 
     def drop(self, request: Request) -> None:
+        if request.snapshot is not None:
+            request.snapshot.states = self.states.get(request.id)
+            request.snapshot = None
         self.states.pop(request.id, None)
 
     def fork(self, parent: Request, child: Request) -> None:
@@ -215,7 +226,7 @@ class FakeRunner:
 
     # On the host
 
-    def _span(self, span: Span, before: FakeLaunch | None) -> FakeSpan:
+    def _span(self, span: Span, wave: int, before: FakeLaunch | None) -> FakeSpan:
         request = span.request
         tokens = request.tokens[: span.stop]
         coming = None
@@ -228,7 +239,10 @@ class FakeRunner:
             if span.start and (state is None or state.position != span.start):
                 self.pool.violations.append(f"{state} before the span from {span.start}")
             self.states |= {r.id: after for r in (request, *span.forks)}
+        for snapshot in span.snapshots:
+            snapshot.states = after
         return FakeSpan(
+            wave=wave,
             start=span.start,
             tokens=tokens,
             coming=coming,
@@ -250,10 +264,12 @@ class FakeRunner:
         written = np.concatenate([span.slots[span.start :] for span in launch.spans])
         if len(np.unique(written)) < len(written):
             self.pool.violations.append("two spans of a step write the same slot")
-        kv = [self._kv(span) for span in launch.spans]
-        for span, values in zip(launch.spans, kv, strict=True):
-            new = span.known_tokens()[span.start :]
-            self.pool.write(span.slots[span.start :], span.start, new, values)
+        for wave in range(1 + max(span.wave for span in launch.spans)):
+            spans = [span for span in launch.spans if span.wave == wave]
+            kv = [self._kv(span) for span in spans]
+            for span, values in zip(spans, kv, strict=True):
+                new = span.known_tokens()[span.start :]
+                self.pool.write(span.slots[span.start :], span.start, new, values)
         count = max((request.params.logprobs for request in launch.requests), default=0)
         for span in launch.spans:
             context = self.pool.read(span.slots, span.known_tokens(), span.salt)

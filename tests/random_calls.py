@@ -18,6 +18,7 @@ class Setting:
     Attributes:
         max_stall: seconds.
         recurrent: the model keeps a state beside its K/V.
+        most_snapshots: of it are kept at most.
         fault_rate: probability that a step fails, whatever is in it.
         bad_rate: probability that a request, or its processor, fails at some length.
         num_arrivals: calls that add something.
@@ -39,6 +40,7 @@ class Setting:
     num_arrivals: int
     longest_prompt: int
     most_tokens: int
+    most_snapshots: int
 
     @classmethod
     def drawn(cls, rng: random.Random, small: bool) -> "Setting":
@@ -58,13 +60,14 @@ class Setting:
             max_stall=rng.choice((None, 0.0012, 0.0016, 0.003)),
             watermark=rng.choice((0, 0, 1, 3)),
             lookahead=rng.random() < 0.8,
-            prefix_cache=rng.random() < 0.8 and not recurrent,
+            prefix_cache=rng.random() < 0.8,
             recurrent=recurrent,
             fault_rate=rng.choice((0.0, 0.0, 0.0, 0.02, 0.1)),
             bad_rate=rng.choice((0.0, 0.0, 0.1)),
             num_arrivals=rng.randint(1, 10 if small else 20),
             longest_prompt=longest,
             most_tokens=most_tokens,
+            most_snapshots=rng.choice((1, 2, 5, 100)),
         )
 
     def fits(self, num_prompt: int, max_tokens: int) -> bool:

@@ -35,7 +35,7 @@ from mlx_paged.stats import EngineStats
 COUNTED = (
     *("schedules", "requests", "tokens", "steps", "preemptions", "forks", "samples", "beams"),
     *("aborts", "releases", "refused", "faults", "errors", "cow_clones", "cached_tokens"),
-    *("near_ties", "mismatches", "violations", "leaked_blocks", "failures"),
+    *("restored", "near_ties", "mismatches", "violations", "leaked_blocks", "failures"),
 )
 STEPS_A_TOKEN = 20
 """A request that took more steps a token, preemptions and failures included, would never end."""
@@ -235,6 +235,8 @@ class Simulation:
             if ticket.completion is not None and ticket.completion.error is not None:
                 assert output.request_id not in self.engine._kept, "kept in spite of an error"
             if output.completion is not None:
+                is_hit = self.setting.recurrent and output.completion.cached_prompt_tokens > 0
+                self.counts["restored"] += is_hit
                 history = (ticket.salt, ticket.prompt + output.completion.tokens)
                 self.calls.histories.append(history)
 
@@ -271,6 +273,7 @@ def fake_simulation(seed: int, index: int) -> Simulation:
         max_stall=setting.max_stall,
         watermark=setting.watermark,
         rewinds=not setting.recurrent,
+        most_snapshots=setting.most_snapshots,
     )
     clock = FakeClock()
     inner = FakeRunner(allocator, clock, random.Random(index), setting.recurrent)

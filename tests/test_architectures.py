@@ -12,7 +12,15 @@ from architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, VOCAB, build
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import Engine
-from scripts.support_matrix import DOCUMENT, SERVED, document, names, support, support_of
+from scripts.support_matrix import (
+    AT_SNAPSHOTS,
+    DOCUMENT,
+    SERVED,
+    document,
+    names,
+    support,
+    support_of,
+)
 
 TOLERANCE = 1e-4
 """Largest difference of log-probabilities, relative to the largest of them."""
@@ -161,20 +169,19 @@ def test_samples_of_one_prompt_part_ways(served):
     assert engine.stats.prompt_tokens == len(MIDDLE), "the prompt was computed more than once"
 
 
-def test_prefixes_are_shared_where_the_table_says_so(served):
+def test_prefixes_are_shared(served):
     engine = served.engine()
     engine.generate([LONG], max_tokens=1)
     prompt = LONG[: 2 * BLOCK_SIZE] + SHORT
     (completion,) = engine.generate([prompt], **OPTIONS)
     assert_greedy(served, prompt, completion)
-    is_shared = TABLE[served.name][4] == "yes"
-    assert completion.cached_prompt_tokens == (2 * BLOCK_SIZE if is_shared else 0)
+    assert completion.cached_prompt_tokens == 2 * BLOCK_SIZE
 
 
 def test_a_disturbed_cache_is_noticed(served):
     decodes, prefixes = TABLE[served.name][2], TABLE[served.name][4]
     disturbances = [overwrite_all_kv] if decodes != "state only" else []
-    disturbances += [swap_states] if prefixes == "no" else []
+    disturbances += [swap_states] if prefixes == AT_SNAPSHOTS else []
     for disturb in disturbances:
         engine = served.engine(prefill_chunk=64, lookahead=False)
         ((prompt, completion), _) = run(engine, {0: [MIDDLE, LONG]}, disturb)

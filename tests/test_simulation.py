@@ -19,6 +19,8 @@ from mlx_paged.engine_core import EngineCore
 from mlx_paged.output_processor import OutputProcessor
 from mlx_paged.request import Request
 from mlx_paged.scheduler import Scheduler
+from mlx_paged.snapshots import Snapshots
+from mlx_paged.step import Span
 
 SCRIPT = Path(simulation.__file__)
 
@@ -220,6 +222,48 @@ def interrupts_lose_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineCore, "step", step)
 
 
+def states_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Scheduler._allocate
+
+    def allocate(scheduler, step, request, spare):
+        done = whole(scheduler, step, request, spare)
+        step.restores.clear()
+        return done
+
+    monkeypatch.setattr(Scheduler, "_allocate", allocate)
+
+
+def snapshots_outlive_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Snapshots, "forget", lambda snapshots, block: None)
+
+
+def a_snapshot_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = BlockAllocator.keep
+
+    def keep(allocator, request_id, tokens, snapshot):
+        snapshot.position = max(1, snapshot.position - 1)
+        return whole(allocator, request_id, tokens, snapshot)
+
+    monkeypatch.setattr(BlockAllocator, "keep", keep)
+
+
+def more_snapshots_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Snapshots.add
+
+    def add(snapshots, block, run, snapshot):
+        most, snapshots.most = snapshots.most, 10**9
+        is_wanted = whole(snapshots, block, run, snapshot)
+        snapshots.most = most
+        return is_wanted
+
+    monkeypatch.setattr(Snapshots, "add", add)
+
+
+def snapshots_filled_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what a span ends with, not with what it has at a snapshot on its way."""
+    monkeypatch.setattr(Span, "pieces", lambda span: [span])
+
+
 DEFECTS = (
     no_copy_on_write,
     copies_ignored,
@@ -241,6 +285,11 @@ DEFECTS = (
     samples_draw_alike,
     forks_leave_a_token_behind,
     interrupts_lose_outputs,
+    states_not_restored,
+    snapshots_outlive_their_blocks,
+    a_snapshot_in_the_place_of_another,
+    more_snapshots_than_allowed,
+    snapshots_filled_too_late,
 )
 
 
