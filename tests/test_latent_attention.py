@@ -133,17 +133,17 @@ class TestPool:
 
 
 class DecodeCounter:
-    """Counts the steps that have decodes."""
+    """Counts the forwards of single tokens: decodes, and a prompt's last token by itself."""
 
     def __init__(self, engine: Engine) -> None:
-        self.steps = 0
-        launch = engine.runner.launch
+        self.forwards = 0
+        forward = engine.runner._forward
 
-        def counted(step, before):
-            self.steps += step.decode_rows > 0
-            return launch(step, before)
+        def counted(batch):
+            self.forwards += batch.inputs.shape[1] == 1
+            return forward(batch)
 
-        engine.runner.launch = counted
+        engine.runner._forward = counted
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +186,8 @@ def test_prompts_that_arrive_beside_decodes_have_mlx_lms_tokens(name, models):
         step += 1
     for i, completion in done.items():
         assert_tokens(model, PROMPTS[i], completion)
-    assert NUM_TOKENS < decodes.steps < 2 * NUM_TOKENS
-    assert calls == {"paged": NUM_LAYERS[name] * decodes.steps}
+    assert NUM_TOKENS < decodes.forwards < 2 * NUM_TOKENS
+    assert calls == {"paged": NUM_LAYERS[name] * decodes.forwards}
 
 
 @pytest.mark.parametrize("name", NUM_LAYERS)
@@ -201,9 +201,10 @@ def test_prefixes_and_samples_share_latents(name, models):
     (samples,) = engine.sample([prompt], 3, max_tokens=NUM_TOKENS)
     for completion in samples:
         assert_tokens(model, prompt, completion)
-    assert samples[0].cached_prompt_tokens == (0 if probe(model).recurrent else 18)
+    whole_blocks = 16  # further on no state is known
+    assert samples[0].cached_prompt_tokens == (whole_blocks if probe(model).recurrent else 18)
     assert engine.stats.cow_clones > 0
-    assert calls == {"paged": NUM_LAYERS[name] * decodes.steps}
+    assert calls == {"paged": NUM_LAYERS[name] * decodes.forwards}
 
 
 def test_decodes_gather_no_context():
