@@ -180,9 +180,13 @@ class PrefixCache:
         miss = self._miss(start, stop, run, was_evicted, goes_on)
         return PrefixMatch(blocks, tail, start + run, miss)
 
-    def set_idle(self, block: int) -> None:
-        """The last reference is gone: keep the content until the block is needed."""
-        self._idle[block] = None
+    def set_idle(self, blocks: Sequence[int]) -> list[int]:
+        """The last references are gone: keep what is known until the blocks are needed; returns
+        those of unknown content."""
+        unknown = [block for block in blocks if block not in self._by_block]
+        if len(unknown) < len(blocks):
+            self._idle.update((block, None) for block in blocks if block in self._by_block)
+        return unknown
 
     def set_busy(self, block: int) -> None:
         """The block is referenced again."""

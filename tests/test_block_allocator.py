@@ -245,12 +245,12 @@ def test_mistakes_are_named(call, message):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda a: a._ref_count.__setitem__(int(a.table(0)[0]), 2),
-        lambda a: a._free.append(int(a.table(0)[0])),
-        lambda a: a._free.pop(),
-        lambda a: a._free.append(a._free[-1]),
-        lambda a: a._tables.extend(a._sequences[0].row, [a._free[-1]]),
-        lambda a: a._origin.__setitem__(a._free[-1], a._free[-1]),
+        lambda a: a._refs.counts.__setitem__(int(a.table(0)[0]), 2),
+        lambda a: a._refs.free.append(int(a.table(0)[0])),
+        lambda a: a._refs.free.pop(),
+        lambda a: a._refs.free.append(a._refs.free[-1]),
+        lambda a: a._tables.extend(a._sequences[0].row, [a._refs.free[-1]]),
+        lambda a: a._origin.__setitem__(a._refs.free[-1], a._refs.free[-1]),
         lambda a: a._origin.__setitem__(int(a.table(0)[0]), int(a.table(0)[1])),
     ],
     ids=[

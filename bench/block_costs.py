@@ -1,0 +1,173 @@
+"""What the verbs of block managers cost: this one's, and nano-vllm's beside it."""
+
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from mlx_paged.block_allocator import BlockAllocator
+from mlx_paged.prefix_cache import ROOT, chain_hash, token_bytes
+
+BLOCK_SIZE = 16
+REPEATS = 15
+HASHED_TOKENS = 16_384
+ADMITTED_TOKENS = 8192
+
+BULK = "allocate in bulk, ns/block"
+APPEND = "append a block, ns"
+FREE = "free, ns/block"
+FREE_CACHED = "free, content kept, ns/block"
+HASH = "hash a 16 K prompt, ms"
+COLD = "admit an 8 K prompt, cold, us"
+HIT = "admit an 8 K prompt, cached, us"
+
+PUBLISHED: dict[str, dict[str, float]] = {
+    "vLLM V1": {BULK: 54, APPEND: 316, FREE: 87, HASH: 1.35, COLD: 536, HIT: 418},
+    "nano-vllm": {BULK: 145, APPEND: 4149, FREE: 115, HASH: 1.16, HIT: 3569},
+}
+"""Measured before, on 2 cores of a Zen 5 server, with 512 blocks a sequence; hashes are xxhash. The
+prompts of vLLM come hashed: their cost is not in its admission."""
+
+
+def block_costs(blocks: int) -> dict[str, float]:
+    """Of :class:`BlockAllocator`, for sequences of `blocks` blocks: medians."""
+    return _costs(_Allocator, blocks)
+
+
+def nano_vllm_costs(checkout: Path, blocks: int) -> dict[str, float]:
+    """The same of nano-vllm's block manager, imported from its repository at `checkout`.
+
+    Raises:
+        ValueError: there is no such package there, or it lacks what it imports.
+    """
+    sys.path.insert(0, str(checkout))
+    try:
+        # Its package imports the models, which need a GPU; these modules of it do not.
+        for name in ("nanovllm", "nanovllm.engine"):
+            package = type(sys)(name)
+            package.__path__ = [str(checkout / name.replace(".", "/"))]
+            sys.modules[name] = package
+        params = type(sys)("nanovllm.sampling_params")
+        params.SamplingParams = _NoParams  # type: ignore[attr-defined]
+        sys.modules["nanovllm.sampling_params"] = params
+        manager = importlib.import_module("nanovllm.engine.block_manager").BlockManager
+        sequence = importlib.import_module("nanovllm.engine.sequence").Sequence
+    except ImportError as error:
+        raise ValueError(f"[nano_vllm_costs] checkout is {checkout}: {error}") from error
+    finally:
+        sys.path.remove(str(checkout))
+    sequence.block_size = BLOCK_SIZE
+    return _costs(lambda num_blocks: _NanoVllm(manager, sequence, num_blocks), blocks)
+
+
+class _NoParams:
+    temperature, max_tokens, ignore_eos = 1.0, 1, True
+
+
+class _Allocator:
+    """The verbs of a BlockAllocator. A sequence is its id."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._allocator = BlockAllocator(num_blocks, BLOCK_SIZE)
+        self._next_id = 0
+
+    def sequence(self, tokens: list[int]) -> tuple[int, list[int]]:
+        self._next_id += 1
+        return self._next_id, tokens
+
+    def allocate(self, sequence: tuple[int, list[int]]) -> None:
+        self._allocator.admit(sequence[0], len(sequence[1]))
+
+    def admit(self, sequence: tuple[int, list[int]]) -> None:
+        self._allocator.admit(sequence[0], len(sequence[1]), sequence[1])
+
+    def append(self, sequence: tuple[int, list[int]], position: int) -> None:
+        self._allocator.append_each([sequence[0]], [position])
+
+    def offer(self, sequence: tuple[int, list[int]]) -> None:
+        self._allocator.commit(*sequence, len(sequence[1]))
+
+    def free(self, sequence: tuple[int, list[int]]) -> None:
+        self._allocator.free(sequence[0])
+
+    def hash(self, tokens: list[int]) -> None:
+        parent = ROOT
+        for start in range(0, len(tokens), BLOCK_SIZE):
+            parent = chain_hash(parent, token_bytes(tokens, start, start + BLOCK_SIZE))
+
+
+class _NanoVllm:
+    """The same verbs of nano-vllm's BlockManager, which looks for a prefix in every admission."""
+
+    def __init__(self, manager: Any, sequence: Any, num_blocks: int) -> None:
+        self._manager = manager(num_blocks, BLOCK_SIZE)
+        self.sequence = sequence
+
+    def allocate(self, sequence: Any) -> None:
+        self._manager.allocate(sequence, 0)
+
+    def admit(self, sequence: Any) -> None:
+        self._manager.allocate(sequence, self._manager.can_allocate(sequence))
+
+    def append(self, sequence: Any, position: int) -> None:
+        sequence.append_token(0)
+        self._manager.can_append(sequence)
+        self._manager.may_append(sequence)
+
+    def offer(self, sequence: Any) -> None:
+        sequence.num_cached_tokens, sequence.num_scheduled_tokens = 0, len(sequence)
+        self._manager.hash_blocks(sequence)
+
+    def free(self, sequence: Any) -> None:
+        self._manager.deallocate(sequence)
+
+    def hash(self, tokens: list[int]) -> None:
+        parent = -1
+        for start in range(0, len(tokens), BLOCK_SIZE):
+            parent = self._manager.compute_hash(tokens[start : start + BLOCK_SIZE], parent)
+
+
+def _costs(make: Callable[[int], Any], blocks: int) -> dict[str, float]:
+    tokens = np.random.default_rng(0).integers(50_000, size=HASHED_TOKENS).tolist()
+    rounds = [_round(make, blocks, tokens) for _ in range(REPEATS)]
+    return {verb: float(f"{median(r[verb] for r in rounds):.3g}") for verb in rounds[0]}
+
+
+def _round(make: Callable[[int], Any], blocks: int, tokens: list[int]) -> dict[str, float]:
+    manager = make(4 * max(blocks, ADMITTED_TOKENS // BLOCK_SIZE))
+    long = manager.sequence([0] * (blocks * BLOCK_SIZE))
+    costs = {BULK: _ns(manager.allocate, long) / blocks, FREE: _ns(manager.free, long) / blocks}
+
+    grown = manager.sequence([0] * BLOCK_SIZE)
+    manager.allocate(grown)
+    costs[APPEND] = _append_ns(manager, grown, blocks)
+    manager.free(grown)
+
+    costs[HASH] = _ns(manager.hash, tokens) / 1e6
+    prompt = tokens[:ADMITTED_TOKENS]
+    first, second = manager.sequence(prompt), manager.sequence(prompt)
+    costs[COLD] = _ns(manager.admit, first) / 1e3
+    manager.offer(first)
+    costs[FREE_CACHED] = _ns(manager.free, first) / (ADMITTED_TOKENS // BLOCK_SIZE)
+    costs[HIT] = _ns(manager.admit, second) / 1e3
+    return costs
+
+
+def _append_ns(manager: Any, sequence: Any, blocks: int) -> float:
+    """Of a token that needs a block: appending tokens, less what those cost that need none."""
+    with_block, without = [], []
+    for position in range(BLOCK_SIZE, blocks * BLOCK_SIZE):
+        took = _ns(manager.append, sequence, position)
+        (without if position % BLOCK_SIZE else with_block).append(took)
+    return median(with_block) - median(without)
+
+
+def _ns(verb: Callable[..., object], *args: object) -> float:
+    start = time.perf_counter_ns()
+    verb(*args)
+    return time.perf_counter_ns() - start
