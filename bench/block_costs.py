@@ -160,7 +160,8 @@ def _round(make: Callable[[int], Any], blocks: int, tokens: list[int]) -> dict[s
 
 def _append_ns(manager: Any, sequence: Any, blocks: int) -> float:
     """Of a token that needs a block: appending tokens, less what those cost that need none."""
-    with_block, without = [], []
+    with_block: list[float] = []
+    without: list[float] = []
     for position in range(BLOCK_SIZE, blocks * BLOCK_SIZE):
         took = _ns(manager.append, sequence, position)
         (without if position % BLOCK_SIZE else with_block).append(took)
@@ -170,4 +171,4 @@ def _append_ns(manager: Any, sequence: Any, blocks: int) -> float:
 def _ns(verb: Callable[..., object], *args: object) -> float:
     start = time.perf_counter_ns()
     verb(*args)
-    return time.perf_counter_ns() - start
+    return float(time.perf_counter_ns() - start)

@@ -8,6 +8,7 @@ from mlx_lm.models import llama
 
 from mlx_paged import Engine
 from mlx_paged.allocation import ceil_div
+from mlx_paged.model_runner import ModelRunner
 
 BLOCK_SIZE = 16
 VOCAB = 128
@@ -52,6 +53,7 @@ def silent_engine(rows: int, blocks: int, *, lookahead: bool, **options: Any) ->
         prefill_chunk=rows * blocks * BLOCK_SIZE,
         lookahead=lookahead,
     )
+    assert isinstance(engine.runner, ModelRunner)
     engine.runner.model = SilentModel(rows)
     rng = np.random.default_rng(0)
     for _ in range(rows):

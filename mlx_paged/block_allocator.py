@@ -45,7 +45,6 @@ class BlockAllocator:
         self._tables = BlockTables()
         self._sequences: dict[int, SequenceBlocks] = {}
         self._prefixes = PrefixCache(num_blocks, block_size)
-        self._origin: dict[int, int] = {}  # of blocks in pending copies: whose content they get
 
     # Queries
 
@@ -207,21 +206,26 @@ class BlockAllocator:
         """
         self._require_available(len(seq_ids), self.num_available)
         copies: list[BlockCopy] = []
-        sequences = self._sequences
+        growing: list[SequenceBlocks] = []
+        sequences, size = self._sequences, self.block_size
         for seq_id, position in zip(seq_ids, positions, strict=True):
             sequence = sequences[seq_id]
             if sequence.private_start <= position < sequence.private_stop:
                 if position == sequence.num_tokens:
                     sequence.num_tokens += 1
+            elif position == sequence.num_tokens and position % size == 0:
+                sequence.num_tokens += 1
+                sequence.private_start, sequence.private_stop = position, position + size
+                growing.append(sequence)
             else:
                 copies += self.make_writable(seq_id, position, position + 1)
+        if growing:
+            self._tables.append_each([s.row for s in growing], self._take(len(growing)))
         return copies
 
     def copies_done(self) -> None:
         """The copies asked for so far are performed, or queued ahead of all that comes later."""
-        if self._origin:
-            pending, self._origin = self._origin, {}
-            self._settle([block for block in pending if self._refs.counts[block] == 0])
+        self._settle(self._refs.copies_done())
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
         """Start a sequence that shares every block of its parent until one of them writes."""
@@ -249,7 +253,7 @@ class BlockAllocator:
             else:
                 parent = self._prefixes.register(int(row[i]), parent, content)
             sequence.hashes.append(parent)
-            sequence.private_stop = 0
+            sequence.private_start = max(sequence.private_start, (i + 1) * size)
 
     def commit_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """As :meth:`commit`, and the last block too, full or not, for a sequence about to end: the
@@ -312,13 +316,11 @@ class BlockAllocator:
                 assert self._refs.counts[block] == 1 and block not in self._prefixes
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
             held.update(blocks)
-        for block, source in self._origin.items():
-            assert 0 <= block < self.num_blocks and self._origin.get(source) == source
         assert self._tables.num_rows_taken == len(self._sequences), "a table row is lost"
         self._refs.check_integrity(held)
         free = set(self._refs.free)
         for block in range(self.num_blocks):
-            is_held = held[block] > 0 or block in self._origin
+            is_held = held[block] > 0 or block in self._refs.origins
             states = (block in free, self._prefixes.is_idle(block), is_held)
             assert sum(states) == 1, f"block {block} is (free, cached, held) = {states}"
             assert not (block in free and block in self._prefixes), "a free block is still cached"
@@ -374,12 +376,9 @@ class BlockAllocator:
 
     def _copy(self, block: int) -> BlockCopy:
         """Take a block for the content of another; both stay until the copy is performed."""
-        source = self._origin.setdefault(block, block)
         self._prefixes.set_busy(block)
-        copy = BlockCopy(source, self._take(1)[0])
-        self._origin[copy.dst] = source
         self.cow_clones += 1
-        return copy
+        return self._refs.add_copy(block, self._take(1)[0])
 
     def _held(self, sequence: SequenceBlocks) -> list[int]:
         blocks: list[int] = self._tables.row(sequence.row)[sequence.first_block :].tolist()
@@ -394,7 +393,5 @@ class BlockAllocator:
         self._settle(self._refs.release(blocks))
 
     def _settle(self, blocks: list[int]) -> None:
-        """Nobody holds these blocks: see what becomes of each that no pending copy needs."""
-        if self._origin:
-            blocks = [block for block in blocks if block not in self._origin]
+        """Nobody needs these blocks: those of known content stay cached, the others are free."""
         self._refs.put_back(self._prefixes.set_idle(blocks))

@@ -1,18 +1,26 @@
-"""How many sequences hold each block, and which blocks are free. Knows no mlx."""
+"""Who needs each block, and which blocks are free. Knows no mlx."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from mlx_paged.allocation import BlockCopy
+
 
 class BlockRefs:
-    """Reference counts of all blocks, and a stack of free ones, on top those freed last.
+    """Reference counts of all blocks, copies still to be performed, and a stack of free blocks.
 
-    A block without a reference is free only once it is given to :meth:`put_back`.
+    A block that neither a sequence nor a copy needs is free once it is given to :meth:`put_back`.
+
+    Attributes:
+        free: those freed last at the end, from where they are taken.
+        counts: how many sequences hold each block.
+        origins: of every block in a pending copy, the one whose content it gets: a source its own.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.free = list(range(num_blocks - 1, -1, -1))
         self.counts = [0] * num_blocks
+        self.origins: dict[int, int] = {}
 
     @property
     def histogram(self) -> dict[int, int]:
@@ -40,13 +48,24 @@ class BlockRefs:
             counts[block] += 1
 
     def release(self, blocks: Sequence[int]) -> list[int]:
-        """Take a reference from each block; returns those that have none left."""
-        counts, unheld = self.counts, []
+        """Take a reference from each block; returns those that nobody needs any more."""
+        counts, unneeded = self.counts, []
         for block in blocks:
             count = counts[block] = counts[block] - 1
-            if count == 0:
-                unheld.append(block)
-        return unheld
+            if count == 0 and block not in self.origins:
+                unneeded.append(block)
+        return unneeded
+
+    def add_copy(self, block: int, target: int) -> BlockCopy:
+        """Let `target` get the content of `block`, once the pending copies are performed."""
+        source = self.origins.setdefault(block, block)
+        self.origins[target] = source
+        return BlockCopy(source, target)
+
+    def copies_done(self) -> list[int]:
+        """No copy is pending any more; returns the blocks that only copies needed."""
+        pending, self.origins = self.origins, {}
+        return [block for block in pending if self.counts[block] == 0]
 
     def check_integrity(self, held: Mapping[int, int]) -> None:
         """Assert that no block is free twice and that blocks have as many references as `held`
@@ -54,6 +73,8 @@ class BlockRefs:
         assert len(set(self.free)) == len(self.free), "a block is free twice"
         for block, count in enumerate(self.counts):
             assert count == held.get(block, 0), "a reference is not counted"
+        for block, source in self.origins.items():
+            assert 0 <= block < len(self.counts) and self.origins.get(source) == source
 
     def put_back(self, blocks: Sequence[int]) -> None:
         """These are free."""

@@ -76,9 +76,17 @@ class BlockTables:
         start = self.length(row)
         stop = start + len(blocks)
         while stop > self._entries.shape[1]:
-            self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=1)
+            self._widen()
         self._entries[row, start:stop] = blocks
         self._lengths[row] = stop
+
+    def append_each(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Append a block to each of several rows, all of them different."""
+        columns = self._lengths[rows]
+        if columns.max() == self._entries.shape[1]:
+            self._widen()
+        self._entries[rows, columns] = blocks
+        self._lengths[rows] = columns + 1
 
     def replace(self, row: int, index: int, block: int) -> None:
         self._entries[row, index] = block
@@ -89,6 +97,9 @@ class BlockTables:
         self._entries[target, :length] = self._entries[source, :length]
         self._lengths[target] = length
         self._changed(target)
+
+    def _widen(self) -> None:
+        self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=1)
 
     def _changed(self, row: int) -> None:
         self.version += 1

@@ -250,8 +250,8 @@ def test_mistakes_are_named(call, message):
         lambda a: a._refs.free.pop(),
         lambda a: a._refs.free.append(a._refs.free[-1]),
         lambda a: a._tables.extend(a._sequences[0].row, [a._refs.free[-1]]),
-        lambda a: a._origin.__setitem__(a._refs.free[-1], a._refs.free[-1]),
-        lambda a: a._origin.__setitem__(int(a.table(0)[0]), int(a.table(0)[1])),
+        lambda a: a._refs.origins.__setitem__(a._refs.free[-1], a._refs.free[-1]),
+        lambda a: a._refs.origins.__setitem__(int(a.table(0)[0]), int(a.table(0)[1])),
     ],
     ids=[
         "ref count",
