@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from bench.block_costs import PUBLISHED, block_costs, nano_vllm_costs
 from bench.models import check_machine
-from bench.silent_engine import silent_engine
+from bench.silent_engine import BLOCK_SIZE, VOCAB, decoding_engine, silenced, smallest_llama
 from bench.stopwatch import Stopwatch
 from mlx_paged import Engine
 from mlx_paged.generate_args import COUNT, Parser
@@ -54,19 +54,22 @@ class Course:
     def run(self, num_steps: int) -> None:
         """Watch some more steps."""
         engine = self.engine
-        with self.watch.watching(
-            (engine, "step", "outputs"),
-            (engine._pipeline, "advance", "pipeline"),
-            (engine.scheduler, "schedule", "schedule"),
-            (engine.scheduler, "commit", "schedule"),
-            (engine.scheduler.cost, "observe", "cost model"),
-            (engine.runner, "launch", "launch"),
-            (engine.runner, "_batches", "tables"),
-            (engine.runner, "model", "model"),
-            (engine.runner, "sampler", "sampling"),
-            (engine.runner, "collect", "results"),
-            (mx, "async_eval", "device"),
-            (mx, "eval", "device"),
+        with (
+            silenced(engine, self.rows, VOCAB),
+            self.watch.watching(
+                (engine, "step", "outputs"),
+                (engine._pipeline, "advance", "pipeline"),
+                (engine.scheduler, "schedule", "schedule"),
+                (engine.scheduler, "commit", "schedule"),
+                (engine.scheduler.cost, "observe", "cost model"),
+                (engine.runner, "launch", "launch"),
+                (engine.runner, "_batches", "tables"),
+                (engine.runner, "model", "model"),
+                (engine.runner, "sampler", "sampling"),
+                (engine.runner, "collect", "results"),
+                (mx, "async_eval", "device"),
+                (mx, "eval", "device"),
+            ),
         ):
             for _ in range(num_steps):
                 outputs = engine.step()
@@ -140,11 +143,14 @@ def make_parser() -> Parser:
 
 
 def measure_steps(args: argparse.Namespace) -> list[Course]:
+    model, lookahead = smallest_llama(), not args.no_lookahead
     courses = [
         Course(
             name,
             rows,
-            silent_engine(rows, args.blocks, lookahead=not args.no_lookahead, **options),
+            decoding_engine(
+                model, VOCAB, rows, args.blocks * BLOCK_SIZE, lookahead=lookahead, **options
+            ),
         )
         for rows in tqdm(args.rows, desc="engines", disable=None)
         for name, options in SAMPLING.items()
