@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,13 +34,40 @@ PUBLISHED: dict[str, dict[str, float]] = {
 prompts of vLLM come hashed: their cost is not in its admission."""
 
 
-def block_costs(blocks: int) -> dict[str, float]:
-    """Of :class:`BlockAllocator`, for sequences of `blocks` blocks: medians."""
-    return _costs(_Allocator, blocks)
+class Verbs(Protocol):
+    """What a block manager of so many blocks of 16 tokens does with sequences of its own kind."""
+
+    def sequence(self, tokens: list[int]) -> Any:
+        """A sequence that is not known to it yet."""
+
+    def allocate(self, sequence: Any) -> None:
+        """Blocks for all of its tokens, without a look at what is cached."""
+
+    def admit(self, sequence: Any) -> None:
+        """The same with what is cached of it."""
+
+    def append(self, sequence: Any, position: int) -> None:
+        """Room for one more token."""
+
+    def offer(self, sequence: Any) -> None:
+        """Its tokens are computed: others may have them."""
+
+    def free(self, sequence: Any) -> None: ...
+
+    def hash(self, tokens: list[int]) -> None:
+        """Of each block and what is before it."""
 
 
-def nano_vllm_costs(checkout: Path, blocks: int) -> dict[str, float]:
-    """The same of nano-vllm's block manager, imported from its repository at `checkout`.
+MakeVerbs = Callable[[int], Verbs]
+
+
+def mlx_paged_verbs(num_blocks: int) -> Verbs:
+    """Those of :class:`BlockAllocator`."""
+    return _Allocator(num_blocks)
+
+
+def nano_vllm_verbs(checkout: Path) -> MakeVerbs:
+    """Those of nano-vllm's block manager, imported from its repository at `checkout`.
 
     Raises:
         ValueError: there is no such package there, or it lacks what it imports.
@@ -58,11 +85,11 @@ def nano_vllm_costs(checkout: Path, blocks: int) -> dict[str, float]:
         manager = importlib.import_module("nanovllm.engine.block_manager").BlockManager
         sequence = importlib.import_module("nanovllm.engine.sequence").Sequence
     except ImportError as error:
-        raise ValueError(f"[nano_vllm_costs] checkout is {checkout}: {error}") from error
+        raise ValueError(f"{checkout}: expected a checkout of nano-vllm ({error})") from error
     finally:
         sys.path.remove(str(checkout))
     sequence.block_size = BLOCK_SIZE
-    return _costs(lambda num_blocks: _NanoVllm(manager, sequence, num_blocks), blocks)
+    return lambda num_blocks: _NanoVllm(manager, sequence, num_blocks)
 
 
 class _NoParams:
@@ -132,13 +159,21 @@ class _NanoVllm:
             parent = self._manager.compute_hash(tokens[start : start + BLOCK_SIZE], parent)
 
 
-def _costs(make: Callable[[int], Any], blocks: int) -> dict[str, float]:
+def block_costs(makers: dict[str, MakeVerbs], blocks: int) -> dict[str, dict[str, float]]:
+    """Of each of `makers`, in turns, what its verbs cost for sequences of `blocks` blocks: medians,
+    by the names of :data:`PUBLISHED`."""
     tokens = np.random.default_rng(0).integers(50_000, size=HASHED_TOKENS).tolist()
-    rounds = [_round(make, blocks, tokens) for _ in range(REPEATS)]
-    return {verb: float(f"{median(r[verb] for r in rounds):.3g}") for verb in rounds[0]}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in makers}
+    for _ in range(REPEATS):
+        for name, make in makers.items():
+            rounds[name].append(_round(make, blocks, tokens))
+    return {
+        name: {verb: float(f"{median(r[verb] for r in each):.3g}") for verb in each[0]}
+        for name, each in rounds.items()
+    }
 
 
-def _round(make: Callable[[int], Any], blocks: int, tokens: list[int]) -> dict[str, float]:
+def _round(make: MakeVerbs, blocks: int, tokens: list[int]) -> dict[str, float]:
     manager = make(4 * max(blocks, ADMITTED_TOKENS // BLOCK_SIZE))
     long = manager.sequence([0] * (blocks * BLOCK_SIZE))
     costs = {BULK: _ns(manager.allocate, long) / blocks, FREE: _ns(manager.free, long) / blocks}
@@ -158,7 +193,7 @@ def _round(make: Callable[[int], Any], blocks: int, tokens: list[int]) -> dict[s
     return costs
 
 
-def _append_ns(manager: Any, sequence: Any, blocks: int) -> float:
+def _append_ns(manager: Verbs, sequence: Any, blocks: int) -> float:
     """Of a token that needs a block: appending tokens, less what those cost that need none."""
     with_block: list[float] = []
     without: list[float] = []

@@ -18,7 +18,13 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from bench.block_costs import PUBLISHED, block_costs, nano_vllm_costs
+from bench.block_costs import (
+    PUBLISHED,
+    MakeVerbs,
+    block_costs,
+    mlx_paged_verbs,
+    nano_vllm_verbs,
+)
 from bench.models import check_machine
 from bench.silent_engine import BLOCK_SIZE, VOCAB, decoding_engine, silenced, smallest_llama
 from bench.stopwatch import Stopwatch
@@ -181,7 +187,14 @@ def print_blocks(live: dict[str, dict[str, float]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    makers: dict[str, MakeVerbs] = {"mlx_paged": mlx_paged_verbs}
+    if args.nano_vllm is not None:
+        try:
+            makers["nano-vllm"] = nano_vllm_verbs(args.nano_vllm)
+        except ValueError as error:
+            parser.error(f"argument --nano-vllm: {error}")
     machine = check_machine()
     floors = {rows: floor_us(rows) for rows in args.rows}
     print("Floor, us: what it takes to look at each row once.")
@@ -192,9 +205,7 @@ def main(argv: list[str] | None = None) -> None:
     detokenise = detokenise_us()
     print(f"A token of the demo model becomes text in {detokenise:g} us, beside all that.")
 
-    blocks = {"mlx_paged": block_costs(args.blocks)}
-    if args.nano_vllm is not None:
-        blocks["nano-vllm"] = nano_vllm_costs(args.nano_vllm, args.blocks)
+    blocks = block_costs(makers, args.blocks)
     print_blocks(blocks)
     result = {
         "bench": "host_cost",
@@ -202,7 +213,9 @@ def main(argv: list[str] | None = None) -> None:
         "blocks": args.blocks,
         "lookahead": not args.no_lookahead,
         "floor_us": floors,
-        "steps_us": [{"rows": c.rows, "sampling": c.name, **c.microseconds()} for c in courses],
+        "steps_us": [
+            {"rows": c.rows, "sampling options": c.name, **c.microseconds()} for c in courses
+        ],
         "detokenise_us": detokenise,
         "block_costs": blocks,
         "published": PUBLISHED,
