@@ -17,6 +17,11 @@ BLOCK_SIZE = 16
 REPEATS = 15
 HASHED_TOKENS = 16_384
 ADMITTED_TOKENS = 8192
+ROWS = 32
+"""Sequences that get a block each in one step."""
+
+APPENDED = 8
+"""Such steps in a round."""
 
 BULK = "allocate in bulk, ns/block"
 APPEND = "append a block, ns"
@@ -46,8 +51,8 @@ class Verbs(Protocol):
     def admit(self, sequence: Any) -> None:
         """The same with what is cached of it."""
 
-    def append(self, sequence: Any, position: int) -> None:
-        """Room for one more token."""
+    def append(self, sequences: list[Any], position: int) -> None:
+        """Room for one more token in each, all of `position` tokens."""
 
     def offer(self, sequence: Any) -> None:
         """Its tokens are computed: others may have them."""
@@ -113,8 +118,8 @@ class _Allocator:
     def admit(self, sequence: tuple[int, list[int]]) -> None:
         self._allocator.admit(sequence[0], len(sequence[1]), sequence[1])
 
-    def append(self, sequence: tuple[int, list[int]], position: int) -> None:
-        self._allocator.append_each([sequence[0]], [position])
+    def append(self, sequences: list[tuple[int, list[int]]], position: int) -> None:
+        self._allocator.append_each([seq_id for seq_id, _ in sequences], [position] * ROWS)
 
     def offer(self, sequence: tuple[int, list[int]]) -> None:
         self._allocator.commit(*sequence, len(sequence[1]))
@@ -141,10 +146,11 @@ class _NanoVllm:
     def admit(self, sequence: Any) -> None:
         self._manager.allocate(sequence, self._manager.can_allocate(sequence))
 
-    def append(self, sequence: Any, position: int) -> None:
-        sequence.append_token(0)
-        self._manager.can_append(sequence)
-        self._manager.may_append(sequence)
+    def append(self, sequences: list[Any], position: int) -> None:
+        for sequence in sequences:
+            sequence.append_token(0)
+            self._manager.can_append(sequence)
+            self._manager.may_append(sequence)
 
     def offer(self, sequence: Any) -> None:
         sequence.num_cached_tokens, sequence.num_scheduled_tokens = 0, len(sequence)
@@ -174,15 +180,11 @@ def block_costs(makers: dict[str, MakeVerbs], blocks: int) -> dict[str, dict[str
 
 
 def _round(make: MakeVerbs, blocks: int, tokens: list[int]) -> dict[str, float]:
-    manager = make(4 * max(blocks, ADMITTED_TOKENS // BLOCK_SIZE))
+    manager = make(4 * max(blocks, ADMITTED_TOKENS // BLOCK_SIZE, ROWS * APPENDED))
     long = manager.sequence([0] * (blocks * BLOCK_SIZE))
     costs = {BULK: _ns(manager.allocate, long) / blocks, FREE: _ns(manager.free, long) / blocks}
 
-    grown = manager.sequence([0] * BLOCK_SIZE)
-    manager.allocate(grown)
-    costs[APPEND] = _append_ns(manager, grown, blocks)
-    manager.free(grown)
-
+    costs[APPEND] = _append_ns(manager)
     costs[HASH] = _ns(manager.hash, tokens) / 1e6
     prompt = tokens[:ADMITTED_TOKENS]
     first, second = manager.sequence(prompt), manager.sequence(prompt)
@@ -193,14 +195,19 @@ def _round(make: MakeVerbs, blocks: int, tokens: list[int]) -> dict[str, float]:
     return costs
 
 
-def _append_ns(manager: Verbs, sequence: Any, blocks: int) -> float:
-    """Of a token that needs a block: appending tokens, less what those cost that need none."""
-    with_block: list[float] = []
-    without: list[float] = []
-    for position in range(BLOCK_SIZE, blocks * BLOCK_SIZE):
-        took = _ns(manager.append, sequence, position)
-        (without if position % BLOCK_SIZE else with_block).append(took)
-    return median(with_block) - median(without)
+def _append_ns(manager: Verbs) -> float:
+    """Of a block: steps in which each of some sequences needs one."""
+    sequences = [manager.sequence([0] * BLOCK_SIZE) for _ in range(ROWS)]
+    for sequence in sequences:
+        manager.allocate(sequence)
+    times: list[float] = []
+    for position in range(BLOCK_SIZE, (APPENDED + 1) * BLOCK_SIZE):
+        took = _ns(manager.append, sequences, position)
+        if position % BLOCK_SIZE == 0:
+            times.append(took / ROWS)
+    for sequence in sequences:
+        manager.free(sequence)
+    return median(times)
 
 
 def _ns(verb: Callable[..., object], *args: object) -> float:

@@ -38,7 +38,8 @@ class BlockRefs:
         taken = self.free[num_left:]
         del self.free[num_left:]
         taken.reverse()
-        self.hold(taken)
+        for block in taken:
+            self.counts[block] = 1
         return taken
 
     def hold(self, blocks: Sequence[int]) -> None:
@@ -49,12 +50,12 @@ class BlockRefs:
 
     def release(self, blocks: Sequence[int]) -> list[int]:
         """Take a reference from each block; returns those that nobody needs any more."""
-        counts, unneeded = self.counts, []
+        counts, unheld = self.counts, []
         for block in blocks:
             count = counts[block] = counts[block] - 1
-            if count == 0 and block not in self.origins:
-                unneeded.append(block)
-        return unneeded
+            if not count:
+                unheld.append(block)
+        return [b for b in unheld if b not in self.origins] if self.origins else unheld
 
     def add_copy(self, block: int, target: int) -> BlockCopy:
         """Let `target` get the content of `block`, once the pending copies are performed."""

@@ -183,9 +183,13 @@ class PrefixCache:
     def set_idle(self, blocks: Sequence[int]) -> list[int]:
         """The last references are gone: keep what is known until the blocks are needed; returns
         those of unknown content."""
-        unknown = [block for block in blocks if block not in self._by_block]
-        if len(unknown) < len(blocks):
-            self._idle.update((block, None) for block in blocks if block in self._by_block)
+        known, idle = self._by_block, self._idle
+        unknown = []
+        for block in blocks:
+            if block in known:
+                idle[block] = None
+            else:
+                unknown.append(block)
         return unknown
 
     def set_busy(self, block: int) -> None:
