@@ -7,10 +7,9 @@ from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
+from mlx_paged.batch_tables import BatchTables
 from mlx_paged.block_allocator import BlockAllocator
-from mlx_paged.block_tables import Int32Array
 from mlx_paged.kv_pool import as_int32
 from mlx_paged.request import Request
 from mlx_paged.step import Span
@@ -92,8 +91,9 @@ class Batch:
         block_tables: ``[num_decodes, max_blocks]`` int32.
         context_lens: ``[num_decodes]`` int32, the token itself included.
         chunks: the other tokens, sequence by sequence.
-        sampled_rows: rows whose logits are wanted.
         sampled: the requests that get a token.
+        sampled_lengths: tokens of each of `sampled` before that, those still being chosen included;
+            ``[R]`` int32, on the host.
         logits_of: which of the wanted logits each of `sampled` draws from; None: its own.
         seq_ids: the sequence of each span.
     """
@@ -104,47 +104,77 @@ class Batch:
         allocator: BlockAllocator,
         layout: Layout = Layout.ROWS,
         coming: ComingTokens | None = None,
+        tables: BatchTables | None = None,
     ) -> None:
-        """Lay out `spans`: in any number for rows, exactly one for a chunk."""
+        """Lay out `spans`: in any number for rows, exactly one for a chunk.
+
+        Args:
+            coming: tokens of the step before that are not known yet.
+            tables: those of the batch before, to be brought up to date; None: new ones.
+        """
         assert layout is Layout.ROWS or len(spans) == 1
-        spans = sorted(spans, key=lambda span: len(span) > 1)
         self.layout = layout
+        singles = [s for s in spans if s.stop - s.start == 1] if layout is Layout.ROWS else []
+        if 0 < len(singles) < len(spans):
+            spans = singles + [s for s in spans if len(s) > 1]
+        self.num_decodes = len(singles)
+        self.start = spans[0].start
         self.seq_ids = [span.request.id for span in spans]
-        lengths = np.array([len(span) for span in spans])
-        first_rows = np.cumsum(lengths) - lengths
-        num_single = int((lengths == 1).sum()) if layout is Layout.ROWS else 0
+        self._starts = np.array([span.start for span in spans], np.int32)
+        self._stops = np.array([span.stop for span in spans], np.int32)
+        self._tables = tables or BatchTables(allocator)
+        self._chunk_tables = [allocator.table(i) for i in self.seq_ids[self.num_decodes :]]
+        self._lay_out(allocator.block_size)
+        self._choose_rows(spans)
+        self.tokens = self._known_and_coming(spans, coming)
+        self.chunks = [
+            self._chunk(allocator, index) for index in range(self.num_decodes, len(spans))
+        ]
 
-        positions: Int32Array = np.concatenate(
-            [np.arange(span.start, span.stop, dtype=np.int32) for span in spans]
-        )
-        self._host_tables = allocator.tables(self.seq_ids)
+    def _lay_out(self, block_size: int) -> None:
+        """Positions, slots, and the tables and context lengths of single tokens."""
+        count = self.num_decodes
+        self._lengths = self._stops - self._starts
+        self._first_rows = np.cumsum(self._lengths, dtype=np.int32) - self._lengths
+        if self._chunk_tables:
+            offsets = np.repeat(self._starts - self._first_rows, self._lengths)
+            positions = np.arange(len(offsets), dtype=np.int32) + offsets
+        else:
+            positions = self._starts
+        self._tables.update(self.seq_ids[:count])
+        columns = positions // np.int32(block_size)
+        blocks = [self._tables.blocks_at(columns[:count])]
+        for index, table in enumerate(self._chunk_tables, start=count):
+            first = self._first_rows[index]
+            blocks.append(table[columns[first : first + self._lengths[index]]])
+        slots = np.concatenate(blocks) * np.int32(block_size) + positions % np.int32(block_size)
         self._host_positions = positions
-        self._owner = np.repeat(np.arange(len(spans)), lengths)
-        blocks = self._host_tables[self._owner, positions // allocator.block_size]
-        slots = blocks * np.int32(allocator.block_size) + positions % np.int32(allocator.block_size)
-
-        self.tokens = self._known_and_coming(spans, first_rows, coming)
         self.positions = mx.array(positions)
         self.slot_mapping = mx.array(slots)
-        self.num_decodes = num_single
-        self.block_tables, self.context_lens = self._decode_tables(allocator, num_single)
-        self.chunks = [
-            self._chunk(allocator, i, int(first_rows[i]), spans[i])
-            for i in range(num_single, len(spans))
-        ]
-        sampled = [i for i, span in enumerate(spans) if span.samples]
-        self.sampled_rows = as_int32((first_rows + lengths - 1)[sampled].astype(np.int32))
-        self.sampled = [r for i in sampled for r in (spans[i].request, *spans[i].forks)]
-        self.logits_of: mx.array | None = None
-        if len(self.sampled) > len(sampled):
-            counts = [1 + len(spans[i].forks) for i in sampled]
-            self.logits_of = as_int32(np.repeat(np.arange(len(sampled), dtype=np.int32), counts))
-        self.start = spans[0].start
+        self.block_tables = self._tables.array
+        self.context_lens = mx.array(self._stops[:count])
 
-    def _known_and_coming(
-        self, spans: Sequence[Span], first_rows: npt.NDArray[np.int64], coming: ComingTokens | None
-    ) -> mx.array:
+    def _choose_rows(self, spans: Sequence[Span]) -> None:
+        """Whose next tokens are drawn, and from which rows."""
+        drawing = [span for span in spans if span.samples]
+        rows, lengths = self._first_rows + self._lengths - 1, self._stops
+        if len(drawing) < len(spans):
+            draws = [span.samples for span in spans]
+            rows, lengths = rows[draws], lengths[draws]
+        self.sampled = [span.request for span in drawing]
+        self.logits_of: mx.array | None = None
+        if any([span.forks for span in drawing]):
+            self.sampled = [r for span in drawing for r in (span.request, *span.forks)]
+            counts = [1 + len(span.forks) for span in drawing]
+            self.logits_of = as_int32(np.repeat(np.arange(len(drawing), dtype=np.int32), counts))
+            lengths = np.repeat(lengths, counts)
+        self.sampled_lengths = lengths
+        self._sampled_rows = rows
+
+    def _known_and_coming(self, spans: Sequence[Span], coming: ComingTokens | None) -> mx.array:
         """Token ids ``[T]``; a token that is still being chosen is taken from where it will be."""
+        if coming is not None and self.samples_all and coming.requests == self.sampled:
+            return coming.tokens
         tokens = [t for span in spans for t in (span.request.tokens[span.start : span.stop] or [0])]
         known = as_int32(tokens)
         late = [i for i, span in enumerate(spans) if span.stop > len(span.request.tokens)]
@@ -153,18 +183,24 @@ class Batch:
         assert coming is not None and all(len(spans[i]) == 1 for i in late)
         sources = np.arange(len(tokens), dtype=np.int32)
         rows = [coming.row_of[spans[i].request.id] for i in late]
-        sources[first_rows[late]] = len(tokens) + np.array(rows)
+        sources[self._first_rows[late]] = len(tokens) + np.array(rows)
         return mx.concatenate([known, coming.tokens])[as_int32(sources)]
 
-    def _decode_tables(self, allocator: BlockAllocator, count: int) -> tuple[mx.array, mx.array]:
-        context_lens = self._host_positions[:count] + np.int32(1)
-        width = allocator.blocks_needed(int(context_lens.max(initial=0)))
-        return mx.array(self._host_tables[:count, :width]), mx.array(context_lens)
+    def _chunk(self, allocator: BlockAllocator, index: int) -> Chunk:
+        start, stop = int(self._starts[index]), int(self._stops[index])
+        table = self._chunk_tables[index - self.num_decodes]
+        block_ids = mx.array(table[: allocator.blocks_needed(stop)])
+        return Chunk(int(self._first_rows[index]), start, stop - start, block_ids)
 
-    def _chunk(self, allocator: BlockAllocator, index: int, first_row: int, span: Span) -> Chunk:
-        num_blocks = allocator.blocks_needed(span.stop)
-        block_ids = mx.array(self._host_tables[index, :num_blocks])
-        return Chunk(first_row, span.start, len(span), block_ids)
+    @cached_property
+    def sampled_rows(self) -> mx.array:
+        """Rows whose logits are wanted, int32."""
+        return mx.array(self._sampled_rows)
+
+    @property
+    def samples_all(self) -> bool:
+        """Whether the logits of all tokens are wanted, each for one request."""
+        return len(self.sampled) == len(self._sampled_rows) == self.num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -178,6 +214,8 @@ class Batch:
     @property
     def newest(self) -> mx.array:
         """The newest token of each of `sampled`, int32."""
+        if self.samples_all:
+            return self.tokens
         rows = self.sampled_rows if self.logits_of is None else self.sampled_rows[self.logits_of]
         return self.tokens[rows]
 
@@ -189,9 +227,15 @@ class Batch:
     @cached_property
     def row_tables(self) -> mx.array:
         """Block table of every row of the model's input, ``[T or 1, max_blocks]`` int32."""
+        if not self._chunk_tables:
+            return self.block_tables
+        tables = [*self._tables.host(), *self._chunk_tables]
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
         if self.layout is Layout.CHUNK:
-            return mx.array(self._host_tables)
-        return mx.array(self._host_tables[self._owner])
+            return mx.array(padded)
+        return mx.array(np.repeat(padded, self._lengths, axis=0))
 
     def mask(self, window: int | None) -> mx.array:
         """``[T, 1, 1, S]`` or ``[1, 1, L, S]`` bool over gathered keys: causal, within `window`."""

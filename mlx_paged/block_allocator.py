@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from mlx_paged.allocation import Admission, BlockCopy, OutOfBlocksError, ceil_div
+from mlx_paged.block_refs import BlockRefs
 from mlx_paged.block_tables import BlockTables, Int32Array
 from mlx_paged.prefix_cache import (
     ROOT,
@@ -44,19 +45,17 @@ class BlockAllocator:
         self.cow_clones = 0
         self.evictions = 0
         self.prefix_hit_tokens = 0
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._ref_count = [0] * num_blocks
+        self._refs = BlockRefs(num_blocks)
         self._tables = BlockTables()
         self._sequences: dict[int, SequenceBlocks] = {}
         self._prefixes: PrefixCache = PrefixCache(num_blocks, block_size)
-        self._origin: dict[int, int] = {}  # of blocks in pending copies: whose content they get
 
     # Queries
 
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out now: the free ones and the idle cached ones."""
-        return len(self._free) + self._prefixes.num_idle
+        return len(self._refs.free) + self._prefixes.num_idle
 
     @property
     def num_cached(self) -> int:
@@ -70,7 +69,12 @@ class BlockAllocator:
     @property
     def refcount_histogram(self) -> dict[int, int]:
         """How many blocks have how many references; free and cached blocks count under 0."""
-        return dict(sorted(Counter(self._ref_count).items()))
+        return self._refs.histogram
+
+    @property
+    def block_tables(self) -> BlockTables:
+        """The tables of all live sequences; :meth:`table_rows` says which row is whose."""
+        return self._tables
 
     def blocks_needed(self, num_tokens: int) -> int:
         return ceil_div(num_tokens, self.block_size)
@@ -98,7 +102,11 @@ class BlockAllocator:
 
         Entries past a sequence's own blocks mean nothing and are never read by the kernels.
         """
-        return self._tables.rows([self._sequence(s).row for s in seq_ids])
+        return self._tables.rows(self.table_rows(seq_ids))
+
+    def table_rows(self, seq_ids: Seq[int]) -> Int32Array:
+        """Which rows of the block tables are these sequences', ``[len(seq_ids)]``."""
+        return np.array([self._sequence(seq_id).row for seq_id in seq_ids], np.int32)
 
     def slots(self, seq_id: int, start: int, stop: int) -> Int32Array:
         """Slot of each position in [start, stop): ``block * block_size + offset``."""
@@ -154,18 +162,17 @@ class BlockAllocator:
 
         sequence = SequenceBlocks(self._tables.add_row(), num_tokens, hashes, root_hash(salt))
         self._sequences[seq_id] = sequence
-        for block in blocks:
-            self._retain(block)
+        self._retain(blocks)
         copies: list[BlockCopy] = []
         if match.tail is not None:
             block = match.tail.block
             if num_new + spare == available and self._prefixes.is_idle(block):
-                blocks.append(self._take(block))  # nothing is left to copy it into
+                blocks += self._evict([block])  # nothing is left to copy it into
             else:
                 copies.append(self._copy(block))
                 blocks.append(copies[0].dst)
             num_new -= 1
-        self._tables.extend(sequence.row, blocks + [self._take() for _ in range(num_new)])
+        self._tables.extend(sequence.row, blocks + self._take(num_new))
         self.prefix_hit_tokens += match.num_tokens
         return Admission(match.num_tokens, copies, match.miss, match.snapshot, match.branch)
 
@@ -191,33 +198,48 @@ class BlockAllocator:
                 f"{sequence.num_tokens} tokens: expected start <= {sequence.num_tokens}"
             )
         assert start >= sequence.first_block * self.block_size, "the block was given up"
-        row = sequence.row
-        num_held = self._tables.length(row)
+        num_held = self.blocks_needed(sequence.num_tokens)
         first, last = start // self.block_size, self.blocks_needed(stop)
-        table = self._tables.row(row)
-        touched = [(i, int(table[i])) for i in range(first, min(last, num_held))]
-        shared = [(i, block) for i, block in touched if self._ref_count[block] > 1]
-        owned = [block for _, block in touched if self._ref_count[block] == 1]
         num_missing = max(0, last - num_held)
-        self._require_available(len(shared) + num_missing, self.num_available)
-
-        copies = [self._copy(block) for _, block in shared]
-        for (i, block), copy in zip(shared, copies, strict=True):
-            self._tables.replace(row, i, copy.dst)
-            self._release(block)
-        for block in owned:
-            self._prefixes.forget(block)
-        del sequence.hashes[first:]
-        self._tables.extend(row, [self._take() for _ in range(num_missing)])
+        copies: list[BlockCopy] = []
+        if first < num_held:
+            copies = self._make_private(sequence, first, min(last, num_held), num_missing)
+        else:
+            self._require_available(num_missing, self.num_available)
+        if num_missing:
+            self._tables.extend(sequence.row, self._take(num_missing))
         sequence.num_tokens = max(sequence.num_tokens, stop)
         sequence.private_start, sequence.private_stop = start, last * self.block_size
         return copies
 
+    def append_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[BlockCopy]:
+        """:meth:`make_writable` of one position of each sequence; no sequence comes twice.
+
+        Raises:
+            OutOfBlocksError: there are fewer blocks left than sequences; nothing changed.
+        """
+        self._require_available(len(seq_ids), self.num_available)
+        copies: list[BlockCopy] = []
+        growing: list[SequenceBlocks] = []
+        sequences, size = self._sequences, self.block_size
+        for seq_id, position in zip(seq_ids, positions, strict=True):
+            sequence = sequences[seq_id]
+            if sequence.private_start <= position < sequence.private_stop:
+                if position == sequence.num_tokens:
+                    sequence.num_tokens += 1
+            elif position == sequence.num_tokens and position % size == 0:
+                sequence.num_tokens += 1
+                sequence.private_start, sequence.private_stop = position, position + size
+                growing.append(sequence)
+            else:
+                copies += self.make_writable(seq_id, position, position + 1)
+        if growing:
+            self._tables.append_each([s.row for s in growing], self._take(len(growing)))
+        return copies
+
     def copies_done(self) -> None:
         """The copies asked for so far are performed, or queued ahead of all that comes later."""
-        pending, self._origin = self._origin, {}
-        for block in pending:
-            self._settle(block)
+        self._settle(self._refs.copies_done())
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
         """Start a sequence that shares every block of its parent until one of them writes."""
@@ -228,8 +250,7 @@ class BlockAllocator:
         child = replace(parent, row=self._tables.add_row(), hashes=list(parent.hashes))
         self._sequences[child_seq_id] = child
         self._tables.copy_row(parent.row, child.row)
-        for block in self._held(child):
-            self._retain(block)
+        self._retain(self._held(child))
 
     def commit(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is in the pool by now."""
@@ -246,7 +267,7 @@ class BlockAllocator:
             else:
                 parent = self._prefixes.register(int(row[i]), parent, content)
             sequence.hashes.append(parent)
-            sequence.private_stop = 0
+            sequence.private_start = max(sequence.private_start, (i + 1) * size)
 
     def commit_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """As :meth:`commit`, and the last block too, full or not, for a sequence about to end: the
@@ -283,8 +304,7 @@ class BlockAllocator:
         if offers and sequence.may_offer:
             first = min(first, len(sequence.hashes))
         if first > sequence.first_block:
-            for block in self._tables.row(sequence.row)[sequence.first_block : first].tolist():
-                self._release(block)
+            self._release(self._tables.row(sequence.row)[sequence.first_block : first].tolist())
             sequence.first_block = first
             sequence.private_start = max(sequence.private_start, first * self.block_size)
 
@@ -294,15 +314,14 @@ class BlockAllocator:
         Later blocks go first, so that a cached prefix is evicted from its end.
         """
         sequence = self._sequence(seq_id)
-        for block in reversed(self._held(sequence)):
-            self._release(block)
+        self._release(self._held(sequence)[::-1])
         self._tables.release_row(sequence.row)
         del self._sequences[seq_id]
 
     def drop_cached(self) -> None:
         """Forget all cached content that no sequence references."""
         while self._prefixes.num_idle:
-            self._free.append(self._prefixes.evict())
+            self._refs.put_back([self._prefixes.evict()])
 
     def forget_prefixes(self) -> None:
         """Forget all cached content, and that it was ever known: no K/V written so far is offered
@@ -323,17 +342,14 @@ class BlockAllocator:
             assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
             first, last = sequence.private_start, sequence.private_stop
             for block in row[first // self.block_size : self.blocks_needed(last)]:
-                assert self._ref_count[block] == 1 and block not in self._prefixes
+                assert self._refs.counts[block] == 1 and block not in self._prefixes
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
             held.update(blocks)
-        for block, source in self._origin.items():
-            assert 0 <= block < self.num_blocks and self._origin.get(source) == source
         assert self._tables.num_rows_taken == len(self._sequences), "a table row is lost"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is free twice"
+        self._refs.check_integrity(held)
+        free = set(self._refs.free)
         for block in range(self.num_blocks):
-            assert self._ref_count[block] == held[block], "a reference is not counted"
-            is_held = held[block] > 0 or block in self._origin
+            is_held = held[block] > 0 or block in self._refs.origins
             states = (block in free, self._prefixes.is_idle(block), is_held)
             assert sum(states) == 1, f"block {block} is (free, cached, held) = {states}"
             assert not (block in free and block in self._prefixes), "a free block is still cached"
@@ -357,43 +373,59 @@ class BlockAllocator:
         if needed > available:
             raise OutOfBlocksError(needed, available)
 
-    def _take(self, idle_block: int | None = None) -> int:
-        """Hand out a free block, or else the idle one unused longest, or the one asked for."""
-        if idle_block is None and self._free:
-            block = self._free.pop()
-        else:
-            block = self._prefixes.evict(idle_block)
-            self.evictions += 1
-        self._ref_count[block] = 1
-        return block
+    def _take(self, num_blocks: int) -> list[int]:
+        """Hand out free blocks, and where there are too few the idle ones unused longest."""
+        blocks = self._refs.take(num_blocks)
+        if len(blocks) < num_blocks:
+            blocks += self._evict([None] * (num_blocks - len(blocks)))
+        return blocks
+
+    def _evict(self, wanted: Seq[int | None]) -> list[int]:
+        """Take idle blocks away from the cache: those `wanted`, None the one unused longest."""
+        blocks = [self._prefixes.evict(block) for block in wanted]
+        self._refs.hold(blocks)
+        self.evictions += len(blocks)
+        return blocks
+
+    def _make_private(
+        self, sequence: SequenceBlocks, first: int, last: int, num_missing: int
+    ) -> list[BlockCopy]:
+        """Let the sequence alone hold its blocks ``[first, last)``, their content unknown.
+
+        Raises:
+            OutOfBlocksError: no blocks for copies and `num_missing` more; nothing changed.
+        """
+        table: list[int] = self._tables.row(sequence.row)[first:last].tolist()
+        shared = [(i, b) for i, b in enumerate(table, first) if self._refs.counts[b] > 1]
+        owned = [block for block in table if self._refs.counts[block] == 1]
+        self._require_available(len(shared) + num_missing, self.num_available)
+        copies = [self._copy(block) for _, block in shared]
+        for (i, block), copy in zip(shared, copies, strict=True):
+            self._tables.replace(sequence.row, i, copy.dst)
+            self._release([block])
+        for block in owned:
+            self._prefixes.forget(block)
+        del sequence.hashes[first:]
+        return copies
 
     def _copy(self, block: int) -> BlockCopy:
         """Take a block for the content of another; both stay until the copy is performed."""
-        source = self._origin.setdefault(block, block)
         self._prefixes.set_busy(block)
-        copy = BlockCopy(source, self._take())
-        self._origin[copy.dst] = source
         self.cow_clones += 1
-        return copy
+        return self._refs.add_copy(block, self._take(1)[0])
 
     def _held(self, sequence: SequenceBlocks) -> list[int]:
         blocks: list[int] = self._tables.row(sequence.row)[sequence.first_block :].tolist()
         return blocks
 
-    def _retain(self, block: int) -> None:
-        if self._ref_count[block] == 0:
+    def _retain(self, blocks: Seq[int]) -> None:
+        for block in blocks:
             self._prefixes.set_busy(block)
-        self._ref_count[block] += 1
+        self._refs.hold(blocks)
 
-    def _release(self, block: int) -> None:
-        self._ref_count[block] -= 1
-        self._settle(block)
+    def _release(self, blocks: Seq[int]) -> None:
+        self._settle(self._refs.release(blocks))
 
-    def _settle(self, block: int) -> None:
-        """A reference has gone, or a copy been performed: see what becomes of the block."""
-        if self._ref_count[block] > 0 or block in self._origin:
-            return
-        if block in self._prefixes:
-            self._prefixes.set_idle(block)
-        else:
-            self._free.append(block)
+    def _settle(self, blocks: list[int]) -> None:
+        """Nobody needs these blocks: those of known content stay cached, the others are free."""
+        self._refs.put_back(self._prefixes.set_idle(blocks))

@@ -1,5 +1,7 @@
 """The block tables of all live sequences in one array. Knows no mlx."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,11 +13,17 @@ class BlockTables:
 
     A step takes the tables of its sequences with one fancy index instead of building them from
     Python lists; appending a block writes one entry. Rows and columns double when they run out.
+
+    Attributes:
+        version: grows with every change but :meth:`extend`, which leaves what is known of a row
+            right as far as it goes.
     """
 
     def __init__(self, num_rows: int = 64, num_columns: int = 64) -> None:
+        self.version = 0
         self._entries: Int32Array = np.zeros((num_rows, num_columns), np.int32)
         self._lengths: Int32Array = np.zeros(num_rows, np.int32)
+        self._versions = np.zeros(num_rows, np.int64)  # of each row's latest such change
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -28,38 +36,71 @@ class BlockTables:
             num_rows = len(self._lengths)
             self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
             self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
+            self._versions = np.concatenate([self._versions, np.zeros_like(self._versions)])
             self._free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
-        return self._free_rows.pop()
+        row = self._free_rows.pop()
+        self._changed(row)
+        return row
 
     def release_row(self, row: int) -> None:
         self._lengths[row] = 0
+        self._changed(row)
         self._free_rows.append(row)
 
     def length(self, row: int) -> int:
         """Blocks in this row."""
         return int(self._lengths[row])
 
+    def lengths(self, rows: Int32Array) -> Int32Array:
+        """Blocks in each of several rows, a copy."""
+        return self._lengths[rows]
+
+    def changed_since(self, rows: Int32Array, version: int) -> npt.NDArray[np.bool_]:
+        """Which rows have other entries than they had at that version, those appended aside."""
+        return self._versions[rows] > version
+
     def row(self, row: int) -> Int32Array:
         """The row's block ids, ``[length]``: a view that the next change may outdate."""
         return self._entries[row, : self._lengths[row]]
 
-    def rows(self, rows: list[int] | Int32Array) -> Int32Array:
+    def rows(self, rows: Sequence[int] | Int32Array) -> Int32Array:
         """A copy of several rows, ``[len(rows), longest]``; past a row's end they mean nothing."""
         width = int(self._lengths[rows].max(initial=0))
         return self._entries[rows, :width]
+
+    def entries(self, rows: Int32Array, columns: Int32Array) -> Int32Array:
+        """The entry of each row in a column of its own, ``[len(rows)]``."""
+        return self._entries[rows, columns]
 
     def extend(self, row: int, blocks: list[int]) -> None:
         start = self.length(row)
         stop = start + len(blocks)
         while stop > self._entries.shape[1]:
-            self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=1)
+            self._widen()
         self._entries[row, start:stop] = blocks
         self._lengths[row] = stop
 
+    def append_each(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Append a block to each of several rows, all of them different."""
+        columns = self._lengths[rows]
+        if columns.max() == self._entries.shape[1]:
+            self._widen()
+        self._entries[rows, columns] = blocks
+        self._lengths[rows] = columns + 1
+
     def replace(self, row: int, index: int, block: int) -> None:
         self._entries[row, index] = block
+        self._changed(row)
 
     def copy_row(self, source: int, target: int) -> None:
         length = self.length(source)
         self._entries[target, :length] = self._entries[source, :length]
         self._lengths[target] = length
+        self._changed(target)
+
+    def _widen(self) -> None:
+        self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=1)
+
+    def _changed(self, row: int) -> None:
+        self.version += 1
+        self._versions[row] = self.version

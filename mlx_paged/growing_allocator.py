@@ -13,8 +13,7 @@ class GrowingAllocator(BlockAllocator):
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are `num_blocks`; they are used after all others."""
         assert num_blocks >= self.num_blocks
-        self._free[:0] = range(num_blocks - 1, self.num_blocks - 1, -1)
-        self._ref_count += [0] * (num_blocks - self.num_blocks)
+        self._refs.grow(num_blocks)
         self.num_blocks = num_blocks
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
@@ -31,5 +30,4 @@ class GrowingAllocator(BlockAllocator):
         sequence.num_tokens = num_tokens
         sequence.private_start = sequence.private_stop = 0
         del sequence.hashes[num_tokens // self.block_size :]
-        for block in reversed(blocks[kept:]):
-            self._release(block)
+        self._release(blocks[kept:][::-1])

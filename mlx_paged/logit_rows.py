@@ -37,8 +37,9 @@ class LogitRows:
         return selector
 
     @contextmanager
-    def only(self, rows: mx.array, axis: int) -> Iterator[None]:
-        """Within this context the projection computes `rows` ``[R]`` of its input's `axis`."""
+    def only(self, rows: mx.array | None, axis: int) -> Iterator[None]:
+        """Within this context the projection computes `rows` ``[R]`` of its input's `axis`; None:
+        all of them."""
         self._rows, self._axis = rows, axis
         try:
             yield

@@ -6,10 +6,13 @@ from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged.batch import Batch, ComingTokens, Layout
+from mlx_paged.batch_tables import BatchTables
 from mlx_paged.block_manager import KVBlockManager
+from mlx_paged.block_tables import Int32Array
 from mlx_paged.logit_rows import LogitRows
 from mlx_paged.mlx_lm_cache import PagedLayerCache
 from mlx_paged.model_probe import Batching, ModelProfile, leaves, make_caches
@@ -57,9 +60,11 @@ class ModelRunner:
         self.caches = make_caches(model, manager.pool)
         self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
         self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
+        self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
         self.sampler = Sampler()
         self._copied: list[mx.array] = []  # into snapshots, to be evaluated with the next step
+        self._tables = BatchTables(manager.allocator)
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and hand it to the device; nothing is waited for."""
@@ -70,25 +75,31 @@ class ModelRunner:
         requests: list[Request] = []
         logits: list[mx.array] = []
         newest: list[mx.array] = []
+        lengths: list[Int32Array] = []
         for spans, batch in self._batches(step.spans, coming):
             rows = self._forward(batch)
-            for span in spans:
-                for snapshot in span.snapshots:
-                    self._fill(snapshot, span.request)
+            if self._is_recurrent:
+                for span in spans:
+                    for snapshot in span.snapshots:
+                        self._fill(snapshot, span.request)
             if batch.sampled:
                 requests += batch.sampled
                 logits.append(rows if batch.logits_of is None else rows[batch.logits_of])
                 newest.append(batch.newest)
-        for span in step.spans:
-            for fork in span.forks:
-                self.states.fork(span.request.id, fork.id)
+                lengths.append(batch.sampled_lengths)
         pending = self.manager.pool.handles()
-        pending += self.states.arrays([request.id for request in step.everyone])
-        pending += self._copied
-        self._copied = []
+        if self._is_recurrent:
+            for span in step.spans:
+                for fork in span.forks:
+                    self.states.fork(span.request.id, fork.id)
+            pending += self.states.arrays([request.id for request in step.everyone])
+            pending += self._copied
+            self._copied = []
         sampled = None
         if requests:
-            sampled = self.sampler(_joined(logits), requests, _joined(newest))
+            sampled = self.sampler(
+                _joined(logits), requests, _joined(newest), np.concatenate(lengths)
+            )
             pending += _arrays(sampled)
         mx.async_eval(pending)  # type: ignore[no-untyped-call]
         return LaunchedStep(requests, sampled, pending)
@@ -125,6 +136,7 @@ class ModelRunner:
         self.states.clear()
         self._copied = []
         self.sampler = Sampler()
+        self._tables = BatchTables(self.manager.allocator)
 
     def _fill(self, snapshot: Snapshot, request: Request) -> None:
         """Copy a request's present states into a snapshot."""
@@ -135,35 +147,43 @@ class ModelRunner:
 
     def _batches(
         self, spans: Sequence[Span], coming: ComingTokens | None
-    ) -> list[tuple[list[Span], Batch]]:
+    ) -> list[tuple[Sequence[Span], Batch]]:
         """A step's forwards, and what they compute: one of rows for tokens that may share it, one
         for each other chunk, which is cut where its states are wanted."""
         allocator = self.manager.allocator
-        together = [span for span in spans if self._may_share(span)]
-        alone = [span for span in spans if not self._may_share(span)]
-        batches = [(together, Batch(together, allocator, coming=coming))] if together else []
+        together, alone = self._shared_and_alone(spans)
+        batches: list[tuple[Sequence[Span], Batch]] = []
+        if together:
+            batch = Batch(together, allocator, coming=coming, tables=self._tables)
+            batches.append((together, batch))
         pieces = [piece for span in alone for piece in span.pieces()]
         return batches + [([p], Batch([p], allocator, Layout.CHUNK, coming)) for p in pieces]
 
-    def _may_share(self, span: Span) -> bool:
-        """Whether the span's tokens may be rows among other sequences' rows."""
-        if self.batching is Batching.ALTERNATE:
-            return len(span) == 1 and span.start > 0
-        return self.batching is Batching.MIXED
+    def _shared_and_alone(self, spans: Sequence[Span]) -> tuple[Sequence[Span], Sequence[Span]]:
+        """Spans whose tokens may be rows among other sequences' rows, and the others."""
+        if self.batching is Batching.MIXED:
+            return spans, ()
+        if self.batching is Batching.SINGLE:
+            return (), spans
+        decodes = [span for span in spans if span.start > 0 and len(span) == 1]
+        return decodes, [span for span in spans if span.start == 0 or len(span) > 1]
 
     def _forward(self, batch: Batch) -> mx.array:
         """Logits ``[R, vocab]`` of the batch's sampled rows."""
         for layer in self.layers:
             layer.bind(batch)
-        if batch.start == 0 and batch.layout is Layout.CHUNK:  # new, or preempted and starting over
-            self.states.drop(batch.seq_ids[0])
-        self.states.load(batch.seq_ids)
+        if self._is_recurrent:
+            if batch.start == 0 and batch.layout is Layout.CHUNK:  # new, or starting over
+                self.states.drop(batch.seq_ids[0])
+            self.states.load(batch.seq_ids)
         axis = 0 if batch.layout is Layout.ROWS else 1
-        with attention_hook(), self.logit_rows.only(batch.sampled_rows, axis):
+        rows = None if batch.samples_all else batch.sampled_rows
+        with attention_hook(), self.logit_rows.only(rows, axis):
             logits: mx.array = self.model(batch.inputs, cache=self.caches)
-        self.states.store(batch.seq_ids)
-        if logits.shape[axis] != batch.sampled_rows.size:  # a head that LogitRows did not find
-            logits = mx.take(logits, batch.sampled_rows, axis=axis)
+        if self._is_recurrent:
+            self.states.store(batch.seq_ids)
+        if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
+            logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1)
 
 

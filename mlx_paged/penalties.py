@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_paged.request import Request
 from mlx_paged.sampling_rows import LogitBiases, PenalisedRows, Penalty, Subset
@@ -32,11 +33,14 @@ class Penalties:
         self._rows = rows
         self._row_indices = mx.array(rows.subset.rows[:, None])
         self._past = mx.zeros((len(rows.requests), 0), mx.int32)  # windows without the newest
-        self._num_tokens = np.zeros(0, np.int64)  # for which `_past` is right
+        self._num_tokens = np.zeros(0, np.int32)  # for which `_past` is right
 
-    def __call__(self, logits: mx.array, newest: mx.array) -> mx.array:
-        """Logits ``[R, vocab]`` after the penalties; `newest` ``[R]`` int32 ends the windows."""
-        windows = self._windows(self._rows.subset.take(newest))
+    def __call__(
+        self, logits: mx.array, newest: mx.array, lengths: npt.NDArray[np.int32]
+    ) -> mx.array:
+        """Logits ``[R, vocab]`` after the penalties; `newest` ``[R]`` int32 ends the windows, being
+        the last of `lengths` ``[R]`` tokens of each request."""
+        windows = self._windows(self._rows.subset.take(newest), lengths[self._rows.subset.rows])
         windows = mx.minimum(windows, logits.shape[-1] - 1)  # an odd prompt must not reach beyond
         rows, dtype = self._row_indices, logits.dtype
         logits = mx.array(logits)  # shares the values; assignments do not reach the caller's array
@@ -52,23 +56,22 @@ class Penalties:
             logits = logits.at[rows, tokens].subtract(mx.where(counted, penalty.strength, 0))
         return logits
 
-    def _windows(self, newest: mx.array) -> mx.array:
+    def _windows(self, newest: mx.array, num_tokens: npt.NDArray[np.int32]) -> mx.array:
         """The rows' last tokens ``[P, W]`` int32, `NO_TOKEN` before the first."""
-        # Counted anew: a step that was dropped or run again must not shift the windows.
-        num_tokens = np.array([request.num_tokens for request in self._rows.requests])
+        # Compared: a step that was dropped or run again must not shift the windows.
         if not np.array_equal(num_tokens, self._num_tokens):
-            self._past = self._known_past()
+            self._past = self._known_past(num_tokens)
         windows = mx.concatenate([self._past, newest[:, None]], axis=1)
         self._past = windows[:, 1:]
-        self._num_tokens = num_tokens + 1
+        self._num_tokens = num_tokens + np.int32(1)
         return windows
 
-    def _known_past(self) -> mx.array:
+    def _known_past(self, num_tokens: npt.NDArray[np.int32]) -> mx.array:
         """The windows up to the newest token ``[P, W - 1]``, from what the host knows."""
         width = self._rows.width - 1
         past = np.full((len(self._rows.requests), width), NO_TOKEN, np.int32)
-        for row, request in zip(past, self._rows.requests, strict=True):
-            stop = request.num_tokens - 1
+        for row, request, length in zip(past, self._rows.requests, num_tokens, strict=True):
+            stop = int(length) - 1
             tokens = request.tokens[max(0, stop - width) : stop]
             row[width - len(tokens) :] = tokens
         return mx.array(past)

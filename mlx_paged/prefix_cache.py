@@ -189,9 +189,17 @@ class PrefixCache:
         miss = self._miss(start, stop, run, was_evicted, goes_on)
         return PrefixMatch(blocks, tail, start + run, miss)
 
-    def set_idle(self, block: int) -> None:
-        """The last reference is gone: keep the content until the block is needed."""
-        self._idle[block] = None
+    def set_idle(self, blocks: Sequence[int]) -> list[int]:
+        """The last references are gone: keep what is known until the blocks are needed; returns
+        those of unknown content."""
+        known, idle = self._by_block, self._idle
+        unknown = []
+        for block in blocks:
+            if block in known:
+                idle[block] = None
+            else:
+                unknown.append(block)
+        return unknown
 
     def set_busy(self, block: int) -> None:
         """The block is referenced again."""

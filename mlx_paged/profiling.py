@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from mlx_paged.batch import Batch
 from mlx_paged.block_manager import KVBlockManager
+from mlx_paged.block_tables import Int32Array
 from mlx_paged.model_probe import ModelProfile
 from mlx_paged.model_runner import LaunchedStep, ModelRunner
 from mlx_paged.phase_times import PhaseTimes
@@ -83,9 +84,15 @@ class TimedSampler(Sampler):
         super().__init__()
         self._phases = phases
 
-    def __call__(self, logits: mx.array, requests: Sequence[Request], newest: mx.array) -> Sampled:
+    def __call__(
+        self,
+        logits: mx.array,
+        requests: Sequence[Request],
+        newest: mx.array,
+        lengths: Int32Array | None = None,
+    ) -> Sampled:
         mx.eval(logits, newest)
         with self._phases.measure("sample"):
-            sampled = super().__call__(logits, requests, newest)
+            sampled = super().__call__(logits, requests, newest, lengths)
             mx.eval(sampled.tokens, sampled.logprobs)
         return sampled

@@ -51,7 +51,13 @@ class Sampler:
     def __init__(self) -> None:
         self._compose((), 0)
 
-    def __call__(self, logits: mx.array, requests: Sequence[Request], newest: mx.array) -> Sampled:
+    def __call__(
+        self,
+        logits: mx.array,
+        requests: Sequence[Request],
+        newest: mx.array,
+        lengths: npt.NDArray[np.int32] | None = None,
+    ) -> Sampled:
         """Choose a token for each row, evaluating nothing.
 
         Args:
@@ -59,14 +65,17 @@ class Sampler:
             requests: the rows', each of them once.
             newest: the last token ``[R]`` int32 of each request. It may still be in flight, and is
                 then not among ``request.tokens``.
+            lengths: ``num_tokens`` ``[R]`` of each request; None: the requests are asked.
         """
         assert len(requests) == len(logits) == len(newest), "one row for each request"
         if not self._rows.belong_to(requests, logits.shape[-1]):
             self._compose(requests, logits.shape[-1])
+        if lengths is None:
+            lengths = np.array([request.num_tokens for request in requests], np.int32)
         errors = dict(self._rows.errors)
-        logits = self._processed(logits, newest, errors)
+        logits = self._processed(logits, newest, lengths, errors)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        tokens = _choose(logprobs, self._rows.drawn)
+        tokens = _choose(logprobs, self._rows.drawn, lengths)
         if self._rows.samplers:
             tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
@@ -81,12 +90,16 @@ class Sampler:
         self._processors = Processors(requests, rows.processed) if rows.processed else None
 
     def _processed(
-        self, logits: mx.array, newest: mx.array, errors: dict[int, Exception]
+        self,
+        logits: mx.array,
+        newest: mx.array,
+        lengths: npt.NDArray[np.int32],
+        errors: dict[int, Exception],
     ) -> mx.array:
         if self._rows.biases is not None:
             logits = add_biases(logits, self._rows.biases)
         if self._penalties is not None:
-            logits = self._penalties(logits, newest)
+            logits = self._penalties(logits, newest, lengths)
         if self._processors is not None:
             logits = self._processors(logits, newest, errors)
         return logits
@@ -109,12 +122,16 @@ def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _choose(logprobs: mx.array, drawn: DrawnRows | None) -> mx.array:
+def _choose(
+    logprobs: mx.array, drawn: DrawnRows | None, lengths: npt.NDArray[np.int32]
+) -> mx.array:
     """Tokens ``[R]`` int32: the most likely one, or a drawn one."""
     if drawn is None:
         return mx.argmax(logprobs, axis=-1).astype(mx.int32)
-    tokens = _draw(drawn.subset.take(logprobs).astype(mx.float32), drawn)
-    if len(drawn.requests) == len(logprobs):
+    # Counted from the lengths: a request draws the same number if the step is run again.
+    indices = (lengths[drawn.subset.rows] - drawn.num_prompt).astype(np.uint64)
+    tokens = _draw(drawn.subset.take(logprobs).astype(mx.float32), drawn, indices)
+    if drawn.subset.index is None:
         return tokens
     return drawn.subset.put(mx.argmax(logprobs, axis=-1).astype(mx.int32), tokens)
 
@@ -161,10 +178,9 @@ def _token(sampled: object, vocab: int) -> mx.array:
     return mx.clip(sampled, 0, vocab - 1).astype(mx.int32)
 
 
-def _draw(logprobs: mx.array, drawn: DrawnRows) -> mx.array:
-    """Inverse transform sampling: the first token whose cumulated probability exceeds a draw."""
-    # Counted anew in each step: a request draws the same number if the step is run again.
-    indices = np.array([request.num_generated for request in drawn.requests], np.uint64)
+def _draw(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint64]) -> mx.array:
+    """Inverse transform sampling: the first token whose cumulated probability exceeds a draw, which
+    is number `indices` ``[N]`` of each row's stream."""
     kept = _filtered(logprobs, drawn, indices)
     scaled = (kept - kept.max(axis=-1, keepdims=True)) / drawn.temperature
     cumulated = mx.cumsum(mx.exp(scaled), axis=-1)

@@ -62,8 +62,8 @@ class DrawnRows:
     """Rows with a temperature. Subsets within are of these rows."""
 
     subset: Subset
-    requests: list[Request]
     seeds: npt.NDArray[np.uint64]  # [N]
+    num_prompt: npt.NDArray[np.int32]  # [N], tokens before the first that is drawn
     temperature: mx.array  # [N, 1] float32
     log_min_p: mx.array | None  # [N, 1] float32
     ranks: RankFilters | None
@@ -153,8 +153,8 @@ def _drawn(
     log_min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in drawn]
     return DrawnRows(
         subset=Subset(rows, len(params)),
-        requests=[requests[i] for i in rows],
         seeds=np.array([requests[i].seed for i in rows], np.uint64),
+        num_prompt=np.array([requests[i].num_prompt for i in rows], np.int32),
         temperature=_column([max(p.temperature, MIN_TEMPERATURE) for p in drawn]),
         log_min_p=_column(log_min_p) if any(p.min_p > 0 for p in drawn) else None,
         ranks=_ranks(

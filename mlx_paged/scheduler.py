@@ -9,7 +9,7 @@ from mlx_paged.prefix_cache import MissReason
 from mlx_paged.request import Request
 from mlx_paged.shared_prefill import is_under_way
 from mlx_paged.snapshot_plan import SnapshotPlan
-from mlx_paged.step import Span, Step
+from mlx_paged.step import Span, Step, sort_by_pending
 from mlx_paged.victims import VictimPolicy, choose_victim
 from mlx_paged.waiting_queue import Policy, WaitingQueue
 
@@ -132,9 +132,11 @@ class Scheduler:
         if self._suspects:
             self._schedule_suspect(step)
             return step
-        self._retire_exhausted()
-        self._schedule_decodes(step)
-        self._schedule_chunks(step)
+        decodes, chunks, exhausted = sort_by_pending(self.running.values())
+        for request in exhausted:
+            self._retire(request)
+        self._schedule_decodes(step, decodes)
+        self._schedule_chunks(step, chunks)
         self._admit(step)
         return step
 
@@ -173,10 +175,9 @@ class Scheduler:
         if not self.prefix_cache:
             return
         block_size = self.allocator.block_size
-        for span in step.spans:
-            crossed = span.stop // block_size > span.start // block_size
+        for span in [s for s in step.spans if s.stop % block_size < s.stop - s.start]:
             known = span.stop <= len(span.request.tokens)
-            if crossed and known and span.request.id in self.allocator:
+            if known and span.request.id in self.allocator:
                 self.allocator.commit(span.request.id, span.request.tokens, span.stop)
                 for snapshot in span.snapshots:
                     self.allocator.keep(span.request.id, span.request.tokens, snapshot)
@@ -210,17 +211,24 @@ class Scheduler:
 
     # What is computed
 
-    def _retire_exhausted(self) -> None:
-        for request in [r for r in self.running.values() if r.is_exhausted]:
-            self._retire(request)
-
-    def _schedule_decodes(self, step: Step) -> None:
-        for request in [r for r in self.running.values() if r.num_pending == 1]:
+    def _schedule_decodes(self, step: Step, decodes: list[Request]) -> None:
+        if self._is_plain(decodes):
+            positions = [request.num_computed for request in decodes]
+            step.copies += self.allocator.append_each([r.id for r in decodes], positions)
+            step.add_decodes(decodes, positions)
+            return
+        for request in decodes:
             if request.id in self.running:  # not preempted for one before it
                 self._schedule(step, request, 1)
 
-    def _schedule_chunks(self, step: Step) -> None:
-        for request in [r for r in self.running.values() if r.num_pending > 1]:
+    def _is_plain(self, decodes: list[Request]) -> bool:
+        """Whether each of them gets a token and nothing else: no block is given up for it."""
+        if self.window is not None or len(decodes) > self.allocator.num_available:
+            return False
+        return not any([request.samples for request in decodes])
+
+    def _schedule_chunks(self, step: Step, chunks: list[Request]) -> None:
+        for request in chunks:
             budget = self._chunk_budget(step, request)
             if budget > 0 and request.id in self.running:
                 self._schedule(step, request, budget)

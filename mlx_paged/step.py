@@ -1,5 +1,6 @@
 """What one forward of the model is to do. Knows no mlx."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mlx_paged.allocation import BlockCopy
@@ -8,7 +9,7 @@ from mlx_paged.request import Request
 from mlx_paged.snapshots import Snapshot
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen, which would double the time to make one
 class Span:
     """Token positions ``[start, stop)`` of one request, to be computed in this step.
 
@@ -43,6 +44,23 @@ class Span:
         return pieces
 
 
+def sort_by_pending(
+    requests: Iterable[Request],
+) -> tuple[list[Request], list[Request], list[Request]]:
+    """Requests with one token to compute, those with more, and those that want no further one."""
+    decodes, chunks, exhausted = [], [], []
+    for request in requests:  # all of them in every step: properties would double the time
+        num_tokens = len(request.tokens) + request.num_in_flight
+        limit = request.num_prompt + request.params.max_tokens
+        if num_tokens >= limit or request.error is not None:
+            exhausted.append(request)
+        elif num_tokens - request.num_computed == 1:
+            decodes.append(request)
+        elif num_tokens > request.num_computed:
+            chunks.append(request)
+    return decodes, chunks, exhausted
+
+
 @dataclass(slots=True)
 class Step:
     """Spans to compute; `copies` come before anything is written, and so do `restores`: what the
@@ -67,6 +85,15 @@ class Step:
         else:
             self.chunk_tokens += len(span)
             self.chunk_context += (span.stop * (span.stop + 1) - span.start * (span.start + 1)) // 2
+
+    def add_decodes(self, requests: Sequence[Request], positions: Sequence[int]) -> None:
+        """Compute the last token of each request, from which the next one is drawn."""
+        for request, position in zip(requests, positions, strict=True):
+            request.num_computed = position + 1
+            self.spans.append(Span(request, position, position + 1, True))
+        self.requests.update([request.id for request in requests])
+        self.decode_rows += len(positions)
+        self.decode_context += sum(positions) + len(positions)
 
     @property
     def prompt_tokens(self) -> int:

@@ -93,6 +93,20 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.unwritten[seq_id] = admission.num_cached
         return seq_id
 
+    @rule(chosen=st.lists(sequences, max_size=6, unique=True), token=st.integers(0, 2))
+    def append_to_each(self, chosen: list[int], token: int):
+        """A step of decodes."""
+        before = self._snapshot()
+        lengths = [len(self.contents[seq_id]) for seq_id in chosen]
+        try:
+            self.copies += self.allocator.append_each(chosen, lengths)
+        except OutOfBlocksError as error:
+            assert error.needed == len(chosen) > error.available and self._snapshot() == before
+            return
+        for seq_id, length in zip(chosen, lengths, strict=True):
+            self.contents[seq_id].append(token)
+            self.unwritten.setdefault(seq_id, length)
+
     @rule(target=sequences, parent=sequences)
     def fork(self, parent: int) -> int:
         if parent in self.unwritten:

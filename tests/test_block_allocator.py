@@ -242,16 +242,46 @@ def test_mistakes_are_named(call, message):
         call(allocator)
 
 
+def test_what_was_offered_for_reuse_is_no_longer_private_but_the_rest_still_is(monkeypatch):
+    allocator, tokens = BlockAllocator(num_blocks=8, block_size=4), list(range(12))
+    allocator.admit(0, 12)
+    allocator.make_writable(0, 0, 12)
+    allocator.commit(0, tokens, 8)
+    assert allocator.cached_prefix([*tokens, 0]) == 8
+    appended = BlockAllocator.make_writable
+    monkeypatch.setattr(BlockAllocator, "make_writable", None)
+    assert allocator.append_each([0], [8]) == []  # nothing to look up
+    monkeypatch.setattr(BlockAllocator, "make_writable", appended)
+    allocator.make_writable(0, 7, 8)
+    assert allocator.cached_prefix([*tokens, 0]) == 4
+    allocator.check_integrity()
+
+
+def test_one_more_token_each_takes_blocks_only_where_they_are_full():
+    allocator = BlockAllocator(num_blocks=10, block_size=4)
+    for seq_id, num_tokens in enumerate((4, 5, 7, 8)):
+        allocator.admit(seq_id, num_tokens)
+    allocator.fork(1, 5)
+    copies = allocator.append_each([0, 1, 2], [4, 5, 7])
+    assert [len(allocator.table(seq_id)) for seq_id in range(4)] == [2, 2, 2, 2]
+    assert [allocator.num_tokens(seq_id) for seq_id in range(4)] == [5, 6, 8, 8]
+    assert [copy.dst for copy in copies] == [int(allocator.table(1)[1])]
+    allocator.copies_done()
+    allocator.check_integrity()
+    with pytest.raises(OutOfBlocksError):
+        allocator.append_each([0, 1, 2, 3], [5, 6, 8, 8])
+
+
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda a: a._ref_count.__setitem__(int(a.table(0)[0]), 2),
-        lambda a: a._free.append(int(a.table(0)[0])),
-        lambda a: a._free.pop(),
-        lambda a: a._free.append(a._free[-1]),
-        lambda a: a._tables.extend(a._sequences[0].row, [a._free[-1]]),
-        lambda a: a._origin.__setitem__(a._free[-1], a._free[-1]),
-        lambda a: a._origin.__setitem__(int(a.table(0)[0]), int(a.table(0)[1])),
+        lambda a: a._refs.counts.__setitem__(int(a.table(0)[0]), 2),
+        lambda a: a._refs.free.append(int(a.table(0)[0])),
+        lambda a: a._refs.free.pop(),
+        lambda a: a._refs.free.append(a._refs.free[-1]),
+        lambda a: a._tables.extend(a._sequences[0].row, [a._refs.free[-1]]),
+        lambda a: a._refs.origins.__setitem__(a._refs.free[-1], a._refs.free[-1]),
+        lambda a: a._refs.origins.__setitem__(int(a.table(0)[0]), int(a.table(0)[1])),
     ],
     ids=[
         "ref count",

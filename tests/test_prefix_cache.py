@@ -313,7 +313,7 @@ class TestMisses:
         texts = [text((i, BLOCK + 1)) for i in range(EVICTED_PER_BLOCK + 1)]
         for tokens in texts:
             cache.register(0, b"", token_bytes(tokens, 0, BLOCK))
-            cache.set_idle(0)
+            cache.set_idle([0])
             assert cache.evict() == 0
         misses = [cache.match(tokens, BLOCK).miss for tokens in texts]
         assert misses == [MissReason.UNSEEN] + [MissReason.EVICTED] * EVICTED_PER_BLOCK
