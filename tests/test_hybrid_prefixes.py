@@ -164,6 +164,10 @@ def test_tenants_share_nothing(jamba, make_engine):
     assert same.cached_prompt_tokens == LAST_BLOCK
     assert_as_alone(jamba, SYSTEM, other)
     assert_as_alone(jamba, SYSTEM, same)
+    short = text(4)
+    first, _ = completed(engine, short, cache_salt="a", max_tokens=3)
+    second, _ = completed(engine, short + first.tokens + text(1), cache_salt="a")
+    assert second.cached_prompt_tokens == len(short) + 2
 
 
 def test_a_reset_forgets(make_engine):
