@@ -29,13 +29,15 @@ class SnapshotPlan:
     def stop(self, request: Request, start: int, stop: int) -> int:
         """Where a chunk ends that may go as far as `stop`: if more is to come, at the end of a
         block, unless that takes more than half of it away."""
-        whole = stop - stop % self._allocator.block_size
-        if stop == request.num_tokens or 2 * (whole - start) < stop - start:
+        if stop == request.num_tokens:
             return stop
-        return whole
+        whole = stop - stop % self._allocator.block_size
+        return stop if 2 * (whole - start) < stop - start else whole
 
     def on_the_way(self, request: Request, start: int, stop: int) -> tuple[Snapshot, ...]:
         """Snapshots to take while ``[start, stop)`` is computed, by position."""
+        if start == request.num_tokens - 1:
+            return ()  # a decode
         block_size = self._allocator.block_size
         last = (request.num_tokens - 1) // block_size * block_size
         wanted = {position for position in (request.branch, last) if start < position <= stop}
