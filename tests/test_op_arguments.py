@@ -86,8 +86,9 @@ class TestKernelChoice:
             assert ops.kernel_for(device) == "reference"
             monkeypatch.setattr(ops._ext.metal, "has_metal", lambda: True)
             assert ops.kernel_for(device) == "native"
+            assert ops.kernel_for(device, 576, 512) == "native"
             assert ops.kernel_for(device, 65, 64) == "reference"
-            assert ops.kernel_for(device, 64, 260) == "reference"
+            assert ops.kernel_for(device, 64, 580) == "reference"
 
     def test_the_op_asks_for_its_own_heads(self, monkeypatch):
         asked = []
