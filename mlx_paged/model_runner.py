@@ -166,7 +166,11 @@ class ModelRunner:
         if self.batching is Batching.SINGLE:
             return (), spans
         decodes = [span for span in spans if span.start > 0 and len(span) == 1]
-        return decodes, [span for span in spans if span.start == 0 or len(span) > 1]
+        if self._is_recurrent:
+            alike = self.states.alike(span.request.id for span in decodes)
+            decodes = [span for span in decodes if span.request.id in alike]
+        shared = {span.request.id for span in decodes}
+        return decodes, [span for span in spans if span.request.id not in shared]
 
     def _forward(self, batch: Batch) -> mx.array:
         """Logits ``[R, vocab]`` of the batch's sampled rows."""

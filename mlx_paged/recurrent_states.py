@@ -8,6 +8,8 @@ from mlx_lm.models.cache import ArraysCache
 LayerState = list[mx.array | None]
 States = list[LayerState]
 """Of one sequence, layer by layer."""
+StateShapes = tuple[tuple[int, ...] | None, ...]
+"""Of all arrays of a sequence's states, without the axis along which sequences are joined."""
 
 
 class RecurrentStates:
@@ -20,6 +22,15 @@ class RecurrentStates:
     def __init__(self, caches: Sequence[ArraysCache]) -> None:
         self._caches = list(caches)
         self._states: dict[int, States] = {}
+        self._shapes: dict[int, StateShapes] = {}
+
+    def alike(self, seq_ids: Iterable[int]) -> set[int]:
+        """The sequences that may be joined: those with states of the shapes that most have. Some
+        states grow with a text's first tokens, until they hold as many as the model looks back."""
+        kinds: dict[StateShapes, set[int]] = {}
+        for seq_id in seq_ids:
+            kinds.setdefault(self._shapes.get(seq_id, ()), set()).add(seq_id)
+        return max(kinds.values(), key=len, default=set())
 
     def load(self, seq_ids: Sequence[int]) -> None:
         """Put these sequences' states into the model's caches; an unknown sequence starts empty."""
@@ -30,7 +41,9 @@ class RecurrentStates:
 
     def store(self, seq_ids: Sequence[int]) -> None:
         """Take the sequences' states out of the model's caches after a forward."""
+        shapes = shapes_of(cache.cache for cache in self._caches)
         for row, seq_id in enumerate(seq_ids):
+            self._shapes[seq_id] = shapes
             self._states[seq_id] = [
                 [_row(array, row, len(seq_ids)) for array in cache.cache] for cache in self._caches
             ]
@@ -38,11 +51,12 @@ class RecurrentStates:
     def drop(self, seq_id: int) -> None:
         """Forget a sequence that ended or will be computed again."""
         self._states.pop(seq_id, None)
+        self._shapes.pop(seq_id, None)
 
     def fork(self, parent: int, child: int) -> None:
         """Let `child` start with its parent's states; arrays are never changed in place."""
         if parent in self._states:
-            self._states[child] = self._states[parent]
+            self._states[child], self._shapes[child] = self._states[parent], self._shapes[parent]
 
     def copy(self, seq_id: int) -> States | None:
         """A sequence's states, to be kept for long; None if it has none.
@@ -57,11 +71,12 @@ class RecurrentStates:
 
     def restore(self, seq_id: int, states: States) -> None:
         """Let a sequence go on from a copy."""
-        self._states[seq_id] = states
+        self._states[seq_id], self._shapes[seq_id] = states, shapes_of(states)
 
     def clear(self) -> None:
         """Forget every sequence, and what the model's caches hold."""
         self._states.clear()
+        self._shapes.clear()
         for cache in self._caches:
             cache.cache = [None] * len(cache.cache)
 
@@ -76,6 +91,11 @@ class RecurrentStates:
 def arrays_of(states: Iterable[LayerState]) -> list[mx.array]:
     """The arrays that a sequence's states consist of."""
     return [array for layer in states for array in layer if array is not None]
+
+
+def shapes_of(states: Iterable[LayerState]) -> StateShapes:
+    """The shapes by which sequences may be joined."""
+    return tuple(None if a is None else a.shape[1:] for layer in states for a in layer)
 
 
 def _join(arrays: Sequence[mx.array | None]) -> mx.array | None:
