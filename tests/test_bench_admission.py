@@ -54,9 +54,10 @@ def test_both_kinds_of_batches_hold_the_same_after_every_call(model):
 
 
 def test_memory_is_that_of_the_call_alone():
+    mx.eval(mx.ones(1 << 24) + 1)  # a higher peak, before
     kept = []
     cost = cost_of(lambda: kept.append(mx.ones(1 << 20)) or mx.eval(kept, mx.ones(1 << 19) + 1))
-    assert cost.kept == 4 << 20 and cost.peak >= 6 << 20
+    assert cost.kept == 4 << 20 and 6 << 20 <= cost.peak < 16 << 20
     assert cost_of(kept.clear).kept == -(4 << 20)
 
 
