@@ -98,7 +98,7 @@ class Streams:
                 ended: set[int] = set()
                 while uid not in ended:
                     ended = {response.uid for response in self._generator.next()[1]}
-                    num_steps += 1
+                    num_steps += bool(ended - {uid})  # a call may tell of prompts alone
                 self._generator.next()
                 num_steps += 1
 

@@ -54,9 +54,10 @@ def test_both_kinds_of_batches_hold_the_same_after_every_call(model):
 
 
 def test_memory_is_that_of_the_call_alone():
+    mx.eval(mx.ones(1 << 24) + 1)  # a higher peak, before
     kept = []
     cost = cost_of(lambda: kept.append(mx.ones(1 << 20)) or mx.eval(kept, mx.ones(1 << 19) + 1))
-    assert cost.kept == 4 << 20 and cost.peak >= 6 << 20
+    assert cost.kept == 4 << 20 and 6 << 20 <= cost.peak < 16 << 20
     assert cost_of(kept.clear).kept == -(4 << 20)
 
 
@@ -83,13 +84,15 @@ def test_a_table_shows_medians_over_rounds():
 
 
 def test_a_visit_is_what_it_takes_beyond_the_steps_of_the_others(monkeypatch):
-    """Plain steps of 2 s; the visitor's two steps take 3 s and 5 s, its insertion 1 s."""
+    """Plain steps of 2 s; the visitor's two steps take 3 s and 5 s, its insertion 1 s. A call that
+    only tells how far its prompt got is none."""
     now = [0.0]
-    seconds = iter([2, 2, 2, 3, 5, 2, 2, 2])
+    seconds = iter([2, 2, 2, 0, 3, 5, 2, 2, 2])
     monkeypatch.setattr(admission.time, "perf_counter", lambda: now[0])
 
     class Response:
-        uid = 7
+        def __init__(self, uid):
+            self.uid = uid
 
     class Generator:
         calls = 0
@@ -101,7 +104,8 @@ def test_a_visit_is_what_it_takes_beyond_the_steps_of_the_others(monkeypatch):
         def next(self):
             now[0] += next(seconds)
             self.calls += 1
-            return [], [Response] if self.calls == 4 else []
+            uids = {4: [], 5: [0, 7]}.get(self.calls, [0])
+            return [], [Response(uid) for uid in uids]
 
     assert admission.Streams(Generator()).visit([1]).ms == pytest.approx(1000 * (1 + 8 - 2 * 2))
 
