@@ -98,6 +98,12 @@ Floats load_partial(const T* from, int count) {
   return load(elements);
 }
 
+// The first kLanes of `count` elements; zeros behind the last.
+template <typename T>
+Floats load_up_to(const T* from, int count) {
+  return count < kLanes ? load_partial(from, count) : load(from);
+}
+
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
 template <int kDistance, size_t... kLane>
@@ -148,6 +154,20 @@ template <int kHalf = kLanes / 2>
     return sum_each<kHalf / 2>(x);
   } else {
     return x[0];
+  }
+}
+
+// Transposes kLanes registers as a square matrix.
+template <int kHalf = kLanes / 2>
+[[gnu::always_inline]] inline void transpose(Floats* x) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if ((i & kHalf) == 0) {
+      exchange<kHalf>(x[i], x[i + kHalf], std::make_index_sequence<kLanes>());
+    }
+  }
+  if constexpr (kHalf > 1) {
+    transpose<kHalf / 2>(x);
   }
 }
 
