@@ -20,8 +20,7 @@ void initialise(const SoftmaxState& state, int32_t num_rows) {
 // product in another order than those with fewer rows.
 constexpr int32_t kPackedRows = 16;
 
-// While the keys and values of a tile are used, those of `next` are brought nearer, line for line,
-// by the first block of rows.
+// While the keys and values of a tile are used, the first block of rows asks for those of `next`.
 template <typename T>
 struct FewRows {
   static void score(const AttentionArgs& args, const RowTile& rows, const KernelScratch& scratch,
@@ -97,8 +96,8 @@ void attend_tile(const AttentionArgs& args, const RowTile& rows, const KernelScr
     if (rows.rows[r].attn) {
       __builtin_memcpy(rows.rows[r].attn + tile.begin, row_scores, sizeof(float) * tile.num_keys);
     }
-    rescale[r] = update_softmax(row_scores, tile.num_keys, state.m[r], state.l[r]);
   }
+  update_softmax(scores, rows.num_rows, tile.num_keys, state, rescale);
   if (args.mask) {
     drop_unattended(scores, rows.num_rows, static_cast<const T*>(scratch.zeros), tile);
   }
@@ -119,6 +118,7 @@ void stream_keys(const AttentionArgs& args, const RowTile& rows, int32_t key_beg
   fill(nowhere, 0, kKeyTile, zeros);
   int32_t begin = key_begin / kKeyTile * kKeyTile;
   locate(args, rows, begin, key_begin, key_end, zeros, tiles[0]);
+  prefetch_pages<T>(args, rows, begin + kKeyTile, key_end);
   prefetch_rows(tiles[0].k, tiles[0].num_keys, args.head_dim);
   prefetch_rows(tiles[0].v, tiles[0].num_keys, args.value_dim);
   for (int current = 0; begin < key_end; begin += kKeyTile, current ^= 1) {
@@ -127,6 +127,7 @@ void stream_keys(const AttentionArgs& args, const RowTile& rows, int32_t key_beg
       next = &tiles[current ^ 1];
       locate(args, rows, begin + kKeyTile, key_begin, key_end, zeros, *next);
     }
+    prefetch_pages<T>(args, rows, begin + 2 * kKeyTile, key_end);
     attend_tile<Products>(args, rows, scratch, state, tiles[current], *next, nowhere);
   }
 }

@@ -11,7 +11,8 @@ namespace mlx_paged::cpu::KERNEL_ISA {
 // scores[r][key] = q[r] . k[key] for kRows rows and as many keys as the accumulators allow.
 template <int kRows, typename T>
 [[gnu::always_inline]] inline void score_block(const float* q, int32_t q_stride, int32_t head_dim,
-                                               const T* const* k, float* scores) {
+                                               const T* const* k, const T* const* next_k,
+                                               float* scores) {
   constexpr int kKeys = kAccumulators / kRows;
   static_assert(kKeyGroup % kKeys == 0);
   Floats sum[kAccumulators];
@@ -27,6 +28,9 @@ template <int kRows, typename T>
 #pragma GCC unroll 16
     for (int key = 0; key < kKeys; ++key) {
       const Floats k_d = load_key(k[key] + d);
+      if (d * sizeof(T) % kCacheLine == 0) {
+        prefetch(next_k[key] + d);
+      }
       for (int r = 0; r < kRows; ++r) {
         sum[r * kKeys + key] += k_d * q_d[r];
       }
@@ -41,7 +45,7 @@ template <int kRows, typename T>
   }
   float totals[kAccumulators];
   for (int i = 0; i < kAccumulators; i += kLanes) {
-    store(totals + i, sum_each(sum + i));
+    store(totals + i, sum_each<kLanes>(sum + i));
   }
   for (int r = 0; r < kRows; ++r) {
     __builtin_memcpy(scores + r * kKeyTile, totals + r * kKeys, sizeof(float) * kKeys);
@@ -53,27 +57,14 @@ template <int kRows, typename T>
                                   int32_t q_stride, int32_t head_dim, float* scores) {
   constexpr int kKeys = kAccumulators / kRows;
   for (int32_t key = 0; key < tile.num_keys; key += kKeys) {
-    prefetch_rows(next.k + key, kKeys, head_dim);
-    score_block<kRows>(q, q_stride, head_dim, tile.k + key, scores + key);
+    score_block<kRows>(q, q_stride, head_dim, tile.k + key, next.k + key, scores + key);
   }
 }
-
-// Rows of the next tile to ask for on the way: so many with each group of kPrefetchGroup keys.
-template <typename T>
-struct Ahead {
-  const T* const* rows;
-  int32_t per_group;
-  int32_t width;
-};
-
-// Whole rows, in the order of their addresses and a few at a time: lines that are asked for one by
-// one, or across rows, keep the loads of the current tile waiting.
-inline constexpr int32_t kPrefetchGroup = 4;
 
 // kRows rows of o = o * rescale + weights . v over the tile's keys, for kColumns registers of
 // columns. If kPartial, only the first `width` columns exist.
 template <int kRows, int kColumns, bool kPartial, typename T>
-[[gnu::noinline]] void accumulate_block(const KeyTile<T>& tile, const Ahead<T>& ahead,
+[[gnu::noinline]] void accumulate_block(const KeyTile<T>& tile, const KeyTile<T>& next,
                                         int32_t column, int32_t width, const float* weights,
                                         const float* rescale, float* o, int32_t o_stride) {
   Floats sum[kRows][kColumns];
@@ -83,14 +74,13 @@ template <int kRows, int kColumns, bool kPartial, typename T>
     }
   }
   for (int32_t key = 0; key < tile.num_keys; ++key) {
-    if (key % kPrefetchGroup == 0) {
-      prefetch_rows(ahead.rows + key / kPrefetchGroup * ahead.per_group, ahead.per_group,
-                    ahead.width);
-    }
     const T* row = tile.v[key] + column;
     Floats v[kColumns];
     for (int c = 0; c < kColumns; ++c) {
       v[c] = kPartial ? load_partial(row, width) : load(row + c * kLanes);
+    }
+    for (int c = 0; c < kColumns * kLanes; c += kCacheLine / sizeof(T)) {
+      prefetch(next.v[key] + column + c);
     }
     for (int r = 0; r < kRows; ++r) {
       const Floats weight = broadcast(weights[r * kKeyTile + key]);
@@ -109,17 +99,9 @@ template <int kRows, int kColumns, bool kPartial, typename T>
 template <int kRows, typename T>
 void accumulate_rows(const KeyTile<T>& tile, const KeyTile<T>& next, int32_t value_dim,
                      const float* weights, const float* rescale, float* o, int32_t o_stride) {
-  // The panels share the rows of `next` evenly.
-  const int32_t num_panels = (value_dim + kColumnBlock * kLanes - 1) / (kColumnBlock * kLanes);
-  const int32_t per_group = (kPrefetchGroup + num_panels - 1) / num_panels;
-  Ahead<T> ahead = {next.v, per_group, value_dim};
   const auto panel = [&]<int kColumns, bool kPartial>(int32_t column) {
-    accumulate_block<kRows, kColumns, kPartial>(tile, ahead, column, value_dim - column, weights,
+    accumulate_block<kRows, kColumns, kPartial>(tile, next, column, value_dim - column, weights,
                                                 rescale, o + column, o_stride);
-    ahead.rows += kKeyTile / kPrefetchGroup * per_group;
-    if (ahead.rows >= next.v + kKeyTile) {
-      ahead.per_group = 0;
-    }
   };
   int32_t column = 0;
   for (; column + kColumnBlock * kLanes <= value_dim; column += kColumnBlock * kLanes) {
