@@ -30,7 +30,8 @@ struct Workspace {
     const int64_t queries = int64_t{kMaxRows} * padded(args.head_dim);
     const int64_t scores = int64_t{kMaxRows} * kKeyTile;
     const int64_t state = state_floats(kMaxRows, o_stride);
-    const int64_t size = kAlignment + zeros + queries + scores + 2 * state;
+    const int64_t packed = zeros * kKeyTile;
+    const int64_t size = kAlignment + zeros + queries + scores + packed + 2 * state;
     if (static_cast<int64_t>(memory_.size()) < size) {
       memory_.resize(size);
     }
@@ -41,6 +42,7 @@ struct Workspace {
     std::fill(zero_row, zero_row + zeros, 0.0f);
     kernel.zeros = zero_row;
     kernel.scores = take(scores);
+    kernel.packed = take(packed);
     q = take(queries);
     total = state_at(take(state), kMaxRows, o_stride);
     part = state_at(take(state), kMaxRows, o_stride);

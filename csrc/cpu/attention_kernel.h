@@ -12,7 +12,7 @@ namespace mlx_paged::cpu {
 // row's result does not depend on its neighbours.
 inline constexpr int kKeyTile = 64;
 // Query rows, pairs of (token, head), that share one pass over the keys of their KV head.
-inline constexpr int kMaxRows = 32;
+inline constexpr int kMaxRows = 64;
 
 // One query of one head.
 struct QueryRow {
@@ -52,6 +52,7 @@ static inline int32_t padded(int32_t width) { return (width + 15) / 16 * 16; }
 struct KernelScratch {
   const void* zeros;  // max(D, D_v) zero elements of any dtype: the row of a key not to be read
   float* scores;      // [kMaxRows, kKeyTile]
+  float* packed;      // [max(D, D_v) padded, kKeyTile]
 };
 
 // Streams keys [key_begin, key_end) through `state`, which it initialises. Writes scores to the

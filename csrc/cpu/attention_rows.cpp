@@ -60,8 +60,13 @@ void load_query(const AttentionArgs& args, int32_t batch, const QueryRow& row, f
       batch * args.q_strides[0] + row.head * args.q_strides[1] + row.token * args.q_strides[2];
   dispatch_float(args.q_dtype, [&]<typename T>(T*) {
     const T* from = static_cast<const T*>(args.q) + at;
+    const int64_t stride = args.q_strides[3];
+    if (stride == 1) {
+      std::transform(from, from + args.head_dim, q, [](T x) { return static_cast<float>(x); });
+      return;
+    }
     for (int32_t d = 0; d < args.head_dim; ++d) {
-      q[d] = static_cast<float>(from[d * args.q_strides[3]]);
+      q[d] = static_cast<float>(from[d * stride]);
     }
   });
   if (args.rope_freqs) {

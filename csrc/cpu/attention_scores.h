@@ -77,30 +77,51 @@ void adjust_scores(const AttentionArgs& args, const QueryRow& row, const KeyTile
   hide_outside(row.key_begin - tile.begin, row.key_end - tile.begin, tile.num_keys, scores);
 }
 
-// Turns one row's scores into weights relative to the new running maximum, updates m and l, and
-// returns the factor that brings o to that maximum.
-inline float update_softmax(float* scores, int32_t num_keys, float& m, float& l) {
-  Floats highest = broadcast(m);
-  for (int32_t i = 0; i < num_keys; i += kLanes) {
-    highest = maximum(highest, load(scores + i));
-  }
-  const float new_m = reduce_max(highest);
-  if (new_m == -kInfinity) {
-    for (int32_t i = 0; i < num_keys; i += kLanes) {
-      store(scores + i, Floats{});
+// Turns the scores of kRows rows into weights relative to their new running maxima, updates m and
+// l, and writes the factors that bring o to those maxima. Reads kLanes elements of m and l.
+template <int kRows>
+[[gnu::noinline]] void update_softmax(float* scores, int32_t num_keys, float* m, float* l,
+                                      float* rescale) {
+  Floats highest[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    highest[r] = load(scores + r * kKeyTile);
+    for (int32_t i = kLanes; i < num_keys; i += kLanes) {
+      highest[r] = maximum(highest[r], load(scores + r * kKeyTile + i));
     }
-    return 1;
   }
-  Floats sum = {};
-  for (int32_t i = 0; i < num_keys; i += kLanes) {
-    const Floats weight = exp(load(scores + i) - new_m);
-    store(scores + i, weight);
-    sum += weight;
+  const Floats old_m = load(m);
+  const Floats new_m = maximum(old_m, max_each<kRows>(highest));
+  // Rows that have seen no key yet keep weights of 0.
+  const Floats shift = new_m == -kInfinity ? Floats{} : new_m;
+  const Floats factor = exp(old_m - shift);
+  float shifts[kLanes];
+  store(shifts, shift);
+  Floats sum[kRows];
+  for (int r = 0; r < kRows; ++r) {
+    sum[r] = Floats{};
+    for (int32_t i = 0; i < num_keys; i += kLanes) {
+      const Floats weight = exp(load(scores + r * kKeyTile + i) - shifts[r]);
+      store(scores + r * kKeyTile + i, weight);
+      sum[r] += weight;
+    }
   }
-  const float rescale = exp(broadcast(m - new_m))[0];
-  l = l * rescale + reduce_sum(sum);
-  m = new_m;
-  return rescale;
+  store_first<kRows>(l, load(l) * factor + sum_each<kRows>(sum));
+  store_first<kRows>(m, new_m);
+  store_first<kRows>(rescale, factor);
+}
+
+inline void update_softmax(float* scores, int32_t num_rows, int32_t num_keys,
+                           const SoftmaxState& state, float* rescale) {
+  int32_t row = 0;
+  const auto update = [&]<int kRows>() {
+    for (; row + kRows <= num_rows; row += kRows) {
+      update_softmax<kRows>(scores + row * kKeyTile, num_keys, state.m + row, state.l + row,
+                            rescale + row);
+    }
+  };
+  update.template operator()<kLanes>();
+  update.template operator()<4>();
+  update.template operator()<1>();
 }
 
 // Points the values of keys that no row attends to zeros: a weight of 0 does not hide a NaN.

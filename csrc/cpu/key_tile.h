@@ -22,7 +22,7 @@ struct KeyTile {
   bool has_holes;  // some keys are in blocks outside the pool
   const T* k[kKeyTile];
   const T* v[kKeyTile];
-  float hole_bias[kKeyTile];  // -inf for such keys, else 0
+  float hole_bias[kKeyTile];  // -inf for such keys, else 0; unset if there are none
 };
 
 // Points keys [first, kKeyTile) to zeros.
@@ -30,7 +30,6 @@ template <typename T>
 void fill(KeyTile<T>& tile, int32_t first, int32_t end, const T* zeros) {
   for (int32_t i = first; i < end; ++i) {
     tile.k[i] = tile.v[i] = zeros;
-    tile.hole_bias[i] = 0;
   }
 }
 
@@ -44,6 +43,8 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
   tile.has_holes = false;
   const T* k_head = static_cast<const T*>(args.k) + rows.kv_head * args.k_strides[0];
   const T* v_head = static_cast<const T*>(args.v) + rows.kv_head * args.v_strides[0];
+  const int64_t k_stride = args.k_strides[2];
+  const int64_t v_stride = args.v_strides[2];
   const int32_t* table = args.block_tables + rows.batch * args.block_tables_strides[0];
 
   int32_t i = key_begin > begin ? key_begin - begin : 0;
@@ -55,7 +56,10 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
     const int32_t end = i + left < tile.num_keys ? i + left : tile.num_keys;
     const int32_t id = table[block * args.block_tables_strides[1]];
     if (id < 0 || id >= args.num_blocks) {
-      tile.has_holes = true;
+      if (!tile.has_holes) {
+        tile.has_holes = true;
+        __builtin_memset(tile.hole_bias, 0, sizeof tile.hole_bias);
+      }
       fill(tile, i, end, zeros);
       for (; i < end; ++i) {
         tile.hole_bias[i] = -kInfinity;
@@ -64,10 +68,9 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
     }
     const T* k = k_head + id * args.k_strides[1] + offset * args.k_strides[2];
     const T* v = v_head + id * args.v_strides[1] + offset * args.v_strides[2];
-    for (; i < end; ++i, k += args.k_strides[2], v += args.v_strides[2]) {
+    for (; i < end; ++i, k += k_stride, v += v_stride) {
       tile.k[i] = k;
       tile.v[i] = v;
-      tile.hole_bias[i] = 0;
     }
   }
   fill(tile, i, kKeyTile, zeros);
@@ -75,13 +78,37 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
 
 // Asks for a cache line in the second-level cache: a tile and its successor together would evict
 // each other from the first level.
-inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
+//
+// Always inlined, as its callers here are: gcc finds a function that does nothing else to have no
+// effect, and drops calls of it.
+[[gnu::always_inline]] inline void prefetch(const void* address) {
+  __builtin_prefetch(address, 0, 2);
+}
 
 template <typename T>
-void prefetch_rows(const T* const* rows, int32_t count, int32_t width) {
+[[gnu::always_inline]] inline void prefetch_rows(const T* const* rows, int32_t count,
+                                                 int32_t width) {
   for (int32_t i = 0; i < count; ++i) {
     for (int32_t d = 0; d < width; d += kCacheLine / sizeof(T)) {
       prefetch(rows[i] + d);
+    }
+  }
+}
+
+// Asks for one line of each block that holds keys of the tile at `begin`: the translation of its
+// page's address takes longer than the lines that follow.
+template <typename T>
+[[gnu::always_inline]] inline void prefetch_pages(const AttentionArgs& args, const RowTile& rows,
+                                                  int32_t begin, int32_t key_end) {
+  const T* k_head = static_cast<const T*>(args.k) + rows.kv_head * args.k_strides[0];
+  const T* v_head = static_cast<const T*>(args.v) + rows.kv_head * args.v_strides[0];
+  const int32_t* table = args.block_tables + rows.batch * args.block_tables_strides[0];
+  const int32_t end = key_end - begin < kKeyTile ? key_end : begin + kKeyTile;
+  for (int32_t key = begin; key < end; key += args.block_size) {
+    const int32_t id = table[key / args.block_size * args.block_tables_strides[1]];
+    if (id >= 0 && id < args.num_blocks) {
+      prefetch(k_head + id * args.k_strides[1]);
+      prefetch(v_head + id * args.v_strides[1]);
     }
   }
 }

@@ -49,6 +49,11 @@ inline Floats load(const float* from) {
 
 inline void store(float* to, Floats x) { __builtin_memcpy(to, &x, sizeof x); }
 
+template <int kCount>
+inline void store_first(float* to, Floats x) {
+  __builtin_memcpy(to, &x, kCount * sizeof(float));
+}
+
 // kLanes 16-bit elements, zero-extended. gcc 12 takes the portable form apart into half registers.
 inline Words load_words(const void* from) {
 #if defined(__AVX512F__)
@@ -98,30 +103,50 @@ Floats load_partial(const T* from, int count) {
   return load(elements);
 }
 
-inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
-
-template <int kDistance, size_t... kLane>
-Floats swap_lanes(Floats x, std::index_sequence<kLane...>) {
-  return __builtin_shufflevector(x, x, (kLane ^ kDistance)...);
+// The first kLanes of `count` elements; zeros behind the last.
+template <typename T>
+Floats load_up_to(const T* from, int count) {
+  return count < kLanes ? load_partial(from, count) : load(from);
 }
 
-// Combines all lanes pairwise; every lane holds the result.
-template <int kDistance = kLanes / 2, typename Combine>
-Floats reduce(Floats x, Combine combine) {
-  if constexpr (kDistance == 0) {
-    return x;
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+
+// Combines the halves of each pair of blocks of kHalf lanes: those of a in the first block, those
+// of b in the second.
+template <int kHalf, typename Combine, size_t... kLane>
+[[gnu::always_inline]] inline Floats fold(Floats a, Floats b, Combine combine,
+                                          std::index_sequence<kLane...>) {
+  const Floats kept = __builtin_shufflevector(a, b, (kLane & kHalf ? kLanes + kLane : kLane)...);
+  const Floats moved =
+      __builtin_shufflevector(a, b, (kLane & kHalf ? kLanes + kLane - kHalf : kLane + kHalf)...);
+  return combine(kept, moved);
+}
+
+// Lane i < kCount of the result combines the lanes of x[i], for kCount registers, a power of two
+// up to kLanes, which it overwrites. The order does not depend on kCount.
+template <int kCount, int kHalf = kLanes / 2, typename Combine>
+[[gnu::always_inline]] inline Floats fold_each(Floats* x, Combine combine) {
+  constexpr int kLeft = kCount < kHalf ? kCount : kHalf;
+#pragma GCC unroll 16
+  for (int i = 0; i < kLeft; ++i) {
+    x[i] = fold<kHalf>(x[i], x[kCount > kHalf ? i + kHalf : i], combine,
+                       std::make_index_sequence<kLanes>());
+  }
+  if constexpr (kHalf > 1) {
+    return fold_each<kLeft, kHalf / 2>(x, combine);
   } else {
-    x = combine(x, swap_lanes<kDistance>(x, std::make_index_sequence<kLanes>()));
-    return reduce<kDistance / 2>(x, combine);
+    return x[0];
   }
 }
 
-inline float reduce_max(Floats x) {
-  return reduce(x, [](Floats a, Floats b) { return maximum(a, b); })[0];
+template <int kCount>
+[[gnu::always_inline]] inline Floats sum_each(Floats* x) {
+  return fold_each<kCount>(x, [](Floats a, Floats b) { return a + b; });
 }
 
-inline float reduce_sum(Floats x) {
-  return reduce(x, [](Floats a, Floats b) { return a + b; })[0];
+template <int kCount>
+[[gnu::always_inline]] inline Floats max_each(Floats* x) {
+  return fold_each<kCount>(x, [](Floats a, Floats b) { return maximum(a, b); });
 }
 
 // Exchanges the off-diagonal blocks of kHalf lanes: low takes the first half of each pair of blocks
@@ -135,19 +160,17 @@ template <int kHalf, size_t... kLane>
   high = __builtin_shufflevector(a, b, (kLane & kHalf ? kLanes + kLane : kLane + kHalf)...);
 }
 
-// Lane i of the result is the sum of the lanes of x[i], for kLanes registers, which it overwrites:
-// pairs of them are folded until one is left. All sums have the same order of additions.
+// Transposes kLanes registers as a square matrix.
 template <int kHalf = kLanes / 2>
-[[gnu::always_inline]] inline Floats sum_each(Floats* x) {
-#pragma GCC unroll 8
-  for (int i = 0; i < kHalf; ++i) {
-    exchange<kHalf>(x[i], x[i + kHalf], std::make_index_sequence<kLanes>());
-    x[i] += x[i + kHalf];
+[[gnu::always_inline]] inline void transpose(Floats* x) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if ((i & kHalf) == 0) {
+      exchange<kHalf>(x[i], x[i + kHalf], std::make_index_sequence<kLanes>());
+    }
   }
   if constexpr (kHalf > 1) {
-    return sum_each<kHalf / 2>(x);
-  } else {
-    return x[0];
+    transpose<kHalf / 2>(x);
   }
 }
 
