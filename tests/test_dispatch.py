@@ -154,6 +154,7 @@ def test_a_table_decides_for_chunks_and_for_decodes(rows, of_chunk, of_decodes, 
         (17, 100, "gather"),
         (1, 100, "paged"),  # beyond what was measured, as at its edge
         (999, 100, "gather"),
+        (0, 0, "paged"),
         (4, 10, "paged"),
         (4, 390, "paged"),  # of contexts alike: level at 400
         (4, 410, "gather"),
