@@ -286,6 +286,15 @@ def test_default_means_the_shipped_table_whatever_the_user_has():
     assert LLAMA in dispatcher().table.timings
 
 
+def test_the_shipped_table_names_its_machine_and_knows_no_gpu():
+    shipped = dispatch.shipped_table()
+    assert {heads.device for heads in shipped.timings} == {shipped.about["device"]} == {"cpu"}
+    assert shipped.about["cpu"] and shipped.about["blas"] and shipped.about["cores"] >= 1
+    gpu = Heads("gpu", "float16", 4, 128, 128)
+    paths = [Dispatcher(shipped).path(gpu, length, 4096) for length in (1, 512)]
+    assert paths == ["paged", "gather"]
+
+
 def test_tables_are_cached_where_the_system_keeps_caches(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert table_path() == tmp_path / "caches" / "mlx_paged" / "attention_paths.json"
