@@ -50,6 +50,7 @@ def time_case(
 
         return run
 
+    reader.read()  # wakes its threads
     runs = {READ: reader.read} | {name: over_layers(c) for name, c in contenders.items()}
     times = in_turns(runs, rounds, budget_s, clock)
     return summary(case, times, reader) | {"error": float(f"{error:.2g}")}

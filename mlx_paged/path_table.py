@@ -74,9 +74,9 @@ class _Surface:
         ]
 
     def gain(self, length: int, context: int) -> float:
-        log_context = math.log(context)
+        log_context = math.log(max(context, 1))
         gains = [np.interp(log_context, contexts, gains) for contexts, gains in self.rows]
-        return float(np.interp(math.log(length), self.log_lengths, gains))
+        return float(np.interp(math.log(max(length, 1)), self.log_lengths, gains))
 
 
 class PathTable:

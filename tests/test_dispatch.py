@@ -153,6 +153,7 @@ def test_a_table_decides_for_chunks_and_for_decodes(rows, of_chunk, of_decodes, 
         (17, 100, "gather"),
         (1, 100, "paged"),  # beyond what was measured, as at its edge
         (999, 100, "gather"),
+        (0, 0, "paged"),
         (4, 10, "paged"),
         (4, 390, "paged"),  # of contexts alike: level at 400
         (4, 410, "gather"),
@@ -282,6 +283,15 @@ def test_default_means_the_shipped_table_whatever_the_user_has():
     with attending_by("default"):
         assert dispatcher().table.as_json() == dispatch.shipped_table().as_json()
     assert LLAMA in dispatcher().table.timings
+
+
+def test_the_shipped_table_names_its_machine_and_knows_no_gpu():
+    shipped = dispatch.shipped_table()
+    assert {heads.device for heads in shipped.timings} == {shipped.about["device"]} == {"cpu"}
+    assert shipped.about["cpu"] and shipped.about["blas"] and shipped.about["cores"] >= 1
+    gpu = Heads("gpu", "float16", 4, 128, 128)
+    paths = [Dispatcher(shipped).path(gpu, length, 4096) for length in (1, 512)]
+    assert paths == ["paged", "gather"]
 
 
 def test_tables_are_cached_where_the_system_keeps_caches(monkeypatch, tmp_path):
