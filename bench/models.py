@@ -14,7 +14,7 @@ from mlx_lm.models import llama
 from mlx_paged.common_args import number
 
 AT_LEAST_TWO = number(int, 2, 2**31, "a whole number >= 2")
-"""An argument type, beside those of mlx_paged.generate_args."""
+"""An argument type, beside those of mlx_paged.common_args."""
 
 REFERENCE: dict[str, Any] = {
     "hidden_size": 512,

@@ -274,7 +274,8 @@ class EngineCore:
         result = self._pipeline.advance(ahead)
         self._recorder.take_in()
         try:
-            self._note_first_tokens(result.choices)
+            if result.prompt_tokens:  # a first token comes with the prompt's last one
+                self._note_first_tokens(result.choices)
             for choice in result.choices:
                 output = self._take_in(choice)
                 if output is not None:

@@ -5,14 +5,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from mlx_paged.allocation import ceil_div
+from mlx_paged.kv_reads import STOCK_GROWTH, Contexts
 
 NUM_TTFTS = 10_000
 """Latest times to first token that count in the statistics."""
-
-STOCK_GROWTH = 256
-"""Tokens by which mlx-lm's own caches grow."""
 
 
 @dataclass(slots=True)
@@ -69,13 +66,13 @@ class EngineStats:
         self.peak_running = max(self.peak_running, spans)
         self.peak_blocks_in_use = max(self.peak_blocks_in_use, blocks_in_use)
 
-    def record_memory(self, lengths: npt.NDArray[np.int64]) -> None:
-        """Compare with other caches, given the tokens of each running sequence."""
-        grown = -(-lengths // STOCK_GROWTH) * STOCK_GROWTH
-        padded = grown.size * int(grown.max(initial=0)) * self.token_bytes
-        self.peak_live_tokens = max(self.peak_live_tokens, int(lengths.sum()))
-        self.padded_kv_bytes = max(self.padded_kv_bytes, int(padded))
-        contiguous = int(int(grown.sum()) * self.token_bytes)
+    def record_memory(self, contexts: Contexts) -> None:
+        """Compare with other caches, given what each running sequence has."""
+        growth_bytes = STOCK_GROWTH * self.token_bytes
+        padded = int(contexts.stops.size * ceil_div(contexts.longest, STOCK_GROWTH) * growth_bytes)
+        contiguous = int(contexts.stock_steps * growth_bytes)
+        self.peak_live_tokens = max(self.peak_live_tokens, contexts.total)
+        self.padded_kv_bytes = max(self.padded_kv_bytes, padded)
         self.contiguous_kv_bytes = max(self.contiguous_kv_bytes, contiguous)
 
     def as_dict(self) -> dict[str, Any]:

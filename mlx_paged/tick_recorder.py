@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from mlx_paged.gc_pauses import GcPauses
 from mlx_paged.kv_reads import KVReads
 from mlx_paged.phase_times import PhaseTimes
@@ -42,6 +40,9 @@ class TickRecorder:
         scheduler: whose counters are read.
         stats: counters to keep.
         clock: seconds.
+
+    Attributes:
+        working_clock: the same without the garbage collector's pauses.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class TickRecorder:
         instruments: Instruments,
     ) -> None:
         self._pauses = GcPauses(clock)
+        self.working_clock = self._pauses.working
         self._scheduler = scheduler
         self._stats = stats
         self._clock = clock
@@ -87,10 +89,6 @@ class TickRecorder:
                 },
             }
         )
-
-    def working_clock(self) -> float:
-        """The clock without the garbage collector's pauses."""
-        return self._pauses.working()
 
     def begin(self) -> None:
         """The engine is about to advance."""
@@ -132,15 +130,14 @@ class TickRecorder:
 
     def _note_step(self, tick: Tick, result: StepResult, step: Step) -> None:
         spans = step.spans
-        starts = np.array([span.start for span in spans], np.int64)
-        stops = np.array([span.stop for span in spans], np.int64)
         stats, reads = self._stats, self._reads
-        tick.live_tokens = int(stops.sum())
+        contexts = reads.contexts(spans)
+        tick.live_tokens = contexts.total
         tick.prefill_tokens = result.prompt_tokens
         tick.decode_tokens = step.decode_rows + step.chunk_tokens - result.prompt_tokens
         tick.sampled = len(result.choices)
-        tick.kv_bytes_read = reads.num_bytes(starts, stops)
-        tick.blocks_touched = reads.num_blocks(starts, stops)
+        tick.kv_bytes_read = reads.num_bytes(contexts)
+        tick.blocks_touched = reads.num_blocks(contexts)
         stats.record_step(
             result.seconds + tick.gc_ms / 1000,
             tick.prefill_tokens,
@@ -148,7 +145,7 @@ class TickRecorder:
             len(spans),
             result.blocks_in_use,
         )
-        stats.record_memory(stops)
+        stats.record_memory(contexts)
         stats.decode_tokens += tick.decode_tokens
         stats.kv_bytes_read += tick.kv_bytes_read
         stats.blocks_touched += tick.blocks_touched

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tiny_models import solo_greedy, tiny_model
 
-from bench import forks, models, stalls
+from bench import forks, models, stalls, ticks
 from bench.models import llama_model, random_prompts
 from mlx_paged.scheduler import MIN_CHUNK
 
@@ -267,3 +267,17 @@ def test_mlx_lm_continues_copies_of_the_whole_prompt(monkeypatch):
     run = forks.run_mlx_lm(model, forks.Workload(prompt, 10, 5, 8))
     assert run.samples == 10 * [solo_greedy(model, prompt, 5)]
     assert run.kv_bytes_peak >= 10 * 44 * 3 * 2 * 2 * 16 * 4
+
+
+def test_the_bench_of_ticks_says_what_recording_takes(capsys):
+    ticks.main(["--running=3", "--steps=20"])
+    found = Outputs(capsys.readouterr()).result
+    assert (found["bench"], found["running"], found["steps"]) == ("ticks", 3, 20)
+    assert found["step_us"] > 0 and found["step_without_us"] > 0 and "recording_us" in found
+
+
+def test_only_one_of_the_bench_of_ticks_engines_records():
+    recording, bare = (ticks.make_engine(2, 5, records) for records in (True, False))
+    for engine in (recording, bare):
+        assert len(engine.step()) == 2
+    assert (len(recording.ticks), len(bare.ticks)) == (1, 0)

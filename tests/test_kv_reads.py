@@ -1,9 +1,11 @@
 """K/V that a step must read, against positions and blocks counted one by one."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from mlx_paged.kv_reads import KVReads
+from mlx_paged.kv_reads import Contexts, KVReads
 
 SIZE = 4
 LAYERS = [(None, 10), (6, 3), (None, 1), (0, 1000), (9, 2)]
@@ -26,9 +28,10 @@ def spans() -> list[tuple[int, int]]:
     return [(int(s), int(s + n)) for s, n in zip(starts, rng.integers(1, 9, 50), strict=True)]
 
 
-def arrays(spans):
-    starts, stops = np.array(spans, np.int64).T
-    return starts, stops
+def contexts(spans: list[tuple[int, int]]) -> Contexts:
+    return KVReads({}, SIZE).contexts(
+        [SimpleNamespace(start=start, stop=stop) for start, stop in spans]
+    )
 
 
 def test_bytes_are_those_of_every_position_seen_in_every_layer(spans):
@@ -36,7 +39,7 @@ def test_bytes_are_those_of_every_position_seen_in_every_layer(spans):
     expected = sum(
         size * len(seen(*span, window)) for span in spans for window, size in LAYERS if window != 0
     )
-    assert reads.num_bytes(*arrays(spans)) == expected
+    assert reads.num_bytes(contexts(spans)) == expected
 
 
 @pytest.mark.parametrize("windows", [(None, 6), (6, 9), (6,), (1,)])
@@ -45,9 +48,9 @@ def test_blocks_are_those_that_the_widest_window_reaches(spans, windows):
     expected = sum(
         len({p // SIZE for window in windows for p in seen(*span, window)}) for span in spans
     )
-    assert reads.num_blocks(*arrays(spans)) == expected
+    assert reads.num_blocks(contexts(spans)) == expected
 
 
 def test_a_model_without_attention_reads_nothing(spans):
     reads = KVReads.of([(0, 8)], SIZE)
-    assert reads.num_bytes(*arrays(spans)) == reads.num_blocks(*arrays(spans)) == 0
+    assert reads.num_bytes(contexts(spans)) == reads.num_blocks(contexts(spans)) == 0
