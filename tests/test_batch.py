@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.batch import Batch, ComingTokens, Layout
+from mlx_paged.batch_tables import BatchTables
 from mlx_paged.block_allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
@@ -118,3 +119,31 @@ def test_samples_of_a_prompt_draw_from_its_one_row_of_logits():
     assert [request.id for request in batch.sampled] == [0, 1, 7, 8]
     assert batch.logits_of.tolist() == [0, 1, 1, 1]
     assert batch.newest.tolist() == [3, 105, 105, 105]
+
+
+def test_samples_share_the_one_row_of_a_prompt_of_which_one_token_was_left():
+    allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
+    (span,) = make_spans(allocator, (4, 3, 4))
+    forks = tuple(Request(i, [0], SamplingParams(), seed=0) for i in (7, 8))
+    batch = Batch([replace(span, forks=forks)], allocator)
+    assert not batch.samples_all
+    assert batch.newest.tolist() == [3, 3, 3]
+    assert batch.sampled_lengths.tolist() == [4, 4, 4]
+
+
+def test_tables_that_are_handed_on_give_the_same_batch_as_new_ones():
+    allocator = BlockAllocator(num_blocks=64, block_size=BLOCK)
+    spans = make_spans(allocator, (9, 8, 9), (8, 7, 8), (14, 8, 14))
+    tables = BatchTables(allocator)
+    for num_more in range(9):
+        for each in spans[:2]:
+            each.request.tokens.append(num_more)
+            each.start, each.stop = each.start + 1, each.stop + 1
+            allocator.make_writable(each.request.id, each.start, each.stop)
+        chosen = spans if num_more % 3 else spans[1::-1]
+        kept, new = Batch(chosen, allocator, tables=tables), Batch(chosen, allocator)
+        for name in ("tokens", "positions", "slot_mapping", "block_tables", "context_lens"):
+            assert getattr(kept, name).tolist() == getattr(new, name).tolist()
+        assert kept.row_tables.tolist() == new.row_tables.tolist()
+        slots = [int(allocator.slots(s.request.id, s.start, s.stop)[0]) for s in chosen[:2]]
+        assert kept.slot_mapping.tolist()[:2] == slots
