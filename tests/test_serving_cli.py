@@ -78,6 +78,7 @@ def test_engines_run_side_by_side_and_end_with_one_json_line(capsys):
         assert row["peak_rss_mib"] > 0 and row["peak_mlx_mib"] > 0 and row["rounds"] == 2
     paged, stock = result["engines"].values()
     assert paged["tokens_digest"] == stock["tokens_digest"]
+    assert paged["streams_as_first"] == stock["streams_as_first"] == 4
     assert paged["kv_pool_mib"] > 0 and stock["kv_pool_mib"] is None
     assert result["ratios"]["mlx_paged / mlx_lm"]["output_tokens_per_sec"] > 0
     text = "\n".join(lines)
