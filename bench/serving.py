@@ -90,6 +90,7 @@ def make_session(args: argparse.Namespace, model: Any, trace: Trace) -> Session:
         block_size=args.kv_block_size,
         num_blocks=pool_blocks(args, trace),
         max_stall_ms=args.max_stall_ms,
+        policy=args.policy,
         prefix_cache=not args.no_prefix_cache,
     )
     return Session(model, limits, make_source, make_clock, args.inject_stall)
