@@ -78,6 +78,8 @@ def _page(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
         body.append('<p class="partial">Interrupted: this is what was measured so far.</p>')
     body += [_table(title, rows) for title in TABLES]
     body += [_figure(name, png) for name, png in pictures.items()]
+    if "rates" not in pictures:
+        body.append("<p>Throughput against rate: add <code>--slo ... --max-rate</code>.</p>")
     body.append("<h2>Phases and spikes</h2>")
     for name, row in rows.items():
         lines = "\n".join([*phase_lines(row), *spike_lines(row)])
