@@ -60,6 +60,15 @@ def test_a_mistake_is_reported_in_one_line(options, message, capsys, monkeypatch
     assert message in err and out == ""
 
 
+def test_a_report_without_matplotlib_is_refused_before_anything_runs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exit_info:
+        serving.main(["--model=tiny", f"--report={tmp_path}"])
+    out, err = capsys.readouterr()
+    assert exit_info.value.code == 2 and out == ""
+    assert "--report: expected matplotlib: pip install 'mlx-paged[bench]'" in err
+
+
 def test_engines_run_side_by_side_and_end_with_one_json_line(capsys):
     options = ["--engines=mlx_paged,mlx_lm", "--rounds=2", "--slo=ttft=3600s"]
     lines, result, status = run(capsys, *SMALL, *options)

@@ -46,9 +46,9 @@ def check_report(directory: Path) -> None:
         ValueError: matplotlib is missing.
         OSError: there can be no such directory.
     """
+    directory.mkdir(parents=True, exist_ok=True)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--report: expected matplotlib: pip install 'mlx-paged[bench]'")
-    directory.mkdir(parents=True, exist_ok=True)
 
 
 def write_report(
