@@ -60,6 +60,15 @@ def test_a_mistake_is_reported_in_one_line(options, message, capsys, monkeypatch
     assert message in err and out == ""
 
 
+def test_a_report_without_matplotlib_is_refused_before_anything_runs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exit_info:
+        serving.main(["--model=tiny", f"--report={tmp_path}"])
+    out, err = capsys.readouterr()
+    assert exit_info.value.code == 2 and out == ""
+    assert "--report: expected matplotlib: pip install 'mlx-paged[bench]'" in err
+
+
 def test_engines_run_side_by_side_and_end_with_one_json_line(capsys):
     options = ["--engines=mlx_paged,mlx_lm", "--rounds=2", "--slo=ttft=3600s"]
     lines, result, status = run(capsys, *SMALL, *options)
@@ -78,6 +87,7 @@ def test_engines_run_side_by_side_and_end_with_one_json_line(capsys):
         assert row["peak_rss_mib"] > 0 and row["peak_mlx_mib"] > 0 and row["rounds"] == 2
     paged, stock = result["engines"].values()
     assert paged["tokens_digest"] == stock["tokens_digest"]
+    assert paged["streams_as_first"] == stock["streams_as_first"] == 4
     assert paged["kv_pool_mib"] > 0 and stock["kv_pool_mib"] is None
     assert result["ratios"]["mlx_paged / mlx_lm"]["output_tokens_per_sec"] > 0
     text = "\n".join(lines)
@@ -166,7 +176,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(capsys, tmp_path):
     _, result, _ = run(capsys, *options, "--max-rate", f"--report={tmp_path / 'out'}")
     page = (tmp_path / "out" / "index.html").read_text()
     assert not re.search(r"https?:|<script|<link|src=\"(?!data:)", page)
-    assert page.count('src="data:image/png;base64,') == 5
+    assert page.count('src="data:image/png;base64,') == 5 and "--max-rate</code>" not in page
     for name in ("blocks", "ticks", "latency", "rates", "waste"):
         picture = (tmp_path / "out" / f"{name}.png").read_bytes()
         assert picture.startswith(b"\x89PNG") and int.from_bytes(picture[16:20], "big") == 1000

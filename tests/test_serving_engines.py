@@ -1,5 +1,7 @@
 """The serving bench's engines give the tokens they were asked for and know what they hold."""
 
+from dataclasses import replace
+
 import pytest
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
@@ -124,6 +126,17 @@ def test_pools_are_as_large_as_the_largest_sequences_need_side_by_side():
     assert static_blocks(tuple(jobs), max_running=2, block_size=16) == 2 * 2
     assert static_blocks(tuple(jobs), max_running=9, block_size=16) == 5 * 2
     assert enough_blocks(tuple(jobs), max_running=2, block_size=16) >= 3
+
+
+def test_the_policy_decides_whose_prompt_is_computed_first(model):
+    long, short = Job(0, tuple(range(100)), 2), Job(0, (1, 2), 2)
+    trace = make_trace([long, short], [0.0, 0.0])
+    limits = limits_for(trace)
+    firsts = [
+        [stream.times_s[0] for stream in play("mlx_paged", model, trace, each).streams]
+        for each in (limits, replace(limits, policy="shortest"))
+    ]
+    assert firsts[0][0] <= firsts[0][1] and firsts[1][1] < firsts[1][0]
 
 
 class SlowServer:

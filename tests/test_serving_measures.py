@@ -145,6 +145,15 @@ def test_causes_are_measured_parts_first_then_what_happened(fields, causes):
     assert causes_of(tick(tick_ms=100.0, **fields)) == causes
 
 
+def test_a_busy_machine_is_no_cause_of_what_took_long_with_as_much_of_it_as_ever():
+    ticks = [tick(tick_ms=10.0, off_cpu_ms=5.0) for _ in range(9)]
+    ticks += [
+        tick(tick_ms=90.0, off_cpu_ms=50.0, prompt_tokens=8),
+        tick(tick_ms=90.0, off_cpu_ms=80.0),
+    ]
+    assert [spike.causes for spike in find_spikes(ticks, 0.05)] == [("prefill",), ("host",)]
+
+
 def test_waste_is_held_over_live_and_weighs_ticks_by_their_time():
     ticks = [
         tick(0.0, 10.0, held_bytes=4 * MIB, live_bytes=2 * MIB),

@@ -11,6 +11,7 @@ from bench.serving_parts.presets import PRESETS
 from bench.serving_parts.slo import Slo
 from bench.serving_parts.stall import Stall
 from mlx_paged.common_args import COUNT, FRACTION, KV_BLOCK_SIZES, Parser, number
+from mlx_paged.waiting_queue import Policy
 
 ABOVE_ZERO = number(float, 1e-6, 1e9, "a number above 0")
 
@@ -139,6 +140,12 @@ def _add_engines(group: argparse._ArgumentGroup) -> None:
         help="of mlx_paged's pool (default: enough that nobody is preempted)",
     )
     group.add_argument("--max-stall-ms", type=ABOVE_ZERO, metavar="MS", help="of mlx_paged")
+    group.add_argument(
+        "--policy",
+        choices=[str(policy) for policy in Policy],
+        default=str(Policy.FCFS),
+        help="whose prompt mlx_paged computes next (default: %(default)s)",
+    )
     group.add_argument("--no-prefix-cache", action="store_true", help="of mlx_paged")
 
 

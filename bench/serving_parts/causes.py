@@ -8,7 +8,7 @@ NOTABLE = 0.2
 UNKNOWN = "unknown"
 
 
-def causes_of(tick: Tick) -> tuple[str, ...]:
+def causes_of(tick: Tick, usual_off_cpu: float = 0.0) -> tuple[str, ...]:
     """Likeliest first.
 
     Measured are an injected stall, Python's garbage collector ("gc"), and time during which the
@@ -16,8 +16,13 @@ def causes_of(tick: Tick) -> tuple[str, ...]:
     engine itself says, or, if it says nothing, what happened in the tick: prompt tokens
     ("prefill"), preempted sequences ("preemption"), blocks copied on write ("cow"), sequences that
     began or ended ("join", "leave"), K/V memory that grew ("growth").
+
+    Args:
+        usual_off_cpu: part of a usual tick of the run during which the process did not compute; on
+            a busy machine that much is nothing special.
     """
-    parts = {"injected stall": tick.stall_ms, "gc": tick.gc_ms, "host": tick.off_cpu_ms}
+    off_cpu_ms = tick.off_cpu_ms - usual_off_cpu * tick.tick_ms
+    parts = {"injected stall": tick.stall_ms, "gc": tick.gc_ms, "host": off_cpu_ms}
     measured = [
         name
         for name, ms in sorted(parts.items(), key=lambda part: -part[1])

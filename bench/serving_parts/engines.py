@@ -29,7 +29,7 @@ class Limits:
     Attributes:
         max_running: sequences side by side at most.
         prefill_chunk: prompt tokens of a sequence computed at a time, of all for mlx_paged.
-        block_size, num_blocks, max_stall_ms, prefix_cache: mlx_paged's own.
+        block_size, num_blocks, max_stall_ms, policy, prefix_cache: mlx_paged's own.
     """
 
     max_running: int
@@ -37,6 +37,7 @@ class Limits:
     block_size: int
     num_blocks: int
     max_stall_ms: float | None = None
+    policy: str = "fcfs"
     prefix_cache: bool = True
 
 
@@ -53,6 +54,7 @@ def make_server(name: str, model: nn.Module, limits: Limits) -> Server:
             block_size=limits.block_size,
             num_blocks=limits.num_blocks,
             max_stall_ms=limits.max_stall_ms,
+            policy=limits.policy,
             prefix_cache=limits.prefix_cache,
         ),
         "mlx_lm": lambda: BatchServer(model, limits.max_running, limits.prefill_chunk),

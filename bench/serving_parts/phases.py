@@ -92,8 +92,10 @@ def spike_threshold(ticks: Sequence[Tick]) -> float:
 
 def find_spikes(ticks: Sequence[Tick], threshold_s: float) -> tuple[Spike, ...]:
     """In the order of time."""
+    shares = [tick.off_cpu_ms / tick.tick_ms for tick in ticks if tick.tick_ms > 0]
+    usual_off_cpu = float(np.median(shares)) if shares else 0.0
     return tuple(
-        Spike(i, tick.start_s, tick.tick_ms, causes_of(tick))
+        Spike(i, tick.start_s, tick.tick_ms, causes_of(tick, usual_off_cpu))
         for i, tick in enumerate(ticks)
         if tick.tick_ms >= 1000 * threshold_s
     )

@@ -60,7 +60,8 @@ def _blocks(runs: Runs, colours: Mapping[str, str]) -> bytes:
         static, color="#444444", linestyle="--", label=f"static reservation ({static} blocks)"
     )
     above.set(ylabel="K/V held (blocks)", title="K/V blocks in use and sequences running")
-    above.set_ylim(0, 1.35 * max(static, above.get_ylim()[1]))  # room for the legend
+    most = max(tick.held_bytes / run.block_bytes for run in runs.values() for tick in run.ticks)
+    above.set_ylim(0, 1.35 * max(static, most))  # room for the legend
     below.set(ylabel="running (sequences)", xlabel="time (s)")
     below.set_ylim(bottom=0)
     _legend(above)
@@ -147,9 +148,9 @@ def _waste(runs: Runs, colours: Mapping[str, str]) -> bytes:
         axis.plot(times, waste, color=colours[name], linewidth=1.2, label=name)
     axis.axhline(1.0, color="#444444", linestyle="--", linewidth=1, label="nothing wasted")
     axis.set(xlabel="time (s)", ylabel="held / live K/V bytes", title="K/V memory waste")
-    axis.set_yscale("log")
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.yaxis.set_minor_formatter("{x:g}")
+    usual = [np.array(waste_over_time(run.ticks)) for run in runs.values()]
+    most = [np.percentile(waste[waste > 0], 98) for waste in usual if (waste > 0).any()]
+    axis.set_ylim(0, 1.3 * max(1.0, *most))  # the first token of a cache is always wasteful
     _legend(axis)
     return _png(figure)
 

@@ -46,9 +46,9 @@ def check_report(directory: Path) -> None:
         ValueError: matplotlib is missing.
         OSError: there can be no such directory.
     """
+    directory.mkdir(parents=True, exist_ok=True)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--report: expected matplotlib: pip install 'mlx-paged[bench]'")
-    directory.mkdir(parents=True, exist_ok=True)
 
 
 def write_report(
@@ -78,6 +78,8 @@ def _page(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
         body.append('<p class="partial">Interrupted: this is what was measured so far.</p>')
     body += [_table(title, rows) for title in TABLES]
     body += [_figure(name, png) for name, png in pictures.items()]
+    if "rates" not in pictures:
+        body.append("<p>Throughput against rate: add <code>--slo ... --max-rate</code>.</p>")
     body.append("<h2>Phases and spikes</h2>")
     for name, row in rows.items():
         lines = "\n".join([*phase_lines(row), *spike_lines(row)])

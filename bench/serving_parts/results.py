@@ -41,11 +41,19 @@ def rows_of(
 
     rows = {name: found for name in engines if (found := of(name))}
     for name, summaries in rows.items():
+        for summary, a, b in zip(summaries, runs[name], runs[next(iter(rows))], strict=False):
+            summary["streams_as_first"] = same_streams(a, b)
         sibling = static_sibling(name)
         static = summaries if sibling is None else rows.get(sibling) or of(sibling)
         for summary, other in zip(summaries, static, strict=False):
             summary["static_tokens_per_sec"] = other["output_tokens_per_sec"]
     return rows
+
+
+def same_streams(run: Run, other: Run) -> int:
+    """Streams that got the same tokens in both, or as many of them as both have."""
+    pairs = zip(run.streams, other.streams, strict=False)
+    return sum(all(map(int.__eq__, a.tokens, b.tokens)) for a, b in pairs)
 
 
 def result(
@@ -78,6 +86,8 @@ def print_results(outcome: Mapping[str, Any]) -> None:
     for name, row in engines.items():
         print(name)
         print("\n".join([*phase_lines(row), *spike_lines(row)]))
+    for name, row in list(engines.items())[1:]:
+        print(f"{name}: {row['streams_as_first']} of {row['streams']} streams got the same tokens")
     for pair, values in outcome["ratios"].items():
         text = ", ".join(f"{key} {value:.2f}x" for key, value in values.items())
         print(f"{pair}: {text} (medians of rounds)")

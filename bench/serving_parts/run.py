@@ -69,7 +69,6 @@ class Run:
 
     Attributes:
         is_partial: it was interrupted.
-        wall_s: from the first arrival to the last token.
         static_blocks: blocks that a reservation of the longest length for every place would take.
         peak_rss_bytes: of the process, sampled after every tick.
         peak_mlx_bytes: of MLX's arrays, within ticks too.
@@ -85,7 +84,6 @@ class Run:
     block_bytes: float = 0.0
     peak_rss_bytes: int = 0
     peak_mlx_bytes: int = 0
-    step_s: float | None = None
 
     @property
     def wall_s(self) -> float:
