@@ -208,9 +208,11 @@ def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
         except (ImportError, OSError, ValueError) as error:
             print(f"no picture: {error}", file=sys.stderr)
     if args.write_table is not None and result["cases"] and not result["partial"]:
-        table = path_table(result)
-        write_table(args.write_table, table)
-        print(f"wrote {args.write_table}")
+        try:
+            write_table(args.write_table, path_table(result))
+            print(f"wrote {args.write_table}")
+        except OSError as error:
+            print(f"no table: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from bench.models import AT_LEAST_TWO, SIZES, check_machine, llama_model, random_prompts
 from mlx_paged import Engine
+from mlx_paged.chunk_budget import MIN_CHUNK
 from mlx_paged.common_args import COUNT, Parser, number
-from mlx_paged.scheduler import MIN_CHUNK
 
 BASELINE_STEPS = 20
 """Steps of decodes alone before the long prompt arrives."""
@@ -196,7 +196,7 @@ def measure_floor(engine: Engine, scenario: Scenario) -> Floor:
     num_tail = min(MIN_CHUNKS_TIMED * MIN_CHUNK, len(scenario.long) - 1)
     parent = engine.add_request(scenario.long[:-num_tail], max_tokens=1, keep=True)
     watch.await_first(parent)
-    engine.scheduler.prefill_chunk = MIN_CHUNK
+    engine.scheduler.budget.prefill_chunk = MIN_CHUNK
     calm = watch.steps(SETTLING_STEPS)
     watch.await_first(engine.fork(parent, scenario.long[-num_tail:], max_tokens=1))
     return Floor(decode, max(0.0, median(watch.gaps_ms(streams, calm)) - decode))

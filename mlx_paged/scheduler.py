@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from mlx_paged.allocation import OutOfBlocksError
 from mlx_paged.block_allocator import BlockAllocator
-from mlx_paged.cost_model import CostModel
+from mlx_paged.chunk_budget import ChunkBudget
 from mlx_paged.prefix_cache import MissReason
 from mlx_paged.request import Request
 from mlx_paged.shared_prefill import is_under_way
@@ -12,10 +12,6 @@ from mlx_paged.snapshot_plan import SnapshotPlan
 from mlx_paged.step import Span, Step, sort_by_pending
 from mlx_paged.victims import VictimPolicy, choose_victim
 from mlx_paged.waiting_queue import Policy, WaitingQueue
-
-MIN_CHUNK = 16
-"""Prompt tokens that every step computes, if any wait, whatever the stall bound: no prompt of P
-tokens at the head of the queue takes more than P / MIN_CHUNK steps."""
 
 
 class Scheduler:
@@ -39,8 +35,7 @@ class Scheduler:
         prefix_cache: share the blocks of prompts that start alike.
         policy: order of the waiting requests.
         victims: who is preempted.
-        max_stall: seconds that a step with running streams may take, as `cost` predicts, plus what
-            MIN_CHUNK tokens cost; None: no such bound.
+        max_stall: seconds that a step with running streams may take; None: no such bound.
         watermark: blocks that an admission must leave while others run, so that it is not undone
             by the next steps; at least one for each running request.
         rewinds: whether a sequence's K/V is all there is to it, so that it may go on from any
@@ -65,24 +60,19 @@ class Scheduler:
         most_snapshots: int = 0,
         window: int | None = None,
     ) -> None:
-        for name, value in (("max_running", max_running), ("prefill_chunk", prefill_chunk)):
-            if value < 1:
-                raise ValueError(f"[Scheduler] {name} is {value}: expected >= 1")
-        if max_stall is not None and not max_stall > 0:
-            raise ValueError(f"[Scheduler] max_stall is {max_stall}: expected > 0 or None")
+        if max_running < 1:
+            raise ValueError(f"[Scheduler] max_running is {max_running}: expected >= 1")
         self.allocator = allocator
         self.max_running = max_running
-        self.prefill_chunk = prefill_chunk
+        self.budget = ChunkBudget(prefill_chunk, max_stall)
         self.prefix_cache = prefix_cache and (rewinds or most_snapshots > 0)
         self.victims = victims
-        self.max_stall = max_stall
         self.watermark = watermark
         self.rewinds = rewinds
         self.window = window
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
             self._plan = SnapshotPlan(allocator, most_snapshots)
-        self.cost = CostModel()
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
         self.running: dict[int, Request] = {}  # by id, oldest admission first
@@ -229,22 +219,9 @@ class Scheduler:
 
     def _schedule_chunks(self, step: Step, chunks: list[Request]) -> None:
         for request in chunks:
-            budget = self._chunk_budget(step, request)
+            budget = self.budget.left(step, request)
             if budget > 0 and request.id in self.running:
                 self._schedule(step, request, budget)
-
-    def _chunk_budget(self, step: Step, request: Request) -> int:
-        """Prompt tokens of `request` that this step still takes."""
-        wanted = min(request.num_pending, self.prefill_chunk - step.chunk_tokens)
-        if self.max_stall is None or step.decode_rows == 0 or wanted <= 0:
-            return wanted
-        return self.cost.chunk_within(
-            self.max_stall,
-            step.work,
-            start=request.num_computed,
-            wanted=wanted,
-            minimum=max(0, MIN_CHUNK - step.chunk_tokens),
-        )
 
     def _schedule(self, step: Step, request: Request, budget: int) -> None:
         """Give a running request a span, making room for it if it takes that."""
@@ -295,7 +272,7 @@ class Scheduler:
                 self._make_room(step)
             self.waiting.remove(request)
         if request.num_pending:
-            self._schedule(step, request, self.prefill_chunk)
+            self._schedule(step, request, self.budget.prefill_chunk)
 
     # Who runs
 
@@ -309,13 +286,13 @@ class Scheduler:
             if not self._enter(step, request, self._spare_blocks(request)):
                 break
             self.waiting.pop()
-            budget = 1 if request.num_pending == 1 else self._chunk_budget(step, request)
+            budget = 1 if request.num_pending == 1 else self.budget.left(step, request)
             if budget > 0:
                 self._schedule(step, request, budget)
 
     def _is_worth_it(self, step: Step, request: Request) -> bool:
         """Whether the step still takes prompt tokens that nobody computes in it already."""
-        budget = self._chunk_budget(step, request)
+        budget = self.budget.left(step, request)
         if budget <= 0 or not self.prefix_cache:
             return budget > 0
         return not is_under_way(request, step, budget, self.allocator.block_size)

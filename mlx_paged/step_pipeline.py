@@ -215,5 +215,5 @@ class StepPipeline(Generic[LaunchedT]):
         committing = self._clock()
         self._scheduler.commit(current.step)
         if result.seconds > 0:
-            self._scheduler.cost.observe(current.step.work, result.seconds)
+            self._scheduler.budget.cost.observe(current.step.work, result.seconds)
         result.schedule_seconds += self._clock() - committing

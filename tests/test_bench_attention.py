@@ -232,3 +232,12 @@ def test_without_matplotlib_the_measurement_is_not_lost(capsys, tmp_path, monkey
     assert len(outputs.result["cases"]) == 1
     [line] = outputs.err
     assert line.startswith("no picture: ") and "matplotlib" in line
+
+
+def test_without_a_place_for_the_table_the_measurement_is_not_lost(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    paged_attention.main([*TINY, "--only=decodes", f"--write-table={tmp_path / 'file' / 'table'}"])
+    outputs = Outputs(capsys.readouterr())
+    assert len(outputs.result["cases"]) == 1
+    [line] = outputs.err
+    assert line.startswith("no table: ") and "file" in line

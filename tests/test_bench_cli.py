@@ -9,7 +9,7 @@ from tiny_models import solo_greedy, tiny_model
 
 from bench import forks, models, stalls, ticks
 from bench.models import llama_model, random_prompts
-from mlx_paged.scheduler import MIN_CHUNK
+from mlx_paged.chunk_budget import MIN_CHUNK
 
 STALLS = ["--model=tiny", "--streams=2", "--stream-tokens=8", "--rounds=2", "--small-step=16"]
 STALLS += ["--prompt-tokens=120", "--warm-up-tokens=40"]
@@ -121,8 +121,8 @@ def test_one_engine_has_the_bound_and_one_only_its_budget(model):
     args = stalls.make_parser().parse_args([*STALLS, "--max-stall-ms=80", "--prefill-chunk=64"])
     makers = stalls.servers(args, model, stalls.Scenario.of(args))
     bounded, unbounded = (make().engine.scheduler for make in list(makers.values())[:2])
-    assert (bounded.max_stall, bounded.prefill_chunk) == (0.08, 64)
-    assert (unbounded.max_stall, unbounded.prefill_chunk) == (None, 64)
+    assert (bounded.budget.max_stall, bounded.budget.prefill_chunk) == (0.08, 64)
+    assert (unbounded.budget.max_stall, unbounded.budget.prefill_chunk) == (None, 64)
 
 
 @pytest.mark.parametrize("name", ["mlx_paged, chunk 512", "mlx_lm, defaults"])

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from mlx_paged.block_allocator import BlockAllocator
+from mlx_paged.chunk_budget import MIN_CHUNK
 from mlx_paged.engine_core import EngineCore
 from mlx_paged.request import Request
-from mlx_paged.scheduler import MIN_CHUNK, Scheduler
+from mlx_paged.scheduler import Scheduler
 from mlx_paged.stats import EngineStats
 from mlx_paged.step import Step
 from mlx_paged.step_pipeline import Choice
