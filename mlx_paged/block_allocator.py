@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlx_paged.allocation import Admission, BlockCopy, OutOfBlocksError, ceil_div
-from mlx_paged.block_refs import BlockRefs
+from mlx_paged.allocation import Admission, BlockCopy, ceil_div
+from mlx_paged.block_store import BlockStore
 from mlx_paged.block_tables import BlockTables, Int32Array
 from mlx_paged.prefix_cache import (
     ROOT,
     MissReason,
-    PrefixCache,
     PrefixMatch,
     chain_hash,
     root_hash,
@@ -42,34 +41,41 @@ class BlockAllocator:
             raise ValueError(f"[BlockAllocator] block_size is {block_size}: expected >= 1")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.cow_clones = 0
-        self.evictions = 0
         self.prefix_hit_tokens = 0
-        self._refs = BlockRefs(num_blocks)
+        self._store = BlockStore(num_blocks, block_size)
         self._tables = BlockTables()
         self._sequences: dict[int, SequenceBlocks] = {}
-        self._prefixes: PrefixCache = PrefixCache(num_blocks, block_size)
 
     # Queries
 
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out now: the free ones and the idle cached ones."""
-        return len(self._refs.free) + self._prefixes.num_idle
+        return self._store.num_available
 
     @property
     def num_cached(self) -> int:
         """Blocks without a reference whose content is kept for reuse."""
-        return self._prefixes.num_idle
+        return self._store.prefixes.num_idle
 
     @property
     def blocks_in_use(self) -> int:
         return self.num_blocks - self.num_available
 
     @property
+    def cow_clones(self) -> int:
+        """Blocks copied on write so far."""
+        return self._store.cow_clones
+
+    @property
+    def evictions(self) -> int:
+        """Cached blocks whose memory was needed so far."""
+        return self._store.evictions
+
+    @property
     def refcount_histogram(self) -> dict[int, int]:
         """How many blocks have how many references; free and cached blocks count under 0."""
-        return self._refs.histogram
+        return self._store.refs.histogram
 
     @property
     def block_tables(self) -> BlockTables:
@@ -117,14 +123,14 @@ class BlockAllocator:
     @property
     def snapshots(self) -> Snapshots | None:
         """Of recurrent states; None unless they are required."""
-        return self._prefixes.snapshots
+        return self._store.prefixes.snapshots
 
     # Changes
 
     def require_states(self, most_snapshots: int) -> None:
         """From now on prefixes are found only up to where a snapshot of recurrent states is kept,
         `most_snapshots` of which there are at most."""
-        self._prefixes = StatefulPrefixCache(self.num_blocks, self.block_size, most_snapshots)
+        self._store.prefixes = StatefulPrefixCache(self.num_blocks, self.block_size, most_snapshots)
 
     def admit(
         self,
@@ -157,22 +163,22 @@ class BlockAllocator:
         blocks = [entry.block for entry in match.blocks]
         hashes = [entry.hash for entry in match.blocks]
         num_new = self.blocks_needed(num_tokens) - len(blocks)
-        available = self.num_available - sum(map(self._prefixes.is_idle, blocks))
-        self._require_available(num_new + spare, available)
+        available = self.num_available - sum(map(self._store.prefixes.is_idle, blocks))
+        self._store.require(num_new + spare, available)
 
         sequence = SequenceBlocks(self._tables.add_row(), num_tokens, hashes, root_hash(salt))
         self._sequences[seq_id] = sequence
-        self._retain(blocks)
+        self._store.retain(blocks)
         copies: list[BlockCopy] = []
         if match.tail is not None:
             block = match.tail.block
-            if num_new + spare == available and self._prefixes.is_idle(block):
-                blocks += self._evict([block])  # nothing is left to copy it into
+            if num_new + spare == available and self._store.prefixes.is_idle(block):
+                blocks += self._store.evict([block])  # nothing is left to copy it into
             else:
-                copies.append(self._copy(block))
+                copies.append(self._store.copy(block))
                 blocks.append(copies[0].dst)
             num_new -= 1
-        self._tables.extend(sequence.row, blocks + self._take(num_new))
+        self._tables.extend(sequence.row, blocks + self._store.take(num_new))
         self.prefix_hit_tokens += match.num_tokens
         return Admission(match.num_tokens, copies, match.miss, match.snapshot, match.branch)
 
@@ -205,9 +211,9 @@ class BlockAllocator:
         if first < num_held:
             copies = self._make_private(sequence, first, min(last, num_held), num_missing)
         else:
-            self._require_available(num_missing, self.num_available)
+            self._store.require(num_missing)
         if num_missing:
-            self._tables.extend(sequence.row, self._take(num_missing))
+            self._tables.extend(sequence.row, self._store.take(num_missing))
         sequence.num_tokens = max(sequence.num_tokens, stop)
         sequence.private_start, sequence.private_stop = start, last * self.block_size
         return copies
@@ -218,7 +224,7 @@ class BlockAllocator:
         Raises:
             OutOfBlocksError: there are fewer blocks left than sequences; nothing changed.
         """
-        self._require_available(len(seq_ids), self.num_available)
+        self._store.require(len(seq_ids))
         copies: list[BlockCopy] = []
         growing: list[SequenceBlocks] = []
         sequences, size = self._sequences, self.block_size
@@ -234,12 +240,12 @@ class BlockAllocator:
             else:
                 copies += self.make_writable(seq_id, position, position + 1)
         if growing:
-            self._tables.append_each([s.row for s in growing], self._take(len(growing)))
+            self._tables.append_each([s.row for s in growing], self._store.take(len(growing)))
         return copies
 
     def copies_done(self) -> None:
         """The copies asked for so far are performed, or queued ahead of all that comes later."""
-        self._settle(self._refs.copies_done())
+        self._store.copies_done()
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
         """Start a sequence that shares every block of its parent until one of them writes."""
@@ -250,7 +256,7 @@ class BlockAllocator:
         child = replace(parent, row=self._tables.add_row(), hashes=list(parent.hashes))
         self._sequences[child_seq_id] = child
         self._tables.copy_row(parent.row, child.row)
-        self._retain(self._held(child))
+        self._store.retain(self._held(child))
 
     def commit(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is in the pool by now."""
@@ -265,7 +271,7 @@ class BlockAllocator:
             if i < sequence.first_block:
                 parent = chain_hash(parent, content)
             else:
-                parent = self._prefixes.register(int(row[i]), parent, content)
+                parent = self._store.prefixes.register(int(row[i]), parent, content)
             sequence.hashes.append(parent)
             sequence.private_start = max(sequence.private_start, (i + 1) * size)
 
@@ -280,7 +286,7 @@ class BlockAllocator:
         block = int(self._tables.row(sequence.row)[last])
         parent = sequence.hashes[last - 1] if last else sequence.root
         content = token_bytes(tokens, num_computed - num_filled, num_computed)
-        self._prefixes.register_tail(block, parent, content)
+        self._store.prefixes.register_tail(block, parent, content)
         sequence.private_stop = 0
 
     def keep(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
@@ -292,8 +298,8 @@ class BlockAllocator:
             return False
         parent = sequence.hashes[block - 1] if block else sequence.root
         content = token_bytes(tokens, block * size, snapshot.position)
-        assert isinstance(self._prefixes, StatefulPrefixCache)
-        return self._prefixes.attach(parent, content, snapshot)
+        assert isinstance(self._store.prefixes, StatefulPrefixCache)
+        return self._store.prefixes.attach(parent, content, snapshot)
 
     def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
         """Give up the blocks before `position`, as a sliding window moves on: no later token of the
@@ -304,7 +310,9 @@ class BlockAllocator:
         if offers and sequence.may_offer:
             first = min(first, len(sequence.hashes))
         if first > sequence.first_block:
-            self._release(self._tables.row(sequence.row)[sequence.first_block : first].tolist())
+            self._store.release(
+                self._tables.row(sequence.row)[sequence.first_block : first].tolist()
+            )
             sequence.first_block = first
             sequence.private_start = max(sequence.private_start, first * self.block_size)
 
@@ -314,26 +322,24 @@ class BlockAllocator:
         Later blocks go first, so that a cached prefix is evicted from its end.
         """
         sequence = self._sequence(seq_id)
-        self._release(self._held(sequence)[::-1])
+        self._store.release(self._held(sequence)[::-1])
         self._tables.release_row(sequence.row)
         del self._sequences[seq_id]
 
     def drop_cached(self) -> None:
         """Forget all cached content that no sequence references."""
-        while self._prefixes.num_idle:
-            self._refs.put_back([self._prefixes.evict()])
+        self._store.drop_idle()
 
     def forget_prefixes(self) -> None:
         """Forget all cached content, and that it was ever known: no K/V written so far is offered
         again. Live sequences keep their blocks, but leave nothing for reuse."""
         self.drop_cached()
-        self._prefixes = self._prefixes.emptied()
+        self._store.prefixes = self._store.prefixes.emptied()
         for sequence in self._sequences.values():
             sequence.may_offer = False
 
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held, and that every reference is counted."""
-        self._prefixes.check_integrity()
         held: Counter[int] = Counter()
         for sequence in self._sequences.values():
             row = self._tables.row(sequence.row).tolist()
@@ -342,17 +348,11 @@ class BlockAllocator:
             assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
             first, last = sequence.private_start, sequence.private_stop
             for block in row[first // self.block_size : self.blocks_needed(last)]:
-                assert self._refs.counts[block] == 1 and block not in self._prefixes
+                assert self._store.refs.counts[block] == 1 and block not in self._store.prefixes
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
             held.update(blocks)
         assert self._tables.num_rows_taken == len(self._sequences), "a table row is lost"
-        self._refs.check_integrity(held)
-        free = set(self._refs.free)
-        for block in range(self.num_blocks):
-            is_held = held[block] > 0 or block in self._refs.origins
-            states = (block in free, self._prefixes.is_idle(block), is_held)
-            assert sum(states) == 1, f"block {block} is (free, cached, held) = {states}"
-            assert not (block in free and block in self._prefixes), "a free block is still cached"
+        self._store.check_integrity(held)
 
     # Helpers
 
@@ -360,32 +360,13 @@ class BlockAllocator:
         if tokens is None:
             return PrefixMatch([], None, 0, MissReason.DISABLED)
         stop = max(0, min(num_tokens, len(tokens)) - 1)
-        return self._prefixes.match(tokens, stop, root_hash(salt))
+        return self._store.prefixes.match(tokens, stop, root_hash(salt))
 
     def _sequence(self, seq_id: int) -> SequenceBlocks:
         try:
             return self._sequences[seq_id]
         except KeyError:
             raise ValueError(f"seq_id {seq_id} is not known: expected a live sequence") from None
-
-    @staticmethod
-    def _require_available(needed: int, available: int) -> None:
-        if needed > available:
-            raise OutOfBlocksError(needed, available)
-
-    def _take(self, num_blocks: int) -> list[int]:
-        """Hand out free blocks, and where there are too few the idle ones unused longest."""
-        blocks = self._refs.take(num_blocks)
-        if len(blocks) < num_blocks:
-            blocks += self._evict([None] * (num_blocks - len(blocks)))
-        return blocks
-
-    def _evict(self, wanted: Seq[int | None]) -> list[int]:
-        """Take idle blocks away from the cache: those `wanted`, None the one unused longest."""
-        blocks = [self._prefixes.evict(block) for block in wanted]
-        self._refs.hold(blocks)
-        self.evictions += len(blocks)
-        return blocks
 
     def _make_private(
         self, sequence: SequenceBlocks, first: int, last: int, num_missing: int
@@ -396,36 +377,18 @@ class BlockAllocator:
             OutOfBlocksError: no blocks for copies and `num_missing` more; nothing changed.
         """
         table: list[int] = self._tables.row(sequence.row)[first:last].tolist()
-        shared = [(i, b) for i, b in enumerate(table, first) if self._refs.counts[b] > 1]
-        owned = [block for block in table if self._refs.counts[block] == 1]
-        self._require_available(len(shared) + num_missing, self.num_available)
-        copies = [self._copy(block) for _, block in shared]
+        shared = [(i, b) for i, b in enumerate(table, first) if self._store.refs.counts[b] > 1]
+        owned = [block for block in table if self._store.refs.counts[block] == 1]
+        self._store.require(len(shared) + num_missing)
+        copies = [self._store.copy(block) for _, block in shared]
         for (i, block), copy in zip(shared, copies, strict=True):
             self._tables.replace(sequence.row, i, copy.dst)
-            self._release([block])
+            self._store.release([block])
         for block in owned:
-            self._prefixes.forget(block)
+            self._store.prefixes.forget(block)
         del sequence.hashes[first:]
         return copies
-
-    def _copy(self, block: int) -> BlockCopy:
-        """Take a block for the content of another; both stay until the copy is performed."""
-        self._prefixes.set_busy(block)
-        self.cow_clones += 1
-        return self._refs.add_copy(block, self._take(1)[0])
 
     def _held(self, sequence: SequenceBlocks) -> list[int]:
         blocks: list[int] = self._tables.row(sequence.row)[sequence.first_block :].tolist()
         return blocks
-
-    def _retain(self, blocks: Seq[int]) -> None:
-        for block in blocks:
-            self._prefixes.set_busy(block)
-        self._refs.hold(blocks)
-
-    def _release(self, blocks: Seq[int]) -> None:
-        self._settle(self._refs.release(blocks))
-
-    def _settle(self, blocks: list[int]) -> None:
-        """Nobody needs these blocks: those of known content stay cached, the others are free."""
-        self._refs.put_back(self._prefixes.set_idle(blocks))

@@ -13,7 +13,7 @@ class GrowingAllocator(BlockAllocator):
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are `num_blocks`; they are used after all others."""
         assert num_blocks >= self.num_blocks
-        self._refs.grow(num_blocks)
+        self._store.refs.grow(num_blocks)
         self.num_blocks = num_blocks
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
@@ -30,4 +30,4 @@ class GrowingAllocator(BlockAllocator):
         sequence.num_tokens = num_tokens
         sequence.private_start = sequence.private_stop = 0
         del sequence.hashes[num_tokens // self.block_size :]
-        self._release(blocks[kept:][::-1])
+        self._store.release(blocks[kept:][::-1])

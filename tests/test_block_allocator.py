@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from mlx_paged.block_allocator import BlockAllocator, BlockCopy, OutOfBlocksError
+from mlx_paged.allocation import BlockCopy, OutOfBlocksError
+from mlx_paged.block_allocator import BlockAllocator
 
 
 def test_paged_accounting_needs_30_blocks_where_static_reservation_takes_64():
@@ -275,13 +276,13 @@ def test_one_more_token_each_takes_blocks_only_where_they_are_full():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda a: a._refs.counts.__setitem__(int(a.table(0)[0]), 2),
-        lambda a: a._refs.free.append(int(a.table(0)[0])),
-        lambda a: a._refs.free.pop(),
-        lambda a: a._refs.free.append(a._refs.free[-1]),
-        lambda a: a._tables.extend(a._sequences[0].row, [a._refs.free[-1]]),
-        lambda a: a._refs.origins.__setitem__(a._refs.free[-1], a._refs.free[-1]),
-        lambda a: a._refs.origins.__setitem__(int(a.table(0)[0]), int(a.table(0)[1])),
+        lambda a: a._store.refs.counts.__setitem__(int(a.table(0)[0]), 2),
+        lambda a: a._store.refs.free.append(int(a.table(0)[0])),
+        lambda a: a._store.refs.free.pop(),
+        lambda a: a._store.refs.free.append(a._store.refs.free[-1]),
+        lambda a: a._tables.extend(a._sequences[0].row, [a._store.refs.free[-1]]),
+        lambda a: a._store.refs.origins.__setitem__(a._store.refs.free[-1], a._store.refs.free[-1]),
+        lambda a: a._store.refs.origins.__setitem__(int(a.table(0)[0]), int(a.table(0)[1])),
     ],
     ids=[
         "ref count",

@@ -114,7 +114,7 @@ def test_an_engine_gives_mlx_lms_tokens_on_a_forced_path(model_type, path):
         engine = Engine(model, block_size=BLOCK, num_blocks=100, prefill_chunk=16)
         done = engine.generate(PROMPTS, max_tokens=12)
     assert [completion.tokens for completion in done] == expected
-    assert set(calls) == {path} or (model_type == "deepseek_v3" and not calls)
+    assert set(calls) == {path}
 
 
 @pytest.mark.parametrize("path", list(AttentionPath))

@@ -173,7 +173,7 @@ class TestHowManyAreKept:
 
 
 def blocks_forgotten_alone(allocator: BlockAllocator) -> None:
-    prefixes = allocator._prefixes
+    prefixes = allocator._store.prefixes
     PrefixCache.forget(prefixes, next(iter(prefixes._by_block)))
     prefixes._idle.clear()
 
