@@ -50,7 +50,8 @@ class Tick:
         kv_bytes_read: live K/V that attention had to read, over all layers, each layer's window
             considered. What must be read, not what a kernel does read.
         faults: steps that failed.
-        gather_ms: copying chunks' contexts together. These five are None unless profiling.
+        gather_ms: copying chunks' contexts together. These five are None unless profiling; they
+            count garbage collections that fall into them.
         kv_write_ms: new K/V to its slots, and block copies.
         attention_ms: without the gather.
         forward_ms: the rest of the model.

@@ -41,7 +41,7 @@ def test_profiling_times_the_phases_and_changes_no_token(architecture):
     assert [c.tokens for c in found] == [c.tokens for c in expected]
     for tick in profiled.ticks:
         phases = [getattr(tick, name) for name in PHASES]
-        assert 0 < sum(phases) <= tick.launch_ms
+        assert 0 < sum(phases) <= tick.launch_ms + tick.gc_ms
         assert tick.kv_write_ms > 0 and tick.forward_ms > 0
     assert all(getattr(tick, name) is None for tick in plain.ticks for name in PHASES)
     assert profiled.metrics()["profile"] and not plain.metrics()["profile"]
@@ -51,15 +51,16 @@ def test_profiling_times_the_phases_and_changes_no_token(architecture):
 def test_profiling_goes_on_after_a_failure(model, lookahead):
     engine = Engine(model, num_blocks=64, profile=True, lookahead=lookahead)
     launch = engine.runner.launch
-    engine.add_request(PROMPTS[0], max_tokens=6)
+    for prompt in PROMPTS:  # no one of them is to blame, so all go on
+        engine.add_request(prompt, max_tokens=6)
     engine.step()
     engine.runner.launch = lambda *args: 1 / 0
     engine.step()
     engine.runner.launch = launch
     while engine.has_work:
         engine.step()
-    assert engine.stats.faults and engine.ticks[-1].sample_ms is not None
-    assert max(tick.sample_ms for tick in list(engine.ticks)[-3:]) > 0
+    (failed,) = (tick.index for tick in engine.ticks if tick.faults)
+    assert max(tick.sample_ms for tick in engine.ticks if tick.index > failed) > 0
 
 
 def test_without_profiling_nothing_is_wrapped(model):

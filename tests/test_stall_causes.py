@@ -77,22 +77,25 @@ def only_spike(engine: EngineCore) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("part", "name", "cause"),
+    ("owner", "name", "part", "cause"),
     [
-        ("scheduler", "schedule", "host"),
-        ("scheduler", "commit", "host"),
-        ("_outputs", "append", "host"),
-        ("runner", "launch", "launch"),
-        ("runner", "collect", "device"),
+        ("scheduler", "schedule", "schedule_ms", "host"),
+        ("scheduler", "commit", "schedule_ms", "host"),
+        ("_outputs", "append", "output_ms", "host"),
+        ("runner", "launch", "launch_ms", "launch"),
+        ("runner", "collect", "wait_ms", "device"),
     ],
 )
-def test_a_stall_is_a_spike_and_put_down_to_where_it_happened(core, clock, part, name, cause):
+def test_a_stall_is_a_spike_and_put_down_to_where_it_happened(
+    core, clock, owner, name, part, cause
+):
     def stall() -> None:
         clock.now += STALL
 
-    with stalled(getattr(core, part), name, stall):
+    with stalled(getattr(core, owner), name, stall):
         core.step()
     assert only_spike(core)["causes"] == [cause]
+    assert getattr(core.ticks[-1], part) >= 1000 * STALL
 
 
 @pytest.mark.parametrize("name", ["launch", "collect"])

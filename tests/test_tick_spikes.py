@@ -97,8 +97,10 @@ def test_a_given_threshold_holds_from_the_first_tick_on():
 
 
 def test_a_usual_tick_above_a_low_threshold_is_explained_by_its_parts():
-    spikes = judged(threshold_ms=10, usual=20)
+    hardly_slower = tick(schedule_ms=2)
+    *spikes, last = judged(hardly_slower, threshold_ms=10, usual=20)
     assert len(spikes) == 20 and {spike.causes for spike in spikes} == {("launch",)}
+    assert last.causes == ("launch",)
 
 
 def test_early_ticks_are_judged_when_it_is_known_what_is_usual():
