@@ -193,3 +193,13 @@ def test_decodes_of_a_step_count_as_its_work_and_are_computed():
     step = scheduler.schedule()
     assert (step.decode_rows, step.decode_context, step.chunk_tokens) == (2, 4 + 5, 0)
     assert step.requests == {0, 1} and [request.num_computed for request in requests] == [4, 5]
+
+
+def test_a_request_whose_last_token_is_under_way_is_computed_no_further():
+    scheduler = make_scheduler()
+    request = make_request(0, 3, max_tokens=1)
+    scheduler.add(request)
+    assert summary(scheduler.schedule()) == [(0, 0, 3)]
+    request.num_in_flight = 1
+    assert scheduler.schedule().spans == []
+    assert scheduler.running == {} and request.id not in scheduler.allocator
