@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from mlx_paged.allocation import BlockCopy
 from mlx_paged.cost_model import StepWork
@@ -88,12 +89,13 @@ class Step:
 
     def add_decodes(self, requests: Sequence[Request], positions: Sequence[int]) -> None:
         """Compute the last token of each request, from which the next one is drawn."""
-        for request, position in zip(requests, positions, strict=True):
-            request.num_computed = position + 1
-            self.spans.append(Span(request, position, position + 1, True))
+        stops = [position + 1 for position in positions]
+        self.spans += map(Span, requests, positions, stops, repeat(True))
+        for request, stop in zip(requests, stops, strict=True):
+            request.num_computed = stop
         self.requests.update([request.id for request in requests])
-        self.decode_rows += len(positions)
-        self.decode_context += sum(positions) + len(positions)
+        self.decode_rows += len(stops)
+        self.decode_context += sum(stops)
 
     @property
     def prompt_tokens(self) -> int:

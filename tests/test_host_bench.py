@@ -47,7 +47,8 @@ def test_host_cost_covers_every_part_of_every_step(mode, capsys):
     for each in result["steps_us"]:
         assert all(each[part] > 0 for part in (*host_cost.PARTS, "outputs"))
         assert each["step"] >= max(each[part] for part in host_cost.PARTS)
-        assert each["quiet step"] <= each["step"]
+        assert each["counted"] <= each["step"]
+        assert each["quiet step"] <= each["step"] and each["quiet"] <= each["counted"]
     assert all(cost > 0 for cost in result["block_costs"]["mlx_paged"].values())
     assert set(result["floor_us"]) == {"2", "3"}
 

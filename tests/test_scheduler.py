@@ -168,3 +168,38 @@ def test_a_shared_prefix_is_not_scheduled_again():
 def test_mistakes_are_named(name):
     with pytest.raises(ValueError, match=f"{name} is 0: expected >= 1"):
         make_scheduler(**{name: 0})
+
+
+def test_samples_fork_off_even_where_one_token_of_the_prompt_was_left():
+    """Its last token is then computed like a decode."""
+    scheduler = make_scheduler(prefill_chunk=8)
+    leader, second, third = (make_request(i, 9) for i in range(3))
+    leader.samples = [second, third]
+    scheduler.add(leader)
+    compute(scheduler, scheduler.schedule())
+    step = scheduler.schedule()
+    (span,) = step.spans
+    assert (span.start, span.stop, span.samples) == (8, 9, True)
+    assert span.forks == (second, third) and step.requests == {0, 1, 2}
+    assert set(scheduler.running) == {0, 1, 2}
+
+
+def test_decodes_of_a_step_count_as_its_work_and_are_computed():
+    scheduler = make_scheduler()
+    requests = [make_request(i, num_prompt) for i, num_prompt in enumerate((3, 4))]
+    for request in requests:
+        scheduler.add(request)
+    compute(scheduler, scheduler.schedule())
+    step = scheduler.schedule()
+    assert (step.decode_rows, step.decode_context, step.chunk_tokens) == (2, 4 + 5, 0)
+    assert step.requests == {0, 1} and [request.num_computed for request in requests] == [4, 5]
+
+
+def test_a_request_whose_last_token_is_under_way_is_computed_no_further():
+    scheduler = make_scheduler()
+    request = make_request(0, 3, max_tokens=1)
+    scheduler.add(request)
+    assert summary(scheduler.schedule()) == [(0, 0, 3)]
+    request.num_in_flight = 1
+    assert scheduler.schedule().spans == []
+    assert scheduler.running == {} and request.id not in scheduler.allocator
