@@ -3,6 +3,7 @@
 import ast
 import inspect
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -95,15 +96,16 @@ def outputs_for_comparison(ext) -> dict[str, np.ndarray]:
         "shaped": {
             "softcap": 3.0,
             "alibi_slopes": mx.array(rng.uniform(0, 0.1, 6).astype(np.float32)),
-            "attn_mask": mx.array(rng.random((2, max_blocks * 16)) < 0.7),
+            "attn_mask": mx.array(rng.random((6, 1, max_blocks * 16)) < 0.7),
         },
     }
     outputs = {}
-    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+    # Six query rows share a KV head, or 36: enough for keys to be packed.
+    for dtype, tokens in itertools.product((mx.float32, mx.float16, mx.bfloat16), (2, 12)):
         q, k, v = (
             mx.array(rng.standard_normal(shape, np.float32)).astype(dtype)
             for shape in (
-                (batch, 6, 2, head_dim),
+                (batch, 6, tokens, head_dim),
                 (2, num_blocks, 16, head_dim),
                 (2, num_blocks, 16, value_dim),
             )
@@ -112,7 +114,7 @@ def outputs_for_comparison(ext) -> dict[str, np.ndarray]:
             out = ext.paged_attention(
                 q.astype(mx.float32), k, v, tables, context_lens, scale=0.2, **options
             )
-            outputs[f"{dtype}-{name}".removeprefix("mlx.core.")] = np.array(out)
+            outputs[f"{dtype}-{name}-{tokens}".removeprefix("mlx.core.")] = np.array(out)
     return outputs
 
 
