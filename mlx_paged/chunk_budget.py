@@ -1,5 +1,7 @@
 """How many prompt tokens a step takes beside its decodes. Knows no mlx."""
 
+from collections.abc import Iterable
+
 from mlx_paged.cost_model import CostModel
 from mlx_paged.request import Request
 from mlx_paged.step import Step
@@ -31,8 +33,20 @@ class ChunkBudget:
         self.max_stall = max_stall
         self.cost = CostModel()
 
-    def left(self, step: Step, request: Request) -> int:
-        """Prompt tokens of `request` that the step still takes."""
+    def left(self, step: Step, request: Request, behind: Iterable[Request] = ()) -> int:
+        """Prompt tokens of `request` that the step still takes.
+
+        A prompt gives way to those `behind` it that are less than half as long as what is left of
+        it: they get what they want, up to half of what the step still takes.
+        """
+        room = self._room(step, request)
+        if room <= MIN_CHUNK or request.num_pending <= room:
+            return min(room, request.num_pending)
+        shorter = [r.num_pending for r in behind if 2 * r.num_pending < request.num_pending]
+        return max(room - sum(shorter), room // 2, MIN_CHUNK)
+
+    def _room(self, step: Step, request: Request) -> int:
+        """As `left`, if there were nobody else."""
         wanted = min(request.num_pending, self.prefill_chunk - step.chunk_tokens)
         if self.max_stall is None or step.decode_rows == 0 or wanted <= 0:
             return wanted

@@ -212,14 +212,17 @@ class Scheduler:
                 self._schedule(step, request, 1)
 
     def _is_plain(self, decodes: list[Request]) -> bool:
-        """Whether each of them gets a token and nothing else: no block is given up for it."""
-        if self.window is not None or len(decodes) > self.allocator.num_available:
+        """Whether each of them gets a token and nothing else: no block is given up for it, no
+        state is kept."""
+        if self.window is not None or self._plan is not None:
+            return False
+        if len(decodes) > self.allocator.num_available:
             return False
         return not any([request.samples for request in decodes])
 
     def _schedule_chunks(self, step: Step, chunks: list[Request]) -> None:
-        for request in chunks:
-            budget = self.budget.left(step, request)
+        for i, request in enumerate(chunks, 1):
+            budget = self.budget.left(step, request, chunks[i:] + self._next_to_admit())
             if budget > 0 and request.id in self.running:
                 self._schedule(step, request, budget)
 
@@ -289,6 +292,11 @@ class Scheduler:
             budget = 1 if request.num_pending == 1 else self.budget.left(step, request)
             if budget > 0:
                 self._schedule(step, request, budget)
+
+    def _next_to_admit(self) -> list[Request]:
+        """Whoever comes next, if there is a place for him."""
+        has_place = self.waiting and len(self.running) < self.max_running
+        return [self.waiting.peek()] if has_place else []
 
     def _is_worth_it(self, step: Step, request: Request) -> bool:
         """Whether the step still takes prompt tokens that nobody computes in it already."""

@@ -203,3 +203,33 @@ def test_a_request_whose_last_token_is_under_way_is_computed_no_further():
     request.num_in_flight = 1
     assert scheduler.schedule().spans == []
     assert scheduler.running == {} and request.id not in scheduler.allocator
+
+
+def test_shorter_prompts_get_half_of_each_step_beside_a_long_one():
+    scheduler = make_scheduler(prefill_chunk=64)
+    for request_id, length in enumerate((300, 20, 30, 140)):
+        scheduler.add(make_request(request_id, length))
+    assert summary(scheduler.schedule()) == [(0, 0, 64)]
+    step = scheduler.schedule()
+    assert summary(step) == [(0, 64, 108), (1, 0, 20)]
+    compute(scheduler, step)
+    step = scheduler.schedule()
+    assert summary(step) == [(1, 20, 21), (0, 108, 142), (2, 0, 30)]
+    compute(scheduler, step)
+    assert summary(scheduler.schedule()) == [(1, 21, 22), (2, 30, 31), (0, 142, 206)]
+
+
+def test_prompts_of_like_length_are_computed_one_after_the_other():
+    scheduler = make_scheduler(prefill_chunk=64)
+    for request_id, length in enumerate((300, 130)):
+        scheduler.add(make_request(request_id, length))
+    steps = [summary(scheduler.schedule()) for _ in range(4)]
+    assert steps[:2] == [[(0, 0, 64)], [(0, 64, 128)]]
+    assert steps[2:] == [[(0, 128, 192)], [(0, 192, 256)]]
+
+
+def test_nobody_gives_way_to_those_for_whom_there_is_no_place():
+    scheduler = make_scheduler(prefill_chunk=64, max_running=1)
+    for request_id, length in enumerate((300, 20)):
+        scheduler.add(make_request(request_id, length))
+    assert [summary(scheduler.schedule()) for _ in range(2)] == [[(0, 0, 64)], [(0, 64, 128)]]
