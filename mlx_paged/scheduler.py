@@ -212,11 +212,8 @@ class Scheduler:
                 self._schedule(step, request, 1)
 
     def _is_plain(self, decodes: list[Request]) -> bool:
-        """Whether each of them gets a token and nothing else: no block is given up for it, no
-        state is kept."""
-        if self.window is not None or self._plan is not None:
-            return False
-        if len(decodes) > self.allocator.num_available:
+        """Whether each of them gets a token and nothing else: no block is given up for it."""
+        if self.window is not None or len(decodes) > self.allocator.num_available:
             return False
         return not any([request.samples for request in decodes])
 
