@@ -71,7 +71,7 @@ class Course:
                 (engine._pipeline, "advance", "pipeline"),
                 (engine.scheduler, "schedule", "schedule"),
                 (engine.scheduler, "commit", "schedule"),
-                (engine.scheduler.budget.cost, "observe", "cost model"),
+                (engine.scheduler.budget, "observe", "cost model"),
                 (engine.runner, "launch", "launch"),
                 (engine.runner, "_batches", "tables"),
                 (engine.runner, "model", "model"),

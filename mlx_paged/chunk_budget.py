@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from mlx_paged.cost_model import CostModel
+from mlx_paged.cost_model import CostModel, StepWork
 from mlx_paged.request import Request
 from mlx_paged.step import Step
 
@@ -32,6 +32,11 @@ class ChunkBudget:
         self.prefill_chunk = prefill_chunk
         self.max_stall = max_stall
         self.cost = CostModel()
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step took so long; of interest only where time is bounded."""
+        if self.max_stall is not None and seconds > 0:
+            self.cost.observe(work, seconds)
 
     def left(self, step: Step, request: Request, behind: Iterable[Request] = ()) -> int:
         """Prompt tokens of `request` that the step still takes.

@@ -214,6 +214,5 @@ class StepPipeline(Generic[LaunchedT]):
         result.choices = [choice for choice in choices if not choice.request.is_finished]
         committing = self._clock()
         self._scheduler.commit(current.step)
-        if result.seconds > 0:
-            self._scheduler.budget.cost.observe(current.step.work, result.seconds)
+        self._scheduler.budget.observe(current.step.work, result.seconds)
         result.schedule_seconds += self._clock() - committing
