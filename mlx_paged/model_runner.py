@@ -123,6 +123,8 @@ class ModelRunner:
         if request.snapshot is not None:
             self._fill(request.snapshot, request)
             request.snapshot = None
+            mx.async_eval(self._copied)  # type: ignore[no-untyped-call]
+            self._copied = []  # by this thread: the next step may be another one's
         self.states.drop(request.id)
 
     def fork(self, parent: Request, child: Request) -> None:

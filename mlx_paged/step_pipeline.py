@@ -183,7 +183,9 @@ class StepPipeline(Generic[LaunchedT]):
             return None
         finally:
             self._scheduler.allocator.copies_done()
+        launched_at = self._clock()
         self._scheduler.commit(step)
+        committed_at = self._clock()
         for request in launched.requests:
             request.num_in_flight += not request.synchronous
         for index, cause in launched.errors.items():
@@ -193,7 +195,8 @@ class StepPipeline(Generic[LaunchedT]):
         result.launched.append(step)
         result.launched_prompt_tokens += prompt_tokens
         ended = self._clock()
-        result.launch_seconds += ended - scheduled
+        result.schedule_seconds += committed_at - launched_at
+        result.launch_seconds += launched_at - scheduled + ended - committed_at
         return _UnderWay(launched, step, ended - started, prompt_tokens, in_use)
 
     def _collect(self, current: _UnderWay[LaunchedT], result: StepResult) -> None:

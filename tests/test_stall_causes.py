@@ -132,11 +132,11 @@ def test_a_stall_over_a_preemption_is_put_down_to_it(core, clock):
         preempt(request)
 
     core.scheduler._preempt = slow
-    for _ in range(2):  # the pool is full before these have all that they want
-        core.add_request(list(range(20)), max_tokens=90)
-    while not core.stats.preemptions:
+    for first in (0, 3):  # the pool is full before these have all that they want
+        core.add_request(list(range(first, first + 20)), max_tokens=90)
+    while core.has_work and not core.stats.preemptions:
         core.step()
-    assert only_spike(core)["causes"] == ["preemption"]
+    assert only_spike(core)["causes"] == ["preemption", "eviction"]  # of what was preempted
 
 
 def test_a_stall_over_a_first_copy_is_put_down_to_warming_up(core, clock):
