@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from attention_paths import attending_by
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, SamplingParams, ops
@@ -77,20 +78,24 @@ def test_all_layers_share_the_arrays_of_a_step_which_is_evaluated_once(model, ca
     calls.watch(mx, "async_eval")
     calls.watch(mx, "eval")
     calls.watch(Batch, "__init__")
+    seen = []
     for _ in range(3):
         calls.clear()
-        engine.step()
+        with attending_by("paged"):
+            engine.step()
+        slots = [args[4] for args in calls.made["write_kv"]]
+        tables = [tuple(map(id, args[3:5])) for args in calls.made["paged_attention"]]
+        assert all(each is slots[0] for each in slots)
+        assert set(Counter(tables).values()) == {LAYERS}
+        seen.append(len(set(tables)))
         assert calls.num() == {
             "write_kv": LAYERS,
-            "paged_attention": LAYERS,
+            "paged_attention": LAYERS * seen[-1],
             "async_eval": 1,
             "eval": 1,
             "__init__": 1,
         }
-        slots = [args[4] for args in calls.made["write_kv"]]
-        tables = [args[3:5] for args in calls.made["paged_attention"]]
-        assert all(each is slots[0] for each in slots)
-        assert all(a is b for each in tables for a, b in zip(each, tables[0], strict=True))
+    assert sorted(seen) == [1, 1, 2]  # the decodes' tables, and once the chunk's
 
 
 def test_decodes_of_an_unchanged_batch_read_no_token_on_the_host(model, calls):
