@@ -147,11 +147,11 @@ def _number(value: float) -> str:
 
 
 def _row(shape: Shape, context: int, kernel: str, stats: list[LaunchStats]) -> Row:
-    first, rest = stats[0], list(zip(stats[1:], ARRAYS[kernel][1:], strict=True))
+    # A paged call that is not split has nothing to merge.
+    launches = list(zip(stats, ARRAYS[kernel], strict=False))
+    first, rest = stats[0], launches[1:]
     tables = TABLES if kernel == "paged" else ()
-    lines = [
-        s.lines[i] for s, own in zip(stats, ARRAYS[kernel], strict=True) for i in own & {*s.lines}
-    ]
+    lines = [s.lines[i] for s, own in launches for i in own & {*s.lines}]
     totals = Counts(
         kv_asked=sum(first.loaded_bytes[i] for i in KEYS_AND_VALUES),
         kv_per_group=sum(first.unique_loaded_bytes[i].per_threadgroup for i in KEYS_AND_VALUES),
