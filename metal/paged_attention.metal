@@ -31,6 +31,12 @@ constexpr int team_size(int head_dim, int value_dim) {
   return head_dim > 256 || value_dim > 256 ? LANES : LANES / 2;
 }
 
+// Rows whose outputs lie in threadgroup memory together: 8 KiB of them, up to 256 wide. What a core
+// has room for at a time is 32 KiB.
+constexpr int merged_rows(int rows, int value_dim) {
+  return value_dim * rows > 256 ? (value_dim > 128 ? 1 : 2) : rows;
+}
+
 // One query row and the keys [first, stop) that it sees, masks aside.
 struct QueryRow {
   int head;
@@ -161,7 +167,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int TEAM = team_size(D, DV);
   constexpr int TEAMS = LANES / TEAM;
-  constexpr int MERGED = DV > 256 ? 1 : ROWS;  // rows for which threadgroup memory has room
+  constexpr int MERGED = merged_rows(ROWS, DV);
   constexpr int K_VECTORS = (D / VECTOR + TEAM - 1) / TEAM;  // of a key that a lane holds
   constexpr int V_VECTORS = (DV / VECTOR + TEAM - 1) / TEAM;
   threadgroup float shared_out[SIMDGROUPS * MERGED * DV];

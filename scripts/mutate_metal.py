@@ -37,7 +37,8 @@ DECLARATION = re.compile(r"^\s*(?:bool \w+;|float qk, )")
 EXPLAINED: dict[str, str] = {
     "head_dim > 256": "smaller teams give the same result, their lanes hold more",
     "value_dim > 256": "smaller teams give the same result, their lanes hold more",
-    "DV > 256": "rows merged one by one give the same result, after more barriers",
+    "rows > 256": "rows merged apart give the same result, after more barriers",
+    "value_dim > 128": "rows merged apart give the same result, after more barriers",
     "tile > 0": "one barrier too many changes nothing",
 }
 """Guards whose loss no test can see, and why."""

@@ -2,7 +2,7 @@
 
 from .findings import EmulatorFinding, Finding, FindingKind
 from .language.tokens import TranslationError
-from .launch import LaunchStats, Result, UniqueBytes
+from .launch import LaunchStats, Lines, Result, UniqueBytes
 from .library import Library
 from .mlx_headers import mlx_include_dir
 from .modes import Mode
@@ -17,6 +17,7 @@ __all__ = [
     "FindingKind",
     "LaunchStats",
     "Library",
+    "Lines",
     "Mode",
     "Result",
     "ToolchainMissing",

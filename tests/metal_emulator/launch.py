@@ -44,9 +44,21 @@ class UniqueBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Lines:
+    """Instructions on one buffer, counted once per simdgroup, and the lines of 128 bytes that the
+    lanes touch with each, added up. A buffer is taken to begin with a line."""
+
+    load_instructions: int
+    loaded: int
+    store_instructions: int
+    stored: int
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchStats:
     """What a launch did. The dictionaries go by buffer index and are filled in Mode.RACE only."""
 
+    threadgroups: int
     threads: int
     barriers: int
     """threadgroup_barrier, counted once per threadgroup."""
@@ -54,6 +66,8 @@ class LaunchStats:
     """simdgroup_barrier, counted once per simdgroup."""
     simd_ops: int
     """simd_sum, simd_shuffle, simdgroup_load, ...: counted once per simdgroup."""
+    simd_reductions: int
+    """Those of them that combine all lanes: simd_sum, simd_max, simd_all, ..."""
     threadgroup_bytes: int
     """The most that any threadgroup had, as the GPU would allocate it."""
     loaded_bytes: dict[int, int] = field(default_factory=dict)
@@ -62,6 +76,7 @@ class LaunchStats:
     """Likewise, for stores."""
     unique_loaded_bytes: dict[int, UniqueBytes] = field(default_factory=dict)
     """Loaded bytes without repetition: the traffic that caches of that scope cannot avoid."""
+    lines: dict[int, Lines] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +148,12 @@ def make_stats(
     """`counts` in Python's types; traffic only for the buffers that were bound."""
     traffic = {i: counts.traffic[i] for i in sorted(buffers)} if has_traffic else {}
     return LaunchStats(
+        threadgroups=counts.threadgroups,
         threads=counts.threads,
         barriers=counts.barriers,
         simdgroup_barriers=counts.simdgroup_barriers,
         simd_ops=counts.simd_operations,
+        simd_reductions=counts.simd_reductions,
         threadgroup_bytes=counts.threadgroup_bytes,
         loaded_bytes={i: t.loaded for i, t in traffic.items()},
         stored_bytes={i: t.stored for i, t in traffic.items()},
@@ -146,6 +163,16 @@ def make_stats(
             )
             for i, t in traffic.items()
         },
+        lines={i: _lines(counts.lines[i]) for i in traffic},
+    )
+
+
+def _lines(counts: runtime_library.LineCounts) -> Lines:
+    return Lines(
+        counts.load_instructions,
+        counts.loaded_lines,
+        counts.store_instructions,
+        counts.stored_lines,
     )
 
 

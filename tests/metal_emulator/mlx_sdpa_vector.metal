@@ -14,6 +14,7 @@ instantiate_sdpa_vector(float, 128)
 instantiate_sdpa_vector(float16_t, 128)
 instantiate_sdpa_vector(bfloat16_t, 128)
 instantiate_sdpa_vector(float, 64)
+instantiate_sdpa_vector(float16_t, 64)
 
 #define instantiate_sdpa_vector_gqa(type, dim, group, heads)           \
   instantiate_kernel(                                                  \

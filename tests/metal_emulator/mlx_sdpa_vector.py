@@ -10,10 +10,10 @@ from .launch import Buffer, LaunchStats
 from .library import Library
 
 SOURCE = Path(__file__).with_name("mlx_sdpa_vector.metal")
-NUM_BLOCKS = 32  # of the two-pass kernels: how many threadgroups share one row
+NUM_BLOCKS = 32  # of the two-pass kernels, by default: how many threadgroups share one row
 
 
-def function_constants(case: Case) -> dict[int, int | bool]:
+def function_constants(case: Case, num_blocks: int = NUM_BLOCKS) -> dict[int, int | bool]:
     return {
         20: bool(case.mask),
         21: False,  # query_transposed
@@ -21,7 +21,7 @@ def function_constants(case: Case) -> dict[int, int | bool]:
         23: case.mask == "bool",
         24: case.mask == "float",
         25: case.sinks,
-        26: NUM_BLOCKS,
+        26: num_blocks,
     }
 
 
@@ -72,13 +72,14 @@ def run_two_pass(
     library: Library,
     seed: int | None = None,
     heads_per_simdgroup: int | None = None,
-) -> tuple[Any, LaunchStats]:
-    """Returns the output and the statistics of the first pass."""
+    num_blocks: int = NUM_BLOCKS,
+) -> tuple[Any, list[LaunchStats]]:
+    """Returns the output and the statistics of both passes."""
     case = problem.case
     group = case.heads // case.kv_heads
     rows = case.batch * case.heads * case.queries
-    partials = nan_filled((rows, NUM_BLOCKS, case.head_dim), case.precision)
-    sums, maxima = (np.full((rows, NUM_BLOCKS), np.nan, np.float32) for _ in range(2))
+    partials = nan_filled((rows, num_blocks, case.head_dim), case.precision)
+    sums, maxima = (np.full((rows, num_blocks), np.nan, np.float32) for _ in range(2))
     buffers = shared_buffers(problem, first=7) | optional_buffers(problem, first=13)
     suffix = f"{case.precision.metal}_{case.head_dim}"
     kernel = f"2pass_1_{suffix}"
@@ -86,19 +87,19 @@ def run_two_pass(
         kernel = f"2pass_1_gqa_{suffix}_{group}_{heads_per_simdgroup}"
     first = library.launch(
         f"sdpa_vector_{kernel}",
-        grid=(case.kv_heads, case.batch, NUM_BLOCKS),
+        grid=(case.kv_heads, case.batch, num_blocks),
         threadgroup=(32, group, case.queries),
         buffers=buffers | {3: partials, 4: sums, 5: maxima},
-        constants=function_constants(case),
+        constants=function_constants(case, num_blocks),
         seed=seed,
     )
     out = nan_filled(problem.q.shape, case.precision)
-    library.launch(
+    second = library.launch(
         f"sdpa_vector_2pass_2_{suffix}",
         grid=(case.batch * case.heads, case.queries, 1),
         threadgroup=(1024, 1, 1),
-        buffers={0: partials, 1: sums, 2: maxima, 3: out, 4: np.int32(NUM_BLOCKS)},
-        constants=function_constants(case),
+        buffers={0: partials, 1: sums, 2: maxima, 3: out, 4: np.int32(num_blocks)},
+        constants=function_constants(case, num_blocks),
         seed=seed,
     )
-    return out, first.stats
+    return out, [first.stats, second.stats]

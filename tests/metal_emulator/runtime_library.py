@@ -58,14 +58,26 @@ class TrafficCounts(ctypes.Structure):
     )
 
 
+class LineCounts(ctypes.Structure):
+    _fields_ = (
+        ("load_instructions", ctypes.c_uint64),
+        ("loaded_lines", ctypes.c_uint64),
+        ("store_instructions", ctypes.c_uint64),
+        ("stored_lines", ctypes.c_uint64),
+    )
+
+
 class Counts(ctypes.Structure):
     _fields_ = (
+        ("threadgroups", ctypes.c_uint64),
         ("threads", ctypes.c_uint64),
         ("barriers", ctypes.c_uint64),
         ("simdgroup_barriers", ctypes.c_uint64),
         ("simd_operations", ctypes.c_uint64),
+        ("simd_reductions", ctypes.c_uint64),
         ("threadgroup_bytes", ctypes.c_uint64),
         ("traffic", TrafficCounts * MAX_BUFFERS),
+        ("lines", LineCounts * MAX_BUFFERS),
     )
 
 

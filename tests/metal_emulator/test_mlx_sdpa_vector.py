@@ -94,8 +94,8 @@ def test_bytes_of_keys() -> None:
     problem = Problem(case)
     once = raw(problem.k).nbytes
     _, one_pass = run_one_pass(problem, library(Mode.RACE))
-    _, two_pass = run_two_pass(problem, library(Mode.RACE))
-    _, grouped = run_two_pass(problem, library(Mode.RACE), heads_per_simdgroup=4)
+    _, (two_pass, _) = run_two_pass(problem, library(Mode.RACE))
+    _, (grouped, _) = run_two_pass(problem, library(Mode.RACE), heads_per_simdgroup=4)
     # One threadgroup per query head: every head of the group of 8 loads its keys again.
     assert one_pass.loaded_bytes[1] == 8 * once
     assert one_pass.unique_loaded_bytes[1].per_threadgroup == 8 * once

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from .launch import LaunchStats, UniqueBytes
+from .launch import LaunchStats, Lines, UniqueBytes
 from .library import Library
 from .modes import Mode
 
@@ -23,12 +23,19 @@ def library(mode: Mode) -> Library:
     return Library.from_file(SOURCE, mode=mode)
 
 
-def run(kernel: str, *arrays: NDArray[Any], mode: Mode = Mode.RACE, seed: int = 1) -> LaunchStats:
+def run(
+    kernel: str,
+    *arrays: NDArray[Any],
+    mode: Mode = Mode.RACE,
+    seed: int = 1,
+    constants: dict[int, int] | None = None,
+) -> LaunchStats:
     result = library(mode).launch(
         kernel,
         grid=(GROUPS, 1, 1),
         threadgroup=(THREADS // GROUPS, 1, 1),
         buffers=dict(enumerate(arrays)),
+        constants=constants,
         seed=seed,
     )
     return result.stats
@@ -70,6 +77,48 @@ def test_atomics() -> None:
     stats = run("atomic_sum", total)
     assert total[0] == THREADS
     assert (stats.loaded_bytes, stats.stored_bytes) == ({0: THREADS * 4}, {0: THREADS * 4})
+
+
+@pytest.mark.parametrize(
+    ("type_name", "bytes_each", "lines"),
+    [("char", 1, 1), ("half", 2, 1), ("float", 4, 1), ("half4", 8, 2), ("float4", 16, 4)],
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_neighbours_share_lines(type_name: str, bytes_each: int, lines: int, seed: int) -> None:
+    size = THREADS * bytes_each
+    arrays = (np.zeros(size, np.uint8) for _ in range(2))
+    stats = run(f"each_once_{type_name}", *arrays, seed=seed)
+    simdgroups = SIMDGROUPS * GROUPS
+    total = simdgroups * lines
+    assert stats.lines[0] == Lines(simdgroups, total, 0, 0)
+    assert stats.lines[1] == Lines(0, 0, simdgroups, total)
+
+
+@pytest.mark.parametrize(("stride", "lines"), [(1, 1 + 1), (2, 2 + 1), (3, 3 + 2), (32, 32 + 16)])
+def test_lines_of_strided_loads(stride: int, lines: int) -> None:
+    arrays = np.zeros(32 * 32, np.float32), np.zeros(THREADS, np.float32)
+    stats = run("strided", *arrays, constants={0: stride})
+    simdgroups = SIMDGROUPS * GROUPS
+    assert stats.lines[0] == Lines(2 * simdgroups, lines * simdgroups, 0, 0)
+
+
+def test_each_pass_of_a_loop_is_an_instruction() -> None:
+    """Whether the lanes meet in it or run through all of it one after another."""
+    arrays = np.zeros(THREADS, np.float32), np.zeros(THREADS, np.float32)
+    simdgroups = SIMDGROUPS * GROUPS
+    assert run("reduced", *arrays).lines[0].load_instructions == 3 * simdgroups
+    assert run("all_of_the_group", *arrays).lines[0] == Lines(
+        64 * simdgroups, 64 * simdgroups, 0, 0
+    )
+
+
+@pytest.mark.parametrize("mode", [Mode.FAST, Mode.RACE])
+def test_reductions_and_barriers(mode: Mode) -> None:
+    arrays = np.zeros(THREADS, np.float32), np.zeros(THREADS, np.float32)
+    stats = run("reduced", *arrays, mode=mode)
+    simdgroups = SIMDGROUPS * GROUPS
+    assert (stats.simd_reductions, stats.simd_ops) == (4 * simdgroups, 6 * simdgroups)
+    assert (stats.barriers, stats.threadgroups, stats.threads) == (GROUPS, GROUPS, THREADS)
 
 
 def test_other_modes_do_not_count() -> None:

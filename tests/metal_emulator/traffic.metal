@@ -39,3 +39,23 @@ kernel void in_place(device float *values [[buffer(0)]], uint i [[thread_positio
 kernel void atomic_sum(device atomic_uint *sum [[buffer(0)]]) {
   atomic_fetch_add_explicit(sum, 1u, memory_order_relaxed);
 }
+
+// Every lane loads an element, STRIDE after its neighbour's, and half of the lanes the one behind it.
+constant int STRIDE [[function_constant(0)]];
+kernel void strided(device const float *in [[buffer(0)]], device float *out [[buffer(1)]],
+                    uint lane [[thread_index_in_simdgroup]],
+                    uint i [[thread_position_in_grid]]) {
+  float sum = in[STRIDE * lane];
+  if (lane < 16) sum += in[STRIDE * lane + 1];
+  out[i] = sum;
+}
+
+// A loop of 3 loads with a reduction after each, and shuffles, which are none.
+kernel void reduced(device const float *in [[buffer(0)]], device float *out [[buffer(1)]],
+                    uint i [[thread_position_in_grid]]) {
+  float sum = 0;
+  for (int j = 0; j < 3; j++) sum += simd_sum(in[i]);
+  sum += simd_shuffle_xor(sum, 1) + simd_shuffle_xor(sum, 2);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  out[i] = simd_max(sum);
+}

@@ -38,9 +38,15 @@ bool AccessMonitor::has_reported(const char* address) const {
 }
 
 TrafficCounts AccessMonitor::traffic(int buffer) const {
-  const int alias = launch_->buffers[buffer].alias_of;
-  const auto& shadow = buffers_[alias < 0 ? buffer : alias];
+  const auto& shadow = buffers_[owner(buffer)];
   return shadow ? shadow->traffic : TrafficCounts();
+}
+
+LineCounts AccessMonitor::lines(int buffer) const { return lines_.counts(owner(buffer)); }
+
+int AccessMonitor::owner(int buffer) const {
+  const int alias = launch_->buffers[buffer].alias_of;
+  return alias < 0 ? buffer : alias;
 }
 
 void AccessMonitor::check_threadgroup_memory(const Access& access) {
@@ -84,6 +90,7 @@ void AccessMonitor::check_buffer(const Access& access, int index) {
   const Moment moment = now(/*is_device_memory=*/true);
   BufferShadow& shadow = *buffers_[index];
   (access.is_store ? shadow.traffic.stored : shadow.traffic.loaded) += access.size;
+  lines_.touch(access.site, launch_->running->position.lane, index, access.is_store, first, end);
   Conflict conflict;
   for (BufferCell& cell : shadow.cells.cells(first, access.size)) {
     if (!access.is_store) {

@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "line_counter.h"
 #include "race_cell.h"
 #include "shadow.h"
 #include "traffic.h"
@@ -26,7 +27,10 @@ class AccessMonitor {
   void check(const Access& access);
   // Whether a fault at this address would be news.
   bool has_reported(const char* address) const;
+  // The lanes of a simdgroup have met, or ended.
+  void meet() { lines_.meet(); }
   TrafficCounts traffic(int buffer) const;
+  LineCounts lines(int buffer) const;
 
  private:
   struct BufferCell {
@@ -48,10 +52,13 @@ class AccessMonitor {
   template <class Detail>
   void report(const char* kind, const Access& access, Detail detail);
   Moment now(bool is_device_memory) const;
+  // The index of the buffer that has the memory of this one.
+  int owner(int buffer) const;
 
   Launch* launch_;
   Shadow<RaceCell> threadgroup_memory_;
   std::vector<std::optional<BufferShadow>> buffers_;
+  LineCounter lines_;
   Access reported_{};  // the latest that was out of bounds
 };
 

@@ -37,6 +37,7 @@ struct Counts {
   LaunchCounts launch;
   uint64_t threadgroup_bytes;
   TrafficCounts traffic[kMaxBuffers];
+  LineCounts lines[kMaxBuffers];
 };
 
 struct FindingView {
@@ -108,6 +109,7 @@ EMULATOR_EXPORT void emulator_counts(Counts* counts) {
   counts->threadgroup_bytes = latest->arena.peak_bytes();
   for (int i = 0; i < kMaxBuffers; i++) {
     counts->traffic[i] = latest->monitor ? latest->monitor->traffic(i) : TrafficCounts();
+    counts->lines[i] = latest->monitor ? latest->monitor->lines(i) : LineCounts();
   }
 }
 

@@ -9,6 +9,7 @@ namespace emulator {
 void Simdgroup::start(Launch* launch, Thread* first, int size) {
   launch_ = launch;
   barriers = {};
+  values.is_reduced = false;
   lanes_.clear();
   for (int i = 0; i < size; i++) lanes_.push_back(first + i);
 }
@@ -27,6 +28,9 @@ void Simdgroup::run_ready_lanes() {
     lane->fiber.resume();
   }
   launch_->running = nullptr;
+  if (launch_->monitor) launch_->monitor->meet();
+  launch_->counts.simd_reductions += values.is_reduced;
+  values.is_reduced = false;
 }
 
 bool Simdgroup::complete_operation() {

@@ -81,6 +81,7 @@ void Threadgroup::start() {
     simdgroup.start(launch_, &threads_[i], std::min<size_t>(kSimdWidth, size_ - i));
     turns_.push_back(&simdgroup);
   }
+  launch_->counts.threadgroups++;
   launch_->counts.threads += size_;
 }
 
