@@ -49,12 +49,12 @@ def _is_recurrent(runner: ModelRunner) -> bool:
 
 def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: list[Any]) -> None:
     """Put the first `num_tokens` of a request, or its states, into new caches."""
-    pool, allocator = runner.manager.pool, runner.manager.allocator
+    allocator = runner.manager.allocator
     num_blocks = allocator.blocks_needed(num_tokens)
     block_ids = as_int32(allocator.table(request.id)[:num_blocks])
     runner.states.load([request.id])
     for source, target in zip(leaves(runner.caches), leaves(caches), strict=True):
         if isinstance(source, PagedLayerCache):
-            target.update_and_fetch(*pool.gather(source.layer, block_ids, num_tokens))
+            target.update_and_fetch(*source.contiguous(block_ids, num_tokens))
         else:
             target.cache = list(source.cache)

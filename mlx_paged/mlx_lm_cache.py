@@ -92,6 +92,10 @@ class PagedLayerCache(UntrimmedCache):
         )
         return gathered[:, :, : self.batch.max_context]
 
+    def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
+        """What the model stored of one sequence, copied out: ``[1, H_kv, num_tokens, D]`` each."""
+        return self.pool.gather(self.layer, block_ids, num_tokens)
+
     def attend(
         self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array | None:
@@ -152,6 +156,10 @@ class LatentLayerCache(PagedLayerCache):
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         latents, rotary_keys = map(self._gathered, self.pool.rows(self.layer))
         return KVHandle.of(latents, self, "keys"), RotaryHandle.of(rotary_keys, self, "values")
+
+    def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
+        rows, latents = super().contiguous(block_ids, num_tokens)
+        return latents, rows[..., latents.shape[-1] :]
 
     def attend(
         self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
