@@ -110,7 +110,8 @@ TEXT = """
   (June 2022; 100 GB/s, "50 percent more than M1"), "M2 Ultra" (June 2023), "M3, M3 Pro, and M3 Max"
   (October 2023), "Apple introduces M4" (May 2024), "M4 Pro and M4 Max" (October 2024) and "Apple
   unleashes M5" (October 2025), and from the technical specifications of the Macs that have them.
-  The M1's 68 is that of its LPDDR4X-4266 on 128 bits.
+  The M1's 68 is that of its LPDDR4X-4266 on 128 bits. All were quoted from memory and not looked
+  up again: check them before you rely on the model.
 
 Microseconds of one call, that is of one layer; * where instructions are the larger term throughout.
 """
