@@ -1,9 +1,9 @@
 #include "csrc/paged_attention.h"
 
 #include <memory>
-#include <stdexcept>
 
 #include "csrc/cpu/attention.h"
+#include "csrc/dtypes.h"
 #include "csrc/metal/encode.h"
 #include "csrc/metal/plans.h"
 #include "csrc/strides.h"
@@ -14,21 +14,6 @@
 namespace mlx_paged {
 
 namespace {
-
-cpu::DType cpu_dtype(mx::Dtype dtype) {
-  switch (dtype) {
-    case mx::float32:
-      return cpu::DType::kFloat32;
-    case mx::float16:
-      return cpu::DType::kFloat16;
-    case mx::bfloat16:
-      return cpu::DType::kBFloat16;
-    case mx::bool_:
-      return cpu::DType::kBool;
-    default:
-      throw std::logic_error("[paged_attention] dtype without a CPU kernel");
-  }
-}
 
 // The arrays in the form that the kernels read: float32 vectors, angles per query token, a mask of
 // full rank (broadcasting is a view). The Metal kernels know fewer combinations of dtypes and take

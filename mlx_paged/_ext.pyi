@@ -93,6 +93,34 @@ def cpu_features() -> str: ...
 def supported_kernels() -> list[str]: ...
 def num_threads() -> int: ...
 
+class layers:
+    """The submodule of a model's layers, for CPUs; python/layer_bindings.cpp documents them."""
+
+    @staticmethod
+    def rms_norm(
+        x: mx.array, weight: mx.array | None, eps: float, *, stream: _Stream = None
+    ) -> mx.array: ...
+    @staticmethod
+    def rope(
+        x: mx.array,
+        offset: int | mx.array,
+        frequencies: mx.array,
+        *,
+        scale: float = 1.0,
+        traditional: bool = False,
+        stream: _Stream = None,
+    ) -> mx.array: ...
+    @staticmethod
+    def rope_frequencies(dims: int, base: float, *, stream: _Stream = None) -> mx.array: ...
+    @staticmethod
+    def silu(
+        x: mx.array, factor: mx.array | None = None, *, stream: _Stream = None
+    ) -> mx.array: ...
+    @staticmethod
+    def gelu_approx(
+        x: mx.array, factor: mx.array | None = None, *, stream: _Stream = None
+    ) -> mx.array: ...
+
 class metal:
     """The submodule of launch plans; a call is a dict, see its documentation."""
 

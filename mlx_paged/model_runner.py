@@ -13,6 +13,7 @@ from mlx_paged.batch import Batch, ComingTokens, Layout
 from mlx_paged.batch_tables import BatchTables
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.block_tables import Int32Array
+from mlx_paged.cpu_layers import CPULayers
 from mlx_paged.logit_rows import LogitRows
 from mlx_paged.mlx_lm_cache import PagedLayerCache
 from mlx_paged.model_probe import Batching, ModelProfile, leaves, make_caches
@@ -62,6 +63,7 @@ class ModelRunner:
         self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
+        self.cpu_layers = CPULayers(model)
         self.sampler = Sampler()
         self._copied: list[mx.array] = []  # into snapshots, to be evaluated with the next step
         self._tables = BatchTables(manager.allocator)
@@ -184,7 +186,7 @@ class ModelRunner:
             self.states.load(batch.seq_ids)
         axis = 0 if batch.layout is Layout.ROWS else 1
         rows = None if batch.samples_all else batch.sampled_rows
-        with attention_hook(), self.logit_rows.only(rows, axis):
+        with attention_hook(), self.cpu_layers.diverted(), self.logit_rows.only(rows, axis):
             logits: mx.array = self.model(batch.inputs, cache=self.caches)
         if self._is_recurrent:
             self.states.store(batch.seq_ids)

@@ -8,6 +8,7 @@
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/thread_pool.h"
 #include "csrc/ops.h"
+#include "python/layer_bindings.h"
 #include "python/plan_bindings.h"
 
 namespace nb = nanobind;
@@ -112,7 +113,7 @@ Raises:
         the entries that a context reads.)";
 
 constexpr const char* kCpuFeaturesDoc =
-    R"(Name of the attention kernel's build in use: "baseline", "avx2" or "avx512".
+    R"(Name of the CPU kernels' build in use: "baseline", "avx2" or "avx512".
 
 The environment variable MLX_PAGED_CPU, read at import, chooses one; the default is the fastest
 that the machine supports.)";
@@ -140,9 +141,10 @@ NB_MODULE(_ext, m) {
         "num_blocks"_a, "block_size"_a, kCheckTablesDoc);
   m.def("cpu_features", &mlx_paged::cpu::active_kernel_name, kCpuFeaturesDoc);
   m.def("supported_kernels", &mlx_paged::cpu::supported_kernel_names,
-        "Names of the attention kernel's builds that this machine can run, slowest first.");
+        "Names of the CPU kernels' builds that this machine can run, slowest first.");
   m.def("num_threads", &mlx_paged::cpu::num_threads,
         "Threads that CPU kernels use: MLX_PAGED_NUM_THREADS, read at import, or the hardware's.");
 
+  mlx_paged::bind_layers(m);
   mlx_paged::bind_plans(m);
 }

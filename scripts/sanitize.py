@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = "clang++-19"
-TESTS = ("tests/test_ops.py", "tests/test_pool_writes.py")
+TESTS = ("tests/test_ops.py", "tests/test_pool_writes.py", "tests/test_cpu_layer_ops.py")
 SUPPRESSIONS = ROOT / "scripts" / "sanitize_thread.supp"
 
 

@@ -82,6 +82,7 @@ ORDER = [
     "latent_handles",
     "sdpa_hook",
     "array_views",
+    "cpu_layers",
     "dispatch",
     "path_table",
     "batch",

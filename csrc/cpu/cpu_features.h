@@ -1,16 +1,18 @@
-// Which build of the CPU attention kernel runs.
+// Which build of the CPU kernels runs.
 #pragma once
 
 #include <string>
 #include <vector>
 
 #include "csrc/cpu/attention_kernel.h"
+#include "csrc/cpu/layer_kernels.h"
 
 namespace mlx_paged::cpu {
 
 struct Kernel {
   const char* name;  // "baseline" (what the compiler targets: SSE2, NEON), "avx2" or "avx512"
   AttendFunction attend;
+  LayerKernels layers;
 };
 
 // The build in use: the one that MLX_PAGED_CPU names, else the fastest that this machine runs.

@@ -109,6 +109,48 @@ Floats load_up_to(const T* from, int count) {
   return count < kLanes ? load_partial(from, count) : load(from);
 }
 
+inline void store(BFloat16* to, Floats x) {
+  const Words bits = __builtin_bit_cast(Words, x);
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const Words quiet = (bits >> 16) | 0x40;
+  const Halves halves = __builtin_convertvector(x == x ? rounded : quiet, Halves);
+  __builtin_memcpy(to, &halves, sizeof halves);
+}
+
+inline void store(Float16* to, Floats x) {
+#if defined(__AVX512F__)
+  const __m256i bits = _mm512_maskz_cvtps_ph(0xffff, x, _MM_FROUND_TO_NEAREST_INT);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
+#elif defined(__AVX2__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const Words bits = __builtin_bit_cast(Words, x);
+  const Words magnitude = bits & 0x7fffffff;
+  // Rounded to nearest, ties to even, with the exponent rebased from 127 to 15.
+  const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Adding 1/2 leaves a multiple of 2^-24, binary16's smallest number, in the low bits.
+  const Floats shifted = __builtin_bit_cast(Floats, magnitude) + 0.5f;
+  const Words subnormal = __builtin_bit_cast(Words, shifted) - (126u << 23);
+  const Words finite = magnitude < (113u << 23) ? subnormal : normal;
+  const Words infinite = magnitude > (255u << 23) ? (Words{} + 0x7e00) : (Words{} + 0x7c00);
+  const Words half = magnitude >= 0x477ff000 ? infinite : finite;  // from 65520 on
+  const Halves halves = __builtin_convertvector(half | ((bits >> 16) & 0x8000), Halves);
+  __builtin_memcpy(to, &halves, sizeof halves);
+#endif
+}
+
+// The first kLanes of `count` elements, of which there may be fewer.
+template <typename T>
+void store_up_to(T* to, Floats x, int count) {
+  if (count >= kLanes) {
+    store(to, x);
+    return;
+  }
+  T elements[kLanes];
+  store(elements, x);
+  __builtin_memcpy(to, elements, count * sizeof(T));
+}
+
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
 // Combines the halves of each pair of blocks of kHalf lanes: those of a in the first block, those

@@ -1,4 +1,5 @@
-// Exponential and hyperbolic tangent of a register; see simd.h for the rules of inclusion.
+// Exponential, hyperbolic tangent, sine and cosine of a register; see simd.h for the rules of
+// inclusion.
 #pragma once
 
 #include "csrc/cpu/simd.h"
@@ -48,6 +49,37 @@ inline Floats tanh(Floats x) {
   const Floats y = exp_minus_one(x < 0 ? x + x : -(x + x));  // e^(-2|x|) - 1
   const Floats positive = -y / (y + 2.0f);
   return x < 0 ? -positive : positive;
+}
+
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+typedef int64_t Longs __attribute__((vector_size(8 * kLanes)));
+
+struct SineCosine {
+  Floats sine;
+  Floats cosine;
+};
+
+// Sine and cosine for |x| < 2^31, absolute error 1e-7. The argument is reduced by multiples of
+// pi / 2 in double precision, whose first part of 33 bits times an integer is exact; on the
+// remainder, at most pi / 4, the polynomials are Moshier's (Cephes, sinf and cosf).
+inline SineCosine sine_cosine(Floats x) {
+  constexpr double kRound = 0x1.8p52;  // adding it rounds to an integer, which the low bits hold
+  const Doubles wide = __builtin_convertvector(x, Doubles);
+  const Doubles shifted = wide * 0.63661977236758134 + kRound;
+  const Doubles n = shifted - kRound;
+  const Doubles reduced = (wide - n * 0x1.921fb544p0) - n * 0x1.0b4611a626331p-34;
+  const Floats r = __builtin_convertvector(reduced, Floats);
+  const Ints quadrant = __builtin_convertvector(__builtin_bit_cast(Longs, shifted), Ints);
+  const Floats z = r * r;
+  Floats sine = z * -1.9515295891e-4f + 8.3321608736e-3f;
+  sine = sine * z - 1.6666654611e-1f;
+  sine = sine * (z * r) + r;
+  Floats cosine = z * 2.443315711809948e-5f - 1.388731625493765e-3f;
+  cosine = cosine * z + 4.166664568298827e-2f;
+  cosine = cosine * (z * z) - z * 0.5f + 1.0f;
+  const Floats s = (quadrant & 1) == 0 ? sine : cosine;
+  const Floats c = (quadrant & 1) == 0 ? cosine : sine;
+  return {(quadrant & 2) == 0 ? s : -s, ((quadrant + 1) & 2) == 0 ? c : -c};
 }
 
 }  // namespace mlx_paged::cpu::KERNEL_ISA

@@ -1,0 +1,94 @@
+#include "python/layer_bindings.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/variant.h>
+
+#include "csrc/layer_ops.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mlx_paged {
+
+namespace {
+
+constexpr const char* kDoc =
+    R"(Layers of a model that MLX's CPU backend composes of many passes, in one pass each.
+
+Arrays are float32, float16 or bfloat16 of any layout. Norms and rotary embeddings are rounded where
+MLX's own are, activations once, at the end. The ops run on CPUs only.)";
+
+constexpr const char* kRmsNormDoc =
+    R"(``mx.fast.rms_norm``: ``x / sqrt(mean(x^2) + eps) * weight`` over the last axis.
+
+Args:
+    x: ``[..., W]``.
+    weight: ``[W]`` of x's dtype, or None.
+    eps: added to the mean.
+    stream: stream or device; CPU only.
+
+Raises:
+    ValueError: a shape or dtype does not fit.)";
+
+constexpr const char* kRopeDoc =
+    R"(``mx.fast.rope``: rotary position embedding (Su et al., "RoFormer", 2021).
+
+Args:
+    x: ``[B, H, L, D]`` or ``[B, L, D]``.
+    offset: position of each sequence's first token, an int or ``[B]`` or ``[1]`` integers.
+    frequencies: ``[P]`` float32, P <= D / 2; pair i of token l is rotated by
+        ``scale * (offset + l) * frequencies[i]`` radians, dims from 2 P on pass through.
+    scale: of positions.
+    traditional: pairs are dims ``(2i, 2i + 1)`` rather than ``(i, i + P)``.
+    stream: stream or device; CPU only.
+
+Raises:
+    ValueError: a shape or dtype does not fit.)";
+
+constexpr const char* kFrequenciesDoc =
+    R"(The frequencies that ``mx.fast.rope`` computes from a base, bit for bit: ``[dims / 2]`` float32.
+
+Raises:
+    ValueError: dims is not a positive even number.)";
+
+constexpr const char* kActivateDoc =
+    R"(The activation of this name in ``mlx.nn``, times `factor`.
+
+Args:
+    x: any shape.
+    factor: of x's shape and dtype, or None.
+    stream: stream or device; CPU only.
+
+Raises:
+    ValueError: a shape or dtype does not fit.)";
+
+mx::array rope_of(const mx::array& x, const std::variant<int, mx::array>& offset,
+                  const mx::array& frequencies, float scale, bool traditional,
+                  mx::StreamOrDevice stream) {
+  const int* number = std::get_if<int>(&offset);
+  const mx::array offsets = number ? mx::array(*number) : std::get<mx::array>(offset);
+  return rope(x, offsets, frequencies, scale, traditional, stream);
+}
+
+template <cpu::Activation kActivation>
+mx::array activation(const mx::array& x, const OptionalArray& factor, mx::StreamOrDevice stream) {
+  return activate(x, factor, kActivation, stream);
+}
+
+}  // namespace
+
+void bind_layers(nb::module_& module) {
+  nb::module_ m = module.def_submodule("layers", kDoc);
+  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a.none(), "eps"_a, nb::kw_only(),
+        "stream"_a = nb::none(), kRmsNormDoc);
+  m.def("rope", &rope_of, "x"_a, "offset"_a, "frequencies"_a, nb::kw_only(), "scale"_a = 1.0f,
+        "traditional"_a = false, "stream"_a = nb::none(), kRopeDoc);
+  m.def("rope_frequencies", &rope_frequencies, "dims"_a, "base"_a, nb::kw_only(),
+        "stream"_a = nb::none(), kFrequenciesDoc);
+  m.def("silu", &activation<cpu::Activation::kSilu>, "x"_a, "factor"_a = nb::none(), nb::kw_only(),
+        "stream"_a = nb::none(), kActivateDoc);
+  m.def("gelu_approx", &activation<cpu::Activation::kGeluApprox>, "x"_a, "factor"_a = nb::none(),
+        nb::kw_only(), "stream"_a = nb::none(), kActivateDoc);
+}
+
+}  // namespace mlx_paged
