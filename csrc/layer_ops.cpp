@@ -31,7 +31,7 @@ void check_dtype(const char* op, const char* argument, const mx::array& a) {
 template <typename Primitive, typename... Config>
 mx::array make(std::vector<mx::array> inputs, mx::StreamOrDevice stream, Config... config) {
   auto primitive = std::make_shared<Primitive>(mx::to_stream(stream), config...);
-  const mx::Shape shape = inputs[0].shape();
+  const mx::Shape shape = primitive->output_shapes(inputs)[0];
   const mx::Dtype dtype = inputs[0].dtype();
   return mx::array(shape, dtype, std::move(primitive), std::move(inputs));
 }
@@ -93,6 +93,13 @@ mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activat
     inputs.push_back(*factor);
   }
   return make<Activate>(std::move(inputs), stream, activation);
+}
+
+mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream) {
+  check_dtype("log_sum_exp", "x", x);
+  require(x.ndim() >= 1 && x.shape(-1) > 0, "log_sum_exp",
+          "x has no elements on its last axis: expected at least one");
+  return make<LogSumExp>({x}, stream);
 }
 
 }  // namespace mlx_paged

@@ -1,6 +1,6 @@
-// Normalisations, rotary embeddings and activations for MLX's CPU backend, which composes each of
-// many passes: one pass. They compute what mx.fast.rms_norm, mx.fast.rope, mlx.nn.silu and
-// mlx.nn.gelu_approx do.
+// Normalisations, rotary embeddings, activations and log-sum-exp for MLX's CPU backend, which
+// composes each of many passes: one pass. They compute what mx.fast.rms_norm, mx.fast.rope,
+// mlx.nn.silu, mlx.nn.gelu_approx and mx.logsumexp do.
 //
 // Each validates its arguments on the calling thread (std::invalid_argument, ValueError in Python).
 // All arrays are float32, float16 or bfloat16, of any layout.
@@ -28,5 +28,8 @@ mx::array rope_frequencies(int dims, float base, mx::StreamOrDevice stream);
 // activation(x) * factor; factor has x's shape and dtype, or is absent.
 mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activation activation,
                    mx::StreamOrDevice stream);
+
+// log(sum(e^x)) over the last axis, which stays with one element.
+mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream);
 
 }  // namespace mlx_paged

@@ -150,4 +150,26 @@ void Activate::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::ar
            });
 }
 
+std::vector<mx::Shape> LogSumExp::output_shapes(const std::vector<mx::array>& inputs) {
+  mx::Shape shape = inputs[0].shape();
+  shape.back() = 1;
+  return {shape};
+}
+
+void LogSumExp::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  allocate(inputs, outputs[0], false);
+  const cpu::DenseRows x(inputs[0]);
+  auto* out = outputs[0].data<std::byte>();
+  const auto itemsize = static_cast<int64_t>(outputs[0].itemsize());
+  dispatch(stream(), inputs, outputs[0], [=, dtype = cpu_dtype(outputs[0].dtype())] {
+    const auto& kernels = cpu::active_kernel().layers;
+    for_ranges(x.count(), x.width(), [&](int64_t begin, int64_t end) {
+      cpu::RowBuffer buffer;
+      for (int64_t r = begin; r < end; ++r) {
+        kernels.log_sum_exp(dtype, x.row(r, buffer), x.width(), out + r * itemsize);
+      }
+    });
+  });
+}
+
 }  // namespace mlx_paged

@@ -10,8 +10,9 @@
 
 namespace mlx_paged {
 
-// One output of the shape of the first input. Transformations are those of MLX's own operations: a
-// function that mx.compile traced while a model was served may be differentiated later.
+// One output, of the shape of the first input but for LogSumExp. Transformations are those of MLX's
+// own operations: a function that mx.compile traced while a model was served may be differentiated
+// later.
 class LayerPrimitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
@@ -88,6 +89,20 @@ class Activate : public LayerPrimitive {
 
  private:
   cpu::Activation activation_;
+};
+
+// Input x; the output has one element on the last axis.
+class LogSumExp : public LayerPrimitive {
+ public:
+  using LayerPrimitive::LayerPrimitive;
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+  const char* name() const override { return "PagedLogSumExp"; }
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override;
+
+ protected:
+  mx::array composed(const std::vector<mx::array>& inputs) override;
 };
 
 }  // namespace mlx_paged

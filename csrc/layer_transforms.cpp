@@ -79,4 +79,8 @@ mx::array Activate::composed(const std::vector<mx::array>& inputs) {
   return inputs.size() > 1 ? mx::multiply(active, inputs[1], s) : active;
 }
 
+mx::array LogSumExp::composed(const std::vector<mx::array>& inputs) {
+  return mx::logsumexp(inputs[0], -1, true, stream());
+}
+
 }  // namespace mlx_paged

@@ -120,6 +120,8 @@ class layers:
     def gelu_approx(
         x: mx.array, factor: mx.array | None = None, *, stream: _Stream = None
     ) -> mx.array: ...
+    @staticmethod
+    def log_sum_exp(x: mx.array, *, stream: _Stream = None) -> mx.array: ...
 
 class metal:
     """The submodule of launch plans; a call is a dict, see its documentation."""

@@ -1,4 +1,4 @@
-"""The layers of a model that MLX's CPU backend is slow at, diverted to one pass each.
+"""What MLX's CPU backend is slow at, diverted to one pass each: a model's layers, log-sum-exp.
 
 On CPUs MLX composes ``mx.fast.rms_norm``, ``mx.fast.rope`` and the activations of many operations,
 each a pass over memory with a thread to itself and, of exponentials, one call an element. While a
@@ -162,3 +162,10 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     if _fits(gate, x) and gate.shape == x.shape:
         return _ext.layers.silu(gate, x)
     return mlx_swiglu(gate, x)
+
+
+def log_sum_exp(x: mx.array) -> mx.array:
+    """``mx.logsumexp`` over the last axis, which stays: ``[..., 1]`` of ``[..., W]``."""
+    if x.dtype in _DTYPES and mx.default_device() == mx.cpu:
+        return _ext.layers.log_sum_exp(x)
+    return mx.logsumexp(x, axis=-1, keepdims=True)

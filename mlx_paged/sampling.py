@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged.cpu_layers import log_sum_exp
 from mlx_paged.penalties import Penalties, Processors, add_biases, described
 from mlx_paged.request import Request
 from mlx_paged.sampling_rows import XTC, DrawnRows, RankFilters, SamplingRows, Subset
@@ -74,7 +75,7 @@ class Sampler:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
         errors = dict(self._rows.errors)
         logits = self._processed(logits, newest, lengths, errors)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = logits - log_sum_exp(logits)
         tokens = _choose(logprobs, self._rows.drawn, lengths)
         if self._rows.samplers:
             tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)

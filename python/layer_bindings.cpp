@@ -62,6 +62,16 @@ Args:
 Raises:
     ValueError: a shape or dtype does not fit.)";
 
+constexpr const char* kLogSumExpDoc =
+    R"(``mx.logsumexp`` over the last axis, which stays with one element.
+
+Args:
+    x: ``[..., W]``, W at least 1.
+    stream: stream or device; CPU only.
+
+Raises:
+    ValueError: the dtype does not fit or a row has no elements.)";
+
 mx::array rope_of(const mx::array& x, const std::variant<int, mx::array>& offset,
                   const mx::array& frequencies, float scale, bool traditional,
                   mx::StreamOrDevice stream) {
@@ -89,6 +99,7 @@ void bind_layers(nb::module_& module) {
         "stream"_a = nb::none(), kActivateDoc);
   m.def("gelu_approx", &activation<cpu::Activation::kGeluApprox>, "x"_a, "factor"_a = nb::none(),
         nb::kw_only(), "stream"_a = nb::none(), kActivateDoc);
+  m.def("log_sum_exp", &log_sum_exp, "x"_a, nb::kw_only(), "stream"_a = nb::none(), kLogSumExpDoc);
 }
 
 }  // namespace mlx_paged

@@ -188,6 +188,26 @@ class TestActivations:
             assert float(mx.abs(op(x) - mlx_op(x)).max()) <= bound
 
 
+@pytest.mark.parametrize("layout", ["dense", "inner", "strided", "transposed"])
+@pytest.mark.parametrize("width", (*WIDTHS, 70_001))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestLogSumExp:
+    def test_against_float64(self, dtype, width, layout):
+        rows = 6 if width < 1000 else 2
+        x = laid_out(random(3, rows, width, dtype=dtype, scale=5.0), layout)
+        top = float64(x).max(-1, keepdims=True)
+        want = top + np.log(np.exp(float64(x) - top).sum(-1, keepdims=True))
+        assert_close(layers.log_sum_exp(x), want, dtype, scale=2.0)
+
+
+def test_log_sum_exp_of_what_is_not_finite():
+    infinity = float("inf")
+    rows = [[0.0, -infinity], [-infinity, -infinity], [1.0, infinity], [float("nan"), 1.0]]
+    got, want = layers.log_sum_exp(mx.array(rows)), mx.logsumexp(mx.array(rows), -1, keepdims=True)
+    np.testing.assert_array_equal(np.array(got), np.array(want))
+    assert np.isnan(layers.log_sum_exp(mx.array([1.0, float("nan")])).item())
+
+
 def test_an_array_that_is_still_needed_is_not_written_over():
     x, factor = random(64, 64), random(64, 64, seed=1)
     kept, product = mx.array(x), x * factor
@@ -220,6 +240,8 @@ MISTAKES = [
         "offset has 2 element",
     ),
     (lambda: layers.rope_frequencies(3, 1e4), "dims is 3: expected a positive even number"),
+    (lambda: layers.log_sum_exp(mx.zeros(4, mx.int32)), "x has dtype int32: expected float32"),
+    (lambda: layers.log_sum_exp(mx.zeros((2, 0))), "x has no elements on its last axis: expected"),
     (lambda: layers.silu(mx.zeros((2, 4)), mx.zeros(4)), "factor has 4 elements of float32: expec"),
     (lambda: layers.silu(mx.zeros(4), mx.zeros(4, mx.float16)), "factor has 4 elements of float16"),
 ]
@@ -261,6 +283,7 @@ class TestTransformations:
                 (x, weight),
             ),
             (rope, mlx_rope, (x,)),
+            (layers.log_sum_exp, lambda a: mx.logsumexp(a, -1, keepdims=True), (x,)),
             (layers.silu, nn.silu, (x,)),
             (layers.silu, swiglu, (x, factor)),
             (layers.gelu_approx, nn.gelu_approx, (x,)),
@@ -301,7 +324,7 @@ class TestTransformations:
 def test_every_build_passes_these_tests(build):
     if build not in _ext.supported_kernels():
         pytest.skip(f"this machine cannot run the {build} build")
-    names = "TestRmsNorm or TestRope or TestActivations or rounded or millions"
+    names = "TestRmsNorm or TestRope or TestActivations or LogSumExp or rounded or millions"
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names, __file__],
         env={**os.environ, "MLX_PAGED_CPU": build},

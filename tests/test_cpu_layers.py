@@ -28,7 +28,7 @@ class CountingLayers:
 
     def __init__(self, layers):
         self.calls = Counter()
-        for name in ("rms_norm", "rope", "silu", "gelu_approx", "rope_frequencies"):
+        for name in ("rms_norm", "rope", "silu", "gelu_approx", "rope_frequencies", "log_sum_exp"):
             setattr(self, name, self._counting(name, getattr(layers, name)))
 
     def _counting(self, name, op):
@@ -72,6 +72,7 @@ def test_an_engine_s_steps_run_on_the_fused_layers(calls, model):
     assert steps >= 6
     assert calls["rms_norm"] == steps * (2 * layers + 1)
     assert calls["rope"] == steps * 2 * layers
+    assert 6 <= calls["log_sum_exp"] <= steps
     assert_restored()
 
 
@@ -141,6 +142,9 @@ def test_a_gpu_keeps_its_own_kernels(calls, model, monkeypatch):
     monkeypatch.setattr(cpu_layers.mx, "default_device", lambda: mx.Device(mx.gpu, 0))
     with CPULayers(model).diverted():
         assert_restored()
+    x = mx.ones((2, 8))
+    mx.eval(cpu_layers.log_sum_exp(x))
+    assert not calls
 
 
 def not_diverted():

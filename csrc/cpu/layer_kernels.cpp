@@ -42,6 +42,19 @@ Floats rounded(Floats x) {
   }
 }
 
+float widened(float x) { return x; }
+float widened(BFloat16 x) { return load_partial(&x, 1)[0]; }
+float widened(Float16 x) { return load_partial(&x, 1)[0]; }
+
+// The first `count` lanes of x, the others of y.
+Floats lanes_or(Floats x, int count, Floats y) {
+  Ints lane;
+  for (int i = 0; i < kLanes; ++i) {
+    lane[i] = i;
+  }
+  return lane < count ? x : y;
+}
+
 float sum(Floats x) {
   float total = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -107,10 +120,6 @@ void rotate_halves(const T* x, const float* sines, const float* cosines, int32_t
   });
 }
 
-float widened(float x) { return x; }
-float widened(BFloat16 x) { return load_partial(&x, 1)[0]; }
-float widened(Float16 x) { return load_partial(&x, 1)[0]; }
-
 template <typename T>
 void rotate_neighbours(const T* x, const float* sines, const float* cosines, int32_t pairs,
                        T* out) {
@@ -122,6 +131,47 @@ void rotate_neighbours(const T* x, const float* sines, const float* cosines, int
     put(out + 2 * i, product(a, cosines[i]) - product(b, sines[i]));
     put(out + 2 * i + 1, product(a, sines[i]) + product(b, cosines[i]));
   }
+}
+
+// The largest of a row, not a number if the first is none.
+template <typename T>
+float largest(const T* x, int32_t width) {
+  Floats best = broadcast(widened(x[0]));
+  for_registers(width, [&](int64_t i, int count) {
+    const Floats value = load_up_to(x + i, count);
+    best = maximum(lanes_or(value, count, best), best);
+  });
+  float result = best[0];
+  for (int lane = 1; lane < kLanes; ++lane) {
+    result = best[lane] > result ? best[lane] : result;
+  }
+  return result;
+}
+
+// A float32 sum loses its last bits over more elements.
+constexpr int32_t kSummed = 4096;
+
+template <typename T>
+float sum_of_powers(const T* x, int32_t width, float top) {
+  Floats sums[4] = {};
+  int64_t part = 0;
+  for_registers(width, [&](int64_t i, int count) {
+    const Floats power = exp(load_up_to(x + i, count) - top);
+    sums[part++ % 4] += lanes_or(power, count, Floats{});
+  });
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <typename T>
+void log_sum_exp_row(const T* x, int32_t width, T* out) {
+  const float top = largest(x, width);
+  double total = 0;
+  for (int32_t i = 0; i < width; i += kSummed) {
+    total += sum_of_powers(x + i, width - i < kSummed ? width - i : kSummed, top);
+  }
+  // Of an infinite largest element the differences are not numbers.
+  const bool finite = top - top == 0;
+  store_up_to(out, broadcast(finite ? top + static_cast<float>(__builtin_log(total)) : top), 1);
 }
 
 void rms_norm(DType dtype, const void* x, const void* weight, float eps, int32_t width, void* out) {
@@ -157,8 +207,14 @@ void rotate(DType dtype, const void* x, const float* sines, const float* cosines
   });
 }
 
+void log_sum_exp(DType dtype, const void* x, int32_t width, void* out) {
+  dispatch(dtype, [&]<typename T>(T*) {
+    log_sum_exp_row(static_cast<const T*>(x), width, static_cast<T*>(out));
+  });
+}
+
 }  // namespace
 
-const LayerKernels kLayerKernels = {rms_norm, activate, angles, rotate};
+const LayerKernels kLayerKernels = {rms_norm, activate, angles, rotate, log_sum_exp};
 
 }  // namespace mlx_paged::cpu::KERNEL_ISA

@@ -31,11 +31,15 @@ using RotateFunction = void (*)(DType dtype, const void* x, const float* sines,
                                 const float* cosines, int32_t pairs, int32_t width,
                                 bool traditional, void* out);
 
+// log(sum(e^x)) over one row of `width`, rounded to the dtype: one element.
+using LogSumExpFunction = void (*)(DType dtype, const void* x, int32_t width, void* out);
+
 struct LayerKernels {
   RmsNormFunction rms_norm;
   ActivateFunction activate;
   AnglesFunction angles;
   RotateFunction rotate;
+  LogSumExpFunction log_sum_exp;
 };
 
 namespace baseline {
