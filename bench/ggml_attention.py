@@ -73,13 +73,16 @@ class GgmlAttention:
         self._work = np.empty(max(1, self._plan.work_size), np.uint8)
         self._plan.work_data = self._work.ctypes.data
 
-    def __call__(self) -> np.ndarray:
-        """Returns ``[B, L, H, D]`` in float32, valid until the next call."""
+    def __call__(self) -> None:
+        """Compute, and wait for it."""
         status = self._cpu.ggml_graph_compute(self._graph, ctypes.byref(self._plan))
         if status != 0:
             raise RuntimeError(f"ggml_graph_compute failed with status {status}")
+
+    def output(self) -> np.ndarray:
+        """Of the last call, ``[B, L, H, D]`` in float32."""
         floats = ctypes.cast(self._data, ctypes.POINTER(ctypes.c_float))
-        return np.ctypeslib.as_array(floats, self._shape)
+        return np.ctypeslib.as_array(floats, self._shape).copy()
 
     def _tensor(self, base: Any, array: mx.array) -> Any:
         sizes = _four(array.shape)[::-1]

@@ -10,6 +10,7 @@ from bench import attention_timing, machine, paged_attention
 from bench.attention_cases import Case, HeadCounts, Inputs
 from bench.attention_report import path_table
 from bench.attention_timing import in_turns, summary
+from bench.ggml_attention import GgmlAttention
 from bench.machine import Clock, MemoryReader, measure_read
 from mlx_paged.dispatch import read_table
 from mlx_paged.path_table import Heads, Timing
@@ -85,6 +86,13 @@ def test_every_way_is_timed_in_every_case(capsys, tmp_path):
     assert timings[2].paged_ms == later["ways"]["paged"]["best_ms"]
     assert read_table(table).about["cpu"] == result["machine"]["cpu"]
     assert set(result["ceilings"]) == {"read_gb_s", "gemm_gflops", "load_average"}
+
+
+def test_ggml_takes_its_turns(capsys):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    paged_attention.main([*TINY, "--ggml"])
+    for row in Outputs(capsys.readouterr()).result["cases"]:
+        assert set(row["ways"]) == {"paged", "gather", "contiguous", "ggml"}
 
 
 def test_the_whole_grid_is_the_default_and_quick_a_part_of_it():
@@ -174,7 +182,9 @@ def test_all_ways_compute_the_same_attention(dtype, length):
 def test_ggml_computes_the_same_attention(dtype, length):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     inputs = Inputs(Case(HeadCounts(4, 2, 16), dtype, length, 1 if length > 1 else 3, 90, 8))
-    out = mx.array(inputs.ggml_contenders()["ggml"](0).swapaxes(1, 2))
+    attend = GgmlAttention(inputs.q, *inputs.contiguous[0], inputs.scale)
+    attend()
+    out = mx.array(attend.output().swapaxes(1, 2))
     tolerance = 1 if dtype == "float32" else 8  # it rounds queries or sums, too
     assert worst_error(out, expected_of(inputs)) <= tolerance * TOLERANCE[inputs.q.dtype]
 

@@ -11,18 +11,30 @@ from bench.serving_parts.trace import Job
 
 REASON = "llama-cpp-python and gguf are not installed"
 pytest.importorskip("gguf", reason=REASON)
-pytest.importorskip("llama_cpp", reason=REASON)
+llama_cpp = pytest.importorskip("llama_cpp", reason=REASON)
 
 from bench.serving_parts.gguf_file import check_writable, interleave_halves  # noqa: E402
-from bench.serving_parts.llama_context import MAX_SEQUENCES, check_context  # noqa: E402
+from bench.serving_parts.llama_context import MAX_SEQUENCES, LlamaContext, Span, check_context  # noqa: E402
 from bench.serving_parts.llama_server import LlamaServer  # noqa: E402
 
 TOKEN_BYTES = 100
 
 
-def served(model, jobs, max_running=3, prefill_chunk=16, context=100):
+def context_of(model, max_running=3, is_flash=False, context=100):
+    return LlamaContext(
+        model,
+        num_sequences=max_running,
+        context=context,
+        max_tokens=80,
+        is_flash=is_flash,
+        is_half=is_flash,
+    )
+
+
+def served(model, jobs, max_running=3, prefill_chunk=16, is_flash=False):
     """What each job got, and the level after every step."""
-    server = LlamaServer(model, max_running, prefill_chunk, context, TOKEN_BYTES)
+    llama = context_of(model, max_running, is_flash)
+    server = LlamaServer(llama, prefill_chunk, TOKEN_BYTES)
     for i, job in enumerate(jobs):
         server.submit(job, [i])
     outputs, levels = [[] for _ in jobs], [server.level()]
@@ -55,11 +67,56 @@ def test_greedy_tokens_are_those_of_mlx_lm(model_type, changes):
     assert outputs == [solo_greedy(model, list(job.prompt), job.max_tokens) for job in jobs]
 
 
-def test_the_reference_model_gets_the_tokens_of_mlx_lm():
+@pytest.mark.parametrize("is_flash", [False, True])
+def test_the_reference_model_gets_the_tokens_of_mlx_lm(is_flash):
     model = llama_model("reference")
     jobs = jobs_of([32, 70, 45], vocab_size=2048, max_tokens=8)
-    outputs, *_ = served(model, jobs, prefill_chunk=64)
+    outputs, *_ = served(model, jobs, prefill_chunk=64, is_flash=is_flash)
     assert outputs == [solo_greedy(model, list(job.prompt), job.max_tokens) for job in jobs]
+
+
+def test_a_sequence_goes_on_under_another_number():
+    model = tiny_model("llama")
+    tokens = list(jobs_of([20])[0].prompt)
+    llama = context_of(model)
+    llama.decode([Span(2, 0, tokens[:-1], False)])
+    llama.move(2, 0)
+    assert llama.decode([Span(0, 19, tokens[-1:], True)]) == {0: solo_greedy(model, tokens, 1)[0]}
+
+
+@pytest.mark.parametrize(("is_half", "element_bytes"), [(False, 4), (True, 2)])
+def test_cells_have_the_size_that_is_reported(is_half, element_bytes):
+    llama = context_of(tiny_model("llama"), is_flash=is_half)
+    sizes = []
+    for start in (0, 40):
+        llama.decode([Span(1, start, [1] * 40, False)])
+        sizes.append(llama_cpp.llama_state_seq_get_size(llama._context, 1))
+    kv_values = 2 * 3 * 2 * 16  # K and V, layers, heads, head_dim
+    assert (sizes[1] - sizes[0]) // 40 // (kv_values * element_bytes) == 1
+
+
+def test_numbers_of_running_sequences_follow_each_other_when_nothing_waits():
+    class Numbers:
+        num_sequences, cells, seen = 4, 256, []
+
+        def decode(self, spans):
+            self.seen.append(sorted(span.sequence for span in spans))
+            return {span.sequence: 1 for span in spans if span.wants_next}
+
+        def forget(self, sequence):
+            pass
+
+        def move(self, sequence, target):
+            pass
+
+    server = LlamaServer(Numbers(), 16, TOKEN_BYTES)
+    for i, max_tokens in enumerate((2, 5, 3, 4)):
+        server.submit(Job(0, (1, 2), max_tokens), [i])
+    ends = []
+    while server.has_work:
+        ends += [token.stream for token in server.step() if token.is_last]
+    assert Numbers.seen == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2], [0, 1], [0]]
+    assert ends == [0, 2, 3, 1]
 
 
 def test_every_running_sequence_holds_cells_for_the_longest():
@@ -79,7 +136,7 @@ def test_decodes_go_on_beside_a_prompt_that_takes_several_steps():
 
 
 def test_a_request_beyond_the_cells_is_refused():
-    server = LlamaServer(tiny_model("llama"), 1, 16, 256, TOKEN_BYTES)
+    server = LlamaServer(context_of(tiny_model("llama"), context=256), 16, TOKEN_BYTES)
     with pytest.raises(ValueError, match="expected a request of at most 256 tokens, got 257"):
         server.submit(Job(0, (1,) * 200, 58), [0])
 

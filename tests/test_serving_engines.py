@@ -9,7 +9,6 @@ from tiny_models import VOCAB, solo_greedy, tiny_model
 from bench.serving_parts.clocks import StepClock
 from bench.serving_parts.engines import (
     ENGINES,
-    LLAMA_CPP,
     Limits,
     enough_blocks,
     kv_token_bytes,
@@ -28,7 +27,7 @@ INSTALLED = [
     pytest.param(
         name,
         marks=pytest.mark.skipif(
-            name.startswith(LLAMA_CPP)
+            name.startswith("llama_cpp")
             and any(importlib.util.find_spec(each) is None for each in ("llama_cpp", "gguf")),
             reason="llama-cpp-python and gguf are not installed",
         ),

@@ -19,10 +19,16 @@ from mlx_paged.model_probe import probe
 STATIC = "_static"
 """Ending of the name of an engine that runs batch after batch."""
 
-LLAMA_CPP = "llama_cpp"
+LLAMA_CPP = {
+    "llama_cpp": {"is_flash": True, "is_half": False},
+    "llama_cpp_f16": {"is_flash": True, "is_half": True},
+    "llama_cpp_no_flash": {"is_flash": False, "is_half": False},
+}
+"""How llama.cpp attends, by the engine's name: arguments of its context."""
+
 ENGINES = (
     *("mlx_paged", "mlx_lm", "mlx_lm_static", "sequential", "mlx_paged_static"),
-    *(LLAMA_CPP, LLAMA_CPP + STATIC),
+    *(name + ending for name in LLAMA_CPP for ending in ("", STATIC)),
 )
 DEFAULT = ENGINES[:4]
 
@@ -55,9 +61,9 @@ def check_engines(names: Sequence[str], model: nn.Module, max_running: int) -> N
     Raises:
         ValueError: an engine is not installed, or cannot run the model.
     """
-    if not any(name.removesuffix(STATIC) == LLAMA_CPP for name in names):
+    if not any(name.removesuffix(STATIC) in LLAMA_CPP for name in names):
         return
-    if any(importlib.util.find_spec(module) is None for module in (LLAMA_CPP, "gguf")):
+    if any(importlib.util.find_spec(module) is None for module in ("llama_cpp", "gguf")):
         raise ValueError(
             "--engines: llama_cpp: expected llama-cpp-python and gguf:"
             " pip install 'mlx-paged[peers]'"
@@ -88,17 +94,23 @@ def make_server(name: str, model: nn.Module, limits: Limits) -> Server:
         ),
         "mlx_lm": lambda: BatchServer(model, limits.max_running, limits.prefill_chunk),
         "sequential": lambda: SequentialServer(model, limits.prefill_chunk),
-        LLAMA_CPP: lambda: _llama_server(model, limits),
     }
-    return makers[name]()
+    return _llama_server(name, model, limits) if name in LLAMA_CPP else makers[name]()
 
 
-def _llama_server(model: nn.Module, limits: Limits) -> Server:
+def _llama_server(name: str, model: nn.Module, limits: Limits) -> Server:
+    from bench.serving_parts.llama_context import LlamaContext
     from bench.serving_parts.llama_server import LlamaServer
 
-    return LlamaServer(
-        model, limits.max_running, limits.prefill_chunk, limits.context, kv_token_bytes(model)
+    llama = LlamaContext(
+        model,
+        num_sequences=limits.max_running,
+        context=limits.context,
+        max_tokens=limits.max_running + limits.prefill_chunk,
+        **LLAMA_CPP[name],
     )
+    token_bytes = kv_token_bytes(model) // (2 if LLAMA_CPP[name]["is_half"] else 1)
+    return LlamaServer(llama, limits.prefill_chunk, token_bytes)
 
 
 def static_sibling(name: str) -> str | None:

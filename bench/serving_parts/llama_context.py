@@ -58,30 +58,45 @@ def check_context(model: nn.Module, num_sequences: int) -> None:
 
 
 class LlamaContext:
-    """Float32 K/V in a stream of its own for each sequence, flash attention, all cores.
+    """K/V in a stream of its own for each sequence, all cores.
 
     Args:
         model: what :func:`bench.serving_parts.gguf_file.write_gguf` takes.
         num_sequences: side by side.
         context: tokens of the longest one.
         max_tokens: of all spans computed together.
+        is_flash: flash attention, for which llama.cpp converts K/V in float32 to float16 in every
+            step; without it, it attends in float32.
+        is_half: K/V in float16.
     """
 
-    def __init__(self, model: nn.Module, num_sequences: int, context: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_sequences: int,
+        context: int,
+        max_tokens: int,
+        is_flash: bool,
+        is_half: bool,
+    ) -> None:
         weights = _load(model)
         options = llama_cpp.llama_context_default_params()
         options.n_ctx = num_sequences * context
         options.n_batch = options.n_ubatch = max_tokens
         options.n_seq_max = options.n_outputs_max = num_sequences
         options.n_threads = options.n_threads_batch = cores()
-        options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
+        options.flash_attn_type = int(is_flash)
+        options.type_k = options.type_v = (
+            llama_cpp.GGML_TYPE_F16 if is_half else llama_cpp.GGML_TYPE_F32
+        )
         options.kv_unified = False
         self._context = llama_cpp.llama_init_from_model(weights, options)
         if not self._context:
             llama_cpp.llama_model_free(weights)
             raise MemoryError(f"llama.cpp cannot hold {options.n_ctx} tokens of K/V")
         weakref.finalize(self, _free, weights, self._context)
+        self._memory = llama_cpp.llama_get_memory(self._context)
         self._vocab_size = int(model.args.vocab_size)
         self._batch = _Batch(max_tokens)
         self.num_sequences = num_sequences
@@ -111,8 +126,12 @@ class LlamaContext:
 
     def forget(self, sequence: int) -> None:
         """Free the cells of a sequence."""
-        memory = llama_cpp.llama_get_memory(self._context)
-        llama_cpp.llama_memory_seq_rm(memory, sequence, -1, -1)
+        llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+
+    def move(self, sequence: int, target: int) -> None:
+        """Give a sequence the number `target`, which is free; its cells are copied."""
+        llama_cpp.llama_memory_seq_cp(self._memory, sequence, target, -1, -1)
+        self.forget(sequence)
 
 
 class _Batch:

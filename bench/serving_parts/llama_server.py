@@ -3,8 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import mlx.nn as nn
+from itertools import count
 
 from bench.serving_parts.llama_context import LlamaContext, Span
 from bench.serving_parts.server import Counters, Level, Token
@@ -26,26 +25,20 @@ class LlamaServer:
     """Continuous batching over llama.cpp's K/V cells, as its own server does it: in every step a
     token of each sequence that decodes, and prompt tokens up to the chunk, first come first served.
 
+    llama.cpp computes sequences together whose numbers follow each other, so the numbers in use
+    are kept together.
+
     Args:
-        max_running: sequences side by side, each with cells for the longest.
         prefill_chunk: prompt tokens of a step, of all sequences together.
-        context: tokens of the longest sequence.
         token_bytes: K/V of one token.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        max_running: int,
-        prefill_chunk: int,
-        context: int,
-        token_bytes: int,
-    ) -> None:
-        self._llama = LlamaContext(model, max_running, context, max_running + prefill_chunk)
+    def __init__(self, llama: LlamaContext, prefill_chunk: int, token_bytes: int) -> None:
+        self._llama = llama
         self._prefill_chunk = prefill_chunk
-        self._sequence_bytes = self._llama.cells * token_bytes
+        self._sequence_bytes = llama.cells * token_bytes
         self._waiting: deque[_Sequence] = deque()
-        self._running: dict[int, _Sequence] = {}  # by llama.cpp's id, oldest first
+        self._running: dict[int, _Sequence] = {}  # by llama.cpp's number, oldest first
         self._prompt_tokens = 0
 
     @property
@@ -71,7 +64,10 @@ class LlamaServer:
         next_tokens = self._llama.decode(spans)
         for span in spans:
             self._running[span.sequence].num_computed += len(span.tokens)
-        return [self._take(sequence_id, token) for sequence_id, token in next_tokens.items()]
+        tokens = [self._take(number, token) for number, token in next_tokens.items()]
+        if not self._waiting:
+            self._close_gaps()
+        return tokens
 
     def level(self) -> Level:
         return Level(
@@ -89,34 +85,41 @@ class LlamaServer:
 
     def _schedule(self) -> list[Span]:
         spans, room = [], self._prefill_chunk
-        for sequence_id, sequence in self._running.items():
+        for number, sequence in self._running.items():
             is_prompt = sequence.num_computed < sequence.num_prompt
             if is_prompt and room == 0:
                 continue
-            span = _next_span(sequence_id, sequence, room if is_prompt else 1)
+            span = _next_span(number, sequence, room if is_prompt else 1)
             spans.append(span)
             room -= len(span.tokens) if is_prompt else 0
         while room and self._waiting and len(self._running) < self._llama.num_sequences:
-            sequence_id = next(
-                i for i in range(self._llama.num_sequences) if i not in self._running
-            )
-            self._running[sequence_id] = self._waiting.popleft()
-            spans.append(_next_span(sequence_id, self._running[sequence_id], room))
+            number = self._lowest_free()
+            self._running[number] = self._waiting.popleft()
+            spans.append(_next_span(number, self._running[number], room))
             room -= len(spans[-1].tokens)
         self._prompt_tokens += self._prefill_chunk - room
         return spans
 
-    def _take(self, sequence_id: int, token: int) -> Token:
-        sequence = self._running[sequence_id]
+    def _take(self, number: int, token: int) -> Token:
+        sequence = self._running[number]
         sequence.tokens.append(token)
         is_last = len(sequence.tokens) == sequence.num_tokens
         if is_last:
-            del self._running[sequence_id]
-            self._llama.forget(sequence_id)
+            del self._running[number]
+            self._llama.forget(number)
         return Token(sequence.stream, token, is_last)
 
+    def _lowest_free(self) -> int:
+        return next(number for number in count() if number not in self._running)
 
-def _next_span(sequence_id: int, sequence: _Sequence, room: int) -> Span:
+    def _close_gaps(self) -> None:
+        while self._lowest_free() < len(self._running):
+            last, target = max(self._running), self._lowest_free()
+            self._llama.move(last, target)
+            self._running[target] = self._running.pop(last)
+
+
+def _next_span(number: int, sequence: _Sequence, room: int) -> Span:
     start = sequence.num_computed
     tokens = sequence.tokens[start : start + room]
-    return Span(sequence_id, start, tokens, start + len(tokens) == len(sequence.tokens))
+    return Span(number, start, tokens, start + len(tokens) == len(sequence.tokens))
