@@ -7,6 +7,7 @@ from mlx.utils import tree_map
 from tiny_models import COMMON, VOCAB, solo_greedy, tiny_model
 
 from bench.models import llama_model
+from bench.serving_parts.engines import Limits, check_engines, make_server
 from bench.serving_parts.trace import Job
 
 REASON = "llama-cpp-python and gguf are not installed"
@@ -75,6 +76,16 @@ def test_the_reference_model_gets_the_tokens_of_mlx_lm(is_flash):
     assert outputs == [solo_greedy(model, list(job.prompt), job.max_tokens) for job in jobs]
 
 
+def test_logits_without_flash_attention_are_those_of_float32():
+    model = llama_model("reference")
+    [job] = jobs_of([50], vocab_size=2048)
+    llama = context_of(model)
+    llama.decode([Span(0, 0, job.prompt, True)])
+    logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(llama._context), (2048,))
+    expected = np.array(model(mx.array([job.prompt]))[0, -1])
+    assert np.abs(logits - expected).max() <= 1e-5 * expected.std()
+
+
 def test_a_sequence_goes_on_under_another_number():
     model = tiny_model("llama")
     tokens = list(jobs_of([20])[0].prompt)
@@ -127,6 +138,22 @@ def test_every_running_sequence_holds_cells_for_the_longest():
         assert level.held_bytes == level.running * cells * TOKEN_BYTES
     assert [level.running for level in levels] == [0, 2, 2, 2, 3, 2, 1, 1, 1, 1, 0]
     assert max(level.running + level.waiting for level in levels) == 5
+
+
+def test_cells_in_float16_take_half(capfd):
+    limits = Limits(3, prefill_chunk=16, context=100, block_size=16, num_blocks=1)
+    whole, half = (
+        make_server(name, tiny_model("llama"), limits).pool_bytes
+        for name in ("llama_cpp", "llama_cpp_f16")
+    )
+    assert whole == 2 * half == 3 * 256 * 2 * 3 * 2 * 16 * 4  # tokens, K and V, layers, heads, dim
+    assert capfd.readouterr() == ("", "")
+
+
+def test_engines_that_cannot_run_are_refused_by_name():
+    check_engines(["mlx_lm"], tiny_model("qwen2"), 999)
+    with pytest.raises(ValueError, match=r"^--engines: llama_cpp: expected a model"):
+        check_engines(["mlx_lm", "llama_cpp_f16_static"], tiny_model("qwen2"), 3)
 
 
 def test_decodes_go_on_beside_a_prompt_that_takes_several_steps():
