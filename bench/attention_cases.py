@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from bench.ggml_attention import GgmlAttention
 from mlx_paged.allocation import ceil_div
 from mlx_paged.batch import Chunk
 from mlx_paged.batch_attention import PoolAttention, gather_rows
@@ -197,6 +198,11 @@ class Inputs:
             return out
 
         return {"paged": paged, "gather": gather, "contiguous": contiguous}
+
+    def ggml_contenders(self) -> dict[str, Contender]:
+        """ggml's flash attention on contiguous K/V, as llama.cpp computes it."""
+        layers = [GgmlAttention(self.q, k, v, self.scale) for k, v in self.contiguous]
+        return {"ggml": lambda layer: layers[layer]()}
 
     def torch_contenders(self) -> dict[str, Contender]:
         """Torch's attention on contiguous K/V: as it is, and with the query heads of a KV head as

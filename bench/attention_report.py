@@ -15,6 +15,7 @@ NAMES = {
     "contiguous": "MLX attention, contiguous",
     "torch": "torch sdpa, contiguous",
     "torch_folded": "torch sdpa, GQA folded",
+    "ggml": "ggml flash, contiguous",
 }
 
 

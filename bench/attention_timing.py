@@ -18,7 +18,13 @@ rounds its scores: far less than what a wrong key would change."""
 
 
 def time_case(
-    case: Case, reader: MemoryReader, rounds: int, budget_s: float, clock: Clock, with_torch: bool
+    case: Case,
+    reader: MemoryReader,
+    rounds: int,
+    budget_s: float,
+    clock: Clock,
+    with_torch: bool,
+    with_ggml: bool,
 ) -> dict[str, Any]:
     """Medians over rounds in which every way has a turn, and so has a read of memory.
 
@@ -42,6 +48,8 @@ def time_case(
         raise ArithmeticError(f"{case}: the paged op is {error:.2g} from MLX's attention")
     if with_torch:
         contenders |= inputs.torch_contenders()
+    if with_ggml:
+        contenders |= inputs.ggml_contenders()
 
     def over_layers(attend: Callable[[int], Any]) -> Callable[[], None]:
         def run() -> None:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from bench.attention_cases import DTYPES, Case, HeadCounts, chunk_cases, decode_cases
 from bench.attention_report import case_lines, ceiling_lines, path_table, plot
 from bench.attention_timing import time_case
+from bench.ggml_attention import is_installed
 from bench.machine import Clock, MemoryReader, cores, describe, measure_gemm, measure_read
 from bench.models import AT_LEAST_TWO, check_machine
 from mlx_paged.common_args import COUNT, KV_BLOCK_SIZES, Parser, number
@@ -95,6 +96,9 @@ def make_parser() -> Parser:
         " give BLAS one thread then, others spin while they wait",
     )
     parser.add_argument("--torch", action="store_true", help="compare with torch's attention, too")
+    parser.add_argument(
+        "--ggml", action="store_true", help="compare with ggml's flash attention (llama.cpp), too"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the first heads' curves")
     parser.add_argument(
         "--write-table",
@@ -108,7 +112,10 @@ def make_parser() -> Parser:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    args = make_parser().parse_args(argv)
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.ggml and not is_installed():
+        parser.error("--ggml: expected llama-cpp-python: pip install 'mlx-paged[peers]'")
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -158,7 +165,15 @@ def measure(args: argparse.Namespace, cases: list[Case], rows: list[dict[str, An
     """Append what each case took to `rows`, and print it."""
     reader = MemoryReader(cores())
     for case in tqdm(cases, unit="case", disable=None):
-        row = time_case(case, reader, args.rounds, args.case_seconds, args.clock, args.torch)
+        row = time_case(
+            case,
+            reader,
+            args.rounds,
+            args.case_seconds,
+            args.clock,
+            with_torch=args.torch,
+            with_ggml=args.ggml,
+        )
         mx.clear_cache()
         rows.append(row)
         for line in case_lines(case, row):

@@ -10,6 +10,7 @@ from bench import attention_timing, machine, paged_attention
 from bench.attention_cases import Case, HeadCounts, Inputs
 from bench.attention_report import path_table
 from bench.attention_timing import in_turns, summary
+from bench.ggml_attention import GgmlAttention
 from bench.machine import Clock, MemoryReader, measure_read
 from mlx_paged.dispatch import read_table
 from mlx_paged.path_table import Heads, Timing
@@ -51,6 +52,16 @@ def test_a_wrong_argument_is_reported_in_one_line(options, message, capsys):
     assert out == "" and err.count("\n") == 1 and message in err
 
 
+def test_ggml_that_is_not_installed_is_refused_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exit_info:
+        paged_attention.main([*TINY, "--ggml"])
+    out, err = capsys.readouterr()
+    assert exit_info.value.code == 2
+    assert out == "" and err.count("\n") == 1
+    assert "--ggml: expected llama-cpp-python: pip install 'mlx-paged[peers]'" in err
+
+
 def test_every_way_is_timed_in_every_case(capsys, tmp_path):
     table = tmp_path / "caches" / "table.json"
     paged_attention.main([*TINY, f"--write-table={table}"])
@@ -75,6 +86,13 @@ def test_every_way_is_timed_in_every_case(capsys, tmp_path):
     assert timings[2].paged_ms == later["ways"]["paged"]["best_ms"]
     assert read_table(table).about["cpu"] == result["machine"]["cpu"]
     assert set(result["ceilings"]) == {"read_gb_s", "gemm_gflops", "load_average"}
+
+
+def test_ggml_takes_its_turns(capsys):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    paged_attention.main([*TINY, "--ggml"])
+    for row in Outputs(capsys.readouterr()).result["cases"]:
+        assert set(row["ways"]) == {"paged", "gather", "contiguous", "ggml"}
 
 
 def test_the_whole_grid_is_the_default_and_quick_a_part_of_it():
@@ -113,11 +131,11 @@ def test_a_case_needs_its_pool_thrice_and_single_precision_copies_and_scores():
 def test_ctrl_c_leaves_what_was_measured_and_no_table(capsys, monkeypatch, tmp_path):
     timed = []
 
-    def time_case(case, *args):
+    def time_case(case, *args, **options):
         if timed:
             raise KeyboardInterrupt
         timed.append(case)
-        return attention_timing.time_case(case, *args)
+        return attention_timing.time_case(case, *args, **options)
 
     monkeypatch.setattr(paged_attention, "time_case", time_case)
     with pytest.raises(SystemExit) as exit_info:
@@ -135,15 +153,20 @@ def test_a_wrong_answer_ends_the_bench(monkeypatch, capsys):
         paged_attention.main(TINY)
 
 
+def expected_of(inputs):
+    """The first layer's attention in float64."""
+    arrays = (inputs.q, inputs.pool.k[0], inputs.pool.v[0], inputs.tables, inputs.context_lens)
+    as_float64 = [np.array(a.astype(mx.float32), np.float64) for a in arrays[:3]]
+    return paged_attention_numpy(
+        *as_float64, *(np.array(a) for a in arrays[3:]), scale=inputs.scale
+    )
+
+
 @pytest.mark.parametrize("length", [1, 5])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_ways_compute_the_same_attention(dtype, length):
     inputs = Inputs(Case(HeadCounts(4, 2, 16), dtype, length, 1 if length > 1 else 3, 21, 8))
-    arrays = (inputs.q, inputs.pool.k[0], inputs.pool.v[0], inputs.tables, inputs.context_lens)
-    as_float64 = [np.array(a.astype(mx.float32), np.float64) for a in arrays[:3]]
-    expected = paged_attention_numpy(
-        *as_float64, *(np.array(a) for a in arrays[3:]), scale=inputs.scale
-    )
+    expected = expected_of(inputs)
     ways = inputs.contenders()
     assert set(ways) == {"paged", "gather", "contiguous"}
     outs = {name: attend(0) for name, attend in (ways | inputs.torch_contenders()).items()}
@@ -152,6 +175,18 @@ def test_all_ways_compute_the_same_attention(dtype, length):
             out = mx.array(out.float().numpy()).reshape(expected.shape)
         tolerance = 8 if dtype == "bfloat16" and name != "paged" else 1  # they round the scores
         assert worst_error(out, expected) <= tolerance * TOLERANCE[inputs.q.dtype], name
+
+
+@pytest.mark.parametrize("length", [1, 5, 70])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_ggml_computes_the_same_attention(dtype, length):
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    inputs = Inputs(Case(HeadCounts(4, 2, 16), dtype, length, 1 if length > 1 else 3, 90, 8))
+    attend = GgmlAttention(inputs.q, *inputs.contiguous[0], inputs.scale)
+    attend()
+    out = mx.array(attend.output().swapaxes(1, 2))
+    tolerance = 1 if dtype == "float32" else 8  # it rounds queries or sums, too
+    assert worst_error(out, expected_of(inputs)) <= tolerance * TOLERANCE[inputs.q.dtype]
 
 
 def test_blocks_are_scattered_and_layers_differ():

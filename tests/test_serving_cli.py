@@ -69,6 +69,15 @@ def test_a_report_without_matplotlib_is_refused_before_anything_runs(capsys, mon
     assert "--report: expected matplotlib: pip install 'mlx-paged[bench]'" in err
 
 
+def test_an_engine_that_is_not_installed_is_refused_before_anything_runs(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exit_info:
+        serving.main(["--model=tiny", "--engines=mlx_paged,llama_cpp"])
+    out, err = capsys.readouterr()
+    assert exit_info.value.code == 2 and out == "" and err.count("\n") == 1
+    assert "--engines: llama_cpp: expected llama-cpp-python and gguf: pip install" in err
+
+
 def test_engines_run_side_by_side_and_end_with_one_json_line(capsys):
     options = ["--engines=mlx_paged,mlx_lm", "--rounds=2", "--slo=ttft=3600s"]
     lines, result, status = run(capsys, *SMALL, *options)

@@ -1,6 +1,7 @@
 """The engines by name, and how each is made for a workload."""
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.nn as nn
@@ -18,7 +19,17 @@ from mlx_paged.model_probe import probe
 STATIC = "_static"
 """Ending of the name of an engine that runs batch after batch."""
 
-ENGINES = ("mlx_paged", "mlx_lm", "mlx_lm_static", "sequential", "mlx_paged_static")
+LLAMA_CPP = {
+    "llama_cpp": {"is_flash": True, "is_half": False},
+    "llama_cpp_f16": {"is_flash": True, "is_half": True},
+    "llama_cpp_no_flash": {"is_flash": False, "is_half": False},
+}
+"""How llama.cpp attends, by the engine's name: arguments of its context."""
+
+ENGINES = (
+    *("mlx_paged", "mlx_lm", "mlx_lm_static", "sequential", "mlx_paged_static"),
+    *(name + ending for name in LLAMA_CPP for ending in ("", STATIC)),
+)
 DEFAULT = ENGINES[:4]
 
 
@@ -28,12 +39,15 @@ class Limits:
 
     Attributes:
         max_running: sequences side by side at most.
-        prefill_chunk: prompt tokens of a sequence computed at a time, of all for mlx_paged.
+        prefill_chunk: prompt tokens of a sequence computed at a time, of all for mlx_paged and
+            llama_cpp.
+        context: K/V tokens of the longest sequence, for which llama_cpp makes each place.
         block_size, num_blocks, max_stall_ms, policy, prefix_cache: mlx_paged's own.
     """
 
     max_running: int
     prefill_chunk: int
+    context: int
     block_size: int
     num_blocks: int
     max_stall_ms: float | None = None
@@ -41,8 +55,29 @@ class Limits:
     prefix_cache: bool = True
 
 
+def check_engines(names: Sequence[str], model: nn.Module, max_running: int) -> None:
+    """Fail before anything is measured, not after.
+
+    Raises:
+        ValueError: an engine is not installed, or cannot run the model.
+    """
+    if not any(name.removesuffix(STATIC) in LLAMA_CPP for name in names):
+        return
+    if any(importlib.util.find_spec(module) is None for module in ("llama_cpp", "gguf")):
+        raise ValueError(
+            "--engines: llama_cpp: expected llama-cpp-python and gguf:"
+            " pip install 'mlx-paged[peers]'"
+        )
+    from bench.serving_parts.llama_context import check_context
+
+    try:
+        check_context(model, max_running)
+    except ValueError as error:
+        raise ValueError(f"--engines: llama_cpp: {error}") from error
+
+
 def make_server(name: str, model: nn.Module, limits: Limits) -> Server:
-    """`name` is one of :data:`ENGINES`."""
+    """`name` is one of :data:`ENGINES`, which :func:`check_engines` has let pass."""
     if name.endswith(STATIC):
         inner = make_server(name.removesuffix(STATIC), model, limits)
         return StaticBatches(inner, limits.max_running)
@@ -60,7 +95,22 @@ def make_server(name: str, model: nn.Module, limits: Limits) -> Server:
         "mlx_lm": lambda: BatchServer(model, limits.max_running, limits.prefill_chunk),
         "sequential": lambda: SequentialServer(model, limits.prefill_chunk),
     }
-    return makers[name]()
+    return _llama_server(name, model, limits) if name in LLAMA_CPP else makers[name]()
+
+
+def _llama_server(name: str, model: nn.Module, limits: Limits) -> Server:
+    from bench.serving_parts.llama_context import LlamaContext
+    from bench.serving_parts.llama_server import LlamaServer
+
+    llama = LlamaContext(
+        model,
+        num_sequences=limits.max_running,
+        context=limits.context,
+        max_tokens=limits.max_running + limits.prefill_chunk,
+        **LLAMA_CPP[name],
+    )
+    token_bytes = kv_token_bytes(model) // (2 if LLAMA_CPP[name]["is_half"] else 1)
+    return LlamaServer(llama, limits.prefill_chunk, token_bytes)
 
 
 def static_sibling(name: str) -> str | None:

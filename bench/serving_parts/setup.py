@@ -6,7 +6,7 @@ import mlx.nn as nn
 
 from bench.serving_parts.arrivals import arrival_times
 from bench.serving_parts.clocks import Clock, StepClock, WallClock
-from bench.serving_parts.engines import Limits, enough_blocks, static_blocks
+from bench.serving_parts.engines import Limits, check_engines, enough_blocks, static_blocks
 from bench.serving_parts.presets import PRESETS, make_jobs
 from bench.serving_parts.session import Session
 from bench.serving_parts.sources import ClosedLoop, OpenLoop, Source
@@ -23,7 +23,8 @@ def trace_of(args: argparse.Namespace, vocab_size: int) -> Trace:
 
 
 def session_of(args: argparse.Namespace, model: nn.Module, trace: Trace) -> Session:
-    """Raises ValueError if some request could never run."""
+    """Raises ValueError if some request could never run, or an engine is missing."""
+    check_engines(args.engines, model, args.target_active)
 
     def make_source(jobs: Trace) -> Source:
         return ClosedLoop(jobs, args.target_active) if args.closed_loop else OpenLoop(jobs)
@@ -35,6 +36,7 @@ def session_of(args: argparse.Namespace, model: nn.Module, trace: Trace) -> Sess
     limits = Limits(
         max_running=args.target_active,
         prefill_chunk=args.prefill_chunk,
+        context=max(job.kv_tokens for job in trace),
         block_size=args.kv_block_size,
         num_blocks=_pool_blocks(args, trace),
         max_stall_ms=args.max_stall_ms,
