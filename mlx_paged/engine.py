@@ -64,12 +64,11 @@ class Engine(EngineCore):
             that have such layers cannot share prefixes; 0: they do not. Default: enough for four
             a running request, but at most a quarter of what the device can spare.
         lookahead: launch each step before the one before it has been read, so that the device
-            never waits for the host. Default: on a GPU; on a CPU launching is most of computing,
-            and every token would come a step late.
+            hardly waits for the host; every token is seen one step later.
         prewarm: compile the GPU pipelines now rather than while the first requests wait; how long
             it took is in ``stats.prewarm_seconds``, None on a CPU, where nothing is compiled.
-        profile: synchronise between the phases of every step and time each of them. Whatever is
-            measured is then slower than it would be.
+        profile: synchronise between the phases of every step and time each of them, without
+            looking ahead. Whatever is measured is then slower than it would be.
         metrics_jsonl: write a line for every tick to this file, as it happens.
         spike_ms: steps that take longer are listed as spikes; default: three times the usual.
 
@@ -96,7 +95,7 @@ class Engine(EngineCore):
         seed: int | None = None,
         prefix_cache: bool = True,
         snapshot_memory: int | None = None,
-        lookahead: bool | None = None,
+        lookahead: bool = True,
         prewarm: bool = True,
         profile: bool = False,
         metrics_jsonl: str | PathLike[str] | None = None,
@@ -149,7 +148,7 @@ class Engine(EngineCore):
             tokenizer=tokenizer,
             vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
             seed=seed,
-            lookahead=_on_gpu() if lookahead is None else lookahead,
+            lookahead=lookahead and not profile,
             instruments=Instruments(log, reads, phases, writer),
         )
         if prewarm:
@@ -307,7 +306,3 @@ class Engine(EngineCore):
         finally:
             del self._streams[request_id]
             self.abort(request_id)
-
-
-def _on_gpu() -> bool:
-    return bool(mx.default_device() == mx.Device(mx.gpu))

@@ -136,7 +136,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--lookahead",
         action=argparse.BooleanOptionalAction,
-        help="launch each step before the one before it has been read (default: on a GPU)",
+        default=True,
+        help="launch each step before the one before it has been read (default: yes)",
     )
     group.add_argument(
         "--no-prewarm",

@@ -10,12 +10,6 @@ from mlx_paged import Engine, FinishReason, SamplingParams
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch):
-    """Steps are launched ahead, the harder case."""
-    monkeypatch.setattr("mlx_paged.engine._on_gpu", lambda: True)
-
-
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama")

@@ -24,12 +24,6 @@ def assert_drained(engine: Engine) -> None:
     assert engine.manager.blocks_in_use == 0
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch):
-    """Steps are launched ahead, the harder case."""
-    monkeypatch.setattr("mlx_paged.engine._on_gpu", lambda: True)
-
-
 @pytest.fixture(scope="module")
 def llama():
     model = tiny_model("llama")

@@ -15,12 +15,6 @@ def text(num_tokens: int) -> list[int]:
     return RNG.integers(0, VOCAB, num_tokens).tolist()
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch):
-    """Steps are launched ahead, the harder case."""
-    monkeypatch.setattr("mlx_paged.engine._on_gpu", lambda: True)
-
-
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama")

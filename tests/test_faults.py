@@ -15,12 +15,6 @@ RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, VOCAB, n).tolist() for n in (9, 25, 14, 31, 6)]
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch):
-    """Steps are launched ahead, the harder case."""
-    monkeypatch.setattr("mlx_paged.engine._on_gpu", lambda: True)
-
-
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama")

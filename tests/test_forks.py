@@ -11,12 +11,6 @@ PROMPT = np.random.default_rng(0).integers(0, VOCAB, 37).tolist()
 BLOCK = 4
 
 
-@pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch):
-    """Steps are launched ahead, the harder case."""
-    monkeypatch.setattr("mlx_paged.engine._on_gpu", lambda: True)
-
-
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("llama")
