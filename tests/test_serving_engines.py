@@ -91,7 +91,7 @@ def test_engines_hold_no_less_than_lives_and_nothing_at_the_end(name, model):
 def test_live_tokens_are_those_whose_kv_is_computed_or_under_way(model):
     trace = make_trace([Job(0, tuple(range(20)), 3)], [0.0])
     live = [tick.live_bytes / TOKEN_BYTES for tick in play("mlx_paged", model, trace).ticks]
-    assert live == [20, 21, 22, 0]  # the second chunk under way, the first token's K/V, the second's
+    assert live == [20, 21, 22, 0]  # the second chunk, then each token, under way
     held = [tick.blocks_in_use for tick in play("mlx_paged", model, trace).ticks]
     assert held == [3, 3, 3, 0]
 
