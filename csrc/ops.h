@@ -52,8 +52,8 @@ ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_ca
 ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
                       const mx::array& block_pairs, mx::StreamOrDevice stream);
 
-// Zeros for a layer's pool. On a CPU under Linux they lie on huge pages as far as whole ones fit
-// between the array's ends.
+// Zeros for a layer's pool, on a CPU from the start of a page, under Linux on huge pages as far as
+// whole ones fit between the array's ends.
 mx::array pool_zeros(const std::vector<int>& shape, mx::Dtype dtype, mx::StreamOrDevice stream);
 
 // Throws std::invalid_argument for a context length outside [0, M * S] or for a block id outside

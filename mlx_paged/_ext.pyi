@@ -83,9 +83,7 @@ def copy_blocks(
     *,
     stream: _Stream = None,
 ) -> tuple[mx.array, mx.array]: ...
-def pool_zeros(
-    shape: Sequence[int], dtype: mx.Dtype, *, stream: _Stream = None
-) -> mx.array: ...
+def pool_zeros(shape: Sequence[int], dtype: mx.Dtype, *, stream: _Stream = None) -> mx.array: ...
 def check_tables(
     op: str,
     block_tables: mx.array,

@@ -100,8 +100,9 @@ constexpr const char* kPoolZerosDoc =
 
 On a CPU under Linux, unless huge pages are switched off there, every stretch of 2 MiB that begins
 at a multiple of 2 MiB and lies wholly within the array is one huge page: random blocks are read
-faster. The array takes the memory of any other of its size, all of it at once, since zeros are
-written; smaller ones than 2 MiB are left alone.
+faster. On any CPU the array begins on a page, so that no row begins within a cache line. It takes
+the memory of any other of its size and at most 4 KiB more, all of it at once, since zeros are
+written.
 
 Args:
     shape: of the array.
