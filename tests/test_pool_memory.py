@@ -1,4 +1,4 @@
-"""The pool's memory: from a page's start, on huge pages where Linux gives them, no more than before."""
+"""Where the pool lies: from a page's start, on huge pages where Linux gives them."""
 
 import re
 from pathlib import Path
