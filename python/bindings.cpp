@@ -126,7 +126,10 @@ Raises:
         the entries that a context reads.)";
 
 constexpr const char* kCpuFeaturesDoc =
-    R"(Name of the attention kernel's build in use: "baseline", "avx2" or "avx512".
+    R"(Name of the attention kernel's build in use: "baseline", "avx2", "avx512" or "avx512_bf16".
+
+The last one multiplies pairs of bfloat16: decodes of bfloat16 queries over a bfloat16 pool round
+their softmax weights to it, as they do their output.
 
 The environment variable MLX_PAGED_CPU, read at import, chooses one; the default is the fastest
 that the machine supports.)";

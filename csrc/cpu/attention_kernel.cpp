@@ -99,11 +99,15 @@ struct InterleavedRows {
 #endif
 
 #if defined(__AVX512BF16__)
-// Keys and values as pairs of bfloat16, as the queries were given; weights are rounded to it.
+// Keys and values as pairs of bfloat16, as the queries were given; weights are rounded to it. Over
+// kLeastColumns the errors that this leaves average out to less than what rounding the output does.
 struct BFloat16Rows {
+  static constexpr int32_t kLeastColumns = 64;
+
   static bool fits(const AttentionArgs& args) {
     return args.q_dtype == DType::kBFloat16 && !args.rope_freqs &&
-           args.head_dim % BFloat16Dims::kDims == 0 && args.value_dim % (2 * kLanes) == 0;
+           args.head_dim % BFloat16Dims::kDims == 0 && args.value_dim >= kLeastColumns &&
+           args.value_dim % (2 * kLanes) == 0;
   }
 
   static void prepare(const AttentionArgs& args, const RowTile& rows, const KernelScratch& scratch,

@@ -76,15 +76,15 @@ template <int kRows, int kPairs, bool kAsk>
       v[c] = alternate<0>(a, b, kElements);
       v[c + 1] = alternate<kLanes>(a, b, kElements);
     }
-    for (int line = 0; kAsk && line < kColumns; ++line) {
-      ahead.ask();
-    }
     for (int r = 0; r < kRows; ++r) {
       int32_t pair;
       __builtin_memcpy(&pair, weights + r * kKeyTile + key, sizeof pair);
       const __m512i weight = _mm512_set1_epi32(pair);
       for (int c = 0; c < kColumns; ++c) {
         sum[r][c] = dot_pairs(sum[r][c], v[c], weight);
+      }
+      for (int line = r * kColumns / kRows; kAsk && line < (r + 1) * kColumns / kRows; ++line) {
+        ahead.ask();
       }
     }
   }
