@@ -47,9 +47,9 @@ class KVPool:
     """K and V of every layer, each ``[n_kv_heads, num_blocks, block_size, head_dim]``.
 
     In memory the order is ``[num_blocks, n_kv_heads, block_size, head_dim]``: what one head reads
-    of a block is one contiguous run. On a CPU each array begins on a page, which costs 4 KiB at most,
-    and lies on huge pages where Linux gives them; its ends, which do not fill one, do not, so that
-    no huge page is held in part. ``k[layer]`` and ``v[layer]`` are handles: a write returns new
+    of a block is one contiguous run. On a CPU each array begins on a page, at a cost of 4 KiB, and
+    lies on huge pages where Linux gives them; its ends, which do not fill one, do not, so that no
+    huge page is held in part. ``k[layer]`` and ``v[layer]`` are handles: a write returns new
     ones over the same buffer and the old ones must not be read again. In latent layers V is a view
     of K.
     """
