@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 #include <variant>
+#include <vector>
 
 #include "mlx/array.h"
 #include "mlx/utils.h"
@@ -50,6 +51,10 @@ ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_ca
 // in place; pairs with an id outside [0, N) are skipped. Returned handles as for write_kv.
 ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
                       const mx::array& block_pairs, mx::StreamOrDevice stream);
+
+// Zeros for a layer's pool, on a CPU from the start of a page, under Linux on huge pages as far as
+// whole ones fit between the array's ends.
+mx::array pool_zeros(const std::vector<int>& shape, mx::Dtype dtype, mx::StreamOrDevice stream);
 
 // Throws std::invalid_argument for a context length outside [0, M * S] or for a block id outside
 // [0, num_blocks) among the entries that a context reads. Of arrays that are not evaluated yet only

@@ -1,5 +1,6 @@
 """Types of the compiled ops; python/bindings.cpp documents them."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import mlx.core as mx
@@ -82,6 +83,7 @@ def copy_blocks(
     *,
     stream: _Stream = None,
 ) -> tuple[mx.array, mx.array]: ...
+def pool_zeros(shape: Sequence[int], dtype: mx.Dtype, *, stream: _Stream = None) -> mx.array: ...
 def check_tables(
     op: str,
     block_tables: mx.array,

@@ -1,9 +1,8 @@
 """K/V arrays that grow."""
 
-import math
-
 import mlx.core as mx
 
+from mlx_paged import _ext
 from mlx_paged.kv_pool import KVPool
 
 
@@ -27,9 +26,9 @@ class GrowingPool(KVPool):
 
 def _longer(cache: mx.array, more: int) -> mx.array:
     """``[n_kv_heads, num_blocks, block_size, head_dim]`` with `more` blocks of zeros behind, in the
-    pool's order. In that order it is one run of memory, which is joined as such."""
+    pool's order. In that order it is one run of memory, which is copied as such."""
     blocks = cache.transpose(1, 0, 2, 3)
     num_blocks, *block = blocks.shape
-    zeros = mx.broadcast_to(mx.zeros((), cache.dtype), (more * math.prod(block),))
-    joined = mx.concatenate([blocks.flatten(), zeros])
-    return joined.reshape(num_blocks + more, *block).transpose(1, 0, 2, 3)
+    longer = _ext.pool_zeros((num_blocks + more, *block), cache.dtype)
+    longer[:num_blocks] = blocks
+    return longer.transpose(1, 0, 2, 3)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged import ops
+from mlx_paged import _ext, ops
 from mlx_paged.allocation import BlockCopy
 from mlx_paged.block_tables import Int32Array
 
@@ -47,7 +47,9 @@ class KVPool:
     """K and V of every layer, each ``[n_kv_heads, num_blocks, block_size, head_dim]``.
 
     In memory the order is ``[num_blocks, n_kv_heads, block_size, head_dim]``: what one head reads
-    of a block is one contiguous run. ``k[layer]`` and ``v[layer]`` are handles: a write returns new
+    of a block is one contiguous run. On a CPU each array begins on a page, at a cost of 4 KiB, and
+    lies on huge pages where Linux gives them; its ends, which do not fill one, do not, so that no
+    huge page is held in part. ``k[layer]`` and ``v[layer]`` are handles: a write returns new
     ones over the same buffer and the old ones must not be read again. In latent layers V is a view
     of K.
     """
@@ -66,7 +68,7 @@ class KVPool:
 
     def _zeros(self, n_kv_heads: int, head_dim: int, dtype: mx.Dtype) -> mx.array:
         shape = (self.num_blocks, n_kv_heads, self.block_size, head_dim)
-        return mx.zeros(shape, dtype).transpose(1, 0, 2, 3)
+        return _ext.pool_zeros(shape, dtype).transpose(1, 0, 2, 3)
 
     @property
     def n_layers(self) -> int:

@@ -96,6 +96,20 @@ Returns:
 Raises:
     ValueError: an argument's rank, shape or dtype does not fit.)";
 
+constexpr const char* kPoolZerosDoc =
+    R"(Zeros for a layer's pool.
+
+On a CPU under Linux, unless huge pages are switched off there, every stretch of 2 MiB that begins
+at a multiple of 2 MiB and lies wholly within the array is one huge page: random blocks are read
+faster. On any CPU the array begins on a page, so that no row begins within a cache line. It takes
+the memory of any other of its size and at most 4 KiB more, all of it at once, since zeros are
+written.
+
+Args:
+    shape: of the array.
+    dtype: of the array.
+    stream: stream or device; a GPU gives plain zeros.)";
+
 constexpr const char* kCheckTablesDoc =
     R"(Check the data of block tables on the host.
 
@@ -113,7 +127,10 @@ Raises:
         the entries that a context reads.)";
 
 constexpr const char* kCpuFeaturesDoc =
-    R"(Name of the CPU kernels' build in use: "baseline", "avx2" or "avx512".
+    R"(Name of the CPU kernels' build in use: "baseline", "avx2", "avx512" or "avx512_bf16".
+
+The last one multiplies pairs of bfloat16: decodes of bfloat16 queries over a bfloat16 pool round
+their softmax weights to it, as they do their output.
 
 The environment variable MLX_PAGED_CPU, read at import, chooses one; the default is the fastest
 that the machine supports.)";
@@ -137,6 +154,8 @@ NB_MODULE(_ext, m) {
         nb::kw_only(), "stream"_a = nb::none(), kWriteKVDoc);
   m.def("copy_blocks", &mlx_paged::copy_blocks, "k_cache"_a, "v_cache"_a, "block_pairs"_a,
         nb::kw_only(), "stream"_a = nb::none(), kCopyBlocksDoc);
+  m.def("pool_zeros", &mlx_paged::pool_zeros, "shape"_a, "dtype"_a, nb::kw_only(),
+        "stream"_a = nb::none(), kPoolZerosDoc);
   m.def("check_tables", &mlx_paged::check_tables, "op"_a, "block_tables"_a, "context_lens"_a,
         "num_blocks"_a, "block_size"_a, kCheckTablesDoc);
   m.def("cpu_features", &mlx_paged::cpu::active_kernel_name, kCpuFeaturesDoc);

@@ -320,7 +320,7 @@ class TestTransformations:
             )
 
 
-@pytest.mark.parametrize("build", ["baseline", "avx2"])
+@pytest.mark.parametrize("build", ["baseline", "avx2", "avx512"])
 def test_every_build_passes_these_tests(build):
     if build not in _ext.supported_kernels():
         pytest.skip(f"this machine cannot run the {build} build")

@@ -19,33 +19,45 @@ constexpr int64_t kMinParallelWork = 1 << 19;
 // One thread's buffers, grown as needed and kept.
 struct Workspace {
   KernelScratch kernel;
-  float* q;
-  SoftmaxState total;
-  SoftmaxState part;
+  std::vector<RowTile> tiles;
+  std::vector<float*> q;  // of each tile, [num_rows, D padded]
+  std::vector<SoftmaxState> total;
+  std::vector<SoftmaxState> part;
 
-  void reserve(const AttentionArgs& args) {
-    constexpr int64_t kAlignment = 16;  // floats, one cache line
+  void reserve(const AttentionArgs& args, const PlannedTile* planned, int32_t num_tiles) {
     const int32_t o_stride = padded(args.value_dim);
     const int64_t zeros = padded(std::max(args.head_dim, args.value_dim));
-    const int64_t queries = int64_t{kMaxRows} * padded(args.head_dim);
     const int64_t scores = int64_t{kMaxRows} * kKeyTile;
-    const int64_t state = state_floats(kMaxRows, o_stride);
     const int64_t packed = zeros * kKeyTile;
-    const int64_t size = kAlignment + zeros + queries + scores + packed + 2 * state;
+    int64_t rows = 0;
+    for (int32_t t = 0; t < num_tiles; ++t) {
+      rows += padded(planned[t].span.count);
+    }
+    const int64_t queries = rows * padded(args.head_dim);
+    const int64_t size =
+        15 + zeros + scores + packed + 2 * queries + 2 * state_floats(rows, o_stride);
     if (static_cast<int64_t>(memory_.size()) < size) {
       memory_.resize(size);
     }
-    const auto misalignment = reinterpret_cast<uintptr_t>(memory_.data()) / sizeof(float);
-    float* next = memory_.data() + (kAlignment - misalignment % kAlignment);
+    float* next = aligned(memory_.data());
     const auto take = [&next](int64_t count) { return std::exchange(next, next + count); };
     float* zero_row = take(zeros);
     std::fill(zero_row, zero_row + zeros, 0.0f);
     kernel.zeros = zero_row;
     kernel.scores = take(scores);
     kernel.packed = take(packed);
-    q = take(queries);
-    total = state_at(take(state), kMaxRows, o_stride);
-    part = state_at(take(state), kMaxRows, o_stride);
+    kernel.queries = take(queries);
+
+    tiles.resize(num_tiles);
+    q.resize(num_tiles);
+    total.resize(num_tiles);
+    part.resize(num_tiles);
+    for (int32_t t = 0; t < num_tiles; ++t) {
+      const int32_t count = padded(planned[t].span.count);
+      q[t] = take(int64_t{count} * padded(args.head_dim));
+      total[t] = state_at(take(state_floats(count, o_stride)), count, o_stride);
+      part[t] = state_at(take(state_floats(count, o_stride)), count, o_stride);
+    }
   }
 
  private:
@@ -60,44 +72,54 @@ class Run {
 
   void item(const WorkItem& item) const {
     thread_local Workspace workspace;
-    workspace.reserve(args_);
-    const PlannedTile& tile = plan_.tile(item);
-    RowTile rows;
-    load_rows(args_, plan_.groups(), tile.span, workspace.q, rows);
+    const PlannedTile* planned = plan_.tiles(item);
+    workspace.reserve(args_, planned, item.num_tiles);
+    for (int32_t t = 0; t < item.num_tiles; ++t) {
+      load_rows(args_, plan_.groups(), planned[t].span, workspace.q[t], workspace.tiles[t]);
+    }
     if (item.split == kAllSplits) {
-      all_splits(tile, rows, workspace);
+      all_splits(item, planned, workspace);
     } else {
-      one_split(item, tile, rows, workspace);
+      one_split(item, planned, workspace);
     }
   }
 
  private:
-  void all_splits(const PlannedTile& tile, const RowTile& rows, const Workspace& space) const {
-    attend(tile.split(0), rows, space, space.total);
-    for (int32_t split = 1; split < tile.num_splits(); ++split) {
-      attend(tile.split(split), rows, space, space.part);
-      merge(space.total, space.part, rows.num_rows);
+  void all_splits(const WorkItem& item, const PlannedTile* planned, Workspace& space) const {
+    attend(item, planned->split(0), space, space.total);
+    for (int32_t split = 1; split < planned->num_splits(); ++split) {
+      attend(item, planned->split(split), space, space.part);
+      for (int32_t t = 0; t < item.num_tiles; ++t) {
+        merge(space.total[t], space.part[t], space.tiles[t].num_rows);
+      }
     }
-    store_rows(args_, rows, tile.keys, space.total);
+    for (int32_t t = 0; t < item.num_tiles; ++t) {
+      store_rows(args_, space.tiles[t], planned->keys, space.total[t]);
+    }
   }
 
-  // The thread that finishes a tile's last split merges them all, in order.
-  void one_split(const WorkItem& item, const PlannedTile& tile, const RowTile& rows,
-                 const Workspace& space) const {
-    attend(tile.split(item.split), rows, space, plan_.partial(item, item.split));
+  // The thread that finishes the last split of an item's tiles merges them all, in order.
+  void one_split(const WorkItem& item, const PlannedTile* planned, Workspace& space) const {
+    for (int32_t t = 0; t < item.num_tiles; ++t) {
+      space.part[t] = plan_.partial(item.tile + t, item.split);
+    }
+    attend(item, planned->split(item.split), space, space.part);
     if (!plan_.finish_split(item)) {
       return;
     }
-    const SoftmaxState total = plan_.partial(item, 0);
-    for (int32_t split = 1; split < tile.num_splits(); ++split) {
-      merge(total, plan_.partial(item, split), rows.num_rows);
+    for (int32_t t = 0; t < item.num_tiles; ++t) {
+      const SoftmaxState total = plan_.partial(item.tile + t, 0);
+      for (int32_t split = 1; split < planned->num_splits(); ++split) {
+        merge(total, plan_.partial(item.tile + t, split), space.tiles[t].num_rows);
+      }
+      store_rows(args_, space.tiles[t], planned->keys, total);
     }
-    store_rows(args_, rows, tile.keys, total);
   }
 
-  void attend(KeyRange keys, const RowTile& rows, const Workspace& space,
-              const SoftmaxState& state) const {
-    attend_(args_, rows, keys.begin, keys.end, space.kernel, state);
+  void attend(const WorkItem& item, KeyRange keys, const Workspace& space,
+              const std::vector<SoftmaxState>& states) const {
+    attend_(args_, space.tiles.data(), item.num_tiles, keys.begin, keys.end, space.kernel,
+            states.data());
   }
 
   const AttentionArgs& args_;

@@ -13,6 +13,9 @@ namespace mlx_paged::cpu {
 inline constexpr int kKeyTile = 64;
 // Query rows, pairs of (token, head), that share one pass over the keys of their KV head.
 inline constexpr int kMaxRows = 64;
+// From this many rows on, packing a key tile costs less than it saves. Such tiles add up a dot
+// product in another order than those with fewer rows.
+inline constexpr int kPackedRows = 16;
 
 // One query of one head.
 struct QueryRow {
@@ -53,25 +56,32 @@ struct KernelScratch {
   const void* zeros;  // max(D, D_v) zero elements of any dtype: the row of a key not to be read
   float* scores;      // [kMaxRows, kKeyTile]
   float* packed;      // [max(D, D_v) padded, kKeyTile]
+  float* queries;     // those of all tiles of a call, each tile's rows rounded up to 16, D padded
 };
 
-// Streams keys [key_begin, key_end) through `state`, which it initialises. Writes scores to the
+// Streams keys [key_begin, key_end) of one sequence through the states of tiles of rows, each of
+// another KV head, which it initialises. Several tiles have fewer than kPackedRows rows each; they
+// take turns at every key tile, since their keys are neighbours in memory. Writes scores to the
 // rows' attn if they have one.
-using AttendFunction = void (*)(const AttentionArgs& args, const RowTile& tile, int32_t key_begin,
-                                int32_t key_end, const KernelScratch& scratch,
-                                const SoftmaxState& state);
+using AttendFunction = void (*)(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles,
+                                int32_t key_begin, int32_t key_end, const KernelScratch& scratch,
+                                const SoftmaxState* states);
 
 namespace baseline {
-void attend(const AttentionArgs&, const RowTile&, int32_t, int32_t, const KernelScratch&,
-            const SoftmaxState&);
+void attend(const AttentionArgs&, const RowTile*, int32_t, int32_t, int32_t, const KernelScratch&,
+            const SoftmaxState*);
 }
 namespace avx2 {
-void attend(const AttentionArgs&, const RowTile&, int32_t, int32_t, const KernelScratch&,
-            const SoftmaxState&);
+void attend(const AttentionArgs&, const RowTile*, int32_t, int32_t, int32_t, const KernelScratch&,
+            const SoftmaxState*);
 }
 namespace avx512 {
-void attend(const AttentionArgs&, const RowTile&, int32_t, int32_t, const KernelScratch&,
-            const SoftmaxState&);
+void attend(const AttentionArgs&, const RowTile*, int32_t, int32_t, int32_t, const KernelScratch&,
+            const SoftmaxState*);
+}
+namespace avx512_bf16 {
+void attend(const AttentionArgs&, const RowTile*, int32_t, int32_t, int32_t, const KernelScratch&,
+            const SoftmaxState*);
 }
 
 }  // namespace mlx_paged::cpu

@@ -1,5 +1,7 @@
 #include "csrc/cpu/attention_plan.h"
 
+#include "csrc/cpu/thread_pool.h"
+
 namespace mlx_paged::cpu {
 
 namespace {
@@ -7,6 +9,12 @@ namespace {
 // 8 MiB. A call that would need more for its partial states gives each tile to one thread, which
 // folds the splits one after the other, with the same result.
 constexpr int64_t kMaxPartialFloats = 1 << 21;
+
+// This many items for each thread leave none idle for long at the end.
+constexpr int64_t kItemsPerThread = 4;
+
+// Tiles of one item: their queries and states fit the second-level cache beside the keys.
+constexpr int64_t kMaxTiles = 16;
 
 }  // namespace
 
@@ -43,33 +51,55 @@ void Plan::add_items() {
     }
   }
   const bool fold = num_floats > kMaxPartialFloats;
-  if (!fold && static_cast<int64_t>(partials_.size()) < num_floats) {
-    partials_.resize(num_floats);
+  if (!fold && static_cast<int64_t>(partials_.size()) < num_floats + 15) {
+    partials_.resize(num_floats + 15);
   }
   if (num_counters_ < tiles_.size()) {
     num_counters_ = tiles_.size();
     splits_left_ = std::make_unique<std::atomic<int32_t>[]>(num_counters_);
   }
 
+  int64_t num_splits = 0;
+  for (const PlannedTile& tile : tiles_) {
+    num_splits += fold ? 1 : tile.num_splits();
+  }
+  const int64_t most =
+      std::clamp<int64_t>(num_splits / (kItemsPerThread * num_threads()), 1, kMaxTiles);
   items_.clear();
-  for (size_t i = 0; i < tiles_.size(); ++i) {
-    const auto tile = static_cast<int32_t>(i);
-    const int32_t num_splits = tiles_[i].num_splits();
-    splits_left_[i].store(num_splits, std::memory_order_relaxed);
-    if (fold || num_splits == 1) {
-      items_.push_back({tile, kAllSplits});
-      continue;
+  for (int32_t first = 0; first < static_cast<int32_t>(tiles_.size());) {
+    const int32_t count = tiles_together(first, most);
+    const int32_t splits = tiles_[first].num_splits();
+    splits_left_[first].store(splits, std::memory_order_relaxed);
+    if (fold || splits == 1) {
+      items_.push_back({first, count, kAllSplits});
+    } else {
+      for (int32_t split = 0; split < splits; ++split) {
+        items_.push_back({first, count, split});
+      }
     }
-    for (int32_t split = 0; split < num_splits; ++split) {
-      items_.push_back({tile, split});
-    }
+    first += count;
   }
 }
 
-SoftmaxState Plan::partial(const WorkItem& item, int32_t split) {
-  const PlannedTile& tile = tiles_[item.tile];
-  const int64_t offset = tile.partials + split * state_floats(tile.span.count, o_stride_);
-  return state_at(partials_.data() + offset, tile.span.count, o_stride_);
+// How many tiles from this one on share an item. Results do not depend on it.
+int32_t Plan::tiles_together(int32_t first, int64_t most) const {
+  const PlannedTile& head = tiles_[first];
+  const auto fits = [&](const PlannedTile& tile) {
+    return tile.span.batch == head.span.batch && tile.span.count < kPackedRows &&
+           tile.keys.begin == head.keys.begin && tile.keys.end == head.keys.end;
+  };
+  int32_t end = first + 1;
+  while (end < static_cast<int32_t>(tiles_.size()) && end - first < most && fits(head) &&
+         fits(tiles_[end])) {
+    ++end;
+  }
+  return end - first;
+}
+
+SoftmaxState Plan::partial(int32_t tile, int32_t split) {
+  const auto& [span, keys, partials] = tiles_[tile];
+  const int64_t offset = partials + split * state_floats(span.count, o_stride_);
+  return state_at(aligned(partials_.data()) + offset, span.count, o_stride_);
 }
 
 bool Plan::finish_split(const WorkItem& item) {

@@ -77,11 +77,15 @@ void adjust_scores(const AttentionArgs& args, const QueryRow& row, const KeyTile
   hide_outside(row.key_begin - tile.begin, row.key_end - tile.begin, tile.num_keys, scores);
 }
 
+// Lines ahead for each register of weights. The memory would else stand idle meanwhile; with more,
+// loads from the cache wait behind those that are asked for.
+inline constexpr int kLinesOfWeights = 4;
+
 // Turns the scores of kRows rows into weights relative to their new running maxima, updates m and
 // l, and writes the factors that bring o to those maxima. Reads kLanes elements of m and l.
-template <int kRows>
+template <int kRows, typename Prefetch>
 [[gnu::noinline]] void update_softmax(float* scores, int32_t num_keys, float* m, float* l,
-                                      float* rescale) {
+                                      float* rescale, Prefetch& ahead) {
   Floats highest[kRows];
   for (int r = 0; r < kRows; ++r) {
     highest[r] = load(scores + r * kKeyTile);
@@ -103,6 +107,9 @@ template <int kRows>
       const Floats weight = exp(load(scores + r * kKeyTile + i) - shifts[r]);
       store(scores + r * kKeyTile + i, weight);
       sum[r] += weight;
+      for (int line = 0; line < kLinesOfWeights; ++line) {
+        ahead.ask();
+      }
     }
   }
   store_first<kRows>(l, load(l) * factor + sum_each<kRows>(sum));
@@ -110,13 +117,14 @@ template <int kRows>
   store_first<kRows>(rescale, factor);
 }
 
-inline void update_softmax(float* scores, int32_t num_rows, int32_t num_keys,
-                           const SoftmaxState& state, float* rescale) {
+template <typename Prefetch>
+void update_softmax(float* scores, int32_t num_rows, int32_t num_keys, const SoftmaxState& state,
+                    float* rescale, Prefetch& ahead) {
   int32_t row = 0;
   const auto update = [&]<int kRows>() {
     for (; row + kRows <= num_rows; row += kRows) {
       update_softmax<kRows>(scores + row * kKeyTile, num_keys, state.m + row, state.l + row,
-                            rescale + row);
+                            rescale + row, ahead);
     }
   };
   update.template operator()<kLanes>();

@@ -10,7 +10,8 @@
 namespace mlx_paged::cpu {
 
 struct Kernel {
-  const char* name;  // "baseline" (what the compiler targets: SSE2, NEON), "avx2" or "avx512"
+  // "baseline" (what the compiler targets: SSE2, NEON), "avx2", "avx512" or "avx512_bf16"
+  const char* name;
   AttendFunction attend;
   LayerKernels layers;
 };

@@ -19,6 +19,7 @@ template <typename T>
 struct KeyTile {
   int32_t begin;
   int32_t num_keys;
+  bool is_full;    // no entry points to zeros
   bool has_holes;  // some keys are in blocks outside the pool
   const T* k[kKeyTile];
   const T* v[kKeyTile];
@@ -40,6 +41,7 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
             int32_t key_end, const T* zeros, KeyTile<T>& tile) {
   tile.begin = begin;
   tile.num_keys = key_end - begin < kKeyTile ? key_end - begin : kKeyTile;
+  tile.is_full = tile.num_keys == kKeyTile && key_begin <= begin;
   tile.has_holes = false;
   const T* k_head = static_cast<const T*>(args.k) + rows.kv_head * args.k_strides[0];
   const T* v_head = static_cast<const T*>(args.v) + rows.kv_head * args.v_strides[0];
@@ -58,6 +60,7 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
     if (id < 0 || id >= args.num_blocks) {
       if (!tile.has_holes) {
         tile.has_holes = true;
+        tile.is_full = false;
         __builtin_memset(tile.hole_bias, 0, sizeof tile.hole_bias);
       }
       fill(tile, i, end, zeros);
@@ -74,6 +77,25 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
     }
   }
   fill(tile, i, kKeyTile, zeros);
+}
+
+// From the tile of one KV head to that of another at the same position, if all its keys are in the
+// pool.
+template <typename T>
+bool move_head(const AttentionArgs& args, int32_t num_heads, const KeyTile<T>& from,
+               KeyTile<T>& to) {
+  if (!from.is_full) {
+    return false;
+  }
+  to.begin = from.begin;
+  to.num_keys = kKeyTile;
+  to.is_full = true;
+  to.has_holes = false;
+  for (int32_t i = 0; i < kKeyTile; ++i) {
+    to.k[i] = from.k[i] + num_heads * args.k_strides[0];
+    to.v[i] = from.v[i] + num_heads * args.v_strides[0];
+  }
+  return true;
 }
 
 // Asks for a cache line in the second-level cache: a tile and its successor together would evict
@@ -94,6 +116,52 @@ template <typename T>
     }
   }
 }
+
+// Asks for a tile while another is used, a cache line at a time in the order in which they lie in
+// memory: the keys, then the values, then the last value over and over. The products ask as often
+// as they read lines, evenly, since a burst delays the loads behind it.
+template <typename T>
+class Ahead {
+ public:
+  Ahead(const KeyTile<T>& tile, int32_t head_dim, int32_t value_dim)
+      : row_(tile.k),
+        last_(tile.k + kKeyTile - 1),
+        row_bytes_(head_dim * static_cast<int32_t>(sizeof(T))),
+        values_(tile.v),
+        value_bytes_(value_dim * static_cast<int32_t>(sizeof(T))) {}
+
+  [[gnu::always_inline]] void ask() {
+    prefetch(reinterpret_cast<const char*>(*row_) + offset_);
+    offset_ += kCacheLine;
+    if (offset_ >= row_bytes_) {
+      next_row();
+    }
+  }
+
+ private:
+  [[gnu::always_inline]] void next_row() {
+    offset_ = 0;
+    if (row_ != last_) {
+      ++row_;
+    } else if (values_) {
+      row_ = values_;
+      last_ = values_ + kKeyTile - 1;
+      row_bytes_ = value_bytes_;
+      values_ = nullptr;
+    }
+  }
+
+  const T* const* row_;
+  const T* const* last_;
+  int32_t offset_ = 0;
+  int32_t row_bytes_;
+  const T* const* values_;  // if still to come
+  int32_t value_bytes_;
+};
+
+struct NothingAhead {
+  void ask() {}
+};
 
 // Asks for one line of each block that holds keys of the tile at `begin`: the translation of its
 // page's address takes longer than the lines that follow.

@@ -9,10 +9,10 @@
 namespace mlx_paged::cpu::KERNEL_ISA {
 
 // scores[r][key] = q[r] . k[key] for kRows rows and as many keys as the accumulators allow.
-template <int kRows, typename T>
+// Asks for as many lines ahead, if kAsk.
+template <int kRows, bool kAsk, typename T>
 [[gnu::always_inline]] inline void score_block(const float* q, int32_t q_stride, int32_t head_dim,
-                                               const T* const* k, const T* const* next_k,
-                                               float* scores) {
+                                               const T* const* k, Ahead<T>& ahead, float* scores) {
   constexpr int kKeys = kAccumulators / kRows;
   static_assert(kKeyGroup % kKeys == 0);
   Floats sum[kAccumulators];
@@ -28,8 +28,8 @@ template <int kRows, typename T>
 #pragma GCC unroll 16
     for (int key = 0; key < kKeys; ++key) {
       const Floats k_d = load_key(k[key] + d);
-      if (d * sizeof(T) % kCacheLine == 0) {
-        prefetch(next_k[key] + d);
+      if (kAsk && d * sizeof(T) % kCacheLine == 0) {
+        ahead.ask();
       }
       for (int r = 0; r < kRows; ++r) {
         sum[r * kKeys + key] += k_d * q_d[r];
@@ -52,21 +52,23 @@ template <int kRows, typename T>
   }
 }
 
-template <int kRows, typename T>
-[[gnu::noinline]] void score_rows(const KeyTile<T>& tile, const KeyTile<T>& next, const float* q,
+template <int kRows, bool kAsk, typename T>
+[[gnu::noinline]] void score_rows(const KeyTile<T>& tile, Ahead<T>& ahead, const float* q,
                                   int32_t q_stride, int32_t head_dim, float* scores) {
   constexpr int kKeys = kAccumulators / kRows;
   for (int32_t key = 0; key < tile.num_keys; key += kKeys) {
-    score_block<kRows>(q, q_stride, head_dim, tile.k + key, next.k + key, scores + key);
+    score_block<kRows, kAsk>(q, q_stride, head_dim, tile.k + key, ahead, scores + key);
   }
 }
 
 // kRows rows of o = o * rescale + weights . v over the tile's keys, for kColumns registers of
 // columns. If kPartial, only the first `width` columns exist.
-template <int kRows, int kColumns, bool kPartial, typename T>
-[[gnu::noinline]] void accumulate_block(const KeyTile<T>& tile, const KeyTile<T>& next,
-                                        int32_t column, int32_t width, const float* weights,
-                                        const float* rescale, float* o, int32_t o_stride) {
+// Asks for as many lines ahead, if kAsk.
+template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
+[[gnu::noinline]] void accumulate_block(const KeyTile<T>& tile, Ahead<T>& ahead, int32_t column,
+                                        int32_t width, const float* weights, const float* rescale,
+                                        float* o, int32_t o_stride) {
+  constexpr int kLines = (kColumns * kLanes * sizeof(T) + kCacheLine - 1) / kCacheLine;
   Floats sum[kRows][kColumns];
   for (int r = 0; r < kRows; ++r) {
     for (int c = 0; c < kColumns; ++c) {
@@ -79,8 +81,8 @@ template <int kRows, int kColumns, bool kPartial, typename T>
     for (int c = 0; c < kColumns; ++c) {
       v[c] = kPartial ? load_partial(row, width) : load(row + c * kLanes);
     }
-    for (int c = 0; c < kColumns * kLanes; c += kCacheLine / sizeof(T)) {
-      prefetch(next.v[key] + column + c);
+    for (int line = 0; kAsk && line < kLines; ++line) {
+      ahead.ask();
     }
     for (int r = 0; r < kRows; ++r) {
       const Floats weight = broadcast(weights[r * kKeyTile + key]);
@@ -96,12 +98,12 @@ template <int kRows, int kColumns, bool kPartial, typename T>
   }
 }
 
-template <int kRows, typename T>
-void accumulate_rows(const KeyTile<T>& tile, const KeyTile<T>& next, int32_t value_dim,
+template <int kRows, bool kAsk, typename T>
+void accumulate_rows(const KeyTile<T>& tile, Ahead<T>& ahead, int32_t value_dim,
                      const float* weights, const float* rescale, float* o, int32_t o_stride) {
   const auto panel = [&]<int kColumns, bool kPartial>(int32_t column) {
-    accumulate_block<kRows, kColumns, kPartial>(tile, next, column, value_dim - column, weights,
-                                                rescale, o + column, o_stride);
+    accumulate_block<kRows, kColumns, kPartial, kAsk>(tile, ahead, column, value_dim - column,
+                                                      weights, rescale, o + column, o_stride);
   };
   int32_t column = 0;
   for (; column + kColumnBlock * kLanes <= value_dim; column += kColumnBlock * kLanes) {
