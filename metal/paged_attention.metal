@@ -1,4 +1,4 @@
-// Attention of few query rows over a long paged context (decode), and the merge of its splits.
+// Attention of few query rows over a long paged context (decode).
 //
 // One threadgroup serves ROWS query rows that share a KV head, over one split of the context: every
 // key and value that it loads is used for all of them. A simdgroup is two teams of 16 lanes, or for
@@ -364,37 +364,5 @@ template <typename T, typename Q, int D, int DV, int ROWS>
         attn[attn_row * max_keys + key] = score > -INFINITY ? exp2(score - total_max) / sum : 0.0f;
       }
     }
-  }
-}
-
-// Merge of the splits of each row. Grid: one threadgroup of LANES for each of the B * H * L rows.
-template <typename Q, int DV>
-[[kernel, max_total_threads_per_threadgroup(LANES)]] void merge_splits(
-    const device float* partial_out [[buffer(0)]],
-    const device float* partial_sums [[buffer(1)]],
-    constant MergeParams& p [[buffer(2)]],
-    device Q* out [[buffer(3)]],
-    const device float* sinks [[buffer(4), function_constant(HAS_SINKS)]],
-    uint group_position [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]]) {
-  const int row = int(group_position);
-  const int head = row / p.num_tokens % p.num_heads;
-  const device float* sums = partial_sums + 2 * long(row) * p.num_splits;
-  const device float* outs = partial_out + long(row) * p.num_splits * DV;
-  float total_max = LOWEST;
-  for (int split = 0; split < p.num_splits; split++) {
-    total_max = max(total_max, sums[2 * split]);
-  }
-  float sum = 0.0f;
-  for (int split = 0; split < p.num_splits; split++) {
-    sum += sums[2 * split + 1] * rescale(sums[2 * split], total_max);
-  }
-  sum = HAS_SINKS ? add_sink(sum, total_max, sinks[head]) : sum;
-  for (int d = int(lane); d < DV; d += LANES) {
-    float weighted = 0.0f;
-    for (int split = 0; split < p.num_splits; split++) {
-      weighted += outs[long(split) * DV + d] * rescale(sums[2 * split], total_max);
-    }
-    out[long(row) * DV + d] = Q(sum > 0.0f ? weighted / sum : 0.0f);
   }
 }
