@@ -23,8 +23,8 @@ import mlx.core as mx
 from mlx_paged import _ext
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("paged_attention.metal", "pool.metal")
-TESTS = ("tests/test_metal_kernels.py", "tests/test_metal_traffic.py")
+SOURCES = ("paged_attention.metal", "merge_splits.metal", "pool.metal")
+TESTS = tuple(f"tests/test_metal_{what}.py" for what in ("kernels", "traffic", "threadgroups"))
 
 BARRIER = re.compile(r"(threadgroup|simdgroup)_barrier\([^;]*\);")
 OPERAND = r"-?[\w.\[\]]+"
@@ -33,15 +33,6 @@ GUARD = re.compile(
     r"|!?\b(?:\w+\.)?(?:is_valid|exists|sees_keys)\b(?! =)"
 )
 DECLARATION = re.compile(r"^\s*(?:bool \w+;|float qk, )")
-
-EXPLAINED: dict[str, str] = {
-    "head_dim > 256": "smaller teams give the same result, their lanes hold more",
-    "value_dim > 256": "smaller teams give the same result, their lanes hold more",
-    "rows > 256": "rows merged apart give the same result, after more barriers",
-    "value_dim > 128": "rows merged apart give the same result, after more barriers",
-    "tile > 0": "one barrier too many changes nothing",
-}
-"""Guards whose loss no test can see, and why."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +123,7 @@ def main() -> None:
         if test is None:
             survivors.append(mutation)
     for mutation in survivors:
-        print(f"survivor: {mutation.where}: {EXPLAINED.get(mutation.old, 'not explained')}")
+        print(f"survivor: {mutation.where}: {mutation.old} -> {mutation.new or 'nothing'}")
     if not args.list:
         print(json.dumps({"mutations": len(chosen), "survivors": len(survivors)}))
 
