@@ -24,7 +24,9 @@ from mlx_paged import _ext
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("paged_attention.metal", "merge_splits.metal", "pool.metal")
-TESTS = tuple(f"tests/test_metal_{what}.py" for what in ("kernels", "traffic", "threadgroups"))
+TESTS = tuple(f"tests/test_metal_{what}.py" for what in ("threadgroups", "kernels", "traffic"))
+POOL_TESTS = ("tests/test_metal_kernels.py::TestPool",)
+"""What notices most mutations of pool.metal, and soon."""
 
 BARRIER = re.compile(r"(threadgroup|simdgroup)_barrier\([^;]*\);")
 OPERAND = r"-?[\w.\[\]]+"
@@ -87,22 +89,27 @@ def changes(code: str) -> Iterator[tuple[re.Match[str], str]]:
 def failed_test(mutation: Mutation | None) -> str | None:
     """The first test that fails, or None. Exits if something else stopped the tests."""
     environment = dict(os.environ)
+    runs = [TESTS]
     if mutation is not None:
         change = [mutation.old, mutation.new, mutation.nth]
         environment["MLX_PAGED_METAL_MUTATION"] = json.dumps(change)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", *TESTS],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if run.returncode == 0:
-        return None
-    failed = re.search(r"^FAILED \S+::(.+?)(?: - |$)", run.stdout, re.MULTILINE)
-    if run.returncode != 1 or not failed or "CompileError" in run.stdout:
-        sys.exit(f"the tests did not run, exit status {run.returncode}:\n{run.stdout[-4000:]}")
-    return failed.group(1)
+        if mutation.where.startswith("pool.metal"):
+            runs.insert(0, POOL_TESTS)
+    for tests in runs:
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", *tests],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if run.returncode == 0:
+            continue
+        failed = re.search(r"^FAILED \S+::(.+?)(?: - |$)", run.stdout, re.MULTILINE)
+        if run.returncode != 1 or not failed or "CompileError" in run.stdout:
+            sys.exit(f"the tests did not run, exit status {run.returncode}:\n{run.stdout[-4000:]}")
+        return failed.group(1)
+    return None
 
 
 def main() -> None:
