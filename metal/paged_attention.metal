@@ -31,8 +31,7 @@ constexpr int team_size(int head_dim, int value_dim) {
   return head_dim > 256 || value_dim > 256 ? LANES : LANES / 2;
 }
 
-// Rows whose outputs lie in threadgroup memory together: 8 KiB of them, up to 256 wide. What a core
-// has room for at a time is 32 KiB.
+// Rows whose outputs lie in threadgroup memory together: 8 KiB of them, up to 256 wide.
 constexpr int merged_rows(int rows, int value_dim) {
   return value_dim * rows > 256 ? (value_dim > 128 ? 1 : 2) : rows;
 }
