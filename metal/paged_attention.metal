@@ -19,6 +19,7 @@ constant bool HAS_MAPPING [[function_constant(9)]];
 constant bool SPLIT [[function_constant(10)]];
 constant bool RETURN_ATTN [[function_constant(11)]];
 constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
+constant bool WHOLE_QUERIES [[function_constant(13)]];   // queries begin at whole vectors
 constant bool WHOLE = !SPLIT;
 
 constant constexpr int LANES = 32;
@@ -91,6 +92,31 @@ inline float query_element(
   return own * precise::cos(angle) + (is_first ? -other : other) * precise::sin(angle);
 }
 
+// Four neighbouring elements.
+template <typename T>
+inline float4 load_vector(const device T* elements) {
+  const vec<T, VECTOR> loaded = *reinterpret_cast<const device vec<T, VECTOR>*>(elements);
+  float4 result;
+  for (int i = 0; i < VECTOR; i++) {
+    result[i] = float(loaded[i]);
+  }
+  return result;
+}
+
+// A vector of a query row, rotated if there are angles.
+template <typename Q>
+inline float4 query_vector(
+    const device Q* q, const device float* angles, int vector, constant AttentionParams& p) {
+  if (WHOLE_QUERIES && !HAS_ROPE) {
+    return load_vector(q + vector * VECTOR);
+  }
+  float4 result;
+  for (int i = 0; i < VECTOR; i++) {
+    result[i] = query_element(q, angles, vector * VECTOR + i, p);
+  }
+  return result;
+}
+
 inline Slot locate(int key, int end, const device int* table, constant AttentionParams& p) {
   Slot slot;
   slot.block = key < end ? table[key / BLOCK_SIZE * p.tables_strides[1]] : -1;
@@ -109,11 +135,7 @@ inline void load_row(
     const int vector = team_lane + c * TEAM;
     result[c] = float4(0.0f);
     if (slot.is_valid && vector < DIM / VECTOR) {
-      const vec<T, VECTOR> elements =
-          *reinterpret_cast<const device vec<T, VECTOR>*>(head + start + vector * VECTOR);
-      for (int i = 0; i < VECTOR; i++) {
-        result[c][i] = float(elements[i]);
-      }
+      result[c] = load_vector(head + start + vector * VECTOR);
     }
   }
 }
@@ -202,11 +224,10 @@ template <typename T, typename Q, int D, int DV, int ROWS>
         rows[r].token * p.q_strides[2];
     const long angles = sequence * p.rope_strides[0] + rows[r].token * p.rope_strides[1];
     for (int c = 0; c < K_VECTORS; c++) {
-      for (int i = 0; i < VECTOR; i++) {
-        const int d = (team_lane + c * TEAM) * VECTOR + i;
-        queries[r][c][i] =
-            sees_keys && d < D ? query_element(row, rope_freqs + angles, d, p) : 0.0f;
-      }
+      const int vector = team_lane + c * TEAM;
+      const bool is_seen = sees_keys && vector < D / VECTOR;
+      queries[r][c] =
+          is_seen ? query_vector(row, rope_freqs + angles, vector, p) : float4(0.0f);
     }
   }
   begin = max(begin, split * p.keys_per_split);

@@ -26,6 +26,7 @@ QUANTITIES: dict[str, Callable[[Row], float]] = {
     "bytes of a thread's arrays": lambda row: row.lane_bytes,
     "query bytes, asked for": lambda row: row.counts.q_asked,
     "query bytes, once a threadgroup": lambda row: row.counts.q_per_group,
+    "query load instructions": lambda row: row.counts.q_loads,
     "K/V bytes, asked for": lambda row: row.counts.kv_asked,
     "K/V bytes, once a threadgroup": lambda row: row.counts.kv_per_group,
     "K/V bytes, once": lambda row: row.counts.kv_once,
@@ -91,7 +92,8 @@ FINDINGS = """
   the figures below. MLX calls `simd_sum` for each key, 15 cycles.
 - Queries: every simdgroup loads those of its four rows before its first key, the same as the other
   seven of its threadgroup. At 4,096 keys that asks for an eighth of what keys and values take, four
-  times what MLX's two passes on 64 threadgroups ask for; once a threadgroup, it is a quarter.
+  times what MLX's two passes on 64 threadgroups ask for, in no more instructions; once a
+  threadgroup, it is a quarter.
 - Registers: 352 bytes a thread at D 128 and 192 at D 64, because it keeps the queries and outputs
   of four rows. That, and not the 8,448 bytes of threadgroup memory, is what limits how many
   threadgroups a core holds in the model below.

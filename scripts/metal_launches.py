@@ -91,6 +91,7 @@ class Counts:
 
     q_asked: float
     q_per_group: float
+    q_loads: float
     kv_asked: float
     kv_per_group: float
     kv_once: float
@@ -163,6 +164,7 @@ def _row(
     totals = Counts(
         q_asked=first.loaded_bytes[QUERIES],
         q_per_group=first.unique_loaded_bytes[QUERIES].per_threadgroup,
+        q_loads=first.lines[QUERIES].load_instructions,
         kv_asked=sum(first.loaded_bytes[i] for i in KEYS_AND_VALUES),
         kv_per_group=sum(first.unique_loaded_bytes[i].per_threadgroup for i in KEYS_AND_VALUES),
         kv_once=sum(first.unique_loaded_bytes[i].per_launch for i in KEYS_AND_VALUES),

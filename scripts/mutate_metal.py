@@ -24,7 +24,9 @@ from mlx_paged import _ext
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("paged_attention.metal", "merge_splits.metal", "pool.metal")
-TESTS = tuple(f"tests/test_metal_{what}.py" for what in ("threadgroups", "kernels", "traffic"))
+TESTS = tuple(
+    f"tests/test_metal_{what}.py" for what in ("threadgroups", "vectors", "kernels", "traffic")
+)
 POOL_TESTS = ("tests/test_metal_kernels.py::TestPool",)
 """What notices most mutations of pool.metal, and soon."""
 
