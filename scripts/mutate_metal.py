@@ -2,10 +2,10 @@
 
     python -m scripts.mutate_metal [--list] [--only TEXT]
 
-Takes up to a minute a mutation, so it is run by hand or nightly, not by CI. Prints what caught each
-one, then the survivors, and ends with one JSON line. Refuses to start if the tests fail without a
-mutation, or if the extension was built from other sources than those in metal/: nothing would
-follow from what fails then.
+Takes some seconds a mutation, or minutes where few tests notice, so it is run by hand or nightly,
+not by CI. Prints what caught each one, then the survivors, and ends with one JSON line. Refuses to
+start if the tests fail without a mutation, or if the extension was built from other sources than
+those in metal/: nothing would follow from what fails then.
 """
 
 import argparse
@@ -27,8 +27,12 @@ SOURCES = ("paged_attention.metal", "merge_splits.metal", "pool.metal")
 TESTS = tuple(
     f"tests/test_metal_{what}.py" for what in ("threadgroups", "vectors", "kernels", "traffic")
 )
-POOL_TESTS = ("tests/test_metal_kernels.py::TestPool",)
-"""What notices most mutations of pool.metal, and soon."""
+FIRST = {
+    "paged_attention.metal": "threadgroups or option or hide or nothing or debugging or full_table",
+    "merge_splits.metal": "options_of_split",
+    "pool.metal": "TestPool",
+}
+"""Which of them notice most mutations of a source, and soon: what pytest's -k selects."""
 
 BARRIER = re.compile(r"(threadgroup|simdgroup)_barrier\([^;]*\);")
 OPERAND = r"-?[\w.\[\]]+"
@@ -91,15 +95,14 @@ def changes(code: str) -> Iterator[tuple[re.Match[str], str]]:
 def failed_test(mutation: Mutation | None) -> str | None:
     """The first test that fails, or None. Exits if something else stopped the tests."""
     environment = dict(os.environ)
-    runs = [TESTS]
+    selections = [""]
     if mutation is not None:
         change = [mutation.old, mutation.new, mutation.nth]
         environment["MLX_PAGED_METAL_MUTATION"] = json.dumps(change)
-        if mutation.where.startswith("pool.metal"):
-            runs.insert(0, POOL_TESTS)
-    for tests in runs:
+        selections.insert(0, FIRST[mutation.where.split(":")[0]])
+    for selection in selections:
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", *tests],
+            [sys.executable, "-m", "pytest", "-q", "-x", "-k", selection, *TESTS],
             cwd=ROOT,
             env=environment,
             capture_output=True,
