@@ -70,9 +70,10 @@ counts are of the whole call, the merge of partial results included, over the nu
 rows, H. A line has 128 bytes. Instructions, simdgroup operations and barriers are counted once for
 all lanes that execute them together.
 
-The load instructions are those of the code that clang makes for x86-64. It loads the two or four
-neighbouring halfs that a lane of MLX's kernels wants one by one; Apple's compiler may make one load
-of them. The paged kernel asks for vectors of four itself.
+The load instructions are those of the code that clang makes for x86-64. It loads one by one what a
+lane of MLX's one-pass kernel wants of a key, two or four neighbouring halfs, and likewise MLX's
+queries; Apple's compiler may make one load of them. The paged kernel asks for vectors of four
+itself.
 """
 
 FINDINGS = """
