@@ -6,7 +6,8 @@
 // T rows to write, P block pairs to copy.
 //
 // The pool of one layer is k_cache [H_kv, N, S, D] and v_cache [H_kv, N, S, D_v], both float32,
-// float16 or bfloat16. Any strides whose last is 1 are honoured: a pool is never copied.
+// float16 or bfloat16. Any strides whose last is 1 are honoured, on the GPU if the others, and
+// where the pool begins in its memory, are multiples of 4 elements: a pool is never copied.
 #pragma once
 
 #include <optional>

@@ -1,4 +1,4 @@
-// Attention of few query rows over a long paged context (decode), and the merge of its splits.
+// Attention of few query rows over a long paged context (decode).
 //
 // One threadgroup serves ROWS query rows that share a KV head, over one split of the context: every
 // key and value that it loads is used for all of them. A simdgroup is two teams of 16 lanes, or for
@@ -19,6 +19,7 @@ constant bool HAS_MAPPING [[function_constant(9)]];
 constant bool SPLIT [[function_constant(10)]];
 constant bool RETURN_ATTN [[function_constant(11)]];
 constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
+constant bool WHOLE_QUERIES [[function_constant(13)]];   // queries begin at whole vectors
 constant bool WHOLE = !SPLIT;
 
 constant constexpr int LANES = 32;
@@ -31,8 +32,7 @@ constexpr int team_size(int head_dim, int value_dim) {
   return head_dim > 256 || value_dim > 256 ? LANES : LANES / 2;
 }
 
-// Rows whose outputs lie in threadgroup memory together: 8 KiB of them, up to 256 wide. What a core
-// has room for at a time is 32 KiB.
+// Rows whose outputs lie in threadgroup memory together: 8 KiB of them, up to 256 wide.
 constexpr int merged_rows(int rows, int value_dim) {
   return value_dim * rows > 256 ? (value_dim > 128 ? 1 : 2) : rows;
 }
@@ -92,6 +92,31 @@ inline float query_element(
   return own * precise::cos(angle) + (is_first ? -other : other) * precise::sin(angle);
 }
 
+// Four neighbouring elements.
+template <typename T>
+inline float4 load_vector(const device T* elements) {
+  const vec<T, VECTOR> loaded = *reinterpret_cast<const device vec<T, VECTOR>*>(elements);
+  float4 result;
+  for (int i = 0; i < VECTOR; i++) {
+    result[i] = float(loaded[i]);
+  }
+  return result;
+}
+
+// A vector of a query row, rotated if there are angles.
+template <typename Q>
+inline float4 query_vector(
+    const device Q* q, const device float* angles, int vector, constant AttentionParams& p) {
+  if (WHOLE_QUERIES && !HAS_ROPE) {
+    return load_vector(q + vector * VECTOR);
+  }
+  float4 result;
+  for (int i = 0; i < VECTOR; i++) {
+    result[i] = query_element(q, angles, vector * VECTOR + i, p);
+  }
+  return result;
+}
+
 inline Slot locate(int key, int end, const device int* table, constant AttentionParams& p) {
   Slot slot;
   slot.block = key < end ? table[key / BLOCK_SIZE * p.tables_strides[1]] : -1;
@@ -110,11 +135,7 @@ inline void load_row(
     const int vector = team_lane + c * TEAM;
     result[c] = float4(0.0f);
     if (slot.is_valid && vector < DIM / VECTOR) {
-      const vec<T, VECTOR> elements =
-          *reinterpret_cast<const device vec<T, VECTOR>*>(head + start + vector * VECTOR);
-      for (int i = 0; i < VECTOR; i++) {
-        result[c][i] = float(elements[i]);
-      }
+      result[c] = load_vector(head + start + vector * VECTOR);
     }
   }
 }
@@ -203,11 +224,10 @@ template <typename T, typename Q, int D, int DV, int ROWS>
         rows[r].token * p.q_strides[2];
     const long angles = sequence * p.rope_strides[0] + rows[r].token * p.rope_strides[1];
     for (int c = 0; c < K_VECTORS; c++) {
-      for (int i = 0; i < VECTOR; i++) {
-        const int d = (team_lane + c * TEAM) * VECTOR + i;
-        queries[r][c][i] =
-            sees_keys && d < D ? query_element(row, rope_freqs + angles, d, p) : 0.0f;
-      }
+      const int vector = team_lane + c * TEAM;
+      const bool is_seen = sees_keys && vector < D / VECTOR;
+      queries[r][c] =
+          is_seen ? query_vector(row, rope_freqs + angles, vector, p) : float4(0.0f);
     }
   }
   begin = max(begin, split * p.keys_per_split);
@@ -364,37 +384,5 @@ template <typename T, typename Q, int D, int DV, int ROWS>
         attn[attn_row * max_keys + key] = score > -INFINITY ? exp2(score - total_max) / sum : 0.0f;
       }
     }
-  }
-}
-
-// Merge of the splits of each row. Grid: one threadgroup of LANES for each of the B * H * L rows.
-template <typename Q, int DV>
-[[kernel, max_total_threads_per_threadgroup(LANES)]] void merge_splits(
-    const device float* partial_out [[buffer(0)]],
-    const device float* partial_sums [[buffer(1)]],
-    constant MergeParams& p [[buffer(2)]],
-    device Q* out [[buffer(3)]],
-    const device float* sinks [[buffer(4), function_constant(HAS_SINKS)]],
-    uint group_position [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]]) {
-  const int row = int(group_position);
-  const int head = row / p.num_tokens % p.num_heads;
-  const device float* sums = partial_sums + 2 * long(row) * p.num_splits;
-  const device float* outs = partial_out + long(row) * p.num_splits * DV;
-  float total_max = LOWEST;
-  for (int split = 0; split < p.num_splits; split++) {
-    total_max = max(total_max, sums[2 * split]);
-  }
-  float sum = 0.0f;
-  for (int split = 0; split < p.num_splits; split++) {
-    sum += sums[2 * split + 1] * rescale(sums[2 * split], total_max);
-  }
-  sum = HAS_SINKS ? add_sink(sum, total_max, sinks[head]) : sum;
-  for (int d = int(lane); d < DV; d += LANES) {
-    float weighted = 0.0f;
-    for (int split = 0; split < p.num_splits; split++) {
-      weighted += outs[long(split) * DV + d] * rescale(sums[2 * split], total_max);
-    }
-    out[long(row) * DV + d] = Q(sum > 0.0f ? weighted / sum : 0.0f);
   }
 }

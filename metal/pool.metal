@@ -1,6 +1,26 @@
 // Writes to the pool: rows of new keys and values, and copies of whole blocks.
 
 constant int POOL_BLOCK_SIZE [[function_constant(0)]];
+constant bool WHOLE_VECTORS [[function_constant(1)]];  // new rows are as dense as the pool's
+
+// Four neighbouring elements of the pool, stored or copied at once.
+template <typename T>
+inline device vec<T, VECTOR>& vector_at(device T* elements) {
+  return *reinterpret_cast<device vec<T, VECTOR>*>(elements);
+}
+
+// Four neighbouring elements of a new row.
+template <typename T>
+inline vec<T, VECTOR> new_elements(const device T* row, int vector, long stride) {
+  if (WHOLE_VECTORS) {
+    return *reinterpret_cast<const device vec<T, VECTOR>*>(row + VECTOR * vector);
+  }
+  vec<T, VECTOR> elements;
+  for (int i = 0; i < VECTOR; i++) {
+    elements[i] = row[(VECTOR * vector + i) * stride];
+  }
+  return elements;
+}
 
 // Grid in threads: (max(k_vectors, v_vectors), KV heads, rows). A thread moves four neighbouring
 // elements of a key and of a value.
@@ -26,17 +46,13 @@ template <typename T>
     const device T* from = k + row * p.k_strides[0] + head * p.k_strides[1];
     device T* to = k_cache + head * p.k_cache_strides[0] + block * p.k_cache_strides[1] +
         offset * p.k_cache_strides[2];
-    for (int i = 0; i < 4; i++) {
-      to[4 * vector + i] = from[(4 * vector + i) * p.k_strides[2]];
-    }
+    vector_at(to + VECTOR * vector) = new_elements(from, vector, p.k_strides[2]);
   }
   if (vector < p.v_vectors) {
     const device T* from = v + row * p.v_strides[0] + head * p.v_strides[1];
     device T* to = v_cache + head * p.v_cache_strides[0] + block * p.v_cache_strides[1] +
         offset * p.v_cache_strides[2];
-    for (int i = 0; i < 4; i++) {
-      to[4 * vector + i] = from[(4 * vector + i) * p.v_strides[2]];
-    }
+    vector_at(to + VECTOR * vector) = new_elements(from, vector, p.v_strides[2]);
   }
 }
 
@@ -53,19 +69,17 @@ template <typename T>
   const int vector = int(position.x);
   const long head = long(position.y);
   const long offset = long(position.z);
-  device T* k = k_cache + head * p.k_strides[0] + offset * p.k_strides[2] + 4 * vector;
-  device T* v = v_cache + head * p.v_strides[0] + offset * p.v_strides[2] + 4 * vector;
+  device T* k = k_cache + head * p.k_strides[0] + offset * p.k_strides[2] + VECTOR * vector;
+  device T* v = v_cache + head * p.v_strides[0] + offset * p.v_strides[2] + VECTOR * vector;
   for (int pair = 0; pair < p.num_pairs; pair++) {
     const int from = block_pairs[pair * p.pairs_strides[0]];
     const int to = block_pairs[pair * p.pairs_strides[0] + p.pairs_strides[1]];
     const bool is_valid = from >= 0 && from < p.num_blocks && to >= 0 && to < p.num_blocks;
-    for (int i = 0; i < 4; i++) {
-      if (is_valid && vector < p.k_vectors) {
-        k[to * p.k_strides[1] + i] = k[from * p.k_strides[1] + i];
-      }
-      if (is_valid && vector < p.v_vectors) {
-        v[to * p.v_strides[1] + i] = v[from * p.v_strides[1] + i];
-      }
+    if (is_valid && vector < p.k_vectors) {
+      vector_at(k + to * p.k_strides[1]) = vector_at(k + from * p.k_strides[1]);
+    }
+    if (is_valid && vector < p.v_vectors) {
+      vector_at(v + to * p.v_strides[1]) = vector_at(v + from * p.v_strides[1]);
     }
   }
 }

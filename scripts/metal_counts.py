@@ -2,129 +2,31 @@
 
     python -m scripts.metal_counts [--context 512 ...]
 
-The emulator of tests/metal_emulator runs both on the same shapes, and both results are compared
-with float64. With other contexts than the document's, the text goes to stdout. The last line on
-stdout is JSON.
+With other contexts than the document's, the text goes to stdout. The last line on stdout is JSON.
 """
 
 import argparse
-import functools
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 import mlx.core as mx
 from tqdm import tqdm
 
-from scripts.metal_model import LANES, Work, model_table
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from metal_emulator import LaunchStats, Library, Mode, mlx_include_dir  # noqa: E402
-from metal_emulator import mlx_sdpa_vector as mlx_kernels  # noqa: E402
-from metal_emulator.attention_cases import (  # noqa: E402
-    FLOAT16,
-    Case,
-    Problem,
-    relative_rms,
-    to_float64,
-)
-from metal_runner import MetalRunner  # noqa: E402
-from paged_cases import TOLERANCE, random_case, worst_error  # noqa: E402
+from scripts.metal_launches import ROOT, SHAPES, Row, Shape, rows
+from scripts.metal_model import model_table
 
 DOCUMENT = ROOT / "docs" / "metal-counts.md"
 CONTEXTS = (512, 4096, 32768)
-MLX_BLOCKS = 64
-"""Threadgroups of MLX's first pass that share a KV head on a base chip with groups of 4 heads."""
-ONE_PASS_LIMIT = 4096
-"""MLX takes its two-pass kernels from here on; above, the one-pass kernel is not counted."""
-
-KEYS_AND_VALUES = (1, 2)
-TABLES = (3, 4)
-ARRAYS = {
-    "paged": ({0, 1, 2, 3, 4, 6, 7, 8}, {0, 1, 3}),
-    "MLX, one pass": ({0, 1, 2, 3},),
-    "MLX, two passes": ({0, 1, 2, 3, 4, 5}, {0, 1, 2, 3}),
-}
-"""Buffers of each launch that are no constants."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """One sequence that decodes one token: H query heads, H_kv KV heads, dimension D, float16."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    def __str__(self) -> str:
-        return f"H {self.heads}, H_kv {self.kv_heads}, D {self.head_dim}"
-
-
-SHAPES = (Shape(32, 8, 128), Shape(8, 2, 64))
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """What all launches of one call did, over its number of output rows, H.
-
-    Bytes `asked` are what lanes ask for, repetitions included; those `per_group` have each byte
-    once a threadgroup, and those `once` once. Instructions, the lines of 128 bytes that they touch
-    and simdgroup operations are counted once a simdgroup.
-    """
-
-    kv_asked: float
-    kv_per_group: float
-    kv_once: float
-    kv_loads: float
-    kv_lines: float
-    table_asked: float
-    table_per_group: float
-    table_loads: float
-    merged: float
-    stored: float
-    reductions: float
-    shuffles: float
-    barriers: float
-    accesses: float
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One kernel on one shape at one context length."""
-
-    shape: Shape
-    context: int
-    kernel: str
-    threadgroups: int
-    threads: int
-    threadgroup_bytes: int
-    counts: Counts
-
-    def work(self) -> Work:
-        """What the model needs to know, of the whole call."""
-        c, rows = self.counts, self.shape.heads
-        extra = c.table_per_group + c.merged + c.stored
-        multiply_adds = 2 * self.context * self.shape.head_dim
-        instructions = c.accesses + 5 * c.reductions + c.shuffles + multiply_adds / LANES
-        return Work(
-            label=f"{self.context:,} | {self.kernel}",
-            least_bytes=rows * (c.kv_once + extra),
-            most_bytes=rows * (c.kv_per_group + extra),
-            instructions=rows * instructions,
-            threadgroups=self.threadgroups,
-            threads=self.threads,
-            threadgroup_bytes=self.threadgroup_bytes,
-        )
-
 
 QUANTITIES: dict[str, Callable[[Row], float]] = {
     "threadgroups": lambda row: row.threadgroups,
     "threads in each": lambda row: row.threads,
     "bytes of threadgroup memory": lambda row: row.threadgroup_bytes,
+    "bytes of a thread's arrays": lambda row: row.lane_bytes,
+    "query bytes, asked for": lambda row: row.counts.q_asked,
+    "query bytes, once a threadgroup": lambda row: row.counts.q_per_group,
+    "query load instructions": lambda row: row.counts.q_loads,
     "K/V bytes, asked for": lambda row: row.counts.kv_asked,
     "K/V bytes, once a threadgroup": lambda row: row.counts.kv_per_group,
     "K/V bytes, once": lambda row: row.counts.kv_once,
@@ -146,80 +48,6 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value == round(value) else f"{value:,.2f}"
 
 
-def _row(shape: Shape, context: int, kernel: str, stats: list[LaunchStats]) -> Row:
-    # A paged call that is not split has nothing to merge.
-    launches = list(zip(stats, ARRAYS[kernel], strict=False))
-    first, rest = stats[0], launches[1:]
-    tables = TABLES if kernel == "paged" else ()
-    lines = [s.lines[i] for s, own in launches for i in own & {*s.lines}]
-    totals = Counts(
-        kv_asked=sum(first.loaded_bytes[i] for i in KEYS_AND_VALUES),
-        kv_per_group=sum(first.unique_loaded_bytes[i].per_threadgroup for i in KEYS_AND_VALUES),
-        kv_once=sum(first.unique_loaded_bytes[i].per_launch for i in KEYS_AND_VALUES),
-        kv_loads=sum(first.lines[i].load_instructions for i in KEYS_AND_VALUES),
-        kv_lines=sum(first.lines[i].loaded for i in KEYS_AND_VALUES),
-        table_asked=sum(first.loaded_bytes[i] for i in tables),
-        table_per_group=sum(first.unique_loaded_bytes[i].per_threadgroup for i in tables),
-        table_loads=sum(first.lines[i].load_instructions for i in tables),
-        merged=sum(s.unique_loaded_bytes[i].per_launch for s, own in rest for i in own),
-        stored=sum(sum(s.stored_bytes.values()) for s in stats),
-        reductions=sum(s.simd_reductions for s in stats),
-        shuffles=sum(s.simd_ops - s.simd_reductions for s in stats),
-        barriers=sum(s.barriers for s in stats),
-        accesses=sum(each.load_instructions + each.store_instructions for each in lines),
-    )
-    per_row = Counts(**{name: n / shape.heads for name, n in asdict(totals).items()})
-    threads = first.threads // first.threadgroups
-    memory = max(s.threadgroup_bytes for s in stats)
-    return Row(shape, context, kernel, first.threadgroups, threads, memory, per_row)
-
-
-def paged(shape: Shape, context: int) -> Row:
-    """This package's kernel on shuffled blocks of 16 tokens."""
-    case = random_case(
-        [context],
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        dtype=mx.float16,
-        spare_columns=0,
-    )
-    runner = MetalRunner(Mode.RACE)
-    q, k_cache, v_cache, tables, lens = case.arrays
-    out = runner.paged_attention(q, [k_cache], [v_cache], tables, lens)
-    assert worst_error(out, case.expected()[0]) < TOLERANCE[mx.float16]
-    return _row(shape, context, "paged", runner.trace.stats)
-
-
-@functools.cache
-def _mlx_library(head_dim: int) -> Library:
-    kernels = {f"sdpa_vector_{name}float16_t_{head_dim}" for name in ("", "2pass_1_", "2pass_2_")}
-    return Library.from_file(mlx_kernels.SOURCE, [mlx_include_dir()], Mode.RACE, kernels)
-
-
-def contiguous(shape: Shape, context: int, passes: int) -> Row:
-    """MLX's kernel on contiguous keys and values."""
-    case = Case(FLOAT16, 1, shape.heads, shape.kv_heads, 1, context, shape.head_dim)
-    problem, library = Problem(case), _mlx_library(shape.head_dim)
-    if passes == 1:
-        out, stats = mlx_kernels.run_one_pass(problem, library)
-        launches = [stats]
-    else:
-        out, launches = mlx_kernels.run_two_pass(problem, library, num_blocks=MLX_BLOCKS)
-    assert relative_rms(to_float64(out, FLOAT16), problem.in_float64()) < FLOAT16.tolerance
-    name = "MLX, one pass" if passes == 1 else "MLX, two passes"
-    return _row(shape, context, name, launches)
-
-
-def rows(shape: Shape, context: int) -> Iterator[Row]:
-    """All kernels on one shape at one context length."""
-    yield paged(shape, context)
-    if context <= ONE_PASS_LIMIT:
-        yield contiguous(shape, context, passes=1)
-    if context >= ONE_PASS_LIMIT:
-        yield contiguous(shape, context, passes=2)
-
-
 HEADER = """# What the Metal decode kernels do
 
 Generated by `python -m scripts.metal_counts`; do not edit. `tests/test_metal_counts.py` compares
@@ -228,17 +56,24 @@ the counts at a context of 512 with fresh ones.
 One sequence decodes one token, float16, blocks of 16 tokens in shuffled order. The emulator of
 `tests/metal_emulator` runs this package's kernel, and MLX's own `sdpa_vector` from the wheel's
 headers on contiguous keys and values; both results agree with float64. Nothing here was measured
-on a GPU. MLX's host code takes the one-pass kernel below 4,096 keys (on the largest chips below
-1,024) and the two-pass kernels, here with 64 threadgroups a KV head, from there on.
+on a GPU.
+
+Of MLX's kernels, those are counted that MLX 0.32.4 would launch. Its host code takes two passes
+where KV heads are fewer than query heads and there are 4,096 keys or more, on a Max or an Ultra
+from 1,024 keys in any case, and one pass otherwise. The first of two passes splits the keys of a KV
+head among threadgroups: for groups of four heads 64 of them, on an Ultra 128. (Groups of 8, 12 or
+16 have kernels of their own from 8,192 keys on, which are not counted.) The rule was read in the
+source of 0.32.2 and again in the machine code of the 0.32.4 library for macOS.
 
 Threadgroups, their threads and their memory are those of the kernel that reads the keys. All other
 counts are of the whole call, the merge of partial results included, over the number of output
 rows, H. A line has 128 bytes. Instructions, simdgroup operations and barriers are counted once for
 all lanes that execute them together.
 
-The load instructions are those of the code that clang makes for x86-64. It loads the two or four
-neighbouring halfs that a lane of MLX's kernels wants one by one; Apple's compiler may make one load
-of them. The paged kernel asks for vectors of four itself.
+The load instructions are those of the code that clang makes for x86-64. It loads one by one what a
+lane of MLX's one-pass kernel wants of a key, two or four neighbouring halfs, and likewise MLX's
+queries; Apple's compiler may make one load of them. The paged kernel asks for vectors of four
+itself.
 """
 
 FINDINGS = """
@@ -254,10 +89,15 @@ FINDINGS = """
 - Barriers: one a threadgroup at D 64 and three at D 128, where it merges its rows in two parts; the
   more splits, the more a row. MLX's kernels take two for each element that a lane holds.
 - Partial results: float32 where MLX rounds to float16, of fewer splits at short contexts.
-- Two keys share a simdgroup, and four shuffles add up the scores of a row for both. MLX calls
-  `simd_sum` for each key, which is five such steps unless the hardware knows better.
-- Threadgroup memory: 8,448 bytes, which leaves room for three of the four threadgroups that would
-  make 1,024 threads.
+- Two keys share a simdgroup, and four shuffles add up the scores of a row for both: 8 cycles by
+  the figures below. MLX calls `simd_sum` for each key, 15 cycles.
+- Queries: every simdgroup loads those of its four rows before its first key, the same as the other
+  seven of its threadgroup. At 4,096 keys that asks for an eighth of what keys and values take, four
+  times what MLX's two passes on 64 threadgroups ask for, in no more instructions; once a
+  threadgroup, it is a quarter.
+- Registers: 352 bytes a thread at D 128 and 192 at D 64, because it keeps the queries and outputs
+  of four rows. That, and not the 8,448 bytes of threadgroup memory, is what limits how many
+  threadgroups a core holds in the model below.
 """
 
 

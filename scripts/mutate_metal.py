@@ -2,10 +2,10 @@
 
     python -m scripts.mutate_metal [--list] [--only TEXT]
 
-Takes up to a minute a mutation, so it is run by hand or nightly, not by CI. Prints what caught each
-one, then the survivors, and ends with one JSON line. Refuses to start if the tests fail without a
-mutation, or if the extension was built from other sources than those in metal/: nothing would
-follow from what fails then.
+Takes some seconds a mutation, or minutes where few tests notice, so it is run by hand or nightly,
+not by CI. Prints what caught each one, then the survivors, and ends with one JSON line. Refuses to
+start if the tests fail without a mutation, or if the extension was built from other sources than
+those in metal/: nothing would follow from what fails then.
 """
 
 import argparse
@@ -23,8 +23,16 @@ import mlx.core as mx
 from mlx_paged import _ext
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("paged_attention.metal", "pool.metal")
-TESTS = ("tests/test_metal_kernels.py", "tests/test_metal_traffic.py")
+SOURCES = ("paged_attention.metal", "merge_splits.metal", "pool.metal")
+TESTS = tuple(
+    f"tests/test_metal_{what}.py" for what in ("threadgroups", "vectors", "kernels", "traffic")
+)
+FIRST = {
+    "paged_attention.metal": "threadgroups or option or hide or nothing or debugging or full_table",
+    "merge_splits.metal": "options_of_split",
+    "pool.metal": "TestPool",
+}
+"""Which of them notice most mutations of a source, and soon: what pytest's -k selects."""
 
 BARRIER = re.compile(r"(threadgroup|simdgroup)_barrier\([^;]*\);")
 OPERAND = r"-?[\w.\[\]]+"
@@ -33,15 +41,6 @@ GUARD = re.compile(
     r"|!?\b(?:\w+\.)?(?:is_valid|exists|sees_keys)\b(?! =)"
 )
 DECLARATION = re.compile(r"^\s*(?:bool \w+;|float qk, )")
-
-EXPLAINED: dict[str, str] = {
-    "head_dim > 256": "smaller teams give the same result, their lanes hold more",
-    "value_dim > 256": "smaller teams give the same result, their lanes hold more",
-    "rows > 256": "rows merged apart give the same result, after more barriers",
-    "value_dim > 128": "rows merged apart give the same result, after more barriers",
-    "tile > 0": "one barrier too many changes nothing",
-}
-"""Guards whose loss no test can see, and why."""
 
 
 @dataclass(frozen=True)
@@ -96,22 +95,26 @@ def changes(code: str) -> Iterator[tuple[re.Match[str], str]]:
 def failed_test(mutation: Mutation | None) -> str | None:
     """The first test that fails, or None. Exits if something else stopped the tests."""
     environment = dict(os.environ)
+    selections = [""]
     if mutation is not None:
         change = [mutation.old, mutation.new, mutation.nth]
         environment["MLX_PAGED_METAL_MUTATION"] = json.dumps(change)
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", *TESTS],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if run.returncode == 0:
-        return None
-    failed = re.search(r"^FAILED \S+::(.+?)(?: - |$)", run.stdout, re.MULTILINE)
-    if run.returncode != 1 or not failed or "CompileError" in run.stdout:
-        sys.exit(f"the tests did not run, exit status {run.returncode}:\n{run.stdout[-4000:]}")
-    return failed.group(1)
+        selections.insert(0, FIRST[mutation.where.split(":")[0]])
+    for selection in selections:
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-x", "-k", selection, *TESTS],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        if run.returncode == 0:
+            continue
+        failed = re.search(r"^FAILED \S+::(.+?)(?: - |$)", run.stdout, re.MULTILINE)
+        if run.returncode != 1 or not failed or "CompileError" in run.stdout:
+            sys.exit(f"the tests did not run, exit status {run.returncode}:\n{run.stdout[-4000:]}")
+        return failed.group(1)
+    return None
 
 
 def main() -> None:
@@ -132,7 +135,7 @@ def main() -> None:
         if test is None:
             survivors.append(mutation)
     for mutation in survivors:
-        print(f"survivor: {mutation.where}: {EXPLAINED.get(mutation.old, 'not explained')}")
+        print(f"survivor: {mutation.where}: {mutation.old} -> {mutation.new or 'nothing'}")
     if not args.list:
         print(json.dumps({"mutations": len(chosen), "survivors": len(survivors)}))
 

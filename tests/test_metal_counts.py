@@ -3,7 +3,8 @@
 import pytest
 from metal_emulator import require_emulator
 
-from scripts.metal_counts import DOCUMENT, SHAPES, Shape, contiguous, paged, rows, section
+from scripts.metal_counts import DOCUMENT, section
+from scripts.metal_launches import SHAPES, Shape, contiguous, paged, rows
 
 CONTEXT = 512
 
@@ -24,7 +25,7 @@ def test_paging_adds_one_entry_a_block_to_each_threadgroup(shape: Shape) -> None
     """Beside its context length; of keys and values, it loads what a contiguous kernel loads that
     computes the heads of a group together."""
     context, block_size = 1024, 16
-    ours, theirs = paged(shape, context), contiguous(shape, context, passes=2)
+    ours, theirs = paged(shape, context), contiguous(shape, context, blocks=64)
     entries = context // block_size * shape.kv_heads + ours.threadgroups
     assert ours.counts.table_per_group * shape.heads == 4 * entries
     assert ours.counts.kv_once == theirs.counts.kv_once
@@ -39,5 +40,28 @@ def test_every_line_that_a_load_touches_is_used_whole(shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_core_has_memory_for_three_threadgroups(shape: Shape) -> None:
-    assert 3 * paged(shape, CONTEXT).threadgroup_bytes <= 32 * 1024
+def test_threadgroup_memory_leaves_room_for_more_than_the_registers_do(shape: Shape) -> None:
+    limits = paged(shape, CONTEXT).work().limits
+    assert limits["registers"] < limits["memory"]
+
+
+@pytest.mark.parametrize(
+    ("size", "context", "blocks"),
+    [
+        ("base", 4095, 0),
+        ("base", 4096, 64),
+        ("Pro", 4095, 0),
+        ("Max", 1023, 0),
+        ("Max", 1024, 64),
+        ("Ultra", 1023, 0),
+        ("Ultra", 32768, 128),
+    ],
+)
+def test_what_mlx_launches(size: str, context: int, blocks: int) -> None:
+    """By the comparisons in the host code of its 0.32.4."""
+    assert SHAPES[0].mlx_blocks(size, context) == blocks
+
+
+def test_other_groups_than_of_four_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"H 16, H_kv 2.*four query heads"):
+        Shape(16, 2, 128).mlx_blocks("base", 512)

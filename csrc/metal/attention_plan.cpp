@@ -2,6 +2,7 @@
 
 #include "csrc/metal/metal_types.h"
 #include "csrc/metal/plans.h"
+#include "csrc/metal/pool_layout.h"
 #include "csrc/strides.h"
 #include "metal/params.h"
 
@@ -12,7 +13,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kLanes = 32;
 constexpr int kMaxDim = 576;
-constexpr int kVector = 4;
 
 // Splitting pays while it fills the GPU and leaves each threadgroup a fair piece of the context.
 // Both numbers are the same on every machine, so that results are too.
@@ -115,7 +115,8 @@ std::vector<FunctionConstant> constants(const AttentionInputs& in, const Attenti
                         config.has_kv_head_mapping,
                         split,
                         config.return_attn,
-                        values_in_keys(in)};
+                        values_in_keys(in),
+                        has_whole_vectors(in.q)};
   for (int i = 0; i < static_cast<int>(std::size(flags)); ++i) {
     all.push_back({i + 1, Type::kBool, flags[i]});
   }
@@ -175,6 +176,8 @@ LaunchPlans plan_attention(const std::vector<mx::array>& inputs, const Attention
   if (in.q.size() == 0 || in.v_cache.shape(3) == 0) {
     return {};
   }
+  check_metal_pool("paged_attention", "k_cache", in.k_cache, false);
+  check_metal_pool("paged_attention", "v_cache", in.v_cache, false);
   const Geometry g = geometry(in, config);
   const int value_dim = in.v_cache.shape(3);
   const bool split = g.num_splits > 1;

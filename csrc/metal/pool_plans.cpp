@@ -2,6 +2,7 @@
 
 #include "csrc/metal/metal_types.h"
 #include "csrc/metal/plans.h"
+#include "csrc/metal/pool_layout.h"
 #include "csrc/strides.h"
 #include "metal/params.h"
 
@@ -9,7 +10,6 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr int kVector = 4;
 constexpr uint32_t kThreads = 256;
 
 // A threadgroup that covers the vectors of a row and as many heads as fit beside them.
@@ -45,6 +45,8 @@ LaunchPlans plan_write_kv(const std::vector<mx::array>& inputs) {
   if (grid[0] * grid[1] * grid[2] == 0 || k_cache.size() == 0) {
     return {};
   }
+  check_metal_pool("write_kv", "k_cache", k_cache, true);
+  check_metal_pool("write_kv", "v_cache", v_cache, true);
   WriteParams p{};
   copy_strides(k, p.k_strides);
   copy_strides(v, p.v_strides);
@@ -56,6 +58,8 @@ LaunchPlans plan_write_kv(const std::vector<mx::array>& inputs) {
   p.k_vectors = k.shape(2) / kVector;
   p.v_vectors = v.shape(2) / kVector;
   LaunchPlan plan = pool_plan("write_kv", k_cache, grid);
+  plan.constants.push_back(
+      {1, FunctionConstant::Type::kBool, has_whole_vectors(k) && has_whole_vectors(v)});
   plan.buffers = {{0, Role::kInput, 0},
                   {1, Role::kInput, 1},
                   {2, Role::kInput, 4},
@@ -74,6 +78,8 @@ LaunchPlans plan_copy_blocks(const std::vector<mx::array>& inputs) {
   if (grid[0] * grid[1] * grid[2] == 0 || pairs.shape(0) == 0 || k_cache.size() == 0) {
     return {};
   }
+  check_metal_pool("copy_blocks", "k_cache", k_cache, true);
+  check_metal_pool("copy_blocks", "v_cache", v_cache, true);
   CopyParams p{};
   copy_strides(k_cache, p.k_strides);
   copy_strides(v_cache, p.v_strides);
