@@ -50,6 +50,16 @@ class ChunkBudget:
         shorter = [r.num_pending for r in behind if 2 * r.num_pending < request.num_pending]
         return max(room - sum(shorter), room // 2, MIN_CHUNK)
 
+    def least(self, request: Request) -> int:
+        """Prompt tokens of a waiting request that are worth its admission.
+
+        Where time is bounded a step often has some for a few tokens more. Requests let in for
+        these would hold blocks for whole prompts, many at once, and be done no sooner.
+        """
+        if self.max_stall is None:
+            return 1
+        return min(MIN_CHUNK, self.prefill_chunk, request.num_pending)
+
     def _room(self, step: Step, request: Request) -> int:
         """As `left`, if there were nobody else."""
         wanted = min(request.num_pending, self.prefill_chunk - step.chunk_tokens)

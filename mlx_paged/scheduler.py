@@ -298,8 +298,9 @@ class Scheduler:
     def _is_worth_it(self, step: Step, request: Request) -> bool:
         """Whether the step still takes prompt tokens that nobody computes in it already."""
         budget = self.budget.left(step, request)
-        if budget <= 0 or not self.prefix_cache:
-            return budget > 0
+        enough = budget >= self.budget.least(request)
+        if not enough or not self.prefix_cache:
+            return enough
         return not is_under_way(request, step, budget, self.allocator.block_size)
 
     def _spare_blocks(self, request: Request) -> int:

@@ -131,3 +131,31 @@ def test_a_slower_machine_gets_smaller_chunks():
         gaps.append(clock.now - before)
     minimal = 2 * MIN_CHUNK * (TOKEN + 6000 * CONTEXT)
     assert max(gaps) <= 0.06 * 1.05 + minimal
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_nobody_is_let_in_for_a_few_tokens(lookahead):
+    """Prompts wait outside rather than hold blocks while each step gives them crumbs."""
+    engine, clock = make_engine(24e-3, lookahead)
+    run_streams_and_a_long_prompt(engine, clock)
+    prompts = [engine.add_request([i] * (100 + 3 * i), max_tokens=1) for i in range(8)]
+    first_chunks: dict[int, int] = {}
+    while any(prompt in engine._requests for prompt in prompts):
+        engine.step()
+        for request in engine.scheduler.running.values():
+            if request.id in prompts and request.num_computed:
+                first_chunks.setdefault(request.id, request.num_computed)
+    assert len(first_chunks) == len(prompts)
+    assert min(first_chunks.values()) >= MIN_CHUNK
+
+
+def test_with_chunks_below_the_smallest_prompts_are_let_in():
+    clock = Clock()
+    scheduler = Scheduler(BlockAllocator(800, 16), 16, MIN_CHUNK // 2, max_stall=8e-3)
+    machine, stats = FakeMachine(clock), EngineStats(16, 1, 800)
+    engine = EngineCore(scheduler, machine, stats, lookahead=False, clock=clock)
+    for length in (40, 30, 5):
+        engine.add_request([length] * length, max_tokens=60)
+    for _ in range(80):
+        engine.step()
+    assert not engine.has_work
