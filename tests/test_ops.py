@@ -87,6 +87,16 @@ class TestAttention:
         case.options["kv_head_mapping"] = mx.array(mapping)
         assert_matches_float64(case, kernel)
 
+    def test_heads_of_no_kv_head_beside_many_others(self):
+        """A thread takes heads of a long batch together. Unevaluated mappings are not checked."""
+        case = random_case([45] * 99)
+        mapping = mx.array([0, 1, 0, 7])
+        out, _ = attend(case, kv_head_mapping=mapping + 0)
+        case.options["kv_head_mapping"] = mx.array([0, 1, 0, 1])
+        want, _ = case.expected()
+        want[:, 3] = 0
+        assert worst_error(out, want) < FLOAT32_ERROR
+
     @pytest.mark.parametrize("context", [1, 15, 16, 17, 45, 4097], ids="ctx{}".format)
     @pytest.mark.parametrize("num_tokens", [1, 2, 50], ids="L{}".format)
     @pytest.mark.parametrize("causal", [True, False], ids=["causal", "non_causal"])
