@@ -91,6 +91,17 @@ def test_a_norm_in_half_precision_is_rounded_where_mlx_rounds(dtype, width):
     assert float(same.mean()) > 0.999
 
 
+@pytest.mark.parametrize("exponent", [0, -24, 15], ids=["normal", "subnormal", "overflowing"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_results_are_rounded_to_even_with_subnormals_and_infinities(dtype, exponent):
+    """Norms of these are themselves, so that products have few more bits than the dtype: ties."""
+    x = mx.array(np.tile([1.75, -1.75, 0.75, 0.75, -0.75, 0.25, 0.25, -0.25], 512), dtype)
+    weight = mx.array(np.random.default_rng(0).uniform(0.5, 2, x.size) * 2.0**exponent, dtype)
+    want = (x.astype(mx.float32) * weight.astype(mx.float32)).astype(dtype)
+    assert mx.array_equal(layers.rms_norm(x, weight, 0.0), want)
+    assert bool(mx.isinf(want).any()) == (dtype == mx.float16 and exponent == 15)
+
+
 def test_a_norm_of_many_rows_uses_every_row():
     x = random(3000, 64)  # several threads' worth
     got = layers.rms_norm(x, None, 0.0)
