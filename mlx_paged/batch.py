@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -62,6 +63,37 @@ class Chunk:
         keys = mx.arange(first, self.context_len)[None]
         queries = mx.arange(self.start, self.context_len)[:, None]
         return (keys <= queries) & (keys > queries - window)
+
+
+@dataclass(frozen=True, eq=False)
+class SampledRows:
+    """A batch's sampled tokens, R rows whose K/V is stored, as what attends to it.
+
+    Attributes:
+        positions: ``[R]`` int32.
+        context_lens: ``[R]`` int32, the token itself included.
+        block_tables: ``[R, max_blocks]`` int32.
+        max_context: the longest context.
+    """
+
+    positions: mx.array
+    context_lens: mx.array
+    block_tables: mx.array
+    max_context: int
+    layout: ClassVar[Layout] = Layout.ROWS
+    chunks: ClassVar[tuple[Chunk, ...]] = ()
+
+    @property
+    def num_decodes(self) -> int:
+        return self.positions.size
+
+    @property
+    def row_tables(self) -> mx.array:
+        return self.block_tables
+
+    def mask(self, window: int | None) -> mx.array:
+        """``[R, 1, 1, S]`` bool over gathered keys: causal, within `window`."""
+        return _causal(self.positions[:, None, None, None], self.max_context, window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,9 +190,9 @@ class Batch:
         """Whose next tokens are drawn, and from which rows."""
         drawing = [span for span in spans if span.samples]
         rows, lengths = self._first_rows + self._lengths - 1, self._stops
+        self._draws = np.array([span.samples for span in spans])
         if len(drawing) < len(spans):
-            draws = [span.samples for span in spans]
-            rows, lengths = rows[draws], lengths[draws]
+            rows, lengths = rows[self._draws], lengths[self._draws]
         self.sampled = [span.request for span in drawing]
         self.logits_of: mx.array | None = None
         if any([span.forks for span in drawing]):
@@ -196,6 +228,11 @@ class Batch:
     def sampled_rows(self) -> mx.array:
         """Rows whose logits are wanted, int32."""
         return mx.array(self._sampled_rows)
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """How many rows' logits are wanted."""
+        return len(self._sampled_rows)
 
     @property
     def samples_all(self) -> bool:
@@ -239,9 +276,35 @@ class Batch:
 
     def mask(self, window: int | None) -> mx.array:
         """``[T, 1, 1, S]`` or ``[1, 1, L, S]`` bool over gathered keys: causal, within `window`."""
-        keys = mx.arange(self.max_context)
-        queries = self.positions.reshape(
-            (-1, 1, 1, 1) if self.layout is Layout.ROWS else (1, 1, -1, 1)
+        shape = (-1, 1, 1, 1) if self.layout is Layout.ROWS else (1, 1, -1, 1)
+        return _causal(self.positions.reshape(shape), self.max_context, window)
+
+    def sampled_alone(self) -> SampledRows:
+        """The sampled tokens as rows that attend, of a batch of rows."""
+        assert self.layout is Layout.ROWS
+        positions = self._host_positions[self._sampled_rows]
+        contexts = positions + np.int32(1)
+        sampled, max_context = mx.array(positions), int(contexts.max())
+        return SampledRows(sampled, mx.array(contexts), self._sampled_tables(), max_context)
+
+    def _sampled_tables(self) -> mx.array:
+        """Block tables of the sampled rows, ``[R, max_blocks]`` int32."""
+        singles, chunks = self._draws[: self.num_decodes], self._draws[self.num_decodes :]
+        if singles.all() and not chunks.any():
+            return self.block_tables
+        known = self._tables.host()[singles]
+        others = [self._chunk_tables[index] for index in np.flatnonzero(chunks)]
+        tables = np.zeros(
+            (len(known) + len(others), max([known.shape[1], *map(len, others)])), np.int32
         )
-        mask = keys <= queries
-        return mask if window is None else mask & (keys > queries - window)
+        tables[: len(known), : known.shape[1]] = known
+        for row, table in zip(tables[len(known) :], others, strict=True):
+            row[: len(table)] = table
+        return mx.array(tables)
+
+
+def _causal(queries: mx.array, num_keys: int, window: int | None) -> mx.array:
+    """Which of the keys from position 0 the queries at these positions see."""
+    keys = mx.arange(num_keys)
+    mask = keys <= queries
+    return mask if window is None else mask & (keys > queries - window)

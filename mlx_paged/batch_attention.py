@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.batch import Batch, Chunk, Layout
+from mlx_paged.batch import Batch, Chunk, Layout, SampledRows
 from mlx_paged.dispatch import dispatcher
 from mlx_paged.kv_pool import KVPool
 from mlx_paged.path_table import AttentionPath, Heads
@@ -111,7 +111,7 @@ class BatchAttention(PoolAttention):
 
     __slots__ = ()
 
-    def attend(self, q: mx.array, batch: Batch) -> mx.array:
+    def attend(self, q: mx.array, batch: Batch | SampledRows) -> mx.array:
         """Attention of ``q [T, H, 1, D]`` (rows) or ``[1, H, L, D]`` (a chunk); returns that shape
         with the values' head_dim."""
         if batch.layout is Layout.CHUNK:

@@ -1,7 +1,8 @@
 """Logits for the sampled rows only, whatever the model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import local
 from typing import Any
 
 import mlx.core as mx
@@ -11,22 +12,29 @@ HEAD_NAMES = {"lm_head", "embed_out", "output", "head"}
 _ATTRIBUTE = "_mlx_paged_logit_rows"
 
 
+class _Wanted(local):
+    """What each thread wants of the projection's input; None: all of it."""
+
+    rows: mx.array | None = None
+    axis = 0
+
+
 class LogitRows:
     """Makes a model's output projection compute some of its rows.
 
     The projection (or the tied embedding) gets a subclass that first picks the wanted rows of its
-    input; parameters and the module tree stay as they are. Outside :meth:`only` nothing changes.
+    input; parameters and the module tree stay as they are. Outside :meth:`only`, and in other
+    threads, nothing changes.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._rows: mx.array | None = None
-        self._axis = 0
+        self._wanted = _Wanted()
         for name, module in model.named_modules():
             is_head = name.rsplit(".", 1)[-1] in HEAD_NAMES
             if is_head and isinstance(module, nn.Linear | nn.QuantizedLinear):
-                _override(module, "__call__", self._pick)
+                override(module, "__call__", self._project)
             elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-                _override(module, "as_linear", self._pick)
+                override(module, "as_linear", self._project)
 
     @classmethod
     def of(cls, model: nn.Module) -> "LogitRows":
@@ -40,22 +48,30 @@ class LogitRows:
     def only(self, rows: mx.array | None, axis: int) -> Iterator[None]:
         """Within this context the projection computes `rows` ``[R]`` of its input's `axis`; None:
         all of them."""
-        self._rows, self._axis = rows, axis
+        self._wanted.rows, self._wanted.axis = rows, axis
         try:
             yield
         finally:
-            self._rows = None
+            self._wanted.rows = None
 
-    def _pick(self, x: mx.array) -> mx.array:
-        return x if self._rows is None else mx.take(x, self._rows, axis=self._axis)
+    def take(self, x: mx.array) -> mx.array:
+        """The wanted rows of `x`, in place of those that the projection would be given."""
+        rows, self._wanted.rows = self._wanted.rows, None
+        return x if rows is None else mx.take(x, rows, axis=self._wanted.axis)
+
+    def _project(self, projection: Callable[..., mx.array], x: mx.array) -> mx.array:
+        rows = self._wanted.rows
+        return projection(x if rows is None else mx.take(x, rows, axis=self._wanted.axis))
 
 
-def _override(module: nn.Module, method: str, pick: Any) -> None:
+def override(module: nn.Module, method: str, replacement: Callable[..., Any]) -> None:
+    """Let ``replacement(original, *args, **kwargs)`` answer for a method of this one module, whose
+    class becomes a subclass of what it was."""
     base = type(module)
     original = getattr(base, method)
 
-    def projection(self: nn.Module, x: mx.array) -> mx.array:
-        logits: mx.array = original(self, pick(x))
-        return logits
+    def overridden(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original.__get__(self), *args, **kwargs)
 
-    module.__class__ = type(base.__name__, (base,), {method: projection})
+    members = {method: overridden, "__module__": base.__module__}
+    module.__class__ = type(base.__name__, (base,), members)

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
-from mlx_paged.batch import Batch, Layout
+from mlx_paged.batch import Batch, Layout, SampledRows
 from mlx_paged.batch_attention import BatchAttention
 from mlx_paged.kv_pool import KVPool
 from mlx_paged.latent_handles import RotaryHandle
@@ -47,30 +47,47 @@ class PagedLayerCache(UntrimmedCache):
         self.pool = pool
         self.layer = layer
         self.window = window
-        self._batch: Batch | None = None
+        self._batch: Batch | SampledRows | None = None
         self._written = False
+        self._attends = True
+        self._written_before = False  # the call that only stored
 
     def bind(self, batch: Batch) -> None:
         """The next forward computes this batch."""
         self._batch = batch
         self._written = False
+        self._attends = True
+
+    def store_only(self) -> None:
+        """The next call of a layer is made for the K/V that it stores."""
+        self._attends = False
+        self._written_before = self._written
+
+    def attend_only(self, rows: SampledRows) -> None:
+        """The next call computes `rows`, whose K/V is stored."""
+        self._batch = rows
+        self._attends = True
+        self._written = self._written_before
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> Batch | SampledRows:
         assert self._batch is not None, "a paged cache is used before a batch is bound to it"
         return self._batch
 
     @property
     def offset(self) -> int | mx.array:
         """Position of the next token: ``[T]`` int32 for rows, an int for a chunk."""
-        if self.batch.layout is Layout.CHUNK:
-            return self.batch.start + (self.batch.num_tokens if self._written else 0)
-        return self.batch.positions + 1 if self._written else self.batch.positions
+        batch = self.batch
+        if isinstance(batch, Batch) and batch.layout is Layout.CHUNK:
+            return batch.start + (batch.num_tokens if self._written else 0)
+        return batch.positions + 1 if self._written else batch.positions
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
         """Write the step's K/V, ``[T, H_kv, 1, D]`` or ``[1, H_kv, L, D]``; return lazy handles."""
-        slots = self.batch.slot_mapping
-        self.pool.write(self.layer, self._rows(keys), self._rows(storable(values)), slots)
+        batch = self.batch
+        if isinstance(batch, Batch):
+            slots = batch.slot_mapping
+            self.pool.write(self.layer, self._rows(keys), self._rows(storable(values)), slots)
         self._written = True
         return self.keys_and_values()
 
@@ -100,6 +117,9 @@ class PagedLayerCache(UntrimmedCache):
         self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array | None:
         """Attention over the pool, without the gather."""
+        if not self._attends:
+            shape = (*q.shape[:3], self.pool.shapes[self.layer].v_head_dim)
+            return mx.broadcast_to(mx.zeros((), q.dtype), shape)  # nobody looks at it
         window = self._narrowest(window)
         attention = BatchAttention(self.pool, self.layer, scale, window, sinks)
         return attention.attend(q, self.batch)

@@ -11,7 +11,9 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.kv_pool import KVPool, KVShape
+from mlx_paged.last_layer import LastLayer
 from mlx_paged.latent_handles import RotaryHandle
+from mlx_paged.logit_rows import LogitRows
 from mlx_paged.mlx_lm_cache import UntrimmedCache, layer_cache, storable
 from mlx_paged.prewarm import AttentionKind
 from mlx_paged.sdpa_hook import CausalMask, KVHandle, attention_hook
@@ -28,6 +30,8 @@ ONE_AT_A_TIME = {
 }
 TRACE_ROWS = 11
 """Rows of the batched trace: unlike any usual head count, so that a misaligned mask shows."""
+SAMPLED_ROWS = (0, 1, 3, 4, 6, 8, 10)
+"""Those of them that its last layer is asked for: as unlike."""
 
 
 class UnsupportedModelError(ValueError):
@@ -58,6 +62,7 @@ class ModelProfile:
         attentions: the kinds of attention that its layers perform, each once.
         window: tokens that any layer sees at most; None: some layer sees everything.
         windows: the same of each entry of `shapes`; 0 where nothing is stored.
+        last_layer_narrows: the last layer can compute the sampled tokens of a MIXED batch alone.
     """
 
     shapes: tuple[KVShape, ...]
@@ -67,6 +72,7 @@ class ModelProfile:
     attentions: tuple[AttentionKind, ...]
     window: int | None
     windows: tuple[int | None, ...]
+    last_layer_narrows: bool
 
 
 class _Recorder(UntrimmedCache):
@@ -79,6 +85,13 @@ class _Recorder(UntrimmedCache):
         self.attention: AttentionKind | None = None
         self.windows: set[int | None] = set()  # of every layer that attends to it
         self.offset: int | mx.array = 0 if rows == 1 else mx.zeros(rows, mx.int32)
+        self._is_narrowed = False
+
+    def narrow(self, rows: int) -> None:
+        """From now on calls are of so many of the rows; the masks that they bring are not."""
+        self.rows = rows
+        self.offset = mx.zeros(rows, mx.int32)
+        self._is_narrowed = True
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
         if values.dtype != keys.dtype:
@@ -104,7 +117,7 @@ class _Recorder(UntrimmedCache):
         window = window or self.window
         self.windows.add(window)
         self.attention = AttentionKind(self.shape, q.shape[1], q.dtype, window, sinks is not None)
-        return None
+        return mx.zeros((*q.shape[:3], self.shape.v_head_dim)) if self._is_narrowed else None
 
     def attend_latents(
         self,
@@ -127,8 +140,35 @@ class _Recorder(UntrimmedCache):
         return True
 
 
+class _NarrowedTrace:
+    """The recorders of a batched trace whose last layer goes on with some of the rows."""
+
+    num_tokens = TRACE_ROWS
+
+    def __init__(self, recorders: Sequence[_Recorder]) -> None:
+        self._recorders = recorders
+        self.narrowed = False
+
+    def store_only(self) -> None:
+        """Nothing is stored in a trace."""
+
+    def attend_only(self) -> None:
+        self.narrowed = True
+        self._num_written = self._count_written()
+        for recorder in self._recorders:
+            recorder.narrow(len(SAMPLED_ROWS))
+
+    @property
+    def was_last(self) -> bool:
+        """Whether a layer was narrowed, and none after it stored anything."""
+        return self.narrowed and self._num_written == self._count_written()
+
+    def _count_written(self) -> int:
+        return sum(recorder.shape is not None for recorder in self._recorders)
+
+
 def probe(model: nn.Module) -> ModelProfile:
-    """Trace two forwards, one of a chunk and one of a batch, without evaluating them.
+    """Trace forwards of a chunk and of batches without evaluating them.
 
     Raises:
         UnsupportedModelError: the model or one of its caches cannot be served right.
@@ -157,6 +197,7 @@ def probe(model: nn.Module) -> ModelProfile:
         attentions=tuple(dict.fromkeys(kind for kind in kinds if kind is not None)),
         window=_widest(chunk) if diverted else None,
         windows=tuple(_widest([leaf]) if leaf.shape else 0 for leaf in layers),
+        last_layer_narrows=batching is Batching.MIXED and _narrows(model),
     )
 
 
@@ -181,10 +222,27 @@ def model_type(model: nn.Module) -> str:
 
 def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
     """Build the graph of one forward on recording caches; return these."""
-    caches = [_convert(c, lambda window: _Recorder(rows, window)) for c in make_prompt_cache(model)]
+    caches = _recording_caches(model, rows)
     with attention_hook():
         model(mx.zeros((rows, length), mx.int32), cache=caches)
     return caches
+
+
+def _recording_caches(model: nn.Module, rows: int) -> list[Any]:
+    return [_convert(c, lambda window: _Recorder(rows, window)) for c in make_prompt_cache(model)]
+
+
+def _narrows(model: nn.Module) -> bool:
+    """Whether the model's last layer, and what comes after it, take some of a batch's rows."""
+    caches = _recording_caches(model, TRACE_ROWS)
+    trace = _NarrowedTrace(_recorders(caches))
+    rows = LogitRows.of(model).only(mx.array(SAMPLED_ROWS), 0)
+    try:
+        with attention_hook(), rows, LastLayer.of(model).narrowed(trace):
+            model(mx.zeros((TRACE_ROWS, 1), mx.int32), cache=caches)
+    except (ValueError, TypeError):
+        return False
+    return trace.was_last
 
 
 def _decode_trace(model: nn.Module) -> list[_Recorder] | None:

@@ -1,6 +1,7 @@
 """One step on the model: lay out, bind the caches, run, sample."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,6 +15,7 @@ from mlx_paged.batch_tables import BatchTables
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.block_tables import Int32Array
 from mlx_paged.cpu_layers import CPULayers
+from mlx_paged.last_layer import WORTH_SKIPPING, LastLayer
 from mlx_paged.logit_rows import LogitRows
 from mlx_paged.mlx_lm_cache import PagedLayerCache
 from mlx_paged.model_probe import Batching, ModelProfile, leaves, make_caches
@@ -63,6 +65,7 @@ class ModelRunner:
         self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
+        self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
         self.cpu_layers = CPULayers(model)
         self.sampler = Sampler()
         self._copied: list[mx.array] = []  # into snapshots, to be evaluated with the next step
@@ -176,6 +179,14 @@ class ModelRunner:
         shared = {span.request.id for span in decodes}
         return decodes, [span for span in spans if span.request.id not in shared]
 
+    def _narrowed(self, batch: Batch) -> AbstractContextManager[None]:
+        """Lets the last layer compute the sampled rows alone where that pays."""
+        wanted = batch.num_sampled_rows
+        is_worth_it = wanted > 0 and batch.num_tokens - wanted >= WORTH_SKIPPING
+        if self.last_layer is None or not is_worth_it:
+            return nullcontext()
+        return self.last_layer.narrowed(_Caches(self.layers, batch))
+
     def _forward(self, batch: Batch) -> mx.array:
         """Logits ``[R, vocab]`` of the batch's sampled rows."""
         for layer in self.layers:
@@ -186,13 +197,35 @@ class ModelRunner:
             self.states.load(batch.seq_ids)
         axis = 0 if batch.layout is Layout.ROWS else 1
         rows = None if batch.samples_all else batch.sampled_rows
-        with attention_hook(), self.cpu_layers.diverted(), self.logit_rows.only(rows, axis):
+        selected = self.logit_rows.only(rows, axis)
+        with attention_hook(), self.cpu_layers.diverted(), selected, self._narrowed(batch):
             logits: mx.array = self.model(batch.inputs, cache=self.caches)
         if self._is_recurrent:
             self.states.store(batch.seq_ids)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Caches:
+    """The caches of a forward of a batch of rows."""
+
+    layers: list[PagedLayerCache]
+    batch: Batch
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch.num_tokens
+
+    def store_only(self) -> None:
+        for layer in self.layers:
+            layer.store_only()
+
+    def attend_only(self) -> None:
+        rows = self.batch.sampled_alone()
+        for layer in self.layers:
+            layer.attend_only(rows)
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

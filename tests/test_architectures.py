@@ -11,7 +11,7 @@ import pytest
 from architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, VOCAB, build
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_paged import Engine
+from mlx_paged import Engine, model_runner
 from scripts.support_matrix import (
     AT_SNAPSHOTS,
     DOCUMENT,
@@ -137,6 +137,12 @@ def test_ragged_prompts_decode_together(served):
 
 
 def test_chunked_prompts_arrive_while_others_decode(served):
+    for prompt, completion in run(served.engine(), {0: [MIDDLE], 3: [SHORT, LONG]}):
+        assert_greedy(served, prompt, completion)
+
+
+def test_the_last_layer_computes_sampled_tokens_alone(served, monkeypatch):
+    monkeypatch.setattr(model_runner, "WORTH_SKIPPING", 1)
     for prompt, completion in run(served.engine(), {0: [MIDDLE], 3: [SHORT, LONG]}):
         assert_greedy(served, prompt, completion)
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from mlx_paged.batch import Batch, ComingTokens, Layout
 from mlx_paged.batch_tables import BatchTables
@@ -70,6 +71,47 @@ def test_chunks_know_their_rows_and_blocks():
     assert (second.first_row, second.start, second.length) == (8, 8, 3)
     assert first.block_ids.tolist() == allocator.table(0).tolist()
     assert second.block_ids.tolist() == allocator.table(2).tolist()
+
+
+# spans (tokens known, start, stop), of which those up to the last known token are sampled
+CHUNK, END, DECODE, PIECE = (20, 3, 9), (11, 8, 11), (6, 5, 6), (30, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("spans", "sampled"),
+    [
+        ([CHUNK, DECODE, END, PIECE, (17, 2, 17)], [1, 2, 4]),
+        ([CHUNK, DECODE, PIECE], [1]),
+        ([DECODE, END], [0, 1]),
+        ([CHUNK, END], [1]),
+    ],
+)
+def test_sampled_rows_alone_have_the_tables_of_their_sequences(spans, sampled):
+    allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
+    rows = Batch(make_spans(allocator, *spans), allocator).sampled_alone()
+    stops = [spans[owner][2] for owner in sampled]
+    assert rows.num_decodes == len(sampled) and rows.max_context == max(stops)
+    assert rows.positions.tolist() == [stop - 1 for stop in stops]
+    assert rows.context_lens.tolist() == stops
+    for row, owner in zip(rows.block_tables.tolist(), sampled, strict=True):
+        table = allocator.table(owner).tolist()
+        assert row[: len(table)] == table
+
+
+def test_where_only_decodes_are_sampled_their_tables_are_used_again():
+    allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
+    batch = Batch(make_spans(allocator, (20, 3, 9), (6, 5, 6), (9, 8, 9)), allocator)
+    rows = batch.sampled_alone()
+    assert rows.block_tables is batch.block_tables
+    assert rows.positions.tolist() == [5, 8]
+
+
+def test_the_mask_of_sampled_rows_is_theirs_in_the_batchs_mask():
+    _, batch = mixed_batch()
+    rows = batch.sampled_alone()
+    for window in (None, 3):
+        whole = np.array(batch.mask(window))[batch.sampled_rows.tolist()]
+        assert np.array_equal(np.array(rows.mask(window)), whole)
 
 
 def test_only_rows_that_yield_a_token_are_sampled():

@@ -1,6 +1,7 @@
 """The output projection computes the sampled rows only, and the model does not change for it."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -90,6 +91,21 @@ def test_an_exception_ends_the_selection(model):
     with pytest.raises(KeyError), LogitRows.of(model).only(ROWS, 1):
         raise KeyError
     assert mx.array_equal(model(TOKENS), before)
+
+
+def test_other_threads_get_all_logits(model):
+    before = model(TOKENS)
+    mx.eval(before)
+    with LogitRows.of(model).only(ROWS, 1), ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: mx.array_equal(model(TOKENS), before).item()).result()
+
+
+def test_what_was_taken_before_the_projection_is_not_selected_again(model):
+    selector = LogitRows.of(model)
+    with selector.only(mx.array([2, 0]), 0):
+        tokens = selector.take(TOKENS)
+        assert tokens.tolist() == [TOKENS[2].tolist(), TOKENS[0].tolist()]
+        assert_close(model(tokens), mx.take(model(TOKENS), mx.array([2, 0]), axis=0))
 
 
 def test_token_embeddings_are_not_selected(model):
