@@ -24,7 +24,7 @@ BEYOND_CACHE = 128 * 2**20
 MAX_LAYERS = 32
 
 Contender = Callable[[int], Any]
-"""Computes the attention of one layer and waits for it."""
+"""Computes the attention of one layer; MLX's arrays are still to be evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,23 +179,15 @@ class Inputs:
         chunk = Chunk(0, start, self.case.length, self.tables[0])
 
         def paged(layer: int) -> mx.array:
-            out = layers[layer].through_tables(self.q, self.tables, self.context_lens)
-            mx.eval(out)
-            return out
+            return layers[layer].through_tables(self.q, self.tables, self.context_lens)
 
         def gather(layer: int) -> mx.array:
             if self.case.length > 1:
-                out = layers[layer].gathered_chunk(self.q, chunk)
-            else:
-                out = mlx_attention(self.q, *self.gather(layer), scale=self.scale)
-            mx.eval(out)
-            return out
+                return layers[layer].gathered_chunk(self.q, chunk)
+            return mlx_attention(self.q, *self.gather(layer), scale=self.scale)
 
         def contiguous(layer: int) -> mx.array:
-            k, v = self.contiguous[layer]
-            out = mlx_attention(self.q, k, v, scale=self.scale, mask=mask)
-            mx.eval(out)
-            return out
+            return mlx_attention(self.q, *self.contiguous[layer], scale=self.scale, mask=mask)
 
         return {"paged": paged, "gather": gather, "contiguous": contiguous}
 

@@ -52,9 +52,9 @@ def time_case(
         contenders |= inputs.ggml_contenders()
 
     def over_layers(attend: Callable[[int], Any]) -> Callable[[], None]:
-        def run() -> None:
-            for layer in range(case.num_layers):
-                attend(layer)
+        def run() -> None:  # launched one after the other and waited for once, as in a step
+            results = [attend(layer) for layer in range(case.num_layers)]
+            mx.eval([result for result in results if isinstance(result, mx.array)])
 
         return run
 
