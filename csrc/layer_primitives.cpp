@@ -2,10 +2,11 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <optional>
 #include <stdexcept>
+#include <utility>
 
-#include "csrc/cpu/cpu_features.h"
-#include "csrc/cpu/dense_rows.h"
+#include "csrc/cpu/layer_rows.h"
 #include "csrc/cpu/thread_pool.h"
 #include "csrc/dtypes.h"
 #include "mlx/allocator.h"
@@ -18,34 +19,44 @@ namespace {
 // Below this many elements waking a thread costs more than it saves; a thread takes so many.
 constexpr int64_t kElementsOfTask = 1 << 16;
 
-// Calls body(begin, end) for ranges that make up [0, count), on several threads if that pays.
-template <typename Body>
-void for_ranges(int64_t count, int64_t elements_each, const Body& body) {
-  const int64_t range = std::max<int64_t>(1, kElementsOfTask / std::max<int64_t>(1, elements_each));
+// Computes all rows (layer_rows.h), on several threads if that pays.
+template <typename Rows>
+void compute(const Rows& rows) {
+  const int64_t count = rows.count();
+  const int64_t elements_each = std::max<int64_t>(1, rows.elements_each());
+  const int64_t range = std::max<int64_t>(1, kElementsOfTask / elements_each);
   cpu::parallel_for((count + range - 1) / range,
-                    [&](int64_t i) { body(i * range, std::min(count, (i + 1) * range)); });
+                    [&](int64_t i) { rows.compute(i * range, std::min(count, (i + 1) * range)); });
 }
 
-// Allocates the output, in the buffer of an input of the same size that nobody else needs.
-void allocate(const std::vector<mx::array>& inputs, mx::array& out, bool in_place) {
-  for (const mx::array& input : inputs) {
-    if (in_place && input.size() == out.size() && input.flags().row_contiguous &&
-        input.is_donatable()) {
-      out.copy_shared_buffer(input);
-      return;
-    }
-  }
-  out.set_data(mx::allocator::malloc(out.nbytes()));
-}
-
-template <typename Task>
-void dispatch(mx::Stream stream, const std::vector<mx::array>& inputs, mx::array& out, Task task) {
+template <typename Rows>
+void dispatch(mx::Stream stream, const std::vector<mx::array>& inputs, mx::array& out, Rows rows) {
   auto& encoder = mx::cpu::get_command_encoder(stream);
   for (const mx::array& input : inputs) {
     encoder.set_input_array(input);
   }
   encoder.set_output_array(out);
-  encoder.dispatch(std::move(task));
+  encoder.dispatch([rows = std::move(rows)] { compute(rows); });
+}
+
+std::byte* allocate(mx::array& out) {
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+  return out.data<std::byte>();
+}
+
+// In the buffer of an input of the same size that nobody else needs, if there is one.
+std::byte* allocate_in_place(const std::vector<mx::array>& inputs, mx::array& out) {
+  for (const mx::array& input : inputs) {
+    if (input.size() == out.size() && input.flags().row_contiguous && input.is_donatable()) {
+      out.copy_shared_buffer(input);
+      return out.data<std::byte>();
+    }
+  }
+  return allocate(out);
+}
+
+std::optional<cpu::DenseRows> optional_rows(const std::vector<mx::array>& inputs, size_t index) {
+  return inputs.size() > index ? std::optional(cpu::DenseRows(inputs[index])) : std::nullopt;
 }
 
 }  // namespace
@@ -63,24 +74,13 @@ bool RmsNorm::is_equivalent(const mx::Primitive& other) const {
 }
 
 void RmsNorm::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  allocate(inputs, outputs[0], false);
-  const cpu::DenseRows x(inputs[0]);
-  const cpu::DenseRows weight(inputs.back());
-  const bool has_weight = inputs.size() > 1;
-  auto* out = outputs[0].data<std::byte>();
+  std::byte* out = allocate(outputs[0]);
   dispatch(stream(), inputs, outputs[0],
-           [x, weight, has_weight, out, eps = eps_, dtype = cpu_dtype(outputs[0].dtype())] {
-             const auto& kernels = cpu::active_kernel().layers;
-             for_ranges(x.count(), x.width(), [&](int64_t begin, int64_t end) {
-               cpu::RowBuffer buffer;
-               cpu::RowBuffer weight_buffer;
-               const void* scale = has_weight ? weight.row(0, weight_buffer) : nullptr;
-               for (int64_t r = begin; r < end; ++r) {
-                 kernels.rms_norm(dtype, x.row(r, buffer), scale, eps, x.width(),
-                                  out + r * x.row_bytes());
-               }
-             });
-           });
+           cpu::RmsNormRows{.dtype = cpu_dtype(outputs[0].dtype()),
+                            .x = cpu::DenseRows(inputs[0]),
+                            .weight = optional_rows(inputs, 1),
+                            .eps = eps_,
+                            .out = out});
 }
 
 bool Rope::is_equivalent(const mx::Primitive& other) const {
@@ -89,40 +89,21 @@ bool Rope::is_equivalent(const mx::Primitive& other) const {
 }
 
 void Rope::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  allocate(inputs, outputs[0], false);
-  const cpu::DenseRows x(inputs[0]);
-  const cpu::DenseRows frequencies(inputs[2]);
-  const auto* offsets = inputs[1].data<int32_t>();
-  const int64_t offset_stride = inputs[1].size() > 1 ? inputs[1].strides(0) : 0;
-  const int64_t batch = inputs[0].shape(0);
-  const int64_t tokens = inputs[0].shape(-2);
-  const int64_t heads = inputs[0].ndim() == 4 ? inputs[0].shape(1) : 1;
-  auto* out = outputs[0].data<std::byte>();
+  std::byte* out = allocate(outputs[0]);
+  const mx::array& x = inputs[0];
+  const mx::array& offsets = inputs[1];
   dispatch(stream(), inputs, outputs[0],
-           [=, scale = scale_, traditional = traditional_, dtype = cpu_dtype(outputs[0].dtype())] {
-             const auto& kernels = cpu::active_kernel().layers;
-             const auto pairs = static_cast<int32_t>(frequencies.width());
-             for_ranges(batch * tokens, heads * x.width(), [&](int64_t begin, int64_t end) {
-               cpu::RowBuffer buffer;
-               cpu::RowBuffer frequency_buffer;
-               std::vector<float> sines(pairs);
-               std::vector<float> cosines(pairs);
-               const auto* omega = static_cast<const float*>(frequencies.row(0, frequency_buffer));
-               for (int64_t i = begin; i < end; ++i) {
-                 const int64_t b = i / tokens;
-                 const int64_t l = i % tokens;
-                 const float position =
-                     (static_cast<float>(l) + static_cast<float>(offsets[b * offset_stride])) *
-                     scale;
-                 kernels.angles(dtype, position, omega, pairs, sines.data(), cosines.data());
-                 for (int64_t h = 0; h < heads; ++h) {
-                   const int64_t r = (b * heads + h) * tokens + l;
-                   kernels.rotate(dtype, x.row(r, buffer), sines.data(), cosines.data(), pairs,
-                                  x.width(), traditional, out + r * x.row_bytes());
-                 }
-               }
-             });
-           });
+           cpu::RopeRows{.dtype = cpu_dtype(outputs[0].dtype()),
+                         .x = cpu::DenseRows(x),
+                         .frequencies = cpu::DenseRows(inputs[2]),
+                         .offsets = offsets.data<int32_t>(),
+                         .offset_stride = offsets.size() > 1 ? offsets.strides(0) : 0,
+                         .batch = x.shape(0),
+                         .heads = x.ndim() == 4 ? x.shape(1) : 1,
+                         .tokens = x.shape(-2),
+                         .scale = scale_,
+                         .traditional = traditional_,
+                         .out = out});
 }
 
 bool Activate::is_equivalent(const mx::Primitive& other) const {
@@ -130,24 +111,13 @@ bool Activate::is_equivalent(const mx::Primitive& other) const {
 }
 
 void Activate::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  allocate(inputs, outputs[0], true);
-  const cpu::DenseRows x(inputs[0]);
-  const cpu::DenseRows factor(inputs.back());
-  const bool has_factor = inputs.size() > 1;
-  auto* out = outputs[0].data<std::byte>();
+  std::byte* out = allocate_in_place(inputs, outputs[0]);
   dispatch(stream(), inputs, outputs[0],
-           [=, activation = activation_, dtype = cpu_dtype(outputs[0].dtype())] {
-             const auto& kernels = cpu::active_kernel().layers;
-             for_ranges(x.count(), x.width(), [&](int64_t begin, int64_t end) {
-               cpu::RowBuffer buffer;
-               cpu::RowBuffer factor_buffer;
-               for (int64_t r = begin; r < end; ++r) {
-                 kernels.activate(dtype, activation, x.row(r, buffer),
-                                  has_factor ? factor.row(r, factor_buffer) : nullptr, x.width(),
-                                  out + r * x.row_bytes());
-               }
-             });
-           });
+           cpu::ActivateRows{.dtype = cpu_dtype(outputs[0].dtype()),
+                             .activation = activation_,
+                             .x = cpu::DenseRows(inputs[0]),
+                             .factor = optional_rows(inputs, 1),
+                             .out = out});
 }
 
 std::vector<mx::Shape> LogSumExp::output_shapes(const std::vector<mx::array>& inputs) {
@@ -157,19 +127,10 @@ std::vector<mx::Shape> LogSumExp::output_shapes(const std::vector<mx::array>& in
 }
 
 void LogSumExp::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  allocate(inputs, outputs[0], false);
-  const cpu::DenseRows x(inputs[0]);
-  auto* out = outputs[0].data<std::byte>();
-  const auto itemsize = static_cast<int64_t>(outputs[0].itemsize());
-  dispatch(stream(), inputs, outputs[0], [=, dtype = cpu_dtype(outputs[0].dtype())] {
-    const auto& kernels = cpu::active_kernel().layers;
-    for_ranges(x.count(), x.width(), [&](int64_t begin, int64_t end) {
-      cpu::RowBuffer buffer;
-      for (int64_t r = begin; r < end; ++r) {
-        kernels.log_sum_exp(dtype, x.row(r, buffer), x.width(), out + r * itemsize);
-      }
-    });
-  });
+  std::byte* out = allocate(outputs[0]);
+  dispatch(stream(), inputs, outputs[0],
+           cpu::LogSumExpRows{
+               .dtype = cpu_dtype(outputs[0].dtype()), .x = cpu::DenseRows(inputs[0]), .out = out});
 }
 
 }  // namespace mlx_paged

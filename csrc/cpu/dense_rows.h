@@ -31,6 +31,7 @@ class DenseRows {
 
   int64_t count() const { return count_; }
   int32_t width() const { return width_; }
+  int64_t itemsize() const { return itemsize_; }
   int64_t row_bytes() const { return width_ * itemsize_; }
 
   // Row r, in the array or, where its elements lie apart, copied to `buffer`.

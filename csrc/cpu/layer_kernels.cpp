@@ -133,17 +133,20 @@ void rotate_neighbours(const T* x, const float* sines, const float* cosines, int
   }
 }
 
-// The largest of a row, not a number if the first is none.
+// The largest of a row, not a number if any is none.
 template <typename T>
 float largest(const T* x, int32_t width) {
   Floats best = broadcast(widened(x[0]));
+  Ints is_nan = {};
   for_registers(width, [&](int64_t i, int count) {
     const Floats value = load_up_to(x + i, count);
     best = maximum(lanes_or(value, count, best), best);
+    is_nan |= value != value;
   });
   float result = best[0];
-  for (int lane = 1; lane < kLanes; ++lane) {
+  for (int lane = 0; lane < kLanes; ++lane) {
     result = best[lane] > result ? best[lane] : result;
+    result = is_nan[lane] ? __builtin_nanf("") : result;
   }
   return result;
 }
