@@ -19,7 +19,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = "clang++-19"
-TESTS = ("tests/test_ops.py", "tests/test_pool_writes.py", "tests/test_cpu_layer_ops.py")
+TESTS = (
+    "tests/test_ops.py",
+    "tests/test_pool_writes.py",
+    "tests/test_cpu_layer_ops.py",
+    "tests/test_cpu_layer_transforms.py",
+)
 SUPPRESSIONS = ROOT / "scripts" / "sanitize_thread.supp"
 
 
