@@ -55,6 +55,15 @@ def test_slots_are_where_the_block_tables_say():
     assert batch.slot_mapping.tolist() == expected
 
 
+def test_every_row_has_the_block_table_of_its_sequence():
+    allocator, batch = mixed_batch()
+    tables, owners = batch.row_tables.tolist(), [1, 3, *[0] * 6, *[2] * 3]
+    assert batch.max_context == 11 and len(tables) == batch.num_tokens
+    for table, owner, position in zip(tables, owners, batch.positions.tolist(), strict=True):
+        blocks = position // BLOCK + 1
+        assert table[:blocks] == allocator.table(owner)[:blocks].tolist()
+
+
 def test_decode_tables_and_context_lens_include_the_token_itself():
     allocator, batch = mixed_batch()
     assert batch.context_lens.tolist() == [6, 9]
