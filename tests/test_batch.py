@@ -119,6 +119,14 @@ def test_tokens_still_being_chosen_come_from_the_step_that_chooses_them():
     assert batch.tokens.tolist() == [72, 71, 100, 101, 102]
 
 
+def test_a_token_still_being_chosen_may_come_after_known_ones():
+    allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
+    spans = make_spans(allocator, (4, 3, 4), (5, 5, 6), (3, 0, 3))
+    coming = ComingTokens([spans[1].request], mx.array([71], mx.int32))
+    batch = Batch(spans, allocator, coming=coming)
+    assert batch.tokens.tolist() == [3, 71, 200, 201, 202]
+
+
 def test_samples_of_a_prompt_draw_from_its_one_row_of_logits():
     allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
     first, second = make_spans(allocator, (4, 3, 4), (6, 0, 6))
