@@ -53,6 +53,11 @@ ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_ca
 ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
                       const mx::array& block_pairs, mx::StreamOrDevice stream);
 
+// Keys or values of a batch's sequences in one piece, [B, H_kv, num_tokens, D], out of one layer's
+// cache [H_kv, N, S, D] by block_tables [B, M]: ops of MLX's own on the default stream, no
+// primitive.
+mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens);
+
 // Zeros for a layer's pool, on a CPU from the start of a page, under Linux on huge pages as far as
 // whole ones fit between the array's ends.
 mx::array pool_zeros(const std::vector<int>& shape, mx::Dtype dtype, mx::StreamOrDevice stream);

@@ -1,10 +1,11 @@
 """Types of the compiled ops; python/bindings.cpp documents them."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import mlx.core as mx
 
+_Array = TypeVar("_Array", bound=mx.array)
 _Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
 
 @overload
@@ -83,6 +84,7 @@ def copy_blocks(
     *,
     stream: _Stream = None,
 ) -> tuple[mx.array, mx.array]: ...
+def gather_blocks(cache: mx.array, block_tables: mx.array, num_tokens: int) -> mx.array: ...
 def pool_zeros(shape: Sequence[int], dtype: mx.Dtype, *, stream: _Stream = None) -> mx.array: ...
 def check_tables(
     op: str,
@@ -91,6 +93,7 @@ def check_tables(
     num_blocks: int,
     block_size: int,
 ) -> None: ...
+def view_as(kind: type[_Array], array: mx.array) -> _Array: ...
 def cpu_features() -> str: ...
 def supported_kernels() -> list[str]: ...
 def num_threads() -> int: ...

@@ -207,16 +207,22 @@ class Batch:
         """Token ids ``[T]``; a token that is still being chosen is taken from where it will be."""
         if coming is not None and self.samples_all and coming.requests == self.sampled:
             return coming.tokens
-        tokens = [t for span in spans for t in (span.request.tokens[span.start : span.stop] or [0])]
-        known = as_int32(tokens)
-        late = [i for i, span in enumerate(spans) if span.stop > len(span.request.tokens)]
+        tokens: list[int] = []
+        late: list[int] = []  # spans of a token that is not known yet
+        for index, span in enumerate(spans):
+            known = span.request.tokens[span.start : span.stop]
+            if not known:
+                late.append(index)
+                known = [0]
+            tokens += known
+        assert len(tokens) == self.num_tokens, "of several tokens in a span, some are not known"
         if not late:
-            return known
-        assert coming is not None and all(len(spans[i]) == 1 for i in late)
+            return as_int32(tokens)
+        assert coming is not None
         sources = np.arange(len(tokens), dtype=np.int32)
         rows = [coming.row_of[spans[i].request.id] for i in late]
         sources[self._first_rows[late]] = len(tokens) + np.array(rows)
-        return mx.concatenate([known, coming.tokens])[as_int32(sources)]
+        return mx.concatenate([as_int32(tokens), coming.tokens])[mx.array(sources)]
 
     def _chunk(self, allocator: BlockAllocator, index: int) -> Chunk:
         start, stop = int(self._starts[index]), int(self._stops[index])
@@ -259,20 +265,23 @@ class Batch:
     @cached_property
     def max_context(self) -> int:
         """The longest context of the batch: length of gathered keys."""
-        return int(self._host_positions.max()) + 1
+        return int(self._stops.max())
 
     @cached_property
     def row_tables(self) -> mx.array:
         """Block table of every row of the model's input, ``[T or 1, max_blocks]`` int32."""
         if not self._chunk_tables:
             return self.block_tables
-        tables = [*self._tables.host(), *self._chunk_tables]
-        padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
-        for row, table in zip(padded, tables, strict=True):
+        count, decodes = self.num_decodes, self._tables.host()
+        width = max(decodes.shape[1], *map(len, self._chunk_tables))
+        tables = np.zeros((len(self.seq_ids), width), np.int32)
+        tables[:count, : decodes.shape[1]] = decodes
+        for row, table in zip(tables[count:], self._chunk_tables, strict=True):
             row[: len(table)] = table
         if self.layout is Layout.CHUNK:
-            return mx.array(padded)
-        return mx.array(np.repeat(padded, self._lengths, axis=0))
+            return mx.array(tables)
+        sequences = np.repeat(np.arange(len(tables), dtype=np.int32), self._lengths)
+        return mx.take(mx.array(tables), mx.array(sequences), axis=0)
 
     def mask(self, window: int | None) -> mx.array:
         """``[T, 1, 1, S]`` or ``[1, 1, L, S]`` bool over gathered keys: causal, within `window`."""

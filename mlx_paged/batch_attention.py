@@ -2,13 +2,14 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 
 from mlx_paged import ops
 from mlx_paged.batch import Batch, Chunk, Layout, SampledRows
 from mlx_paged.dispatch import dispatcher
-from mlx_paged.kv_pool import KVPool
+from mlx_paged.kv_pool import KVPool, KVShape
 from mlx_paged.path_table import AttentionPath, Heads
 from mlx_paged.sdpa_hook import mlx_attention
 
@@ -17,7 +18,15 @@ calls: Counter[str] = Counter()
 gathered once, MLX's own attention)."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@lru_cache(maxsize=64)
+def _heads(shape: KVShape, num_heads: int, device: str) -> Heads:
+    """What a table of paths calls this kind of attention."""
+    dtype = str(shape.dtype).removeprefix("mlx.core.")
+    group = num_heads // shape.n_kv_heads
+    return Heads(device, dtype, group, shape.head_dim, shape.v_head_dim)
+
+
+@dataclass(slots=True, eq=False)  # not frozen, which would double the time to make one
 class PoolAttention:
     """One layer's attention.
 
@@ -36,17 +45,16 @@ class PoolAttention:
 
     def path(self, q: mx.array, context: int) -> AttentionPath:
         """How ``q [B, H, L, D]`` at the end of contexts of up to `context` tokens is attended."""
-        shape, length = self.pool.shapes[self.layer], q.shape[2]
-        if ops.kernel_for(None, shape.head_dim, shape.v_head_dim) == "native":
-            device = "cpu" if mx.default_device() == mx.cpu else "gpu"
+        _, num_heads, length, _ = q.shape
+        shape = self.pool.shapes[self.layer]
+        if mx.default_device() == mx.cpu:
+            device = "cpu"
         else:
-            device = "none"
-        dtype = str(shape.dtype).removeprefix("mlx.core.")
-        group = q.shape[1] // shape.n_kv_heads
-        heads = Heads(device, dtype, group, shape.head_dim, shape.v_head_dim)
+            kernel = ops.kernel_for(None, shape.head_dim, shape.v_head_dim)
+            device = "gpu" if kernel == "native" else "none"
         if self.window is not None:
             context = min(context, self.window + length - 1)
-        return dispatcher().path(heads, length, context)
+        return dispatcher().path(_heads(shape, num_heads, device), length, context)
 
     def rows(self, q: mx.array, tables: mx.array, context_lens: mx.array) -> mx.array:
         """The last L tokens of B sequences, ``q [B, H, L, D]``.

@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged.array_views import view_as
+from mlx_paged._ext import view_as
 from mlx_paged.sdpa_hook import KVHandle, LatentCache, RotaryScores
 
 

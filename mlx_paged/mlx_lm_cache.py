@@ -5,6 +5,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
+from mlx_paged import _ext
 from mlx_paged.batch import Batch, Layout, SampledRows
 from mlx_paged.batch_attention import BatchAttention
 from mlx_paged.kv_pool import KVPool
@@ -101,13 +102,8 @@ class PagedLayerCache(UntrimmedCache):
         return KVHandle.of(keys, self, "keys"), KVHandle.of(values, self, "values")
 
     def _gathered(self, cache: mx.array) -> mx.array:
-        n_kv_heads, _, block_size, head_dim = cache.shape
-        rows, max_blocks = self.batch.row_tables.shape
-        blocks = cache.transpose(1, 0, 2, 3)[self.batch.row_tables]
-        gathered = blocks.transpose(0, 2, 1, 3, 4).reshape(
-            rows, n_kv_heads, max_blocks * block_size, head_dim
-        )
-        return gathered[:, :, : self.batch.max_context]
+        batch = self.batch
+        return _ext.gather_blocks(cache, batch.row_tables, batch.max_context)
 
     def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """What the model stored of one sequence, copied out: ``[1, H_kv, num_tokens, D]`` each."""
@@ -132,7 +128,9 @@ class PagedLayerCache(UntrimmedCache):
         return CausalMask.of(self.batch.mask(window), window)
 
     def _narrowest(self, window: int | None) -> int | None:
-        return min((w for w in (window, self.window) if w is not None), default=None)
+        if window is None or self.window is None:
+            return self.window if window is None else window
+        return min(window, self.window)
 
     @property
     def keys(self) -> mx.array:

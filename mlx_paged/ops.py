@@ -9,9 +9,9 @@ float16 or bfloat16, in any layout whose last axis is dense; no op copies it. Va
 of the keys, ``k_cache[..., :D_v]`` (latent attention).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, Literal, TypeVar, overload
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, overload
 
 import mlx.core as mx
 
@@ -19,8 +19,6 @@ from mlx_paged import _ext, reference_mlx
 
 Stream = mx.Stream | mx.Device | mx.DeviceType
 Cache = mx.array | Sequence[mx.array]
-
-_Result = TypeVar("_Result")
 
 
 def kernel_for(
@@ -169,23 +167,24 @@ def paged_attention(
     v_layer = _layer("v_cache", v_cache, layer_idx)
     if scale is None:
         scale = max((1, *q.shape[-1:])) ** -0.5
-    result = _answer(
-        _ext.paged_attention,
-        reference_mlx.paged_attention,
-        stream,
-        (k_layer, v_layer),
-        *(q, k_layer, v_layer, block_tables, context_lens),
-        scale=scale,
-        causal=causal,
-        kv_head_mapping=kv_head_mapping,
-        rope_freqs=rope_freqs,
-        attn_mask=attn_mask,
-        window=window,
-        sinks=sinks,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        return_attn=return_attn,
-    )
+    arrays = q, k_layer, v_layer, block_tables, context_lens
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "kv_head_mapping": kv_head_mapping,
+        "rope_freqs": rope_freqs,
+        "attn_mask": attn_mask,
+        "window": window,
+        "sinks": sinks,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "return_attn": return_attn,
+    }
+    result: mx.array | tuple[mx.array, mx.array]
+    result = _ext.paged_attention(*arrays, **options, stream=stream)  # validates, computes nothing
+    if not _is_native(stream, k_layer, v_layer):
+        with _on(stream):
+            result = reference_mlx.paged_attention(*arrays, **options)
     if check_tables:
         _, num_blocks, block_size, _ = k_layer.shape
         _ext.check_tables("paged_attention", block_tables, context_lens, num_blocks, block_size)
@@ -220,13 +219,11 @@ def write_kv(
     Raises:
         ValueError: an argument's rank, shape or dtype does not fit.
     """
-    return _answer(
-        _ext.write_kv,
-        reference_mlx.write_kv,
-        stream,
-        (k_cache, v_cache),
-        *(k, v, k_cache, v_cache, slot_mapping),
-    )
+    written = _ext.write_kv(k, v, k_cache, v_cache, slot_mapping, stream=stream)
+    if _is_native(stream, k_cache, v_cache):
+        return written
+    with _on(stream):
+        return reference_mlx.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
 def copy_blocks(
@@ -247,13 +244,11 @@ def copy_blocks(
     Raises:
         ValueError: an argument's rank, shape or dtype does not fit.
     """
-    return _answer(
-        _ext.copy_blocks,
-        reference_mlx.copy_blocks,
-        stream,
-        (k_cache, v_cache),
-        *(k_cache, v_cache, block_pairs),
-    )
+    copied = _ext.copy_blocks(k_cache, v_cache, block_pairs, stream=stream)
+    if _is_native(stream, k_cache, v_cache):
+        return copied
+    with _on(stream):
+        return reference_mlx.copy_blocks(k_cache, v_cache, block_pairs)
 
 
 def install_in_mlx() -> None:
@@ -285,17 +280,11 @@ def _layer(name: str, cache: Cache, layer_idx: int) -> mx.array:
     return cache[layer_idx]
 
 
-def _answer(
-    native: Callable[..., _Result],
-    reference: Callable[..., _Result],
-    stream: Stream | None,
-    pools: tuple[mx.array, mx.array],
-    *args: mx.array,
-    **options: Any,
-) -> _Result:
-    """The op's result as a graph on the stream, from whichever kernel that has."""
-    result = native(*args, **options, stream=stream)  # validates; computes nothing yet
-    if kernel_for(stream, *(pool.shape[-1] for pool in pools)) == "native":
-        return result
-    with mx.stream(stream) if stream is not None else nullcontext():
-        return reference(*args, **options)
+def _is_native(stream: Stream | None, k_cache: mx.array, v_cache: mx.array) -> bool:
+    """Whether what the compiled op built may be evaluated on the stream."""
+    return kernel_for(stream, k_cache.shape[-1], v_cache.shape[-1]) == "native"
+
+
+def _on(stream: Stream | None) -> AbstractContextManager[object]:
+    """A context in which `stream` is the current one."""
+    return nullcontext() if stream is None else mx.stream(stream)

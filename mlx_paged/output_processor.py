@@ -21,9 +21,11 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self._clock = clock
         self._texts: dict[int, TextStream] = {}
+        self._ends: dict[int, Collection[int]] = {}  # by request, tokens that end it
 
     def add(self, request: Request, context: Sequence[int] = ()) -> None:
         """Expect tokens of `request`, whose text goes on where that of `context` ended."""
+        self._ends[request.id] = self.stop_token_ids(request)
         if self.tokenizer is not None:
             detokenizer = self.tokenizer.detokenizer
             self._texts[request.id] = TextStream(detokenizer, request.params.stop, context)
@@ -34,7 +36,7 @@ class OutputProcessor:
         request.tokens.append(token)
         request.logprobs.append(choice.logprob)
         text = self._texts.get(request.id)
-        ends = token in self.stop_token_ids(request)
+        ends = token in self._ends[request.id]
         segment = "" if text is None or ends else text.push(token)
         reason = None
         if ends or (text is not None and text.stopped):
@@ -43,7 +45,7 @@ class OutputProcessor:
             reason = FinishReason.LENGTH
         if reason is not None and text is not None:
             segment += text.finish()
-        top = choice.top[: request.params.logprobs]
+        top = choice.top[: request.params.logprobs] if choice.top else ()
         if top:
             request.top_logprobs.append(top)
         return TokenOutput(request.id, token, segment, choice.logprob, top), reason
@@ -69,6 +71,7 @@ class OutputProcessor:
 
     def finish(self, request: Request, reason: FinishReason) -> Completion:
         """The whole of a request that ends now."""
+        self._ends.pop(request.id, None)
         text = self._texts.pop(request.id, None)
         request.finish_reason = reason
         request.finish_time = self._clock()

@@ -5,6 +5,7 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged import _ext
 from mlx_paged.batch import Chunk
 from mlx_paged.block_tables import Int32Array
 from mlx_paged.kv_pool import as_int32
@@ -82,9 +83,5 @@ class RowStep:
 
     def gathered(self, cache: mx.array) -> mx.array:
         """``[B, H_kv, S, D]``, each row's context of one layer's ``[H_kv, num_blocks, ...]``."""
-        n_kv_heads, _, block_size, head_dim = cache.shape
         length = self.spans.max_context
-        tables = self.tables[:, : -(-length // block_size)]
-        rows, width = tables.shape
-        blocks = cache.transpose(1, 0, 2, 3)[tables].transpose(0, 2, 1, 3, 4)
-        return blocks.reshape(rows, n_kv_heads, width * block_size, head_dim)[:, :, :length]
+        return _ext.gather_blocks(cache, self.tables[:, : -(-length // self._block_size)], length)

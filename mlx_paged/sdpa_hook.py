@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 
 import mlx.core as mx
 
-from mlx_paged.array_views import view_as
+from mlx_paged._ext import view_as
 
 mlx_attention = mx.fast.scaled_dot_product_attention
 mlx_where = mx.where

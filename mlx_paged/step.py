@@ -65,21 +65,28 @@ def sort_by_pending(
 @dataclass(slots=True)
 class Step:
     """Spans to compute; `copies` come before anything is written, and so do `restores`: what the
-    recurrent states of requests begin with."""
+    recurrent states of requests begin with.
+
+    Attributes:
+        requests: ids that this step deals with.
+        prompt_tokens: tokens of prompts that are computed, also those that are computed again.
+    """
 
     spans: list[Span] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     restores: list[tuple[Request, Snapshot]] = field(default_factory=list)
-    requests: set[int] = field(default_factory=set)  # ids that this step deals with
+    requests: set[int] = field(default_factory=set)
     decode_rows: int = 0
     decode_context: int = 0
     chunk_tokens: int = 0
     chunk_context: int = 0
+    prompt_tokens: int = 0
 
     def add(self, span: Span) -> None:
         self.spans.append(span)
         self.requests.add(span.request.id)
         self.requests.update(fork.id for fork in span.forks)
+        self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - span.start)
         if len(span) == 1:
             self.decode_rows += 1
             self.decode_context += span.stop
@@ -93,14 +100,10 @@ class Step:
         self.spans += map(Span, requests, positions, stops, repeat(True))
         for request, stop in zip(requests, stops, strict=True):
             request.num_computed = stop
+            self.prompt_tokens += stop <= request.num_prompt
         self.requests.update([request.id for request in requests])
         self.decode_rows += len(stops)
         self.decode_context += sum(stops)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of prompts that are computed, also those that are computed again."""
-        return sum(max(0, min(s.stop, s.request.num_prompt) - s.start) for s in self.spans)
 
     @property
     def everyone(self) -> list[Request]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from mlx_paged.request import Request
 from mlx_paged.scheduler import Scheduler
@@ -12,8 +12,7 @@ MAX_FAULTS = 3
 """Failed steps after which a request is given up, even if it was never alone in one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The next token of one request; for a beam only its most likely ones count.
 
     Attributes:

@@ -8,6 +8,7 @@
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/thread_pool.h"
 #include "csrc/ops.h"
+#include "python/array_views.h"
 #include "python/layer_bindings.h"
 #include "python/plan_bindings.h"
 
@@ -96,6 +97,20 @@ Returns:
 Raises:
     ValueError: an argument's rank, shape or dtype does not fit.)";
 
+constexpr const char* kGatherBlocksDoc =
+    R"(Keys or values of a batch's sequences in one piece, as a graph of MLX's own ops.
+
+Args:
+    cache: the pool's keys or values.
+    block_tables: ``[B, M]`` integers.
+    num_tokens: of each sequence, at most ``M * S``.
+
+Returns:
+    ``[B, H_kv, num_tokens, D]``, on the current device.
+
+Raises:
+    ValueError: a rank or the number does not fit.)";
+
 constexpr const char* kPoolZerosDoc =
     R"(Zeros for a layer's pool.
 
@@ -154,6 +169,8 @@ NB_MODULE(_ext, m) {
         nb::kw_only(), "stream"_a = nb::none(), kWriteKVDoc);
   m.def("copy_blocks", &mlx_paged::copy_blocks, "k_cache"_a, "v_cache"_a, "block_pairs"_a,
         nb::kw_only(), "stream"_a = nb::none(), kCopyBlocksDoc);
+  m.def("gather_blocks", &mlx_paged::gather_blocks, "cache"_a, "block_tables"_a, "num_tokens"_a,
+        kGatherBlocksDoc);
   m.def("pool_zeros", &mlx_paged::pool_zeros, "shape"_a, "dtype"_a, nb::kw_only(),
         "stream"_a = nb::none(), kPoolZerosDoc);
   m.def("check_tables", &mlx_paged::check_tables, "op"_a, "block_tables"_a, "context_lens"_a,
@@ -164,6 +181,7 @@ NB_MODULE(_ext, m) {
   m.def("num_threads", &mlx_paged::cpu::num_threads,
         "Threads that CPU kernels use: MLX_PAGED_NUM_THREADS, read at import, or the hardware's.");
 
+  mlx_paged::bind_array_views(m);
   mlx_paged::bind_layers(m);
   mlx_paged::bind_plans(m);
 }

@@ -56,6 +56,15 @@ def test_slots_are_where_the_block_tables_say():
     assert batch.slot_mapping.tolist() == expected
 
 
+def test_every_row_has_the_block_table_of_its_sequence():
+    allocator, batch = mixed_batch()
+    tables, owners = batch.row_tables.tolist(), [1, 3, *[0] * 6, *[2] * 3]
+    assert batch.max_context == 11 and len(tables) == batch.num_tokens
+    for table, owner, position in zip(tables, owners, batch.positions.tolist(), strict=True):
+        blocks = position // BLOCK + 1
+        assert table[:blocks] == allocator.table(owner)[:blocks].tolist()
+
+
 def test_decode_tables_and_context_lens_include_the_token_itself():
     allocator, batch = mixed_batch()
     assert batch.context_lens.tolist() == [6, 9]
@@ -150,6 +159,14 @@ def test_tokens_still_being_chosen_come_from_the_step_that_chooses_them():
     batch = Batch(spans, allocator, coming=coming)
     assert batch.seq_ids == [0, 2, 1]
     assert batch.tokens.tolist() == [72, 71, 100, 101, 102]
+
+
+def test_a_token_still_being_chosen_may_come_after_known_ones():
+    allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
+    spans = make_spans(allocator, (4, 3, 4), (5, 5, 6), (3, 0, 3))
+    coming = ComingTokens([spans[1].request], mx.array([71], mx.int32))
+    batch = Batch(spans, allocator, coming=coming)
+    assert batch.tokens.tolist() == [3, 71, 200, 201, 202]
 
 
 def test_samples_of_a_prompt_draw_from_its_one_row_of_logits():

@@ -191,6 +191,18 @@ def test_a_device_without_a_kernel_goes_by_no_table(tmp_path, monkeypatch):
         assert attention.path(case.q, 37) == "paged"
 
 
+def test_heads_that_share_a_kv_head_are_a_group(tmp_path):
+    case = random_case([37], num_tokens=4, block_size=BLOCK)
+    (_, num_heads, _, _), (n_kv_heads, *_, head_dim) = case.q.shape, case.k_cache.shape
+    assert n_kv_heads > 1
+    group, all_heads = (
+        Heads("cpu", "float32", n, head_dim, head_dim) for n in (num_heads // n_kv_heads, num_heads)
+    )
+    timings = {group: [Timing(4, 37, 1.0, 2.0)], all_heads: [Timing(4, 37, 2.0, 1.0)]}
+    with attending_by(PathTable(timings), tmp_path):
+        assert attention_of(case).path(case.q, 37) == "paged"
+
+
 def test_a_window_ends_the_context_that_counts(tmp_path):
     case = random_case([37], num_tokens=4, block_size=BLOCK)
     heads = Heads("cpu", "float32", 2, 64, 64)

@@ -82,7 +82,6 @@ ORDER = [
     "batch_attention",
     "latent_handles",
     "sdpa_hook",
-    "array_views",
     "cpu_layers",
     "dispatch",
     "path_table",

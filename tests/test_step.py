@@ -21,7 +21,18 @@ from mlx_paged.step import Span, Step
 def test_prompt_tokens_are_those_before_the_first_generated_one(spans, expected):
     step = Step()
     for i, (start, stop) in enumerate(spans):
-        request = Request(id=i, tokens=[1] * 5, params=SamplingParams(), seed=0)
-        request.tokens += [2] * 3
-        step.add(Span(request, start, stop, samples=stop == 8))
+        step.add(Span(request_of(i), start, stop, samples=stop == 8))
     assert step.prompt_tokens == expected
+
+
+def request_of(index: int) -> Request:
+    """Five tokens of a prompt, three generated ones."""
+    request = Request(id=index, tokens=[1] * 5, params=SamplingParams(), seed=0)
+    request.tokens += [2] * 3
+    return request
+
+
+def test_a_decode_may_compute_the_last_token_of_a_prompt():
+    step = Step()
+    step.add_decodes([request_of(i) for i in range(4)], [4, 5, 7, 4])
+    assert step.prompt_tokens == 2

@@ -1,0 +1,54 @@
+"""K/V that a model reads itself: gathered by the batch's tables, under a class of its own."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged import _ext
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 4, 7, 12])
+@pytest.mark.parametrize("head_dim", [1, 5])
+def test_tokens_come_in_the_order_of_the_tables(head_dim, num_tokens):
+    cache = RNG.normal(size=(2, 6, 4, head_dim)).astype(np.float32)
+    tables = RNG.integers(6, size=(5, 3)).astype(np.int32)
+    expected = [np.concatenate(cache[:, row].swapaxes(0, 1), axis=1) for row in tables]
+    stored = mx.contiguous(mx.array(cache).transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
+    out = _ext.gather_blocks(stored, mx.array(tables), num_tokens)
+    assert out.shape == (5, 2, num_tokens, head_dim)
+    np.testing.assert_array_equal(np.array(out), np.stack(expected)[:, :, :num_tokens])
+
+
+@pytest.mark.parametrize(
+    ("cache", "tables", "num_tokens", "message"),
+    [
+        ((2, 6, 4), (5, 3), 1, "3 and 2 axes: expected 4 and 2"),
+        ((2, 6, 4, 8), (5,), 1, "4 and 1 axes: expected 4 and 2"),
+        ((2, 6, 4, 8), (5, 3), 13, "num_tokens is 13: expected 0 to 12"),
+        ((2, 6, 4, 8), (5, 3), -1, "num_tokens is -1: expected 0 to 12"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(cache, tables, num_tokens, message):
+    with pytest.raises(ValueError, match=message):
+        _ext.gather_blocks(mx.zeros(cache), mx.zeros(tables, mx.int32), num_tokens)
+
+
+class Tagged(mx.array):
+    tag: str
+
+
+def test_a_view_is_the_array_under_another_class():
+    array = mx.array([1.0, 2.0])
+    view = _ext.view_as(Tagged, array)
+    view.tag = "keys"
+    assert type(view) is Tagged and view.tag == "keys" and view.tolist() == [1.0, 2.0]
+    array += 1  # another array from now on
+    assert view.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", [int, object, list])
+def test_a_view_of_a_class_of_no_arrays_is_refused(kind):
+    with pytest.raises(ValueError, match=r"expected a subclass of mx\.array"):
+        _ext.view_as(kind, mx.array(1.0))
