@@ -11,8 +11,8 @@ import numpy as np
 
 from bench.ggml_attention import GgmlAttention
 from mlx_paged.allocation import ceil_div
-from mlx_paged.batch import Chunk
 from mlx_paged.batch_attention import PoolAttention, gather_rows
+from mlx_paged.batch_rows import Chunk
 from mlx_paged.kv_pool import KVPool, KVShape, as_int32
 from mlx_paged.path_table import Heads
 from mlx_paged.sdpa_hook import mlx_attention

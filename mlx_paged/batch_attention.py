@@ -7,7 +7,8 @@ from functools import lru_cache
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.batch import Batch, Chunk, Layout, SampledRows
+from mlx_paged.batch import Batch
+from mlx_paged.batch_rows import Chunk, Layout, SampledRows
 from mlx_paged.dispatch import dispatcher
 from mlx_paged.kv_pool import KVPool, KVShape
 from mlx_paged.path_table import AttentionPath, Heads

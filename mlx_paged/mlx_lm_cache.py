@@ -6,8 +6,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
 from mlx_paged import _ext
-from mlx_paged.batch import Batch, Layout, SampledRows
+from mlx_paged.batch import Batch
 from mlx_paged.batch_attention import BatchAttention
+from mlx_paged.batch_rows import Layout, SampledRows
 from mlx_paged.kv_pool import KVPool
 from mlx_paged.latent_handles import RotaryHandle
 from mlx_paged.sdpa_hook import CausalMask, KVHandle

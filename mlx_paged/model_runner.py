@@ -10,7 +10,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_paged.batch import Batch, ComingTokens, Layout
+from mlx_paged.batch import Batch, ComingTokens
+from mlx_paged.batch_rows import Layout
 from mlx_paged.batch_tables import BatchTables
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.block_tables import Int32Array

@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import _ext
-from mlx_paged.batch import Chunk
+from mlx_paged.batch_rows import Chunk
 from mlx_paged.block_tables import Int32Array
 from mlx_paged.kv_pool import as_int32
 from mlx_paged.row_spans import RowSpans

@@ -6,7 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.batch import Batch, ComingTokens, Layout
+from mlx_paged.batch import Batch, ComingTokens
+from mlx_paged.batch_rows import Layout
 from mlx_paged.batch_tables import BatchTables
 from mlx_paged.block_allocator import BlockAllocator
 from mlx_paged.request import Request

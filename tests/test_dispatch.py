@@ -12,8 +12,8 @@ from paged_cases import TOLERANCE, random_case, worst_error
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, dispatch
-from mlx_paged.batch import Chunk
 from mlx_paged.batch_attention import PoolAttention, calls
+from mlx_paged.batch_rows import Chunk
 from mlx_paged.dispatch import VARIABLE, Dispatcher, dispatcher, table_path, write_table
 from mlx_paged.kv_pool import KVPool, KVShape
 from mlx_paged.layer_step import LayerStep

@@ -86,6 +86,7 @@ ORDER = [
     "dispatch",
     "path_table",
     "batch",
+    "batch_rows",
     "batch_tables",
     "outputs",
     "step_pipeline",
