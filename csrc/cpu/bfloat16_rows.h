@@ -69,6 +69,13 @@ template <int kRows, int kPairs, bool kAsk>
     }
   }
   for (int32_t key = 0; key < tile.num_keys; key += 2) {
+    if (kAsk && key + kSoon<BFloat16> < tile.num_keys) {
+      for (int c = 0; c < kColumns; c += 2) {
+        const int32_t element = column + c * kLanes;
+        prefetch_soon(tile.v[key + kSoon<BFloat16>] + element);
+        prefetch_soon(tile.v[key + kSoon<BFloat16> + 1] + element);
+      }
+    }
     __m512i v[kColumns];
     for (int c = 0; c < kColumns; c += 2) {
       const __m512i a = _mm512_loadu_si512(tile.v[key] + column + c * kLanes);

@@ -77,6 +77,11 @@ template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
   }
   for (int32_t key = 0; key < tile.num_keys; ++key) {
     const T* row = tile.v[key] + column;
+    if (kAsk && key + kSoon<T> < tile.num_keys) {
+      for (int line = 0; line < kLines; ++line) {
+        prefetch_soon(tile.v[key + kSoon<T>] + column + line * (kCacheLine / sizeof(T)));
+      }
+    }
     Floats v[kColumns];
     for (int c = 0; c < kColumns; ++c) {
       v[c] = kPartial ? load_partial(row, width) : load(row + c * kLanes);
