@@ -29,6 +29,10 @@ inline void given_queries(const AttentionArgs& args, const RowTile& rows, BFloat
     const QueryRow& row = rows.rows[r];
     const BFloat16* from = static_cast<const BFloat16*>(args.q) + rows.batch * args.q_strides[0] +
                            row.head * args.q_strides[1] + row.token * args.q_strides[2];
+    if (args.q_strides[3] == 1) {
+      __builtin_memcpy(to + r * args.head_dim, from, args.head_dim * sizeof(BFloat16));
+      continue;
+    }
     for (int32_t d = 0; d < args.head_dim; ++d) {
       to[r * args.head_dim + d] = from[d * args.q_strides[3]];
     }
@@ -63,7 +67,9 @@ template <int kRows, int kPairs, bool kAsk>
   constexpr int kColumns = 2 * kPairs;
   constexpr auto kElements = std::make_index_sequence<2 * kLanes>();
   Floats sum[kRows][kColumns];
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) {
       sum[r][c] = load(o + r * o_stride + c * kLanes) * rescale[r];
     }
@@ -95,7 +101,9 @@ template <int kRows, int kPairs, bool kAsk>
       }
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) {
       store(o + r * o_stride + c * kLanes, sum[r][c]);
     }
