@@ -59,10 +59,10 @@ inline __m512i alternate(__m512i a, __m512i b, std::index_sequence<kElement...>)
 
 // kRows rows of o = o * rescale + weights . v over the tile's keys, for kPairs registers of
 // columns, each of 2 * kLanes. Reads keys up to an even number: those behind the last have no
-// weight.
+// weight. Asks for `pace` lines ahead for each pair of keys, if kAsk, but not more than it reads.
 template <int kRows, int kPairs, bool kAsk>
 [[gnu::noinline]] void accumulate_pairs(const KeyTile<BFloat16>& tile, Ahead<BFloat16>& ahead,
-                                        int32_t column, const BFloat16* weights,
+                                        int32_t pace, int32_t column, const BFloat16* weights,
                                         const float* rescale, float* o, int32_t o_stride) {
   constexpr int kColumns = 2 * kPairs;
   constexpr auto kElements = std::make_index_sequence<2 * kLanes>();
@@ -96,8 +96,11 @@ template <int kRows, int kPairs, bool kAsk>
       for (int c = 0; c < kColumns; ++c) {
         sum[r][c] = dot_pairs(sum[r][c], v[c], weight);
       }
+#pragma GCC unroll 4
       for (int line = r * kColumns / kRows; kAsk && line < (r + 1) * kColumns / kRows; ++line) {
-        ahead.ask();
+        if (line < pace) {
+          ahead.ask();
+        }
       }
     }
   }
@@ -115,12 +118,15 @@ template <int kRows, bool kAsk>
 void accumulate_pair_rows(const KeyTile<BFloat16>& tile, Ahead<BFloat16>& ahead, int32_t value_dim,
                           const BFloat16* weights, const float* rescale, float* o,
                           int32_t o_stride) {
+  const int32_t pace = kAsk ? ahead.pace(4) : 0;
   int32_t column = 0;
   for (; column + 4 * kLanes <= value_dim; column += 4 * kLanes) {
-    accumulate_pairs<kRows, 2, kAsk>(tile, ahead, column, weights, rescale, o + column, o_stride);
+    accumulate_pairs<kRows, 2, kAsk>(tile, ahead, pace, column, weights, rescale, o + column,
+                                     o_stride);
   }
   for (; column < value_dim; column += 2 * kLanes) {
-    accumulate_pairs<kRows, 1, kAsk>(tile, ahead, column, weights, rescale, o + column, o_stride);
+    accumulate_pairs<kRows, 1, kAsk>(tile, ahead, pace, column, weights, rescale, o + column,
+                                     o_stride);
   }
 }
 

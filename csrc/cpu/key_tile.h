@@ -149,6 +149,15 @@ class Ahead {
     }
   }
 
+  // How many lines to ask for whenever `read` lines of values are read, so that those left last as
+  // long as the values.
+  int32_t pace(int32_t read) const {
+    const int32_t left = static_cast<int32_t>(last_ + 1 - row_) * row_bytes_ +
+                         (values_ ? kKeyTile * value_bytes_ : 0);
+    const int32_t all = kKeyTile * value_bytes_;
+    return left < all ? (read * left + all - 1) / all : read;
+  }
+
  private:
   [[gnu::always_inline]] void next_row() {
     offset_ = 0;
