@@ -87,7 +87,7 @@ struct InterleavedRows {
 
   void score(const Pass<float>& pass) {
     score_interleaved_rows<Float32Dims>(pass.queries, pass.rows.num_rows, pass.tile,
-                                        pass.args.head_dim, ahead, pass.scratch.scores);
+                                        pass.args.head_dim, 1, ahead, pass.scratch.scores);
   }
 
   void accumulate(const Pass<float>& pass, const float* rescale, const SoftmaxState& state) {
@@ -124,10 +124,7 @@ struct BFloat16Rows {
   void score(const Pass<BFloat16>& pass) {
     const auto& [args, rows, scratch, queries, tile, next, nowhere] = pass;
     score_interleaved_rows<BFloat16Dims>(reinterpret_cast<const BFloat16*>(queries), rows.num_rows,
-                                         tile, args.head_dim, ahead, scratch.scores);
-    for (int32_t i = 0; i < rows.num_rows * kKeyTile; i += kLanes) {
-      store(scratch.scores + i, load(scratch.scores + i) * args.scale);
-    }
+                                         tile, args.head_dim, args.scale, ahead, scratch.scores);
   }
 
   void accumulate(const Pass<BFloat16>& pass, const float* rescale, const SoftmaxState& state) {

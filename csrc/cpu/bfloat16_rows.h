@@ -29,6 +29,10 @@ inline void given_queries(const AttentionArgs& args, const RowTile& rows, BFloat
     const QueryRow& row = rows.rows[r];
     const BFloat16* from = static_cast<const BFloat16*>(args.q) + rows.batch * args.q_strides[0] +
                            row.head * args.q_strides[1] + row.token * args.q_strides[2];
+    if (args.q_strides[3] == 1) {
+      __builtin_memcpy(to + r * args.head_dim, from, args.head_dim * sizeof(BFloat16));
+      continue;
+    }
     for (int32_t d = 0; d < args.head_dim; ++d) {
       to[r * args.head_dim + d] = from[d * args.q_strides[3]];
     }
@@ -55,20 +59,29 @@ inline __m512i alternate(__m512i a, __m512i b, std::index_sequence<kElement...>)
 
 // kRows rows of o = o * rescale + weights . v over the tile's keys, for kPairs registers of
 // columns, each of 2 * kLanes. Reads keys up to an even number: those behind the last have no
-// weight.
+// weight. Asks for `pace` lines ahead for each pair of keys, if kAsk, but not more than it reads.
 template <int kRows, int kPairs, bool kAsk>
 [[gnu::noinline]] void accumulate_pairs(const KeyTile<BFloat16>& tile, Ahead<BFloat16>& ahead,
-                                        int32_t column, const BFloat16* weights,
+                                        int32_t pace, int32_t column, const BFloat16* weights,
                                         const float* rescale, float* o, int32_t o_stride) {
   constexpr int kColumns = 2 * kPairs;
   constexpr auto kElements = std::make_index_sequence<2 * kLanes>();
   Floats sum[kRows][kColumns];
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) {
       sum[r][c] = load(o + r * o_stride + c * kLanes) * rescale[r];
     }
   }
   for (int32_t key = 0; key < tile.num_keys; key += 2) {
+    if (kAsk && key + kSoon<BFloat16> < tile.num_keys) {
+      for (int c = 0; c < kColumns; c += 2) {
+        const int32_t element = column + c * kLanes;
+        prefetch_soon(tile.v[key + kSoon<BFloat16>] + element);
+        prefetch_soon(tile.v[key + kSoon<BFloat16> + 1] + element);
+      }
+    }
     __m512i v[kColumns];
     for (int c = 0; c < kColumns; c += 2) {
       const __m512i a = _mm512_loadu_si512(tile.v[key] + column + c * kLanes);
@@ -83,12 +96,17 @@ template <int kRows, int kPairs, bool kAsk>
       for (int c = 0; c < kColumns; ++c) {
         sum[r][c] = dot_pairs(sum[r][c], v[c], weight);
       }
+#pragma GCC unroll 4
       for (int line = r * kColumns / kRows; kAsk && line < (r + 1) * kColumns / kRows; ++line) {
-        ahead.ask();
+        if (line < pace) {
+          ahead.ask();
+        }
       }
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
     for (int c = 0; c < kColumns; ++c) {
       store(o + r * o_stride + c * kLanes, sum[r][c]);
     }
@@ -100,12 +118,15 @@ template <int kRows, bool kAsk>
 void accumulate_pair_rows(const KeyTile<BFloat16>& tile, Ahead<BFloat16>& ahead, int32_t value_dim,
                           const BFloat16* weights, const float* rescale, float* o,
                           int32_t o_stride) {
+  const int32_t pace = kAsk ? ahead.pace(4) : 0;
   int32_t column = 0;
   for (; column + 4 * kLanes <= value_dim; column += 4 * kLanes) {
-    accumulate_pairs<kRows, 2, kAsk>(tile, ahead, column, weights, rescale, o + column, o_stride);
+    accumulate_pairs<kRows, 2, kAsk>(tile, ahead, pace, column, weights, rescale, o + column,
+                                     o_stride);
   }
   for (; column < value_dim; column += 2 * kLanes) {
-    accumulate_pairs<kRows, 1, kAsk>(tile, ahead, column, weights, rescale, o + column, o_stride);
+    accumulate_pairs<kRows, 1, kAsk>(tile, ahead, pace, column, weights, rescale, o + column,
+                                     o_stride);
   }
 }
 

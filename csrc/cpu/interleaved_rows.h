@@ -33,13 +33,14 @@ void interleave_rows(const Element* q, int32_t q_stride, int32_t num_rows, int32
   }
 }
 
-// Adds up the kRowLanes lanes of each row: scores[r][key] of a block of rows and a group of keys.
-[[gnu::always_inline]] inline void store_scores(Floats* sum, float* scores) {
+// Adds up the kRowLanes lanes of each row: scores[r][key], times scale, of a block of rows and a
+// group of keys.
+[[gnu::always_inline]] inline void store_scores(Floats* sum, float scale, float* scores) {
 #pragma GCC unroll 8
   for (int key = 0; key < kSharedKeys; key += kRowLanes) {
     float totals[kLanes];
-    store(totals,
-          fold_each<kRowLanes, kRowLanes / 2>(sum + key, [](Floats a, Floats b) { return a + b; }));
+    const auto add = [](Floats a, Floats b) { return a + b; };
+    store(totals, fold_each<kRowLanes, kRowLanes / 2>(sum + key, add) * scale);
     for (int r = 0; r < kRowBlock; ++r) {
       __builtin_memcpy(scores + r * kKeyTile + key, totals + r * kRowLanes,
                        sizeof(float) * kRowLanes);
@@ -57,11 +58,12 @@ struct Float32Dims {
   }
 };
 
-// scores[r][key] = q[r] . k[key] for a block of rows and a group of keys. If kAsk, asks for as many
-// lines ahead as it reads.
+// scores[r][key] = q[r] . k[key] * scale for a block of rows and a group of keys. If kAsk, asks for
+// as many lines ahead as it reads.
 template <typename Dims, bool kAsk, typename T>
 [[gnu::noinline]] void score_interleaved(const typename Dims::Element* q, const T* const* k,
-                                         int32_t head_dim, Ahead<T>& ahead, float* scores) {
+                                         int32_t head_dim, float scale, Ahead<T>& ahead,
+                                         float* scores) {
   constexpr int kLines = Dims::kDims * kSharedKeys * sizeof(T) / kCacheLine;
   Floats sum[kSharedKeys];
 #pragma GCC unroll 8
@@ -77,18 +79,18 @@ template <typename Dims, bool kAsk, typename T>
       ahead.ask();
     }
   }
-  store_scores(sum, scores);
+  store_scores(sum, scale, scores);
 }
 
 // The same for all rows and keys.
 template <typename Dims, typename T>
 void score_interleaved_rows(const typename Dims::Element* q, int32_t num_rows,
-                            const KeyTile<T>& tile, int32_t head_dim, Ahead<T>& ahead,
+                            const KeyTile<T>& tile, int32_t head_dim, float scale, Ahead<T>& ahead,
                             float* scores) {
   for (int32_t key = 0; key < tile.num_keys; key += kSharedKeys) {
-    score_interleaved<Dims, true>(q, tile.k + key, head_dim, ahead, scores + key);
+    score_interleaved<Dims, true>(q, tile.k + key, head_dim, scale, ahead, scores + key);
     for (int32_t r = kRowBlock; r < num_rows; r += kRowBlock) {
-      score_interleaved<Dims, false>(q + r * head_dim, tile.k + key, head_dim, ahead,
+      score_interleaved<Dims, false>(q + r * head_dim, tile.k + key, head_dim, scale, ahead,
                                      scores + r * kKeyTile + key);
     }
   }

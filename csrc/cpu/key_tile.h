@@ -107,6 +107,17 @@ bool move_head(const AttentionArgs& args, int32_t num_heads, const KeyTile<T>& f
   __builtin_prefetch(address, 0, 2);
 }
 
+// Asks the second-level cache for a line that is about to be used. A load would wait there behind
+// the lines that the memory was asked for, and the products behind it.
+[[gnu::always_inline]] inline void prefetch_soon(const void* address) {
+  __builtin_prefetch(address, 0, 3);
+}
+
+// So many keys lie between a value that is used and the one asked for meanwhile: 2 KB of a panel of
+// 64 columns.
+template <typename T>
+inline constexpr int kSoon = 32 / sizeof(T);
+
 template <typename T>
 [[gnu::always_inline]] inline void prefetch_rows(const T* const* rows, int32_t count,
                                                  int32_t width) {
@@ -136,6 +147,15 @@ class Ahead {
     if (offset_ >= row_bytes_) {
       next_row();
     }
+  }
+
+  // How many lines to ask for whenever `read` lines of values are read, so that those left last as
+  // long as the values.
+  int32_t pace(int32_t read) const {
+    const int32_t left = static_cast<int32_t>(last_ + 1 - row_) * row_bytes_ +
+                         (values_ ? kKeyTile * value_bytes_ : 0);
+    const int32_t all = kKeyTile * value_bytes_;
+    return left < all ? (read * left + all - 1) / all : read;
   }
 
  private:

@@ -63,11 +63,11 @@ template <int kRows, bool kAsk, typename T>
 
 // kRows rows of o = o * rescale + weights . v over the tile's keys, for kColumns registers of
 // columns. If kPartial, only the first `width` columns exist.
-// Asks for as many lines ahead, if kAsk.
+// Asks for `pace` lines ahead for each key, if kAsk, but not more than it reads.
 template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
-[[gnu::noinline]] void accumulate_block(const KeyTile<T>& tile, Ahead<T>& ahead, int32_t column,
-                                        int32_t width, const float* weights, const float* rescale,
-                                        float* o, int32_t o_stride) {
+[[gnu::noinline]] void accumulate_block(const KeyTile<T>& tile, Ahead<T>& ahead, int32_t pace,
+                                        int32_t column, int32_t width, const float* weights,
+                                        const float* rescale, float* o, int32_t o_stride) {
   constexpr int kLines = (kColumns * kLanes * sizeof(T) + kCacheLine - 1) / kCacheLine;
   Floats sum[kRows][kColumns];
   for (int r = 0; r < kRows; ++r) {
@@ -77,12 +77,20 @@ template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
   }
   for (int32_t key = 0; key < tile.num_keys; ++key) {
     const T* row = tile.v[key] + column;
+    if (kAsk && key + kSoon<T> < tile.num_keys) {
+      for (int line = 0; line < kLines; ++line) {
+        prefetch_soon(tile.v[key + kSoon<T>] + column + line * (kCacheLine / sizeof(T)));
+      }
+    }
     Floats v[kColumns];
     for (int c = 0; c < kColumns; ++c) {
       v[c] = kPartial ? load_partial(row, width) : load(row + c * kLanes);
     }
+#pragma GCC unroll 4
     for (int line = 0; kAsk && line < kLines; ++line) {
-      ahead.ask();
+      if (line < pace) {
+        ahead.ask();
+      }
     }
     for (int r = 0; r < kRows; ++r) {
       const Floats weight = broadcast(weights[r * kKeyTile + key]);
@@ -101,8 +109,10 @@ template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
 template <int kRows, bool kAsk, typename T>
 void accumulate_rows(const KeyTile<T>& tile, Ahead<T>& ahead, int32_t value_dim,
                      const float* weights, const float* rescale, float* o, int32_t o_stride) {
+  constexpr int kPanelBytes = kColumnBlock * kLanes * sizeof(T);
+  const int32_t pace = kAsk ? ahead.pace((kPanelBytes + kCacheLine - 1) / kCacheLine) : 0;
   const auto panel = [&]<int kColumns, bool kPartial>(int32_t column) {
-    accumulate_block<kRows, kColumns, kPartial, kAsk>(tile, ahead, column, value_dim - column,
+    accumulate_block<kRows, kColumns, kPartial, kAsk>(tile, ahead, pace, column, value_dim - column,
                                                       weights, rescale, o + column, o_stride);
   };
   int32_t column = 0;
