@@ -285,8 +285,9 @@ class TestLayouts:
             mx.eval(out)
         assert mx.array_equal(out, mx.broadcast_to(cache[0][:, 0, 0], out.shape))
 
-    def test_queries_of_any_strides(self, kernel):
-        case = random_case([45, 7], num_tokens=3)
+    @DTYPES
+    def test_queries_of_any_strides(self, dtype, kernel):
+        case = random_case([45, 7], num_tokens=3, dtype=dtype)
         want, _ = attend(case, kernel)
         case.q = mx.contiguous(case.q.transpose(3, 1, 0, 2)).transpose(2, 1, 3, 0)
         got, _ = attend(case, kernel)
