@@ -10,6 +10,7 @@ import numpy as np
 from mlx_paged.batch_rows import Chunk, Layout, SampledRows, causal_mask
 from mlx_paged.batch_tables import BatchTables
 from mlx_paged.block_allocator import BlockAllocator
+from mlx_paged.block_tables import Int32Array
 from mlx_paged.kv_pool import as_int32
 from mlx_paged.request import Request
 from mlx_paged.step import Span
@@ -191,12 +192,7 @@ class Batch:
         """Block table of every row of the model's input, ``[T or 1, max_blocks]`` int32."""
         if not self._chunk_tables:
             return self.block_tables
-        count, decodes = self.num_decodes, self._tables.host()
-        width = max(decodes.shape[1], *map(len, self._chunk_tables))
-        tables = np.zeros((len(self.seq_ids), width), np.int32)
-        tables[:count, : decodes.shape[1]] = decodes
-        for row, table in zip(tables[count:], self._chunk_tables, strict=True):
-            row[: len(table)] = table
+        tables = _padded(self._tables.host(), self._chunk_tables)
         if self.layout is Layout.CHUNK:
             return mx.array(tables)
         sequences = np.repeat(np.arange(len(tables), dtype=np.int32), self._lengths)
@@ -220,12 +216,15 @@ class Batch:
         singles, chunks = self._draws[: self.num_decodes], self._draws[self.num_decodes :]
         if singles.all() and not chunks.any():
             return self.block_tables
-        known = self._tables.host()[singles]
         others = [self._chunk_tables[index] for index in np.flatnonzero(chunks)]
-        tables = np.zeros(
-            (len(known) + len(others), max([known.shape[1], *map(len, others)])), np.int32
-        )
-        tables[: len(known), : known.shape[1]] = known
-        for row, table in zip(tables[len(known) :], others, strict=True):
-            row[: len(table)] = table
-        return mx.array(tables)
+        return mx.array(_padded(self._tables.host()[singles], others))
+
+
+def _padded(rows: Int32Array, tables: Sequence[Int32Array]) -> Int32Array:
+    """`rows` and below them `tables`, each row filled with zeros to the longest."""
+    width = max([rows.shape[1], *map(len, tables)])
+    padded = np.zeros((len(rows) + len(tables), width), np.int32)
+    padded[: len(rows), : rows.shape[1]] = rows
+    for row, table in zip(padded[len(rows) :], tables, strict=True):
+        row[: len(table)] = table
+    return padded

@@ -7,12 +7,10 @@ from typing import Any, Protocol
 
 import mlx.nn as nn
 
-from mlx_paged.logit_rows import LogitRows, override
+from mlx_paged.logit_rows import LogitRows, override, the_models
 
 WORTH_SKIPPING = 16
 """Tokens whose last layer takes longer to compute than a layer takes to lay out once more."""
-
-_ATTRIBUTE = "_mlx_paged_last_layer"
 
 
 class Caches(Protocol):
@@ -55,10 +53,7 @@ class LastLayer:
     @classmethod
     def of(cls, model: nn.Module) -> "LastLayer":
         """The model's; engines on the same model share it."""
-        if not hasattr(model, _ATTRIBUTE):
-            object.__setattr__(model, _ATTRIBUTE, cls(model))
-        last: LastLayer = getattr(model, _ATTRIBUTE)
-        return last
+        return the_models(model, "last_layer", cls)
 
     @contextmanager
     def narrowed(self, caches: Caches | None) -> Iterator[None]:

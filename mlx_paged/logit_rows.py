@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import local
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 HEAD_NAMES = {"lm_head", "embed_out", "output", "head"}
-_ATTRIBUTE = "_mlx_paged_logit_rows"
+_Kept = TypeVar("_Kept")
 
 
 class _Wanted(local):
@@ -39,10 +39,7 @@ class LogitRows:
     @classmethod
     def of(cls, model: nn.Module) -> "LogitRows":
         """The model's selector; engines on the same model share it."""
-        if not hasattr(model, _ATTRIBUTE):
-            object.__setattr__(model, _ATTRIBUTE, cls(model))
-        selector: LogitRows = getattr(model, _ATTRIBUTE)
-        return selector
+        return the_models(model, "logit_rows", cls)
 
     @contextmanager
     def only(self, rows: mx.array | None, axis: int) -> Iterator[None]:
@@ -62,6 +59,15 @@ class LogitRows:
     def _project(self, projection: Callable[..., mx.array], x: mx.array) -> mx.array:
         rows = self._wanted.rows
         return projection(x if rows is None else mx.take(x, rows, axis=self._wanted.axis))
+
+
+def the_models(model: nn.Module, name: str, make: Callable[[nn.Module], _Kept]) -> _Kept:
+    """What a model has under a name, made when it is first asked for."""
+    attribute = f"_mlx_paged_{name}"
+    if not hasattr(model, attribute):
+        object.__setattr__(model, attribute, make(model))
+    kept: _Kept = getattr(model, attribute)
+    return kept
 
 
 def override(module: nn.Module, method: str, replacement: Callable[..., Any]) -> None:
