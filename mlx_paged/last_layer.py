@@ -56,9 +56,9 @@ class LastLayer:
         return the_models(model, "last_layer", cls)
 
     @contextmanager
-    def narrowed(self, caches: Caches | None) -> Iterator[None]:
+    def narrowed(self, caches: Caches) -> Iterator[None]:
         """Within this context the last layer computes those of its rows that :class:`LogitRows` is
-        told to compute; None: all of them."""
+        told to compute."""
         self._forward.caches = caches
         try:
             yield

@@ -24,10 +24,8 @@ BASE = 10000.0
 
 @pytest.fixture(autouse=True)
 def _cpu():
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
+    with mx.stream(mx.cpu):
+        yield
 
 
 def random(*shape: int, dtype: mx.Dtype = mx.float32, scale: float = 1.0, seed: int = 0):

@@ -14,10 +14,8 @@ layers = _ext.layers
 
 @pytest.fixture(autouse=True)
 def _cpu():
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
-    yield
-    mx.set_default_device(before)
+    with mx.stream(mx.cpu):
+        yield
 
 
 def random(*shape: int, seed: int = 0) -> mx.array:
