@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.allocation import ceil_div
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.engine_core import EngineCore
-from mlx_paged.kv_memory import num_blocks_for, num_snapshots_for
+from mlx_paged.kv_memory import num_blocks_for, num_snapshots_for, promise_snapshots
 from mlx_paged.kv_reads import KVReads
 from mlx_paged.model_probe import probe
 from mlx_paged.model_runner import ModelRunner
@@ -109,12 +109,10 @@ class Engine(EngineCore):
         probed = probe(model)
         most_snapshots = 0
         if probed.recurrent and prefix_cache:
-            most_snapshots = num_snapshots_for(
-                model, probed.state_bytes, max_running, snapshot_memory
-            )
+            most_snapshots = num_snapshots_for(probed.state_bytes, max_running, snapshot_memory)
         if num_blocks is None:
             num_blocks = num_blocks_for(
-                model, probed.shapes, block_size, kv_memory, most_snapshots * probed.state_bytes
+                probed.shapes, block_size, kv_memory, most_snapshots * probed.state_bytes
             )
             if kv_memory is None and max_kv_tokens is not None:
                 num_blocks = min(num_blocks, ceil_div(max_kv_tokens, block_size))
@@ -132,6 +130,7 @@ class Engine(EngineCore):
             most_snapshots=most_snapshots,
             window=probed.window,
         )
+        promise_snapshots(self.manager.allocator, probed.state_bytes)
         phases = PhaseTimes() if profile else None
         if phases is None:
             runner = ModelRunner(model, self.manager, probed)
