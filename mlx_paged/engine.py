@@ -30,6 +30,7 @@ from mlx_paged.tick_recorder import Instruments
 from mlx_paged.tick_writer import TickWriter
 from mlx_paged.victims import VictimPolicy
 from mlx_paged.waiting_queue import Policy
+from mlx_paged.wired_limit import hold_wired_limit
 
 OnOutput = Callable[[TokenOutput], None]
 
@@ -154,10 +155,23 @@ class Engine(EngineCore):
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size)
         self._streams: dict[int, deque[TokenOutput]] = {}
         self._awaited: dict[int, Completion | None] = {}
+        self._unwire = hold_wired_limit(self)
 
     def _wrap(self, runner: ModelRunner) -> Runner[Any]:
         """What computes the steps, given what computes them on the model."""
         return runner
+
+    def close(self, stream: Any = None) -> None:
+        """Give up this engine's hold on MLX's wired limit, which otherwise ends when the engine is
+        collected. The engine can go on.
+
+        Args:
+            stream: where its steps are computed, if that is not the default stream.
+        """
+        if self._unwire is not None:
+            mx.synchronize(stream)
+            self._unwire()
+            self._unwire = None
 
     def step(self) -> list[TokenOutput]:
         outputs = super().step()
