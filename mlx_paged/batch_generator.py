@@ -13,7 +13,6 @@ import mlx.nn as nn
 from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.sample_utils import greedy_sampler
-from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from mlx_paged.batch_arguments import (
     LogitsProcessor,
@@ -83,7 +82,6 @@ class BatchGenerator:
         stream: Any = None,
         **engine_options: Any,
     ) -> None:
-        self._old_wired_limit: int | None = None
         if max_kv_size is not None and not hasattr(model, "make_cache"):
             raise ValueError(
                 f"[BatchGenerator] max_kv_size is {max_kv_size}: expected None, rotating caches of "
@@ -114,7 +112,6 @@ class BatchGenerator:
         self._frames: deque[Frame] = deque()
         self._returned: deque[int] = deque()  # ids of kept requests nobody wants the caches of
         self._counters = BatchCounters()
-        self._old_wired_limit = maybe_set_recommended_wired_limit()
 
     @property
     def stream(self) -> Any:
@@ -127,14 +124,11 @@ class BatchGenerator:
         return self._engine.manager.blocks_in_use * self._engine.manager.pool.block_bytes
 
     def close(self) -> None:
-        """Give the device's memory limit back. Sequences that are left stay as they are."""
-        if self._old_wired_limit is not None:
-            mx.synchronize(self._stream)
-            mx.set_wired_limit(self._old_wired_limit)
-            self._old_wired_limit = None
+        """Give up the hold on MLX's wired limit. Sequences that are left stay as they are."""
+        self._engine.close(self._stream)
 
     def __del__(self) -> None:
-        if hasattr(self, "_old_wired_limit"):
+        if hasattr(self, "_engine"):
             self.close()
 
     @contextlib.contextmanager

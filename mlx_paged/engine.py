@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.allocation import ceil_div
 from mlx_paged.block_manager import KVBlockManager
 from mlx_paged.engine_core import EngineCore
-from mlx_paged.kv_memory import num_blocks_for, num_snapshots_for
+from mlx_paged.kv_memory import num_blocks_for, num_snapshots_for, promise_snapshots
 from mlx_paged.kv_reads import KVReads
 from mlx_paged.model_probe import probe
 from mlx_paged.model_runner import ModelRunner
@@ -30,6 +30,7 @@ from mlx_paged.tick_recorder import Instruments
 from mlx_paged.tick_writer import TickWriter
 from mlx_paged.victims import VictimPolicy
 from mlx_paged.waiting_queue import Policy
+from mlx_paged.wired_limit import hold_wired_limit
 
 OnOutput = Callable[[TokenOutput], None]
 
@@ -109,12 +110,10 @@ class Engine(EngineCore):
         probed = probe(model)
         most_snapshots = 0
         if probed.recurrent and prefix_cache:
-            most_snapshots = num_snapshots_for(
-                model, probed.state_bytes, max_running, snapshot_memory
-            )
+            most_snapshots = num_snapshots_for(probed.state_bytes, max_running, snapshot_memory)
         if num_blocks is None:
             num_blocks = num_blocks_for(
-                model, probed.shapes, block_size, kv_memory, most_snapshots * probed.state_bytes
+                probed.shapes, block_size, kv_memory, most_snapshots * probed.state_bytes
             )
             if kv_memory is None and max_kv_tokens is not None:
                 num_blocks = min(num_blocks, ceil_div(max_kv_tokens, block_size))
@@ -132,6 +131,7 @@ class Engine(EngineCore):
             most_snapshots=most_snapshots,
             window=probed.window,
         )
+        promise_snapshots(self.manager.allocator, probed.state_bytes)
         phases = PhaseTimes() if profile else None
         if phases is None:
             runner = ModelRunner(model, self.manager, probed)
@@ -155,10 +155,23 @@ class Engine(EngineCore):
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size)
         self._streams: dict[int, deque[TokenOutput]] = {}
         self._awaited: dict[int, Completion | None] = {}
+        self._unwire = hold_wired_limit(self)
 
     def _wrap(self, runner: ModelRunner) -> Runner[Any]:
         """What computes the steps, given what computes them on the model."""
         return runner
+
+    def close(self, stream: Any = None) -> None:
+        """Give up this engine's hold on MLX's wired limit, which otherwise ends when the engine is
+        collected. The engine can go on.
+
+        Args:
+            stream: where its steps are computed, if that is not the default stream.
+        """
+        if self._unwire is not None:
+            mx.synchronize(stream)
+            self._unwire()
+            self._unwire = None
 
     def step(self) -> list[TokenOutput]:
         outputs = super().step()

@@ -37,6 +37,11 @@ class KVShape:
     def token_bytes(self) -> int:
         return self.n_kv_heads * sum(self.row_dims) * self.dtype.size
 
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of a token in the larger one of the layer's arrays."""
+        return self.n_kv_heads * max(self.head_dim, self.v_head_dim) * self.dtype.size
+
 
 def block_bytes(shapes: Sequence[KVShape], block_size: int) -> int:
     """Bytes of one block over all layers, keys and values together."""

@@ -91,7 +91,7 @@ def patch_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) 
         kv_memory: bytes of K/V at most, for each model and thread; default what the device has.
 
     Raises:
-        ValueError: an option is below 1.
+        ValueError: an option is below 1, or the device cannot hold `kv_memory`.
         UntestedVersionError: another mlx-lm than those tested; MLX_PAGED_ALLOW_UNTESTED_MLX_LM=1
             in the environment allows any.
     """

@@ -43,12 +43,13 @@ class PoolLayer:
     Attributes:
         pool: whose blocks it shares with the other layers.
         index: which layer it is.
+        shape: None until it is known.
     """
 
     def __init__(self, pool: LayeredPool, index: int) -> None:
         self.pool = pool
         self.index = index
-        self._shape: KVShape | None = None
+        self.shape: KVShape | None = None
         self._kv: GrowingPool | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PoolLayer:
@@ -61,15 +62,15 @@ class PoolLayer:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in this layer; 0 if that is not known yet."""
-        return block_bytes([self._shape] if self._shape else [], self.pool.block_size)
+        return block_bytes([self.shape] if self.shape else [], self.pool.block_size)
 
     @property
     def kv(self) -> GrowingPool:
         """The arrays, with as many blocks as the pool has."""
-        assert self._shape is not None, "a layer is read before it is written"
+        assert self.shape is not None, "a layer is read before it is written"
         num_blocks = self.pool.allocator.num_blocks
         if self._kv is None:
-            self._kv = GrowingPool([self._shape], num_blocks, self.pool.block_size)
+            self._kv = GrowingPool([self.shape], num_blocks, self.pool.block_size)
         elif self._kv.num_blocks < num_blocks:
             self._kv.grow(num_blocks)
         return self._kv
@@ -103,9 +104,9 @@ class PoolLayer:
                 "expected one type"
             )
         shape = KVShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        if self._shape is None:
-            self._shape = shape
-        known = self._shape
+        if self.shape is None:
+            self.shape = shape
+        known = self.shape
         if _dims(shape) != _dims(known):
             raise ValueError(
                 f"[update_and_fetch] K/V have (heads, head_dim, v_head_dim) = {_dims(shape)}: "

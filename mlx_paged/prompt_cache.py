@@ -11,6 +11,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 
 from mlx_paged.batch_prompt_cache import BatchPagedKVCache
+from mlx_paged.kv_memory import device_memory
 from mlx_paged.model_probe import ONE_AT_A_TIME, REFUSED, leaves, model_type
 from mlx_paged.paged_cache import PagedCache
 from mlx_paged.shared_pool import BLOCK_SIZE, pool_of
@@ -91,7 +92,7 @@ def make_prompt_cache(
         kv_memory: bytes of K/V at most; default what the device has left whenever the pool grows.
 
     Raises:
-        ValueError: `block_size` or `kv_memory` is below 1.
+        ValueError: `block_size` or `kv_memory` is below 1, or the device cannot hold `kv_memory`.
     """
     check_options("make_prompt_cache", block_size, kv_memory)
     caches: list[Any] = stock_make_prompt_cache(model, max_kv_size)
@@ -108,10 +109,15 @@ def make_prompt_cache(
 
 
 def check_options(where: str, block_size: int, kv_memory: int | None) -> None:
-    """Raise ValueError if an option is below 1."""
+    """Raise ValueError if an option is below 1, or more than the device can hold."""
     for name, value in (("block_size", block_size), ("kv_memory", kv_memory)):
         if value is not None and value < 1:
             raise ValueError(f"[{where}] {name} is {value}: expected >= 1")
+    if kv_memory is not None and kv_memory > device_memory():
+        raise ValueError(
+            f"[{where}] kv_memory is {kv_memory} bytes: expected at most {device_memory()}, what "
+            "the device can hold"
+        )
 
 
 def _is_pageable(cache: Any) -> bool:

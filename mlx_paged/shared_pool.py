@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from weakref import WeakValueDictionary, ref
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.allocation import BlockCopy, OutOfBlocksError
 from mlx_paged.growing_allocator import GrowingAllocator
-from mlx_paged.kv_memory import physical_memory
+from mlx_paged.kv_memory import longest_pool, spare_memory
+from mlx_paged.kv_pool import block_bytes
 from mlx_paged.paged_sequence import PagedSequence
 from mlx_paged.pool_layer import PoolLayer
 from mlx_paged.row_spans import RowSpans
@@ -166,13 +166,13 @@ class SharedPool:
 
     def _most_blocks(self) -> int:
         """How many blocks memory allows."""
-        known = [layer.block_bytes for layer in list(self._layers.values()) if layer.block_bytes]
-        if not known:
+        shapes = [layer.shape for layer in list(self._layers.values()) if layer.shape is not None]
+        if not shapes:
             return 1 << 62
-        one_block = sum(known) * max(self.num_layers, len(known)) // len(known)
-        if self.kv_memory is not None:
-            return self.kv_memory // one_block
-        return (self.nbytes + _headroom()) // one_block
+        of_known = block_bytes(shapes, self.block_size)
+        one_block = of_known * max(self.num_layers, len(shapes)) // len(shapes)
+        budget = self.nbytes + spare_memory() if self.kv_memory is None else self.kv_memory
+        return min(budget // one_block, longest_pool(shapes, self.block_size))
 
     @property
     def nbytes(self) -> int:
@@ -198,16 +198,6 @@ class SharedPool:
         """Assert that every block is free or held and that nothing leaks."""
         self.free_the_dead()
         self.allocator.check_integrity()
-
-
-def _headroom() -> int:
-    """Bytes that K/V may take on top of what is in use: with Metal up to nine tenths of the
-    recommended working set, on a CPU up to half of the memory."""
-    limit = physical_memory() // 2
-    if mx.default_device() == mx.Device(mx.gpu):
-        recommended = mx.device_info().get("max_recommended_working_set_size", limit)
-        limit = int(0.9 * int(recommended))
-    return max(0, limit - mx.get_active_memory())
 
 
 class _Pools(threading.local):

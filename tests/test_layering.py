@@ -64,6 +64,7 @@ ORDER = [
     "row_spans",
     "growing_pool",
     "growing_allocator",
+    "wired_limit",
     "kv_memory",
     "beam_requests",
     "beam_search",

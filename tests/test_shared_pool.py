@@ -114,7 +114,7 @@ def test_growing_holds_one_array_twice_at_most():
 
 def test_a_pool_does_not_outgrow_the_device(llama, monkeypatch):
     cache = filled(llama)
-    monkeypatch.setattr("mlx_paged.shared_pool._headroom", lambda: 0)
+    monkeypatch.setattr("mlx_paged.shared_pool.spare_memory", lambda: 0)
     with pytest.raises(OutOfBlocksError, match="25 KV blocks needed"):
         llama(mx.array([[1] * 103]), cache=cache)
 
@@ -123,7 +123,7 @@ def test_blocks_that_there_are_count_as_available_where_memory_has_none(monkeypa
     layer = SharedPool(3, BLOCK).layer(0)
     cache = PagedKVCache(layer, [layer.pool.new_sequence()], [0])
     cache.update_and_fetch(*[mx.zeros((1, 2, 41, 16))] * 2)
-    monkeypatch.setattr("mlx_paged.shared_pool._headroom", lambda: 0)
+    monkeypatch.setattr("mlx_paged.shared_pool.spare_memory", lambda: 0)
     with pytest.raises(OutOfBlocksError, match="25 KV blocks needed, 5 available"):
         cache.update_and_fetch(*[mx.zeros((1, 2, 100, 16))] * 2)
 
