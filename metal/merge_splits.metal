@@ -1,4 +1,7 @@
 // Merge of the splits of each row. Grid: one threadgroup of LANES for each of the B * H * L rows.
+
+constant bool HAS_SINKS [[function_constant(14)]];
+
 template <typename Q, int DV>
 [[kernel, max_total_threads_per_threadgroup(LANES)]] void merge_splits(
     const device float* partial_out [[buffer(0)]],

@@ -22,8 +22,6 @@ constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first colum
 constant bool WHOLE_QUERIES [[function_constant(13)]];   // queries begin at whole vectors
 constant bool WHOLE = !SPLIT;
 
-constant constexpr int LANES = 32;
-constant constexpr int VECTOR = 4;
 constant constexpr int SIMDGROUPS = 8;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
 
