@@ -1,4 +1,7 @@
 // Merge of the splits of each row. Grid: one threadgroup of LANES for each of the B * H * L rows.
+
+constant bool HAS_SINKS [[function_constant(14)]];
+
 template <typename Q, int DV>
 [[kernel, max_total_threads_per_threadgroup(LANES)]] void merge_splits(
     const device float* partial_out [[buffer(0)]],
@@ -12,7 +15,8 @@ template <typename Q, int DV>
   const int head = row / p.num_tokens % p.num_heads;
   const device float* sums = partial_sums + 2 * long(row) * p.num_splits;
   const device float* outs = partial_out + long(row) * p.num_splits * DV;
-  float total_max = LOWEST;
+  const float sink = HAS_SINKS ? in_log2(sinks[head]) : LOWEST;
+  float total_max = max(LOWEST, sink);
   for (int split = 0; split < p.num_splits; split++) {
     total_max = max(total_max, sums[2 * split]);
   }
@@ -26,8 +30,8 @@ template <typename Q, int DV>
       weighted[c] += outs[long(split) * DV + d] * scale;
     }
   }
-  sum = HAS_SINKS ? add_sink(sum, total_max, sinks[head]) : sum;
+  const float total = HAS_SINKS ? sum + weight_of(sink, total_max) : sum;
   for (int c = 0, d = int(lane); d < DV; c++, d += LANES) {
-    out[long(row) * DV + d] = Q(sum > 0.0f ? weighted[c] / sum : 0.0f);
+    out[long(row) * DV + d] = Q(sum != 0.0f ? weighted[c] / total : 0.0f);
   }
 }

@@ -7,10 +7,16 @@ constant constexpr float LOG2E = 1.44269504088896340736f;
 constant constexpr float LOWEST = -3.0e38f;
 
 // What turns sums taken relative to the maximum `old_max` into sums relative to `new_max`.
-inline float rescale(float old_max, float new_max) { return exp2(old_max - new_max); }
+inline float rescale(float old_max, float new_max) { return fast::exp2(old_max - new_max); }
 
-// A denominator relative to `maximum` with an attention sink added. A sink far above every score
-// may overflow it to infinity, and then the weights are zero, as they should be.
-inline float add_sink(float sum, float maximum, float sink) {
-  return sum + exp2(sink * LOG2E - maximum);
+// The weight of a score relative to a maximum. Written out for NaN and +inf, of which fast::exp2
+// promises nothing: a sum of weights stays NaN whatever is added or multiplied afterwards.
+inline float weight_of(float score, float maximum) {
+  return score < INFINITY ? fast::exp2(score - maximum) : NAN;
+}
+
+// A value in units of log2, where the lowest floats would become -inf. NaN stays NaN.
+inline float in_log2(float value) {
+  const float scaled = value * LOG2E;
+  return scaled < LOWEST ? LOWEST : scaled;
 }

@@ -22,8 +22,6 @@ constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first colum
 constant bool WHOLE_QUERIES [[function_constant(13)]];   // queries begin at whole vectors
 constant bool WHOLE = !SPLIT;
 
-constant constexpr int LANES = 32;
-constant constexpr int VECTOR = 4;
 constant constexpr int SIMDGROUPS = 8;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
 
@@ -140,7 +138,8 @@ inline void load_row(
   }
 }
 
-// The score of a key in units of log2, -inf if the row does not see it.
+// The score of a key in units of log2, -inf if the row does not see it, which then may hold
+// anything. Seen keys with the lowest scores share the weights where the row sees no others.
 inline float finish_score(
     float qk, QueryRow row, int key, bool is_valid, const device bool* bool_mask,
     const device float* float_mask, const device float* alibi_slopes, constant AttentionParams& p) {
@@ -154,11 +153,12 @@ inline float finish_score(
   if (HAS_ALIBI) {
     score += alibi_slopes[row.head] * float(key - row.position);
   }
-  if (HAS_FLOAT_MASK) {
-    score += float_mask[row.mask + key * p.mask_strides[3]];
-  }
   if (HAS_BOOL_MASK) {
     score = bool_mask[row.mask + key * p.mask_strides[3]] ? score : -INFINITY;
+  }
+  if (HAS_FLOAT_MASK) {
+    const float bias = float_mask[row.mask + key * p.mask_strides[3]];
+    return bias == -INFINITY ? bias : in_log2(score + bias);
   }
   return score * LOG2E;
 }
@@ -265,10 +265,10 @@ template <typename T, typename Q, int D, int DV, int ROWS>
       const float score = finish_score(
           team_sum<TEAM>(partial), rows[r], key, slot.is_valid, bool_mask, float_mask,
           alibi_slopes, p);
-      if (score > -INFINITY) {
+      if (score != -INFINITY) {
         const float new_max = max(running_max[r], score);
         const float old_scale = rescale(running_max[r], new_max);
-        const float weight = exp2(score - new_max);
+        const float weight = weight_of(score, new_max);
         running_max[r] = new_max;
         running_sum[r] = running_sum[r] * old_scale + weight;
         for (int c = 0; c < V_VECTORS; c++) {
@@ -324,7 +324,10 @@ template <typename T, typename Q, int D, int DV, int ROWS>
       const int i = element / DV;
       const int r = tile + i;
       const int d = element % DV;
-      float total_max = LOWEST;
+      const int row = first_row + r;
+      const int head = head_slot * p.group + row % p.group;
+      const float sink = HAS_SINKS && WHOLE ? in_log2(sinks[head]) : LOWEST;
+      float total_max = max(LOWEST, sink);
       for (int s = 0; s < SIMDGROUPS; s++) {
         total_max = max(total_max, shared_max[s * ROWS + r]);
       }
@@ -335,8 +338,6 @@ template <typename T, typename Q, int D, int DV, int ROWS>
         sum += shared_sum[s * ROWS + r] * scale;
         weighted += shared_out[(s * MERGED + i) * DV + d] * scale;
       }
-      const int row = first_row + r;
-      const int head = head_slot * p.group + row % p.group;
       const long out_row = (long(sequence) * p.num_heads + head) * p.num_tokens + row / p.group;
       if (SPLIT) {
         const long partial = out_row * p.num_splits + split;
@@ -346,8 +347,8 @@ template <typename T, typename Q, int D, int DV, int ROWS>
           partial_sums[2 * partial + 1] = sum;
         }
       } else {
-        const float with_sink = HAS_SINKS ? add_sink(sum, total_max, sinks[head]) : sum;
-        out[out_row * DV + d] = Q(with_sink > 0.0f ? weighted / with_sink : 0.0f);
+        const float total = HAS_SINKS ? sum + weight_of(sink, total_max) : sum;
+        out[out_row * DV + d] = Q(sum != 0.0f ? weighted / total : 0.0f);
       }
     }
   }
@@ -370,18 +371,19 @@ template <typename T, typename Q, int D, int DV, int ROWS>
           team_sum<TEAM>(partial), rows[r], key, slot.is_valid, bool_mask, float_mask,
           alibi_slopes, p);
       if (team_lane == 0 && r < num_rows && key < max_keys) {
-        float total_max = LOWEST;
+        const float sink = HAS_SINKS ? in_log2(sinks[rows[r].head]) : LOWEST;
+        float total_max = max(LOWEST, sink);
         for (int s = 0; s < SIMDGROUPS; s++) {
           total_max = max(total_max, shared_max[s * ROWS + r]);
         }
-        float sum = 0.0f;
+        float sum = HAS_SINKS ? weight_of(sink, total_max) : 0.0f;
         for (int s = 0; s < SIMDGROUPS; s++) {
           sum += shared_sum[s * ROWS + r] * rescale(shared_max[s * ROWS + r], total_max);
         }
-        sum = HAS_SINKS ? add_sink(sum, total_max, sinks[rows[r].head]) : sum;
         const long attn_row =
             (long(sequence) * p.num_heads + rows[r].head) * p.num_tokens + rows[r].token;
-        attn[attn_row * max_keys + key] = score > -INFINITY ? exp2(score - total_max) / sum : 0.0f;
+        const float weight = weight_of(score, total_max) / sum;
+        attn[attn_row * max_keys + key] = score != -INFINITY ? weight : 0.0f;
       }
     }
   }

@@ -131,6 +131,7 @@ class layers:
 class metal:
     """The submodule of launch plans; a call is a dict, see its documentation."""
 
+    MOST_ROWS: int
     @staticmethod
     def has_metal() -> bool: ...
     @staticmethod

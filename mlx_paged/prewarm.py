@@ -4,19 +4,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import mlx.core as mx
 
-from mlx_paged import ops
+from mlx_paged import _ext, ops
 from mlx_paged.allocation import BlockCopy
 from mlx_paged.kv_pool import KVPool, KVShape, as_int32
 
 NUM_BLOCKS = 2
-CHUNK = 4
-"""Tokens, causal, that fill a threadgroup's rows as longer chunks do."""
+LENGTHS = range(1, _ext.metal.MOST_ROWS + 1)
+"""Tokens of a sequence. Longer chunks have no other pipelines: these fill a threadgroup's rows."""
 
 LONG_CONTEXT = 8192
-"""Tokens of a context that is long enough to be split over threadgroups."""
+"""Tokens of a context that is split over threadgroups where there are few sequences."""
+
+MANY_SEQUENCES = 128
+"""No context is split where there are so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,7 @@ class AttentionKind:
 
 
 def prewarm(kinds: Sequence[AttentionKind], block_size: int) -> float | None:
-    """Dispatch every pipeline once: attention of single tokens and of chunks, each whole, split and
+    """Dispatch every pipeline once: attention of single tokens and of chunks, whole, and split and
     merged; writes and copies.
 
     A pipeline is specialised at its first dispatch, which takes tenths of a second on a GPU.
@@ -43,7 +47,8 @@ def prewarm(kinds: Sequence[AttentionKind], block_size: int) -> float | None:
         return None
     started = time.perf_counter()
     for kind in kinds:
-        _dispatch(kind, block_size)
+        if ops.kernel_for(None, kind.shape.head_dim, kind.shape.v_head_dim) == "native":
+            _dispatch(kind, block_size)
     return time.perf_counter() - started
 
 
@@ -54,15 +59,16 @@ def _dispatch(kind: AttentionKind, block_size: int) -> None:
     pool.write(0, k, v, as_int32([0]))
     pool.copy_blocks([BlockCopy(0, 1)])
     sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None
-    for num_blocks, length in product((1, LONG_CONTEXT // block_size), (1, CHUNK)):
-        out = ops.paged_attention(
-            mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype),
-            pool.k,
-            pool.v,
-            mx.zeros((1, num_blocks), mx.int32),
-            as_int32([1]),
-            window=kind.window,
-            sinks=sinks,
-        )
-        mx.eval(out)
+    options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
+    columns = 1, max(1, LONG_CONTEXT // block_size)
+    dispatched: set[str] = set()
+    for batch, num_blocks, length in product((1, MANY_SEQUENCES), columns, LENGTHS):
+        q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
+        q = mx.broadcast_to(q, (batch, *q.shape[1:]))
+        tables = mx.zeros((batch, num_blocks), mx.int32), mx.ones((batch,), mx.int32)
+        call = _ext.metal.plan_attention(q, pool.k[0], pool.v[0], *tables, **options)
+        pipelines = {launch["pipeline"] for launch in call["launches"]}
+        if not pipelines <= dispatched:
+            mx.eval(ops.paged_attention(q, pool.k, pool.v, *tables, **options))
+            dispatched |= pipelines
     mx.eval(pool.handles())

@@ -122,6 +122,7 @@ void bind_plans(nb::module_& m) {
   metal.def("has_metal", &has_metal, "Whether this build can encode launches.");
   metal.def("unsupported", &unsupported_on_metal, "head_dim"_a, "value_dim"_a,
             "Why the Metal kernels cannot take such heads; empty if they can.");
+  metal.attr("MOST_ROWS") = kMostRows;
   metal.def("plan_attention", &describe_attention, "q"_a, "k_cache"_a, "v_cache"_a,
             "block_tables"_a, "context_lens"_a, nb::kw_only(), "scale"_a, "causal"_a = true,
             "kv_head_mapping"_a = nb::none(), "rope_freqs"_a = nb::none(),

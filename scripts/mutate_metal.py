@@ -18,26 +18,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
-
-from mlx_paged import _ext
+from scripts.metal_sources import launches
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("paged_attention.metal", "merge_splits.metal", "pool.metal")
 TESTS = tuple(
-    f"tests/test_metal_{what}.py" for what in ("threadgroups", "vectors", "kernels", "traffic")
+    f"tests/test_metal_{what}.py"
+    for what in ("threadgroups", "vectors", "nonfinite", "kernels", "traffic")
 )
 FIRST = {
+    "online_softmax.h": "nonfinite",
     "paged_attention.metal": "threadgroups or option or hide or nothing or debugging or full_table",
     "merge_splits.metal": "options_of_split",
-    "pool.metal": "TestPool",
+    "write_kv.metal": "TestPool",
+    "copy_blocks.metal": "TestPool",
 }
-"""Which of them notice most mutations of a source, and soon: what pytest's -k selects."""
+"""The files, and which tests notice most of their mutations, and soon: what pytest's -k selects."""
 
 BARRIER = re.compile(r"(threadgroup|simdgroup)_barrier\([^;]*\);")
 OPERAND = r"-?[\w.\[\]]+"
 GUARD = re.compile(
-    rf"{OPERAND} (?:<|>=|>|==) {OPERAND}(?: [*/+-] {OPERAND})*"
+    rf"{OPERAND} (?:<|>=|>|[=!]=) {OPERAND}(?: [*/+-] {OPERAND})*"
     r"|!?\b(?:\w+\.)?(?:is_valid|exists|sees_keys)\b(?! =)"
 )
 DECLARATION = re.compile(r"^\s*(?:bool \w+;|float qk, )")
@@ -45,20 +45,13 @@ DECLARATION = re.compile(r"^\s*(?:bool \w+;|float qk, )")
 
 @dataclass(frozen=True)
 class Mutation:
-    """The n-th occurrence of `old` in the library's source becomes `new`."""
+    """The n-th occurrence of `old` in a file of metal/ becomes `new`."""
 
+    file: str
     where: str
     old: str
     new: str
     nth: int
-
-
-def embedded_source() -> str:
-    """What the extension hands to Metal's compiler: metal/, then what one kernel instantiates."""
-    pool = mx.zeros((1, 1, 1, 4))
-    call = _ext.metal.plan_copy_blocks(pool, pool, mx.zeros((1, 2), mx.int32))
-    source: str = call["launches"][0]["source"]
-    return source
 
 
 def mutations() -> list[Mutation]:
@@ -66,18 +59,18 @@ def mutations() -> list[Mutation]:
 
     What has to hold becomes true, and what is a reason to leave, one of several, false.
     """
-    source = embedded_source()
+    embedded = [launch["source"] for launch in launches()]
     found = []
-    for name in SOURCES:
+    for name in FIRST:
         text = (ROOT / "metal" / name).read_text()
-        line_start = source.find(text)
-        if line_start < 0:
+        if not any(text in source for source in embedded):
             sys.exit(f"the extension was built from another {name}: build it again")
+        line_start = 0
         for number, line in enumerate(text.splitlines(keepends=True), start=1):
             where = f"{name}:{number}: {line.strip()}"
             for match, new in changes(line.split("//")[0]):
-                nth = source[: line_start + match.start()].count(match.group())
-                found.append(Mutation(where, match.group(), new, nth))
+                nth = text[: line_start + match.start()].count(match.group())
+                found.append(Mutation(name, where, match.group(), new, nth))
             line_start += len(line)
     return found
 
@@ -97,9 +90,9 @@ def failed_test(mutation: Mutation | None) -> str | None:
     environment = dict(os.environ)
     selections = [""]
     if mutation is not None:
-        change = [mutation.old, mutation.new, mutation.nth]
+        change = [mutation.file, mutation.old, mutation.new, mutation.nth]
         environment["MLX_PAGED_METAL_MUTATION"] = json.dumps(change)
-        selections.insert(0, FIRST[mutation.where.split(":")[0]])
+        selections.insert(0, FIRST[mutation.file])
     for selection in selections:
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-k", selection, *TESTS],

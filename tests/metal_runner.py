@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from metal_emulator import LaunchStats, Library, Mode, require_emulator
 
 from mlx_paged import _ext, ops
 
+METAL = Path(__file__).resolve().parent.parent / "metal"
 POISON = 0xFF
 MUTATION = "MLX_PAGED_METAL_MUTATION"
 
@@ -30,13 +32,15 @@ class Trace:
 
 
 def _mutated(source: str) -> str:
-    """The source, or what scripts/mutate_metal.py wants: the n-th occurrence of a text replaced."""
+    """The source, or what scripts/mutate_metal.py wants: in one file of metal/, if it is part of
+    the source, the n-th occurrence of a text replaced."""
     if MUTATION not in os.environ:
         return source
-    old, new, nth = json.loads(os.environ[MUTATION])
-    parts = source.split(old)
-    assert len(parts) > nth + 1, "the mutation is not in the source"
-    return old.join(parts[: nth + 1]) + new + old.join(parts[nth + 1 :])
+    file, old, new, nth = json.loads(os.environ[MUTATION])
+    text = (METAL / file).read_text()
+    parts = text.split(old)
+    assert len(parts) > nth + 1, "the mutation is not in the file"
+    return source.replace(text, old.join(parts[: nth + 1]) + new + old.join(parts[nth + 1 :]))
 
 
 @lru_cache(maxsize=256)

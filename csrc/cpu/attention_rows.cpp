@@ -93,13 +93,15 @@ int64_t output_row(const AttentionArgs& args, int32_t batch, const QueryRow& row
   return (int64_t{batch} * args.num_heads + row.head) * args.num_tokens + row.token;
 }
 
-// Scores of `keys` to weights exp(score - m) * factor; no weight elsewhere.
+// Scores of `keys` to weights exp(score - m) * factor; no weight elsewhere, nor where a NaN made a
+// factor of NaN but the score says that the row does not see the key.
 void normalise_weights(const AttentionArgs& args, KeyRange keys, float m, float factor,
                        float* attn) {
   const int64_t longest = int64_t{args.max_blocks} * args.block_size;
   std::fill(attn, attn + keys.begin, 0.0f);
   for (int32_t key = keys.begin; key < keys.end; ++key) {
-    attn[key] = factor == 0 ? 0 : std::exp(attn[key] - m) * factor;
+    const bool has_weight = factor != 0 && attn[key] != -INFINITY;
+    attn[key] = has_weight ? std::exp(attn[key] - m) * factor : 0;
   }
   std::fill(attn + keys.end, attn + longest, 0.0f);
 }

@@ -24,7 +24,7 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Rows of a threadgroup: all there are, rounded up to a power of two, if the registers hold them.
 int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
-  const int most = std::max(head_dim, value_dim) > 128 ? 2 : 4;
+  const int most = std::max(head_dim, value_dim) > 128 ? 2 : kMostRows;
   return num_rows > 2 ? most : num_rows;
 }
 
@@ -146,7 +146,7 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionConfig& config, 
   LaunchPlan plan;
   plan.kernel = "merge_splits_" + metal_type(in.q) + "_v" + std::to_string(value_dim);
   plan.instantiation = "merge_splits<" + metal_type(in.q) + ", " + std::to_string(value_dim) + ">";
-  plan.constants = constants(in, config, true);
+  plan.constants = {{14, FunctionConstant::Type::kBool, config.has_sinks}};
   plan.grid = {static_cast<uint32_t>(num_rows), 1, 1};
   plan.threadgroup = {kLanes, 1, 1};
   plan.buffers = {{0, Role::kScratch, 0}, {1, Role::kScratch, 1}, {3, Role::kOutput, 0}};

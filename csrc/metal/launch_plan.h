@@ -38,11 +38,12 @@ struct LaunchPlan {
   std::vector<std::byte> params;
 
   // Name of the specialised pipeline in MLX's cache: two launches share it only if every function
-  // constant agrees.
+  // constant agrees. Values are unsigned in it, so that it holds letters, digits and '_' alone.
   std::string pipeline_name() const {
     std::string name = kernel;
     for (const FunctionConstant& constant : constants) {
-      name += "_" + std::to_string(constant.index) + ":" + std::to_string(constant.value);
+      const auto value = static_cast<uint32_t>(constant.value);
+      name += "_" + std::to_string(constant.index) + "_" + std::to_string(value);
     }
     return name;
   }

@@ -23,7 +23,6 @@ LaunchPlan pool_plan(const std::string& kernel, const mx::array& k_cache,
   LaunchPlan plan;
   plan.kernel = kernel + "_" + metal_type(k_cache);
   plan.instantiation = kernel + "<" + metal_type(k_cache) + ">";
-  plan.constants = {{0, FunctionConstant::Type::kInt, k_cache.shape(2)}};
   plan.grid = grid;
   plan.grid_in_threads = true;
   plan.threadgroup = threadgroup_for(grid);
@@ -58,8 +57,9 @@ LaunchPlans plan_write_kv(const std::vector<mx::array>& inputs) {
   p.k_vectors = k.shape(2) / kVector;
   p.v_vectors = v.shape(2) / kVector;
   LaunchPlan plan = pool_plan("write_kv", k_cache, grid);
-  plan.constants.push_back(
-      {1, FunctionConstant::Type::kBool, has_whole_vectors(k) && has_whole_vectors(v)});
+  using Type = FunctionConstant::Type;
+  plan.constants = {{15, Type::kInt, k_cache.shape(2)},
+                    {16, Type::kBool, has_whole_vectors(k) && has_whole_vectors(v)}};
   plan.buffers = {{0, Role::kInput, 0},
                   {1, Role::kInput, 1},
                   {2, Role::kInput, 4},

@@ -104,6 +104,8 @@ kernel void numbers(device float *out [[buffer(0)]], device const float *in [[bu
   out[14] = sign(-x) + fract(1.25f) + mix(1.0f, 3.0f, 0.5f);
   out[15] = numeric_limits<half>::max() + float(numeric_limits<bfloat>::epsilon());
   out[16] = ldexp(x, 3) + copysign(2.0f, -x);
+  out[17] = fast::exp2(nan);
+  out[18] = fast::exp(-INFINITY);
 }
 
 kernel void lanes(device const int *in [[buffer(0)]], device int *out [[buffer(1)]],

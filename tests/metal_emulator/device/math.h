@@ -125,23 +125,33 @@ EMULATOR_DOT_OF_SIZE(half, 3)
 EMULATOR_DOT_OF_SIZE(half, 4)
 #undef EMULATOR_DOT_OF_SIZE
 
-// The fast and the precise variants differ on a GPU only.
+// The fast and the precise variants differ on a GPU only, but for what the fast exponentials make
+// of NaN and infinities: no document tells, so that here it is what nobody would hope for.
 #define EMULATOR_USE_VARIANTS                                                                      \
   using metal::abs, metal::acos, metal::acosh, metal::asin, metal::asinh, metal::atan,             \
       metal::atan2, metal::atanh, metal::ceil, metal::clamp, metal::copysign, metal::cos,          \
-      metal::cosh, metal::cospi, metal::divide, metal::exp, metal::exp10, metal::exp2,             \
-      metal::fabs, metal::fdim, metal::floor, metal::fma, metal::fmax, metal::fmin, metal::fmod,   \
-      metal::fract, metal::frexp, metal::ldexp, metal::log, metal::log10, metal::log2, metal::max, \
-      metal::max3, metal::median3, metal::min, metal::min3, metal::mix, metal::nextafter,          \
-      metal::pow, metal::powr, metal::rint, metal::round, metal::rsqrt, metal::saturate,           \
-      metal::sign, metal::sin, metal::sinh, metal::sinpi, metal::sqrt, metal::tan, metal::tanh,    \
-      metal::tanpi, metal::trunc;
+      metal::cosh, metal::cospi, metal::divide, metal::exp10, metal::fabs, metal::fdim,            \
+      metal::floor, metal::fma, metal::fmax, metal::fmin, metal::fmod, metal::fract, metal::frexp, \
+      metal::ldexp, metal::log, metal::log10, metal::log2, metal::max, metal::max3,                \
+      metal::median3, metal::min, metal::min3, metal::mix, metal::nextafter, metal::pow,           \
+      metal::powr, metal::rint, metal::round, metal::rsqrt, metal::saturate, metal::sign,          \
+      metal::sin, metal::sinh, metal::sinpi, metal::sqrt, metal::tan, metal::tanh, metal::tanpi,   \
+      metal::trunc;
 namespace fast {
 EMULATOR_USE_VARIANTS
-}
+#define EMULATOR_FAST_EXPONENTIAL(f)                                         \
+  EMULATOR_INLINE constexpr float f(float x) {                               \
+    return isfinite(x) ? metal::f(x) : isinf(x) ? __builtin_nanf("") : 1.0f; \
+  }                                                                          \
+  EMULATOR_VECTOR_1(float, f, float)
+EMULATOR_FAST_EXPONENTIAL(exp)
+EMULATOR_FAST_EXPONENTIAL(exp2)
+#undef EMULATOR_FAST_EXPONENTIAL
+}  // namespace fast
 namespace precise {
 EMULATOR_USE_VARIANTS
-}
+using metal::exp, metal::exp2;
+}  // namespace precise
 #undef EMULATOR_USE_VARIANTS
 
 }  // namespace metal

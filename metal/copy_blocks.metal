@@ -1,0 +1,27 @@
+// Copies of whole blocks (source, destination), in order. Grid in threads: (max(k_vectors,
+// v_vectors), KV heads, block_size). A thread moves the same place of every pair, so that a block
+// may be the destination of one pair and the source of a later one.
+template <typename T>
+[[kernel]] void copy_blocks(
+    const device int* block_pairs [[buffer(0)]],
+    constant CopyParams& p [[buffer(1)]],
+    device T* k_cache [[buffer(2)]],
+    device T* v_cache [[buffer(3)]],
+    uint3 position [[thread_position_in_grid]]) {
+  const int vector = int(position.x);
+  const long head = long(position.y);
+  const long offset = long(position.z);
+  device T* k = k_cache + head * p.k_strides[0] + offset * p.k_strides[2] + VECTOR * vector;
+  device T* v = v_cache + head * p.v_strides[0] + offset * p.v_strides[2] + VECTOR * vector;
+  for (int pair = 0; pair < p.num_pairs; pair++) {
+    const int from = block_pairs[pair * p.pairs_strides[0]];
+    const int to = block_pairs[pair * p.pairs_strides[0] + p.pairs_strides[1]];
+    const bool is_valid = from >= 0 && from < p.num_blocks && to >= 0 && to < p.num_blocks;
+    if (is_valid && vector < p.k_vectors) {
+      vector_at(k + to * p.k_strides[1]) = vector_at(k + from * p.k_strides[1]);
+    }
+    if (is_valid && vector < p.v_vectors) {
+      vector_at(v + to * p.v_strides[1]) = vector_at(v + from * p.v_strides[1]);
+    }
+  }
+}

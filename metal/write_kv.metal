@@ -1,0 +1,51 @@
+// Writes of new keys and values to the pool.
+
+constant int BLOCK_SIZE [[function_constant(15)]];
+constant bool WHOLE_VECTORS [[function_constant(16)]];  // new rows are as dense as the pool's
+
+// Four neighbouring elements of a new row.
+template <typename T>
+inline vec<T, VECTOR> new_elements(const device T* row, int vector, long stride) {
+  if (WHOLE_VECTORS) {
+    return *reinterpret_cast<const device vec<T, VECTOR>*>(row + VECTOR * vector);
+  }
+  vec<T, VECTOR> elements;
+  for (int i = 0; i < VECTOR; i++) {
+    elements[i] = row[(VECTOR * vector + i) * stride];
+  }
+  return elements;
+}
+
+// Grid in threads: (max(k_vectors, v_vectors), KV heads, rows). A thread moves four neighbouring
+// elements of a key and of a value.
+template <typename T>
+[[kernel]] void write_kv(
+    const device T* k [[buffer(0)]],
+    const device T* v [[buffer(1)]],
+    const device int* slot_mapping [[buffer(2)]],
+    constant WriteParams& p [[buffer(3)]],
+    device T* k_cache [[buffer(4)]],
+    device T* v_cache [[buffer(5)]],
+    uint3 position [[thread_position_in_grid]]) {
+  const int vector = int(position.x);
+  const int head = int(position.y);
+  const int row = int(position.z);
+  const int slot = slot_mapping[row * long(p.slots_stride)];
+  if (slot < 0 || slot >= p.num_blocks * BLOCK_SIZE) {
+    return;
+  }
+  const long block = slot / BLOCK_SIZE;
+  const long offset = slot % BLOCK_SIZE;
+  if (vector < p.k_vectors) {
+    const device T* from = k + row * p.k_strides[0] + head * p.k_strides[1];
+    device T* to = k_cache + head * p.k_cache_strides[0] + block * p.k_cache_strides[1] +
+        offset * p.k_cache_strides[2];
+    vector_at(to + VECTOR * vector) = new_elements(from, vector, p.k_strides[2]);
+  }
+  if (vector < p.v_vectors) {
+    const device T* from = v + row * p.v_strides[0] + head * p.v_strides[1];
+    device T* to = v_cache + head * p.v_cache_strides[0] + block * p.v_cache_strides[1] +
+        offset * p.v_cache_strides[2];
+    vector_at(to + VECTOR * vector) = new_elements(from, vector, p.v_strides[2]);
+  }
+}
