@@ -22,7 +22,7 @@ mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, i
             << static_cast<int64_t>(columns) * block_size << ", what the tables hold";
     throw std::invalid_argument(message.str());
   }
-  mx::array blocks = mx::take(mx::transpose(cache, {1, 0, 2, 3}), block_tables, 0);
+  mx::array blocks = take_from_pool(mx::transpose(cache, {1, 0, 2, 3}), block_tables);
   mx::array rows = mx::reshape(mx::transpose(blocks, {0, 2, 1, 3, 4}),
                                {batch, heads, columns * block_size, head_dim});
   return mx::slice(rows, {0, 0, 0, 0}, {batch, heads, num_tokens, head_dim});

@@ -54,9 +54,13 @@ ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
                       const mx::array& block_pairs, mx::StreamOrDevice stream);
 
 // Keys or values of a batch's sequences in one piece, [B, H_kv, num_tokens, D], out of one layer's
-// cache [H_kv, N, S, D] by block_tables [B, M]: ops of MLX's own on the default stream, no
-// primitive.
+// cache [H_kv, N, S, D] by block_tables [B, M], on the default stream.
 mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens);
+
+// Rows of a pool's memory, rows [n, ...] at indices: what mx::take gives along axis 0, on the
+// default stream. On a GPU, writes to the pool that are encoded later wait for it; mx::take alone
+// may be overtaken by them.
+mx::array take_from_pool(const mx::array& rows, const mx::array& indices);
 
 // Zeros for a layer's pool, on a CPU from the start of a page, under Linux on huge pages as far as
 // whole ones fit between the array's ends.

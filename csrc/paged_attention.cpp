@@ -31,7 +31,7 @@ void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
     in.rope_freqs = mx::expand_dims(*in.rope_freqs, 1, stream);
   }
   if (in.attn_mask) {
-    if (in.attn_mask->dtype() != mx::bool_ && (for_metal || in.attn_mask->dtype() == mx::float64)) {
+    if (in.attn_mask->dtype() != mx::bool_ && for_metal) {
       as_float32(in.attn_mask);
     }
     const mx::Shape shape = {in.q.shape(0), in.q.shape(1), in.q.shape(2), in.attn_mask->shape(-1)};
@@ -64,6 +64,20 @@ std::vector<mx::Shape> shapes_of_outputs(const mx::array& q, const mx::array& v_
         {q.shape(0), q.shape(1), q.shape(2), block_tables.shape(1) * v_cache.shape(2)});
   }
   return shapes;
+}
+
+std::vector<mx::array> attended(const AttentionCall& call, mx::Stream stream) {
+  return mx::array::make_arrays(call.shapes, call.dtypes,
+                                std::make_shared<PagedAttention>(stream, call.config), call.inputs);
+}
+
+// What there is without keys; an empty pool has no memory that a GPU could bind.
+std::vector<mx::array> zeros(const AttentionCall& call, mx::Stream stream) {
+  std::vector<mx::array> arrays;
+  for (size_t i = 0; i < call.shapes.size(); ++i) {
+    arrays.push_back(mx::zeros(call.shapes[i], call.dtypes[i], stream));
+  }
+  return arrays;
 }
 
 void bind_optional(const AttentionInputs& in, cpu::AttentionArgs& args) {
@@ -151,17 +165,21 @@ AttentionCall attention_call(const mx::array& q, const mx::array& k_cache, const
                              bool return_attn, mx::Stream stream, bool for_metal) {
   AttentionInputs in{q,          k_cache,   v_cache, block_tables, context_lens, kv_head_mapping,
                      rope_freqs, attn_mask, sinks,   alibi_slopes};
-  const AttentionConfig config{scale,
-                               causal,
-                               return_attn,
-                               window,
-                               softcap,
-                               kv_head_mapping.has_value(),
-                               rope_freqs.has_value(),
-                               attn_mask.has_value(),
-                               sinks.has_value(),
-                               alibi_slopes.has_value()};
+  AttentionConfig config{scale,
+                         causal,
+                         return_attn,
+                         window,
+                         softcap,
+                         kv_head_mapping.has_value(),
+                         rope_freqs.has_value(),
+                         attn_mask.has_value(),
+                         sinks.has_value(),
+                         alibi_slopes.has_value()};
   check_attention(in, config);
+  if (in.rope_freqs && in.rope_freqs->size() == 0) {  // rotates nothing
+    in.rope_freqs.reset();
+    config.has_rope_freqs = false;
+  }
   normalise(in, stream, for_metal);
   std::vector<mx::Dtype> dtypes = {in.q.dtype()};
   if (return_attn) {
@@ -182,8 +200,7 @@ std::variant<mx::array, ArrayPair> paged_attention(
   const AttentionCall call = attention_call(
       q, k_cache, v_cache, block_tables, context_lens, scale, causal, kv_head_mapping, rope_freqs,
       attn_mask, window, sinks, softcap, alibi_slopes, return_attn, s, for_metal);
-  auto outputs = mx::array::make_arrays(
-      call.shapes, call.dtypes, std::make_shared<PagedAttention>(s, call.config), call.inputs);
+  const auto outputs = has_keys(k_cache, block_tables) ? attended(call, s) : zeros(call, s);
   mx::array out = mx::astype(outputs[0], q.dtype(), s);
   if (return_attn) {
     return ArrayPair{out, outputs[1]};

@@ -55,6 +55,11 @@ AttentionCall attention_call(const mx::array& q, const mx::array& k_cache, const
                              std::optional<float> softcap, const OptionalArray& alibi_slopes,
                              bool return_attn, mx::Stream stream, bool for_metal);
 
+// Whether a pool and block tables of these shapes hold any key.
+inline bool has_keys(const mx::array& k_cache, const mx::array& block_tables) {
+  return k_cache.shape(1) > 0 && block_tables.shape(1) > 0;
+}
+
 // The arrays of a call by name, from the primitive's inputs: the five that every call has, then the
 // optional ones it has, in the order of AttentionInputs.
 AttentionInputs unflatten_inputs(const std::vector<mx::array>& arrays,

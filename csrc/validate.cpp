@@ -59,10 +59,11 @@ void check_pool_dtype(const char* op, const char* name, const mx::array& a) {
   }
 }
 
+// float64 is refused: no GPU has it, and attention in mx.fast refuses it too.
 void check_floating(const char* op, const char* name, const mx::array& a) {
-  if (!mx::issubdtype(a.dtype(), mx::floating)) {
+  if (!is_pool_dtype(a.dtype())) {
     fail(op, name, " of shape ", text(a.shape()), " has dtype ", a.dtype(),
-         ": expected a floating point dtype");
+         ": expected float32, float16 or bfloat16");
   }
 }
 
@@ -178,9 +179,9 @@ void check_rope(const char* op, const AttentionInputs& in) {
 
 void check_mask(const char* op, const AttentionInputs& in) {
   const mx::array& mask = *in.attn_mask;
-  if (mask.dtype() != mx::bool_ && !mx::issubdtype(mask.dtype(), mx::floating)) {
+  if (mask.dtype() != mx::bool_ && !is_pool_dtype(mask.dtype())) {
     fail(op, "attn_mask of shape ", text(mask.shape()), " has dtype ", mask.dtype(),
-         ": expected bool or a floating point dtype");
+         ": expected bool, float32, float16 or bfloat16");
   }
   const mx::Shape target = {in.q.shape(0), in.q.shape(1), in.q.shape(2),
                             in.block_tables.shape(1) * in.k_cache.shape(2)};

@@ -156,7 +156,7 @@ def _gather_heads(cache: mx.array, block_ids: mx.array) -> mx.array:
         return mx.zeros((1, n_kv_heads, block_ids.size * block_size, 0), cache.dtype)
     runs = cache.transpose(1, 0, 2, 3).reshape(num_blocks * n_kv_heads, block_size * head_dim)
     rows = block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
-    return runs[rows].reshape(1, n_kv_heads, -1, head_dim)
+    return _ext.take_from_pool(runs, rows).reshape(1, n_kv_heads, -1, head_dim)
 
 
 def as_int32(values: Sequence[int] | Int32Array) -> mx.array:

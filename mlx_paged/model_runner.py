@@ -1,7 +1,7 @@
 """One step on the model: lay out, bind the caches, run, sample."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -139,7 +139,8 @@ class ModelRunner:
 
     def recover(self) -> None:
         """Give up what is under way: back to the pool as it was made, no state kept."""
-        mx.synchronize()
+        with suppress(Exception):  # what another step under way raises, once everything has ended
+            mx.synchronize()
         self.manager.pool.reset_handles()
         self.states.clear()
         self._copied = []

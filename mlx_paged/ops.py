@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from mlx_paged import _ext, reference_mlx
 
-Stream = mx.Stream | mx.Device | mx.DeviceType
+Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
 Cache = mx.array | Sequence[mx.array]
 
 
@@ -31,7 +31,7 @@ def kernel_for(
     """
     if stream is None:
         stream = mx.default_device()
-    device = stream.device if isinstance(stream, mx.Stream) else stream
+    device = stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
     if device == mx.cpu:
         return "native"
     metal = _ext.metal.has_metal() and not _ext.metal.unsupported(head_dim, v_head_dim)

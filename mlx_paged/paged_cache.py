@@ -189,6 +189,7 @@ class PagedCache(_BaseCache):
         if not keys or not values:
             return sequence
         k, v = (_contiguous(runs) for runs in (keys, values))
+        mx.eval(k, v)  # before their pool, to which nobody else orders reads, is written to again
         self.layer.write([sequence], (sequence.id,), RowSpans.of([0], num_tokens), k, v)
         return sequence
 

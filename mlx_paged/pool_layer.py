@@ -154,6 +154,8 @@ class PoolLayer:
         child = row.fork_for(self.pool, self.index)
         if source.pool is not self.pool and num_tokens > 0:
             keys, values = source.gather(row, num_tokens)
+            # Before any later write to these blocks: no graph would order the two.
+            mx.async_eval(keys, values)  # type: ignore[no-untyped-call]
             self.write([child], (child.id,), RowSpans.of([0], num_tokens), keys, values)
         return child
 

@@ -9,6 +9,8 @@ it. They run on the default stream.
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged import _ext
+
 
 def paged_attention(
     q: mx.array,
@@ -137,9 +139,7 @@ def _visible_keys(
 
 def _gather(cache: mx.array, blocks: mx.array) -> mx.array:
     """K or V of every sequence in logical order, ``[B, H_kv, M * S, D]`` float32."""
-    num_kv_heads, _, _, head_dim = cache.shape
-    rows = mx.take(cache, blocks, axis=1).swapaxes(0, 1)
-    return rows.reshape(blocks.shape[0], num_kv_heads, -1, head_dim).astype(mx.float32)
+    return _ext.gather_blocks(cache, blocks, blocks.shape[1] * cache.shape[2]).astype(mx.float32)
 
 
 def _per_group(x: mx.array, num_kv_heads: int) -> mx.array:

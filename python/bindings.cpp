@@ -171,6 +171,9 @@ NB_MODULE(_ext, m) {
         nb::kw_only(), "stream"_a = nb::none(), kCopyBlocksDoc);
   m.def("gather_blocks", &mlx_paged::gather_blocks, "cache"_a, "block_tables"_a, "num_tokens"_a,
         kGatherBlocksDoc);
+  m.def("take_from_pool", &mlx_paged::take_from_pool, "rows"_a, "indices"_a,
+        "What ``mx.take(rows, indices, axis=0)`` gives, of a pool's memory: on a GPU, writes to "
+        "the pool that are encoded later wait for it.");
   m.def("pool_zeros", &mlx_paged::pool_zeros, "shape"_a, "dtype"_a, nb::kw_only(),
         "stream"_a = nb::none(), kPoolZerosDoc);
   m.def("check_tables", &mlx_paged::check_tables, "op"_a, "block_tables"_a, "context_lens"_a,

@@ -24,9 +24,14 @@ const char* role_name(BufferBinding::Role role) {
       return "input";
     case BufferBinding::Role::kOutput:
       return "output";
-    default:
+    case BufferBinding::Role::kPoolRead:
+      return "pool_read";
+    case BufferBinding::Role::kPoolWrite:
+      return "pool_write";
+    case BufferBinding::Role::kScratch:
       return "scratch";
   }
+  return "";
 }
 
 nb::dict describe(const LaunchPlan& plan) {

@@ -127,6 +127,7 @@ class MetalRunner:
             outputs[-1].view(np.uint8)[:] = POISON  # every element has to be written
         scratch = [np.full(n, POISON, np.uint8) for n in call["scratch_bytes"]]
         arrays = {"input": inputs, "output": outputs, "scratch": scratch}
+        arrays |= {"pool_read": inputs, "pool_write": outputs}
         for launch in call["launches"]:
             buffers: dict[int, Any] = {i: arrays[role][n] for i, role, n in launch["buffers"]}
             params_index, params = launch["params"]

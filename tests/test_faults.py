@@ -63,6 +63,31 @@ def raise_at(step: int, error: BaseException):
     return processor
 
 
+def test_a_device_that_fails_twice_loses_nothing(engine, expected, monkeypatch):
+    """MLX raises once more when recovery waits for the step that was launched meanwhile."""
+    ids = [engine.add_request(prompt, max_tokens=12) for prompt in PROMPTS]
+    collect, synchronize = engine.runner.collect, mx.synchronize
+    failures = []
+
+    def failing_once(function):
+        def call(*args):
+            if function not in failures:
+                failures.append(function)
+                synchronize()
+                raise RuntimeError("[METAL] Command buffer execution failed")
+            return function(*args)
+
+        return call
+
+    for _ in range(3):
+        engine.step()
+    monkeypatch.setattr(engine.runner, "collect", failing_once(collect))
+    monkeypatch.setattr(mx, "synchronize", failing_once(synchronize))
+    done = finish(engine)
+    assert failures == [collect, synchronize]
+    assert [done[i].tokens for i in ids] == expected
+
+
 @pytest.mark.parametrize("lookahead", [True, False])
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_a_raising_processor_ends_its_request_alone(engine, expected, at, lookahead):

@@ -90,6 +90,17 @@ class TestKernelChoice:
             assert ops.kernel_for(device, 65, 64) == "reference"
             assert ops.kernel_for(device, 64, 580) == "reference"
 
+    def test_a_stream_of_each_thread_will_do(self):
+        """As an argument, and as the current stream."""
+        case = random_case([45, 7])
+        stream = mx.new_thread_local_stream(mx.cpu)
+        assert ops.kernel_for(stream) == "native"
+        given = attend(case, stream=stream)
+        with mx.stream(stream):
+            assert ops.kernel_for() == "native"
+            current = attend(case)
+        assert all(mx.array_equal(a, b) for a, b in zip(given, current, strict=True))
+
     def test_the_op_asks_for_its_own_heads(self, monkeypatch):
         asked = []
 
@@ -162,6 +173,8 @@ class TestErrors:
             ("attn_mask", mx.zeros((2, 1, 1, 45)), "attn_mask"),
             ("attn_mask", mx.zeros((2, 1, 1, 1)), "attn_mask"),
             ("attn_mask", mx.zeros((64,), mx.int32), "attn_mask .*dtype"),
+            ("attn_mask", mx.zeros((64,), mx.float64), "attn_mask .*expected bool, float32"),
+            ("sinks", mx.zeros((4,), mx.float64), "sinks .*expected float32, float16 or bfloat16"),
             ("window", 0, "window is 0"),
             ("sinks", mx.zeros((2,)), "sinks"),
             ("softcap", 0.0, "softcap is 0"),

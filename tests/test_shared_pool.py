@@ -227,6 +227,23 @@ def test_a_cache_of_another_pool_is_copied_once_for_all_layers(llama):
         assert mx.array_equal(mx.array(k[1:2]), mx.array(source.keys_and_values()[0]))
 
 
+@pytest.mark.parametrize("way", ["merge", "state"])
+def test_a_copy_is_not_overtaken_by_writes_to_its_source(llama, way):
+    """Also if nobody has evaluated it by then."""
+    source, here = filled(llama, block_size=2), make_prompt_cache(llama, block_size=BLOCK)
+    expected, layers = contents(source), [c.layer for c in source]
+    if way == "merge":
+        here = merged([here, source])
+    else:
+        for layer in reversed(range(len(source))):
+            here[layer].state = source.pop().state
+    del source
+    gc.collect()
+    written = filled(llama, PROMPT[::-1], block_size=2)  # in the blocks of the one that is gone
+    assert [c.layer for c in written] == layers and layers[0].pool.allocator.num_blocks < 40
+    assert same([x[-1:] for x in contents(here)], expected)
+
+
 def test_a_fork_of_one_layer_is_not_anothers_after_a_write(llama):
     cache = filled(llama)
     kept = PagedKVCache.merge([cache[0]])

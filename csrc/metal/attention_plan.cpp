@@ -176,6 +176,9 @@ LaunchPlans plan_attention(const std::vector<mx::array>& inputs, const Attention
   if (in.q.size() == 0 || in.v_cache.shape(3) == 0) {
     return {};
   }
+  if (!has_keys(in.k_cache, in.block_tables)) {  // a function compiled for any shape
+    throw std::runtime_error("[paged_attention] k_cache or block_tables is empty: expected a key");
+  }
   check_metal_pool("paged_attention", "k_cache", in.k_cache, false);
   check_metal_pool("paged_attention", "v_cache", in.v_cache, false);
   const Geometry g = geometry(in, config);
@@ -192,9 +195,11 @@ LaunchPlans plan_attention(const std::vector<mx::array>& inputs, const Attention
   plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
                static_cast<uint32_t>(in.q.shape(0)), static_cast<uint32_t>(g.num_splits)};
   plan.threadgroup = {kThreads, 1, 1};
-  for (int i = 0; i < 5; ++i) {
-    plan.buffers.push_back({i, Role::kInput, i});
-  }
+  plan.buffers = {{0, Role::kInput, 0},
+                  {1, Role::kPoolRead, 1},
+                  {2, Role::kPoolRead, 2},
+                  {3, Role::kInput, 3},
+                  {4, Role::kInput, 4}};
   plan.set_params(5, attention_params(in, config, g));
   bind_optional(in, config, plan);
   if (config.return_attn) {

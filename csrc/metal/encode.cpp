@@ -38,9 +38,45 @@ MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const LaunchPlan&
 
 MTL::Size size(const std::array<uint32_t, 3>& xyz) { return MTL::Size(xyz[0], xyz[1], xyz[2]); }
 
+// Notes a pool as an input and an output of MLX's present Metal encoder. An encoder waits for the
+// outputs of earlier ones only, so that a write could otherwise overtake a read that was encoded
+// before it. This must come before set_input_array, which adds up the elements of buffers that the
+// encoder does not know yet: MLX ends a command buffer at 40 M of them, and a pool may have more.
+void register_pool(mx::metal::CommandEncoder& encoder, const mx::array& pool, int index) {
+  encoder.set_buffer(static_cast<const MTL::Buffer*>(pool.buffer().ptr()), index, pool.offset());
+}
+
+void bind(mx::metal::CommandEncoder& encoder, const BufferBinding& binding,
+          const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
+          std::vector<mx::array>& scratch, bool writes_scratch) {
+  const auto& [index, role, which] = binding;
+  switch (role) {
+    case BufferBinding::Role::kPoolRead:
+      register_pool(encoder, inputs[which], index);
+      [[fallthrough]];
+    case BufferBinding::Role::kInput:
+      encoder.set_input_array(inputs[which], index);
+      break;
+    case BufferBinding::Role::kPoolWrite:
+      register_pool(encoder, outputs[which], index);
+      [[fallthrough]];
+    case BufferBinding::Role::kOutput:
+      encoder.set_output_array(outputs[which], index);
+      break;
+    case BufferBinding::Role::kScratch:
+      writes_scratch ? encoder.set_output_array(scratch[which], index)
+                     : encoder.set_input_array(scratch[which], index);
+      break;
+  }
+}
+
 }  // namespace
 
 bool has_metal() { return true; }
+
+void register_pool_read(const mx::array& pool, mx::Stream stream) {
+  register_pool(mx::metal::get_command_encoder(stream), pool, 0);
+}
 
 void encode(const LaunchPlans& plans, const std::vector<mx::array>& inputs,
             std::vector<mx::array>& outputs, mx::Stream stream) {
@@ -56,19 +92,9 @@ void encode(const LaunchPlans& plans, const std::vector<mx::array>& inputs,
   for (const LaunchPlan& plan : plans.launches) {
     auto* state = pipeline(device, plan);
     encoder.set_compute_pipeline_state(state);
-    for (const auto& [index, role, which] : plan.buffers) {
-      switch (role) {
-        case BufferBinding::Role::kInput:
-          encoder.set_input_array(inputs[which], index);
-          break;
-        case BufferBinding::Role::kOutput:
-          encoder.set_output_array(outputs[which], index);
-          break;
-        case BufferBinding::Role::kScratch:
-          &plan == &plans.launches.front() ? encoder.set_output_array(scratch[which], index)
-                                           : encoder.set_input_array(scratch[which], index);
-          break;
-      }
+    const bool is_first = &plan == &plans.launches.front();
+    for (const BufferBinding& binding : plan.buffers) {
+      bind(encoder, binding, inputs, outputs, scratch, is_first);
     }
     encoder.set_bytes(plan.params.data(), static_cast<int>(plan.params.size()), plan.params_index);
     plan.grid_in_threads ? encoder.dispatch_threads(size(plan.grid), size(plan.threadgroup))

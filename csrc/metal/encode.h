@@ -13,6 +13,9 @@ namespace mlx_paged {
 void encode(const LaunchPlans& plans, const std::vector<mlx::core::array>& inputs,
             std::vector<mlx::core::array>& outputs, mlx::core::Stream stream);
 
+// Makes every later write to the pool wait for what is encoded next in this op, which reads it.
+void register_pool_read(const mlx::core::array& pool, mlx::core::Stream stream);
+
 // Whether this build can encode.
 bool has_metal();
 

@@ -18,9 +18,10 @@ struct FunctionConstant {
   int32_t value;
 };
 
-// What is bound at a buffer index: an input or output of the primitive, or scratch memory.
+// What is bound at a buffer index: an input or output of the primitive, or scratch memory. Pools
+// have roles of their own, as they are written in place.
 struct BufferBinding {
-  enum class Role { kInput, kOutput, kScratch };
+  enum class Role { kInput, kOutput, kPoolRead, kPoolWrite, kScratch };
   int index;
   Role role;
   int which;

@@ -63,8 +63,8 @@ LaunchPlans plan_write_kv(const std::vector<mx::array>& inputs) {
   plan.buffers = {{0, Role::kInput, 0},
                   {1, Role::kInput, 1},
                   {2, Role::kInput, 4},
-                  {4, Role::kOutput, 0},
-                  {5, Role::kOutput, 1}};
+                  {4, Role::kPoolWrite, 0},
+                  {5, Role::kPoolWrite, 1}};
   plan.set_params(3, p);
   return {{plan}, {}};
 }
@@ -89,7 +89,7 @@ LaunchPlans plan_copy_blocks(const std::vector<mx::array>& inputs) {
   p.k_vectors = k_cache.shape(3) / kVector;
   p.v_vectors = v_cache.shape(3) / kVector;
   LaunchPlan plan = pool_plan("copy_blocks", k_cache, grid);
-  plan.buffers = {{0, Role::kInput, 2}, {2, Role::kOutput, 0}, {3, Role::kOutput, 1}};
+  plan.buffers = {{0, Role::kInput, 2}, {2, Role::kPoolWrite, 0}, {3, Role::kPoolWrite, 1}};
   plan.set_params(1, p);
   return {{plan}, {}};
 }

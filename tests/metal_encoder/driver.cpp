@@ -1,0 +1,102 @@
+// Encodes the launches that standard input describes, on the encoder beside this file:
+//
+//   input BUFFER ELEMENTS          of the next op; buffers are numbers
+//   output BUFFER ELEMENTS         likewise
+//   scratch BYTES                  likewise
+//   launch N (INDEX ROLE WHICH)*   a launch of the next op, with its N bindings
+//   encode                         the op
+//   read BUFFER ELEMENTS           an op of MLX's own that reads memory of a pool
+//   end                            of the command encoder
+#include <iostream>
+#include <map>
+#include <string>
+
+#include "csrc/metal/encode.h"
+#include "csrc/metal/plans.h"
+#include "mlx/backend/metal/device.h"
+
+namespace mlx_paged {
+
+std::string library_source(const LaunchPlan&) { return ""; }
+std::string library_name(const LaunchPlan&) { return ""; }
+
+namespace {
+
+const mx::Stream kStream(0, mx::Device(mx::Device::gpu));
+
+// An array in a buffer that is a number and no memory.
+mx::array next_array(std::istream& in) {
+  int buffer, elements;
+  in >> buffer >> elements;
+  mx::array a(mx::Shape{elements}, mx::float32, nullptr, std::vector<mx::array>{});
+  auto* address = reinterpret_cast<void*>(static_cast<intptr_t>(buffer));
+  a.set_data(mx::allocator::Data(mx::allocator::Buffer(address), [](mx::allocator::Buffer) {}),
+             elements, a.strides(), a.flags());
+  return a;
+}
+
+BufferBinding::Role role_of(const std::string& name) {
+  using Role = BufferBinding::Role;
+  const std::map<std::string, Role> roles = {{"input", Role::kInput},
+                                             {"output", Role::kOutput},
+                                             {"pool_read", Role::kPoolRead},
+                                             {"pool_write", Role::kPoolWrite},
+                                             {"scratch", Role::kScratch}};
+  return roles.at(name);
+}
+
+LaunchPlan next_launch(std::istream& in) {
+  LaunchPlan plan;
+  plan.grid = plan.threadgroup = {1, 1, 1};
+  plan.set_params(30, 0);
+  int count;
+  in >> count;
+  for (int i = 0; i < count; ++i) {
+    int index, which;
+    std::string role;
+    in >> index >> role >> which;
+    plan.buffers.push_back({index, role_of(role), which});
+  }
+  return plan;
+}
+
+void read(std::istream& in) {
+  const mx::array pool = next_array(in);
+  register_pool_read(pool, kStream);
+  auto& encoder = mx::metal::get_command_encoder(kStream);
+  encoder.set_input_array(pool, 0);
+  encoder.dispatch_threads({1, 1, 1}, {1, 1, 1});
+}
+
+void run(std::istream& in) {
+  LaunchPlans plans;
+  std::vector<mx::array> inputs, outputs;
+  for (std::string word; in >> word;) {
+    if (word == "input") {
+      inputs.push_back(next_array(in));
+    } else if (word == "output") {
+      outputs.push_back(next_array(in));
+    } else if (word == "scratch") {
+      in >> plans.scratch_bytes.emplace_back();
+    } else if (word == "launch") {
+      plans.launches.push_back(next_launch(in));
+    } else if (word == "encode") {
+      encode(plans, inputs, outputs, kStream);
+      plans = {};
+      inputs.clear();
+      outputs.clear();
+    } else if (word == "read") {
+      read(in);
+    } else if (word == "end") {
+      mx::metal::get_command_encoder(kStream).end_encoding();
+    } else {
+      throw std::invalid_argument(word);
+    }
+  }
+}
+
+}  // namespace
+
+}  // namespace mlx_paged
+
+int main() { mlx_paged::run(std::cin); }

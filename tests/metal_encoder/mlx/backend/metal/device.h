@@ -1,0 +1,152 @@
+// Stands in for MLX's header of this name where there is no Metal. The command encoder keeps the
+// books of MLX 0.32.4's (mlx/backend/metal/device.cpp, same names) and prints what it does with
+// them.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "mlx/array.h"
+
+namespace MTL {
+
+class Buffer;
+class Library;
+struct ComputePipelineState {
+  size_t maxTotalThreadsPerThreadgroup() const { return 1024; }
+};
+struct Size {
+  Size(size_t, size_t, size_t) {}
+};
+enum DataType { DataTypeBool, DataTypeInt };
+
+}  // namespace MTL
+
+namespace mlx::core::metal {
+
+using MTLFCList = std::vector<std::tuple<const void*, MTL::DataType, size_t>>;
+
+// One queue's encoders, one after the other, none of them executed.
+class CommandEncoder {
+ public:
+  void set_buffer(const MTL::Buffer* buf, int idx, int64_t) {
+    all_inputs_.insert(buf);
+    all_outputs_.insert(buf);
+    bound_[idx] = buf;
+  }
+
+  void set_input_array(const array& a, int idx) {
+    const void* buf = a.buffer().ptr();
+    if (all_inputs_.insert(buf).second) {
+      buffer_sizes_ += a.data_size();
+    }
+    next_inputs_.insert(buf);
+    needs_barrier_ |= prev_outputs_.count(buf) > 0;
+    bound_[idx] = buf;
+  }
+
+  void set_output_array(array& a, int idx) {
+    set_input_array(a, idx);
+    const void* buf = a.buffer().ptr();
+    all_outputs_.insert(buf);
+    next_outputs_.insert(buf);
+    needs_barrier_ |= prev_inputs_.count(buf) > 0;
+  }
+
+  void add_temporary(array a) { temporaries_.push_back(std::move(a)); }
+  void set_compute_pipeline_state(MTL::ComputePipelineState*) {}
+  template <typename T>
+  void set_bytes(const T*, int, int) {}
+  void dispatch_threadgroups(MTL::Size, MTL::Size) { dispatch(); }
+  void dispatch_threads(MTL::Size, MTL::Size) { dispatch(); }
+
+  // Prints the numbers of the earlier encoders that this one waits for.
+  void end_encoding() {
+    for (const array& t : temporaries_) {
+      all_inputs_.erase(t.buffer().ptr());
+      all_outputs_.erase(t.buffer().ptr());
+    }
+    std::set<int> waiting_on;
+    for (const void* in : all_inputs_) {
+      if (auto it = prev_ce_outputs_.find(in); it != prev_ce_outputs_.end()) {
+        waiting_on.insert(it->second);
+      }
+    }
+    for (const void* out : all_outputs_) {
+      prev_ce_outputs_[out] = fence_;
+    }
+    std::cout << "end";
+    for (const int fence : waiting_on) {
+      std::cout << " " << fence;
+    }
+    std::cout << "\ncounted " << buffer_sizes_ << "\n";
+    ++fence_;
+    buffer_sizes_ = 0;
+    needs_barrier_ = false;
+    temporaries_.clear();
+    for (auto* set : {&prev_inputs_, &prev_outputs_, &next_inputs_, &next_outputs_, &all_inputs_,
+                      &all_outputs_}) {
+      set->clear();
+    }
+  }
+
+ private:
+  using Buffers = std::set<const void*>;
+
+  void dispatch() {
+    if (needs_barrier_) {
+      std::cout << "barrier\n";
+      needs_barrier_ = false;
+      prev_inputs_.swap(next_inputs_);
+      prev_outputs_.swap(next_outputs_);
+    } else {
+      prev_inputs_.insert(next_inputs_.begin(), next_inputs_.end());
+      prev_outputs_.insert(next_outputs_.begin(), next_outputs_.end());
+    }
+    next_inputs_.clear();
+    next_outputs_.clear();
+    std::cout << "dispatch";
+    for (const auto& [index, buf] : bound_) {
+      std::cout << " " << index << ":" << reinterpret_cast<intptr_t>(buf);
+    }
+    std::cout << "\n";
+    bound_.clear();
+  }
+
+  std::map<int, const void*> bound_;
+  std::map<const void*, int> prev_ce_outputs_;
+  std::vector<array> temporaries_;
+  Buffers prev_inputs_, prev_outputs_, next_inputs_, next_outputs_, all_inputs_, all_outputs_;
+  size_t buffer_sizes_ = 0;
+  bool needs_barrier_ = false;
+  int fence_ = 0;
+};
+
+struct Device {
+  MTL::Library* get_library(const std::string&, const std::function<std::string()>&) {
+    return nullptr;
+  }
+  MTL::ComputePipelineState* get_kernel(const std::string&, MTL::Library*, const std::string&,
+                                        const MTLFCList&) {
+    return &state;
+  }
+  MTL::ComputePipelineState state;
+};
+
+inline Device& device(mlx::core::Device) {
+  static Device device;
+  return device;
+}
+
+inline CommandEncoder& get_command_encoder(Stream) {
+  static CommandEncoder encoder;
+  return encoder;
+}
+
+}  // namespace mlx::core::metal
