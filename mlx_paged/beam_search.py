@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.request import FinishReason
+from mlx_paged.sampling_params import is_real
 
 
 class Hypothesis(Protocol):
@@ -93,7 +94,7 @@ class BeamGroup:
             )
         # Beyond, max_tokens ** length_penalty leaves the range of floats.
         largest = 1000 / max(1.0, math.log2(max_tokens))
-        if not abs(length_penalty) <= largest:
+        if not is_real(length_penalty) or not abs(length_penalty) <= largest:
             raise ValueError(
                 f"[BeamGroup] length_penalty is {length_penalty}: "
                 f"expected {-largest:g} to {largest:g} for max_tokens {max_tokens}"

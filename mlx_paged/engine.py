@@ -1,7 +1,7 @@
 """Engine: many requests generated at once from one paged pool."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
@@ -16,12 +16,13 @@ from mlx_paged.kv_memory import num_blocks_for, num_snapshots_for, promise_snaps
 from mlx_paged.kv_reads import KVReads
 from mlx_paged.model_probe import probe
 from mlx_paged.model_runner import ModelRunner
+from mlx_paged.one_thread import exclusive
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.phase_times import PhaseTimes
 from mlx_paged.prewarm import prewarm as compile_pipelines
 from mlx_paged.profiling import ProfilingRunner
 from mlx_paged.prompt_encoder import Prompt
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_params import SamplingParams, is_whole
 from mlx_paged.scheduler import Scheduler
 from mlx_paged.stats import EngineStats
 from mlx_paged.step_pipeline import Runner
@@ -155,6 +156,7 @@ class Engine(EngineCore):
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size)
         self._streams: dict[int, deque[TokenOutput]] = {}
         self._awaited: dict[int, Completion | None] = {}
+        self._dropped: deque[int] = deque()  # ids of streams that nobody reads any more
         self._unwire = hold_wired_limit(self)
 
     def _wrap(self, runner: ModelRunner) -> Runner[Any]:
@@ -174,6 +176,8 @@ class Engine(EngineCore):
             self._unwire = None
 
     def step(self) -> list[TokenOutput]:
+        if self._dropped:
+            self._abort_dropped()
         outputs = super().step()
         for output in outputs:
             if output.request_id in self._streams:
@@ -237,7 +241,7 @@ class Engine(EngineCore):
             ValueError: `n` above `best_of`, or as :meth:`add_samples`; then nothing is run.
         """
         count = n if best_of is None else best_of
-        if not 1 <= n <= count:
+        if not (is_whole(n, 1) and is_whole(count, n)):
             raise ValueError(f"[sample] n is {n} and best_of {best_of}: expected 1 <= n <= best_of")
         done = self._complete(
             (self.add_samples(prompt, count, params, **options) for prompt in prompts), on_output
@@ -264,18 +268,21 @@ class Engine(EngineCore):
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
-    ) -> Iterator[TokenOutput]:
+    ) -> Generator[TokenOutput]:
         """Add a request and yield its tokens as they come; other requests advance meanwhile.
 
-        Closing the iterator aborts the request.
+        The request is added by this call, not by the first ``next``. Closing the iterator or
+        dropping the last reference to it aborts the request, also before the first ``next``.
 
         Raises:
             ValueError: as :meth:`add_request`, at once.
         """
         request_id = self.add_request(prompt, params, **options)
-        self._streams[request_id] = deque()
-        return self._stream_outputs(request_id)
+        outputs = self._stream_outputs(request_id)
+        next(outputs)  # a generator that was never started would not reach its `finally`
+        return outputs
 
+    @exclusive
     def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
         """Add requests, wait for all of them; outputs of others are left for :meth:`step`."""
         ids: list[int] = []
@@ -287,7 +294,8 @@ class Engine(EngineCore):
             while any(self._awaited[request_id] is None for request_id in ids):
                 for output in self.step():
                     if output.request_id not in self._awaited:
-                        unread.append(output)
+                        if output.request_id not in self._streams:
+                            unread.append(output)
                         continue
                     if output.completion is not None:
                         self._awaited[output.request_id] = output.completion
@@ -299,14 +307,16 @@ class Engine(EngineCore):
                 self.abort(request_id)
             raise
         finally:
-            others = [output for output in unread if output.request_id not in self._streams]
-            self._ready = [o for o in others + self._ready if o.request_id not in self._awaited]
+            self._ready = [o for o in unread + self._ready if o.request_id not in self._awaited]
             for request_id in ids:
                 del self._awaited[request_id]
+            self._abort_dropped()
 
-    def _stream_outputs(self, request_id: int) -> Iterator[TokenOutput]:
-        outputs = self._streams[request_id]
+    def _stream_outputs(self, request_id: int) -> Generator[Any]:
+        """None when the stream is ready, then the outputs of the request."""
+        outputs = self._streams[request_id] = deque()
         try:
+            yield
             while True:
                 while outputs:
                     output = outputs.popleft()
@@ -318,4 +328,13 @@ class Engine(EngineCore):
                 self.step()
         finally:
             del self._streams[request_id]
-            self.abort(request_id)
+            self._dropped.append(request_id)
+            # The garbage collector may come here in the middle of any call, in any thread: then
+            # the next step aborts the request.
+            if self.occupancy.is_free:
+                self._abort_dropped()
+
+    @exclusive
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            self.abort(self._dropped.popleft())

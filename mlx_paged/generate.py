@@ -1,4 +1,7 @@
-"""``python -m mlx_paged.generate``: text for one or many prompts from a paged KV pool."""
+"""``python -m mlx_paged.generate``: text for one or many prompts from a paged KV pool.
+
+Text goes to stdout, all else to stderr.
+"""
 
 import argparse
 import json
@@ -93,12 +96,12 @@ def _run(
         if all(request_id in done for request_id in request_ids)
     ]
     if streams:
-        print(f"\n{RULE}")
+        print(flush=True)
     else:
         print_results(results, total=len(jobs))
+    print_stats(engine, prewarm=not args.no_prewarm)
     if status == INTERRUPTED:
         print(f"interrupted: {len(results)} of {len(jobs)} prompts finished", file=sys.stderr)
-    print_stats(engine, prewarm=not args.no_prewarm)
     if args.output is not None:
         write_results(results, args.output)
     if args.stats_json is not None:
@@ -119,7 +122,7 @@ def _report_errors(results: Sequence[Result]) -> int:
 
 
 def _stream_one(engine: Engine, done: dict[int, Completion]) -> None:
-    print(RULE)
+    print(RULE, file=sys.stderr)
     while engine.has_work:
         for output in engine.step():
             print(output.text, end="", flush=True)

@@ -1,6 +1,7 @@
 """What the command prints and writes when its prompts are done."""
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ def print_results(results: Sequence[Result], total: int) -> None:
             which = f" ({index}/{len(texts)})" if len(texts) > 1 else ""
             print(f"{RULE} {result.number}/{total}{which}: {result.job.spec.title[:70]}")
             print(text)
-    print(RULE)
+    sys.stdout.flush()  # before the statistics, where both streams go to the same place
 
 
 def _texts(result: Result) -> list[str]:
@@ -44,29 +45,32 @@ def _texts(result: Result) -> list[str]:
 
 
 def print_stats(engine: Engine, prewarm: bool) -> None:
-    """Speeds, latencies, memory."""
+    """Speeds, latencies, memory, on stderr."""
+    print(RULE, *_stats(engine, prewarm), sep="\n", file=sys.stderr)
+
+
+def _stats(engine: Engine, prewarm: bool) -> Iterator[str]:
     stats = engine.stats.as_dict()
-    print(
+    yield (
         f"Prompt: {stats['prompt_tokens']} tokens, "
         f"{stats['prompt_tokens_per_sec']:.3f} tokens-per-sec"
     )
-    print(
+    yield (
         f"Generation: {stats['generation_tokens']} tokens, "
         f"{stats['generation_tokens_per_sec']:.3f} tokens-per-sec"
     )
     if stats["ttft_median_s"] is not None:
-        print(f"TTFT: median {stats['ttft_median_s']:.3f} s, max {stats['ttft_max_s']:.3f} s")
-    for line in _ticks(engine.ticks.summary()):
-        print(line)
-    print(f"Pre-warm: {_prewarm(stats['prewarm_seconds'], prewarm)}")
-    print(
+        yield f"TTFT: median {stats['ttft_median_s']:.3f} s, max {stats['ttft_max_s']:.3f} s"
+    yield from _ticks(engine.ticks.summary())
+    yield f"Pre-warm: {_prewarm(stats['prewarm_seconds'], prewarm)}"
+    yield (
         f"KV: peak {stats['peak_blocks_in_use']} of {stats['num_blocks']} blocks "
         f"({stats['peak_kv_bytes'] / MB:.3f} MB; "
         f"live tokens {stats['peak_live_kv_bytes'] / MB:.3f}, "
         f"one cache a sequence {stats['contiguous_kv_bytes'] / MB:.3f}, "
         f"padded batch {stats['padded_kv_bytes'] / MB:.3f}), {stats['blocks_in_use']} in use now"
     )
-    print(f"Peak memory: {mx.get_peak_memory() / GB:.3f} GB")
+    yield f"Peak memory: {mx.get_peak_memory() / GB:.3f} GB"
 
 
 def _ticks(ticks: dict[str, Any]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """One step on the model: lay out, bind the caches, run, sample."""
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -115,14 +116,10 @@ class ModelRunner:
         mx.eval(launched.pending)
         if launched.sampled is None:
             return []
-        choices = zip(*_on_host(launched.sampled), strict=True)
-        errors = launched.errors
-        return [
-            Choice(request, token, logprob, top, errors.get(row))
-            for row, (request, (token, logprob, top)) in enumerate(
-                zip(launched.requests, choices, strict=True)
-            )
-        ]
+        tokens, logprobs, tops = _on_host(launched.sampled)
+        errors = _empty_rows(launched.sampled, logprobs) | launched.errors
+        rows = zip(launched.requests, tokens, logprobs, tops, strict=True)
+        return [Choice(*row, errors.get(index)) for index, row in enumerate(rows)]
 
     def drop(self, request: Request) -> None:
         """Forget what is kept for a request outside the pool, but for the snapshot it leaves."""
@@ -237,6 +234,18 @@ def _joined(parts: list[mx.array]) -> mx.array:
 def _arrays(sampled: Sampled) -> list[mx.array]:
     arrays = (sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
     return [array for array in arrays if array is not None]
+
+
+def _empty_rows(sampled: Sampled, logprobs: Sequence[float]) -> dict[int, Exception]:
+    """By row, that its caller left no token to choose: all logits are NaN or -inf."""
+    return {
+        row: ValueError(
+            "[SamplingParams] logits_processors or logit_bias leave no token: "
+            "expected at least one finite logit, and no NaN"
+        )
+        for row in sampled.may_be_empty
+        if math.isnan(logprobs[row])
+    }
 
 
 def _on_host(sampled: Sampled) -> tuple[list[int], list[float], list[TopLogprobs]]:

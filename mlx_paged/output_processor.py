@@ -71,8 +71,12 @@ class OutputProcessor:
 
     def finish(self, request: Request, reason: FinishReason) -> Completion:
         """The whole of a request that ends now."""
-        self._ends.pop(request.id, None)
-        text = self._texts.pop(request.id, None)
+        text = self.forget(request)
         request.finish_reason = reason
         request.finish_time = self._clock()
         return Completion.of(request, "" if text is None else text.text)
+
+    def forget(self, request: Request) -> TextStream | None:
+        """Expect no more tokens of a request; its text so far."""
+        self._ends.pop(request.id, None)
+        return self._texts.pop(request.id, None)

@@ -14,7 +14,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # taken back by the caller
-    ERROR = "error"  # its logits processor raised, or the model failed on it
+    ERROR = "error"  # its logits processor failed or left no token, or the model failed
 
 
 @dataclass(slots=True, eq=False)

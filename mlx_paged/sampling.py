@@ -32,6 +32,7 @@ class Sampled:
             number that a row asks for; a row that asks for none holds zeros. None if none does.
         top_logprobs: of those tokens, ``[R, K]`` float32; -inf in a row that asks for none.
         errors: by row, why it has no token: what `tokens` holds there means nothing.
+        may_be_empty: rows that have no token either if their log-probability is NaN.
         distributions: of all tokens ``[R, vocab]``, in the type of the logits.
     """
 
@@ -41,6 +42,7 @@ class Sampled:
     top_tokens: mx.array | None = None
     top_logprobs: mx.array | None = None
     errors: dict[int, Exception] = field(default_factory=dict)
+    may_be_empty: Sequence[int] = ()
 
 
 class Sampler:
@@ -80,10 +82,13 @@ class Sampler:
         if self._rows.samplers:
             tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
-        if self._rows.reported is None:
-            return Sampled(tokens, chosen, logprobs, errors=errors)
-        top = _most_likely(logprobs, self._rows.reported, self._rows.num_reported)
-        return Sampled(tokens, chosen, logprobs, *top, errors)
+        top_tokens = top_logprobs = None
+        if self._rows.reported is not None:
+            top_tokens, top_logprobs = _most_likely(
+                logprobs, self._rows.reported, self._rows.num_reported
+            )
+        may_be_empty = self._rows.may_be_empty
+        return Sampled(tokens, chosen, logprobs, top_tokens, top_logprobs, errors, may_be_empty)
 
     def _compose(self, requests: Sequence[Request], vocab: int) -> None:
         rows = self._rows = SamplingRows.of(requests, vocab)

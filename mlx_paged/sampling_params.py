@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 PROBABILITIES = ("top_p", "min_p", "xtc_probability")
@@ -46,7 +46,8 @@ class SamplingParams:
             pairs of these; kept as a tuple of pairs.
         logits_processors: called in turn as ``processor(tokens, logits)`` with the prompt and what
             was generated since, ``[n]`` int32, and the next token's logits ``[1, vocab]``, both
-            mx.array; returns logits of the same shape. As in mlx-lm. They should not evaluate
+            mx.array; returns logits of the same shape. As in mlx-lm. One that raises, or leaves no
+            token but NaN and -inf, ends its request with an error. They should not evaluate
             either: that makes the engine wait for the model.
         sampler: chooses the token instead of temperature and filters, which must be left as they
             are: called as ``sampler(logprobs)`` with log-probabilities ``[1, vocab]``, an mx.array,
@@ -103,13 +104,17 @@ class SamplingParams:
 
     def _freeze(self, name: str, collection: Callable[[Iterable[Any]], object]) -> None:
         value = getattr(self, name)
-        _require(isinstance(value, Iterable), self, name, "a collection")
-        object.__setattr__(self, name, collection(value))
+        is_collection = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+        _require(is_collection, self, name, "a collection")
+        try:
+            object.__setattr__(self, name, collection(value))
+        except TypeError:  # a set of what cannot be hashed
+            _require(False, self, name, "a collection of token ids")
 
     def _check_numbers(self) -> None:
-        _require(_is_count(self.max_tokens, 1), self, "max_tokens", "an integer >= 1")
+        _require(is_count(self.max_tokens, 1), self, "max_tokens", "an integer >= 1")
         for name in COUNTS:
-            _require(_is_count(getattr(self, name)), self, name, "an integer >= 0")
+            _require(is_count(getattr(self, name)), self, name, "an integer >= 0")
         _require(_is_within(self.temperature, 0), self, "temperature", ">= 0 and finite")
         for name in PROBABILITIES:
             _require(_is_within(getattr(self, name), 0, 1), self, name, "from 0 to 1")
@@ -124,22 +129,19 @@ class SamplingParams:
             penalty = getattr(self, name)
             _require(penalty is None or _is_within(penalty), self, name, "None or a finite number")
         _require(
-            self.seed is None or (_is_count(self.seed) and self.seed < 2**64),
+            self.seed is None or (is_count(self.seed) and self.seed < 2**64),
             self,
             "seed",
             "an integer in [0, 2**64)",
         )
+        _require(isinstance(self.ignore_eos, bool), self, "ignore_eos", "True or False")
 
     def _check_collections(self) -> None:
         _require(
             all(isinstance(s, str) and s for s in self.stop), self, "stop", "non-empty strings"
         )
-        _require(
-            all(map(_is_count, self.xtc_special_tokens)),
-            self,
-            "xtc_special_tokens",
-            "token ids >= 0",
-        )
+        for name in ("stop_token_ids", "xtc_special_tokens"):
+            _require(all(map(is_whole, getattr(self, name))), self, name, "token ids >= 0")
         _require(
             all(map(_is_bias, self.logit_bias)),
             self,
@@ -156,25 +158,50 @@ class SamplingParams:
         )
 
 
-def _is_count(value: object, least: int = 0) -> bool:
+def check_biases(params: SamplingParams, vocab: int) -> None:
+    """Refuse biases of tokens that do not exist.
+
+    Raises:
+        ValueError: naming the largest of them.
+    """
+    largest = max(dict(params.logit_bias), default=0)
+    if largest >= vocab:
+        raise ValueError(
+            f"[SamplingParams] logit_bias names token {largest}: expected token ids below {vocab}"
+        )
+
+
+def is_count(value: object, least: int = 0) -> bool:
+    """Whether `value` is an integer that is not too small; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_whole(value: object, least: int = 0) -> bool:
+    """As :func:`is_count`, and NumPy's integers count."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def is_real(value: object) -> bool:
+    """Whether `value` is a number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_within(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
     """Whether `value` is a finite number of ``[low, high]``."""
-    return (
-        isinstance(value, Real)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and low <= float(value) <= high
-    )
+    if not isinstance(value, Real) or not is_real(value):
+        return False
+    try:
+        number = float(value)
+    except OverflowError:
+        return False
+    return math.isfinite(number) and low <= number <= high
 
 
 def _is_bias(pair: object) -> bool:
     if not isinstance(pair, tuple) or len(pair) != 2:
         return False
     token, bias = pair
-    return _is_count(token) and (_is_within(bias) or bias == -math.inf)
+    return is_count(token) and (_is_within(bias) or bias == -math.inf)
 
 
 def _require(condition: bool, params: SamplingParams, name: str, expected: str) -> None:

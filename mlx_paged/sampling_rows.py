@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.request import Request
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_params import SamplingParams, check_biases
 
 MIN_TEMPERATURE = 1e-30
 """Smaller ones mean the same and would be zero in float32."""
@@ -118,6 +118,7 @@ class SamplingRows:
     reported: Subset | None  # rows whose most likely tokens are reported
     num_reported: int
     errors: dict[int, Exception]  # by row
+    may_be_empty: list[int]  # rows whose caller may leave them no token to choose
 
     @classmethod
     def of(cls, requests: Sequence[Request], vocab: int) -> "SamplingRows":
@@ -136,6 +137,7 @@ class SamplingRows:
             reported=Subset(reported, len(params)) if reported else None,
             num_reported=min(max((p.logprobs for p in params), default=0), vocab),
             errors=errors,
+            may_be_empty=[i for i, request in enumerate(requests) if _may_be_empty(request)],
         )
 
     def belong_to(self, requests: Sequence[Request], vocab: int) -> bool:
@@ -213,18 +215,24 @@ def _biases(
     for row, p in enumerate(params):
         if not p.logit_bias:
             continue
-        bias = dict(p.logit_bias)
-        if max(bias) >= vocab:
-            errors[row] = ValueError(
-                f"[SamplingParams] logit_bias names token {max(bias)}: "
-                f"expected token ids below {vocab}"
-            )
+        try:
+            check_biases(p, vocab)
+        except ValueError as error:
+            errors[row] = error.with_traceback(None)  # which holds on to every caller
             continue
+        bias = dict(p.logit_bias)
         places += [(row, token) for token in bias]
         values += bias.values()
     if not places:
         return None, errors
     return LogitBiases(*_indices(places), mx.array(np.array(values, np.float32))), errors
+
+
+def _may_be_empty(request: Request) -> bool:
+    """Whether the caller may forbid every token; a beam search drops such a hypothesis itself."""
+    params = request.params
+    forbids = -math.inf in dict(params.logit_bias).values()
+    return (forbids or bool(params.logits_processors)) and not request.synchronous
 
 
 def _penalised(

@@ -106,6 +106,70 @@ def test_a_raising_processor_ends_its_request_alone(engine, expected, at, lookah
         assert done[ids[i]].tokens == expected[i] and done[ids[i]].error is None
 
 
+def fill_from(step: int, value: float):
+    """A logits processor that makes all logits `value` when `step` tokens have been generated."""
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        is_due = len(tokens) >= len(PROMPTS[2]) + step
+        return mx.full(logits.shape, value, logits.dtype) if is_due else logits
+
+    return processor
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("value", [mx.nan, -mx.inf])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 1.0, "top_p": 0.9}, {"logprobs": 2}], ids=str
+)
+def test_a_processor_that_leaves_no_token_ends_its_request_alone(
+    engine, expected, lookahead, at, value, options
+):
+    engine.lookahead = lookahead
+    ids = [engine.add_request(prompt, max_tokens=12) for prompt in PROMPTS[:2]]
+    bad = engine.add_request(
+        PROMPTS[2], max_tokens=12, logits_processors=[fill_from(at, value)], **options
+    )
+    ids += [engine.add_request(prompt, max_tokens=12) for prompt in PROMPTS[3:]]
+    done = finish(engine)
+    assert done[bad].finish_reason is FinishReason.ERROR
+    assert "logits_processors or logit_bias leave no token" in done[bad].error
+    assert len(done[bad].tokens) == at and np.isfinite(done[bad].logprobs).all()
+    assert [done[i].tokens for i in ids] == expected[:2] + expected[3:]
+    assert engine.stats.faults == 0
+
+
+def test_biases_that_forbid_every_token_end_their_request_alone(engine, expected):
+    bad = engine.add_request(PROMPTS[0], logit_bias=dict.fromkeys(range(VOCAB), -mx.inf))
+    other = engine.add_request(PROMPTS[1], max_tokens=12)
+    done = finish(engine)
+    assert done[bad].finish_reason is FinishReason.ERROR and done[bad].tokens == []
+    assert done[other].tokens == expected[1]
+
+
+def test_a_processor_may_leave_a_single_token(engine):
+    def only_seven(tokens: mx.array, logits: mx.array) -> mx.array:
+        return mx.where(mx.arange(VOCAB) == 7, logits, -mx.inf)
+
+    for options in ({}, {"temperature": 1.0}):
+        (completion,) = engine.generate(
+            [PROMPTS[0]], max_tokens=3, logits_processors=[only_seven], **options
+        )
+        assert completion.tokens == [7] * 3 and completion.error is None
+
+
+def test_a_beam_search_drops_hypotheses_that_have_no_continuation(engine):
+    """Where others have one: no token that ends such a hypothesis is among the answers."""
+    first = engine.beam_search(PROMPTS[0], 3, max_tokens=1).tokens[0]
+
+    def forbid_after_first(tokens: mx.array, logits: mx.array) -> mx.array:
+        return mx.where(tokens[-1] == first, -mx.inf, logits)
+
+    found = engine.beam_search(PROMPTS[0], 3, max_tokens=4, logits_processors=[forbid_after_first])
+    assert found.finish_reason is FinishReason.LENGTH and len(found.beams) == 3
+    assert all(first not in beam.tokens[:-1] for beam in found.beams)
+
+
 class Saboteur:
     """Stands between the engine and its model."""
 

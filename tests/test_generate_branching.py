@@ -52,8 +52,8 @@ def test_beams_come_with_their_scores_best_first(run, records):
     for record in beams:
         length = len(record["tokens"]) ** 0.5
         assert record["score"] == pytest.approx(sum(record["logprobs"]) / length, rel=1e-5)
-    out = run("-p", CLASS, "-m", 8, "--beams", 3).out
-    assert "1/1 (3/3)" in out and "Generation:" in out
+    result = run("-p", CLASS, "-m", 8, "--beams", 3)
+    assert "1/1 (3/3)" in result.out and "Generation:" in result.err
 
 
 def test_the_most_likely_tokens_are_written(demo, records):
@@ -72,7 +72,11 @@ def test_penalties_reach_the_requests(records):
         assert penalised["tokens"] != plain["tokens"]
 
 
-def test_a_line_that_fails_on_the_way_is_reported_and_the_others_are_finished(run, tmp_path):
+def test_a_line_that_fails_on_the_way_is_reported_and_the_others_are_finished(
+    run, demo, monkeypatch, tmp_path
+):
+    """As where a model does not say how large its vocabulary is."""
+    monkeypatch.setattr(demo[0].args, "vocab_size", None)
     output = tmp_path / "results.jsonl"
     lines = [{"prompt": CLASS, "logit_bias": {"99999": 1}}, {"prompt": FUNCTION}]
     file = jsonl(tmp_path / "prompts.jsonl", lines)

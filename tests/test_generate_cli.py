@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -17,16 +18,17 @@ from mlx_paged import generate
 pytest_plugins = ["generate_fixtures"]
 
 
-def test_one_prompt_prints_what_mlx_lm_prints_and_more(run, demo, capsys):
-    """The same lines in the same order; only speeds and the memory peak differ."""
+def test_one_prompt_shows_what_mlx_lm_shows_and_more(run, demo, expected, capsys):
+    """The text alone on stdout, the other lines on stderr; only speeds and the memory differ."""
     mlx_lm.generate(*demo, FUNCTION, verbose=True, max_tokens=24)
-    theirs = re.sub(r"\d+\.\d+", "#", capsys.readouterr().out).splitlines()
+    shown = re.sub(r"\d+\.\d+", "#", capsys.readouterr().out)
     result = run("--prompt", FUNCTION, "--max-tokens", 24)
-    ours = re.sub(r"\d+\.\d+", "#", result.out).splitlines()
-    added = [line for line in ours if line.startswith(("TTFT:", "Ticks:", "KV:", "Pre-warm:"))]
-    assert [line for line in ours if line not in added] == theirs
+    told = re.sub(r"\d+\.\d+", "#", result.err).splitlines()
+    added = [line for line in told if line.startswith(("TTFT:", "Ticks:", "KV:", "Pre-warm:"))]
+    theirs = shown.replace(f"{expected(FUNCTION, 24)}\n", "").splitlines()
+    assert [line for line in told if line not in added] == theirs
     assert len(added) == 4
-    assert result.status == 0 and result.err == ""
+    assert result.status == 0 and result.out == f"{expected(FUNCTION, 24)}\n"
 
 
 def test_one_prompt_is_printed_as_its_tokens_come(run, expected, monkeypatch):
@@ -44,23 +46,20 @@ def test_one_prompt_is_printed_as_its_tokens_come(run, expected, monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     run("-p", FUNCTION, "-m", 24)
     text = expected(FUNCTION, 24)
-    streamed = {view for view in screen.views if f"{RULE}\n{text}".startswith(view)}
+    streamed = {view for view in screen.views if text.startswith(view)}
     assert len(streamed) > 15
-    assert f"{RULE}\n{text}" in streamed
+    assert text in streamed
 
 
 def test_many_prompts_print_their_texts_in_input_order(run, expected):
     prompts = [FUNCTION, CLASS, LONG]
     result = run(*(f"--prompt={prompt}" for prompt in prompts), "--max-tokens", 24)
     titles = [" ".join(prompt.split())[:70] for prompt in prompts]
-    assert result.out.startswith(
-        "".join(
-            f"{RULE} {number}/3: {title}\n{expected(prompt, 24)}\n"
-            for number, (title, prompt) in enumerate(zip(titles, prompts, strict=True), start=1)
-        )
-        + f"{RULE}\nPrompt: "
+    assert result.out == "".join(
+        f"{RULE} {number}/3: {title}\n{expected(prompt, 24)}\n"
+        for number, (title, prompt) in enumerate(zip(titles, prompts, strict=True), start=1)
     )
-    assert result.status == 0
+    assert result.status == 0 and f"{RULE}\nPrompt: " in result.err
 
 
 def test_many_prompts_show_their_progress_on_stderr(run):
@@ -89,7 +88,7 @@ def test_a_typed_newline_or_tab_is_the_character(run, asked):
 
 def test_a_dash_reads_the_prompt_from_stdin(run, expected, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(LONG))
-    assert run("-p", "-", "-m", 12).out.startswith(f"{RULE}\n{expected(LONG, 12)}\n{RULE}\n")
+    assert run("-p", "-", "-m", 12).out == f"{expected(LONG, 12)}\n"
 
 
 def test_a_stop_string_ends_the_text(run, expected):
@@ -97,13 +96,12 @@ def test_a_stop_string_ends_the_text(run, expected):
     stop = text[len(text) // 2 :][:6]
     before = text.split(stop)[0]
     result = run("-p", FUNCTION, "-m", 24, "--stop", "never there", "--stop", stop)
-    assert result.out.startswith(f"{RULE}\n{before}\n{RULE}\n")
+    assert result.out == f"{before}\n"
 
 
 def test_a_seed_repeats_a_sampled_run(run):
     def sampled(seed: int) -> str:
-        result = run("-p", FUNCTION, "-p", FUNCTION, "-m", 24, "--temp", 1, "--seed", seed)
-        return result.out.split("Prompt: ")[0]
+        return run("-p", FUNCTION, "-p", FUNCTION, "-m", 24, "--temp", 1, "--seed", seed).out
 
     assert sampled(1) == sampled(1) != sampled(2)
 
@@ -336,5 +334,20 @@ def test_the_command_runs_the_demo_model_on_a_prompt_from_stdin(expected):
         cwd=ROOT,
         timeout=120,
     )
-    assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith(f"{RULE}\n{expected(LONG, 24)}\n{RULE}\nPrompt: ")
+    assert done.returncode == 0 and done.stdout == f"{expected(LONG, 24)}\n"
+    assert done.stderr.startswith(f"{RULE}\n{RULE}\nPrompt: ")
+
+
+def test_where_both_streams_go_to_one_place_the_statistics_come_last(expected):
+    """Also where it is no terminal, so that what is printed is kept back."""
+    prompts = [f"--prompt={prompt}" for prompt in (FUNCTION, CLASS)]
+    done = subprocess.run(
+        command(*prompts, "-m", 3),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"},
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+    )
+    assert f"2/2: {CLASS}\n{expected(CLASS, 3)}\n{RULE}\nPrompt: " in done.stdout

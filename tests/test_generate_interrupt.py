@@ -62,11 +62,10 @@ def test_ctrl_c_keeps_what_is_finished(run, expected, monkeypatch, tmp_path):
 def test_ctrl_c_leaves_the_streamed_text_of_a_single_prompt(run, expected, monkeypatch):
     interrupt_after(monkeypatch, steps=5)
     result = run("-p", FUNCTION, "-m", 50)
-    _, streamed, statistics = result.out.split(RULE)
     assert result.status == 130
-    assert streamed.strip("\n") and expected(FUNCTION, 50).startswith(streamed[1:-1])
-    assert statistics.startswith("\nPrompt: ")
-    assert result.err == "interrupted: 0 of 1 prompts finished\n"
+    assert result.out.strip("\n") and expected(FUNCTION, 50).startswith(result.out[:-1])
+    assert f"{RULE}\nPrompt: " in result.err
+    assert result.err.endswith("\ninterrupted: 0 of 1 prompts finished\n")
 
 
 def test_ctrl_c_while_the_model_loads_is_no_traceback(run, monkeypatch):
@@ -124,6 +123,6 @@ def test_ctrl_c_ends_the_running_command_with_what_it_has(endless_model, expecte
         finally:
             running.kill()
     assert running.returncode == 130
-    assert out.decode().startswith(f"{RULE} 1/3: {FUNCTION}\n{expected(FUNCTION, 2)}\n{RULE}\n")
+    assert out.decode() == f"{RULE} 1/3: {FUNCTION}\n{expected(FUNCTION, 2)}\n"
     assert (seen + err).endswith(b"interrupted: 1 of 3 prompts finished\n")
     assert b"Traceback" not in seen + err

@@ -100,15 +100,15 @@ def test_spikes_are_counted_by_their_first_cause(run, tmp_path):
     causes = json.loads(stats.read_text())["spike_causes"]
     assert sum(causes.values()) == 12
     counted = ", ".join(f"{count} {cause}" for cause, count in causes.items())
-    assert f"spikes: {counted}\n" in result.out
+    assert f"spikes: {counted}\n" in result.err
 
 
 def test_a_profile_says_that_it_is_one(run, expected, tmp_path):
     path = tmp_path / "ticks.jsonl"
     result = run("-p", FUNCTION, "-p", CLASS, "-m", 9, "--profile", "--metrics-jsonl", path)
     assert expected(FUNCTION, 9) in result.out
-    (line,) = [line for line in result.out.splitlines() if line.startswith("Profile: ")]
+    (line,) = [line for line in result.err.splitlines() if line.startswith("Profile: ")]
     assert "synchronised, slower than a normal run" in line
     assert all(name.removesuffix("_ms") in line for name in PHASES)
     assert all(tick["forward_ms"] > 0 for tick in read_jsonl(path))
-    assert "Profile: " not in run("-p", FUNCTION, "-m", 2).out
+    assert "Profile: " not in run("-p", FUNCTION, "-m", 2).err

@@ -50,6 +50,10 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
         (["--n", 0], "--n: expected a whole number >= 1, got '0'"),
         (["--n", 3, "--best-of", 2], "--prompt: n is 3: expected at most --best-of 2"),
         (["--beams", 2, "--n", 2], "n or --best-of is given with --beams: expected one of them"),
+        (
+            ["--beams", 10**6],
+            "--prompt: [add_beam_search] num_beams is 1000000: expected",
+        ),
         (["--beams", 2, "--temp", 1], "temperature, stop or sampler is given: expected none"),
         (["--max-stall-ms", 0], "--max-stall-ms: expected a number of milliseconds above 0"),
         (["--policy", "lifo"], "invalid choice: 'lifo' (choose from 'fcfs', 'priority', 'short"),
@@ -137,10 +141,22 @@ def test_a_prompts_file_in_another_encoding_is_named(run, tmp_path):
         ({"prompt": "x", "top_q": 1}, 'unknown key "top_q"'),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": "x", "top_p": 2}, "[SamplingParams] top_p is 2: expected from 0 to 1"),
+        (
+            {"prompt": "x", "logit_bias": {"99999": 1}},
+            "[SamplingParams] logit_bias names token 99",
+        ),
         ({"prompt": "x", "max_tokens": 10**6}, "[add_request] 1 prompt tokens and max_tokens"),
         ({"messages": [{"role": "user", "content": "x"}]}, '"messages" need a chat template'),
     ],
-    ids=["not JSON", "unknown key", "empty prompt", "out of range", "too long", "no template"],
+    ids=[
+        "not JSON",
+        "unknown key",
+        "empty prompt",
+        "out of range",
+        "unknown token",
+        "too long",
+        "no template",
+    ],
 )
 def test_a_bad_line_is_reported_with_its_number(run, tmp_path, line, message):
     path = jsonl(tmp_path / "prompts.jsonl", [{"prompt": "fine"}, line])

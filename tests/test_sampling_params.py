@@ -3,6 +3,7 @@
 from copy import deepcopy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mlx_paged.sampling_params import SamplingParams
@@ -14,13 +15,20 @@ BAD_VALUES = [
     ("max_tokens", -1, "an integer >= 1"),
     ("max_tokens", 1.5, "an integer >= 1"),
     ("max_tokens", True, "an integer >= 1"),
+    ("max_tokens", "9", "an integer >= 1"),
+    ("max_tokens", NAN, "an integer >= 1"),
     ("temperature", -0.1, ">= 0 and finite"),
     ("temperature", INF, ">= 0 and finite"),
     ("temperature", NAN, ">= 0 and finite"),
     ("temperature", "1", ">= 0 and finite"),
+    ("temperature", True, ">= 0 and finite"),
+    ("temperature", 10**400, ">= 0 and finite"),
     ("top_p", -0.1, "from 0 to 1"),
     ("top_p", 1.1, "from 0 to 1"),
     ("top_p", NAN, "from 0 to 1"),
+    ("top_p", "0.9", "from 0 to 1"),
+    ("top_p", True, "from 0 to 1"),
+    ("top_p", 10**400, "from 0 to 1"),
     ("top_k", -1, "an integer >= 0"),
     ("top_k", 2.5, "an integer >= 0"),
     ("top_k", False, "an integer >= 0"),
@@ -34,11 +42,22 @@ BAD_VALUES = [
     ("stop", ("",), "non-empty strings"),
     ("stop", ("end", 7), "non-empty strings"),
     ("stop", 7, "a collection"),
+    ("stop", b"end", "a collection"),
+    ("stop_token_ids", 7, "a collection"),
+    ("stop_token_ids", "7", "a collection"),
+    ("stop_token_ids", b"7", "a collection"),
+    ("stop_token_ids", [[7]], "a collection of token ids"),
+    ("stop_token_ids", frozenset({"7"}), "token ids >= 0"),
+    ("stop_token_ids", frozenset({7.5}), "token ids >= 0"),
+    ("stop_token_ids", frozenset({True}), "token ids >= 0"),
+    ("stop_token_ids", frozenset({NAN}), "token ids >= 0"),
+    ("stop_token_ids", frozenset({-1}), "token ids >= 0"),
     ("xtc_probability", 1.1, "from 0 to 1"),
     ("xtc_probability", NAN, "from 0 to 1"),
     ("xtc_threshold", -0.1, "from 0 to 0.5"),
     ("xtc_threshold", 0.6, "from 0 to 0.5"),
     ("xtc_special_tokens", 7, "a collection"),
+    ("xtc_special_tokens", b"7", "a collection"),
     ("xtc_special_tokens", frozenset({-1}), "token ids >= 0"),
     ("xtc_special_tokens", frozenset({"</s>"}), "token ids >= 0"),
     ("repetition_penalty", -0.1, "None, or >= 0 and finite"),
@@ -62,6 +81,11 @@ BAD_VALUES = [
     ("logits_processors", max, "a collection"),
     ("logits_processors", ("max",), "callables"),
     ("sampler", "greedy", "a callable"),
+    ("logit_bias", "", "a collection"),
+    ("logit_bias", ((True, 1.0),), "numbers below infinity by token id >= 0"),
+    ("logit_bias", ((7, True),), "numbers below infinity by token id >= 0"),
+    ("ignore_eos", "no", "True or False"),
+    ("ignore_eos", 1, "True or False"),
     ("logprobs", -1, "an integer >= 0"),
     ("logprobs", True, "an integer >= 0"),
 ]
@@ -129,6 +153,7 @@ def test_a_single_stop_string_is_not_taken_for_its_letters():
 
 def test_stop_strings_and_tokens_may_come_in_any_collection():
     params = SamplingParams(stop=["\n\n", "end"], stop_token_ids=[3, 3, 5])
+    assert SamplingParams(stop_token_ids=np.array([3, 5])).stop_token_ids == frozenset({3, 5})
     assert params.stop == ("\n\n", "end")
     assert params.stop_token_ids == frozenset({3, 5})
 
