@@ -91,6 +91,8 @@ class PagedCache(_BaseCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a forward's K/V, ``[B, H_kv, N, D]``; return lazy handles of all there is.
 
+        The first K/V of a cache may have any shape and type; later ones are cast to that type.
+
         Raises:
             ValueError: another number of rows, heads or dimensions than before.
             OutOfBlocksError: the pool is full and may not grow; nothing was written.
@@ -99,11 +101,20 @@ class PagedCache(_BaseCache):
             raise ValueError(
                 f"[update_and_fetch] keys have {keys.shape[0]} rows: expected {len(self.rows)}"
             )
+        if self._latest is None and self.empty():
+            self._move_to(self.layer.fitting(keys, values))
         spans = self._spans(keys.shape[2])
         step = self.layer.write(self.rows, self.ids, spans, keys, values)
         self.starts = spans.stops
         self._latest = LayerStep(self.layer.kv, step, self.window)
         return self._latest.handles()
+
+    def _move_to(self, layer: PoolLayer) -> None:
+        """Be a cache of that layer; nothing is stored yet."""
+        if layer is not self.layer:
+            rows = [layer.adopt(row, self.layer, 0) for row in self.rows]
+            self.layer = layer
+            self._show(rows, self.starts)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All K/V, ``[B, H_kv, S, D]``: handles of the latest forward, for layers that reuse it."""

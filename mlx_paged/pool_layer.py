@@ -35,6 +35,12 @@ class LayeredPool(SequencePool, Protocol):
     def named(self, name: str, layer: int) -> PagedSequence:
         """An empty sequence, the same one for each layer that asks for this name once."""
 
+    def layer(self, index: int) -> PoolLayer:
+        """A layer."""
+
+    def successor(self) -> LayeredPool:
+        """The pool for K/V of another shape."""
+
 
 class PoolLayer:
     """K/V of one layer. Its shape is that of the first K/V written, which under tensor parallelism
@@ -74,6 +80,14 @@ class PoolLayer:
             self._kv.grow(num_blocks)
         return self._kv
 
+    def fitting(self, keys: mx.array, values: mx.array) -> PoolLayer:
+        """Where the first K/V of a sequence goes: here, or to the same layer of another pool if
+        K/V of another shape or type is here."""
+        shape, layer = _shape_of(keys, values), self
+        while layer._shape not in (None, shape):
+            layer = layer.pool.successor().layer(self.index)
+        return layer
+
     def write(
         self,
         rows: Sequence[PagedSequence],
@@ -102,7 +116,7 @@ class PoolLayer:
                 f"[update_and_fetch] keys are {keys.dtype} but values {values.dtype}: "
                 "expected one type"
             )
-        shape = KVShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        shape = _shape_of(keys, values)
         if self._shape is None:
             self._shape = shape
         known = self._shape
@@ -155,6 +169,10 @@ class PoolLayer:
             keys, values = source.gather(row, num_tokens)
             self.write([child], (child.id,), RowSpans.of([0], num_tokens), keys, values)
         return child
+
+
+def _shape_of(keys: mx.array, values: mx.array) -> KVShape:
+    return KVShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
 
 
 def _dims(shape: KVShape) -> tuple[int, int, int]:

@@ -1,5 +1,7 @@
 """The blocks behind all paged caches of one model, in as much memory as they take."""
 
+from __future__ import annotations
+
 import itertools
 import threading
 import uuid
@@ -52,6 +54,7 @@ class SharedPool:
         self._named: WeakValueDictionary[str, PagedSequence] = WeakValueDictionary()
         self._new_ids = itertools.count()
         self._dead: deque[int] = deque()
+        self._successor: ref[SharedPool] | None = None
 
     def layer(self, index: int) -> PoolLayer:
         """A layer; its K/V lives as long as the caches that hold it."""
@@ -59,6 +62,16 @@ class SharedPool:
         if layer is None:
             layer = self._layers[index] = PoolLayer(self, index)
         return layer
+
+    def successor(self) -> SharedPool:
+        """The pool for K/V of another shape, in which the model's new caches begin from now on."""
+        with self.lock:
+            pool = self._successor() if self._successor else None
+            if pool is None:
+                pool = SharedPool(self.num_layers, self.block_size, self.kv_memory, self.is_loaded)
+                self._successor = ref(pool)
+                _pools.replace(self, pool)
+        return pool
 
     def _written_layers(self) -> list[PoolLayer]:
         return [layer for layer in list(self._layers.values()) if layer.is_written]
@@ -218,6 +231,12 @@ class _Pools(threading.local):
         self.of_models = {}
         self.loaded: WeakValueDictionary[str, SharedPool] = WeakValueDictionary()
 
+    def replace(self, old: SharedPool, new: SharedPool) -> None:
+        """Let a model have another pool."""
+        for key, (its_model, its_pool) in self.of_models.items():
+            if its_pool() is old:
+                self.of_models[key] = its_model, ref(new)
+
 
 _pools = _Pools()
 
@@ -225,7 +244,7 @@ _pools = _Pools()
 def pool_of(
     model: nn.Module, num_layers: int, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
 ) -> SharedPool:
-    """The pool that this thread's caches of `model` share; it lives as long as they do."""
+    """The pool that this thread's new caches of `model` share; it lives as long as they do."""
     key = (id(model), block_size, kv_memory)
     if key in _pools.of_models:
         its_model, its_pool = (reference() for reference in _pools.of_models[key])
