@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models import cache as stock
 
 from mlx_paged.block_tables import Int32Array
 from mlx_paged.kv_pool import as_int32
@@ -124,6 +125,11 @@ class BatchPagedKVCache(PagedCache):
         """A fork of one row as a cache of its own."""
         row = self.layer.adopt(self.rows[idx], self.layer, 0)
         return self.row_class(self.layer, [row], self.starts[[idx]], self.window)
+
+    def as_stock(self) -> stock.BatchKVCache | stock.BatchRotatingKVCache:
+        """A copy of the K/V in mlx-lm's own batch cache."""
+        rows = [self.extract(i).as_stock() for i in range(len(self.rows))]
+        return type(rows[0]).merge(rows)
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchPagedKVCache:

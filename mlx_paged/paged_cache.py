@@ -12,13 +12,12 @@ from mlx_lm.models.cache import _BaseCache
 
 from mlx_paged.block_tables import Int32Array
 from mlx_paged.layer_step import LayerStep, narrowest
-from mlx_paged.paged_sequence import PagedSequence
+from mlx_paged.paged_sequence import ContentKey, PagedSequence
 from mlx_paged.pool_layer import PoolLayer
 from mlx_paged.row_spans import RowSpans
 from mlx_paged.sdpa_hook import CausalMask
-from mlx_paged.shared_pool import loaded_layer
 
-RowState = tuple[list[mx.array] | None, list[mx.array] | None, int, str]
+RowState = tuple[list[mx.array] | None, list[mx.array] | None, int, ContentKey]
 State = tuple[list[RowState], int | None, int]
 
 
@@ -166,7 +165,7 @@ class PagedCache(_BaseCache):
 
     @property
     def state(self) -> State:
-        """``(rows, window, layer)``, a row being ``(key views, value views, tokens, name)``.
+        """``(rows, window, layer)``, a row being ``(key views, value views, tokens, key)``.
 
         Views are of the pool, ``[n, H_kv, tokens, D]`` for each run of adjacent blocks: evaluating
         them evaluates what is written and copies nothing. They keep their content while they live.
@@ -192,32 +191,21 @@ class PagedCache(_BaseCache):
 
     def _restored(self, state: RowState) -> PagedSequence:
         """The sequence that a view was made of, or else one with a copy of its content."""
-        keys, values, num_tokens, name = state
+        keys, values, num_tokens, key = state
         pool, index = self.layer.pool, self.layer.index
         if keys and isinstance(keys[0], StateView) and keys[0].layer is self.layer:
             return keys[0].sequence.fork_for(pool, index)
-        sequence = pool.named(name, index)
+        sequence = pool.named(key, index)
         if not keys or not values:
             return sequence
         k, v = (_contiguous(runs) for runs in (keys, values))
         self.layer.write([sequence], (sequence.id,), RowSpans.of([0], num_tokens), k, v)
         return sequence
 
-    @classmethod
-    def from_state(cls, state: State) -> Self:
-        """A cache in a pool of its own, shared with the other layers that are loaded with it.
-
-        Joining a batch copies it to the batch's pool.
-        """
-        rows, window, index = state
-        cache = cls(loaded_layer(rows[0][3], index), [], [], window)
-        cache.state = state
-        return cache
-
     # What is in it
 
     def is_trimmable(self) -> bool:
-        return True
+        return not any(row.lacks_start for row in self.rows)
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens of every row, or as many as all have; returns how many."""

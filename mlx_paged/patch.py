@@ -2,24 +2,24 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import Any
 
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.models import cache as stock
+from mlx_lm.models.cache import load_prompt_cache as stock_load_prompt_cache
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
+from mlx_lm.models.cache import save_prompt_cache as stock_save_prompt_cache
 
-from mlx_paged.batch_prompt_cache import BatchPagedKVCache
-from mlx_paged.prompt_cache import PagedKVCache, check_options, make_prompt_cache
+from mlx_paged.prompt_cache import check_options, make_prompt_cache
+from mlx_paged.saved_caches import load_prompt_cache, save_prompt_cache
 from mlx_paged.sdpa_hook import attention_hook
 from mlx_paged.shared_pool import BLOCK_SIZE
 
 TESTED_VERSIONS = ("0.32.2",)
 OVERRIDE = "MLX_PAGED_ALLOW_UNTESTED_MLX_LM"
-LOADABLE = (PagedKVCache, BatchPagedKVCache)
 
 Options = dict[str, Any]
 
@@ -46,15 +46,13 @@ class _Patch:
     def update(self) -> None:
         """Patch or restore as the callers want it now."""
         if self.options is not None and not self.is_applied:
-            _replace(stock_make_prompt_cache, _make_prompt_cache)
-            for cache_class in LOADABLE:
-                setattr(stock, cache_class.__name__, cache_class)
+            for theirs, ours in REPLACED.items():
+                _replace(theirs, ours)
             self.hook.enter_context(attention_hook())
         elif self.options is None and self.is_applied:
             self.hook.close()
-            for cache_class in LOADABLE:
-                delattr(stock, cache_class.__name__)
-            _replace(_make_prompt_cache, stock_make_prompt_cache)
+            for theirs, ours in REPLACED.items():
+                _replace(ours, theirs)
         self.is_applied = self.options is not None
 
 
@@ -70,12 +68,28 @@ def _make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list
     return make_prompt_cache(model, max_kv_size, **options)
 
 
-def _replace(old: Any, new: Any) -> None:
-    """Rebind `make_prompt_cache` in every loaded module of mlx-lm that has it."""
-    for name, module in list(sys.modules.items()):
-        of_mlx_lm = name == "mlx_lm" or name.startswith("mlx_lm.")
-        if of_mlx_lm and vars(module).get("make_prompt_cache") is old:
-            module.make_prompt_cache = new  # type: ignore[attr-defined]
+def _load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
+    """Likewise."""
+    options = _patch.options
+    if options is None:
+        return stock_load_prompt_cache(file_name, return_metadata)
+    return load_prompt_cache(file_name, return_metadata, **options)
+
+
+REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
+    stock_make_prompt_cache: _make_prompt_cache,
+    stock_load_prompt_cache: _load_prompt_cache,
+    stock_save_prompt_cache: save_prompt_cache,
+}
+"""Functions of mlx-lm and what takes their place."""
+
+
+def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Rebind a function in every loaded module of mlx-lm that has it, under whatever name."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name == "mlx_lm" or module_name.startswith("mlx_lm."):
+            for name in [n for n, value in vars(module).items() if value is old]:
+                setattr(module, name, new)
 
 
 def patch_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) -> None:
@@ -83,8 +97,8 @@ def patch_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) 
 
     ``generate``, ``stream_generate``, ``batch_generate``, ``BatchGenerator``, speculative decoding,
     ``LRUPromptCache`` and the server then work on paged caches unchanged; caches made before, and
-    code that holds mlx-lm's ``make_prompt_cache`` under a name of its own, stay as they are. Saved
-    prompt caches are loaded while the patch is in place. Called again, it only takes the options.
+    code that holds mlx-lm's ``make_prompt_cache`` under a name of its own, stay as they are. Prompt
+    caches are saved in mlx-lm's own format. Called again, it only takes the options.
 
     Args:
         block_size: token slots in a block.

@@ -13,7 +13,7 @@ from mlx_paged.block_tables import Int32Array
 from mlx_paged.growing_allocator import GrowingAllocator
 from mlx_paged.growing_pool import GrowingPool
 from mlx_paged.kv_pool import KVShape, block_bytes
-from mlx_paged.paged_sequence import PagedSequence, SequencePool
+from mlx_paged.paged_sequence import ContentKey, PagedSequence, SequencePool
 from mlx_paged.row_spans import RowSpans
 from mlx_paged.row_step import RowStep
 
@@ -32,8 +32,8 @@ class LayeredPool(SequencePool, Protocol):
     def step(self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: RowSpans) -> RowStep:
         """Let the rows write their spans."""
 
-    def named(self, name: str, layer: int) -> PagedSequence:
-        """An empty sequence, the same one for each layer that asks for this name once."""
+    def named(self, key: ContentKey, layer: int) -> PagedSequence:
+        """An empty sequence, the same one for each layer that asks with this key once."""
 
     def layer(self, index: int) -> PoolLayer:
         """A layer."""

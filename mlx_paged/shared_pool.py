@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import uuid
 from collections import deque
 from collections.abc import Sequence
 from weakref import WeakValueDictionary, ref
@@ -15,7 +14,7 @@ import mlx.nn as nn
 from mlx_paged.allocation import BlockCopy, OutOfBlocksError
 from mlx_paged.growing_allocator import GrowingAllocator
 from mlx_paged.kv_memory import physical_memory
-from mlx_paged.paged_sequence import PagedSequence
+from mlx_paged.paged_sequence import ContentKey, PagedSequence
 from mlx_paged.pool_layer import PoolLayer
 from mlx_paged.row_spans import RowSpans
 from mlx_paged.row_step import RowStep
@@ -44,14 +43,13 @@ class SharedPool:
         kv_memory: int | None = None,
         is_loaded: bool = False,
     ) -> None:
-        self.uid = uuid.uuid4().hex
         self.allocator = GrowingAllocator(1, block_size)
         self.num_layers = num_layers
         self.kv_memory = kv_memory
         self.is_loaded = is_loaded
         self.lock = threading.RLock()
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
-        self._named: WeakValueDictionary[str, PagedSequence] = WeakValueDictionary()
+        self._named: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
         self._new_ids = itertools.count()
         self._dead: deque[int] = deque()
         self._successor: ref[SharedPool] | None = None
@@ -78,11 +76,11 @@ class SharedPool:
 
     # Sequences
 
-    def named(self, name: str, layer: int) -> PagedSequence:
-        """An empty sequence, the same one for each layer that asks for this name once."""
-        sequence = self._named.get(name)
+    def named(self, key: ContentKey, layer: int) -> PagedSequence:
+        """An empty sequence, the same one for each layer that asks with this key once."""
+        sequence = self._named.get(key)
         if sequence is None or layer in sequence.layers:
-            sequence = self._named[name] = self.new_sequence()
+            sequence = self._named[key] = self.new_sequence()
         sequence.layers.add(layer)
         return sequence
 
@@ -98,6 +96,7 @@ class SharedPool:
         with self.lock:
             child = PagedSequence(self, next(self._new_ids))
             self.allocator.fork(parent.id, child.id)
+            child.lacks_start = parent.lacks_start
             if parent.step is not None:
                 parent.step.valid = False
         return child
@@ -224,12 +223,11 @@ def _headroom() -> int:
 
 
 class _Pools(threading.local):
-    """The living pools of one thread: by model and options, and those being loaded, by content."""
+    """The living pools of one thread, by model and options."""
 
     def __init__(self) -> None:
         self.of_models: dict[tuple[int, int, int | None], tuple[ref[nn.Module], ref[SharedPool]]]
         self.of_models = {}
-        self.loaded: WeakValueDictionary[str, SharedPool] = WeakValueDictionary()
 
     def replace(self, old: SharedPool, new: SharedPool) -> None:
         """Let a model have another pool."""
@@ -254,11 +252,3 @@ def pool_of(
     living = {k: refs for k, refs in _pools.of_models.items() if refs[1]() is not None}
     _pools.of_models = living | {key: (ref(model), ref(pool))}
     return pool
-
-
-def loaded_layer(name: str, index: int) -> PoolLayer:
-    """A layer of the pool for content of this name, a new one unless some of it lives."""
-    pool = _pools.loaded.get(name)
-    if pool is None:
-        pool = _pools.loaded[name] = SharedPool(0, is_loaded=True)
-    return pool.layer(index)
