@@ -149,7 +149,7 @@ class BatchPagedKVCache(PagedCache):
                     f"[merge] caches have windows {caches[0].window} and {cache.window}: "
                     "expected the same"
                 )
-        layer = next((c.layer for c in caches if not c.layer.pool.is_loaded), caches[0].layer)
+        layer = caches[0].layer
         rows = [row for cache in caches for row in adopted(cache, layer)]
         return cls(layer, rows, np.concatenate([c.starts for c in caches]), caches[0].window)
 

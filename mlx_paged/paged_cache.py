@@ -40,7 +40,7 @@ class PagedCache(_BaseCache):
 
     Merging, extending, filtering, extracting, copying and trimming change block tables; K/V moves
     only when a shared block is written (the tail block of a fork) and when caches of different
-    pools meet (loaded from a file, or made in another thread).
+    pools meet (made in another thread, or for K/V of another type).
 
     What a forward returns is to be evaluated, or its evaluation begun, before its cache is trimmed
     or dies: the blocks may then be written anew.

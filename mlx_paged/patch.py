@@ -2,21 +2,22 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import Any
 
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.models.cache import load_prompt_cache as stock_load_prompt_cache
+from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.models.cache import save_prompt_cache as stock_save_prompt_cache
 
 from mlx_paged.prompt_cache import check_options, make_prompt_cache
-from mlx_paged.saved_caches import load_prompt_cache, save_prompt_cache
+from mlx_paged.ragged_prompts import prompt_without_padding, stock_prompt
 from mlx_paged.sdpa_hook import attention_hook
 from mlx_paged.shared_pool import BLOCK_SIZE
+from mlx_paged.stock_caches import as_paged, save_prompt_cache
 
 TESTED_VERSIONS = ("0.32.2",)
 OVERRIDE = "MLX_PAGED_ALLOW_UNTESTED_MLX_LM"
@@ -68,28 +69,39 @@ def _make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list
     return make_prompt_cache(model, max_kv_size, **options)
 
 
-def _load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
-    """Likewise."""
+def _insert_segments(
+    self: BatchGenerator,
+    segments: Any,
+    max_tokens: Any = None,
+    caches: Sequence[Any] | None = None,
+    *args: Any,
+    **more: Any,
+) -> list[int]:
+    """Stands for the method: lets caches that mlx-lm made or loaded join paged ones."""
     options = _patch.options
-    if options is None:
-        return stock_load_prompt_cache(file_name, return_metadata)
-    return load_prompt_cache(file_name, return_metadata, **options)
+    if options is not None and caches:
+        model, size = self.model, self.max_kv_size
+        caches = [c if c is None else as_paged(model, c, size, **options) for c in caches]
+    uids: list[int] = stock_insert_segments(self, segments, max_tokens, caches, *args, **more)
+    return uids
 
 
+stock_insert_segments = BatchGenerator.insert_segments
 REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     stock_make_prompt_cache: _make_prompt_cache,
-    stock_load_prompt_cache: _load_prompt_cache,
     stock_save_prompt_cache: save_prompt_cache,
+    stock_insert_segments: _insert_segments,
+    stock_prompt: prompt_without_padding,
 }
-"""Functions of mlx-lm and what takes their place."""
+"""Functions and methods of mlx-lm and what takes their place."""
 
 
 def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
     """Rebind a function in every loaded module of mlx-lm that has it, under whatever name."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name == "mlx_lm" or module_name.startswith("mlx_lm."):
-            for name in [n for n, value in vars(module).items() if value is old]:
-                setattr(module, name, new)
+    modules = [m for n, m in sys.modules.items() if n == "mlx_lm" or n.startswith("mlx_lm.")]
+    for holder in (BatchGenerator, PromptProcessingBatch, *modules):
+        for name in [name for name, value in vars(holder).items() if value is old]:
+            setattr(holder, name, new)
 
 
 def patch_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) -> None:

@@ -23,7 +23,6 @@ class LayeredPool(SequencePool, Protocol):
 
     allocator: GrowingAllocator
     lock: RLock
-    is_loaded: bool
 
     @property
     def block_size(self) -> int:

@@ -111,7 +111,8 @@ def make_prompt_cache(
     def paged(cache: Any) -> Any:
         if not is_pageable(cache):
             return cache
-        return PagedKVCache(next(layers), [sequence], [0], window_of(cache))
+        window = cache.max_size if type(cache) is stock.RotatingKVCache else None
+        return PagedKVCache(next(layers), [sequence], [0], window)
 
     return converted(caches, paged)
 
@@ -128,11 +129,6 @@ def is_pageable(cache: Any) -> bool:
     kind = type(cache)
     plain = kind in (stock.KVCache, stock.ConcatenateKVCache)
     return plain or (kind is stock.RotatingKVCache and cache.keep == 0)
-
-
-def window_of(cache: Any) -> int | None:
-    """Tokens that a query of a stock cache's layer sees at most."""
-    return cache.max_size if type(cache) is stock.RotatingKVCache else None
 
 
 def converted(caches: Iterable[Any], convert: Callable[[Any], Any]) -> list[Any]:

@@ -33,20 +33,14 @@ class SharedPool:
         num_layers: layers that are going to be written.
         block_size: token slots in a block.
         kv_memory: bytes of K/V at most; default what the device has left when it grows.
-        is_loaded: whether its content comes from a file, and is moved when it meets another.
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        block_size: int = BLOCK_SIZE,
-        kv_memory: int | None = None,
-        is_loaded: bool = False,
+        self, num_layers: int, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
     ) -> None:
         self.allocator = GrowingAllocator(1, block_size)
         self.num_layers = num_layers
         self.kv_memory = kv_memory
-        self.is_loaded = is_loaded
         self.lock = threading.RLock()
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
         self._named: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
@@ -66,7 +60,7 @@ class SharedPool:
         with self.lock:
             pool = self._successor() if self._successor else None
             if pool is None:
-                pool = SharedPool(self.num_layers, self.block_size, self.kv_memory, self.is_loaded)
+                pool = SharedPool(self.num_layers, self.block_size, self.kv_memory)
                 self._successor = ref(pool)
                 _pools.replace(self, pool)
         return pool

@@ -9,7 +9,6 @@ from mlx_paged import OutOfBlocksError
 from mlx_paged.batch_prompt_cache import BatchPagedKVCache
 from mlx_paged.patch import patched_mlx_lm
 from mlx_paged.prompt_cache import PagedKVCache, make_prompt_cache
-from mlx_paged.saved_caches import load_prompt_cache, save_prompt_cache
 from mlx_paged.shared_pool import SharedPool
 
 
@@ -123,16 +122,6 @@ def test_layers_of_a_forward_share_their_offsets():
     for c in batch:
         c.update_and_fetch(*kv(2, 1.0, rows=3))
     assert batch[0].offset is batch[1].offset
-
-
-def test_a_batch_is_in_the_pool_of_the_model_if_there_is_one(llama, tmp_path):
-    fresh, sources = make_prompt_cache(llama, block_size=BLOCK), filled(llama, block_size=2)
-    file = str(tmp_path / "cache.safetensors")
-    save_prompt_cache(file, sources)
-    loaded = load_prompt_cache(file)
-    assert pool_of(loaded).is_loaded
-    assert pool_of(merged([loaded, fresh])) is pool_of(fresh)
-    assert pool_of(merged([loaded, loaded])) is pool_of(loaded)
 
 
 def test_an_empty_cache_in_a_pool_that_is_written_has_nothing_to_give(llama):

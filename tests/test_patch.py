@@ -22,11 +22,12 @@ from mlx_paged.patch import (
     _replace,
     patch_mlx_lm,
     patched_mlx_lm,
-    stock_load_prompt_cache,
+    stock_insert_segments,
     stock_save_prompt_cache,
     unpatch_mlx_lm,
 )
 from mlx_paged.prompt_cache import PagedKVCache, stock_make_prompt_cache
+from mlx_paged.ragged_prompts import stock_prompt
 from mlx_paged.sdpa_hook import mlx_attention
 
 GENERATE = sys.modules["mlx_lm.generate"]
@@ -51,8 +52,8 @@ def is_patched() -> bool:
         GENERATE.make_prompt_cache is not stock_make_prompt_cache,
         mx.fast.scaled_dot_product_attention is not mlx_attention,
         stock.save_prompt_cache is not stock_save_prompt_cache,
-        stock.load_prompt_cache is not stock_load_prompt_cache,
-        GENERATE.load_prompt_cache is not stock_load_prompt_cache,
+        GENERATE.BatchGenerator.insert_segments is not stock_insert_segments,
+        GENERATE.PromptProcessingBatch.prompt is not stock_prompt,
     }
     assert len(signs) == 1
     return signs.pop()
@@ -150,14 +151,14 @@ def test_a_module_imported_meanwhile_is_restored_too(tmp_path):
         "    import mlx_lm.server, mlx_lm.models.cache as cache\n"
         "    assert mlx_lm.server.make_prompt_cache is cache.make_prompt_cache\n"
         "    held = cache.make_prompt_cache\n"
-        "    save, load = cache.save_prompt_cache, cache.load_prompt_cache\n"
+        "    save = cache.save_prompt_cache\n"
         "assert mlx_lm.server.make_prompt_cache is cache.make_prompt_cache is not held\n"
         "class Model: layers = [0]\n"
         "assert type(held(Model())[0]) is cache.KVCache\n"
         "with patched_mlx_lm():\n"
         "    paged = held(Model())\n"
         "save(sys.argv[1], paged)\n"
-        "assert type(load(sys.argv[1])[0]) is cache.KVCache\n"
+        "assert type(cache.load_prompt_cache(sys.argv[1])[0]) is cache.KVCache\n"
     )
     file = str(tmp_path / "cache.safetensors")
     subprocess.run([sys.executable, "-c", code, file], check=True)

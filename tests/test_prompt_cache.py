@@ -117,31 +117,6 @@ def test_the_prompt_cache_of_the_server_reuses_pages(llama, stored, asked, left)
     assert pool.blocks_in_use == 0
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "jamba"])
-def test_a_saved_cache_continues_as_the_one_that_lives(model_type, tmp_path):
-    model, file = tiny_model(model_type), str(tmp_path / "cache.safetensors")
-    cache = make_prompt_cache(model, block_size=BLOCK)
-    greedy(model, PROMPT, cache, 5)
-    stock.save_prompt_cache(file, cache, {"about": "this"})
-    loaded, metadata = stock.load_prompt_cache(file, return_metadata=True)
-    second = stock.load_prompt_cache(file)
-    paged = [c for c in loaded if isinstance(c, PagedKVCache)]
-    assert metadata == {"about": "this"}
-    assert len({id(c.rows[0]) for c in paged}) == 1, "the layers share a sequence"
-    caches = [(loaded, copy.deepcopy(cache)), (second, copy.deepcopy(cache))]
-    for which, tokens in ((0, [1, 2, 3]), (1, [9, 8]), (0, [5]), (1, [6])):
-        a, b = (greedy(model, tokens, each) for each in caches[which])
-        assert a == b
-
-
-def test_an_empty_cache_can_be_saved(llama, tmp_path):
-    file = str(tmp_path / "cache.safetensors")
-    stock.save_prompt_cache(file, make_prompt_cache(llama))
-    loaded = stock.load_prompt_cache(file)
-    assert all(c.empty() and c.rows == loaded[0].rows for c in loaded)
-    assert greedy(llama, PROMPT, loaded) == greedy(llama, PROMPT, stock_make_prompt_cache(llama))
-
-
 def test_a_state_keeps_what_it_showed(llama):
     cache = filled(llama)
     states = [c.state for c in cache]
