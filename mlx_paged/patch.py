@@ -108,9 +108,10 @@ def patch_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) 
     """Let mlx-lm make paged caches and attend through them, until :func:`unpatch_mlx_lm`.
 
     ``generate``, ``stream_generate``, ``batch_generate``, ``BatchGenerator``, speculative decoding,
-    ``LRUPromptCache`` and the server then work on paged caches unchanged; caches made before, and
-    code that holds mlx-lm's ``make_prompt_cache`` under a name of its own, stay as they are. Prompt
-    caches are saved in mlx-lm's own format. Called again, it only takes the options.
+    ``LRUPromptCache`` and the server then work on paged caches unchanged. Caches made before stay
+    as they are, and a batch that they join takes copies. Code that holds mlx-lm's functions under
+    names of its own goes on with these. Prompt caches are saved in mlx-lm's own format. Called
+    again, it only takes the options.
 
     Args:
         block_size: token slots in a block.

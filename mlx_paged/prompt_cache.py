@@ -90,7 +90,7 @@ def make_prompt_cache(
 
     Stock caches stay where paging has nothing to offer or would not be right: recurrent states,
     rotating caches that keep their first tokens (`max_kv_size`), chunked and quantized caches, and
-    all caches of the models that the engine refuses or serves one at a time.
+    all caches of the few models for which docs/drop-in.md says so.
 
     Args:
         max_kv_size: as in mlx-lm.

@@ -1,9 +1,12 @@
 """A prompt cache of pages does what mlx-lm's does, and its copies are block tables."""
 
 import copy
+import re
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from architectures import ARCHITECTURES, NOT_ON_A_CPU, build
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as stock
 from mlx_lm.models.base import create_causal_mask
@@ -12,6 +15,7 @@ from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged.batch_attention import calls
 from mlx_paged.layer_step import LayerStep
+from mlx_paged.model_probe import leaves
 from mlx_paged.patch import patched_mlx_lm
 from mlx_paged.prompt_cache import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.sdpa_hook import CausalMask, mlx_attention
@@ -209,6 +213,22 @@ def test_a_window_layer_is_not_quantized():
 )
 def test_layers_are_paged_where_that_is_right(model_type, options, kinds):
     assert {type(c).__name__ for c in make_prompt_cache(tiny_model(model_type), **options)} == kinds
+
+
+def test_the_document_names_the_models_that_keep_mlx_lms_caches():
+    text = (Path(__file__).parents[1] / "docs/drop-in.md").read_text()
+    named = re.search(r"The models (.+?)\s+keep all of mlx-lm's caches", text, re.DOTALL)
+    stateful = re.search(r"Nothing is paged in (.+?), which have only states", text, re.DOTALL)
+    kinds = {
+        name: {type(c) for c in leaves(make_prompt_cache(build(name)))}
+        for name in ARCHITECTURES.keys() - NOT_ON_A_CPU.keys()
+    }
+    unpaged = {name for name, classes in kinds.items() if PagedKVCache not in classes}
+    states_only = {name for name in unpaged if kinds[name] == {stock.ArraysCache}}
+    assert set(re.findall(r"\w+", named[1])) - {"and"} == unpaged - states_only
+    assert set(re.findall(r"\w+", stateful[1])) - {"and"} == states_only
+    others = set.union(*(kinds[name] for name in kinds.keys() - unpaged))
+    assert others == {PagedKVCache, stock.ArraysCache, stock.ChunkedKVCache}
 
 
 def test_lists_of_caches_are_taken_apart():

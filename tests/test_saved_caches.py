@@ -249,7 +249,9 @@ def test_models_that_keep_mlx_lms_caches_take_them_as_they_are():
 def test_tokens_that_windows_forgot_cannot_come_back_by_trimming(windowed):
     paged = as_paged(windowed, [c.as_stock() for c in filled(windowed)], block_size=BLOCK)
     batch = merged([paged, make_prompt_cache(windowed, block_size=BLOCK)])
-    for caches in (paged, batch, [c.extract(0) for c in batch], copy.deepcopy(paged)):
+    elsewhere = merged([make_prompt_cache(windowed, block_size=2), paged])
+    taken = [c.extract(0) for c in batch]
+    for caches in (paged, batch, elsewhere, taken, copy.deepcopy(paged)):
         assert not stock.can_trim_prompt_cache(caches)
         assert stock.trim_prompt_cache(caches, 3) == 0
     assert stock.can_trim_prompt_cache([c.extract(1) for c in batch])
