@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models import cache as stock
 
 from mlx_paged.block_tables import Int32Array
 from mlx_paged.kv_pool import as_int32
@@ -125,6 +126,11 @@ class BatchPagedKVCache(PagedCache):
         row = self.layer.adopt(self.rows[idx], self.layer, 0)
         return self.row_class(self.layer, [row], self.starts[[idx]], self.window)
 
+    def as_stock(self) -> stock.BatchKVCache | stock.BatchRotatingKVCache:
+        """A copy of the K/V in mlx-lm's own batch cache."""
+        rows = [self.extract(i).as_stock() for i in range(len(self.rows))]
+        return type(rows[0]).merge(rows)
+
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchPagedKVCache:
         """Forks of the rows of several caches as one batch, in the first one's pool.
@@ -143,7 +149,7 @@ class BatchPagedKVCache(PagedCache):
                     f"[merge] caches have windows {caches[0].window} and {cache.window}: "
                     "expected the same"
                 )
-        layer = next((c.layer for c in caches if not c.layer.pool.is_loaded), caches[0].layer)
+        layer = caches[0].layer
         rows = [row for cache in caches for row in adopted(cache, layer)]
         return cls(layer, rows, np.concatenate([c.starts for c in caches]), caches[0].window)
 

@@ -12,13 +12,12 @@ from mlx_lm.models.cache import _BaseCache
 
 from mlx_paged.block_tables import Int32Array
 from mlx_paged.layer_step import LayerStep, narrowest
-from mlx_paged.paged_sequence import PagedSequence
+from mlx_paged.paged_sequence import ContentKey, PagedSequence
 from mlx_paged.pool_layer import PoolLayer
 from mlx_paged.row_spans import RowSpans
 from mlx_paged.sdpa_hook import CausalMask
-from mlx_paged.shared_pool import loaded_layer
 
-RowState = tuple[list[mx.array] | None, list[mx.array] | None, int, str]
+RowState = tuple[list[mx.array] | None, list[mx.array] | None, int, ContentKey]
 State = tuple[list[RowState], int | None, int]
 
 
@@ -41,7 +40,7 @@ class PagedCache(_BaseCache):
 
     Merging, extending, filtering, extracting, copying and trimming change block tables; K/V moves
     only when a shared block is written (the tail block of a fork) and when caches of different
-    pools meet (loaded from a file, or made in another thread).
+    pools meet (made in another thread, or for K/V of another type).
 
     What a forward returns is to be evaluated, or its evaluation begun, before its cache is trimmed
     or dies: the blocks may then be written anew.
@@ -91,6 +90,8 @@ class PagedCache(_BaseCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a forward's K/V, ``[B, H_kv, N, D]``; return lazy handles of all there is.
 
+        The first K/V of a cache may have any shape and type; later ones are cast to that type.
+
         Raises:
             ValueError: another number of rows, heads or dimensions than before.
             OutOfBlocksError: the pool is full and may not grow; nothing was written.
@@ -99,11 +100,20 @@ class PagedCache(_BaseCache):
             raise ValueError(
                 f"[update_and_fetch] keys have {keys.shape[0]} rows: expected {len(self.rows)}"
             )
+        if self._latest is None and self.empty():
+            self._move_to(self.layer.fitting(keys, values))
         spans = self._spans(keys.shape[2])
         step = self.layer.write(self.rows, self.ids, spans, keys, values)
         self.starts = spans.stops
         self._latest = LayerStep(self.layer.kv, step, self.window)
         return self._latest.handles()
+
+    def _move_to(self, layer: PoolLayer) -> None:
+        """Be a cache of that layer; nothing is stored yet."""
+        if layer is not self.layer:
+            rows = [layer.adopt(row, self.layer, 0) for row in self.rows]
+            self.layer = layer
+            self._show(rows, self.starts)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All K/V, ``[B, H_kv, S, D]``: handles of the latest forward, for layers that reuse it."""
@@ -155,7 +165,7 @@ class PagedCache(_BaseCache):
 
     @property
     def state(self) -> State:
-        """``(rows, window, layer)``, a row being ``(key views, value views, tokens, name)``.
+        """``(rows, window, layer)``, a row being ``(key views, value views, tokens, key)``.
 
         Views are of the pool, ``[n, H_kv, tokens, D]`` for each run of adjacent blocks: evaluating
         them evaluates what is written and copies nothing. They keep their content while they live.
@@ -181,11 +191,11 @@ class PagedCache(_BaseCache):
 
     def _restored(self, state: RowState) -> PagedSequence:
         """The sequence that a view was made of, or else one with a copy of its content."""
-        keys, values, num_tokens, name = state
+        keys, values, num_tokens, key = state
         pool, index = self.layer.pool, self.layer.index
         if keys and isinstance(keys[0], StateView) and keys[0].layer is self.layer:
             return keys[0].sequence.fork_for(pool, index)
-        sequence = pool.named(name, index)
+        sequence = pool.named(key, index)
         if not keys or not values:
             return sequence
         k, v = (_contiguous(runs) for runs in (keys, values))
@@ -193,21 +203,10 @@ class PagedCache(_BaseCache):
         self.layer.write([sequence], (sequence.id,), RowSpans.of([0], num_tokens), k, v)
         return sequence
 
-    @classmethod
-    def from_state(cls, state: State) -> Self:
-        """A cache in a pool of its own, shared with the other layers that are loaded with it.
-
-        Joining a batch copies it to the batch's pool.
-        """
-        rows, window, index = state
-        cache = cls(loaded_layer(rows[0][3], index), [], [], window)
-        cache.state = state
-        return cache
-
     # What is in it
 
     def is_trimmable(self) -> bool:
-        return True
+        return not any(row.lacks_start for row in self.rows)
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens of every row, or as many as all have; returns how many."""

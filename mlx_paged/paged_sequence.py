@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_paged.row_step import RowStep
@@ -10,8 +11,6 @@ from mlx_paged.row_step import RowStep
 
 class SequencePool(Protocol):
     """What a sequence asks of its pool."""
-
-    uid: str
 
     def new_sequence(self) -> PagedSequence:
         """An empty sequence."""
@@ -21,6 +20,16 @@ class SequencePool(Protocol):
 
     def bury(self, seq_id: int) -> None:
         """The sequence is dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentKey:
+    """Identifies what a sequence holds at one time. It is not written to a file: mlx-lm's own
+    `save_prompt_cache` refuses the state that it is part of."""
+
+    pool: SequencePool
+    seq_id: int
+    version: int
 
 
 class PagedSequence:
@@ -36,6 +45,7 @@ class PagedSequence:
         step: the forward that wrote it last.
         version: how often it was written.
         is_frozen: whether a state keeps it, and no cache may write it.
+        lacks_start: whether layers with a window hold zeros for tokens that no query sees any more.
     """
 
     def __init__(self, pool: SequencePool, seq_id: int) -> None:
@@ -45,6 +55,7 @@ class PagedSequence:
         self.step: RowStep | None = None
         self.version = 0
         self.is_frozen = False
+        self.lacks_start = False
         self._forks: list[weakref.ref[PagedSequence]] = []
         self._forked_version = 0
         self._rewound: dict[int, int] = {}
@@ -57,9 +68,8 @@ class PagedSequence:
         return self.pool.fork(self)
 
     @property
-    def key(self) -> str:
-        """Names this content in this process and in files."""
-        return f"{self.pool.uid}:{self.id}:{self.version}"
+    def key(self) -> ContentKey:
+        return ContentKey(self.pool, self.id, self.version)
 
     def fork_for(self, pool: SequencePool, layer: int, is_frozen: bool = False) -> PagedSequence:
         """A sequence of `pool` with the same content, one for the caches of all layers.
@@ -79,6 +89,7 @@ class PagedSequence:
                 return fork
         fork = pool.fork(self) if pool is self.pool else pool.new_sequence()
         fork.is_frozen = is_frozen
+        fork.lacks_start = self.lacks_start
         fork.layers.add(layer)
         self._forks.append(weakref.ref(fork))
         return fork

@@ -2,24 +2,25 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import RLock
 from typing import Any
 
 import mlx.nn as nn
 import mlx_lm
-from mlx_lm.models import cache as stock
+from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
+from mlx_lm.models.cache import save_prompt_cache as stock_save_prompt_cache
 
-from mlx_paged.batch_prompt_cache import BatchPagedKVCache
-from mlx_paged.prompt_cache import PagedKVCache, check_options, make_prompt_cache
+from mlx_paged.prompt_cache import check_options, make_prompt_cache
+from mlx_paged.ragged_prompts import prompt_without_padding, stock_prompt
 from mlx_paged.sdpa_hook import attention_hook
 from mlx_paged.shared_pool import BLOCK_SIZE
+from mlx_paged.stock_caches import as_paged, save_prompt_cache
 
 TESTED_VERSIONS = ("0.32.2",)
 OVERRIDE = "MLX_PAGED_ALLOW_UNTESTED_MLX_LM"
-LOADABLE = (PagedKVCache, BatchPagedKVCache)
 
 Options = dict[str, Any]
 
@@ -46,15 +47,13 @@ class _Patch:
     def update(self) -> None:
         """Patch or restore as the callers want it now."""
         if self.options is not None and not self.is_applied:
-            _replace(stock_make_prompt_cache, _make_prompt_cache)
-            for cache_class in LOADABLE:
-                setattr(stock, cache_class.__name__, cache_class)
+            for theirs, ours in REPLACED.items():
+                _replace(theirs, ours)
             self.hook.enter_context(attention_hook())
         elif self.options is None and self.is_applied:
             self.hook.close()
-            for cache_class in LOADABLE:
-                delattr(stock, cache_class.__name__)
-            _replace(_make_prompt_cache, stock_make_prompt_cache)
+            for theirs, ours in REPLACED.items():
+                _replace(ours, theirs)
         self.is_applied = self.options is not None
 
 
@@ -70,21 +69,49 @@ def _make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list
     return make_prompt_cache(model, max_kv_size, **options)
 
 
-def _replace(old: Any, new: Any) -> None:
-    """Rebind `make_prompt_cache` in every loaded module of mlx-lm that has it."""
-    for name, module in list(sys.modules.items()):
-        of_mlx_lm = name == "mlx_lm" or name.startswith("mlx_lm.")
-        if of_mlx_lm and vars(module).get("make_prompt_cache") is old:
-            module.make_prompt_cache = new  # type: ignore[attr-defined]
+def _insert_segments(
+    self: BatchGenerator,
+    segments: Any,
+    max_tokens: Any = None,
+    caches: Sequence[Any] | None = None,
+    *args: Any,
+    **more: Any,
+) -> list[int]:
+    """Stands for the method: lets caches that mlx-lm made or loaded join paged ones."""
+    options = _patch.options
+    if options is not None and caches:
+        model, size = self.model, self.max_kv_size
+        caches = [c if c is None else as_paged(model, c, size, **options) for c in caches]
+    uids: list[int] = stock_insert_segments(self, segments, max_tokens, caches, *args, **more)
+    return uids
+
+
+stock_insert_segments = BatchGenerator.insert_segments
+REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
+    stock_make_prompt_cache: _make_prompt_cache,
+    stock_save_prompt_cache: save_prompt_cache,
+    stock_insert_segments: _insert_segments,
+    stock_prompt: prompt_without_padding,
+}
+"""Functions and methods of mlx-lm and what takes their place."""
+
+
+def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Rebind a function in every loaded module of mlx-lm that has it, under whatever name."""
+    modules = [m for n, m in sys.modules.items() if n == "mlx_lm" or n.startswith("mlx_lm.")]
+    for holder in (BatchGenerator, PromptProcessingBatch, *modules):
+        for name in [name for name, value in vars(holder).items() if value is old]:
+            setattr(holder, name, new)
 
 
 def patch_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) -> None:
     """Let mlx-lm make paged caches and attend through them, until :func:`unpatch_mlx_lm`.
 
     ``generate``, ``stream_generate``, ``batch_generate``, ``BatchGenerator``, speculative decoding,
-    ``LRUPromptCache`` and the server then work on paged caches unchanged; caches made before, and
-    code that holds mlx-lm's ``make_prompt_cache`` under a name of its own, stay as they are. Saved
-    prompt caches are loaded while the patch is in place. Called again, it only takes the options.
+    ``LRUPromptCache`` and the server then work on paged caches unchanged. Caches made before stay
+    as they are, and a batch that they join takes copies. Code that holds mlx-lm's functions under
+    names of its own goes on with these. Prompt caches are saved in mlx-lm's own format. Called
+    again, it only takes the options.
 
     Args:
         block_size: token slots in a block.

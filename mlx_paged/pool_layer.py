@@ -13,7 +13,7 @@ from mlx_paged.block_tables import Int32Array
 from mlx_paged.growing_allocator import GrowingAllocator
 from mlx_paged.growing_pool import GrowingPool
 from mlx_paged.kv_pool import KVShape, block_bytes
-from mlx_paged.paged_sequence import PagedSequence, SequencePool
+from mlx_paged.paged_sequence import ContentKey, PagedSequence, SequencePool
 from mlx_paged.row_spans import RowSpans
 from mlx_paged.row_step import RowStep
 
@@ -23,7 +23,6 @@ class LayeredPool(SequencePool, Protocol):
 
     allocator: GrowingAllocator
     lock: RLock
-    is_loaded: bool
 
     @property
     def block_size(self) -> int:
@@ -32,8 +31,14 @@ class LayeredPool(SequencePool, Protocol):
     def step(self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: RowSpans) -> RowStep:
         """Let the rows write their spans."""
 
-    def named(self, name: str, layer: int) -> PagedSequence:
-        """An empty sequence, the same one for each layer that asks for this name once."""
+    def named(self, key: ContentKey, layer: int) -> PagedSequence:
+        """An empty sequence, the same one for each layer that asks with this key once."""
+
+    def layer(self, index: int) -> PoolLayer:
+        """A layer."""
+
+    def successor(self) -> LayeredPool:
+        """The pool for K/V of another shape."""
 
 
 class PoolLayer:
@@ -75,6 +80,14 @@ class PoolLayer:
             self._kv.grow(num_blocks)
         return self._kv
 
+    def fitting(self, keys: mx.array, values: mx.array) -> PoolLayer:
+        """Where the first K/V of a sequence goes: here, or to the same layer of another pool if
+        K/V of another shape or type is here."""
+        shape, layer = _shape_of(keys, values), self
+        while layer.shape not in (None, shape):
+            layer = layer.pool.successor().layer(self.index)
+        return layer
+
     def write(
         self,
         rows: Sequence[PagedSequence],
@@ -103,7 +116,7 @@ class PoolLayer:
                 f"[update_and_fetch] keys are {keys.dtype} but values {values.dtype}: "
                 "expected one type"
             )
-        shape = KVShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        shape = _shape_of(keys, values)
         if self.shape is None:
             self.shape = shape
         known = self.shape
@@ -158,6 +171,10 @@ class PoolLayer:
             mx.async_eval(keys, values)  # type: ignore[no-untyped-call]
             self.write([child], (child.id,), RowSpans.of([0], num_tokens), keys, values)
         return child
+
+
+def _shape_of(keys: mx.array, values: mx.array) -> KVShape:
+    return KVShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
 
 
 def _dims(shape: KVShape) -> tuple[int, int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -53,18 +53,25 @@ class PagedKVCache(PagedCache):
         Raises:
             NotImplementedError: a sliding-window layer, as in mlx-lm.
         """
-        if self.window is not None:
-            raise NotImplementedError(
-                "[to_quantized] a sliding-window layer cannot be quantized: mlx-lm has no such "
-                "cache either"
-            )
-        quantized = stock.QuantizedKVCache(group_size=group_size, bits=bits)
-        quantized.offset = self.offset
+        return self.as_stock().to_quantized(group_size, bits)
+
+    def as_stock(self) -> stock.KVCache | stock.RotatingKVCache:
+        """mlx-lm's own cache with a copy of the K/V: all, or a sliding-window layer's last window.
+
+        The copy is evaluated: this cache may be trimmed or die.
+        """
+        num_kept = min(self.size(), self.window or self.size())
+        if self.window is None:
+            cache = stock.KVCache()
+        else:
+            cache = stock.RotatingKVCache(self.window)
+            cache._idx = num_kept
+        cache.offset = self.size()
         if not self.empty():
-            keys, values = map(mx.array, self.keys_and_values())
-            quantized.keys = mx.quantize(keys, group_size=group_size, bits=bits)
-            quantized.values = mx.quantize(values, group_size=group_size, bits=bits)
-        return quantized
+            keys, values = self.keys_and_values()
+            cache.keys, cache.values = keys[..., -num_kept:, :], values[..., -num_kept:, :]
+            mx.eval(cache.keys, cache.values)
+        return cache
 
 
 BatchPagedKVCache.row_class = PagedKVCache
@@ -84,7 +91,7 @@ def make_prompt_cache(
 
     Stock caches stay where paging has nothing to offer or would not be right: recurrent states,
     rotating caches that keep their first tokens (`max_kv_size`), chunked and quantized caches, and
-    all caches of the models that the engine refuses or serves one at a time.
+    all caches of the few models for which docs/drop-in.md says so.
 
     Args:
         max_kv_size: as in mlx-lm.
@@ -96,16 +103,19 @@ def make_prompt_cache(
     """
     check_options("make_prompt_cache", block_size, kv_memory)
     caches: list[Any] = stock_make_prompt_cache(model, max_kv_size)
-    num_layers = sum(_is_pageable(leaf) for leaf in leaves(caches))
+    num_layers = sum(is_pageable(leaf) for leaf in leaves(caches))
     if num_layers == 0 or model_type(model) in {*REFUSED, *ONE_AT_A_TIME}:
         return caches
     pool = pool_of(model, num_layers, block_size, kv_memory)
     sequence, layers = pool.new_sequence(), map(pool.layer, range(num_layers))
 
-    def next_layer(window: int | None) -> PagedKVCache:
+    def paged(cache: Any) -> Any:
+        if not is_pageable(cache):
+            return cache
+        window = cache.max_size if type(cache) is stock.RotatingKVCache else None
         return PagedKVCache(next(layers), [sequence], [0], window)
 
-    return [_paged(cache, next_layer) for cache in caches]
+    return converted(caches, paged)
 
 
 def check_options(where: str, block_size: int, kv_memory: int | None) -> None:
@@ -120,15 +130,18 @@ def check_options(where: str, block_size: int, kv_memory: int | None) -> None:
         )
 
 
-def _is_pageable(cache: Any) -> bool:
+def is_pageable(cache: Any) -> bool:
+    """Whether a paged cache can take the place of this cache of one layer."""
     kind = type(cache)
     plain = kind in (stock.KVCache, stock.ConcatenateKVCache)
     return plain or (kind is stock.RotatingKVCache and cache.keep == 0)
 
 
-def _paged(cache: Any, next_layer: Callable[[int | None], PagedKVCache]) -> Any:
-    if type(cache) is stock.CacheList:
-        return stock.CacheList(*(_paged(c, next_layer) for c in cache.caches))
-    if not _is_pageable(cache):
-        return cache
-    return next_layer(cache.max_size if type(cache) is stock.RotatingKVCache else None)
+def converted(caches: Iterable[Any], convert: Callable[[Any], Any]) -> list[Any]:
+    """The caches of single layers converted, in lists of caches too."""
+    return [
+        stock.CacheList(*converted(cache.caches, convert))
+        if type(cache) is stock.CacheList
+        else convert(cache)
+        for cache in caches
+    ]

@@ -1,8 +1,9 @@
 """The blocks behind all paged caches of one model, in as much memory as they take."""
 
+from __future__ import annotations
+
 import itertools
 import threading
-import uuid
 from collections import deque
 from collections.abc import Sequence
 from weakref import WeakValueDictionary, ref
@@ -13,7 +14,7 @@ from mlx_paged.allocation import BlockCopy, OutOfBlocksError
 from mlx_paged.growing_allocator import GrowingAllocator
 from mlx_paged.kv_memory import longest_pool, spare_memory
 from mlx_paged.kv_pool import block_bytes
-from mlx_paged.paged_sequence import PagedSequence
+from mlx_paged.paged_sequence import ContentKey, PagedSequence
 from mlx_paged.pool_layer import PoolLayer
 from mlx_paged.row_spans import RowSpans
 from mlx_paged.row_step import RowStep
@@ -32,26 +33,20 @@ class SharedPool:
         num_layers: layers that are going to be written.
         block_size: token slots in a block.
         kv_memory: bytes of K/V at most; default what the device has left when it grows.
-        is_loaded: whether its content comes from a file, and is moved when it meets another.
     """
 
     def __init__(
-        self,
-        num_layers: int,
-        block_size: int = BLOCK_SIZE,
-        kv_memory: int | None = None,
-        is_loaded: bool = False,
+        self, num_layers: int, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
     ) -> None:
-        self.uid = uuid.uuid4().hex
         self.allocator = GrowingAllocator(1, block_size)
         self.num_layers = num_layers
         self.kv_memory = kv_memory
-        self.is_loaded = is_loaded
         self.lock = threading.RLock()
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
-        self._named: WeakValueDictionary[str, PagedSequence] = WeakValueDictionary()
+        self._named: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
         self._new_ids = itertools.count()
         self._dead: deque[int] = deque()
+        self._successor: ref[SharedPool] | None = None
 
     def layer(self, index: int) -> PoolLayer:
         """A layer; its K/V lives as long as the caches that hold it."""
@@ -60,16 +55,26 @@ class SharedPool:
             layer = self._layers[index] = PoolLayer(self, index)
         return layer
 
+    def successor(self) -> SharedPool:
+        """The pool for K/V of another shape, in which the model's new caches begin from now on."""
+        with self.lock:
+            pool = self._successor() if self._successor else None
+            if pool is None:
+                pool = SharedPool(self.num_layers, self.block_size, self.kv_memory)
+                self._successor = ref(pool)
+                _pools.replace(self, pool)
+        return pool
+
     def _written_layers(self) -> list[PoolLayer]:
         return [layer for layer in list(self._layers.values()) if layer.is_written]
 
     # Sequences
 
-    def named(self, name: str, layer: int) -> PagedSequence:
-        """An empty sequence, the same one for each layer that asks for this name once."""
-        sequence = self._named.get(name)
+    def named(self, key: ContentKey, layer: int) -> PagedSequence:
+        """An empty sequence, the same one for each layer that asks with this key once."""
+        sequence = self._named.get(key)
         if sequence is None or layer in sequence.layers:
-            sequence = self._named[name] = self.new_sequence()
+            sequence = self._named[key] = self.new_sequence()
         sequence.layers.add(layer)
         return sequence
 
@@ -85,6 +90,7 @@ class SharedPool:
         with self.lock:
             child = PagedSequence(self, next(self._new_ids))
             self.allocator.fork(parent.id, child.id)
+            child.lacks_start = parent.lacks_start
             if parent.step is not None:
                 parent.step.valid = False
         return child
@@ -201,12 +207,17 @@ class SharedPool:
 
 
 class _Pools(threading.local):
-    """The living pools of one thread: by model and options, and those being loaded, by content."""
+    """The living pools of one thread, by model and options."""
 
     def __init__(self) -> None:
         self.of_models: dict[tuple[int, int, int | None], tuple[ref[nn.Module], ref[SharedPool]]]
         self.of_models = {}
-        self.loaded: WeakValueDictionary[str, SharedPool] = WeakValueDictionary()
+
+    def replace(self, old: SharedPool, new: SharedPool) -> None:
+        """Let a model have another pool."""
+        for key, (its_model, its_pool) in self.of_models.items():
+            if its_pool() is old:
+                self.of_models[key] = its_model, ref(new)
 
 
 _pools = _Pools()
@@ -215,7 +226,7 @@ _pools = _Pools()
 def pool_of(
     model: nn.Module, num_layers: int, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
 ) -> SharedPool:
-    """The pool that this thread's caches of `model` share; it lives as long as they do."""
+    """The pool that this thread's new caches of `model` share; it lives as long as they do."""
     key = (id(model), block_size, kv_memory)
     if key in _pools.of_models:
         its_model, its_pool = (reference() for reference in _pools.of_models[key])
@@ -225,11 +236,3 @@ def pool_of(
     living = {k: refs for k, refs in _pools.of_models.items() if refs[1]() is not None}
     _pools.of_models = living | {key: (ref(model), ref(pool))}
     return pool
-
-
-def loaded_layer(name: str, index: int) -> PoolLayer:
-    """A layer of the pool for content of this name, a new one unless some of it lives."""
-    pool = _pools.loaded.get(name)
-    if pool is None:
-        pool = _pools.loaded[name] = SharedPool(0, is_loaded=True)
-    return pool.layer(index)

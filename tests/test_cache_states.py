@@ -124,21 +124,6 @@ def test_layers_of_a_forward_share_their_offsets():
     assert batch[0].offset is batch[1].offset
 
 
-def test_a_batch_is_in_the_pool_of_the_model_if_there_is_one(llama):
-    fresh, sources = make_prompt_cache(llama, block_size=BLOCK), filled(llama, block_size=2)
-    loaded = [PagedKVCache.from_state(c.state) for c in sources]
-    loaded = [PagedKVCache.from_state(_without_views(c.state)) for c in loaded]
-    assert pool_of(loaded).is_loaded
-    assert pool_of(merged([loaded, fresh])) is pool_of(fresh)
-    assert pool_of(merged([loaded, loaded])) is pool_of(loaded)
-
-
-def _without_views(state):
-    rows, window, layer = state
-    copies = [([mx.array(k) for k in ks], [mx.array(v) for v in vs], n, i) for ks, vs, n, i in rows]
-    return copies, window, layer
-
-
 def test_an_empty_cache_in_a_pool_that_is_written_has_nothing_to_give(llama):
     filled(llama), make_prompt_cache(llama, block_size=BLOCK)
     cache = filled(llama)

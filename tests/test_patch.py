@@ -22,9 +22,12 @@ from mlx_paged.patch import (
     _replace,
     patch_mlx_lm,
     patched_mlx_lm,
+    stock_insert_segments,
+    stock_save_prompt_cache,
     unpatch_mlx_lm,
 )
 from mlx_paged.prompt_cache import PagedKVCache, stock_make_prompt_cache
+from mlx_paged.ragged_prompts import stock_prompt
 from mlx_paged.sdpa_hook import mlx_attention
 
 GENERATE = sys.modules["mlx_lm.generate"]
@@ -48,8 +51,9 @@ def is_patched() -> bool:
         stock.make_prompt_cache is not stock_make_prompt_cache,
         GENERATE.make_prompt_cache is not stock_make_prompt_cache,
         mx.fast.scaled_dot_product_attention is not mlx_attention,
-        hasattr(stock, "PagedKVCache"),
-        hasattr(stock, "BatchPagedKVCache"),
+        stock.save_prompt_cache is not stock_save_prompt_cache,
+        GENERATE.BatchGenerator.insert_segments is not stock_insert_segments,
+        GENERATE.PromptProcessingBatch.prompt is not stock_prompt,
     }
     assert len(signs) == 1
     return signs.pop()
@@ -134,24 +138,30 @@ def test_what_others_replace_meanwhile_is_left_to_them(monkeypatch):
     patch_mlx_lm()
     assert sdpa_hook._active == 1
     unpatch_mlx_lm()
-    assert sdpa_hook._active == 0 and not hasattr(stock, "PagedKVCache")
+    assert sdpa_hook._active == 0 and stock.save_prompt_cache is stock_save_prompt_cache
     monkeypatch.undo()
     assert type(stock.make_prompt_cache(tiny_model("llama"))[0]) is stock.KVCache
     _replace(theirs, stock_make_prompt_cache)
 
 
-def test_a_module_imported_meanwhile_is_restored_too():
+def test_a_module_imported_meanwhile_is_restored_too(tmp_path):
     code = (
         "import sys; from mlx_paged.patch import patched_mlx_lm\n"
         "with patched_mlx_lm():\n"
         "    import mlx_lm.server, mlx_lm.models.cache as cache\n"
         "    assert mlx_lm.server.make_prompt_cache is cache.make_prompt_cache\n"
         "    held = cache.make_prompt_cache\n"
+        "    save = cache.save_prompt_cache\n"
         "assert mlx_lm.server.make_prompt_cache is cache.make_prompt_cache is not held\n"
         "class Model: layers = [0]\n"
         "assert type(held(Model())[0]) is cache.KVCache\n"
+        "with patched_mlx_lm():\n"
+        "    paged = held(Model())\n"
+        "save(sys.argv[1], paged)\n"
+        "assert type(cache.load_prompt_cache(sys.argv[1])[0]) is cache.KVCache\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    file = str(tmp_path / "cache.safetensors")
+    subprocess.run([sys.executable, "-c", code, file], check=True)
 
 
 def test_an_untested_mlx_lm_is_refused_by_name(monkeypatch):

@@ -1,9 +1,12 @@
 """A prompt cache of pages does what mlx-lm's does, and its copies are block tables."""
 
 import copy
+import re
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from architectures import ARCHITECTURES, NOT_ON_A_CPU, build
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as stock
 from mlx_lm.models.base import create_causal_mask
@@ -12,6 +15,7 @@ from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged.batch_attention import calls
 from mlx_paged.layer_step import LayerStep
+from mlx_paged.model_probe import leaves
 from mlx_paged.patch import patched_mlx_lm
 from mlx_paged.prompt_cache import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.sdpa_hook import CausalMask, mlx_attention
@@ -117,31 +121,6 @@ def test_the_prompt_cache_of_the_server_reuses_pages(llama, stored, asked, left)
     assert pool.blocks_in_use == 0
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "jamba"])
-def test_a_saved_cache_continues_as_the_one_that_lives(model_type, tmp_path):
-    model, file = tiny_model(model_type), str(tmp_path / "cache.safetensors")
-    cache = make_prompt_cache(model, block_size=BLOCK)
-    greedy(model, PROMPT, cache, 5)
-    stock.save_prompt_cache(file, cache, {"about": "this"})
-    loaded, metadata = stock.load_prompt_cache(file, return_metadata=True)
-    second = stock.load_prompt_cache(file)
-    paged = [c for c in loaded if isinstance(c, PagedKVCache)]
-    assert metadata == {"about": "this"}
-    assert len({id(c.rows[0]) for c in paged}) == 1, "the layers share a sequence"
-    caches = [(loaded, copy.deepcopy(cache)), (second, copy.deepcopy(cache))]
-    for which, tokens in ((0, [1, 2, 3]), (1, [9, 8]), (0, [5]), (1, [6])):
-        a, b = (greedy(model, tokens, each) for each in caches[which])
-        assert a == b
-
-
-def test_an_empty_cache_can_be_saved(llama, tmp_path):
-    file = str(tmp_path / "cache.safetensors")
-    stock.save_prompt_cache(file, make_prompt_cache(llama))
-    loaded = stock.load_prompt_cache(file)
-    assert all(c.empty() and c.rows == loaded[0].rows for c in loaded)
-    assert greedy(llama, PROMPT, loaded) == greedy(llama, PROMPT, stock_make_prompt_cache(llama))
-
-
 def test_a_state_keeps_what_it_showed(llama):
     cache = filled(llama)
     states = [c.state for c in cache]
@@ -176,8 +155,10 @@ def test_a_state_shows_scattered_blocks_in_order(llama):
     for start in range(0, 40, 8):
         for cache in caches:
             llama(mx.array([PROMPT[start : start + 8]]), cache=cache)
-    loaded = [PagedKVCache.from_state(c.state) for c in caches[0]]
-    assert same(contents(loaded), contents(stock_filled(llama, PROMPT[:40])))
+    other = make_prompt_cache(llama, block_size=2)
+    for o, c in zip(other, caches[0], strict=True):
+        o.state = c.state
+    assert same(contents(other), contents(stock_filled(llama, PROMPT[:40])))
 
 
 def test_evaluating_a_state_copies_nothing(llama):
@@ -214,7 +195,7 @@ def test_quantization_makes_mlx_lms_own_quantized_cache():
 
 
 def test_a_window_layer_is_not_quantized():
-    with pytest.raises(NotImplementedError, match="sliding-window"):
+    with pytest.raises(NotImplementedError, match="RotatingKVCache Quantization"):
         filled(tiny_model("gemma3_text"))[0].to_quantized()
 
 
@@ -232,6 +213,22 @@ def test_a_window_layer_is_not_quantized():
 )
 def test_layers_are_paged_where_that_is_right(model_type, options, kinds):
     assert {type(c).__name__ for c in make_prompt_cache(tiny_model(model_type), **options)} == kinds
+
+
+def test_the_document_names_the_models_that_keep_mlx_lms_caches():
+    text = (Path(__file__).parents[1] / "docs/drop-in.md").read_text()
+    named = re.search(r"The models (.+?)\s+keep all of mlx-lm's caches", text, re.DOTALL)
+    stateful = re.search(r"Nothing is paged in (.+?), which have only states", text, re.DOTALL)
+    kinds = {
+        name: {type(c) for c in leaves(make_prompt_cache(build(name)))}
+        for name in ARCHITECTURES.keys() - NOT_ON_A_CPU.keys()
+    }
+    unpaged = {name for name, classes in kinds.items() if PagedKVCache not in classes}
+    states_only = {name for name in unpaged if kinds[name] == {stock.ArraysCache}}
+    assert set(re.findall(r"\w+", named[1])) - {"and"} == unpaged - states_only
+    assert set(re.findall(r"\w+", stateful[1])) - {"and"} == states_only
+    others = set.union(*(kinds[name] for name in kinds.keys() - unpaged))
+    assert others == {PagedKVCache, stock.ArraysCache, stock.ChunkedKVCache}
 
 
 def test_lists_of_caches_are_taken_apart():
