@@ -56,6 +56,8 @@ ORDER = [
     "stats",
     "auto_patch",
     "patch",
+    "ragged_prompts",
+    "stock_caches",
     "prompt_cache",
     "batch_prompt_cache",
     "paged_cache",

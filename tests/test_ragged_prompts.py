@@ -1,6 +1,8 @@
 """Batches of recurrent models in mlx-lm's own generator: prompts of several lengths."""
 
+import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -105,6 +107,13 @@ def test_every_recurrent_architecture_is_known():
     for name in sorted(ARCHITECTURES.keys() - NOT_ON_A_CPU.keys() - {"phi3small"}):
         caches = leaves(stock_make_prompt_cache(build(name)))
         assert any(type(c) is ArraysCache for c in caches) == (name in known), name
+
+
+def test_the_document_names_them():
+    text = (Path(__file__).parents[1] / "docs/drop-in.md").read_text()
+    named = re.search(r"recurrent\s+states: (.+?)\. ", text, re.DOTALL)
+    assert set(re.findall(r"\w+", named[1])) - {"and"} == STATES_OVER_PADDING
+    assert all(name in text for name in WRONG)
 
 
 def test_a_failing_row_leaves_the_batch_whole(monkeypatch):
