@@ -1,5 +1,7 @@
 #include "csrc/cpu/layer_kernels.h"
 
+#include <type_traits>
+
 #include "csrc/cpu/simd_math.h"
 
 namespace mlx_paged::cpu::KERNEL_ISA {
@@ -33,8 +35,10 @@ template <typename Body>
 
 template <typename T>
 Floats rounded(Floats x) {
-  if constexpr (sizeof(T) == sizeof(float)) {
+  if constexpr (std::is_same_v<T, float>) {
     return x;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return __builtin_bit_cast(Floats, bfloat16_bits(x) << 16);
   } else {
     T elements[kLanes];
     store(elements, x);
@@ -85,15 +89,35 @@ Floats times_sigmoid(Floats x, Floats u) {
   return x * (u < 0 ? e : broadcast(1.0f)) / (e + 1.0f);
 }
 
-// 1/2 x (1 + tanh(y)) is x times the sigmoid of 2 y.
-Floats gelu_argument(Floats x) { return (x + x * x * x * 0.044715f) * 1.5957691216057308f; }
+template <typename T>
+Floats silu(Floats x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return times_sigmoid(x, x);
+  } else {
+    const Floats e = rounded<T>(exp_of_positive(x < 0 ? -x : x));
+    const Floats y = 1.0f / (e + 1.0f);
+    return rounded<T>(x * rounded<T>(x < 0 ? y : 1.0f - y));
+  }
+}
+
+template <typename T>
+Floats gelu_approx(Floats x) {
+  if constexpr (std::is_same_v<T, float>) {
+    // 1/2 x (1 + tanh(y)) is x times the sigmoid of 2 y.
+    return times_sigmoid(x, (x + x * x * x * 0.044715f) * 1.5957691216057308f);
+  } else {
+    const Floats cube = rounded<T>(x * x * x) * rounded<T>(broadcast(0.044715f));
+    const Floats sum = rounded<T>(x + rounded<T>(cube));
+    const Floats argument = rounded<T>(sum * rounded<T>(broadcast(0.7978845608028654f)));
+    return rounded<T>(rounded<T>(x * 0.5f) * rounded<T>(rounded<T>(tanh(argument)) + 1.0f));
+  }
+}
 
 template <Activation kActivation, typename T>
 void activate_all(const T* x, const T* factor, int64_t size, T* out) {
   for_registers(size, [&](int64_t i, int count) {
     const Floats value = load_up_to(x + i, count);
-    const Floats u = kActivation == Activation::kSilu ? value : gelu_argument(value);
-    const Floats active = times_sigmoid(value, u);
+    const Floats active = kActivation == Activation::kSilu ? silu<T>(value) : gelu_approx<T>(value);
     store_up_to(out + i, factor ? active * load_up_to(factor + i, count) : active, count);
   });
 }

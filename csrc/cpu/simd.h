@@ -109,11 +109,16 @@ Floats load_up_to(const T* from, int count) {
   return count < kLanes ? load_partial(from, count) : load(from);
 }
 
-inline void store(BFloat16* to, Floats x) {
+// The bits of x as bfloat16, to nearest, ties to even.
+inline Words bfloat16_bits(Floats x) {
   const Words bits = __builtin_bit_cast(Words, x);
-  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to nearest, ties to even
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words quiet = (bits >> 16) | 0x40;
-  const Halves halves = __builtin_convertvector(x == x ? rounded : quiet, Halves);
+  return x == x ? rounded : quiet;
+}
+
+inline void store(BFloat16* to, Floats x) {
+  const Halves halves = __builtin_convertvector(bfloat16_bits(x), Halves);
   __builtin_memcpy(to, &halves, sizeof halves);
 }
 

@@ -38,6 +38,13 @@ inline Floats exp(Floats x) {
   return x < kMinExponent ? Floats{} : y;
 }
 
+// e^x for x >= 0, NaN for NaN; relative error 1e-7, infinite above e^88.
+inline Floats exp_of_positive(Floats x) {
+  const auto [p, n] = reduced_exp(x);
+  const Floats y = __builtin_bit_cast(Floats, __builtin_bit_cast(Ints, p + 1.0f) + (n << 23));
+  return x > 88.0f ? broadcast(__builtin_inff()) : y;
+}
+
 // e^x - 1 for x <= 0; absolute error 1e-7, exact near 0.
 inline Floats exp_minus_one(Floats x) {
   const auto [p, n] = reduced_exp(x);
