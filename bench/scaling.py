@@ -17,8 +17,8 @@ import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
 
+from bench.host_cost.silent_engine import decoding_engine
 from bench.models import SIZES, check_machine, llama_model
-from bench.silent_engine import decoding_engine
 from mlx_paged import Engine
 from mlx_paged.common_args import COUNT, Parser
 

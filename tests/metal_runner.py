@@ -30,7 +30,7 @@ class Trace:
 
 
 def _mutated(source: str) -> str:
-    """The source, or what scripts/mutate_metal.py wants: the n-th occurrence of a text replaced."""
+    """The source, or what scripts/metal/mutate.py wants: the n-th occurrence of a text replaced."""
     if MUTATION not in os.environ:
         return source
     old, new, nth = json.loads(os.environ[MUTATION])

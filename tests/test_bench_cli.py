@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tiny_models import solo_greedy, tiny_model
 
-from bench import forks, models, stalls, ticks
+from bench import forks, models, stalls
+from bench.host_cost import ticks
 from bench.models import llama_model, random_prompts
 from mlx_paged.chunk_budget import MIN_CHUNK
 
@@ -53,7 +54,8 @@ def test_a_wrong_argument_is_reported_in_one_line(bench, options, message, capsy
     out, err = capsys.readouterr()
     assert exit_info.value.code == 2
     assert out == ""
-    assert err.startswith(f"{bench.__name__}: error: ") and err.count("\n") == 1
+    command = bench.__name__.removesuffix(".__main__")
+    assert err.startswith(f"{command}: error: ") and err.count("\n") == 1
     assert message in err
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from bench import host_cost, scaling
+from bench import scaling
+from bench.host_cost import __main__ as host_cost
+from bench.host_cost.stopwatch import Stopwatch
 from bench.scaling import Growth, Point
-from bench.stopwatch import Stopwatch
 
 HOST = ["--rows", "2", "3", "--blocks=3", "--steps=4", "--rounds=2"]
 SCALING = ["--model=tiny", "--rows", "2", "4", "--contexts", "20", "40", "--steps=3", "--rounds=2"]
@@ -29,7 +30,8 @@ def test_a_wrong_argument_is_reported_in_one_line(bench, options, message, capsy
         bench.main(options)
     out, err = capsys.readouterr()
     assert exit_info.value.code == 2 and out == ""
-    assert err.startswith(f"{bench.__name__}: error: ") and err.count("\n") == 1
+    command = bench.__name__.removesuffix(".__main__")
+    assert err.startswith(f"{command}: error: ") and err.count("\n") == 1
     assert message in err
 
 

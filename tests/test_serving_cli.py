@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import serving
+from bench.serving import __main__ as serving
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["--model=tiny", "--requests=4", "--target-active=3", "--prefill-chunk=64"]
@@ -152,8 +152,8 @@ def test_the_highest_rate_within_the_slo_is_searched(capsys):
 INTERRUPTED_RUN = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from bench import serving
-from bench.serving_parts.paged_server import PagedServer
+from bench.serving import __main__ as serving
+from bench.serving.paged_server import PagedServer
 step, steps = PagedServer.step, iter(range(10**6))
 def interrupted(self):
     if next(steps) == 30:

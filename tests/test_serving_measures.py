@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from bench.serving_parts.causes import causes_of
-from bench.serving_parts.measures import (
+from bench.serving.causes import causes_of
+from bench.serving.measures import (
     goodput,
     itls_ms,
     kv_memory,
@@ -16,13 +16,13 @@ from bench.serving_parts.measures import (
     ttfts_ms,
     waste_over_time,
 )
-from bench.serving_parts.phases import find_spikes, spike_threshold, split
-from bench.serving_parts.rate_search import Probe, search
-from bench.serving_parts.rounds import merge, ratios
-from bench.serving_parts.run import Run, Stream, Tick
-from bench.serving_parts.slo import Slo
-from bench.serving_parts.stall import Stall
-from bench.serving_parts.table import phase_lines
+from bench.serving.phases import find_spikes, spike_threshold, split
+from bench.serving.rate_search import Probe, search
+from bench.serving.rounds import merge, ratios
+from bench.serving.run import Run, Stream, Tick
+from bench.serving.slo import Slo
+from bench.serving.stall import Stall
+from bench.serving.table import phase_lines
 
 MIB = 2**20
 

@@ -1,0 +1,234 @@
+"""Attention over paged K/V beside a gather in front of MLX's attention, and that on contiguous K/V.
+
+    python -m bench.paged_attention --quick
+    python -m bench.paged_attention --heads 32:8:128 --dtypes bfloat16 --plot curve.png
+    python -m bench.paged_attention --quick --write-table
+
+All ways to compute a case take turns, with a read of memory among them. Single tokens are compared
+with that read, chunks with a matrix product. Ctrl-C ends with what was measured.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from tqdm import tqdm
+
+from bench.machine import Clock, MemoryReader, cores, describe, measure_gemm, measure_read
+from bench.models import AT_LEAST_TWO, check_machine
+from bench.paged_attention.cases import DTYPES, Case, HeadCounts, chunk_cases, decode_cases
+from bench.paged_attention.ggml import is_installed
+from bench.paged_attention.report import case_lines, ceiling_lines, path_table, plot
+from bench.paged_attention.timing import time_case
+from mlx_paged.common_args import COUNT, KV_BLOCK_SIZES, Parser, number
+from mlx_paged.dispatch import table_path, write_table
+from mlx_paged.kv_memory import physical_memory
+
+INTERRUPTED = 130
+GIB = 2**30
+
+FULL: dict[str, Any] = {
+    "heads": [HeadCounts(8, 2, 64), HeadCounts(32, 8, 128), HeadCounts(32, 4, 128)],
+    "dtypes": list(DTYPES),
+    "batches": [8, 16, 32, 64],
+    "contexts": [512, 4096, 16384],
+    "block_sizes": list(KV_BLOCK_SIZES),
+    "chunk_lengths": [16, 64, 128, 512],
+    "chunk_contexts": [512, 2048, 6144],
+    "rounds": 7,
+}
+QUICK = FULL | {
+    "heads": [HeadCounts(8, 2, 64)],
+    "batches": [8, 32],
+    "contexts": [512, 4096],
+    "block_sizes": [16],
+    "chunk_lengths": [16, 128],
+    "chunk_contexts": [512, 2048],
+    "rounds": 3,
+}
+
+
+def head_counts(text: str) -> HeadCounts:
+    try:
+        return HeadCounts.parse(text)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"expected query heads, KV heads that divide them and dim, as 32:8:128, got {text!r}"
+        ) from error
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="bench.paged_attention", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a small part of the grid, 3 rounds")
+    parser.add_argument(
+        "--only", choices=("decodes", "chunks"), help="single tokens or chunks (default: both)"
+    )
+    grid = parser.add_argument_group("grid, each the default's part that is named")
+    grid.add_argument("--heads", type=head_counts, nargs="+", metavar="H:H_KV:DIM")
+    grid.add_argument("--dtypes", choices=DTYPES, nargs="+")
+    grid.add_argument("--batches", type=COUNT, nargs="+", help="sequences with one token each")
+    grid.add_argument("--contexts", type=COUNT, nargs="+", help="tokens of each such sequence")
+    grid.add_argument("--block-sizes", type=int, choices=KV_BLOCK_SIZES, nargs="+")
+    grid.add_argument("--chunk-lengths", type=AT_LEAST_TWO, nargs="+")
+    grid.add_argument("--chunk-contexts", type=COUNT, nargs="+", help="where later chunks end")
+    grid.add_argument("--rounds", type=COUNT, help="of which times are medians")
+    seconds = number(float, 0, 1e6, "a number of seconds >= 0")
+    parser.add_argument(
+        "--case-seconds", type=seconds, default=10.0, help="no further round of a case after"
+    )
+    parser.add_argument(
+        "--memory",
+        type=number(float, 1e-3, 1e6, "a number of GiB above 0"),
+        metavar="GiB",
+        help="cases that need more are skipped (default: half of the machine's)",
+    )
+    parser.add_argument(
+        "--clock",
+        type=Clock,
+        choices=list(Clock),
+        default=Clock.WALL,
+        help="processor: on a busy machine, all threads' time over the cores (default: wall);"
+        " give BLAS one thread then, others spin while they wait",
+    )
+    parser.add_argument("--torch", action="store_true", help="compare with torch's attention, too")
+    parser.add_argument(
+        "--ggml", action="store_true", help="compare with ggml's flash attention (llama.cpp), too"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the first heads' curves")
+    parser.add_argument(
+        "--write-table",
+        type=Path,
+        nargs="?",
+        const=table_path(),
+        metavar="FILE",
+        help="let attention on this machine go by these times (default file: %(const)s)",
+    )
+    return parser
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.ggml and not is_installed():
+        parser.error("--ggml: expected llama-cpp-python: pip install 'mlx-paged[peers]'")
+    for name, value in (QUICK if args.quick else FULL).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    return args
+
+
+def grid(args: argparse.Namespace) -> list[Case]:
+    cases: list[Case] = []
+    if args.only != "chunks":
+        cases += decode_cases(
+            args.heads, args.dtypes, args.batches, args.contexts, args.block_sizes
+        )
+    if args.only != "decodes":
+        block_size = min(args.block_sizes, key=lambda size: abs(size - 16))
+        cases += chunk_cases(
+            args.heads, args.dtypes, args.chunk_lengths, args.chunk_contexts, block_size
+        )
+    return cases
+
+
+def fitting(cases: list[Case], limit: float) -> tuple[list[Case], list[dict[str, Any]]]:
+    """The cases that the memory holds, and the others with the reason."""
+    skipped = [
+        case.as_dict()
+        | {"reason": f"needs {case.memory_bytes / GIB:.3g} GiB of at most {limit / GIB:.3g}"}
+        for case in cases
+        if case.memory_bytes > limit
+    ]
+    return [case for case in cases if case.memory_bytes <= limit], skipped
+
+
+def measure_ceilings(clock: Clock) -> dict[str, Any]:
+    """By name: "read_gb_s" (by number of threads), "gemm_gflops", "load_average"."""
+    machine = check_machine()
+    gemm = max(machine["gemm_gflops"], measure_gemm(clock))
+    return machine | {"gemm_gflops": gemm, "read_gb_s": measure_read(clock)}
+
+
+def raise_ceilings(ceilings: dict[str, Any], clock: Clock, rows: list[dict[str, Any]]) -> None:
+    """Take what was faster since: a busy machine shows its ceilings now and then only."""
+    reads, every_core = ceilings["read_gb_s"], str(cores())
+    reads[every_core] = max([reads[every_core], *(row["best_read_gb_s"] for row in rows)])
+    ceilings["gemm_gflops"] = max(ceilings["gemm_gflops"], measure_gemm(clock))
+
+
+def measure(args: argparse.Namespace, cases: list[Case], rows: list[dict[str, Any]]) -> None:
+    """Append what each case took to `rows`, and print it."""
+    reader = MemoryReader(cores())
+    for case in tqdm(cases, unit="case", disable=None):
+        row = time_case(
+            case,
+            reader,
+            args.rounds,
+            args.case_seconds,
+            args.clock,
+            with_torch=args.torch,
+            with_ggml=args.ggml,
+        )
+        mx.clear_cache()
+        rows.append(row)
+        for line in case_lines(case, row):
+            tqdm.write(line)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    started = time.perf_counter()
+    machine, ceilings = describe(), measure_ceilings(args.clock)
+    print("\n".join(ceiling_lines(machine, ceilings)))
+    limit = physical_memory() / 2 if args.memory is None else args.memory * GIB
+    cases, skipped = fitting(grid(args), limit)
+    for case in skipped:
+        print("skipped:", *(f"{name} {value}" for name, value in case.items()))
+    rows: list[dict[str, Any]] = []
+    partial = False
+    try:
+        measure(args, cases, rows)
+    except KeyboardInterrupt:
+        partial = True
+        print(f"interrupted after {len(rows)} of {len(cases)} cases", file=sys.stderr)
+    except ArithmeticError as error:
+        sys.exit(f"bench.paged_attention: {error}")
+    raise_ceilings(ceilings, args.clock, rows)
+    result = {
+        "bench": "paged_attention",
+        "machine": machine,
+        "clock": args.clock,
+        "ceilings": ceilings,
+        "partial": partial,
+        "seconds": round(time.perf_counter() - started, 1),
+        "skipped": skipped,
+        "cases": rows,
+    }
+    deliver(args, result)
+    print(json.dumps(result))
+    if partial:
+        raise SystemExit(INTERRUPTED)
+
+
+def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Write the files that were asked for; a partial measurement is no table."""
+    if args.plot is not None and result["cases"]:
+        try:
+            plot(args.plot, result)
+        except (ImportError, OSError, ValueError) as error:
+            print(f"no picture: {error}", file=sys.stderr)
+    if args.write_table is not None and result["cases"] and not result["partial"]:
+        try:
+            write_table(args.write_table, path_table(result))
+            print(f"wrote {args.write_table}")
+        except OSError as error:
+            print(f"no table: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

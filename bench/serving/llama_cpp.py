@@ -1,0 +1,183 @@
+"""llama.cpp through its C interface: a copy of a model's weights and K/V for many sequences."""
+
+import ctypes
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import llama_cpp
+import mlx.nn as nn
+import numpy as np
+
+from bench.machine import cores
+from bench.serving.gguf_file import check_writable, write_gguf
+
+MAX_SEQUENCES = int(llama_cpp.llama_max_parallel_sequences())
+"""Of one context."""
+
+LOG_ERROR = 4
+"""Of ``enum ggml_log_level``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The next tokens of a sequence.
+
+    Attributes:
+        sequence: below the context's number of sequences.
+        start: position of the first token.
+        wants_next: the token that follows is asked for.
+    """
+
+    sequence: int
+    start: int
+    tokens: Sequence[int]
+    wants_next: bool
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
+def _log_error(level: int, text: bytes, user_data: object) -> None:
+    if level == LOG_ERROR:
+        sys.stderr.write(text.decode())
+
+
+llama_cpp.llama_log_set(_log_error, None)
+
+
+def check_context(model: nn.Module, num_sequences: int) -> None:
+    """Raises ValueError if no :class:`LlamaContext` can be made of these."""
+    check_writable(model)
+    if num_sequences > MAX_SEQUENCES:
+        raise ValueError(
+            f"expected at most {MAX_SEQUENCES} sequences side by side, got {num_sequences}"
+        )
+
+
+class LlamaContext:
+    """K/V in a stream of its own for each sequence, all cores.
+
+    Args:
+        model: what :func:`bench.serving.gguf_file.write_gguf` takes.
+        num_sequences: side by side.
+        context: tokens of the longest one.
+        max_tokens: of all spans computed together.
+        is_flash: flash attention, for which llama.cpp converts K/V in float32 to float16 in every
+            step; without it, it attends in float32.
+        is_half: K/V in float16.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_sequences: int,
+        context: int,
+        max_tokens: int,
+        is_flash: bool,
+        is_half: bool,
+    ) -> None:
+        weights = _load(model)
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx = num_sequences * context
+        options.n_batch = options.n_ubatch = max_tokens
+        options.n_seq_max = options.n_outputs_max = num_sequences
+        options.n_threads = options.n_threads_batch = cores()
+        options.flash_attn_type = int(is_flash)
+        options.type_k = options.type_v = (
+            llama_cpp.GGML_TYPE_F16 if is_half else llama_cpp.GGML_TYPE_F32
+        )
+        options.kv_unified = False
+        self._context = llama_cpp.llama_init_from_model(weights, options)
+        if not self._context:
+            llama_cpp.llama_model_free(weights)
+            raise MemoryError(f"llama.cpp cannot hold {options.n_ctx} tokens of K/V")
+        weakref.finalize(self, _free, weights, self._context)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab_size = int(model.args.vocab_size)
+        self._batch = _Batch(max_tokens)
+        self.num_sequences = num_sequences
+        self.cells = int(llama_cpp.llama_n_ctx_seq(self._context))
+
+    def decode(self, spans: Iterable[Span]) -> dict[int, int]:
+        """Compute the spans together.
+
+        Returns:
+            By sequence, the likeliest next token of those that want it.
+        """
+        self._batch.clear()
+        wanting = []
+        for span in sorted(spans, key=lambda span: span.sequence):
+            self._batch.add(span)
+            if span.wants_next:
+                wanting.append(span.sequence)
+        status = llama_cpp.llama_decode(self._context, self._batch.struct)
+        if status != 0:
+            raise RuntimeError(f"llama_decode failed with status {status}")
+        if not wanting:
+            return {}
+        logits = np.ctypeslib.as_array(
+            llama_cpp.llama_get_logits(self._context), (len(wanting), self._vocab_size)
+        )
+        return dict(zip(wanting, logits.argmax(axis=1).tolist(), strict=True))
+
+    def forget(self, sequence: int) -> None:
+        """Free the cells of a sequence."""
+        llama_cpp.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+
+    def move(self, sequence: int, target: int) -> None:
+        """Give a sequence the number `target`, which is free; its cells are copied."""
+        llama_cpp.llama_memory_seq_cp(self._memory, sequence, target, -1, -1)
+        self.forget(sequence)
+
+
+class _Batch:
+    """The arrays of a ``llama_batch``."""
+
+    def __init__(self, capacity: int) -> None:
+        self._tokens, self._positions, self._sequences = np.zeros((3, capacity), np.int32)
+        self._wanted = np.zeros(capacity, np.int8)
+        self._ones = np.ones(capacity, np.int32)
+        addresses = self._sequences.ctypes.data + 4 * np.arange(capacity)
+        self._pointers = addresses.astype(np.uintp)
+        int32 = ctypes.POINTER(ctypes.c_int32)
+        self.struct = llama_cpp.llama_batch(
+            n_tokens=0,
+            token=self._tokens.ctypes.data_as(int32),
+            pos=self._positions.ctypes.data_as(int32),
+            n_seq_id=self._ones.ctypes.data_as(int32),
+            seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(int32)),
+            logits=self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
+        )
+
+    def clear(self) -> None:
+        self.struct.n_tokens = 0
+
+    def add(self, span: Span) -> None:
+        start, count = self.struct.n_tokens, len(span.tokens)
+        end = start + count
+        self._tokens[start:end] = span.tokens
+        self._positions[start:end] = np.arange(span.start, span.start + count)
+        self._sequences[start:end] = span.sequence
+        self._wanted[start:end] = 0
+        self._wanted[end - 1] = span.wants_next
+        self.struct.n_tokens = end
+
+
+def _load(model: nn.Module) -> Any:
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "model.gguf"
+        write_gguf(model, path)
+        options = llama_cpp.llama_model_default_params()
+        weights = llama_cpp.llama_model_load_from_file(bytes(path), options)
+    if not weights:
+        raise RuntimeError("llama.cpp cannot load the model")
+    return weights
+
+
+def _free(weights: Any, context: Any) -> None:
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(weights)

@@ -1,0 +1,113 @@
+"""Parts of a run: ramp, steady, tail; and the spikes among its ticks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.serving.causes import causes_of
+from bench.serving.run import Tick
+
+FULL = 0.9
+"""Part of the level at which a run counts as steady."""
+
+SPIKE_MEDIANS = 5.0
+MOST_SPIKE_S = 0.2
+"""A tick is a spike from so many medians on, or from so many seconds on, whichever is less."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Some consecutive ticks, the idle time between them included."""
+
+    ticks: int
+    seconds: float
+    tokens: int
+
+    @property
+    def tokens_per_sec(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Spike:
+    """A tick at or above the threshold, and what made it long, likeliest first."""
+
+    tick: int
+    start_s: float
+    tick_ms: float
+    causes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Ramp, steady and tail are the whole run; spikes are ticks in any of them."""
+
+    ramp: Phase
+    steady: Phase
+    tail: Phase
+    spikes: tuple[Spike, ...]
+    threshold_s: float
+
+    @property
+    def spike_s(self) -> float:
+        return sum(spike.tick_ms for spike in self.spikes) / 1000
+
+
+def split(ticks: Sequence[Tick], target_active: int, threshold_s: float | None = None) -> Phases:
+    """Steady is from the first to the last tick with at least 0.9 of the level running.
+
+    The level is `target_active` if the run ever got to 0.9 of it, and else the median number of
+    running sequences over time.
+
+    Args:
+        threshold_s: of spikes; default five times the median tick, at most 0.2 s.
+    """
+    if threshold_s is None:
+        threshold_s = spike_threshold(ticks)
+    level = FULL * _level(ticks, target_active)
+    full = [i for i, tick in enumerate(ticks) if tick.running >= level]
+    start, stop = (full[0], full[-1] + 1) if full else (0, 0)
+    starts_s = [tick.start_s for tick in ticks] + [ticks[-1].end_s if ticks else 0.0]
+
+    def phase(first: int, last: int) -> Phase:
+        tokens = sum(tick.tokens for tick in ticks[first:last])
+        return Phase(last - first, starts_s[last] - starts_s[first], tokens)
+
+    return Phases(
+        phase(0, start),
+        phase(start, stop),
+        phase(stop, len(ticks)),
+        find_spikes(ticks, threshold_s),
+        threshold_s,
+    )
+
+
+def spike_threshold(ticks: Sequence[Tick]) -> float:
+    """Seconds."""
+    if not ticks:
+        return MOST_SPIKE_S
+    return min(MOST_SPIKE_S, SPIKE_MEDIANS * float(np.median([t.tick_ms for t in ticks])) / 1000)
+
+
+def find_spikes(ticks: Sequence[Tick], threshold_s: float) -> tuple[Spike, ...]:
+    """In the order of time."""
+    shares = [tick.off_cpu_ms / tick.tick_ms for tick in ticks if tick.tick_ms > 0]
+    usual_off_cpu = float(np.median(shares)) if shares else 0.0
+    return tuple(
+        Spike(i, tick.start_s, tick.tick_ms, causes_of(tick, usual_off_cpu))
+        for i, tick in enumerate(ticks)
+        if tick.tick_ms >= 1000 * threshold_s
+    )
+
+
+def _level(ticks: Sequence[Tick], target_active: int) -> float:
+    if any(tick.running >= FULL * target_active for tick in ticks):
+        return target_active
+    by_running = sorted((tick.running, tick.tick_ms) for tick in ticks)
+    half, passed = sum(ms for _, ms in by_running) / 2, 0.0
+    for running, ms in by_running:
+        passed += ms
+        if passed >= half:
+            return running
+    return 0.0
