@@ -1,4 +1,4 @@
-"""How a decode step grows with the tokens that are alive, and with the requests that wait.
+"""How a decode step grows with the live tokens, and with the waiting requests.
 
 Engines with different numbers of rows and tokens take turns in one process.
 
@@ -6,9 +6,9 @@ Engines with different numbers of rows and tokens take turns in one process.
 """
 
 import argparse
-import json
 import time
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,13 +17,15 @@ import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
 
+from bench.command import add_model, make_parser, print_result, table
 from bench.host_cost.silent_engine import decoding_engine
-from bench.models import SIZES, check_machine, llama_model
+from bench.machine import check_machine, machine_text
+from bench.models import SIZES, llama_model
 from mlx_paged import Engine
-from mlx_paged.common_args import COUNT, Parser
+from mlx_paged.common_args import COUNT
 
 WAITING_TOKENS = 64
-"""Of each request that waits."""
+"""Of each waiting request."""
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Point:
 
     @property
     def quiet_ms(self) -> float:
-        """Of the quietest tenth of the steps: other processes only add to them."""
+        """The quietest tenth of the steps; other processes only make steps longer."""
         return float(np.quantile(self.step_ms, 0.1))
 
     def run(self, num_steps: int) -> None:
@@ -70,12 +72,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Growth:
-    """What quiet steps take: ``fixed_ms``, and so much more for each row and each live token; and
-    what doubling one of the two does to a step.
+    """The time of quiet steps: ``fixed_ms``, plus a time for each row and for each live token.
 
     Attributes:
         exponent: of live tokens in the power law that fits best; 1 is linear.
-        doublings: ratios of steps of which one has twice the tokens, by how they came to be.
+        doublings: ratios of two steps, one with twice the tokens: in "rows" or in "context".
     """
 
     fixed_ms: float
@@ -111,47 +112,37 @@ class Growth:
         return max((ratio for ratios in self.doublings.values() for ratio in ratios), default=0.0)
 
 
-def make_parser() -> Parser:
-    parser = Parser(prog="bench.scaling", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=COUNT, nargs="+", default=[8, 16, 32], help="that decode")
-    parser.add_argument(
-        "--contexts", type=COUNT, nargs="+", default=[256, 512, 1024], help="tokens of each row"
-    )
-    parser.add_argument("--waiting", type=COUNT, default=4096, help="requests that wait")
-    parser.add_argument("--steps", type=COUNT, default=10, help="of each engine in a round")
-    parser.add_argument("--rounds", type=COUNT, default=6)
-    parser.add_argument("--model", choices=SIZES, default="reference", help="shape of the model")
-    parser.add_argument("--plot", type=Path, help="write a picture there (needs matplotlib)")
-    return parser
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser("scaling", __doc__)
+    add, contexts = parser.add_argument, [256, 512, 1024]
+    add("--rows", type=COUNT, nargs="+", default=[8, 16, 32], help="that decode")
+    add("--contexts", type=COUNT, nargs="+", default=contexts, help="tokens of each row")
+    add("--waiting", type=COUNT, default=4096, help="requests that wait")
+    add("--steps", type=COUNT, default=10, help="of each engine in a round")
+    add("--rounds", type=COUNT, default=6)
+    add_model(parser)
+    add("--plot", type=Path, help="write a picture there (needs matplotlib)")
+    return parser.parse_args(argv)
 
 
-def make_points(args: argparse.Namespace, model: nn.Module) -> list[Point]:
-    vocab = SIZES[args.model]["vocab_size"]
-    return [
-        Point(rows, context, decoding_engine(model, vocab, rows, context, lookahead=False))
-        for rows in args.rows
-        for context in args.contexts
-    ]
-
-
-def make_crowd(args: argparse.Namespace, model: nn.Module) -> list[Point]:
-    """The smallest point twice, with nobody waiting and with many."""
-    vocab = SIZES[args.model]["vocab_size"]
-    rows, context = min(args.rows), min(args.contexts)
-    points = [
-        Point(rows, context, decoding_engine(model, vocab, rows, context, lookahead=False), waiting)
-        for waiting in (0, args.waiting)
-    ]
+def make_point(model: nn.Module, vocab: int, rows: int, context: int, waiting: int = 0) -> Point:
+    engine = decoding_engine(model, vocab, rows, context, lookahead=False)
     rng = np.random.default_rng(1)
+    for _ in range(waiting):
+        engine.add_request(rng.integers(vocab, size=WAITING_TOKENS).tolist(), max_tokens=8)
+    return Point(rows, context, engine, waiting)
+
+
+def point_table(points: list[Point]) -> str:
+    rows = [["rows", "context", "live tokens", "step ms", "quiet ms"]]
     for point in points:
-        for _ in range(point.waiting):
-            prompt = rng.integers(vocab, size=WAITING_TOKENS).tolist()
-            point.engine.add_request(prompt, max_tokens=8)
-    return points
+        counts = [point.rows, point.context, point.live_tokens]
+        rows.append([*map(str, counts), f"{point.median_ms:.2f}", f"{point.quiet_ms:.2f}"])
+    return table(rows)
 
 
 def plot(path: Path, points: list[Point], growth: Growth, crowd: list[Point]) -> None:
-    """Steps against live tokens, and the two crowds."""
+    """Steps against live tokens, and the smallest point without and with waiting requests."""
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(
@@ -181,20 +172,22 @@ def plot(path: Path, points: list[Point], growth: Growth, crowd: list[Point]) ->
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    args = parse(argv)
     machine = check_machine()
-    model = llama_model(args.model)
-    points, crowd = make_points(args, model), make_crowd(args, model)
+    model, vocab = llama_model(args.model), SIZES[args.model]["vocab_size"]
+    points = [make_point(model, vocab, *size) for size in product(args.rows, args.contexts)]
+    smallest = (min(args.rows), min(args.contexts))
+    crowd = [make_point(model, vocab, *smallest, waiting) for waiting in (0, args.waiting)]
+    print(
+        "Ceiling: twice the live tokens, twice the step; waiting requests add nothing."
+        f" {machine_text(machine)}"
+    )
     for _ in tqdm(range(args.rounds), desc="rounds", disable=None):
         for point in points + crowd:
             point.run(args.steps)
 
     growth = Growth.of(points)
-    print("Ceiling: twice the tokens alive, twice the step; a step that waits for nothing else.")
-    print(f"{'rows':>6}{'context':>9}{'live tokens':>13}{'step ms':>10}{'quiet ms':>10}")
-    for point in points:
-        print(f"{point.rows:6}{point.context:9}{point.live_tokens:13}", end="")
-        print(f"{point.median_ms:10.2f}{point.quiet_ms:10.2f}")
+    print(point_table(points))
     print(
         f"{growth.fixed_ms:.2f} ms + {growth.us_a_row:.1f} us a row + {growth.us_a_token:.3f} us a"
         f" live token; as a power of live tokens: {growth.exponent:.2f}"
@@ -209,7 +202,6 @@ def main(argv: list[str] | None = None) -> None:
     if args.plot is not None:
         plot(args.plot, points, growth, crowd)
     result = {
-        "bench": "scaling",
         **machine,
         "model": args.model,
         "points": [point.as_dict() for point in points],
@@ -222,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
         "crowd": [point.as_dict() for point in crowd],
         "waiting_ratio": round(ratio, 3),
     }
-    print(json.dumps(result))
+    print_result("scaling", result)
 
 
 if __name__ == "__main__":

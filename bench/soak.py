@@ -1,15 +1,14 @@
-"""Does an engine stay as it is? Many small requests of all kinds, and what grows meanwhile.
+"""Whether anything grows while an engine serves many small requests of all kinds.
 
     python -m bench.soak --requests 20000
 
-Requests arrive whether or not others have ended, at `--per-step` a step on average. The last line
-is one JSON object.
+Requests arrive whether or not others have ended, `--per-step` of them in each step on average. The
+ceiling: nothing grows, no step gets slower. The last line is one JSON object.
 """
 
+import argparse
 import gc
 import json
-import os
-import subprocess
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,33 +19,34 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
+from bench.command import MIB, add_model, make_parser
+from bench.machine import resident_bytes
 from bench.models import SIZES, llama_model
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.common_args import Parser, number
+from mlx_paged.common_args import number
 
-MIB = 2**20
 LEAST_BLOCKS = 16
-"""They hold the longest request: 75 tokens of prompt, 15 generated, and a fork of all that."""
+"""They hold the longest request: a prompt of 75 tokens, 15 outputs, and a fork of all that."""
 
 PREFIXES = 40
 """Beginnings of prompts, such as system prompts, that requests share."""
 
 HISTORIES = 64
-"""Conversations that may go on."""
+"""Conversations that later requests may continue."""
 
 KEPT = 8
 """Ended requests whose blocks are held for forks at a time."""
 
 ABORTED = 0.05
-"""Part of the requests that their callers take back."""
+"""Part of the requests that are aborted."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process holds and how fast it is, at the end of a tenth of the requests.
+    """What the process holds and how fast it is, at the end of a tenth of the requests.
 
     Attributes:
-        waiting: requests that have not been admitted: a load that can be served has few.
+        waiting: requests that have not been admitted; few if the engine can serve the load.
         active_bytes: of MLX's arrays.
         cache_bytes: of buffers that MLX keeps for arrays to come.
         objects: that Python's garbage collector tracks.
@@ -99,12 +99,6 @@ class Report:
     leaked_blocks: int
 
 
-def resident_bytes() -> int:
-    """What the process has in memory now."""
-    command = ["ps", "-o", "rss=", "-p", str(os.getpid())]
-    return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
 class Soak:
     """Random requests on one engine: single ones, samples, further turns, forks, aborts."""
 
@@ -128,7 +122,7 @@ class Soak:
             count -= self._add()
 
     def step(self) -> None:
-        """One step, and what its callers make of it."""
+        """One step, and what callers do after it."""
         start = time.perf_counter()
         outputs = self.engine.step()
         self.step_seconds.append(time.perf_counter() - start)
@@ -143,12 +137,12 @@ class Soak:
                 self._end(request_id, done.tokens)
 
     def release(self) -> None:
-        """Let go of everything."""
+        """Release all kept requests."""
         while self._kept:
             self.engine.release(self._kept.popleft())
 
     def footprint(self) -> Footprint:
-        """At the end of a tenth; the next one begins."""
+        """At the end of a tenth; the next tenth begins."""
         footprint = Footprint.now(len(self.engine.scheduler.waiting), self.step_seconds)
         self.step_seconds.clear()
         return footprint
@@ -204,7 +198,7 @@ class Soak:
 
 
 def run(soak: Soak, num_requests: int, per_step: float) -> list[Footprint]:
-    """Serve so many requests, or a few more; a footprint after every tenth of them."""
+    """Serve `num_requests`, or a few more; a footprint after every tenth of them."""
     footprints: list[Footprint] = []
     with tqdm(total=num_requests, unit="request", mininterval=1) as progress:
         while soak.num_added < num_requests or soak.engine.has_work:
@@ -219,21 +213,21 @@ def run(soak: Soak, num_requests: int, per_step: float) -> list[Footprint]:
     return footprints
 
 
-def make_parser() -> Parser:
-    parser = Parser(prog="bench.soak", description=(__doc__ or "").splitlines()[0])
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser("soak", __doc__)
     at_least_ten = number(int, 10, 2**31, "a whole number >= 10")
     parser.add_argument("--requests", type=at_least_ten, default=20_000)
     rate = number(float, 0.01, 100, "a number from 0.01 to 100")
     parser.add_argument("--per-step", type=rate, default=1.25, help="requests that come in a step")
     blocks = number(int, LEAST_BLOCKS, 2**31, f"a whole number >= {LEAST_BLOCKS}")
     parser.add_argument("--num-blocks", type=blocks, default=96, help="of 8 tokens, in the pool")
-    parser.add_argument("--model", choices=SIZES, default="tiny", help="shape of the model")
+    add_model(parser, default="tiny")
     parser.add_argument("--seed", type=int, default=0)
-    return parser
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> Report:
-    args = make_parser().parse_args(argv)
+    args = parse(argv)
     engine = Engine(
         llama_model(args.model),
         block_size=8,

@@ -1,64 +1,57 @@
-"""How long a long prompt holds up running streams: mlx_paged beside mlx-lm's BatchGenerator.
+"""How long a long prompt delays running streams: mlx_paged beside mlx-lm's BatchGenerator.
 
-Streams are decoding when one long prompt arrives. From then until its first token, the gaps between
-each stream's tokens are measured. Engines take turns in one process, made anew in every round.
+Streams decode when one long prompt arrives. The gaps between each stream's tokens are measured from
+then until the prompt's first token. Engines take turns in one process; each round makes new ones.
 
     python -m bench.stalls --streams 8 --prompt-tokens 6000 --max-stall-ms 150
 """
 
 import argparse
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator
 from tqdm import tqdm
 
-from bench.models import AT_LEAST_TWO, SIZES, check_machine, llama_model, random_prompts
+from bench.command import AT_LEAST_TWO, add_model, add_rounds, make_parser, print_result, table
+from bench.machine import check_machine, machine_text
+from bench.models import llama_model, random_prompts
 from mlx_paged import Engine
 from mlx_paged.chunk_budget import MIN_CHUNK
-from mlx_paged.common_args import COUNT, Parser, number
+from mlx_paged.common_args import COUNT, MILLISECONDS
 
 BASELINE_STEPS = 20
 """Steps of decodes alone before the long prompt arrives."""
 
 SETTLING_STEPS = 3
-"""Steps after a request ended whose gaps belong to that event."""
+"""Steps after the end of a request whose gaps are not counted."""
 
 MIN_CHUNKS_TIMED = 10
 
 
-class Server(Protocol):
-    """An engine as its caller sees it."""
-
-    def add(self, prompt: list[int], max_tokens: int) -> int:
-        """Queue a prompt; returns its id."""
-
-    def step(self) -> list[int]:
-        """Ids of the requests that got a token."""
-
-
-class PagedServer:
+class Server:
     """mlx_paged's engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def add(self, prompt: list[int], max_tokens: int) -> int:
+        """Queue a prompt; returns its id."""
         return self.engine.add_request(prompt, max_tokens=max_tokens)
 
     def step(self) -> list[int]:
+        """Ids of the requests that got a token."""
         return [output.request_id for output in self.engine.step()]
 
 
-class MlxLmServer:
-    """mlx-lm's batch generator, with its defaults unless `options` say otherwise."""
+class MlxLmServer(Server):
+    """mlx-lm's batch generator; `options` replace its defaults."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self._generator = BatchGenerator(model, **options)
@@ -77,10 +70,10 @@ class Scenario:
     """Who decodes, and what arrives; all prompts are token ids.
 
     Attributes:
-        streams: prompts of the requests that decode throughout.
-        warm_up: a prompt that comes and goes before, so that the cost model has seen its chunks.
+        streams: prompts of the requests that decode all the time.
+        warm_up: a prompt that is served before, so that the cost model has seen its chunks.
         long: the prompt that arrives.
-        stream_max_tokens: more than any engine gives a stream before the end.
+        stream_max_tokens: more than any engine gives to a stream before the end.
     """
 
     streams: list[list[int]]
@@ -104,13 +97,13 @@ class Scenario:
 
     @property
     def kv_tokens(self) -> int:
-        """K/V slots that all of it takes."""
+        """K/V slots for all of it."""
         streams = sum(len(prompt) + self.stream_max_tokens for prompt in self.streams)
         return streams + len(self.warm_up) + 2 * len(self.long)
 
 
 class Watch:
-    """Steps a server and notes when each request's tokens came, in seconds."""
+    """Steps a server and records when each request's tokens came, in seconds."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -135,7 +128,7 @@ class Watch:
         return self.times[request_id][0]
 
     def gaps_ms(self, request_ids: Iterable[int], since: float) -> list[float]:
-        """Milliseconds between tokens of each request, the one that `since` falls into included."""
+        """Milliseconds between tokens of each request; the first gap is the one around `since`."""
         gaps: list[float] = []
         for request_id in request_ids:
             times = np.array(self.times[request_id])
@@ -175,7 +168,7 @@ def start_streams(watch: Watch, scenario: Scenario) -> list[int]:
 
 @dataclass(frozen=True)
 class Floor:
-    """What no scheduling goes below, medians in milliseconds.
+    """The least that any schedule takes, medians in milliseconds.
 
     Attributes:
         decode: a step of the streams' decodes alone.
@@ -187,7 +180,7 @@ class Floor:
 
 
 def measure_floor(engine: Engine, scenario: Scenario) -> Floor:
-    watch = Watch(PagedServer(engine))
+    watch = Watch(Server(engine))
     streams = start_streams(watch, scenario)
     calm = watch.steps(SETTLING_STEPS)
     watch.steps(BASELINE_STEPS)
@@ -204,9 +197,9 @@ def measure_floor(engine: Engine, scenario: Scenario) -> Floor:
 
 @dataclass
 class Report:
-    """Rounds of one engine and what they come to; gaps in milliseconds.
+    """Rounds of one engine; gaps in milliseconds.
 
-    Medians are over rounds; `worst` and the numbers of gaps are over all of them.
+    Medians are over rounds. The worst gap and the numbers of gaps are of all rounds together.
     """
 
     name: str
@@ -238,35 +231,28 @@ def max_gap_ratio(slow: Report, fast: Report) -> float:
     return median(max(a.gaps) / max(b.gaps) for a, b in pairs)
 
 
-def make_parser() -> Parser:
-    parser = Parser(prog="bench.stalls", description=(__doc__ or "").splitlines()[0])
-    positive = number(float, 1e-3, 1e9, "a number of ms above 0")
-    parser.add_argument("--streams", type=COUNT, default=8, help="requests that decode")
-    parser.add_argument("--stream-tokens", type=COUNT, default=256, help="their prompts' tokens")
-    parser.add_argument(
-        "--prompt-tokens",
-        type=AT_LEAST_TWO,
-        default=6000,
-        help="of the long prompt",
-    )
-    parser.add_argument("--max-stall-ms", type=positive, default=150.0, help="the bound")
-    parser.add_argument(
-        "--warm-up-tokens", type=COUNT, default=1024, help="of the prompt that comes before"
-    )
-    parser.add_argument("--prefill-chunk", type=COUNT, default=512, help="of mlx_paged")
-    parser.add_argument("--small-step", type=COUNT, default=128, help="prefill step of mlx-lm")
-    parser.add_argument("--rounds", type=COUNT, default=3)
-    parser.add_argument("--model", choices=SIZES, default="reference", help="shape of the model")
-    return parser
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser("stalls", __doc__)
+    add = parser.add_argument
+    add("--streams", type=COUNT, default=8, help="requests that decode")
+    add("--stream-tokens", type=COUNT, default=256, help="their prompts' tokens")
+    add("--prompt-tokens", type=AT_LEAST_TWO, default=6000, help="of the long prompt")
+    add("--max-stall-ms", type=MILLISECONDS, default=150.0, help="the bound")
+    add("--warm-up-tokens", type=COUNT, default=1024, help="of the prompt that comes before")
+    add("--prefill-chunk", type=COUNT, default=512, help="of mlx_paged")
+    add("--small-step", type=COUNT, default=128, help="prefill step of mlx-lm")
+    add_rounds(parser, 3)
+    add_model(parser)
+    return parser.parse_args(argv)
 
 
 def servers(
     args: argparse.Namespace, model: nn.Module, scenario: Scenario
 ) -> dict[str, Callable[[], Server]]:
-    """By name, how to make each of them; the bounded one first, mlx-lm's defaults third."""
+    """By name, how each is made; the first one has the bound, the third mlx-lm's defaults."""
 
     def paged(max_stall_ms: float | None) -> Server:
-        return PagedServer(make_engine(args, model, scenario, max_stall_ms))
+        return Server(make_engine(args, model, scenario, max_stall_ms))
 
     bound, step = args.max_stall_ms, args.small_step
     return {
@@ -289,32 +275,31 @@ def make_engine(
     )
 
 
-def print_table(rows: dict[str, dict[str, Any]]) -> None:
-    print(f"{'ms':26}{'before':>8}{'p50':>8}{'p99':>8}{'max':>8}{'worst':>8}", end="")
-    print(f"{'gaps':>8}{'> bound':>9}{'> promise':>11}{'TTFT s':>8}")
+def gap_table(rows: dict[str, dict[str, Any]]) -> str:
+    times, counts = ("before", "p50", "p99", "max", "worst"), ("gaps", "> bound", "> promise")
+    lines = [["ms", *times, *counts, "TTFT s"]]
     for name, row in rows.items():
-        times = [row[f"gap_{key}_ms"] for key in ("before", "p50", "p99", "max", "worst")]
-        print(f"{name:26}" + "".join(f"{value:8.1f}" for value in times), end="")
-        print(f"{row['gaps']:8}{row['gaps_above_bound']:9}{row['gaps_above_promise']:11}", end="")
-        print(f"{row['ttft_s']:8.2f}")
+        cells = [f"{row[f'gap_{key}_ms']:.1f}" for key in times]
+        cells += [str(row[key]) for key in ("gaps", "gaps_above_bound", "gaps_above_promise")]
+        lines.append([name, *cells, f"{row['ttft_s']:.2f}"])
+    return table(lines)
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    args = parse(argv)
     machine = check_machine()
     model, scenario = llama_model(args.model), Scenario.of(args)
     print(
         f"{args.streams} streams with prompts of {args.stream_tokens} tokens decode, then a prompt"
-        f" of {args.prompt_tokens} arrives. Rounds: {args.rounds}; float32 GEMM:"
-        f" {machine['gemm_gflops']:.0f} GFLOP/s; load average {machine['load_average']:.1f}.\n"
-        f"Warm-up of every engine in every round: a prompt of {args.warm_up_tokens}"
-        " tokens beside the streams, from which the cost model learns what chunks cost."
+        f" of {args.prompt_tokens} arrives. Rounds: {args.rounds}; {machine_text(machine)}.\n"
+        f"Each engine first serves a prompt of {args.warm_up_tokens} tokens beside the streams:"
+        " the cost model learns from it."
     )
     floor = measure_floor(make_engine(args, model, scenario, None), scenario)
     promise_ms = args.max_stall_ms + floor.min_chunk
     print(
         f"Floor: a step of decodes alone takes {floor.decode:.1f} ms; {MIN_CHUNK} tokens from the"
-        f" prompt's end add {floor.min_chunk:.1f} ms.\nPromise: {promise_ms:.1f} ms, the bound and"
+        f" prompt's end add {floor.min_chunk:.1f} ms.\nPromise: {promise_ms:.1f} ms, the bound plus"
         " such a chunk."
     )
     makers = servers(args, model, scenario)
@@ -327,12 +312,11 @@ def main(argv: list[str] | None = None) -> None:
                 progress.update()
 
     rows = {name: report.as_dict(args.max_stall_ms, promise_ms) for name, report in reports.items()}
-    print_table(rows)
+    print(gap_table(rows))
     bounded, _, stock, _ = reports.values()
     ratio = max_gap_ratio(stock, bounded)
     print(f"Largest gap, {stock.name} over {bounded.name}: {ratio:.1f}x (median of rounds)")
     result = {
-        "bench": "stalls",
         **vars(args),
         **machine,
         "floor_decode_ms": round(floor.decode, 2),
@@ -340,7 +324,7 @@ def main(argv: list[str] | None = None) -> None:
         "engines": rows,
         "max_gap_ratio": round(ratio, 2),
     }
-    print(json.dumps(result))
+    print_result("stalls", result)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 
 from bench import admission
-from bench.cache_calls import Cost, LiveBatch, cost_of, token_bytes
+from bench.admission import CALLS, Cost, LiveBatch, cost_of, token_bytes
 from bench.models import llama_model
 from mlx_paged import make_prompt_cache
 
@@ -33,19 +33,20 @@ def test_both_kinds_of_batches_hold_the_same_after_every_call(model):
     batches = [
         LiveBatch(make, model, ROWS, TOKENS) for make in (make_mlx_lm_cache, make_prompt_cache)
     ]
-    calls = [
-        (LiveBatch.grow, [240] * 3),
-        (LiveBatch.decode, [241] * 3),
-        (lambda batch: batch.admit(9), [241] * 3 + [9]),
-        (LiveBatch.decode, [242] * 3 + [10]),
-        (LiveBatch.complete, [242] * 3),
-        (LiveBatch.fork, [242] * 3),
-    ]
-    for call, lengths in calls:
+    expected = {
+        "growth": [240] * 3,
+        "decode": [241] * 3,
+        "admission": [241] * 3 + [9],
+        "first decode": [242] * 3 + [10],
+        "completion": [242] * 3,
+        "fork": [242] * 3,
+    }
+    assert list(expected) == list(CALLS)
+    for (_, call), lengths in zip(CALLS.values(), expected.values(), strict=True):
         held = []
         for batch in batches:
             mx.random.seed(1)
-            assert call(batch).ms > 0
+            assert call(batch, 9).ms > 0
             held.append([rows_of(cache) for cache in batch.caches])
             assert batch.caches[0].offset.tolist() == lengths
         for theirs, ours in zip(*held, strict=True):

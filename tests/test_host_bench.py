@@ -8,7 +8,7 @@ import pytest
 
 from bench import scaling
 from bench.host_cost import __main__ as host_cost
-from bench.host_cost.stopwatch import Stopwatch
+from bench.host_cost.__main__ import Stopwatch
 from bench.scaling import Growth, Point
 
 HOST = ["--rows", "2", "3", "--blocks=3", "--steps=4", "--rounds=2"]
@@ -53,6 +53,18 @@ def test_host_cost_covers_every_part_of_every_step(mode, capsys):
         assert each["quiet step"] <= each["step"] and each["quiet"] <= each["counted"]
     assert all(cost > 0 for cost in result["block_costs"]["mlx_paged"].values())
     assert set(result["floor_us"]) == {"2", "3"}
+    recording = result["recording"]
+    assert recording["step_us"] > 0 and recording["step_without_us"] > 0
+    assert "recording_us" in recording and recording["rows"] == host_cost.RECORDED_ROWS
+
+
+def test_only_one_of_two_engines_records():
+    engines = host_cost.recording_engines(2)
+    num_ticks = [engine.ticks.num_ticks for engine in engines]
+    for engine in engines:
+        assert len(engine.step()) == 2
+    grown = [e.ticks.num_ticks - n for e, n in zip(engines, num_ticks, strict=True)]
+    assert grown == [1, 0]
 
 
 def test_a_call_inside_another_counts_for_itself_alone(monkeypatch):

@@ -15,8 +15,13 @@ pytest.importorskip("gguf", reason=REASON)
 llama_cpp = pytest.importorskip("llama_cpp", reason=REASON)
 
 from bench.serving.gguf_file import check_writable, interleave_halves  # noqa: E402
-from bench.serving.llama_cpp import MAX_SEQUENCES, LlamaContext, Span, check_context  # noqa: E402
-from bench.serving.llama_server import LlamaServer  # noqa: E402
+from bench.serving.llama_cpp import (  # noqa: E402
+    MAX_SEQUENCES,
+    LlamaContext,
+    LlamaServer,
+    Span,
+    check_context,
+)
 
 TOKEN_BYTES = 100
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
-from bench.serving.clocks import StepClock
 from bench.serving.engines import (
     ENGINES,
     Limits,
@@ -15,13 +14,11 @@ from bench.serving.engines import (
     make_server,
     static_blocks,
 )
-from bench.serving.replay import Replay
+from bench.serving.replay import Replay, Stall, StepClock
 from bench.serving.run import Run
 from bench.serving.servers import Counters, Level, Token
-from bench.serving.sources import ClosedLoop, OpenLoop
-from bench.serving.stall import Stall
 from bench.serving.trace import Job, make_trace
-from bench.serving.workload import PRESETS, make_jobs
+from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, make_jobs
 
 INSTALLED = [
     pytest.param(

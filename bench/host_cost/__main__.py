@@ -1,4 +1,4 @@
-"""What a decode step costs the host, part by part, and what the allocator's verbs cost.
+"""What a decode step costs the host, part by part, and what the allocator's methods cost.
 
 The model computes nothing and the device's time is left out. Engines take turns in one process.
 
@@ -6,9 +6,10 @@ The model computes nothing and the device's time is left out. Engines take turns
 """
 
 import argparse
-import json
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -18,13 +19,8 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from bench.host_cost.block_costs import (
-    PUBLISHED,
-    MakeVerbs,
-    block_costs,
-    mlx_paged_verbs,
-    nano_vllm_verbs,
-)
+from bench.command import make_parser, print_result, table, text_of
+from bench.host_cost.block_costs import PUBLISHED, MakeManager, Manager, block_costs, nano_vllm
 from bench.host_cost.silent_engine import (
     BLOCK_SIZE,
     VOCAB,
@@ -32,29 +28,75 @@ from bench.host_cost.silent_engine import (
     silenced,
     smallest_llama,
 )
-from bench.host_cost.stopwatch import Stopwatch
-from bench.models import check_machine
+from bench.machine import check_machine
 from mlx_paged import Engine
 from mlx_paged.common_args import COUNT, Parser
 from mlx_paged.model_loader import load_model
+from mlx_paged.step_pipeline import StepResult
 from mlx_paged.text_stream import TextStream
 
 COUNTED = ("schedule", "tables", "sampling")
 PARTS = (*COUNTED, "launch", "results", "pipeline")
-"""A step from its schedule to the choices that were read back; "outputs", what callers see of a
+"""A step from its schedule until the sampled tokens were read. "outputs", what callers see of a
 token, comes after it."""
 
 TARGET_US = {32: 300, 256: 1000}
-"""For the parts that are counted, together."""
+"""For the counted parts together."""
 
 VLLM_US = {8: 100, 32: 310, 256: 2500}
-"""Of vLLM V1's scheduler alone, `schedule` and `update_from_output`, on the machine that the
-published figures of :data:`bench.host_cost.block_costs.PUBLISHED` are from."""
+"""vLLM V1's scheduler alone, `schedule` and `update_from_output`, measured on the same machine as
+the figures of :data:`bench.host_cost.block_costs.PUBLISHED`."""
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "drawn": {"temperature": 0.8, "top_p": 0.95},
 }
+
+RECORDED_ROWS = 32
+RECORDING_BUDGET_US = 20.0
+"""More than that would show in the steps of a fast model."""
+
+
+class Stopwatch:
+    """Seconds of watched calls, by label, without the watched calls inside them."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._inner: list[float] = []  # of each call under way, seconds of watched calls inside
+
+    @contextmanager
+    def watching(self, *calls: tuple[Any, str, str]) -> Iterator[None]:
+        """Within this context watch calls, each an owner, the name of its attribute, a label."""
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in calls]
+        for (owner, name, original), (_, _, label) in zip(originals, calls, strict=True):
+            setattr(owner, name, self._timed(original, label))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+    def lap(self) -> dict[str, float]:
+        """Seconds since the last lap."""
+        seconds = dict(self.seconds)
+        self.seconds.clear()
+        return seconds
+
+    def _timed(self, call: Callable[..., Any], label: str) -> Callable[..., Any]:
+        clock, seconds, inner = time.perf_counter, self.seconds, self._inner
+
+        def timed(*args: Any, **options: Any) -> Any:
+            inner.append(0.0)
+            start = clock()
+            try:
+                return call(*args, **options)
+            finally:
+                took = clock() - start
+                seconds[label] += took - inner.pop()
+                if inner:
+                    inner[-1] += took
+
+        return timed
 
 
 @dataclass
@@ -93,23 +135,64 @@ class Course:
                 self.steps.append(self.watch.lap())
 
     def microseconds(self) -> dict[str, float]:
-        """Medians over the steps: of each part, of the parts that are counted, of all together; and
-        of both sums the quietest tenth, to which other processes added least."""
+        """Medians over the steps: of each part, of the counted parts together, of all together.
+
+        "quiet" and "quiet step" are the quietest tenth of both sums, to which other processes added
+        least.
+        """
         counted = [sum(lap[part] for part in COUNTED) for lap in self.steps]
         step = [sum(lap[part] for part in PARTS) for lap in self.steps]
-        parts = {
+        seconds = {
             part: median(lap[part] for lap in self.steps)
             for part in (*PARTS, "cost model", "outputs")
         }
-        seconds = {**parts, "counted": median(counted), "step": median(step)}
+        seconds |= {"counted": median(counted), "step": median(step)}
         seconds["quiet"] = float(np.quantile(counted, 0.1))
         seconds["quiet step"] = float(np.quantile(step, 0.1))
         return {name: round(1e6 * value, 1) for name, value in seconds.items()}
 
 
+class NoRecorder:
+    """Records no tick and no statistics."""
+
+    def begin(self) -> None: ...
+    def take_in(self) -> None: ...
+    def end(self, result: StepResult) -> None: ...
+
+
+def recording_engines(rows: int) -> list[Engine]:
+    """Two equal engines; only the first one records its steps."""
+    model = smallest_llama()
+    engines = [decoding_engine(model, VOCAB, rows, BLOCK_SIZE, lookahead=False) for _ in range(2)]
+    engines[1]._recorder = NoRecorder()  # type: ignore[assignment]
+    return engines
+
+
+def recording_us(rows: int, num_steps: int) -> dict[str, float]:
+    """Microseconds of a step with and without recording, in turns step by step: medians.
+
+    "recording_us" is the median difference of neighbouring steps.
+    """
+    recording, bare = recording_engines(rows)
+    with silenced(recording, rows, VOCAB), silenced(bare, rows, VOCAB):
+        pairs = [[timed(e.step) for e in (recording, bare)] for _ in range(num_steps)]
+    times = 1e6 * np.array(pairs)
+    with_us, without_us = np.median(times, axis=0).tolist()
+    return {
+        "rows": rows,
+        "step_us": round(with_us, 1),
+        "step_without_us": round(without_us, 1),
+        "recording_us": round(float(np.median(times[:, 0] - times[:, 1])), 1),
+        "budget_us": RECORDING_BUDGET_US,
+    }
+
+
 def floor_us(rows: int) -> dict[str, float]:
-    """What nothing that looks at each row goes below: microseconds of an empty loop over the rows,
-    of an object made for each, of an operation of numpy on all, and of one such array for MLX."""
+    """The least that any code takes that looks at each row, in microseconds.
+
+    An empty loop over the rows, an object for each row, an operation of numpy on all rows, and one
+    such array for MLX.
+    """
     indices, column = list(range(rows)), np.zeros(rows, np.int32)
 
     def loop() -> None:
@@ -122,106 +205,102 @@ def floor_us(rows: int) -> dict[str, float]:
         "numpy": lambda: column + 1,
         "mx.array": lambda: mx.array(column),
     }
-    return {name: round(1e6 * timed(action, 200), 2) for name, action in actions.items()}
+    return {
+        name: round(1e6 * median(timed(action) for _ in range(200)), 2)
+        for name, action in actions.items()
+    }
 
 
-def timed(action: Callable[[], object], repeats: int) -> float:
-    """Seconds of one call, the median of several."""
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - start)
-    return median(times)
+def timed(action: Callable[[], object]) -> float:
+    """Seconds of one call."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
 
 
 def detokenise_us(num_tokens: int = 2000) -> float:
-    """Microseconds that a token of the demo model takes to become text."""
+    """Microseconds to turn a token of the demo model into text."""
     _, tokenizer = load_model()
     ids = np.random.default_rng(0).integers(200, tokenizer.vocab_size, size=num_tokens)
     tokens = iter(ids.tolist())
     text = TextStream(tokenizer.detokenizer)
-    return round(1e6 * timed(lambda: text.push(next(tokens)), num_tokens), 2)
+    return round(1e6 * median(timed(lambda: text.push(next(tokens))) for _ in ids), 2)
 
 
-def make_parser() -> Parser:
-    parser = Parser(prog="bench.host_cost", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--rows", type=COUNT, nargs="+", default=[8, 32, 128, 256], help="running requests"
-    )
-    parser.add_argument("--blocks", type=COUNT, default=512, help="that each request holds")
-    parser.add_argument("--steps", type=COUNT, default=40, help="of each engine in a round")
-    parser.add_argument("--rounds", type=COUNT, default=5)
-    parser.add_argument(
-        "--no-lookahead", action="store_true", help="read each step before the next is launched"
-    )
-    parser.add_argument(
-        "--nano-vllm", type=Path, help="a checkout of nano-vllm, to run its block manager too"
-    )
-    return parser
+def add_arguments(parser: Parser) -> None:
+    add, rows = parser.add_argument, [8, 32, 128, 256]
+    add("--rows", type=COUNT, nargs="+", default=rows, help="running requests")
+    add("--blocks", type=COUNT, default=512, help="that each request holds")
+    add("--steps", type=COUNT, default=40, help="of each engine in a round")
+    add("--rounds", type=COUNT, default=5)
+    late = "read the tokens of each step before the next one is launched"
+    add("--no-lookahead", action="store_true", help=late)
+    nano = "a checkout of nano-vllm, to measure its block manager too"
+    add("--nano-vllm", type=Path, help=nano)
 
 
 def measure_steps(args: argparse.Namespace) -> list[Course]:
-    model, lookahead = smallest_llama(), not args.no_lookahead
-    courses = [
-        Course(
-            name,
-            rows,
-            decoding_engine(
-                model, VOCAB, rows, args.blocks * BLOCK_SIZE, lookahead=lookahead, **options
-            ),
-        )
-        for rows in tqdm(args.rows, desc="engines", disable=None)
-        for name, options in SAMPLING.items()
-    ]
+    model, context = smallest_llama(), args.blocks * BLOCK_SIZE
+    courses = []
+    for rows in tqdm(args.rows, desc="engines", disable=None):
+        for name, options in SAMPLING.items():
+            options = options | {"lookahead": not args.no_lookahead}
+            courses.append(
+                Course(name, rows, decoding_engine(model, VOCAB, rows, context, **options))
+            )
     for _ in tqdm(range(args.rounds), desc="rounds", disable=None):
         for course in courses:
             course.run(args.steps)
     return courses
 
 
-def print_steps(courses: Sequence[Course]) -> None:
+def step_table(courses: Sequence[Course]) -> str:
     columns = (*PARTS, "step", "quiet step", "cost model", "outputs", "counted", "quiet")
-    print(f"\n{'us a step':16}" + "".join(f"{name:>11}" for name in columns), end="")
-    print(f"{'target':>9}{'vLLM':>9}")
+    rows = [["us a step", *columns, "target", "vLLM"]]
     for course in courses:
-        cost = course.microseconds()
-        print(f"{course.rows:6} {course.name:9}", end="")
-        print("".join(f"{cost[name]:11.0f}" for name in columns), end="")
-        print(f"{TARGET_US.get(course.rows, '-'):>9}{VLLM_US.get(course.rows, '-'):>9}")
+        costs = course.microseconds()
+        cells = [f"{costs[name]:.0f}" for name in columns]
+        cells += [text_of(each.get(course.rows), "d") for each in (TARGET_US, VLLM_US)]
+        rows.append([f"{course.rows} {course.name}", *cells])
+    return table(rows)
 
 
-def print_blocks(live: dict[str, dict[str, float]]) -> None:
+def block_table(live: dict[str, dict[str, float]]) -> str:
     columns = {f"{name}, elsewhere": figures for name, figures in PUBLISHED.items()} | live
-    print(f"\n{'':34}" + "".join(f"{name:>22}" for name in columns))
-    for verb in live["mlx_paged"]:
-        cells = [figures.get(verb) for figures in columns.values()]
-        print(f"{verb:34}" + "".join(f"{'-' if c is None else f'{c:g}':>22}" for c in cells))
+    rows = [["", *columns]]
+    for method in live["mlx_paged"]:
+        cells = [text_of(figures.get(method), "g") for figures in columns.values()]
+        rows.append([method, *cells])
+    return table(rows)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = make_parser()
+    parser = make_parser("host_cost", __doc__)
+    add_arguments(parser)
     args = parser.parse_args(argv)
-    makers: dict[str, MakeVerbs] = {"mlx_paged": mlx_paged_verbs}
+    managers: dict[str, MakeManager] = {"mlx_paged": Manager}
     if args.nano_vllm is not None:
         try:
-            makers["nano-vllm"] = nano_vllm_verbs(args.nano_vllm)
+            managers["nano-vllm"] = nano_vllm(args.nano_vllm)
         except ValueError as error:
             parser.error(f"argument --nano-vllm: {error}")
     machine = check_machine()
     floors = {rows: floor_us(rows) for rows in args.rows}
-    print("Floor, us: what it takes to look at each row once.")
+    print("Floor, us: code that looks at each row once.")
     for rows, floor in floors.items():
         print(f"{rows:6} rows  " + "  ".join(f"{name} {us:g}" for name, us in floor.items()))
     courses = measure_steps(args)
-    print_steps(courses)
+    print("", step_table(courses), sep="\n")
     detokenise = detokenise_us()
-    print(f"A token of the demo model becomes text in {detokenise:g} us, beside all that.")
-
-    blocks = block_costs(makers, args.blocks)
-    print_blocks(blocks)
+    print(f"A token of the demo model becomes text in {detokenise:g} us; no column includes that.")
+    recording = recording_us(RECORDED_ROWS, args.rounds * args.steps)
+    print(
+        f"Recording a step of {RECORDED_ROWS} rows takes {recording['recording_us']:g} us of"
+        f" {recording['step_us']:g}; ceiling: {RECORDING_BUDGET_US:g} us."
+    )
+    blocks = block_costs(managers, args.blocks)
+    print("", block_table(blocks), sep="\n")
     result = {
-        "bench": "host_cost",
         **machine,
         "blocks": args.blocks,
         "lookahead": not args.no_lookahead,
@@ -230,10 +309,11 @@ def main(argv: list[str] | None = None) -> None:
             {"rows": c.rows, "sampling options": c.name, **c.microseconds()} for c in courses
         ],
         "detokenise_us": detokenise,
+        "recording": recording,
         "block_costs": blocks,
         "published": PUBLISHED,
     }
-    print(json.dumps(result))
+    print_result("host_cost", result)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the verbs of block managers cost: this one's, and nano-vllm's beside it."""
+"""What the methods of block managers cost: this one's, and nano-vllm's beside it."""
 
 import importlib
 import sys
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -35,110 +35,61 @@ PUBLISHED: dict[str, dict[str, float]] = {
     "vLLM V1": {BULK: 54, APPEND: 316, FREE: 87, HASH: 1.35, COLD: 536, HIT: 418},
     "nano-vllm": {BULK: 145, APPEND: 4149, FREE: 115, HASH: 1.16, HIT: 3569},
 }
-"""Measured before, on 2 cores of a Zen 5 server, with 512 blocks a sequence; hashes are xxhash. The
-prompts of vLLM come hashed: their cost is not in its admission."""
+"""Measured before, on 2 cores of a Zen 5 server, with 512 blocks a sequence; hashes are xxhash.
+vLLM's admission gets its prompts hashed, so it does not include the hashes."""
 
 
-class Verbs(Protocol):
-    """What a block manager of so many blocks of 16 tokens does with sequences of its own kind."""
-
-    def sequence(self, tokens: list[int]) -> Any:
-        """A sequence that is not known to it yet."""
-
-    def allocate(self, sequence: Any) -> None:
-        """Blocks for all of its tokens, without a look at what is cached."""
-
-    def admit(self, sequence: Any) -> None:
-        """The same with what is cached of it."""
-
-    def append(self, sequences: list[Any], position: int) -> None:
-        """Room for one more token in each, all of `position` tokens."""
-
-    def offer(self, sequence: Any) -> None:
-        """Its tokens are computed: others may have them."""
-
-    def free(self, sequence: Any) -> None: ...
-
-    def hash(self, tokens: list[int]) -> None:
-        """Of each block and what is before it."""
-
-
-MakeVerbs = Callable[[int], Verbs]
-
-
-def mlx_paged_verbs(num_blocks: int) -> Verbs:
-    """Those of :class:`BlockAllocator`."""
-    return _Allocator(num_blocks)
-
-
-def nano_vllm_verbs(checkout: Path) -> MakeVerbs:
-    """Those of nano-vllm's block manager, imported from its repository at `checkout`.
-
-    Raises:
-        ValueError: there is no such package there, or it lacks what it imports.
-    """
-    sys.path.insert(0, str(checkout))
-    try:
-        # Its package imports the models, which need a GPU; these modules of it do not.
-        for name in ("nanovllm", "nanovllm.engine"):
-            package = type(sys)(name)
-            package.__path__ = [str(checkout / name.replace(".", "/"))]
-            sys.modules[name] = package
-        params = type(sys)("nanovllm.sampling_params")
-        params.SamplingParams = _NoParams  # type: ignore[attr-defined]
-        sys.modules["nanovllm.sampling_params"] = params
-        manager = importlib.import_module("nanovllm.engine.block_manager").BlockManager
-        sequence = importlib.import_module("nanovllm.engine.sequence").Sequence
-    except ImportError as error:
-        raise ValueError(f"{checkout}: expected a checkout of nano-vllm ({error})") from error
-    finally:
-        sys.path.remove(str(checkout))
-    sequence.block_size = BLOCK_SIZE
-    return lambda num_blocks: _NanoVllm(manager, sequence, num_blocks)
-
-
-class _NoParams:
-    temperature, max_tokens, ignore_eos = 1.0, 1, True
-
-
-class _Allocator:
-    """The verbs of a BlockAllocator. A sequence is its id."""
+class Manager:
+    """A BlockAllocator with blocks of 16 tokens. A sequence is its id and its tokens."""
 
     def __init__(self, num_blocks: int) -> None:
         self._allocator = BlockAllocator(num_blocks, BLOCK_SIZE)
         self._next_id = 0
 
-    def sequence(self, tokens: list[int]) -> tuple[int, list[int]]:
+    def sequence(self, tokens: list[int]) -> Any:
+        """A sequence that the manager does not know yet."""
         self._next_id += 1
         return self._next_id, tokens
 
-    def allocate(self, sequence: tuple[int, list[int]]) -> None:
+    def allocate(self, sequence: Any) -> None:
+        """Blocks for all of its tokens, without looking for a cached prefix."""
         self._allocator.admit(sequence[0], len(sequence[1]))
 
-    def admit(self, sequence: tuple[int, list[int]]) -> None:
+    def admit(self, sequence: Any) -> None:
+        """Blocks for all of its tokens, the cached prefix included."""
         self._allocator.admit(sequence[0], len(sequence[1]), sequence[1])
 
-    def append(self, sequences: list[tuple[int, list[int]]], position: int) -> None:
+    def append(self, sequences: list[Any], position: int) -> None:
+        """Room for one more token in each sequence; all have `position` tokens."""
         self._allocator.append_each([seq_id for seq_id, _ in sequences], [position] * ROWS)
 
-    def offer(self, sequence: tuple[int, list[int]]) -> None:
-        self._allocator.commit(*sequence, len(sequence[1]))
+    def offer(self, sequence: Any) -> None:
+        """Its tokens are computed: others may share them."""
+        self._allocator.commit(sequence[0], sequence[1], len(sequence[1]))
 
-    def free(self, sequence: tuple[int, list[int]]) -> None:
+    def free(self, sequence: Any) -> None:
         self._allocator.free(sequence[0])
 
     def hash(self, tokens: list[int]) -> None:
+        """Of each block together with all tokens before it."""
         parent = ROOT
         for start in range(0, len(tokens), BLOCK_SIZE):
             parent = chain_hash(parent, token_bytes(tokens, start, start + BLOCK_SIZE))
 
 
-class _NanoVllm:
-    """The same verbs of nano-vllm's BlockManager, which looks for a prefix in every admission."""
+MakeManager = Callable[[int], Manager]
+"""By the number of blocks."""
+
+
+class _NanoVllm(Manager):
+    """nano-vllm's BlockManager, which looks for a cached prefix in every admission."""
 
     def __init__(self, manager: Any, sequence: Any, num_blocks: int) -> None:
         self._manager = manager(num_blocks, BLOCK_SIZE)
-        self.sequence = sequence
+        self._make_sequence = sequence
+
+    def sequence(self, tokens: list[int]) -> Any:
+        return self._make_sequence(tokens)
 
     def allocate(self, sequence: Any) -> None:
         self._manager.allocate(sequence, 0)
@@ -165,24 +116,54 @@ class _NanoVllm:
             parent = self._manager.compute_hash(tokens[start : start + BLOCK_SIZE], parent)
 
 
-def block_costs(makers: dict[str, MakeVerbs], blocks: int) -> dict[str, dict[str, float]]:
-    """Of each of `makers`, in turns, what its verbs cost for sequences of `blocks` blocks: medians,
-    by the names of :data:`PUBLISHED`."""
+class _NoParams:
+    temperature, max_tokens, ignore_eos = 1.0, 1, True
+
+
+def nano_vllm(checkout: Path) -> MakeManager:
+    """nano-vllm's block manager, imported from its repository at `checkout`.
+
+    Raises:
+        ValueError: the package is not there, or lacks what it imports.
+    """
+    sys.path.insert(0, str(checkout))
+    try:
+        # The package imports its models, which need a GPU; these modules of it do not.
+        for name in ("nanovllm", "nanovllm.engine"):
+            package = type(sys)(name)
+            package.__path__ = [str(checkout / name.replace(".", "/"))]
+            sys.modules[name] = package
+        params = type(sys)("nanovllm.sampling_params")
+        params.SamplingParams = _NoParams  # type: ignore[attr-defined]
+        sys.modules["nanovllm.sampling_params"] = params
+        manager = importlib.import_module("nanovllm.engine.block_manager").BlockManager
+        sequence = importlib.import_module("nanovllm.engine.sequence").Sequence
+    except ImportError as error:
+        raise ValueError(f"{checkout}: expected a checkout of nano-vllm ({error})") from error
+    finally:
+        sys.path.remove(str(checkout))
+    sequence.block_size = BLOCK_SIZE
+    return lambda num_blocks: _NanoVllm(manager, sequence, num_blocks)
+
+
+def block_costs(managers: dict[str, MakeManager], blocks: int) -> dict[str, dict[str, float]]:
+    """What each manager's methods cost for sequences of `blocks` blocks, in turns: medians, by the
+    names of :data:`PUBLISHED`."""
     tokens = np.random.default_rng(0).integers(50_000, size=HASHED_TOKENS).tolist()
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in makers}
+    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in managers}
     for _ in range(REPEATS):
-        for name, make in makers.items():
+        for name, make in managers.items():
             rounds[name].append(_round(make, blocks, tokens))
     return {
-        name: {verb: float(f"{median(r[verb] for r in each):.3g}") for verb in each[0]}
+        name: {method: float(f"{median(r[method] for r in each):.3g}") for method in each[0]}
         for name, each in rounds.items()
     }
 
 
-def _round(make: MakeVerbs, blocks: int, tokens: list[int]) -> dict[str, float]:
+def _round(make: MakeManager, blocks: int, tokens: list[int]) -> dict[str, float]:
     manager = make(4 * max(blocks, ADMITTED_TOKENS // BLOCK_SIZE, ROWS * APPENDED))
     first, long = (manager.sequence([0] * (blocks * BLOCK_SIZE)) for _ in range(2))
-    manager.allocate(first)  # what grows does so now
+    manager.allocate(first)  # arrays that grow do it now
     manager.free(first)
     costs = {BULK: _ns(manager.allocate, long) / blocks, FREE: _ns(manager.free, long) / blocks}
 
@@ -197,8 +178,8 @@ def _round(make: MakeVerbs, blocks: int, tokens: list[int]) -> dict[str, float]:
     return costs
 
 
-def _append_ns(manager: Verbs) -> float:
-    """Of a block: steps in which each of some sequences needs one."""
+def _append_ns(manager: Manager) -> float:
+    """A block's part of a step in which each of some sequences needs a block."""
     sequences = [manager.sequence([0] * BLOCK_SIZE) for _ in range(ROWS)]
     for sequence in sequences:
         manager.allocate(sequence)
@@ -212,7 +193,7 @@ def _append_ns(manager: Verbs) -> float:
     return median(times)
 
 
-def _ns(verb: Callable[..., object], *args: object) -> float:
+def _ns(method: Callable[..., object], *args: object) -> float:
     start = time.perf_counter_ns()
-    verb(*args)
+    method(*args)
     return float(time.perf_counter_ns() - start)

@@ -1,4 +1,4 @@
-"""Engines whose model can be silenced: what is left of a step is the host's work."""
+"""Engines whose model can be silenced: only the host's work is left of a step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import llama
 
+from bench.models import random_llama
 from mlx_paged import Engine
 from mlx_paged.allocation import ceil_div
 from mlx_paged.model_runner import ModelRunner
@@ -16,11 +16,11 @@ from mlx_paged.model_runner import ModelRunner
 BLOCK_SIZE = 16
 VOCAB = 128
 SPARE_BLOCKS = 64
-"""What each sequence may grow by while it is watched."""
+"""By how much each sequence can grow while it is watched."""
 
 
 class SilentModel:
-    """Answers with the same logits ``[rows, 1, vocab]`` in every forward of `rows` tokens."""
+    """Returns the same logits ``[rows, 1, vocab]`` in every forward of `rows` tokens."""
 
     def __init__(self, rows: int, vocab: int) -> None:
         self.vocab = vocab
@@ -34,25 +34,22 @@ class SilentModel:
 
 
 def smallest_llama() -> nn.Module:
-    """A llama that keeps 32 bytes of K/V for a token."""
-    config = {
-        "model_type": "llama",
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "intermediate_size": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "vocab_size": VOCAB,
-    }
-    return llama.Model(llama.ModelArgs.from_dict(config))
+    """A llama with 32 bytes of K/V for a token."""
+    return random_llama(
+        {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "intermediate_size": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "vocab_size": VOCAB,
+        }
+    )
 
 
 @contextmanager
 def silenced(engine: Engine, rows: int, vocab: int) -> Iterator[None]:
-    """Within this context the engine's model computes nothing; K/V that it should have written is
-    what the pool held before."""
+    """Within this context the engine's model computes nothing and writes no K/V."""
     assert isinstance(engine.runner, ModelRunner)
     model = engine.runner.model
     engine.runner.model = SilentModel(rows, vocab)
@@ -65,8 +62,8 @@ def silenced(engine: Engine, rows: int, vocab: int) -> Iterator[None]:
 def decoding_engine(
     model: nn.Module, vocab: int, rows: int, context: int, *, lookahead: bool, **options: Any
 ) -> Engine:
-    """An engine with `rows` requests that decode, each with about `context` tokens in blocks of its
-    own, whose last ones are filled to different degrees. No prompt was computed.
+    """An engine with `rows` requests that decode, each with about `context` tokens in its own
+    blocks. Their last blocks are filled to different degrees. No prompt was computed.
 
     Args:
         vocab: of the model.

@@ -1,15 +1,14 @@
-"""Attention over paged K/V beside a gather in front of MLX's attention, and that on contiguous K/V.
+"""Attention over paged K/V beside a gather before MLX's attention, and that on contiguous K/V.
 
     python -m bench.paged_attention --quick
     python -m bench.paged_attention --heads 32:8:128 --dtypes bfloat16 --plot curve.png
     python -m bench.paged_attention --quick --write-table
 
-All ways to compute a case take turns, with a read of memory among them. Single tokens are compared
-with that read, chunks with a matrix product. Ctrl-C ends with what was measured.
+All ways to compute a case take turns, a read of memory among them. Single tokens are compared with
+that read, chunks with a matrix product. After Ctrl-C the bench reports what it has measured.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -19,8 +18,16 @@ from typing import Any
 import mlx.core as mx
 from tqdm import tqdm
 
-from bench.machine import Clock, MemoryReader, cores, describe, measure_gemm, measure_read
-from bench.models import AT_LEAST_TWO, check_machine
+from bench.command import AT_LEAST_TWO, GIB, INTERRUPTED, make_parser, print_result
+from bench.machine import (
+    Clock,
+    MemoryReader,
+    check_machine,
+    cores,
+    describe,
+    gemm_gflops,
+    measure_read,
+)
 from bench.paged_attention.cases import DTYPES, Case, HeadCounts, chunk_cases, decode_cases
 from bench.paged_attention.ggml import is_installed
 from bench.paged_attention.report import case_lines, ceiling_lines, path_table, plot
@@ -29,8 +36,7 @@ from mlx_paged.common_args import COUNT, KV_BLOCK_SIZES, Parser, number
 from mlx_paged.dispatch import table_path, write_table
 from mlx_paged.kv_memory import physical_memory
 
-INTERRUPTED = 130
-GIB = 2**30
+GEMM_REPEATS = 20
 
 FULL: dict[str, Any] = {
     "heads": [HeadCounts(8, 2, 64), HeadCounts(32, 8, 128), HeadCounts(32, 4, 128)],
@@ -62,57 +68,45 @@ def head_counts(text: str) -> HeadCounts:
         ) from error
 
 
-def make_parser() -> Parser:
-    parser = Parser(prog="bench.paged_attention", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a small part of the grid, 3 rounds")
-    parser.add_argument(
-        "--only", choices=("decodes", "chunks"), help="single tokens or chunks (default: both)"
-    )
-    grid = parser.add_argument_group("grid, each the default's part that is named")
-    grid.add_argument("--heads", type=head_counts, nargs="+", metavar="H:H_KV:DIM")
-    grid.add_argument("--dtypes", choices=DTYPES, nargs="+")
-    grid.add_argument("--batches", type=COUNT, nargs="+", help="sequences with one token each")
-    grid.add_argument("--contexts", type=COUNT, nargs="+", help="tokens of each such sequence")
-    grid.add_argument("--block-sizes", type=int, choices=KV_BLOCK_SIZES, nargs="+")
-    grid.add_argument("--chunk-lengths", type=AT_LEAST_TWO, nargs="+")
-    grid.add_argument("--chunk-contexts", type=COUNT, nargs="+", help="where later chunks end")
-    grid.add_argument("--rounds", type=COUNT, help="of which times are medians")
+def add_arguments(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a small part of the grid, 3 rounds")
+    only = "single tokens or chunks (default: both)"
+    add("--only", choices=("decodes", "chunks"), help=only)
+    add("--heads", type=head_counts, nargs="+", metavar="H:H_KV:D", help="e.g. 32:8:128")
+    add("--dtypes", choices=DTYPES, nargs="+")
+    add("--batches", type=COUNT, nargs="+", help="of single tokens")
+    add("--contexts", type=COUNT, nargs="+", help="of single tokens")
+    sizes = "tokens; chunks are computed in the size nearest to 16"
+    add("--block-sizes", type=int, choices=KV_BLOCK_SIZES, nargs="+", help=sizes)
+    add("--chunk-lengths", type=AT_LEAST_TWO, nargs="+")
+    add("--chunk-contexts", type=COUNT, nargs="+", help="contexts at the end of later chunks")
+    add("--rounds", type=COUNT, help="times are medians over so many rounds")
     seconds = number(float, 0, 1e6, "a number of seconds >= 0")
-    parser.add_argument(
-        "--case-seconds", type=seconds, default=10.0, help="no further round of a case after"
-    )
-    parser.add_argument(
-        "--memory",
-        type=number(float, 1e-3, 1e6, "a number of GiB above 0"),
-        metavar="GiB",
-        help="cases that need more are skipped (default: half of the machine's)",
-    )
-    parser.add_argument(
+    limit = "a case begins no further round after so many"
+    add("--case-seconds", type=seconds, default=10.0, help=limit)
+    memory = number(float, 1e-3, 1e6, "a number of GiB above 0")
+    skip = "skip cases that need more (default: half of the machine's)"
+    add("--memory", type=memory, metavar="GiB", help=skip)
+    add(
         "--clock",
         type=Clock,
         choices=list(Clock),
         default=Clock.WALL,
-        help="processor: on a busy machine, all threads' time over the cores (default: wall);"
-        " give BLAS one thread then, others spin while they wait",
+        help="processor: time of all threads over the cores, for a busy machine; give BLAS one"
+        " thread then, because waiting threads spin (default: wall)",
     )
-    parser.add_argument("--torch", action="store_true", help="compare with torch's attention, too")
-    parser.add_argument(
-        "--ggml", action="store_true", help="compare with ggml's flash attention (llama.cpp), too"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the first heads' curves")
-    parser.add_argument(
-        "--write-table",
-        type=Path,
-        nargs="?",
-        const=table_path(),
-        metavar="FILE",
-        help="let attention on this machine go by these times (default file: %(const)s)",
-    )
-    return parser
+    add("--torch", action="store_true", help="compare with torch's attention, too")
+    add("--ggml", action="store_true", help="compare with ggml's flash attention (llama.cpp), too")
+    add("--plot", type=Path, metavar="FILE", help="draw the curves of the first heads")
+    write = "attention on this machine then uses these times (default file: %(const)s)"
+    path = table_path()
+    add("--write-table", type=Path, nargs="?", const=path, metavar="FILE", help=write)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser()
+    parser = make_parser("paged_attention", __doc__)
+    add_arguments(parser)
     args = parser.parse_args(argv)
     if args.ggml and not is_installed():
         parser.error("--ggml: expected llama-cpp-python: pip install 'mlx-paged[peers]'")
@@ -125,19 +119,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def grid(args: argparse.Namespace) -> list[Case]:
     cases: list[Case] = []
     if args.only != "chunks":
-        cases += decode_cases(
-            args.heads, args.dtypes, args.batches, args.contexts, args.block_sizes
-        )
+        cases += decode_cases(args)
     if args.only != "decodes":
-        block_size = min(args.block_sizes, key=lambda size: abs(size - 16))
-        cases += chunk_cases(
-            args.heads, args.dtypes, args.chunk_lengths, args.chunk_contexts, block_size
-        )
+        cases += chunk_cases(args)
     return cases
 
 
 def fitting(cases: list[Case], limit: float) -> tuple[list[Case], list[dict[str, Any]]]:
-    """The cases that the memory holds, and the others with the reason."""
+    """The cases that fit into memory, and the others with the reason."""
     skipped = [
         case.as_dict()
         | {"reason": f"needs {case.memory_bytes / GIB:.3g} GiB of at most {limit / GIB:.3g}"}
@@ -150,30 +139,23 @@ def fitting(cases: list[Case], limit: float) -> tuple[list[Case], list[dict[str,
 def measure_ceilings(clock: Clock) -> dict[str, Any]:
     """By name: "read_gb_s" (by number of threads), "gemm_gflops", "load_average"."""
     machine = check_machine()
-    gemm = max(machine["gemm_gflops"], measure_gemm(clock))
-    return machine | {"gemm_gflops": gemm, "read_gb_s": measure_read(clock)}
+    gemm = max(machine["gemm_gflops"], gemm_gflops(clock, GEMM_REPEATS))
+    return {**machine, "gemm_gflops": gemm, "read_gb_s": measure_read(clock)}
 
 
 def raise_ceilings(ceilings: dict[str, Any], clock: Clock, rows: list[dict[str, Any]]) -> None:
-    """Take what was faster since: a busy machine shows its ceilings now and then only."""
+    """Measure again and keep the highest: a busy machine rarely reaches its ceilings."""
     reads, every_core = ceilings["read_gb_s"], str(cores())
     reads[every_core] = max([reads[every_core], *(row["best_read_gb_s"] for row in rows)])
-    ceilings["gemm_gflops"] = max(ceilings["gemm_gflops"], measure_gemm(clock))
+    again = gemm_gflops(clock, GEMM_REPEATS)
+    ceilings["gemm_gflops"] = max(ceilings["gemm_gflops"], again)
 
 
 def measure(args: argparse.Namespace, cases: list[Case], rows: list[dict[str, Any]]) -> None:
-    """Append what each case took to `rows`, and print it."""
+    """Append the times of each case to `rows`, and print them."""
     reader = MemoryReader(cores())
     for case in tqdm(cases, unit="case", disable=None):
-        row = time_case(
-            case,
-            reader,
-            args.rounds,
-            args.case_seconds,
-            args.clock,
-            with_torch=args.torch,
-            with_ggml=args.ggml,
-        )
+        row = time_case(case, reader, args)
         mx.clear_cache()
         rows.append(row)
         for line in case_lines(case, row):
@@ -200,7 +182,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"bench.paged_attention: {error}")
     raise_ceilings(ceilings, args.clock, rows)
     result = {
-        "bench": "paged_attention",
         "machine": machine,
         "clock": args.clock,
         "ceilings": ceilings,
@@ -209,14 +190,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "skipped": skipped,
         "cases": rows,
     }
-    deliver(args, result)
-    print(json.dumps(result))
+    write_files(args, result)
+    print_result("paged_attention", result)
     if partial:
         raise SystemExit(INTERRUPTED)
 
 
-def deliver(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Write the files that were asked for; a partial measurement is no table."""
+def write_files(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Write the files that were asked for; a partial measurement makes no table."""
     if args.plot is not None and result["cases"]:
         try:
             plot(args.plot, result)

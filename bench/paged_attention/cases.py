@@ -1,8 +1,9 @@
-"""Cases of attention over a pool, and the ways to compute each."""
+"""Cases of attention over a pool, and the ways to compute each case."""
 
+import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
@@ -19,7 +20,7 @@ from mlx_paged.sdpa_hook import mlx_attention
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 BEYOND_CACHE = 128 * 2**20
-"""Bytes of K/V that layers take turns with, so that each finds its own in memory, in no cache."""
+"""Bytes of K/V of all layers together. Layers take turns, so that no cache holds a layer's K/V."""
 
 MAX_LAYERS = 32
 
@@ -77,15 +78,15 @@ class Case:
 
     @property
     def num_layers(self) -> int:
-        """Layers that take turns: several for single tokens, whose K/V is read once; a chunk reads
-        its own again and again."""
+        """Layers that take turns: several for single tokens; one for a chunk, which reads its K/V
+        many times."""
         if self.length > 1:
             return 1
         return min(MAX_LAYERS, ceil_div(BEYOND_CACHE, self.kv_bytes))
 
     @property
     def memory_bytes(self) -> int:
-        """About what it takes: pool, contiguous copies, float32 copies and scores of one call."""
+        """Estimate: pool, contiguous copies, float32 copies and scores of one call."""
         scores = 4 * self.batch * self.heads.num_heads * self.length * self.context
         single = self.kv_bytes * 4 // DTYPES[self.dtype].size
         return 3 * self.num_layers * self.kv_bytes + 3 * single + 4 * scores
@@ -96,14 +97,7 @@ class Case:
         return Heads(device, self.dtype, self.heads.group, dim, dim)
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "heads": str(self.heads),
-            "dtype": self.dtype,
-            "length": self.length,
-            "batch": self.batch,
-            "context": self.context,
-            "block_size": self.block_size,
-        }
+        return asdict(self) | {"heads": str(self.heads)}
 
     def __str__(self) -> str:
         return (
@@ -112,28 +106,19 @@ class Case:
         )
 
 
-def decode_cases(
-    heads: list[HeadCounts],
-    dtypes: list[str],
-    batches: list[int],
-    contexts: list[int],
-    block_sizes: list[int],
-) -> Iterator[Case]:
+def decode_cases(args: argparse.Namespace) -> Iterator[Case]:
     """One token for each of a batch of sequences."""
-    for h, dtype, context, batch, block in product(heads, dtypes, contexts, batches, block_sizes):
-        yield Case(h, dtype, 1, batch, context, block)
+    for h, dtype, context, batch, block_size in product(
+        args.heads, args.dtypes, args.contexts, args.batches, args.block_sizes
+    ):
+        yield Case(h, dtype, 1, batch, context, block_size)
 
 
-def chunk_cases(
-    heads: list[HeadCounts],
-    dtypes: list[str],
-    lengths: list[int],
-    contexts: list[int],
-    block_size: int,
-) -> Iterator[Case]:
-    """Chunks of one prompt: the first, and later ones that end at these contexts."""
-    for h, dtype, length in product(heads, dtypes, lengths):
-        for context in sorted({length, *(c for c in contexts if c > length)}):
+def chunk_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Chunks of one prompt: the first chunk, and later ones that end at these contexts."""
+    block_size = min(args.block_sizes, key=lambda size: abs(size - 16))
+    for h, dtype, length in product(args.heads, args.dtypes, args.chunk_lengths):
+        for context in sorted({length, *(c for c in args.chunk_contexts if c > length)}):
             yield Case(h, dtype, length, 1, context, block_size)
 
 
@@ -198,7 +183,7 @@ class Inputs:
 
     def torch_contenders(self) -> dict[str, Contender]:
         """Torch's attention on contiguous K/V: as it is, and with the query heads of a KV head as
-        rows of one matrix. None without torch."""
+        rows of one matrix. Empty without torch."""
         if importlib.util.find_spec("torch") is None:
             return {}
         import torch
@@ -234,7 +219,7 @@ class Inputs:
 
 
 def _random(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Normal numbers, the same million over and over: times do not depend on them."""
+    """Normal numbers, the same million repeated: times do not depend on them."""
     size = int(np.prod(shape))
     some = mx.random.normal((min(size, 2**20),)).astype(dtype)
     return mx.tile(some, ceil_div(size, some.size))[:size].reshape(shape)

@@ -1,4 +1,4 @@
-"""What bench.paged_attention measured: as text, as a picture, as the dispatcher's table."""
+"""What bench.paged_attention measured: as text, as a picture, and as the dispatcher's table."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ def ceiling_lines(machine: dict[str, Any], ceilings: dict[str, Any]) -> list[str
 
 
 def case_lines(case: Case, row: Row) -> list[str]:
-    """One line for each way: a decode against the reads of its rounds, a chunk in GFLOP/s."""
+    """One line for each way: decodes in GB/s and percent of the read, chunks in GFLOP/s."""
     lines = []
     for name, way in row["ways"].items():
         if case.length == 1:
@@ -47,8 +47,11 @@ def case_lines(case: Case, row: Row) -> list[str]:
 
 
 def path_table(result: dict[str, Any]) -> PathTable:
-    """The dispatcher's table: of each length and context the smallest batch in the blocks nearest
-    to 16 tokens, by the time at its best of both ways."""
+    """The dispatcher's table: the best times of both ways, for each length and context.
+
+    Of several cases with the same length and context, the one with the blocks nearest to 16 tokens
+    and the smallest batch counts.
+    """
     chosen: dict[Heads, dict[tuple[int, int], Row]] = {}
     machine = result["machine"]
     for row in sorted(result["cases"], key=lambda r: (abs(r["block_size"] - 16), r["batch"])):
@@ -111,7 +114,7 @@ def plot(path: Path, result: dict[str, Any]) -> None:
 
 
 def _decodes(rows: Sequence[Row]) -> list[Row]:
-    """Single tokens in one block size, of the batch that was measured in most cases."""
+    """Single tokens in one block size, of the batch with the most cases."""
     decodes = [row for row in rows if row["length"] == 1]
     block_size = min((row["block_size"] for row in decodes), key=lambda s: abs(s - 16), default=0)
     decodes = [row for row in decodes if row["block_size"] == block_size]
@@ -121,7 +124,7 @@ def _decodes(rows: Sequence[Row]) -> list[Row]:
 
 
 def _chunks(rows: Sequence[Row]) -> list[Row]:
-    """Chunks that end at the context which has most of them."""
+    """Chunks that end at the context with the most cases."""
     chunks = [row for row in rows if row["length"] > 1]
     contexts = [row["context"] for row in chunks]
     most = max(contexts, key=lambda c: (contexts.count(c), c), default=0)

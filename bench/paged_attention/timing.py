@@ -1,5 +1,6 @@
 """Timing the ways to compute a case of attention, in turns with a read of memory."""
 
+import argparse
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,30 +14,17 @@ from bench.paged_attention.cases import Case, Inputs
 READ = "read"
 
 TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-"""How far, of the largest value, the paged op may be from MLX's attention, which in half precision
-rounds its scores: far less than what a wrong key would change."""
+"""Largest difference from MLX's attention, as a part of the largest value. MLX rounds its scores in
+half precision. A wrong key would change far more."""
 
 
-def time_case(
-    case: Case,
-    reader: MemoryReader,
-    rounds: int,
-    budget_s: float,
-    clock: Clock,
-    with_torch: bool,
-    with_ggml: bool,
-) -> dict[str, Any]:
-    """Medians over rounds in which every way has a turn, and so has a read of memory.
-
-    Args:
-        rounds: at most.
-        budget_s: no round begins after so many seconds; a case that needs more for its first,
-            otherwise untimed, is timed by that.
+def time_case(case: Case, reader: MemoryReader, args: argparse.Namespace) -> dict[str, Any]:
+    """Medians over rounds in which every way and a read of memory have a turn.
 
     Returns:
         The case and, by way, medians over the rounds: "ms", "gb_s" (live K/V once),
-        "percent_of_read" (of the same round), "gflop_s", "speedup" (of the paged op over it, in the
-        same round); "best_..." are of the fastest round: other processes only ever add time.
+        "percent_of_read" (of the same round), "gflop_s", "speedup" (of the paged op over this way,
+        in the same round). "best_..." are of the fastest round: other processes only add time.
 
     Raises:
         ArithmeticError: the paged op's answer is not that of MLX's attention.
@@ -46,9 +34,9 @@ def time_case(
     error = _difference(contenders["paged"](0), contenders["contiguous"](0))
     if not error <= TOLERANCE[case.dtype]:
         raise ArithmeticError(f"{case}: the paged op is {error:.2g} from MLX's attention")
-    if with_torch:
+    if args.torch:
         contenders |= inputs.torch_contenders()
-    if with_ggml:
+    if args.ggml:
         contenders |= inputs.ggml_contenders()
 
     def over_layers(attend: Callable[[int], Any]) -> Callable[[], None]:
@@ -60,14 +48,17 @@ def time_case(
 
     reader.read()  # wakes its threads
     runs = {READ: reader.read} | {name: over_layers(c) for name, c in contenders.items()}
-    times = in_turns(runs, rounds, budget_s, clock)
+    times = in_turns(runs, args.rounds, args.case_seconds, args.clock)
     return summary(case, times, reader) | {"error": float(f"{error:.2g}")}
 
 
 def in_turns(
     runs: dict[str, Callable[[], None]], rounds: int, budget_s: float, clock: Clock
 ) -> dict[str, list[float]]:
-    """Seconds of each, round by round, after one that only counts if there is no time for more."""
+    """Seconds of each run, round by round; no round begins after `budget_s`.
+
+    The first round is a warm-up. It counts only if there is no time for another one.
+    """
     started = time.perf_counter()
     first = {name: [clock.seconds(run, cores())] for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -113,7 +104,7 @@ def summary(case: Case, times: dict[str, list[float]], reader: MemoryReader) -> 
 
 
 def _difference(a: mx.array, b: mx.array) -> float:
-    """Largest difference, of the largest value of `b`."""
+    """Largest difference, as a part of the largest value of `b`."""
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     return float(mx.abs(a - b).max() / mx.abs(b).max())
 

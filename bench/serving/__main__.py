@@ -10,21 +10,19 @@ object; docs/serving-bench.md says what each value means.
 import sys
 from collections.abc import Sequence
 
-from bench.serving.about import describe
-from bench.serving.arguments import make_parser, parse
-from bench.serving.loading import load_model
-from bench.serving.measuring import measure
+from bench.command import INTERRUPTED, make_parser
+from bench.serving.arguments import add_arguments, parse
+from bench.serving.engines import load_model
 from bench.serving.report import check_report, write_report
-from bench.serving.results import Rates, print_results, result, rows_of
-from bench.serving.setup import session_of, trace_of
-from bench.serving.trace_file import write_trace
-
-INTERRUPTED = 130
+from bench.serving.results import outcome_of, print_outcome
+from bench.serving.session import Session, describe, trace_of
+from bench.serving.trace import write_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit status: 0, 130 after Ctrl-C; mistakes exit with 2."""
-    parser = make_parser((__doc__ or "").splitlines()[0])
+    parser = make_parser("serving", __doc__)
+    add_arguments(parser)
     args = parse(parser, argv)
     try:
         if args.report is not None:
@@ -33,21 +31,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         trace = trace_of(args, vocab_size)
         if args.write_trace is not None:
             write_trace(args.write_trace, trace)
-        session = session_of(args, model, trace)
+        session = Session(args, model, trace)
         about = describe(args, model, trace)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
     except KeyboardInterrupt:
         print("interrupted: nothing was measured", file=sys.stderr)
         return INTERRUPTED
-    rates, is_partial = Rates(), False
+    is_partial = False
     try:
-        measure(args, session, trace, rates)
+        session.measure()
     except KeyboardInterrupt:
         is_partial = True
-    rounds = rows_of(args.engines, session.runs, args.target_active, args.slo, args.spike_threshold)
-    outcome = result(about, rounds, rates, is_partial=is_partial)
-    print_results(outcome)
+    outcome = outcome_of(session, about, is_partial=is_partial)
+    print_outcome(outcome)
     if args.report is not None:
         write_report(args.report, outcome, session.runs)
         print(f"report: {args.report / 'index.html'}", file=sys.stderr)

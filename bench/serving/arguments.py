@@ -5,24 +5,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.command import ABOVE_ZERO, add_rounds
 from bench.models import SIZES
 from bench.serving.engines import DEFAULT, ENGINES
-from bench.serving.slo import Slo
-from bench.serving.stall import Stall
+from bench.serving.measures import Slo
+from bench.serving.replay import Stall
 from bench.serving.workload import PRESETS
 from mlx_paged.common_args import COUNT, FRACTION, KV_BLOCK_SIZES, Parser, number
 from mlx_paged.waiting_queue import Policy
-
-ABOVE_ZERO = number(float, 1e-6, 1e9, "a number above 0")
-
-
-def make_parser(description: str) -> Parser:
-    parser = Parser(prog="bench.serving", description=description)
-    _add_work(parser.add_argument_group("workload"))
-    _add_load(parser.add_argument_group("load"))
-    _add_engines(parser.add_argument_group("engines"))
-    _add_output(parser.add_argument_group("measures and output"))
-    return parser
 
 
 def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -47,30 +37,25 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _add_work(group: argparse._ArgumentGroup) -> None:
+def add_arguments(parser: Parser) -> None:
+    _add_work(parser.add_argument_group("workload").add_argument)
+    _add_load(parser.add_argument_group("load"))
+    _add_engines(parser)
+    _add_output(parser.add_argument_group("measures and output").add_argument)
+
+
+def _add_work(add: Callable[..., Any]) -> None:
     presets = "; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items())
-    group.add_argument("--preset", choices=PRESETS, default="uniform", help=presets)
-    group.add_argument("--requests", type=COUNT, metavar="N", help="default: the preset's number")
-    group.add_argument(
-        "--tokens-target",
-        type=COUNT,
-        metavar="N",
-        help="as many requests as it takes for N output tokens",
-    )
-    group.add_argument(
-        "--seed", type=number(int, 0, 2**63, "a whole number >= 0"), default=0, help="of the trace"
-    )
-    group.add_argument(
-        "--trace", type=Path, metavar="FILE.jsonl", help="replay these requests instead"
-    )
-    group.add_argument(
-        "--write-trace", type=Path, metavar="FILE.jsonl", help="write the trace, for --trace"
-    )
-    group.add_argument(
-        "--model",
-        help=f"demo, {', '.join(SIZES)} (random weights), or what mlx_lm.load takes"
-        " (default: the preset's)",
-    )
+    add("--preset", choices=PRESETS, default="uniform", help=presets)
+    add("--requests", type=COUNT, metavar="N", help="default: the preset's number")
+    target = "as many requests as N output tokens need"
+    add("--tokens-target", type=COUNT, metavar="N", help=target)
+    seed = number(int, 0, 2**63, "a whole number >= 0")
+    add("--seed", type=seed, default=0, help="of the trace")
+    add("--trace", type=Path, metavar="FILE.jsonl", help="replay these requests instead")
+    add("--write-trace", type=Path, metavar="FILE.jsonl", help="write the trace, for --trace")
+    models = f"demo, {', '.join(SIZES)} (random weights), or what mlx_lm.load takes"
+    add("--model", help=f"{models} (default: the preset's)")
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
@@ -78,7 +63,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     loop.add_argument(
         "--open-loop",
         action="store_true",
-        help="requests come when they are due, whatever became of others (default)",
+        help="requests come when they are due, whether or not others have ended (default)",
     )
     loop.add_argument(
         "--closed-loop",
@@ -109,79 +94,68 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         "--arrivals-by-step",
         type=ABOVE_ZERO,
         metavar="MS",
-        help="time passes by MS with every step and not otherwise: times mean nothing, and no count"
-        " depends on the machine",
+        help="every step takes MS on the run's clock: counts then do not depend on the machine, and"
+        " times mean nothing",
     )
 
 
-def _add_engines(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+def _add_engines(parser: Parser) -> None:
+    add = parser.add_argument_group("engines").add_argument
+    add(
         "--engines",
         type=_checked(_engines),
         default=list(DEFAULT),
         metavar="NAMES",
         help=f"some of {','.join(ENGINES)} (default: {','.join(DEFAULT)})",
     )
-    group.add_argument("--rounds", type=COUNT, default=1, help="of which results are medians")
-    group.add_argument(
+    add_rounds(parser, 1)
+    add(
         "--no-static",
         dest="static",
         action="store_false",
-        help="skip the runs in static batches that static_tokens_per_sec comes from",
+        help="skip the runs in static batches, which static_tokens_per_sec comes from",
     )
-    group.add_argument("--prefill-chunk", type=COUNT, default=512, metavar="TOKENS")
-    group.add_argument(
-        "--kv-block-size", type=int, choices=KV_BLOCK_SIZES, default=16, help="of mlx_paged"
-    )
-    group.add_argument(
-        "--num-blocks",
-        type=COUNT,
-        metavar="N",
-        help="of mlx_paged's pool (default: enough that nobody is preempted)",
-    )
-    group.add_argument("--max-stall-ms", type=ABOVE_ZERO, metavar="MS", help="of mlx_paged")
-    group.add_argument(
+    add("--prefill-chunk", type=COUNT, default=512, metavar="TOKENS")
+    add("--kv-block-size", type=int, choices=KV_BLOCK_SIZES, default=16, help="of mlx_paged")
+    blocks = "of mlx_paged's pool (default: so many that no request is preempted)"
+    add("--num-blocks", type=COUNT, metavar="N", help=blocks)
+    add("--max-stall-ms", type=ABOVE_ZERO, metavar="MS", help="of mlx_paged")
+    add(
         "--policy",
         choices=[str(policy) for policy in Policy],
         default=str(Policy.FCFS),
-        help="whose prompt mlx_paged computes next (default: %(default)s)",
+        help="which prompt mlx_paged computes next (default: %(default)s)",
     )
-    group.add_argument("--no-prefix-cache", action="store_true", help="of mlx_paged")
+    add("--no-prefix-cache", action="store_true", help="of mlx_paged")
 
 
-def _add_output(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+def _add_output(add: Callable[..., Any]) -> None:
+    add(
         "--slo",
         type=_checked(Slo.parse),
         metavar="ttft=MS,itl=MS",
         help="limits that a stream must keep to count for goodput; also tpot",
     )
-    group.add_argument(
-        "--max-rate", action="store_true", help="search the highest rate that keeps --slo"
-    )
-    group.add_argument(
+    add("--max-rate", action="store_true", help="search the highest rate that keeps --slo")
+    add(
         "--attainment",
         type=FRACTION,
         default=0.9,
-        help="part of the streams that must keep it there (default: %(default)s)",
+        help="part of the streams that must keep --slo there (default: %(default)s)",
     )
-    group.add_argument(
+    add(
         "--spike-threshold",
         type=ABOVE_ZERO,
         metavar="SECONDS",
         help="of a tick (default: 5 medians of the run, at most 0.2)",
     )
-    group.add_argument("--report", type=Path, metavar="DIR", help="write a page with pictures")
-    group.add_argument(
-        "--inject-stall",
-        type=_checked(Stall.parse),
-        metavar="MS@TICK",
-        help="hold up this tick of every run, to see that it is found (for tests)",
-    )
+    add("--report", type=Path, metavar="DIR", help="write an HTML page with pictures")
+    stall = "sleep in this tick of every run, to check that the stall is found (for tests)"
+    add("--inject-stall", type=_checked(Stall.parse), metavar="MS@TICK", help=stall)
 
 
 def _checked(parse_text: Callable[[str], Any]) -> Callable[[str], Any]:
-    """An argument type whose mistakes are reported in the words of `parse_text`."""
+    """An argument type that reports mistakes in the words of `parse_text`."""
 
     def convert(text: str) -> Any:
         try:

@@ -1,19 +1,17 @@
-"""The engines by name, and how each is made for a workload."""
+"""The engines by name, how each is made for a workload, and the model that they run."""
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.nn as nn
 
-from bench.serving.batch_server import BatchServer
-from bench.serving.paged_server import PagedServer
-from bench.serving.sequential_server import SequentialServer
-from bench.serving.servers import Server
-from bench.serving.static_batches import StaticBatches
+from bench.models import SIZES, llama_model
+from bench.serving.servers import BatchServer, PagedServer, SequentialServer, Server, StaticBatches
 from bench.serving.trace import Trace
 from mlx_paged.allocation import ceil_div
 from mlx_paged.kv_pool import block_bytes
+from mlx_paged.model_loader import load_model as load
 from mlx_paged.model_probe import probe
 
 STATIC = "_static"
@@ -35,13 +33,13 @@ DEFAULT = ENGINES[:4]
 
 @dataclass(frozen=True)
 class Limits:
-    """What all engines are given.
+    """What the engines are given; all but `context` are also arguments of mlx_paged's engine.
 
     Attributes:
         max_running: sequences side by side at most.
-        prefill_chunk: prompt tokens of a sequence computed at a time, of all for mlx_paged and
-            llama_cpp.
-        context: K/V tokens of the longest sequence, for which llama_cpp makes each place.
+        prefill_chunk: prompt tokens computed at a time: of all sequences together in mlx_paged and
+            llama_cpp, of each sequence elsewhere.
+        context: K/V tokens of the longest sequence; llama_cpp reserves so many for each place.
         block_size, num_blocks, max_stall_ms, policy, prefix_cache: mlx_paged's own.
     """
 
@@ -53,6 +51,22 @@ class Limits:
     max_stall_ms: float | None = None
     policy: str = "fcfs"
     prefix_cache: bool = True
+
+
+def load_model(name: str) -> tuple[nn.Module, int]:
+    """A model and the size of its vocabulary.
+
+    Args:
+        name: "demo", a key of :data:`bench.models.SIZES`, or a directory or hub id.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    if name in SIZES:
+        return llama_model(name), int(SIZES[name]["vocab_size"])
+    model, tokenizer = load(None if name == "demo" else name)
+    args = getattr(model, "args", None)
+    return model, int(getattr(args, "vocab_size", None) or tokenizer.vocab_size)
 
 
 def check_engines(names: Sequence[str], model: nn.Module, max_running: int) -> None:
@@ -77,30 +91,22 @@ def check_engines(names: Sequence[str], model: nn.Module, max_running: int) -> N
 
 
 def make_server(name: str, model: nn.Module, limits: Limits) -> Server:
-    """`name` is one of :data:`ENGINES`, which :func:`check_engines` has let pass."""
+    """`name` is one of :data:`ENGINES` and has passed :func:`check_engines`."""
     if name.endswith(STATIC):
         inner = make_server(name.removesuffix(STATIC), model, limits)
         return StaticBatches(inner, limits.max_running)
-    makers: dict[str, Callable[[], Server]] = {
-        "mlx_paged": lambda: PagedServer(
-            model,
-            max_running=limits.max_running,
-            prefill_chunk=limits.prefill_chunk,
-            block_size=limits.block_size,
-            num_blocks=limits.num_blocks,
-            max_stall_ms=limits.max_stall_ms,
-            policy=limits.policy,
-            prefix_cache=limits.prefix_cache,
-        ),
-        "mlx_lm": lambda: BatchServer(model, limits.max_running, limits.prefill_chunk),
-        "sequential": lambda: SequentialServer(model, limits.prefill_chunk),
-    }
-    return _llama_server(name, model, limits) if name in LLAMA_CPP else makers[name]()
+    if name == "mlx_paged":
+        options = {key: value for key, value in vars(limits).items() if key != "context"}
+        return PagedServer(model, **options)
+    if name == "mlx_lm":
+        return BatchServer(model, limits.max_running, limits.prefill_chunk)
+    if name == "sequential":
+        return SequentialServer(model, limits.prefill_chunk)
+    return _llama_server(name, model, limits)
 
 
 def _llama_server(name: str, model: nn.Module, limits: Limits) -> Server:
-    from bench.serving.llama_cpp import LlamaContext
-    from bench.serving.llama_server import LlamaServer
+    from bench.serving.llama_cpp import LlamaContext, LlamaServer
 
     llama = LlamaContext(
         model,
@@ -114,7 +120,7 @@ def _llama_server(name: str, model: nn.Module, limits: Limits) -> Server:
 
 
 def static_sibling(name: str) -> str | None:
-    """The same engine without top-up; None for one that has none, or is one."""
+    """The same engine without top-up; None if there is none, or `name` is one."""
     sibling = name + STATIC
     return sibling if sibling in ENGINES else None
 
@@ -127,7 +133,7 @@ def enough_blocks(trace: Trace, max_running: int, block_size: int) -> int:
 
 
 def static_blocks(trace: Trace, max_running: int, block_size: int) -> int:
-    """Blocks that a reservation of the longest sequence takes for every one side by side."""
+    """Blocks of a static reservation: the longest sequence for every place."""
     blocks = _blocks(trace, block_size)
     places = min(max_running, sum(count for _, count in blocks))
     return places * max(needed for needed, _ in blocks)

@@ -1,10 +1,12 @@
-"""llama.cpp through its C interface: a copy of a model's weights and K/V for many sequences."""
+"""llama.cpp through its C interface: a copy of a model's weights, K/V, and a scheduler."""
 
 import ctypes
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,6 +17,8 @@ import numpy as np
 
 from bench.machine import cores
 from bench.serving.gguf_file import check_writable, write_gguf
+from bench.serving.servers import Level, Server, Token
+from bench.serving.trace import Job
 
 MAX_SEQUENCES = int(llama_cpp.llama_max_parallel_sequences())
 """Of one context."""
@@ -30,7 +34,7 @@ class Span:
     Attributes:
         sequence: below the context's number of sequences.
         start: position of the first token.
-        wants_next: the token that follows is asked for.
+        wants_next: compute the token that follows.
     """
 
     sequence: int
@@ -58,15 +62,15 @@ def check_context(model: nn.Module, num_sequences: int) -> None:
 
 
 class LlamaContext:
-    """K/V in a stream of its own for each sequence, all cores.
+    """Weights and K/V in llama.cpp, computed by all cores; each sequence has its own K/V stream.
 
     Args:
         model: what :func:`bench.serving.gguf_file.write_gguf` takes.
         num_sequences: side by side.
-        context: tokens of the longest one.
+        context: tokens of the longest sequence.
         max_tokens: of all spans computed together.
-        is_flash: flash attention, for which llama.cpp converts K/V in float32 to float16 in every
-            step; without it, it attends in float32.
+        is_flash: use flash attention: llama.cpp then converts float32 K/V to float16 in every step.
+            Without it, llama.cpp attends in float32.
         is_half: K/V in float16.
     """
 
@@ -181,3 +185,111 @@ def _load(model: nn.Module) -> Any:
 def _free(weights: Any, context: Any) -> None:
     llama_cpp.llama_free(context)
     llama_cpp.llama_model_free(weights)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A stream under way: `tokens` are its prompt and output, `num_computed` of them have K/V."""
+
+    stream: int
+    tokens: list[int]
+    num_prompt: int
+    num_tokens: int
+    num_computed: int = 0
+
+
+class LlamaServer(Server):
+    """Continuous batching over llama.cpp's K/V cells, as in llama.cpp's own server.
+
+    A step computes one token of each sequence that decodes, and prompt tokens up to the chunk,
+    first come first served. llama.cpp computes sequences together if their numbers are
+    consecutive, so the numbers in use are kept consecutive.
+
+    Args:
+        prefill_chunk: prompt tokens of a step, of all sequences together.
+        token_bytes: K/V of one token.
+    """
+
+    def __init__(self, llama: LlamaContext, prefill_chunk: int, token_bytes: int) -> None:
+        self._llama = llama
+        self._prefill_chunk = prefill_chunk
+        self._sequence_bytes = llama.cells * token_bytes
+        self._waiting: deque[_Sequence] = deque()
+        self._running: dict[int, _Sequence] = {}  # by llama.cpp's number, oldest first
+
+    @property
+    def pool_bytes(self) -> int:
+        return self._llama.num_sequences * self._sequence_bytes
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def submit(self, job: Job, streams: Sequence[int]) -> None:
+        if job.kv_tokens > self._llama.cells:
+            raise ValueError(
+                f"expected a request of at most {self._llama.cells} tokens, got {job.kv_tokens}"
+            )
+        self._waiting += (
+            _Sequence(stream, list(job.prompt), len(job.prompt), len(job.prompt) + job.max_tokens)
+            for stream in streams
+        )
+
+    def step(self) -> list[Token]:
+        spans = self._schedule()
+        next_tokens = self._llama.decode(spans)
+        for span in spans:
+            self._running[span.sequence].num_computed += len(span.tokens)
+        tokens = [self._take(number, token) for number, token in next_tokens.items()]
+        if not self._waiting:
+            self._close_gaps()
+        return tokens
+
+    def level(self) -> Level:
+        return Level(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            held_bytes=len(self._running) * self._sequence_bytes,
+            live_tokens=sum(sequence.num_computed for sequence in self._running.values()),
+        )
+
+    def _schedule(self) -> list[Span]:
+        spans, room = [], self._prefill_chunk
+        for number, sequence in self._running.items():
+            is_prompt = sequence.num_computed < sequence.num_prompt
+            if is_prompt and room == 0:
+                continue
+            span = _next_span(number, sequence, room if is_prompt else 1)
+            spans.append(span)
+            room -= len(span.tokens) if is_prompt else 0
+        while room and self._waiting and len(self._running) < self._llama.num_sequences:
+            number = self._lowest_free()
+            self._running[number] = self._waiting.popleft()
+            spans.append(_next_span(number, self._running[number], room))
+            room -= len(spans[-1].tokens)
+        self.prompt_tokens += self._prefill_chunk - room
+        return spans
+
+    def _take(self, number: int, token: int) -> Token:
+        sequence = self._running[number]
+        sequence.tokens.append(token)
+        is_last = len(sequence.tokens) == sequence.num_tokens
+        if is_last:
+            del self._running[number]
+            self._llama.forget(number)
+        return Token(sequence.stream, token, is_last)
+
+    def _lowest_free(self) -> int:
+        return next(number for number in count() if number not in self._running)
+
+    def _close_gaps(self) -> None:
+        while self._lowest_free() < len(self._running):
+            last, target = max(self._running), self._lowest_free()
+            self._llama.move(last, target)
+            self._running[target] = self._running.pop(last)
+
+
+def _next_span(number: int, sequence: _Sequence, room: int) -> Span:
+    start = sequence.num_computed
+    tokens = sequence.tokens[start : start + room]
+    return Span(number, start, tokens, start + len(tokens) == len(sequence.tokens))

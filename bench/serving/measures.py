@@ -1,31 +1,94 @@
-"""What a run comes to, in numbers."""
+"""What a run amounts to, in numbers; and several rounds of runs in one."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from statistics import median, median_low
 from typing import Any
 
 import numpy as np
 
 from bench.serving.phases import Phase, Phases, split
-from bench.serving.run import Run, Stream, Tick
-from bench.serving.slo import Slo
+from bench.serving.run import Run, Stream
 
 SPIKES_LISTED = 20
-"""The longest of them."""
+"""The longest spikes of a run."""
+
+PERCENTILES = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
+
+RATIOS = (
+    "output_tokens_per_sec",
+    "continuous_steady_tokens_per_sec",
+    "kv_held_peak_mib",
+    "peak_mlx_mib",
+)
+"""What engines are compared by."""
+
+UNITS = {"ms": 1e-3, "s": 1.0}
 
 Summary = dict[str, Any]
-"""Plain JSON values; see docs/serving-bench.md for what each one means."""
+"""Plain JSON values; docs/serving-bench.md says what each one means."""
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Service level objectives: limits on what the client of each stream sees, in seconds.
+
+    Attributes:
+        ttft: from the scheduled arrival to the first token; None: no limit.
+        itl: between any two consecutive tokens.
+        tpot: mean time between tokens.
+    """
+
+    ttft: float | None = None
+    itl: float | None = None
+    tpot: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Slo":
+        """From e.g. ``ttft=500ms,itl=0.1s``; a bare number is milliseconds.
+
+        Raises:
+            ValueError: anything else.
+        """
+        limits: dict[str, float] = {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            seconds = _seconds(value)
+            if name not in ("ttft", "itl", "tpot") or name in limits or seconds is None:
+                raise ValueError(
+                    f"expected limits on ttft, itl or tpot, e.g. ttft=500ms,itl=100ms, got {text!r}"
+                )
+            limits[name] = seconds
+        return cls(**limits)
+
+    def holds(self, stream: Stream) -> bool:
+        """Whether a stream has ended and kept every limit."""
+        if not stream.is_done:
+            return False
+        gaps = np.diff(stream.times_s)
+        seen = {
+            "ttft": stream.times_s[0] - stream.arrival_s,
+            "itl": float(gaps.max(initial=0.0)),
+            "tpot": float(gaps.mean()) if gaps.size else 0.0,
+        }
+        return all((limit := getattr(self, name)) is None or seen[name] <= limit for name in seen)
+
+
+def _seconds(text: str) -> float | None:
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    try:
+        value = float(text.removesuffix(unit)) * UNITS.get(unit, 1e-3)
+    except ValueError:
+        return None
+    return value if 0 < value < float("inf") else None
 
 
 def percentiles(values_ms: Sequence[float]) -> Summary:
-    """Milliseconds; None where there is nothing."""
+    """Milliseconds; None without values."""
     if not values_ms:
-        return dict.fromkeys(("p50", "p95", "p99", "max"))
-    p50, p95, p99, most = np.percentile(values_ms, (50, 95, 99, 100))
-    return {name: round(float(v), 3) for name, v in zip(_NAMES, (p50, p95, p99, most), strict=True)}
-
-
-_NAMES = ("p50", "p95", "p99", "max")
+        return dict.fromkeys(PERCENTILES)
+    found = np.percentile(values_ms, list(PERCENTILES.values()))
+    return {name: round(float(v), 3) for name, v in zip(PERCENTILES, found, strict=True)}
 
 
 def ttfts_ms(streams: Sequence[Stream]) -> list[float]:
@@ -43,7 +106,7 @@ def tpots_ms(streams: Sequence[Stream]) -> list[float]:
 
 
 def itls_ms(streams: Sequence[Stream]) -> list[float]:
-    """Times between consecutive tokens, those of all streams together."""
+    """Times between consecutive tokens of a stream, of all streams together."""
     gaps: list[float] = []
     for stream in streams:
         gaps += (1000 * np.diff(stream.times_s)).tolist()
@@ -81,7 +144,7 @@ def summarize(
 
 
 def goodput(run: Run, slo: Slo | None) -> Summary | None:
-    """Streams, and their tokens, that kept the objectives, a second of the run; None without any.
+    """Streams, and their tokens, that kept the objectives, per second; None without objectives.
 
     `attainment` is their part of all streams that were due.
     """
@@ -97,16 +160,18 @@ def goodput(run: Run, slo: Slo | None) -> Summary | None:
 
 
 def kv_memory(run: Run) -> Summary:
-    """K/V memory at the ends of ticks; means are over the time that ticks took."""
+    """K/V memory at the ends of ticks; means are weighted by the ticks' times."""
     weights = [tick.tick_ms for tick in run.ticks]
+    names = ("held_peak", "held_mean", "live_peak", "live_mean")
+    found: Summary = {f"kv_{name}_mib": 0.0 for name in names}
+    found |= dict.fromkeys(("kv_held_over_live", "kv_held_over_live_at_peak", "kv_pool_mib"))
     if sum(weights) <= 0:
-        names = ("held_peak", "held_mean", "live_peak", "live_mean")
-        return {f"kv_{name}_mib": 0.0 for name in names} | _NO_WASTE
+        return found
     held = np.array([tick.held_bytes for tick in run.ticks])
     live = np.array([tick.live_bytes for tick in run.ticks])
     mean_held, mean_live = np.average(held, weights=weights), np.average(live, weights=weights)
     at_peak = int(held.argmax())
-    return {
+    return found | {
         "kv_held_peak_mib": _mib(held.max()),
         "kv_held_mean_mib": _mib(mean_held),
         "kv_live_peak_mib": _mib(live.max()),
@@ -115,18 +180,6 @@ def kv_memory(run: Run) -> Summary:
         "kv_held_over_live_at_peak": _ratio(held[at_peak], live[at_peak]),
         "kv_pool_mib": None if run.pool_bytes is None else _mib(run.pool_bytes),
     }
-
-
-_NO_WASTE: Summary = {
-    "kv_held_over_live": None,
-    "kv_held_over_live_at_peak": None,
-    "kv_pool_mib": None,
-}
-
-
-def waste_over_time(ticks: Sequence[Tick]) -> list[float]:
-    """Held over live K/V bytes at the end of each tick; NaN where nothing lives."""
-    return [t.held_bytes / t.live_bytes if t.live_bytes else float("nan") for t in ticks]
 
 
 def _phases(phases: Phases) -> Summary:
@@ -169,3 +222,32 @@ def _mib(num_bytes: float) -> float:
 
 def _ratio(held: float, live: float) -> float | None:
     return round(float(held / live), 4) if live > 0 else None
+
+
+def merge(rounds: Sequence[Any]) -> Any:
+    """Rounds in one, key by key: the median of numbers, the lower one of counts.
+
+    Of everything else it is the first round's value.
+    """
+    first = rounds[0]
+    if isinstance(first, dict):
+        return {key: merge([each[key] for each in rounds]) for key in first}
+    if all(isinstance(each, int) for each in rounds):
+        return median_low(rounds)
+    if all(isinstance(each, int | float) for each in rounds):
+        return median(rounds)
+    return first
+
+
+def ratios(by_engine: dict[str, list[Summary]]) -> dict[str, dict[str, float]]:
+    """The first engine over each other one in the same round: the median of rounds."""
+    first, *others = by_engine
+    found: dict[str, dict[str, float]] = {}
+    for other in others:
+        pairs = list(zip(by_engine[first], by_engine[other], strict=False))
+        found[f"{first} / {other}"] = {
+            key: round(median(a[key] / b[key] for a, b in pairs), 3)
+            for key in RATIOS
+            if pairs and all(a[key] and b[key] for a, b in pairs)
+        }
+    return found

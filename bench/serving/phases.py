@@ -1,19 +1,20 @@
-"""Parts of a run: ramp, steady, tail; and the spikes among its ticks."""
+"""Parts of a run: ramp, steady, tail; the spikes among its ticks, and why they are spikes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from bench.serving.causes import causes_of
 from bench.serving.run import Tick
+from mlx_paged.tick import Tick as EngineTick
+from mlx_paged.tick_spikes import SHARE, causes
 
 FULL = 0.9
-"""Part of the level at which a run counts as steady."""
+"""Part of the level from which on a run counts as steady."""
 
 SPIKE_MEDIANS = 5.0
-MOST_SPIKE_S = 0.2
-"""A tick is a spike from so many medians on, or from so many seconds on, whichever is less."""
+MAX_THRESHOLD_S = 0.2
+"""A tick is a spike if it takes so many medians or so many seconds, whichever is less."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Phases:
 def split(ticks: Sequence[Tick], target_active: int, threshold_s: float | None = None) -> Phases:
     """Steady is from the first to the last tick with at least 0.9 of the level running.
 
-    The level is `target_active` if the run ever got to 0.9 of it, and else the median number of
+    The level is `target_active` if at least 0.9 of it ever ran, otherwise the median number of
     running sequences over time.
 
     Args:
@@ -83,11 +84,24 @@ def split(ticks: Sequence[Tick], target_active: int, threshold_s: float | None =
     )
 
 
+def _level(ticks: Sequence[Tick], target_active: int) -> float:
+    if any(tick.running >= FULL * target_active for tick in ticks):
+        return target_active
+    by_running = sorted((tick.running, tick.tick_ms) for tick in ticks)
+    half, passed = sum(ms for _, ms in by_running) / 2, 0.0
+    for running, ms in by_running:
+        passed += ms
+        if passed >= half:
+            return running
+    return 0.0
+
+
 def spike_threshold(ticks: Sequence[Tick]) -> float:
     """Seconds."""
     if not ticks:
-        return MOST_SPIKE_S
-    return min(MOST_SPIKE_S, SPIKE_MEDIANS * float(np.median([t.tick_ms for t in ticks])) / 1000)
+        return MAX_THRESHOLD_S
+    usual_ms = float(np.median([tick.tick_ms for tick in ticks]))
+    return min(MAX_THRESHOLD_S, SPIKE_MEDIANS * usual_ms / 1000)
 
 
 def find_spikes(ticks: Sequence[Tick], threshold_s: float) -> tuple[Spike, ...]:
@@ -101,13 +115,34 @@ def find_spikes(ticks: Sequence[Tick], threshold_s: float) -> tuple[Spike, ...]:
     )
 
 
-def _level(ticks: Sequence[Tick], target_active: int) -> float:
-    if any(tick.running >= FULL * target_active for tick in ticks):
-        return target_active
-    by_running = sorted((tick.running, tick.tick_ms) for tick in ticks)
-    half, passed = sum(ms for _, ms in by_running) / 2, 0.0
-    for running, ms in by_running:
-        passed += ms
-        if passed >= half:
-            return running
-    return 0.0
+def causes_of(tick: Tick, usual_off_cpu: float = 0.0) -> tuple[str, ...]:
+    """Why a tick was long, likeliest first; as :mod:`mlx_paged.tick_spikes` explains its own.
+
+    An injected stall comes first, then "gc" and "host" if they took a large part, then what the
+    engine says about the tick. If the engine says nothing, what happened in the tick comes instead.
+
+    Args:
+        usual_off_cpu: median over the run's ticks of the part in which the process did not compute.
+            Only the time beyond this part is "host".
+    """
+    host_ms = max(0.0, tick.off_cpu_ms - usual_off_cpu * tick.tick_ms)
+    parts = EngineTick(
+        launch_ms=tick.tick_ms - tick.stall_ms - tick.gc_ms - host_ms,
+        gc_ms=tick.gc_ms,
+        other_ms=host_ms,
+        launched_prefill_tokens=tick.prompt_tokens,
+        cow_clones=tick.cow_clones,
+    )
+    found = [cause for cause in causes(parts, ()) if cause != "launch"]  # that says nothing here
+    events = {
+        "preemption": tick.preemptions > 0,
+        "join": tick.joined > 0,
+        "leave": tick.left > 0,
+        "growth": tick.grown_bytes > 0,
+    }
+    named = ["injected stall"] if tick.stall_ms >= SHARE * tick.tick_ms else []
+    named += [cause for cause in found if cause in ("gc", "host")]
+    named += tick.causes or [cause for cause in found if cause not in named]
+    if not tick.causes:
+        named += [name for name, happened in events.items() if happened]
+    return tuple(dict.fromkeys(named)) or ("unknown",)

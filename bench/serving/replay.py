@@ -1,36 +1,94 @@
-"""Drive one engine through one trace and note what comes out, and when."""
+"""Drive one engine through one trace and record what comes out, and when."""
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from bench.serving.clocks import Clock
-from bench.serving.meters import GcTimer, resident_bytes
+from bench.machine import resident_bytes
 from bench.serving.run import Run, Stream, Tick
-from bench.serving.servers import Counters, Level, Server, Token
-from bench.serving.sources import Source
-from bench.serving.stall import Stall
+from bench.serving.servers import Counters, Server, Token
 from bench.serving.trace import Job
+from bench.serving.workload import OpenLoop
+from mlx_paged.gc_pauses import GcPauses
+
+
+class Clock:
+    """Seconds since it was made: wall time.
+
+    Attributes:
+        is_virtual: it says nothing about how long anything took.
+    """
+
+    is_virtual = False
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+    def wait_until(self, time_s: float) -> None:
+        time.sleep(max(0.0, time_s - self.now()))
+
+    def after_step(self) -> None:
+        """The engine has computed a step."""
+
+
+class StepClock(Clock):
+    """Every step takes `step_s`, so that no count depends on the speed of the machine."""
+
+    is_virtual = True
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def wait_until(self, time_s: float) -> None:
+        self._now = max(self._now, time_s)
+
+    def after_step(self) -> None:
+        self._now += self._step_s
 
 
 @dataclass(frozen=True)
-class _StepTimes:
-    """Of one step: seconds on the run's clock, and milliseconds behind its back."""
+class Stall:
+    """Sleep for `seconds` in the tick with the number `tick`, from 0: for tests."""
 
-    start_s: float
-    end_s: float
-    gc_ms: float = 0.0
-    stall_ms: float = 0.0
-    off_cpu_ms: float = 0.0
+    seconds: float
+    tick: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Stall":
+        """From ``MILLISECONDS@TICK``; anything else is a ValueError."""
+        ms, _, tick = text.partition("@")
+        try:
+            stall = cls(float(ms) / 1000, int(tick))
+        except ValueError:
+            stall = cls(-1.0, 0)
+        if not (0 < stall.seconds < 3600 and stall.tick >= 0):
+            raise ValueError(f"expected MILLISECONDS@TICK, e.g. 300@20, got {text!r}")
+        return stall
+
+    def sleep(self, tick: int) -> float:
+        """Returns the seconds that it took: 0 in all ticks but one."""
+        if tick != self.tick:
+            return 0.0
+        start = time.perf_counter()
+        time.sleep(self.seconds)
+        return time.perf_counter() - start
 
 
 class Replay:
     """One run under way; `run` holds what was measured so far, whenever it ends.
 
-    Arrivals obey the source, not the engine. Requests are handed over between steps, but their
-    latencies count from when they were due.
+    The source decides when requests arrive, not the engine. Requests are submitted between steps,
+    but their latencies count from when they were due.
 
     Args:
         token_bytes: K/V of one token in one sequence.
@@ -42,7 +100,7 @@ class Replay:
         self,
         run: Run,
         server: Server,
-        source: Source,
+        source: OpenLoop,
         clock: Clock,
         token_bytes: float,
         stall: Stall | None = None,
@@ -61,13 +119,14 @@ class Replay:
         run.pool_bytes = server.pool_bytes
 
     def play(self) -> None:
-        """Until every stream has ended; a KeyboardInterrupt leaves a partial run."""
+        """Run until every stream has ended; a KeyboardInterrupt leaves a partial run."""
         try:
-            with GcTimer() as gc_timer:
+            with closing(GcPauses(time.perf_counter)) as pauses:
                 while self._server.has_work or not self._source.is_empty:
-                    self._submit()
+                    for arrival_s, job in self._source.due(self._clock.now()):
+                        self._server.submit(job, self._add_streams(arrival_s, job))
                     if self._server.has_work:
-                        self._step(gc_timer)
+                        self._step(pauses)
                     else:
                         self._clock.wait_until(self._source.next_s())
         except BaseException:
@@ -80,10 +139,6 @@ class Replay:
                     tick.causes = self._server.causes(i)
             self.run.peak_mlx_bytes = int(mx.get_peak_memory())
 
-    def _submit(self) -> None:
-        for arrival_s, job in self._source.due(self._clock.now()):
-            self._server.submit(job, self._add_streams(arrival_s, job))
-
     def _add_streams(self, arrival_s: float, job: Job) -> Sequence[int]:
         streams = self.run.streams
         first = len(streams)
@@ -91,25 +146,25 @@ class Replay:
         self._open.append(job.samples)
         return range(first, len(streams))
 
-    def _step(self, gc_timer: GcTimer) -> None:
+    def _step(self, pauses: GcPauses) -> None:
         start_s = self._clock.now()
-        wall_s, cpu_s, gc_s = time.perf_counter(), time.process_time(), gc_timer.seconds
-        stall_s = 0.0 if self._stall is None else self._stall.strike(len(self.run.ticks))
+        wall_s, cpu_s, gc_s = time.perf_counter(), time.process_time(), pauses.seconds
+        stall_s = 0.0 if self._stall is None else self._stall.sleep(len(self.run.ticks))
         tokens = self._server.step()
         self._clock.after_step()
         end_s = self._clock.now()
+        gc_s = pauses.seconds - gc_s
         off_cpu_s = time.perf_counter() - wall_s - (time.process_time() - cpu_s) - stall_s
-        if self._clock.is_virtual:
-            times = _StepTimes(start_s, end_s)
-        else:
-            gc_ms = 1000 * (gc_timer.seconds - gc_s)
-            times = _StepTimes(start_s, end_s, gc_ms, 1000 * stall_s, 1000 * max(0.0, off_cpu_s))
-        num_ended = self._take_in(tokens, end_s)
-        self._note(times, tokens, num_ended, self._server.level(), self._server.counters())
+        tick = self._tick(start_s, end_s, tokens)
+        if not self._clock.is_virtual:
+            tick.gc_ms, tick.stall_ms = 1000 * gc_s, 1000 * stall_s
+            tick.off_cpu_ms = 1000 * max(0.0, off_cpu_s)
+        self.run.ticks.append(tick)
+        self.run.peak_rss_bytes = max(self.run.peak_rss_bytes, resident_bytes())
         self._on_tokens(len(tokens))
 
-    def _take_in(self, tokens: list[Token], now_s: float) -> int:
-        """Returns how many streams ended."""
+    def _give_out(self, tokens: list[Token], now_s: float) -> int:
+        """Append tokens to their streams; returns how many streams ended."""
         num_ended = 0
         for token in tokens:
             stream = self.run.streams[token.stream]
@@ -123,19 +178,16 @@ class Replay:
                     self._source.completed()
         return num_ended
 
-    def _note(
-        self,
-        times: _StepTimes,
-        tokens: list[Token],
-        num_ended: int,
-        level: Level,
-        counters: Counters,
-    ) -> None:
-        before, done = self._level, self._counters
+    def _tick(self, start_s: float, end_s: float, tokens: list[Token]) -> Tick:
+        """The step that just ended, by what changed since the one before."""
+        num_ended = self._give_out(tokens, end_s)
+        before, self._level = self._level, self._server.level()
+        done, self._counters = self._counters, self._server.counters()
+        level, counters = self._level, self._counters
         preemptions = counters.preemptions - done.preemptions
-        tick = Tick(
-            start_s=times.start_s,
-            tick_ms=1000 * (times.end_s - times.start_s),
+        return Tick(
+            start_s=start_s,
+            tick_ms=1000 * (end_s - start_s),
             tokens=len(tokens),
             prompt_tokens=counters.prompt_tokens - done.prompt_tokens,
             running=level.running,
@@ -148,10 +200,4 @@ class Replay:
             blocks_in_use=level.blocks_in_use,
             preemptions=preemptions,
             cow_clones=counters.cow_clones - done.cow_clones,
-            gc_ms=times.gc_ms,
-            stall_ms=times.stall_ms,
-            off_cpu_ms=times.off_cpu_ms,
         )
-        self.run.ticks.append(tick)
-        self.run.peak_rss_bytes = max(self.run.peak_rss_bytes, resident_bytes())
-        self._level, self._counters = level, counters

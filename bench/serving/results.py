@@ -1,47 +1,105 @@
-"""Results of a session: one plain dictionary, and how it reads on a terminal."""
+"""Results of a session: one plain dictionary, and the same as text."""
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bench.command import print_result, table, text_of
 from bench.serving.engines import static_sibling
-from bench.serving.measures import Summary, summarize
-from bench.serving.rate_search import Probe
-from bench.serving.rounds import merge, ratios
+from bench.serving.measures import PERCENTILES, Summary, merge, ratios, summarize
 from bench.serving.run import Run
-from bench.serving.slo import Slo
-from bench.serving.table import phase_lines, spike_lines, text_tables
+from bench.serving.session import Session
+
+SPIKES_SHOWN = 5
+"""Of each engine, the longest."""
+
+Column = tuple[str, Callable[[Summary], Any], str]
+"""Heading, value, format."""
 
 
-@dataclass
-class Rates:
-    """What a rate search found so far, by engine."""
+def _at(*keys: str) -> Callable[[Summary], Any]:
+    def value(row: Summary) -> Any:
+        found: Any = row
+        for key in keys:
+            found = None if found is None else found[key]
+        return found
 
-    probes: dict[str, list[Probe]] = field(default_factory=dict)
-    max_rate: dict[str, float | None] = field(default_factory=dict)
+    return value
 
 
-def rows_of(
-    engines: Sequence[str],
-    runs: Mapping[str, Sequence[Run]],
-    target_active: int,
-    slo: Slo | None,
-    threshold_s: float | None,
-) -> dict[str, list[Summary]]:
-    """Summaries of each asked engine that ran, round by round.
+def _percentiles(name: str, key: str) -> list[Column]:
+    return [(f"{name} {p}" if p == "p50" else p, _at(key, p), ".1f") for p in PERCENTILES]
 
-    Whole rounds only, unless an engine has none.
+
+TABLES: dict[str, Sequence[Column]] = {
+    "output tokens/s": (
+        ("static", _at("static_tokens_per_sec"), ".1f"),
+        ("continuous", _at("continuous_tokens_per_sec"), ".1f"),
+        ("steady", _at("continuous_steady_tokens_per_sec"), ".1f"),
+        ("wall s", _at("wall_s"), ".2f"),
+        ("good tok/s", _at("goodput", "tokens_per_sec"), ".1f"),
+        ("in SLO", _at("goodput", "attainment"), ".1%"),
+        ("max rate/s", _at("max_rate"), ".2f"),
+    ),
+    "latency in ms": (*_percentiles("TTFT", "ttft_ms"), *_percentiles("TPOT", "tpot_ms")),
+    "pace in ms": (*_percentiles("ITL", "itl_ms"), *_percentiles("tick", "tick_ms")),
+    "K/V in MiB": (
+        ("held peak", _at("kv_held_peak_mib"), ".2f"),
+        ("mean", _at("kv_held_mean_mib"), ".2f"),
+        ("live peak", _at("kv_live_peak_mib"), ".2f"),
+        ("mean", _at("kv_live_mean_mib"), ".2f"),
+        ("held/live", _at("kv_held_over_live"), ".3f"),
+        ("pool", _at("kv_pool_mib"), ".1f"),
+        ("MLX peak", _at("peak_mlx_mib"), ".1f"),
+        ("RSS peak", _at("peak_rss_mib"), ".0f"),
+    ),
+}
+
+
+def cells_of(title: str, rows: Mapping[str, Summary]) -> list[list[str]]:
+    """A table, its head first: engines down, measures across."""
+    columns = TABLES[title]
+    lines = [[title, *(heading for heading, _, _ in columns)]]
+    for name, row in rows.items():
+        lines.append([name, *(text_of(value(row), form) for _, value, form in columns)])
+    return lines
+
+
+def phase_lines(row: Summary) -> list[str]:
+    """Ramp, steady, tail and spikes of one engine, and its longest spikes."""
+    phases = row["phases"]
+    spikes = phases["spikes"]
+    return [
+        *(
+            f"[phase {name}] ticks={phases[name]['ticks']} time={phases[name]['time_s']:.2f}s"
+            f" tokens={phases[name]['tokens']} tokens_per_sec={phases[name]['tokens_per_sec']:.1f}"
+            for name in ("ramp", "steady", "tail")
+        ),
+        f"[phase spikes] count={spikes['count']} time={spikes['time_s']:.2f}s"
+        f" threshold={spikes['threshold_s']:.4f}s",
+        *(
+            f"  tick {spike['tick']} at {spike['start_s']:.2f} s: {spike['tick_ms']:.1f} ms,"
+            f" {' + '.join(spike['causes'])}"
+            for spike in row["spikes"][:SPIKES_SHOWN]
+        ),
+    ]
+
+
+def rows_of(session: Session) -> dict[str, list[Summary]]:
+    """Summaries of each engine that was asked for and ran, round by round.
+
+    An interrupted run counts only if its engine has no other.
     """
+    args = session.args
 
     def of(name: str) -> list[Summary]:
-        all_runs = [run for run in runs.get(name, ()) if run.ticks]
-        whole = [run for run in all_runs if not run.is_partial] or all_runs
-        return [summarize(run, target_active, slo, threshold_s) for run in whole]
+        runs = [run for run in session.runs.get(name, ()) if run.ticks]
+        whole = [run for run in runs if not run.is_partial] or runs
+        return [summarize(run, args.target_active, args.slo, args.spike_threshold) for run in whole]
 
-    rows = {name: found for name in engines if (found := of(name))}
+    rows = {name: found for name in args.engines if (found := of(name))}
     for name, summaries in rows.items():
-        for summary, a, b in zip(summaries, runs[name], runs[next(iter(rows))], strict=False):
+        first = session.runs[next(iter(rows))]
+        for summary, a, b in zip(summaries, session.runs[name], first, strict=False):
             summary["streams_as_first"] = same_streams(a, b)
         sibling = static_sibling(name)
         static = summaries if sibling is None else rows.get(sibling) or of(sibling)
@@ -51,23 +109,18 @@ def rows_of(
 
 
 def same_streams(run: Run, other: Run) -> int:
-    """Streams that got the same tokens in both, or as many of them as both have."""
+    """Streams that got the same tokens in both, as far as both have tokens."""
     pairs = zip(run.streams, other.streams, strict=False)
     return sum(all(map(int.__eq__, a.tokens, b.tokens)) for a, b in pairs)
 
 
-def result(
-    about: Mapping[str, Any],
-    rounds: dict[str, list[Summary]],
-    rates: Rates,
-    *,
-    is_partial: bool,
-) -> dict[str, Any]:
-    """What the last line of the output says."""
+def outcome_of(session: Session, about: Mapping[str, Any], *, is_partial: bool) -> dict[str, Any]:
+    """The content of the last line of the output."""
+    rounds = rows_of(session)
     engines = {name: merge(each) | {"rounds": len(each)} for name, each in rounds.items()}
     for name, row in engines.items():
-        row["max_rate"] = rates.max_rate.get(name)
-        row["probes"] = [vars(probe) for probe in rates.probes.get(name, [])]
+        row["max_rate"] = session.max_rate.get(name)
+        row["probes"] = [vars(probe) for probe in session.probes.get(name, [])]
     return {
         "bench": "serving",
         **about,
@@ -77,18 +130,18 @@ def result(
     }
 
 
-def print_results(outcome: Mapping[str, Any]) -> None:
+def print_outcome(outcome: dict[str, Any]) -> None:
     """Tables, phases, spikes, ratios, and the JSON line."""
     engines: dict[str, Summary] = outcome["engines"]
     if outcome["partial"]:
         print("partial: interrupted, this is what was measured so far\n")
-    print(text_tables(engines))
+    for title in TABLES:
+        print(table(cells_of(title, engines)) + "\n")
     for name, row in engines.items():
-        print(name)
-        print("\n".join([*phase_lines(row), *spike_lines(row)]))
+        print(name, *phase_lines(row), sep="\n")
     for name, row in list(engines.items())[1:]:
         print(f"{name}: {row['streams_as_first']} of {row['streams']} streams got the same tokens")
     for pair, values in outcome["ratios"].items():
         text = ", ".join(f"{key} {value:.2f}x" for key, value in values.items())
         print(f"{pair}: {text} (medians of rounds)")
-    print(json.dumps(outcome))
+    print_result("serving", outcome)

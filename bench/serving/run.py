@@ -8,18 +8,19 @@ from bench.serving.servers import Counters
 
 @dataclass(slots=True)
 class Tick:
-    """One step of an engine; times in milliseconds but for `start_s`, levels those at its end.
+    """One step of an engine. Times are in milliseconds, but `start_s`; levels are those at its end.
 
     Attributes:
         start_s: seconds after the start of the run.
         tokens: that came out.
         prompt_tokens: that were computed.
-        joined, left: sequences that began to run, that ended.
+        joined: sequences that began to run.
+        left: sequences that ended.
         live_bytes: K/V of the running sequences' contexts, shared or not.
-        grown_bytes: by which K/V memory changed; 0 for a pool that is allocated up front.
-        gc_ms: Python's garbage collector.
-        stall_ms: injected.
-        off_cpu_ms: time during which no thread of the process was computing.
+        grown_bytes: change of the K/V memory; 0 for a pool that is allocated up front.
+        gc_ms: time of Python's garbage collector.
+        stall_ms: the injected stall.
+        off_cpu_ms: time in which no thread of the process was computing.
         causes: what the engine itself says about it.
     """
 
@@ -69,9 +70,9 @@ class Run:
 
     Attributes:
         is_partial: it was interrupted.
-        static_blocks: blocks that a reservation of the longest length for every place would take.
+        static_blocks: blocks of a static reservation: the longest length for every place.
         peak_rss_bytes: of the process, sampled after every tick.
-        peak_mlx_bytes: of MLX's arrays, within ticks too.
+        peak_mlx_bytes: of MLX's arrays, also within ticks.
     """
 
     engine: str
@@ -98,6 +99,6 @@ class Run:
 
     @property
     def tokens_digest(self) -> str:
-        """Equal where every stream got the same tokens."""
+        """Equal if every stream got the same tokens."""
         text = repr([stream.tokens for stream in self.streams])
         return hashlib.sha256(text.encode()).hexdigest()[:16]

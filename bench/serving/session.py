@@ -1,81 +1,265 @@
-"""Engines side by side on one trace, round after round."""
+"""Engines side by side on one trace, round after round; then the highest rate of each."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import argparse
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
+from tqdm import tqdm
 
-from bench.serving.clocks import Clock
-from bench.serving.engines import Limits, kv_token_bytes, make_server, static_blocks
-from bench.serving.meters import start_afresh
-from bench.serving.replay import Replay
+from bench.machine import check_machine, machine_text
+from bench.serving.engines import (
+    Limits,
+    check_engines,
+    enough_blocks,
+    kv_token_bytes,
+    make_server,
+    static_blocks,
+    static_sibling,
+)
+from bench.serving.measures import Slo
+from bench.serving.replay import Clock, Replay, StepClock
 from bench.serving.run import Run
-from bench.serving.sources import Source
-from bench.serving.stall import Stall
-from bench.serving.trace import Job, Trace
+from bench.serving.trace import Job, Trace, digest, make_trace, read_trace
+from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, arrival_times, make_jobs
 
 WARM_UP = (Job(0.0, (1, 2, 3, 4), 3), Job(0.0, (1, 2, 3, 4, 5), 3))
 
+SEARCH_START = 0.8
+"""A rate search begins with this part of the throughput measured before, in requests."""
 
-@dataclass
-class Session:
-    """All runs of a comparison; those that ended are in `runs`, and the one that was interrupted.
+RATE_STEP = 1.6
+MAX_RATE_STEPS = 4
+"""Up or down from where the search starts."""
 
-    Args:
-        make_source: who sends a trace's jobs.
-        make_clock: the time of a run, which begins with it.
-        on_tokens: called with the number of tokens of each step.
+BISECTIONS = 2
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One run at one rate.
+
+    Attributes:
+        rate: requests a second.
+        attainment: part of the streams that kept every objective.
+        tokens_per_sec: output tokens.
+        good_tokens_per_sec: those of the streams that kept every objective.
     """
 
-    model: nn.Module
-    limits: Limits
-    make_source: Callable[[Trace], Source]
-    make_clock: Callable[[], Clock]
-    stall: Stall | None = None
-    on_tokens: Callable[[int], object] = lambda count: None
-    runs: dict[str, list[Run]] = field(default_factory=dict)
-    _token_bytes: float = 0.0
+    rate: float
+    attainment: float
+    tokens_per_sec: float
+    good_tokens_per_sec: float
 
-    def warm_up(self, engines: Sequence[str]) -> None:
-        """Let every engine touch its code and the weights once."""
-        self._token_bytes = kv_token_bytes(self.model)
-        for name in engines:
-            server = make_server(name, self.model, self.limits)
-            for i, job in enumerate(WARM_UP):
-                server.submit(job, [i])
-            while server.has_work:
-                server.step()
-
-    def compare(
-        self,
-        engines: Sequence[str],
-        trace: Trace,
-        rounds: int,
-        on_run: Callable[[str], object] = lambda name: None,
-    ) -> None:
-        """Engines take turns; each round begins with another one."""
-        for i in range(rounds):
-            first = i % len(engines)
-            for name in [*engines[first:], *engines[:first]]:
-                on_run(name)
-                self.play(name, trace, self.make_source(trace))
-
-    def play(self, name: str, trace: Trace, source: Source, *, keep: bool = True) -> Run:
-        """One engine, made anew, through the trace once.
-
-        Args:
-            keep: list the run in `runs`.
-        """
-        start_afresh()
-        limits = self.limits
-        run = Run(
-            name,
-            static_blocks=static_blocks(trace, limits.max_running, limits.block_size),
-            block_bytes=self._token_bytes * limits.block_size,
+    @classmethod
+    def of(cls, rate: float, run: Run, slo: Slo) -> "Probe":
+        good = [stream for stream in run.streams if slo.holds(stream)]
+        return cls(
+            rate,
+            len(good) / len(run.streams),
+            run.output_tokens / run.wall_s,
+            sum(len(stream.tokens) for stream in good) / run.wall_s,
         )
-        server = make_server(name, self.model, limits)
-        if keep:
-            self.runs.setdefault(name, []).append(run)
-        clock = self.make_clock()
-        Replay(run, server, source, clock, self._token_bytes, self.stall, self.on_tokens).play()
-        return run
+
+
+def trace_of(args: argparse.Namespace, vocab_size: int) -> Trace:
+    """The recorded trace, or one drawn from the preset; ValueError if it cannot be read."""
+    if args.trace is not None:
+        return read_trace(args.trace, vocab_size, args.seed)
+    jobs = make_jobs(PRESETS[args.preset], vocab_size, args.seed, args.requests, args.tokens_target)
+    return make_trace(jobs, arrival_times(len(jobs), args.request_rate, args.burstiness, args.seed))
+
+
+class Session:
+    """All runs of a comparison.
+
+    Attributes:
+        runs: by engine; those that ended, and the one that was interrupted.
+        probes: of rate searches, by engine.
+        max_rate: what these searches found.
+
+    Raises:
+        ValueError: some request could never run, or an engine is missing.
+    """
+
+    def __init__(self, args: argparse.Namespace, model: nn.Module, trace: Trace) -> None:
+        check_engines(args.engines, model, args.target_active)
+        self.args = args
+        self.model = model
+        self.trace = trace
+        self.limits = Limits(
+            max_running=args.target_active,
+            prefill_chunk=args.prefill_chunk,
+            context=max(job.kv_tokens for job in trace),
+            block_size=args.kv_block_size,
+            num_blocks=_pool_blocks(args, trace),
+            max_stall_ms=args.max_stall_ms,
+            policy=args.policy,
+            prefix_cache=not args.no_prefix_cache,
+        )
+        self.runs: dict[str, list[Run]] = {}
+        self.probes: dict[str, list[Probe]] = {}
+        self.max_rate: dict[str, float | None] = {}
+        self._token_bytes = kv_token_bytes(model)
+
+    def measure(self) -> None:
+        """The comparison, then the rate searches; an interrupt leaves what was measured before."""
+        args = self.args
+        siblings = [static_sibling(name) for name in args.engines] if args.static else []
+        engines = list(dict.fromkeys([*args.engines, *(name for name in siblings if name)]))
+        num_tokens = sum(job.output_tokens for job in self.trace)
+        with tqdm(total=args.rounds * len(engines) * num_tokens, unit="token", disable=None) as bar:
+            bar.set_description("warm-up")
+            for name in engines:
+                self._warm_up(name)
+            for i in range(args.rounds):
+                first = i % len(engines)  # each round begins with another engine
+                for name in [*engines[first:], *engines[:first]]:
+                    bar.set_description(name)
+                    run = Run(name)
+                    self.runs.setdefault(name, []).append(run)
+                    source = OpenLoop(self.trace)
+                    if args.closed_loop:
+                        source = ClosedLoop(self.trace, args.target_active)
+                    self._play(run, source, bar.update)
+            for name in args.engines if args.max_rate else ():
+                bar.set_description(f"{name}, rate")
+                self._search_rate(name, bar)
+
+    def _warm_up(self, name: str) -> None:
+        """Let an engine touch its code and the weights once."""
+        server = make_server(name, self.model, self.limits)
+        for i, job in enumerate(WARM_UP):
+            server.submit(job, [i])
+        while server.has_work:
+            server.step()
+
+    def _play(self, run: Run, source: OpenLoop, on_tokens: Callable[[int], object]) -> None:
+        """A new engine, through the trace once."""
+        gc.collect()
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        limits, step_ms = self.limits, self.args.arrivals_by_step
+        run.static_blocks = static_blocks(self.trace, limits.max_running, limits.block_size)
+        run.block_bytes = self._token_bytes * limits.block_size
+        server = make_server(run.engine, self.model, limits)
+        clock = Clock() if step_ms is None else StepClock(step_ms / 1000)
+        stall = self.args.inject_stall
+        Replay(run, server, source, clock, self._token_bytes, stall, on_tokens).play()
+
+    def _search_rate(self, name: str, bar: Any) -> None:
+        args, trace = self.args, self.trace
+        probes = self.probes[name] = []
+
+        def probe(rate: float) -> Probe:
+            bar.total += sum(job.output_tokens for job in trace)
+            times = arrival_times(len(trace), rate, args.burstiness, args.seed)
+            run = Run(name)
+            self._play(run, OpenLoop(make_trace(trace, times)), bar.update)
+            probes.append(Probe.of(rate, run, args.slo))
+            return probes[-1]
+
+        start = SEARCH_START * len(trace) / self.runs[name][0].wall_s
+        self.max_rate[name] = search(probe, start, args.attainment)
+
+
+def _pool_blocks(args: argparse.Namespace, trace: Trace) -> int:
+    if args.num_blocks is None:
+        return enough_blocks(trace, args.target_active, args.kv_block_size)
+    needed = static_blocks(trace, 1, args.kv_block_size)
+    if args.num_blocks < needed:
+        raise ValueError(
+            f"--num-blocks: expected at least {needed}, as one request needs, got {args.num_blocks}"
+        )
+    return int(args.num_blocks)
+
+
+def search(probe: Callable[[float], Probe], start: float, attainment: float) -> float | None:
+    """Step up or down from `start` until the objectives fail or hold, then halve the gap.
+
+    Args:
+        probe: runs the trace at a rate.
+        attainment: part of the streams that must keep the objectives.
+
+    Returns:
+        The highest rate that held; None if none did.
+    """
+
+    def holds(rate: float) -> bool:
+        return probe(rate).attainment >= attainment
+
+    low, high = _bracket(holds, start)
+    for _ in range(BISECTIONS):
+        if low is None or high is None:
+            break
+        middle = (low * high) ** 0.5
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _bracket(holds: Callable[[float], bool], start: float) -> tuple[float | None, float | None]:
+    """A rate that holds and a higher one that fails; None where the steps did not find one."""
+    rate, is_good = start, holds(start)
+    for _ in range(MAX_RATE_STEPS):
+        further = rate * RATE_STEP if is_good else rate / RATE_STEP
+        if holds(further) != is_good:
+            return min(rate, further), max(rate, further)
+        rate = further
+    return (rate, None) if is_good else (None, rate)
+
+
+def describe(args: argparse.Namespace, model: nn.Module, trace: Trace) -> dict[str, Any]:
+    """Workload, options, machine and floor: printed, and returned as plain JSON values."""
+    machine = check_machine()
+    num_prompt = sum(len(job.prompt) for job in trace)
+    num_output = sum(job.output_tokens for job in trace)
+    work = {
+        "digest": digest(trace),
+        "requests": len(trace),
+        "streams": sum(job.samples for job in trace),
+        "prompt_tokens": num_prompt,
+        "output_tokens": num_output,
+        "last_arrival_s": round(trace[-1].arrival_s, 4),
+    }
+    flops = gemm_flops(model, trace)
+    floor_s = None if flops is None else round(flops / 1e9 / machine["gemm_gflops"], 3)
+    print(
+        f"{len(trace)} requests, {num_prompt} prompt and {num_output} output tokens, on the model"
+        f" {args.model}; {machine_text(machine)}.",
+        flush=True,
+    )
+    if floor_s:
+        print(
+            f"Floor: the products with the weights take {floor_s:.2f} s: at most"
+            f" {num_output / floor_s:.0f} output tokens/s, if prompts share no prefixes.\n",
+            flush=True,
+        )
+    options = {
+        name: value if isinstance(value, int | float | str | list | None) else str(value)
+        for name, value in vars(args).items()
+        if not name.endswith("_loop")
+    }
+    loop = "closed" if args.closed_loop else "open"
+    return {"loop": loop, **options, **machine, "work": work, "floor_s": floor_s}
+
+
+def gemm_flops(model: nn.Module, trace: Trace) -> float | None:
+    """Operations of the products with the weights if every token is computed once, and logits for
+    outputs only; None for quantized weights."""
+    weights = [(name, w) for name, w in tree_flatten(model.parameters()) if w.ndim == 2]
+    if not all(mx.issubdtype(w.dtype, mx.floating) for _, w in weights):
+        return None
+    sizes = {name: w.size for name, w in weights}
+    embedding = sum(size for name, size in sizes.items() if "embed_tokens" in name)
+    head = sum(size for name, size in sizes.items() if "lm_head" in name)
+    body = sum(sizes.values()) - embedding - head
+    outputs = sum(job.output_tokens for job in trace)
+    tokens = sum(len(job.prompt) for job in trace) + outputs
+    return float(2 * (body * tokens + (head or embedding) * outputs))

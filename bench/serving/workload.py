@@ -1,5 +1,6 @@
-"""Named workloads: lengths and prompts drawn from a seed."""
+"""Named workloads, drawn from a seed; when their requests are due; and who sends them."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -7,7 +8,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.serving.trace import Job
+from bench.serving.trace import Job, Trace
 
 Lengths = tuple[NDArray[np.int64], NDArray[np.int64]]
 """Tokens of each prompt and each output."""
@@ -24,11 +25,11 @@ class Preset:
     """A kind of workload.
 
     Attributes:
-        about: in a few words, for the help.
-        requests: how many, unless asked otherwise.
-        draw: lengths of so many requests.
-        model: what it is meant for, as ``--model`` takes it.
-        shared: tokens that all prompts begin with, beyond the drawn length.
+        about: for the help.
+        requests: how many by default.
+        draw: draws the lengths of so many requests.
+        model: its default, as ``--model`` takes it.
+        shared: tokens that all prompts begin with, in addition to the drawn length.
         samples: completions of each prompt.
     """
 
@@ -42,11 +43,10 @@ class Preset:
 
 def _uniform(prompts: tuple[int, int], outputs: tuple[int, int]) -> Draw:
     """Whole numbers from the first to below the second of each pair."""
-
-    def draw(rng: np.random.Generator, count: int) -> Lengths:
-        return rng.integers(*prompts, size=count), rng.integers(*outputs, size=count)
-
-    return draw
+    return lambda rng, count: (
+        rng.integers(*prompts, size=count),
+        rng.integers(*outputs, size=count),
+    )
 
 
 def _long_tail(rng: np.random.Generator, count: int) -> Lengths:
@@ -100,12 +100,12 @@ def make_jobs(
     requests: int | None = None,
     tokens_target: int | None = None,
 ) -> list[Job]:
-    """Draw a workload; every job is due at once.
+    """Draw a workload; all jobs are due at once.
 
     Args:
         vocab_size: token ids are below it.
         requests: how many; default the preset's.
-        tokens_target: instead, as many as it takes for so many output tokens.
+        tokens_target: instead of `requests`: as many as so many output tokens need.
     """
     if tokens_target is None:
         lengths = preset.draw(np.random.default_rng(seed), requests or preset.requests)
@@ -133,3 +133,71 @@ def _enough(preset: Preset, seed: int, tokens_target: int) -> Lengths:
             needed = 1 + next(i for i, total in enumerate(totals) if total >= tokens_target)
             return prompts[:needed], outputs[:needed]
         count *= 2
+
+
+def arrival_times(
+    count: int, rate: float | None, burstiness: float = 1.0, seed: int = 0
+) -> list[float]:
+    """Seconds after the start, ascending; the first request is due at 0.
+
+    The gaps are gamma distributed with the shape `burstiness`. With the same seed and burstiness,
+    another rate only scales them.
+
+    Args:
+        rate: requests a second on average; None: all at once.
+        burstiness: 1 is a Poisson process; below 1 requests come in bursts, above 1 more evenly.
+    """
+    if rate is None:
+        return [0.0] * count
+    gaps = np.random.default_rng([seed, 1]).gamma(burstiness, 1 / burstiness, count) / rate
+    times: list[float] = (np.cumsum(gaps) - gaps[0]).tolist()
+    return times
+
+
+class OpenLoop:
+    """Jobs are due at their times, whether or not the engine keeps up.
+
+    Latencies count from the scheduled time. So the time that a job waits because the engine is
+    busy counts too (no coordinated omission).
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._jobs = deque(trace)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._jobs
+
+    def due(self, now_s: float) -> list[tuple[float, Job]]:
+        """Jobs to submit now, each with the time from which its latencies count."""
+        jobs = []
+        while self._jobs and self._jobs[0].arrival_s <= now_s:
+            job = self._jobs.popleft()
+            jobs.append((job.arrival_s, job))
+        return jobs
+
+    def next_s(self) -> float:
+        """When the next job is due, while no job runs."""
+        return self._jobs[0].arrival_s
+
+    def completed(self) -> None:
+        """A job has ended."""
+
+
+class ClosedLoop(OpenLoop):
+    """So many clients, each of which sends its next job when its last one has ended."""
+
+    def __init__(self, trace: Trace, clients: int) -> None:
+        super().__init__(trace)
+        self._idle = clients
+
+    def due(self, now_s: float) -> list[tuple[float, Job]]:
+        count = min(self._idle, len(self._jobs))
+        self._idle -= count
+        return [(now_s, self._jobs.popleft()) for _ in range(count)]
+
+    def next_s(self) -> float:
+        return 0.0
+
+    def completed(self) -> None:
+        self._idle += 1
