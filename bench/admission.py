@@ -38,6 +38,8 @@ PLAIN_STEPS = 3
 Caches = list[Any]
 """mlx-lm's caches, one a layer."""
 
+MakeCaches = Callable[[nn.Module], Caches]
+
 GROWTH = 200
 """Tokens written to make room necessary: fewer than the 256 by which mlx-lm then grows."""
 
@@ -80,9 +82,7 @@ def copy_ms(num_bytes: int) -> float:
     return 1000 * best
 
 
-def prompt_cache(
-    make: Callable[[nn.Module], Caches], model: nn.Module, num_tokens: int, seed: int
-) -> Caches:
+def prompt_cache(make: MakeCaches, model: nn.Module, num_tokens: int, seed: int) -> Caches:
     """The caches of one sequence with random K/V; `make` is a make_prompt_cache."""
     caches = make(model)
     mx.random.seed(seed)
@@ -117,25 +117,34 @@ class LiveBatch:
 
     Args:
         make: mlx-lm's make_prompt_cache or one in its place.
+        admitted: tokens of the sequence that :meth:`admit` adds.
     """
 
     def __init__(
-        self, make: Callable[[nn.Module], Caches], model: nn.Module, rows: int, num_tokens: int
+        self, make: MakeCaches, model: nn.Module, rows: int, num_tokens: int, admitted: int
     ) -> None:
         self.model = model
         self.rows = rows
+        self.admitted = admitted
         self._make = make
         self.caches = merged([prompt_cache(make, model, num_tokens, row) for row in range(rows)])
         evaluate(self.caches)
 
-    def write(self, num_tokens: int) -> Cost:
-        """Write so many tokens of every row."""
+    def grow(self) -> Cost:
+        """Write more tokens of every row than there is room for."""
+        return self._cost_of_writing(GROWTH)
+
+    def decode(self) -> Cost:
+        """Write one token of every row."""
+        return self._cost_of_writing(1)
+
+    def _cost_of_writing(self, num_tokens: int) -> Cost:
         kv = self._random_tokens(len(self.caches[0].offset.tolist()), num_tokens)
         return cost_of(lambda: self._write(self.caches, kv))
 
-    def admit(self, num_tokens: int) -> Cost:
+    def admit(self) -> Cost:
         """Add a sequence."""
-        newcomer = prompt_cache(self._make, self.model, num_tokens, self.rows)
+        newcomer = prompt_cache(self._make, self.model, self.admitted, self.rows)
 
         def join() -> None:
             for cache, other in zip(self.caches, merged([newcomer]), strict=True):
@@ -177,21 +186,15 @@ class LiveBatch:
         evaluate(caches)
 
 
-CALLS: dict[str, tuple[str, Callable[[LiveBatch, int], Cost]]] = {
-    "growth": (
-        f"{GROWTH} tokens more of every row than there is room for",
-        lambda batch, _: batch.write(GROWTH),
-    ),
-    "decode": ("one token of every row", lambda batch, _: batch.write(1)),
+CALLS: dict[str, tuple[str, Callable[[LiveBatch], Cost]]] = {
+    "growth": (f"{GROWTH} tokens more of every row than there is room for", LiveBatch.grow),
+    "decode": ("one token of every row", LiveBatch.decode),
     "admission": ("merge and extend by one sequence", LiveBatch.admit),
-    "first decode": (
-        "one token of every row, the new one included",
-        lambda batch, _: batch.write(1),
-    ),
-    "completion": ("filter", lambda batch, _: batch.complete()),
-    "fork": ("deepcopy and one token of every row of the copy", lambda batch, _: batch.fork()),
+    "first decode": ("one token of every row, the new one included", LiveBatch.decode),
+    "completion": ("filter", LiveBatch.complete),
+    "fork": ("deepcopy and one token of every row of the copy", LiveBatch.fork),
 }
-"""What each call is, and the call; it gets the tokens of the sequence that joins."""
+"""What each call is, and the call."""
 
 VISIT = "visit"
 
@@ -202,12 +205,11 @@ Costs = defaultdict[tuple[str, str], list[Cost]]
 def measure_calls(args: argparse.Namespace, model: nn.Module, costs: Costs) -> None:
     """One round: a batch of each kind, and all calls on both, one after the other."""
     makers = {"mlx_lm": make_mlx_lm_cache, "mlx_paged": make_prompt_cache}
-    batches = {
-        name: LiveBatch(make, model, args.rows, args.tokens) for name, make in makers.items()
-    }
+    sizes = (args.rows, args.tokens, args.admitted_tokens)
+    batches = {name: LiveBatch(make, model, *sizes) for name, make in makers.items()}
     for call, (_, run) in CALLS.items():
         for name, batch in batches.items():
-            costs[call, name].append(run(batch, args.admitted_tokens))
+            costs[call, name].append(run(batch))
 
 
 class Streams:

@@ -12,9 +12,9 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -79,28 +79,13 @@ class Workload:
         return (len(self.prompt) + self.n * (self.max_tokens - 1)) / self.block_size
 
 
-@dataclass(frozen=True)
-class Held:
-    """The most that one workload held, and what was copied for it.
+Held = dict[str, Any]
+"""The most that one workload held, and what was copied for it.
 
-    Attributes:
-        distinct_blocks: of all sequences when they end, if blocks with the same tokens after the
-            same tokens are one; None: the outcome does not tell.
-        copies_bytes: K/V of the same sequences if each had its own copy, token for token.
-        mlx_lm_bytes: what mlx-lm's BatchGenerator held for them; None: it has no beams.
-        cow_clones_per_token: blocks copied on write for each generated token.
-    """
-
-    prompt_tokens_computed: int
-    tokens_generated: int
-    peak_blocks: int
-    distinct_blocks: int | None
-    peak_bytes: int
-    copies_bytes: int
-    mlx_lm_bytes: int | None
-    cow_clones: int
-    cow_bytes: int
-    cow_clones_per_token: float
+"distinct_blocks": blocks of all sequences at their end, if blocks with the same tokens after the
+same tokens are one; None for beams. "copies_bytes": K/V of the same sequences if each had its own
+copy, token for token. "mlx_lm_bytes": what mlx-lm's BatchGenerator held; it has no beams.
+"""
 
 
 def distinct_blocks(sequences: Iterable[Sequence[int]], block_size: int) -> int:
@@ -126,47 +111,47 @@ def make_engine(
     )
 
 
-def held(engine: Engine, distinct: int | None, mlx_lm_bytes: int | None) -> Held:
+def held(
+    engine: Engine, model: nn.Module, work: Workload, prompts: list[list[int]], ends: list[Any]
+) -> Held:
+    """What `engine` held for these prompts, and mlx-lm beside it; `ends` are the completions."""
     stats = engine.stats
-    return Held(
-        stats.prompt_tokens,
-        stats.generation_tokens,
-        stats.peak_blocks_in_use,
-        distinct,
-        stats.peak_blocks_in_use * stats.block_bytes,
-        int(stats.peak_live_tokens * stats.token_bytes),
-        mlx_lm_bytes,
-        stats.cow_clones,
-        stats.cow_clones * stats.block_bytes,
-        round(stats.cow_clones / stats.generation_tokens, 5),
-    )
+    stored = [a + b.tokens[:-1] for a, b in zip(prompts, ends, strict=True)]
+    generator = BatchGenerator(model, completion_batch_size=work.n, prefill_batch_size=work.n)
+    generator.insert(prompts, [work.max_tokens] * len(prompts))
+    _, mlx_lm_bytes = drain(generator, len(prompts))
+    return {
+        "prompt_tokens_computed": stats.prompt_tokens,
+        "tokens_generated": stats.generation_tokens,
+        "peak_blocks": stats.peak_blocks_in_use,
+        "distinct_blocks": distinct_blocks(stored, work.block_size) or None,
+        "peak_bytes": stats.peak_blocks_in_use * stats.block_bytes,
+        "copies_bytes": int(stats.peak_live_tokens * stats.token_bytes),
+        "mlx_lm_bytes": mlx_lm_bytes or None,
+        "cow_clones": stats.cow_clones,
+        "cow_bytes": stats.cow_clones * stats.block_bytes,
+        "cow_clones_per_token": round(stats.cow_clones / stats.generation_tokens, 5),
+    }
 
 
 def run_samples(model: nn.Module, work: Workload) -> Held:
     """Samples of one prompt."""
     engine = make_engine(model, work, work.n)
-    stored = [work.prompt + sample[:-1] for sample in forked_samples(engine, work)]
-    theirs = mlx_lm_bytes(model, [work.prompt] * work.n, work.max_tokens)
-    return held(engine, distinct_blocks(stored, work.block_size), theirs)
+    return held(engine, model, work, [work.prompt] * work.n, forked_samples(engine, work))
 
 
 def run_beams(model: nn.Module, work: Workload) -> Held:
-    """A beam search from the prompt."""
+    """A beam search from the prompt. Its outcome does not tell what the other beams held."""
     engine = make_engine(model, work, 2 * work.n)
     engine.beam_search(work.prompt, work.n, max_tokens=work.max_tokens)
-    return held(engine, None, None)
+    return held(engine, model, work, [], [])
 
 
 def run_prefixes(model: nn.Module, work: Workload) -> Held:
     """Requests that arrive together; their prompts begin alike."""
     engine = make_engine(model, work, work.n)
-    completions = engine.generate(work.prompts, max_tokens=work.max_tokens)
-    stored = [
-        prompt + completion.tokens[:-1]
-        for prompt, completion in zip(work.prompts, completions, strict=True)
-    ]
-    theirs = mlx_lm_bytes(model, work.prompts, work.max_tokens)
-    return held(engine, distinct_blocks(stored, work.block_size), theirs)
+    ends = engine.generate(work.prompts, max_tokens=work.max_tokens)
+    return held(engine, model, work, work.prompts, ends)
 
 
 RUNS: dict[str, Callable[[nn.Module, Workload], Held]] = {
@@ -174,14 +159,6 @@ RUNS: dict[str, Callable[[nn.Module, Workload], Held]] = {
     "beams": run_beams,
     "prefixes": run_prefixes,
 }
-
-
-def mlx_lm_bytes(model: nn.Module, prompts: Sequence[Sequence[int]], max_tokens: int) -> int:
-    """The most that mlx-lm's caches held while it served `prompts` together."""
-    count = len(prompts)
-    generator = BatchGenerator(model, completion_batch_size=count, prefill_batch_size=count)
-    generator.insert([list(prompt) for prompt in prompts], [max_tokens] * count)
-    return drain(generator, count)[1]
 
 
 def drain(generator: BatchGenerator, num_left: int) -> tuple[list[list[int]], int]:
@@ -197,30 +174,23 @@ def drain(generator: BatchGenerator, num_left: int) -> tuple[list[list[int]], in
     return list(tokens.values()), peak
 
 
-def forked_samples(engine: Engine, work: Workload) -> list[list[int]]:
+def forked_samples(engine: Engine, work: Workload) -> list[Any]:
     """All samples from one computation of the prompt."""
-    [samples] = engine.sample(
-        [work.prompt], work.n, max_tokens=work.max_tokens, temperature=TEMPERATURE, seed=SEED
-    )
-    return [sample.tokens for sample in samples]
+    options: dict[str, Any] = {"temperature": TEMPERATURE, "seed": SEED}
+    return engine.sample([work.prompt], work.n, max_tokens=work.max_tokens, **options)[0]
 
 
-def separate_samples(engine: Engine, work: Workload) -> list[list[int]]:
+def separate_samples(engine: Engine, work: Workload) -> list[Any]:
     """The same samples from requests that know nothing of each other."""
-    ids = [
-        engine.add_request(
-            work.prompt, max_tokens=work.max_tokens, temperature=TEMPERATURE, seed=SEED + i
-        )
-        for i in range(work.n)
-    ]
+    options: dict[str, Any] = {"max_tokens": work.max_tokens, "temperature": TEMPERATURE}
+    ids = [engine.add_request(work.prompt, seed=SEED + i, **options) for i in range(work.n)]
     done: dict[int, Any] = {}
     while len(done) < work.n:
         done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
-    return [done[request_id].tokens for request_id in ids]
+    return [done[request_id] for request_id in ids]
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """One way to get the samples: what they are and what it took."""
 
     samples: list[list[int]]
@@ -229,10 +199,10 @@ class Timed:
 
 
 def time_engine(
-    sample: Callable[[Engine, Workload], list[list[int]]], engine: Engine, work: Workload
+    sample: Callable[[Engine, Workload], list[Any]], engine: Engine, work: Workload
 ) -> Timed:
     start = time.perf_counter()
-    samples = sample(engine, work)
+    samples = [completion.tokens for completion in sample(engine, work)]
     wall_s = time.perf_counter() - start
     return Timed(samples, wall_s, engine.stats.peak_blocks_in_use * engine.stats.block_bytes)
 
@@ -259,20 +229,13 @@ def time_mlx_lm(model: nn.Module, work: Workload) -> Timed:
 
 def time_samples(model: nn.Module, work: Workload, num_rounds: int) -> dict[str, Any]:
     """Get the samples in three ways, in turns; medians of the times."""
-
-    def forked() -> Timed:
-        return time_engine(forked_samples, make_engine(model, work, work.n), work)
-
-    def separate() -> Timed:
-        engine = make_engine(model, work, work.n, prefix_cache=False)
-        return time_engine(separate_samples, engine, work)
-
-    ways: dict[str, Callable[[], Timed]] = {"forked": forked, "separate": separate}
-    ways["mlx_lm"] = lambda: time_mlx_lm(model, work)
-    runs: dict[str, list[Timed]] = {name: [] for name in ways}
+    runs: defaultdict[str, list[Timed]] = defaultdict(list)
     for _ in tqdm(range(num_rounds), unit="round", disable=None):
-        for name, way in ways.items():
-            runs[name].append(way())
+        engine = make_engine(model, work, work.n)
+        runs["forked"].append(time_engine(forked_samples, engine, work))
+        engine = make_engine(model, work, work.n, prefix_cache=False)
+        runs["separate"].append(time_engine(separate_samples, engine, work))
+        runs["mlx_lm"].append(time_mlx_lm(model, work))
     pairs = zip(runs["forked"][0].samples, runs["separate"][0].samples, strict=True)
     result: dict[str, Any] = {"same_samples": sum(a == b for a, b in pairs)}
     for name, each in runs.items():
@@ -325,15 +288,15 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 
 def held_table(results: dict[str, Held]) -> str:
-    head = ["", "blocks", "distinct", "MiB", "copies MiB", "mlx-lm MiB"]
-    rows = [[*head, "COW", "COW/token", "prompt tokens computed"]]
+    """Engines' K/V beside copies and mlx-lm's; bytes in MiB."""
+    columns = {key: key.replace("_bytes", " MiB").replace("_", " ") for key in results["beams"]}
+    rows = [["", *columns.values()]]
     for name, row in results.items():
-        theirs = None if row.mlx_lm_bytes is None else row.mlx_lm_bytes / MIB
-        mib = [row.peak_bytes / MIB, row.copies_bytes / MIB, theirs]
-        cells = [name, str(row.peak_blocks), text_of(row.distinct_blocks, "d")]
-        cells += [text_of(value, ".2f") for value in mib]
-        cells += [str(row.cow_clones), f"{row.cow_clones_per_token:.4f}"]
-        rows.append([*cells, str(row.prompt_tokens_computed)])
+        cells = [
+            text_of(value and value / MIB, ".2f") if key.endswith("_bytes") else text_of(value, "g")
+            for key, value in row.items()
+        ]
+        rows.append([name, *cells])
     return table(rows)
 
 
@@ -373,11 +336,11 @@ def main(argv: list[str] | None = None) -> None:
     results: dict[str, Held] = {}
     for name, run in tqdm(RUNS.items(), unit="workload", disable=None):
         results[name] = run(model, work)
-    ratio = results["samples"].peak_blocks / work.ideal_blocks
+    ratio = results["samples"]["peak_blocks"] / work.ideal_blocks
     print(held_table(results), f"Samples at peak: {ratio:.3f} of their floor.", sep="\n")
     result: dict[str, Any] = {
         **vars(args),
-        **{name: asdict(row) for name, row in results.items()},
+        **results,
         "kv_blocks_ideal": work.ideal_blocks,
         "ratio": round(ratio, 4),
     }

@@ -60,56 +60,42 @@ class Point:
             assert len(outputs) == self.rows, "a step that is not a decode of all rows"
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "rows": self.rows,
-            "context": self.context,
-            "live_tokens": self.live_tokens,
-            "waiting": self.waiting,
-            "step_ms": round(self.median_ms, 3),
-            "quiet_ms": round(self.quiet_ms, 3),
+        counts = {
+            name: getattr(self, name) for name in ("rows", "context", "live_tokens", "waiting")
         }
+        return counts | {"step_ms": round(self.median_ms, 3), "quiet_ms": round(self.quiet_ms, 3)}
 
 
-@dataclass(frozen=True)
-class Growth:
-    """The time of quiet steps: ``fixed_ms``, plus a time for each row and for each live token.
+def growth_of(points: list[Point]) -> dict[str, Any]:
+    """The time of quiet steps: a fixed time, plus a time for each row and for each live token.
 
-    Attributes:
-        exponent: of live tokens in the power law that fits best; 1 is linear.
-        doublings: ratios of two steps, one with twice the tokens: in "rows" or in "context".
+    Returns:
+        "fixed_ms", "us_a_row", "us_a_token"; "exponent" of live tokens in the power law that fits
+        best (1 is linear); "doublings", ratios of two steps, one with twice the "rows" or twice the
+        "context"; "worst_doubling", the highest of these ratios.
     """
+    ms = np.array([point.quiet_ms for point in points])
+    rows = np.array([point.rows for point in points])
+    tokens = np.array([point.live_tokens for point in points])
+    features = np.stack([np.ones(len(points)), rows, tokens], axis=1)
+    weighted = features / ms[:, None]  # relative errors count
+    fixed, a_row, a_token = np.linalg.lstsq(weighted, np.ones(len(points)), rcond=None)[0]
+    exponent = np.polyfit(np.log(tokens), np.log(ms), 1)[0] if len(points) > 1 else 0.0
+    by_size = {(point.rows, point.context): point.quiet_ms for point in points}
 
-    fixed_ms: float
-    us_a_row: float
-    us_a_token: float
-    exponent: float
-    doublings: dict[str, list[float]]
+    def doubled(by: tuple[int, int]) -> list[float]:
+        pairs = [((n * by[0], c * by[1]), before) for (n, c), before in by_size.items()]
+        return [round(by_size[size] / before, 3) for size, before in pairs if size in by_size]
 
-    @classmethod
-    def of(cls, points: list[Point]) -> "Growth":
-        ms = np.array([point.quiet_ms for point in points])
-        rows = np.array([point.rows for point in points])
-        tokens = np.array([point.live_tokens for point in points])
-        features = np.stack([np.ones(len(points)), rows, tokens], axis=1)
-        weighted = features / ms[:, None]  # relative errors count
-        fixed, a_row, a_token = np.linalg.lstsq(weighted, np.ones(len(points)), rcond=None)[0]
-        exponent = np.polyfit(np.log(tokens), np.log(ms), 1)[0] if len(points) > 1 else 0.0
-        by_size = {(point.rows, point.context): point.quiet_ms for point in points}
-        doublings: dict[str, list[float]] = {"rows": [], "context": []}
-        for (num_rows, context), before in by_size.items():
-            for name, larger in (
-                ("rows", (2 * num_rows, context)),
-                ("context", (num_rows, 2 * context)),
-            ):
-                if larger in by_size:
-                    doublings[name].append(round(by_size[larger] / before, 3))
-        return cls(
-            float(fixed), 1000 * float(a_row), 1000 * float(a_token), float(exponent), doublings
-        )
-
-    @property
-    def worst_doubling(self) -> float:
-        return max((ratio for ratios in self.doublings.values() for ratio in ratios), default=0.0)
+    doublings = {"rows": doubled((2, 1)), "context": doubled((1, 2))}
+    return {
+        "fixed_ms": round(float(fixed), 3),
+        "us_a_row": round(1000 * float(a_row), 2),
+        "us_a_token": round(1000 * float(a_token), 4),
+        "exponent": round(float(exponent), 3),
+        "doublings": doublings,
+        "worst_doubling": max((r for ratios in doublings.values() for r in ratios), default=0.0),
+    }
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -141,7 +127,7 @@ def point_table(points: list[Point]) -> str:
     return table(rows)
 
 
-def plot(path: Path, points: list[Point], growth: Growth, crowd: list[Point]) -> None:
+def plot(path: Path, points: list[Point], growth: dict[str, Any], crowd: list[Point]) -> None:
     """Steps against live tokens, and the smallest point without and with waiting requests."""
     from matplotlib import pyplot
 
@@ -152,17 +138,16 @@ def plot(path: Path, points: list[Point], growth: Growth, crowd: list[Point]) ->
         of_rows = sorted((p for p in points if p.rows == rows), key=lambda p: p.live_tokens)
         tokens = np.array([point.live_tokens for point in of_rows])
         (dots,) = left.plot(tokens, [p.quiet_ms for p in of_rows], "o", label=f"{rows} rows")
-        line = growth.fixed_ms + (rows * growth.us_a_row + tokens * growth.us_a_token) / 1000
+        line = (
+            growth["fixed_ms"] + (rows * growth["us_a_row"] + tokens * growth["us_a_token"]) / 1000
+        )
         left.plot(tokens, line, color=dots.get_color(), linewidth=1)
-    left.set(
-        xlabel="live tokens",
-        ylabel="decode step (quietest tenth), ms",
-        xlim=(0, None),
-        ylim=(0, None),
-    )
+    left.set(xlabel="live tokens", ylabel="decode step (quietest tenth), ms")
+    left.set(xlim=(0, None), ylim=(0, None))
     left.set_title(
-        f"{growth.fixed_ms:.1f} ms + {growth.us_a_row:.0f} us a row"
-        f" + {growth.us_a_token:.2f} us a live token"
+        "{fixed_ms:.1f} ms + {us_a_row:.0f} us a row + {us_a_token:.2f} us a live token".format(
+            **growth
+        )
     )
     left.legend()
     right.boxplot([point.step_ms for point in crowd], showfliers=False)
@@ -186,13 +171,13 @@ def main(argv: list[str] | None = None) -> None:
         for point in points + crowd:
             point.run(args.steps)
 
-    growth = Growth.of(points)
+    growth = growth_of(points)
     print(point_table(points))
     print(
-        f"{growth.fixed_ms:.2f} ms + {growth.us_a_row:.1f} us a row + {growth.us_a_token:.3f} us a"
-        f" live token; as a power of live tokens: {growth.exponent:.2f}"
+        "{fixed_ms:.2f} ms + {us_a_row:.1f} us a row + {us_a_token:.3f} us a live token; as a power"
+        " of live tokens: {exponent:.2f}\n"
+        "Twice the tokens multiply a step by at most {worst_doubling:.2f}".format(**growth)
     )
-    print(f"Twice the tokens multiply a step by at most {growth.worst_doubling:.2f}")
     empty, crowded = crowd
     ratio = crowded.quiet_ms / empty.quiet_ms
     print(
@@ -205,12 +190,7 @@ def main(argv: list[str] | None = None) -> None:
         **machine,
         "model": args.model,
         "points": [point.as_dict() for point in points],
-        "fixed_ms": round(growth.fixed_ms, 3),
-        "us_a_row": round(growth.us_a_row, 2),
-        "us_a_token": round(growth.us_a_token, 4),
-        "exponent": round(growth.exponent, 3),
-        "doublings": growth.doublings,
-        "worst_doubling": growth.worst_doubling,
+        **growth,
         "crowd": [point.as_dict() for point in crowd],
         "waiting_ratio": round(ratio, 3),
     }

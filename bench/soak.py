@@ -12,7 +12,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 import mlx.core as mx
@@ -54,23 +54,11 @@ class Footprint:
     """
 
     waiting: int
-    rss_bytes: int
-    active_bytes: int
-    cache_bytes: int
-    objects: int
     step_ms: float
-
-    @classmethod
-    def now(cls, waiting: int, step_seconds: Sequence[float]) -> "Footprint":
-        gc.collect()
-        return cls(
-            waiting,
-            resident_bytes(),
-            mx.get_active_memory(),
-            mx.get_cache_memory(),
-            len(gc.get_objects()),
-            1000 * median(step_seconds),
-        )
+    rss_bytes: int = field(default_factory=resident_bytes)
+    active_bytes: int = field(default_factory=mx.get_active_memory)
+    cache_bytes: int = field(default_factory=mx.get_cache_memory)
+    objects: int = field(default_factory=lambda: len(gc.get_objects()))
 
     def __str__(self) -> str:
         return (
@@ -78,25 +66,6 @@ class Footprint:
             f"MLX active {self.active_bytes} bytes and cached {self.cache_bytes}, "
             f"{self.objects} Python objects, median step {self.step_ms:.2f} ms"
         )
-
-
-@dataclass(frozen=True)
-class Report:
-    """From the end of the first tenth of the requests to the end of the last."""
-
-    requests: int
-    tokens: int
-    aborts: int
-    preemptions: int
-    cached_tokens: int
-    seconds: float
-    rss_growth_mb: float
-    active_growth_bytes: int
-    object_growth: int
-    step_ms_first_tenth: float
-    step_ms_last_tenth: float
-    ratio: float
-    leaked_blocks: int
 
 
 class Soak:
@@ -143,7 +112,9 @@ class Soak:
 
     def footprint(self) -> Footprint:
         """At the end of a tenth; the next tenth begins."""
-        footprint = Footprint.now(len(self.engine.scheduler.waiting), self.step_seconds)
+        gc.collect()
+        step_ms = 1000 * median(self.step_seconds)
+        footprint = Footprint(len(self.engine.scheduler.waiting), step_ms)
         self.step_seconds.clear()
         return footprint
 
@@ -215,18 +186,24 @@ def run(soak: Soak, num_requests: int, per_step: float) -> list[Footprint]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser("soak", __doc__)
+    add = parser.add_argument
     at_least_ten = number(int, 10, 2**31, "a whole number >= 10")
-    parser.add_argument("--requests", type=at_least_ten, default=20_000)
+    add("--requests", type=at_least_ten, default=20_000)
     rate = number(float, 0.01, 100, "a number from 0.01 to 100")
-    parser.add_argument("--per-step", type=rate, default=1.25, help="requests that come in a step")
+    add("--per-step", type=rate, default=1.25, help="requests that come in a step")
     blocks = number(int, LEAST_BLOCKS, 2**31, f"a whole number >= {LEAST_BLOCKS}")
-    parser.add_argument("--num-blocks", type=blocks, default=96, help="of 8 tokens, in the pool")
+    add("--num-blocks", type=blocks, default=96, help="of 8 tokens, in the pool")
     add_model(parser, default="tiny")
-    parser.add_argument("--seed", type=int, default=0)
+    add("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> Report:
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """The last line counts from the end of the first tenth of the requests to the end of the last.
+
+    Returns:
+        What it says.
+    """
     args = parse(argv)
     engine = Engine(
         llama_model(args.model),
@@ -243,22 +220,22 @@ def main(argv: Sequence[str] | None = None) -> Report:
     engine.manager.check_integrity()
 
     first, last = footprints[0], footprints[-1]
-    report = Report(
-        requests=soak.num_ended,
-        tokens=soak.num_tokens,
-        aborts=soak.num_aborts,
-        preemptions=engine.stats.preemptions,
-        cached_tokens=soak.cached_tokens,
-        seconds=round(seconds, 1),
-        rss_growth_mb=round((last.rss_bytes - first.rss_bytes) / MIB, 2),
-        active_growth_bytes=last.active_bytes - first.active_bytes,
-        object_growth=last.objects - first.objects,
-        step_ms_first_tenth=round(first.step_ms, 3),
-        step_ms_last_tenth=round(last.step_ms, 3),
-        ratio=round(last.step_ms / first.step_ms, 3),
-        leaked_blocks=engine.manager.blocks_in_use,
-    )
-    print(json.dumps(asdict(report)))
+    report: dict[str, float] = {
+        "requests": soak.num_ended,
+        "tokens": soak.num_tokens,
+        "aborts": soak.num_aborts,
+        "preemptions": engine.stats.preemptions,
+        "cached_tokens": soak.cached_tokens,
+        "seconds": round(seconds, 1),
+        "rss_growth_mb": round((last.rss_bytes - first.rss_bytes) / MIB, 2),
+        "active_growth_bytes": last.active_bytes - first.active_bytes,
+        "object_growth": last.objects - first.objects,
+        "step_ms_first_tenth": round(first.step_ms, 3),
+        "step_ms_last_tenth": round(last.step_ms, 3),
+        "ratio": round(last.step_ms / first.step_ms, 3),
+        "leaked_blocks": engine.manager.blocks_in_use,
+    }
+    print(json.dumps(report))
     return report
 
 

@@ -10,7 +10,7 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -65,7 +65,6 @@ class MlxLmServer(Server):
         return [response.uid for response in responses]
 
 
-@dataclass(frozen=True)
 class Scenario:
     """Who decodes, and what arrives; all prompts are token ids.
 
@@ -74,32 +73,18 @@ class Scenario:
         warm_up: a prompt that is served before, so that the cost model has seen its chunks.
         long: the prompt that arrives.
         stream_max_tokens: more than any engine gives to a stream before the end.
+        kv_tokens: K/V slots for all of it.
     """
 
-    streams: list[list[int]]
-    warm_up: list[int]
-    long: list[int]
-    stream_max_tokens: int
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> "Scenario":
-        [warm_up] = random_prompts(1, args.warm_up_tokens, args.model, seed=1)
-        [long] = random_prompts(1, args.prompt_tokens, args.model, seed=2)
-        num_steps = (len(warm_up) + len(long)) // min(
-            MIN_CHUNK, args.small_step, args.prefill_chunk
-        )
-        return cls(
-            random_prompts(args.streams, args.stream_tokens, args.model),
-            warm_up,
-            long,
-            num_steps + 4 * BASELINE_STEPS,
-        )
-
-    @property
-    def kv_tokens(self) -> int:
-        """K/V slots for all of it."""
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.streams = random_prompts(args.streams, args.stream_tokens, args.model)
+        [self.warm_up] = random_prompts(1, args.warm_up_tokens, args.model, seed=1)
+        [self.long] = random_prompts(1, args.prompt_tokens, args.model, seed=2)
+        chunk = min(MIN_CHUNK, args.small_step, args.prefill_chunk)
+        num_steps = (len(self.warm_up) + len(self.long)) // chunk
+        self.stream_max_tokens = num_steps + 4 * BASELINE_STEPS
         streams = sum(len(prompt) + self.stream_max_tokens for prompt in self.streams)
-        return streams + len(self.warm_up) + 2 * len(self.long)
+        self.kv_tokens = streams + len(self.warm_up) + 2 * len(self.long)
 
 
 class Watch:
@@ -135,6 +120,14 @@ class Watch:
             gaps += (1000 * np.diff(times)[times[1:] > since]).tolist()
         return gaps
 
+    def start_streams(self, scenario: Scenario) -> list[int]:
+        """Ids of the requests that decode; each has a token."""
+        limit = scenario.stream_max_tokens
+        request_ids = [self.server.add(prompt, limit) for prompt in scenario.streams]
+        for request_id in request_ids:
+            self.await_first(request_id)
+        return request_ids
+
 
 @dataclass(frozen=True)
 class Round:
@@ -148,7 +141,7 @@ class Round:
 def play(server: Server, scenario: Scenario) -> Round:
     """Let the streams decode, then the long prompt arrive."""
     watch = Watch(server)
-    streams = start_streams(watch, scenario)
+    streams = watch.start_streams(scenario)
     watch.await_first(server.add(scenario.warm_up, 1))
     calm = watch.steps(SETTLING_STEPS)
     watch.steps(BASELINE_STEPS)
@@ -158,30 +151,13 @@ def play(server: Server, scenario: Scenario) -> Round:
     return Round(gaps_before, watch.gaps_ms(streams, arrival), first_token - arrival)
 
 
-def start_streams(watch: Watch, scenario: Scenario) -> list[int]:
-    limit = scenario.stream_max_tokens
-    request_ids = [watch.server.add(prompt, limit) for prompt in scenario.streams]
-    for request_id in request_ids:
-        watch.await_first(request_id)
-    return request_ids
-
-
-@dataclass(frozen=True)
-class Floor:
+def measure_floor(engine: Engine, scenario: Scenario) -> tuple[float, float]:
     """The least that any schedule takes, medians in milliseconds.
 
-    Attributes:
-        decode: a step of the streams' decodes alone.
-        min_chunk: what MIN_CHUNK tokens from the long prompt's end add to it.
+    A step of the streams' decodes alone; and what MIN_CHUNK tokens from the long prompt's end add.
     """
-
-    decode: float
-    min_chunk: float
-
-
-def measure_floor(engine: Engine, scenario: Scenario) -> Floor:
     watch = Watch(Server(engine))
-    streams = start_streams(watch, scenario)
+    streams = watch.start_streams(scenario)
     calm = watch.steps(SETTLING_STEPS)
     watch.steps(BASELINE_STEPS)
     decode = median(watch.gaps_ms(streams, calm))
@@ -192,43 +168,32 @@ def measure_floor(engine: Engine, scenario: Scenario) -> Floor:
     engine.scheduler.budget.prefill_chunk = MIN_CHUNK
     calm = watch.steps(SETTLING_STEPS)
     watch.await_first(engine.fork(parent, scenario.long[-num_tail:], max_tokens=1))
-    return Floor(decode, max(0.0, median(watch.gaps_ms(streams, calm)) - decode))
+    return decode, max(0.0, median(watch.gaps_ms(streams, calm)) - decode)
 
 
-@dataclass
-class Report:
-    """Rounds of one engine; gaps in milliseconds.
+def summary(rounds: list[Round], bound_ms: float, promise_ms: float) -> dict[str, Any]:
+    """Medians over the rounds; the worst gap and the numbers of gaps are of all rounds together."""
+    gaps = [gap for each in rounds for gap in each.gaps]
 
-    Medians are over rounds. The worst gap and the numbers of gaps are of all rounds together.
-    """
+    def percentile(q: float) -> float:
+        return round(median(float(np.percentile(each.gaps, q)) for each in rounds), 2)
 
-    name: str
-    rounds: list[Round] = field(default_factory=list)
-
-    def percentile(self, q: float) -> float:
-        return median(float(np.percentile(each.gaps, q)) for each in self.rounds)
-
-    def num_above(self, limit_ms: float) -> int:
-        return sum(gap > limit_ms for each in self.rounds for gap in each.gaps)
-
-    def as_dict(self, bound_ms: float, promise_ms: float) -> dict[str, Any]:
-        return {
-            "gap_before_ms": round(median(median(each.gaps_before) for each in self.rounds), 2),
-            "gap_p50_ms": round(self.percentile(50), 2),
-            "gap_p99_ms": round(self.percentile(99), 2),
-            "gap_max_ms": round(self.percentile(100), 2),
-            "gap_worst_ms": round(max(max(each.gaps) for each in self.rounds), 2),
-            "gaps": sum(len(each.gaps) for each in self.rounds),
-            "gaps_above_bound": self.num_above(bound_ms),
-            "gaps_above_promise": self.num_above(promise_ms),
-            "ttft_s": round(median(each.ttft_s for each in self.rounds), 3),
-        }
+    return {
+        "gap_before_ms": round(median(median(each.gaps_before) for each in rounds), 2),
+        "gap_p50_ms": percentile(50),
+        "gap_p99_ms": percentile(99),
+        "gap_max_ms": percentile(100),
+        "gap_worst_ms": round(max(gaps), 2),
+        "gaps": len(gaps),
+        "gaps_above_bound": sum(gap > bound_ms for gap in gaps),
+        "gaps_above_promise": sum(gap > promise_ms for gap in gaps),
+        "ttft_s": round(median(each.ttft_s for each in rounds), 3),
+    }
 
 
-def max_gap_ratio(slow: Report, fast: Report) -> float:
+def max_gap_ratio(slow: list[Round], fast: list[Round]) -> float:
     """Largest gap of one engine over that of another in the same round: the median of rounds."""
-    pairs = zip(slow.rounds, fast.rounds, strict=True)
-    return median(max(a.gaps) / max(b.gaps) for a, b in pairs)
+    return median(max(a.gaps) / max(b.gaps) for a, b in zip(slow, fast, strict=True))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -244,6 +209,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_rounds(parser, 3)
     add_model(parser)
     return parser.parse_args(argv)
+
+
+def make_engine(
+    args: argparse.Namespace, model: nn.Module, scenario: Scenario, max_stall_ms: float | None
+) -> Engine:
+    return Engine(
+        model,
+        max_kv_tokens=scenario.kv_tokens,
+        max_running=args.streams + 1,
+        prefill_chunk=args.prefill_chunk,
+        max_stall_ms=max_stall_ms,
+    )
 
 
 def servers(
@@ -263,18 +240,6 @@ def servers(
     }
 
 
-def make_engine(
-    args: argparse.Namespace, model: nn.Module, scenario: Scenario, max_stall_ms: float | None
-) -> Engine:
-    return Engine(
-        model,
-        max_kv_tokens=scenario.kv_tokens,
-        max_running=args.streams + 1,
-        prefill_chunk=args.prefill_chunk,
-        max_stall_ms=max_stall_ms,
-    )
-
-
 def gap_table(rows: dict[str, dict[str, Any]]) -> str:
     times, counts = ("before", "p50", "p99", "max", "worst"), ("gaps", "> bound", "> promise")
     lines = [["ms", *times, *counts, "TTFT s"]]
@@ -288,39 +253,36 @@ def gap_table(rows: dict[str, dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     machine = check_machine()
-    model, scenario = llama_model(args.model), Scenario.of(args)
+    model, scenario = llama_model(args.model), Scenario(args)
     print(
         f"{args.streams} streams with prompts of {args.stream_tokens} tokens decode, then a prompt"
         f" of {args.prompt_tokens} arrives. Rounds: {args.rounds}; {machine_text(machine)}.\n"
         f"Each engine first serves a prompt of {args.warm_up_tokens} tokens beside the streams:"
         " the cost model learns from it."
     )
-    floor = measure_floor(make_engine(args, model, scenario, None), scenario)
-    promise_ms = args.max_stall_ms + floor.min_chunk
+    decode_ms, chunk_ms = measure_floor(make_engine(args, model, scenario, None), scenario)
+    promise_ms = args.max_stall_ms + chunk_ms
     print(
-        f"Floor: a step of decodes alone takes {floor.decode:.1f} ms; {MIN_CHUNK} tokens from the"
-        f" prompt's end add {floor.min_chunk:.1f} ms.\nPromise: {promise_ms:.1f} ms, the bound plus"
+        f"Floor: a step of decodes alone takes {decode_ms:.1f} ms; {MIN_CHUNK} tokens from the"
+        f" prompt's end add {chunk_ms:.1f} ms.\nPromise: {promise_ms:.1f} ms, the bound plus"
         " such a chunk."
     )
     makers = servers(args, model, scenario)
-    reports = {name: Report(name) for name in makers}
-    with tqdm(total=args.rounds * len(makers), unit="run", disable=None) as progress:
-        for _ in range(args.rounds):
-            for name, make in makers.items():
-                progress.set_description(name)
-                reports[name].rounds.append(play(make(), scenario))
-                progress.update()
+    rounds: dict[str, list[Round]] = {name: [] for name in makers}
+    for _ in tqdm(range(args.rounds), unit="round", disable=None):
+        for name, make in makers.items():
+            rounds[name].append(play(make(), scenario))
 
-    rows = {name: report.as_dict(args.max_stall_ms, promise_ms) for name, report in reports.items()}
+    rows = {name: summary(each, args.max_stall_ms, promise_ms) for name, each in rounds.items()}
     print(gap_table(rows))
-    bounded, _, stock, _ = reports.values()
-    ratio = max_gap_ratio(stock, bounded)
-    print(f"Largest gap, {stock.name} over {bounded.name}: {ratio:.1f}x (median of rounds)")
+    bounded, _, stock, _ = rounds
+    ratio = max_gap_ratio(rounds[stock], rounds[bounded])
+    print(f"Largest gap, {stock} over {bounded}: {ratio:.1f}x (median of rounds)")
     result = {
         **vars(args),
         **machine,
-        "floor_decode_ms": round(floor.decode, 2),
-        "floor_min_chunk_ms": round(floor.min_chunk, 2),
+        "floor_decode_ms": round(decode_ms, 2),
+        "floor_min_chunk_ms": round(chunk_ms, 2),
         "engines": rows,
         "max_gap_ratio": round(ratio, 2),
     }

@@ -121,7 +121,7 @@ def test_the_stall_bench_compares_four_engines_in_as_many_rounds(capsys):
 )
 def test_streams_get_a_token_between_chunks_of_the_long_prompt(name, num_steps, model):
     args = stalls.parse(STALLS)
-    scenario = stalls.Scenario.of(args)
+    scenario = stalls.Scenario(args)
     played = stalls.play(stalls.servers(args, model, scenario)[name](), scenario)
     assert num_steps * args.streams <= len(played.gaps) <= (num_steps + 2) * args.streams
     assert len(played.gaps_before) == stalls.BASELINE_STEPS * args.streams
@@ -130,7 +130,7 @@ def test_streams_get_a_token_between_chunks_of_the_long_prompt(name, num_steps, 
 
 def test_one_engine_has_the_bound_and_one_only_its_budget(model):
     args = stalls.parse([*STALLS, "--max-stall-ms=80", "--prefill-chunk=64"])
-    makers = stalls.servers(args, model, stalls.Scenario.of(args))
+    makers = stalls.servers(args, model, stalls.Scenario(args))
     bounded, unbounded = (make().engine.scheduler for make in list(makers.values())[:2])
     assert (bounded.budget.max_stall, bounded.budget.prefill_chunk) == (0.08, 64)
     assert (unbounded.budget.max_stall, unbounded.budget.prefill_chunk) == (None, 64)
@@ -139,7 +139,7 @@ def test_one_engine_has_the_bound_and_one_only_its_budget(model):
 @pytest.mark.parametrize("name", ["mlx_paged, chunk 512", "mlx_lm, defaults"])
 def test_each_server_gives_the_tokens_it_was_asked_for(name, model):
     args = stalls.parse(STALLS)
-    server = stalls.servers(args, model, stalls.Scenario.of(args))[name]()
+    server = stalls.servers(args, model, stalls.Scenario(args))[name]()
     ids = [server.add(prompt, 3 + i) for i, prompt in enumerate(random_prompts(2, 5, "tiny"))]
     given = [request_id for _ in range(20) for request_id in server.step()]
     assert [given.count(request_id) for request_id in ids] == [3, 4]
@@ -147,12 +147,12 @@ def test_each_server_gives_the_tokens_it_was_asked_for(name, model):
 
 def test_the_floor_is_measured_with_chunks_of_the_least_size(model):
     args = stalls.parse(STALLS)
-    scenario = stalls.Scenario.of(args)
+    scenario = stalls.Scenario(args)
     engine = stalls.make_engine(args, model, scenario, None)
-    floor = stalls.measure_floor(engine, scenario)
+    decode_ms, chunk_ms = stalls.measure_floor(engine, scenario)
     num_decode_steps = stalls.BASELINE_STEPS + 2 * stalls.SETTLING_STEPS
     assert engine.stats.steps >= num_decode_steps + 2 + 119 // MIN_CHUNK
-    assert floor.decode > 0 and floor.min_chunk >= 0
+    assert decode_ms > 0 and chunk_ms >= 0
 
 
 class ScriptedServer:
@@ -183,8 +183,7 @@ def test_medians_are_over_rounds_and_counts_over_all():
     rounds = [
         stalls.Round([1.0], each, ttft_s) for each, ttft_s in zip(gaps, (8, 7, 3), strict=True)
     ]
-    row = stalls.Report("engine", rounds).as_dict(bound_ms=4.0, promise_ms=5.0)
-    assert row == {
+    assert stalls.summary(rounds, bound_ms=4.0, promise_ms=5.0) == {
         "gap_before_ms": 1.0,
         "gap_p50_ms": 3.0,
         "gap_p99_ms": 8.86,
@@ -195,8 +194,8 @@ def test_medians_are_over_rounds_and_counts_over_all():
         "gaps_above_promise": 2,
         "ttft_s": 7,
     }
-    slow = stalls.Report("slow", [stalls.Round([1.0], [gap], 1.0) for gap in (18.0, 50.0, 30.0)])
-    assert stalls.max_gap_ratio(slow, stalls.Report("engine", rounds)) == 2.0
+    slow = [stalls.Round([1.0], [gap], 1.0) for gap in (18.0, 50.0, 30.0)]
+    assert stalls.max_gap_ratio(slow, rounds) == 2.0
 
 
 def test_prompts_depend_on_their_seed_alone():

@@ -47,10 +47,7 @@ VLLM_US = {8: 100, 32: 310, 256: 2500}
 """vLLM V1's scheduler alone, `schedule` and `update_from_output`, measured on the same machine as
 the figures of :data:`bench.host_cost.block_costs.PUBLISHED`."""
 
-SAMPLING: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "drawn": {"temperature": 0.8, "top_p": 0.95},
-}
+SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.95}}
 
 RECORDED_ROWS = 32
 RECORDING_BUDGET_US = 20.0

@@ -62,7 +62,7 @@ QUICK = FULL | {
 def head_counts(text: str) -> HeadCounts:
     try:
         return HeadCounts.parse(text)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(
             f"expected query heads, KV heads that divide them and dim, as 32:8:128, got {text!r}"
         ) from error

@@ -38,12 +38,10 @@ class HeadCounts:
 
     @classmethod
     def parse(cls, text: str) -> "HeadCounts":
-        heads = cls(*(int(part) for part in text.split(":")))
-        if min(heads.num_heads, heads.num_kv_heads, heads.head_dim) < 1:
+        num_heads, num_kv_heads, head_dim = (int(part) for part in text.split(":"))
+        if min(num_heads, num_kv_heads, head_dim) < 1 or num_heads % num_kv_heads:
             raise ValueError(text)
-        if heads.num_heads % heads.num_kv_heads:
-            raise ValueError(text)
-        return heads
+        return cls(num_heads, num_kv_heads, head_dim)
 
     @property
     def group(self) -> int:

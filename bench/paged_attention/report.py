@@ -84,80 +84,43 @@ def plot(path: Path, result: dict[str, Any]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    machine, rows = result["machine"], result["cases"]
-    heads = rows[0]["heads"]
-    rows = [row for row in rows if row["heads"] == heads]
-    decodes, chunks = _decodes(rows), _chunks(rows)
+    machine, ceilings = result["machine"], result["ceilings"]
+    heads = result["cases"][0]["heads"]
+    rows = [row for row in result["cases"] if row["heads"] == heads]
+    nearest = min((abs(row["block_size"] - 16) for row in rows if row["length"] == 1), default=0)
+    singles = [r for r in rows if r["length"] == 1 and abs(r["block_size"] - 16) == nearest]
+    decodes = _commonest(singles, "batch")
+    chunks = _commonest([row for row in rows if row["length"] > 1], "context")
+    read, gemm = max(ceilings["read_gb_s"].values()), ceilings["gemm_gflops"]
+    panels = [("context", "best_gb_s", decodes, read), ("length", "best_gflop_s", chunks, gemm)]
+    panels = [panel for panel in panels if panel[2]]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    panels = [(kind, name) for kind, name in ((decodes, "decode"), (chunks, "chunk")) if kind]
     size = (1 + 4.3 * len(dtypes), 0.9 + 3.4 * len(panels))
     figure, axes = pyplot.subplots(
         len(panels), len(dtypes), figsize=size, sharey="row", squeeze=False, layout="constrained"
     )
-    for (kind, name), row_axes in zip(panels, axes, strict=True):
+    for (x, y, of_kind, ceiling), row_axes in zip(panels, axes, strict=True):
         for dtype, axis in zip(dtypes, row_axes, strict=True):
-            of_dtype = [row for row in kind if row["dtype"] == dtype]
-            draw = _draw_decodes if name == "decode" else _draw_chunks
-            draw(axis, of_dtype, result["ceilings"])
-        row_axes[0].set_ylabel("GB/s of live K/V" if name == "decode" else "GFLOP/s")
+            _draw(axis, [row for row in of_kind if row["dtype"] == dtype], x, y)
+            axis.axhline(ceiling, color="grey", linestyle="--", linewidth=1, label="ceiling")
+        row_axes[0].set_ylabel("GB/s of live K/V" if x == "context" else "GFLOP/s")
     axes[0, 0].legend(fontsize=8)
     partial = "; PARTIAL" if result["partial"] else ""
     figure.suptitle(
-        f"Attention, {heads} (query heads : KV heads : dim), blocks of"
-        f" {(decodes + chunks)[0]['block_size']}; fastest round,"
-        f" {result['clock']} time\n"
-        f"{machine['cpu']}, {machine['cores']} cores; BLAS: {machine['blas']}{partial}",
+        f"Attention, {heads} (query heads : KV heads : dim); fastest round, {result['clock']} time;"
+        f" ceilings: memory read, float32 GEMM\n{machine['cpu']}, {machine['cores']} cores;"
+        f" BLAS: {machine['blas']}{partial}",
         fontsize=10,
     )
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
-def _decodes(rows: Sequence[Row]) -> list[Row]:
-    """Single tokens in one block size, of the batch with the most cases."""
-    decodes = [row for row in rows if row["length"] == 1]
-    block_size = min((row["block_size"] for row in decodes), key=lambda s: abs(s - 16), default=0)
-    decodes = [row for row in decodes if row["block_size"] == block_size]
-    batches = [row["batch"] for row in decodes]
-    most = max(batches, key=lambda batch: (batches.count(batch), batch), default=0)
-    return [row for row in decodes if row["batch"] == most]
-
-
-def _chunks(rows: Sequence[Row]) -> list[Row]:
-    """Chunks that end at the context with the most cases."""
-    chunks = [row for row in rows if row["length"] > 1]
-    contexts = [row["context"] for row in chunks]
-    most = max(contexts, key=lambda c: (contexts.count(c), c), default=0)
-    return [row for row in chunks if row["context"] == most]
-
-
-def _draw_decodes(axis: Any, rows: Sequence[Row], ceilings: dict[str, Any]) -> None:
-    _draw(axis, rows, "context", "best_gb_s")
-    for (threads, rate), above in zip(ceilings["read_gb_s"].items(), (False, True), strict=False):
-        _draw_ceiling(axis, rate, f"memory read, {threads} thread{'s' * (threads != '1')}", above)
-    if rows:
-        axis.set_title(f"decode, {rows[0]['dtype']}, batch {rows[0]['batch']}", fontsize=9)
-    axis.set_xlabel("context, tokens")
-
-
-def _draw_chunks(axis: Any, rows: Sequence[Row], ceilings: dict[str, Any]) -> None:
-    _draw(axis, rows, "length", "best_gflop_s")
-    _draw_ceiling(axis, ceilings["gemm_gflops"], "float32 GEMM", above=True)
-    if rows:
-        axis.set_title(f"chunk, {rows[0]['dtype']}, context {rows[0]['context']}", fontsize=9)
-    axis.set_xlabel("chunk, tokens")
-
-
-def _draw_ceiling(axis: Any, rate: float, label: str, above: bool) -> None:
-    axis.axhline(rate, color="grey", linestyle="--", linewidth=1)
-    axis.annotate(
-        label,
-        (0.02, rate),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 2 if above else -8),
-        textcoords="offset points",
-        fontsize=7,
-    )
+def _commonest(rows: Sequence[Row], key: str) -> list[Row]:
+    """Those with the value of `key` that most rows have."""
+    values = [row[key] for row in rows]
+    commonest = max(values, key=lambda value: (values.count(value), value), default=0)
+    return [row for row in rows if row[key] == commonest]
 
 
 def _draw(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
@@ -165,9 +128,10 @@ def _draw(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
         points = sorted((row[x], row["ways"][name][y]) for row in rows if name in row["ways"])
         if points:
             axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+    axis.set(xscale="log", yscale="log", xlabel=f"{x}, tokens")
     values = sorted({row[x] for row in rows})
-    axis.set_xscale("log")
-    axis.set_yscale("log")
     axis.set_xticks(values, [str(value) for value in values])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
+    for row in rows[:1]:
+        axis.set_title("{dtype}, batch {batch}, blocks of {block_size}".format(**row), fontsize=9)
