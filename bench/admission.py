@@ -25,38 +25,30 @@ from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 from tqdm import tqdm
 
 from bench.command import MIB, add_model, add_rounds, make_parser, print_result, table
-from bench.machine import check_machine, machine_text
+from bench.machine import Clock, check_machine, machine_text
 from bench.models import llama_model, random_prompts
 from mlx_paged import BatchGenerator, make_prompt_cache, patched_mlx_lm
 from mlx_paged.allocation import ceil_div
 from mlx_paged.common_args import COUNT
 from mlx_paged.shared_pool import BLOCK_SIZE
 
-PLAIN_STEPS = 3
-"""Steps of decodes alone before each visit, and after it."""
+PLAIN_STEPS = 3  # steps of decodes alone before each visit, and after it
 
 Caches = list[Any]
 """mlx-lm's caches, one a layer."""
 
 MakeCaches = Callable[[nn.Module], Caches]
 
-GROWTH = 200
-"""Tokens written to make room necessary: fewer than the 256 by which mlx-lm then grows."""
+GROWTH = 200  # tokens written to make room necessary: fewer than the 256 by which mlx-lm then grows
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call took.
+    """What a call took; bytes are beyond those before the call."""
 
-    Attributes:
-        ms: time until its arrays were evaluated.
-        peak: most bytes at any moment, beyond those before the call.
-        kept: bytes at its end, beyond those before the call.
-    """
-
-    ms: float
-    peak: int
-    kept: int
+    ms: float  # until its arrays were evaluated
+    peak: int  # most bytes at any moment
+    kept: int  # bytes at its end
 
 
 def cost_of(call: Callable[[], object]) -> Cost:
@@ -74,12 +66,7 @@ def copy_ms(num_bytes: int) -> float:
     """Milliseconds to copy so many bytes in memory: the best of several copies."""
     source = np.ones(num_bytes, np.uint8)
     target = source.copy()
-    best = float("inf")
-    for _ in range(3):
-        start = time.perf_counter()
-        np.copyto(target, source)
-        best = min(best, time.perf_counter() - start)
-    return 1000 * best
+    return 1000 * min(Clock.WALL.seconds(lambda: np.copyto(target, source), 1) for _ in range(3))
 
 
 def prompt_cache(make: MakeCaches, model: nn.Module, num_tokens: int, seed: int) -> Caches:
@@ -292,16 +279,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def measure(args: argparse.Namespace, model: nn.Module) -> Costs:
     """All rounds of both measurements."""
     costs: Costs = defaultdict(list)
-    with tqdm(total=2 * args.rounds, unit="round", disable=None) as progress:
-        for _ in range(args.rounds):
-            measure_calls(args, model, costs)
-            progress.update()
-        streams = start_streams(args, model)
-        visitors = random_prompts(args.rounds, args.visitor_tokens, args.model, seed=1)
-        for visitor in visitors:
-            for name, each in streams.items():
-                costs[VISIT, name].append(each.visit(visitor))
-            progress.update()
+    for _ in tqdm(range(args.rounds), desc="calls", disable=None):
+        measure_calls(args, model, costs)
+    streams = start_streams(args, model)
+    visitors = random_prompts(args.rounds, args.visitor_tokens, args.model, seed=1)
+    for visitor in tqdm(visitors, desc="visits", disable=None):
+        for name, each in streams.items():
+            costs[VISIT, name].append(each.visit(visitor))
     return costs
 
 
@@ -314,11 +298,9 @@ def medians(costs: list[Cost]) -> dict[str, float]:
 
 
 def cost_table(rows: dict[tuple[str, str], dict[str, float]]) -> str:
-    lines = [["", "", "ms", "peak MiB", "kept MiB"]]
-    for (what, name), row in rows.items():
-        mib = [f"{row[key]:.1f}" for key in ("peak_mib", "kept_mib")]
-        lines.append([what, name, f"{row['ms']:.2f}", *mib])
-    return table(lines)
+    form = "{ms:.2f} {peak_mib:.1f} {kept_mib:.1f}"
+    lines = [[what, name, *form.format(**row).split()] for (what, name), row in rows.items()]
+    return table([["", "", "ms", "peak MiB", "kept MiB"], *lines])
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -342,12 +324,8 @@ def main(argv: list[str] | None = None) -> None:
         f"{VISIT}: a request of {args.visitor_tokens} prompt tokens and one output token in a"
         " batch generator that decodes, without the steps of the others"
     )
-    result: dict[str, Any] = {
-        **vars(args),
-        **machine,
-        "live_mib": round(live_bytes / MIB, 2),
-        "copy_ms": round(floor_ms, 2),
-    }
+    result: dict[str, Any] = {**vars(args), **machine, "live_mib": round(live_bytes / MIB, 2)}
+    result["copy_ms"] = round(floor_ms, 2)
     for (what, name), row in rows.items():
         result.setdefault(what, {})[name] = row
     print_result("admission", result)

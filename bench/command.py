@@ -9,9 +9,7 @@ from mlx_paged.common_args import COUNT, KV_BLOCK_SIZES, Parser, number
 
 AT_LEAST_TWO = number(int, 2, 2**31, "a whole number >= 2")
 ABOVE_ZERO = number(float, 1e-6, 1e9, "a number above 0")
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
-
+INTERRUPTED = 130  # exit status after Ctrl-C
 MIB = 2**20
 GIB = 2**30
 

@@ -13,13 +13,10 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-READ_BYTES = 128 * 2**20
-"""Far more than any last-level cache holds."""
-
+READ_BYTES = 128 * 2**20  # far more than any last-level cache holds
 GB = 1e9
 GEMM_SIZE = 512
-SLOW_GFLOPS = 20.0
-"""A reference BLAS reaches about 4 on one core, an optimised one 50 or more."""
+SLOW_GFLOPS = 20.0  # A reference BLAS reaches about 4 on one core, an optimised one 50 or more
 
 STATM = Path("/proc/self/statm")
 
@@ -73,8 +70,8 @@ class Clock(StrEnum):
     def seconds(self, run: Callable[[], object], num_threads: int) -> float:
         """The wall time of `run`, or the processor time of all threads divided by `num_threads`.
 
-        On a busy machine, processor time tells what an idle one would need, if the threads share
-        the work evenly. It is too short for work on one thread, such as most of MLX's on a CPU.
+        Processor time tells what an idle machine would need, if the threads share the work evenly.
+        It is too short for work on one thread, such as most of MLX's on a CPU.
         """
         read = time.perf_counter if self is Clock.WALL else time.process_time
         started = read()

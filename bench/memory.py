@@ -42,23 +42,16 @@ from mlx_paged.common_args import COUNT, COUNT_OR_NONE
 
 SEED = 0
 TEMPERATURE = 1.0
-MLX_LM_PREFILL_STEP = 2048
-"""mlx-lm's own default."""
-
-FORK_BATCHES = 20
-"""Fork times are medians over so many times n children."""
+MLX_LM_PREFILL_STEP = 2048  # mlx-lm's own default
+FORK_BATCHES = 20  # fork times are medians over so many times n children
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`n` sequences of `max_tokens` tokens each that begin with one prompt.
-
-    Attributes:
-        own_tokens: further prompt tokens of each sequence, if the prompt is only a prefix.
-    """
+    """`n` sequences of `max_tokens` tokens each that begin with one prompt."""
 
     prompt: list[int]
-    own_tokens: list[list[int]]
+    own_tokens: list[list[int]]  # further prompt tokens, if the prompt is only a prefix
     n: int
     max_tokens: int
     block_size: int
@@ -154,11 +147,7 @@ def run_prefixes(model: nn.Module, work: Workload) -> Held:
     return held(engine, model, work, work.prompts, ends)
 
 
-RUNS: dict[str, Callable[[nn.Module, Workload], Held]] = {
-    "samples": run_samples,
-    "beams": run_beams,
-    "prefixes": run_prefixes,
-}
+RUNS = {"samples": run_samples, "beams": run_beams, "prefixes": run_prefixes}
 
 
 def drain(generator: BatchGenerator, num_left: int) -> tuple[list[list[int]], int]:
@@ -338,12 +327,8 @@ def main(argv: list[str] | None = None) -> None:
         results[name] = run(model, work)
     ratio = results["samples"]["peak_blocks"] / work.ideal_blocks
     print(held_table(results), f"Samples at peak: {ratio:.3f} of their floor.", sep="\n")
-    result: dict[str, Any] = {
-        **vars(args),
-        **results,
-        "kv_blocks_ideal": work.ideal_blocks,
-        "ratio": round(ratio, 4),
-    }
+    result = {**vars(args), **results, "kv_blocks_ideal": work.ideal_blocks}
+    result["ratio"] = round(ratio, 4)
     if args.rounds:
         machine = check_machine()
         print(machine_text(machine))

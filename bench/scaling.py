@@ -24,8 +24,7 @@ from bench.models import SIZES, llama_model
 from mlx_paged import Engine
 from mlx_paged.common_args import COUNT
 
-WAITING_TOKENS = 64
-"""Of each waiting request."""
+WAITING_TOKENS = 64  # of each waiting request
 
 
 @dataclass

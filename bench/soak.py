@@ -12,7 +12,6 @@ import json
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import median
 
 import mlx.core as mx
@@ -28,44 +27,18 @@ from mlx_paged.common_args import number
 LEAST_BLOCKS = 16
 """They hold the longest request: a prompt of 75 tokens, 15 outputs, and a fork of all that."""
 
-PREFIXES = 40
-"""Beginnings of prompts, such as system prompts, that requests share."""
-
-HISTORIES = 64
-"""Conversations that later requests may continue."""
-
-KEPT = 8
-"""Ended requests whose blocks are held for forks at a time."""
-
-ABORTED = 0.05
-"""Part of the requests that are aborted."""
+PREFIXES = 40  # beginnings of prompts, such as system prompts, that requests share
+HISTORIES = 64  # conversations that later requests may continue
+KEPT = 8  # ended requests whose blocks are held for forks at a time
+ABORTED = 0.05  # part of the requests that are aborted
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """What the process holds and how fast it is, at the end of a tenth of the requests.
+Footprint = dict[str, float]
+"""What the process holds and how fast it is, at the end of a tenth of the requests.
 
-    Attributes:
-        waiting: requests that have not been admitted; few if the engine can serve the load.
-        active_bytes: of MLX's arrays.
-        cache_bytes: of buffers that MLX keeps for arrays to come.
-        objects: that Python's garbage collector tracks.
-        step_ms: median over the tenth.
-    """
-
-    waiting: int
-    step_ms: float
-    rss_bytes: int = field(default_factory=resident_bytes)
-    active_bytes: int = field(default_factory=mx.get_active_memory)
-    cache_bytes: int = field(default_factory=mx.get_cache_memory)
-    objects: int = field(default_factory=lambda: len(gc.get_objects()))
-
-    def __str__(self) -> str:
-        return (
-            f"{self.waiting} requests wait, RSS {self.rss_bytes / MIB:.1f} MiB, "
-            f"MLX active {self.active_bytes} bytes and cached {self.cache_bytes}, "
-            f"{self.objects} Python objects, median step {self.step_ms:.2f} ms"
-        )
+"waiting" requests are not admitted: few if the engine can serve the load. "objects" are those that
+Python's garbage collector tracks. "step_ms" is the median over the tenth.
+"""
 
 
 class Soak:
@@ -113,8 +86,14 @@ class Soak:
     def footprint(self) -> Footprint:
         """At the end of a tenth; the next tenth begins."""
         gc.collect()
-        step_ms = 1000 * median(self.step_seconds)
-        footprint = Footprint(len(self.engine.scheduler.waiting), step_ms)
+        footprint = {
+            "waiting": len(self.engine.scheduler.waiting),
+            "rss_mib": round(resident_bytes() / MIB, 2),
+            "mlx_active_bytes": mx.get_active_memory(),
+            "mlx_cache_bytes": mx.get_cache_memory(),
+            "objects": len(gc.get_objects()),
+            "step_ms": round(1000 * median(self.step_seconds), 3),
+        }
         self.step_seconds.clear()
         return footprint
 
@@ -180,7 +159,8 @@ def run(soak: Soak, num_requests: int, per_step: float) -> list[Footprint]:
             progress.update(soak.num_ended - ended)
             if soak.num_ended >= num_requests * (len(footprints) + 1) / 10:
                 footprints.append(soak.footprint())
-                tqdm.write(f"tenth {len(footprints)}: {footprints[-1]}")
+                text = ", ".join(f"{name} {value:.10g}" for name, value in footprints[-1].items())
+                tqdm.write(f"tenth {len(footprints)}: {text}")
     return footprints
 
 
@@ -227,12 +207,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
         "preemptions": engine.stats.preemptions,
         "cached_tokens": soak.cached_tokens,
         "seconds": round(seconds, 1),
-        "rss_growth_mb": round((last.rss_bytes - first.rss_bytes) / MIB, 2),
-        "active_growth_bytes": last.active_bytes - first.active_bytes,
-        "object_growth": last.objects - first.objects,
-        "step_ms_first_tenth": round(first.step_ms, 3),
-        "step_ms_last_tenth": round(last.step_ms, 3),
-        "ratio": round(last.step_ms / first.step_ms, 3),
+        "rss_growth_mb": round(last["rss_mib"] - first["rss_mib"], 2),
+        "active_growth_bytes": last["mlx_active_bytes"] - first["mlx_active_bytes"],
+        "object_growth": last["objects"] - first["objects"],
+        "step_ms_first_tenth": first["step_ms"],
+        "step_ms_last_tenth": last["step_ms"],
+        "ratio": round(last["step_ms"] / first["step_ms"], 3),
         "leaked_blocks": engine.manager.blocks_in_use,
     }
     print(json.dumps(report))

@@ -26,12 +26,8 @@ from mlx_paged import Engine
 from mlx_paged.chunk_budget import MIN_CHUNK
 from mlx_paged.common_args import COUNT, MILLISECONDS
 
-BASELINE_STEPS = 20
-"""Steps of decodes alone before the long prompt arrives."""
-
-SETTLING_STEPS = 3
-"""Steps after the end of a request whose gaps are not counted."""
-
+BASELINE_STEPS = 20  # steps of decodes alone before the long prompt arrives
+SETTLING_STEPS = 3  # steps after the end of a request whose gaps are not counted
 MIN_CHUNKS_TIMED = 10
 
 
@@ -66,14 +62,9 @@ class MlxLmServer(Server):
 
 
 class Scenario:
-    """Who decodes, and what arrives; all prompts are token ids.
+    """Prompts of the streams, of the request that arrives, and of one before it.
 
-    Attributes:
-        streams: prompts of the requests that decode all the time.
-        warm_up: a prompt that is served before, so that the cost model has seen its chunks.
-        long: the prompt that arrives.
-        stream_max_tokens: more than any engine gives to a stream before the end.
-        kv_tokens: K/V slots for all of it.
+    The one before is served once, so that the cost model has seen its chunks.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -82,6 +73,7 @@ class Scenario:
         [self.long] = random_prompts(1, args.prompt_tokens, args.model, seed=2)
         chunk = min(MIN_CHUNK, args.small_step, args.prefill_chunk)
         num_steps = (len(self.warm_up) + len(self.long)) // chunk
+        # More than any engine gives to a stream before the end.
         self.stream_max_tokens = num_steps + 4 * BASELINE_STEPS
         streams = sum(len(prompt) + self.stream_max_tokens for prompt in self.streams)
         self.kv_tokens = streams + len(self.warm_up) + 2 * len(self.long)

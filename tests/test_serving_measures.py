@@ -19,7 +19,7 @@ from bench.serving.phases import causes_of, find_spikes, spike_threshold, split
 from bench.serving.replay import Stall
 from bench.serving.results import phase_lines
 from bench.serving.run import Run, Stream, Tick
-from bench.serving.session import Probe, search
+from bench.serving.session import search
 
 MIB = 2**20
 
@@ -199,18 +199,18 @@ def test_rounds_are_merged_by_medians_and_compared_round_by_round():
 def test_the_rate_search_comes_close_to_the_highest_rate_from_below(limit, start):
     rates = []
 
-    def probe(rate):
+    def attainment(rate):
         rates.append(rate)
-        return Probe(rate, 1.0 if rate <= limit else 0.5, 0.0, 0.0)
+        return 1.0 if rate <= limit else 0.5
 
-    found = search(probe, start, attainment=0.9)
+    found = search(attainment, start, 0.9)
     assert found is not None and found <= limit < found * 1.6 ** (1 / 4) + 1e-9
     assert len(rates) == len(set(rates)) <= 8
 
 
 def test_the_rate_search_gives_up_in_both_directions():
-    assert search(lambda rate: Probe(rate, 0.0, 0.0, 0.0), 5.0, 0.9) is None
-    best = search(lambda rate: Probe(rate, 1.0, 0.0, 0.0), 5.0, 0.9)
+    assert search(lambda rate: 0.0, 5.0, 0.9) is None
+    best = search(lambda rate: 1.0, 5.0, 0.9)
     assert best == pytest.approx(5.0 * 1.6**4)
 
 

@@ -28,7 +28,7 @@ from bench.host_cost.silent_engine import (
     silenced,
     smallest_llama,
 )
-from bench.machine import check_machine
+from bench.machine import Clock, check_machine
 from mlx_paged import Engine
 from mlx_paged.common_args import COUNT, Parser
 from mlx_paged.model_loader import load_model
@@ -37,8 +37,10 @@ from mlx_paged.text_stream import TextStream
 
 COUNTED = ("schedule", "tables", "sampling")
 PARTS = (*COUNTED, "launch", "results", "pipeline")
-"""A step from its schedule until the sampled tokens were read. "outputs", what callers see of a
-token, comes after it."""
+"""A step from its schedule until the sampled tokens were read."""
+
+BESIDE = ("cost model", "outputs")
+"""What is not in that; outputs are what callers see of a token, after the step."""
 
 TARGET_US = {32: 300, 256: 1000}
 """For the counted parts together."""
@@ -48,10 +50,8 @@ VLLM_US = {8: 100, 32: 310, 256: 2500}
 the figures of :data:`bench.host_cost.block_costs.PUBLISHED`."""
 
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.95}}
-
 RECORDED_ROWS = 32
-RECORDING_BUDGET_US = 20.0
-"""More than that would show in the steps of a fast model."""
+RECORDING_BUDGET_US = 20.0  # more than that would show in the steps of a fast model
 
 
 class Stopwatch:
@@ -137,15 +137,12 @@ class Course:
         "quiet" and "quiet step" are the quietest tenth of both sums, to which other processes added
         least.
         """
-        counted = [sum(lap[part] for part in COUNTED) for lap in self.steps]
-        step = [sum(lap[part] for part in PARTS) for lap in self.steps]
-        seconds = {
-            part: median(lap[part] for lap in self.steps)
-            for part in (*PARTS, "cost model", "outputs")
-        }
-        seconds |= {"counted": median(counted), "step": median(step)}
-        seconds["quiet"] = float(np.quantile(counted, 0.1))
-        seconds["quiet step"] = float(np.quantile(step, 0.1))
+        columns = {part: [lap[part] for lap in self.steps] for part in (*PARTS, *BESIDE)}
+        for name, parts in (("counted", COUNTED), ("step", PARTS)):
+            columns[name] = [sum(lap[part] for part in parts) for lap in self.steps]
+        seconds = {name: median(values) for name, values in columns.items()}
+        seconds["quiet"] = float(np.quantile(columns["counted"], 0.1))
+        seconds["quiet step"] = float(np.quantile(columns["step"], 0.1))
         return {name: round(1e6 * value, 1) for name, value in seconds.items()}
 
 
@@ -170,9 +167,9 @@ def recording_us(rows: int, num_steps: int) -> dict[str, float]:
 
     "recording_us" is the median difference of neighbouring steps.
     """
-    recording, bare = recording_engines(rows)
-    with silenced(recording, rows, VOCAB), silenced(bare, rows, VOCAB):
-        pairs = [[timed(e.step) for e in (recording, bare)] for _ in range(num_steps)]
+    engines = recording_engines(rows)
+    with silenced(engines[0], rows, VOCAB), silenced(engines[1], rows, VOCAB):
+        pairs = [[Clock.WALL.seconds(e.step, 1) for e in engines] for _ in range(num_steps)]
     times = 1e6 * np.array(pairs)
     with_us, without_us = np.median(times, axis=0).tolist()
     return {
@@ -202,17 +199,12 @@ def floor_us(rows: int) -> dict[str, float]:
         "numpy": lambda: column + 1,
         "mx.array": lambda: mx.array(column),
     }
-    return {
-        name: round(1e6 * median(timed(action) for _ in range(200)), 2)
-        for name, action in actions.items()
-    }
+    return {name: median_us(action, 200) for name, action in actions.items()}
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+def median_us(action: Callable[[], object], repeats: int) -> float:
+    """Microseconds of one call, the median of several."""
+    return round(1e6 * median(Clock.WALL.seconds(action, 1) for _ in range(repeats)), 2)
 
 
 def detokenise_us(num_tokens: int = 2000) -> float:
@@ -221,7 +213,7 @@ def detokenise_us(num_tokens: int = 2000) -> float:
     ids = np.random.default_rng(0).integers(200, tokenizer.vocab_size, size=num_tokens)
     tokens = iter(ids.tolist())
     text = TextStream(tokenizer.detokenizer)
-    return round(1e6 * median(timed(lambda: text.push(next(tokens))) for _ in ids), 2)
+    return median_us(lambda: text.push(next(tokens)), num_tokens)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -252,7 +244,7 @@ def measure_steps(args: argparse.Namespace) -> list[Course]:
 
 
 def step_table(courses: Sequence[Course]) -> str:
-    columns = (*PARTS, "step", "quiet step", "cost model", "outputs", "counted", "quiet")
+    columns = (*PARTS, "step", "quiet step", *BESIDE, "counted", "quiet")
     rows = [["us a step", *columns, "target", "vLLM"]]
     for course in courses:
         costs = course.microseconds()
@@ -297,14 +289,13 @@ def main(argv: list[str] | None = None) -> None:
     )
     blocks = block_costs(managers, args.blocks)
     print("", block_table(blocks), sep="\n")
+    steps = [{"rows": c.rows, "sampling options": c.name, **c.microseconds()} for c in courses]
     result = {
         **machine,
         "blocks": args.blocks,
         "lookahead": not args.no_lookahead,
         "floor_us": floors,
-        "steps_us": [
-            {"rows": c.rows, "sampling options": c.name, **c.microseconds()} for c in courses
-        ],
+        "steps_us": steps,
         "detokenise_us": detokenise,
         "recording": recording,
         "block_costs": blocks,

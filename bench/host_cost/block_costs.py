@@ -17,12 +17,8 @@ BLOCK_SIZE = 16
 REPEATS = 15
 HASHED_TOKENS = 16_384
 ADMITTED_TOKENS = 8192
-ROWS = 32
-"""Sequences that get a block each in one step."""
-
-APPENDED = 8
-"""Such steps in a round."""
-
+ROWS = 32  # sequences that get a block each in one step
+APPENDED = 8  # such steps in a round
 BULK = "allocate in bulk, ns/block"
 APPEND = "append a block, ns"
 FREE = "free, ns/block"

@@ -15,8 +15,7 @@ from mlx_paged.model_runner import ModelRunner
 
 BLOCK_SIZE = 16
 VOCAB = 128
-SPARE_BLOCKS = 64
-"""By how much each sequence can grow while it is watched."""
+SPARE_BLOCKS = 64  # by how much each sequence can grow while it is watched
 
 
 class SilentModel:

@@ -59,21 +59,12 @@ QUICK = FULL | {
 }
 
 
-def head_counts(text: str) -> HeadCounts:
-    try:
-        return HeadCounts.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(
-            f"expected query heads, KV heads that divide them and dim, as 32:8:128, got {text!r}"
-        ) from error
-
-
 def add_arguments(parser: Parser) -> None:
     add = parser.add_argument
     add("--quick", action="store_true", help="a small part of the grid, 3 rounds")
     only = "single tokens or chunks (default: both)"
     add("--only", choices=("decodes", "chunks"), help=only)
-    add("--heads", type=head_counts, nargs="+", metavar="H:H_KV:D", help="e.g. 32:8:128")
+    add("--heads", type=HeadCounts.parse, nargs="+", metavar="H:H_KV:D", help="e.g. 32:8:128")
     add("--dtypes", choices=DTYPES, nargs="+")
     add("--batches", type=COUNT, nargs="+", help="of single tokens")
     add("--contexts", type=COUNT, nargs="+", help="of single tokens")
@@ -155,11 +146,9 @@ def measure(args: argparse.Namespace, cases: list[Case], rows: list[dict[str, An
     """Append the times of each case to `rows`, and print them."""
     reader = MemoryReader(cores())
     for case in tqdm(cases, unit="case", disable=None):
-        row = time_case(case, reader, args)
+        rows.append(time_case(case, reader, args))
         mx.clear_cache()
-        rows.append(row)
-        for line in case_lines(case, row):
-            tqdm.write(line)
+        tqdm.write("\n".join(case_lines(case, rows[-1])))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

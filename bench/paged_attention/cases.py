@@ -38,10 +38,13 @@ class HeadCounts:
 
     @classmethod
     def parse(cls, text: str) -> "HeadCounts":
-        num_heads, num_kv_heads, head_dim = (int(part) for part in text.split(":"))
-        if min(num_heads, num_kv_heads, head_dim) < 1 or num_heads % num_kv_heads:
-            raise ValueError(text)
-        return cls(num_heads, num_kv_heads, head_dim)
+        counts = [int(part) for part in text.split(":") if part.isdecimal()]
+        if len(counts) != 3 or min(counts) < 1 or counts[0] % counts[1]:
+            raise argparse.ArgumentTypeError(
+                "expected query heads, KV heads that divide them and dim, as 32:8:128, got"
+                f" {text!r}"
+            )
+        return cls(*counts)
 
     @property
     def group(self) -> int:
@@ -198,22 +201,19 @@ class Inputs:
         positions = torch.arange(case.context - case.length, case.context)
         mask = torch.arange(case.context)[None] <= positions[:, None]
         folded = q.reshape(case.batch, case.heads.num_kv_heads, -1, case.heads.head_dim)
-        masks = {"torch": mask, "torch_folded": mask.repeat(case.heads.group, 1)}
-        queries = {"torch": q, "torch_folded": folded}
 
-        def contender(name: str) -> Contender:
+        def contender(queries: Any, mask: Any, is_folded: bool) -> Contender:
             def attend(layer: int) -> Any:
+                options = {"attn_mask": mask if case.length > 1 else None}
                 with torch.inference_mode():
-                    return attention(
-                        queries[name],
-                        *kv[layer],
-                        attn_mask=masks[name] if case.length > 1 else None,
-                        enable_gqa=name == "torch",
-                    )
+                    return attention(queries, *kv[layer], **options, enable_gqa=not is_folded)
 
             return attend
 
-        return {name: contender(name) for name in queries}
+        return {
+            "torch": contender(q, mask, False),
+            "torch_folded": contender(folded, mask.repeat(case.heads.group, 1), True),
+        }
 
 
 def _random(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:

@@ -15,8 +15,7 @@ from bench.machine import cores
 TYPES = {mx.float32: 0, mx.float16: 1, mx.bfloat16: 30}
 """Numbers of ``enum ggml_type``."""
 
-OVERHEAD = 4 * 2**20
-"""Bytes beyond those of the tensors: their headers, the graph, alignment."""
+OVERHEAD = 4 * 2**20  # bytes beyond those of the tensors: their headers, the graph, alignment
 
 
 def is_installed() -> bool:

@@ -59,96 +59,48 @@ def _add_work(add: Callable[..., Any]) -> None:
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
-    loop = group.add_mutually_exclusive_group()
-    loop.add_argument(
-        "--open-loop",
-        action="store_true",
-        help="requests come when they are due, whether or not others have ended (default)",
-    )
-    loop.add_argument(
-        "--closed-loop",
-        action="store_true",
-        help="--target-active clients, each sending its next request when its last has ended",
-    )
-    group.add_argument(
-        "--request-rate",
-        type=ABOVE_ZERO,
-        metavar="R",
-        help="requests a second on average (default: all are due at once)",
-    )
-    group.add_argument(
-        "--burstiness",
-        type=ABOVE_ZERO,
-        default=1.0,
-        metavar="SHAPE",
-        help="of the gamma distributed gaps: 1 is Poisson, below 1 comes in bursts",
-    )
-    group.add_argument(
-        "--target-active",
-        type=COUNT,
-        default=32,
-        metavar="N",
-        help="sequences that an engine runs side by side at most (default: %(default)s)",
-    )
-    group.add_argument(
-        "--arrivals-by-step",
-        type=ABOVE_ZERO,
-        metavar="MS",
-        help="every step takes MS on the run's clock: counts then do not depend on the machine, and"
-        " times mean nothing",
-    )
+    add, loop = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    when_due = "requests come when they are due, whether or not others have ended (default)"
+    loop("--open-loop", action="store_true", help=when_due)
+    clients = "--target-active clients, each sending its next request when its last has ended"
+    loop("--closed-loop", action="store_true", help=clients)
+    rate = "requests a second on average (default: all are due at once)"
+    add("--request-rate", type=ABOVE_ZERO, metavar="R", help=rate)
+    shape = "of the gamma distributed gaps: 1 is Poisson, below 1 comes in bursts"
+    add("--burstiness", type=ABOVE_ZERO, default=1.0, metavar="SHAPE", help=shape)
+    active = "sequences that an engine runs side by side at most (default: %(default)s)"
+    add("--target-active", type=COUNT, default=32, metavar="N", help=active)
+    step = "time of a step on the run's clock: counts are then the same on every machine"
+    add("--arrivals-by-step", type=ABOVE_ZERO, metavar="MS", help=step)
 
 
 def _add_engines(parser: Parser) -> None:
     add = parser.add_argument_group("engines").add_argument
-    add(
-        "--engines",
-        type=_checked(_engines),
-        default=list(DEFAULT),
-        metavar="NAMES",
-        help=f"some of {','.join(ENGINES)} (default: {','.join(DEFAULT)})",
-    )
+    names, default = f"some of {','.join(ENGINES)}", ",".join(DEFAULT)
+    names += f" (default: {default})"
+    add("--engines", type=_checked(_engines), default=default, metavar="NAMES", help=names)
     add_rounds(parser, 1)
-    add(
-        "--no-static",
-        dest="static",
-        action="store_false",
-        help="skip the runs in static batches, which static_tokens_per_sec comes from",
-    )
+    static = "skip the runs in static batches, which static_tokens_per_sec comes from"
+    add("--no-static", dest="static", action="store_false", help=static)
     add("--prefill-chunk", type=COUNT, default=512, metavar="TOKENS")
     add("--kv-block-size", type=int, choices=KV_BLOCK_SIZES, default=16, help="of mlx_paged")
     blocks = "of mlx_paged's pool (default: so many that no request is preempted)"
     add("--num-blocks", type=COUNT, metavar="N", help=blocks)
     add("--max-stall-ms", type=ABOVE_ZERO, metavar="MS", help="of mlx_paged")
-    add(
-        "--policy",
-        choices=[str(policy) for policy in Policy],
-        default=str(Policy.FCFS),
-        help="which prompt mlx_paged computes next (default: %(default)s)",
-    )
+    policies = [str(policy) for policy in Policy]
+    policy = "which prompt mlx_paged computes next (default: %(default)s)"
+    add("--policy", choices=policies, default=str(Policy.FCFS), help=policy)
     add("--no-prefix-cache", action="store_true", help="of mlx_paged")
 
 
 def _add_output(add: Callable[..., Any]) -> None:
-    add(
-        "--slo",
-        type=_checked(Slo.parse),
-        metavar="ttft=MS,itl=MS",
-        help="limits that a stream must keep to count for goodput; also tpot",
-    )
+    slo = "limits that a stream must keep to count for goodput; also tpot"
+    add("--slo", type=_checked(Slo.parse), metavar="ttft=MS,itl=MS", help=slo)
     add("--max-rate", action="store_true", help="search the highest rate that keeps --slo")
-    add(
-        "--attainment",
-        type=FRACTION,
-        default=0.9,
-        help="part of the streams that must keep --slo there (default: %(default)s)",
-    )
-    add(
-        "--spike-threshold",
-        type=ABOVE_ZERO,
-        metavar="SECONDS",
-        help="of a tick (default: 5 medians of the run, at most 0.2)",
-    )
+    part = "part of the streams that must keep --slo there (default: %(default)s)"
+    add("--attainment", type=FRACTION, default=0.9, help=part)
+    spike = "of a tick (default: 5 medians of the run, at most 0.2)"
+    add("--spike-threshold", type=ABOVE_ZERO, metavar="SECONDS", help=spike)
     add("--report", type=Path, metavar="DIR", help="write an HTML page with pictures")
     stall = "sleep in this tick of every run, to check that the stall is found (for tests)"
     add("--inject-stall", type=_checked(Stall.parse), metavar="MS@TICK", help=stall)

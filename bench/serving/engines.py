@@ -14,8 +14,7 @@ from mlx_paged.kv_pool import block_bytes
 from mlx_paged.model_loader import load_model as load
 from mlx_paged.model_probe import probe
 
-STATIC = "_static"
-"""Ending of the name of an engine that runs batch after batch."""
+STATIC = "_static"  # ending of the name of an engine that runs batch after batch
 
 LLAMA_CPP = {
     "llama_cpp": {"is_flash": True, "is_half": False},
@@ -35,17 +34,13 @@ DEFAULT = ENGINES[:4]
 class Limits:
     """What the engines are given; all but `context` are also arguments of mlx_paged's engine.
 
-    Attributes:
-        max_running: sequences side by side at most.
-        prefill_chunk: prompt tokens computed at a time: of all sequences together in mlx_paged and
-            llama_cpp, of each sequence elsewhere.
-        context: K/V tokens of the longest sequence; llama_cpp reserves so many for each place.
-        block_size, num_blocks, max_stall_ms, policy, prefix_cache: mlx_paged's own.
+    `prefill_chunk` are prompt tokens computed at a time: of all sequences together in mlx_paged and
+    llama_cpp, of each sequence elsewhere. From `block_size` on, only mlx_paged has them.
     """
 
-    max_running: int
+    max_running: int  # sequences side by side at most
     prefill_chunk: int
-    context: int
+    context: int  # K/V tokens of the longest sequence; llama_cpp reserves so many for each place
     block_size: int
     num_blocks: int
     max_stall_ms: float | None = None

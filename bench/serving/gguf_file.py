@@ -15,8 +15,7 @@ ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen3": gguf.MODEL_ARCH.QWEN3}
 INTERLEAVED = ("attn_q.", "attn_k.")
 """Tensors whose rows llama.cpp rotates in pairs of neighbours, in its architecture "llama"."""
 
-UNBOUNDED = 2**20
-"""Tokens of a context, where the model does not say."""
+UNBOUNDED = 2**20  # tokens of a context, where the model does not say
 
 
 def check_writable(model: nn.Module) -> None:

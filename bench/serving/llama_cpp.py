@@ -23,24 +23,17 @@ from bench.serving.trace import Job
 MAX_SEQUENCES = int(llama_cpp.llama_max_parallel_sequences())
 """Of one context."""
 
-LOG_ERROR = 4
-"""Of ``enum ggml_log_level``."""
+LOG_ERROR = 4  # of ``enum ggml_log_level``
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The next tokens of a sequence.
+    """The next tokens of a sequence."""
 
-    Attributes:
-        sequence: below the context's number of sequences.
-        start: position of the first token.
-        wants_next: compute the token that follows.
-    """
-
-    sequence: int
-    start: int
+    sequence: int  # below the context's number of sequences
+    start: int  # position of the first token
     tokens: Sequence[int]
-    wants_next: bool
+    wants_next: bool  # compute the token that follows
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
@@ -64,13 +57,13 @@ def check_context(model: nn.Module, num_sequences: int) -> None:
 class LlamaContext:
     """Weights and K/V in llama.cpp, computed by all cores; each sequence has its own K/V stream.
 
+    With flash attention llama.cpp converts float32 K/V to float16 in every step. Without it,
+    llama.cpp attends in float32.
+
     Args:
         model: what :func:`bench.serving.gguf_file.write_gguf` takes.
-        num_sequences: side by side.
         context: tokens of the longest sequence.
         max_tokens: of all spans computed together.
-        is_flash: use flash attention: llama.cpp then converts float32 K/V to float16 in every step.
-            Without it, llama.cpp attends in float32.
         is_half: K/V in float16.
     """
 
@@ -91,9 +84,8 @@ class LlamaContext:
         options.n_seq_max = options.n_outputs_max = num_sequences
         options.n_threads = options.n_threads_batch = cores()
         options.flash_attn_type = int(is_flash)
-        options.type_k = options.type_v = (
-            llama_cpp.GGML_TYPE_F16 if is_half else llama_cpp.GGML_TYPE_F32
-        )
+        kv_type = llama_cpp.GGML_TYPE_F16 if is_half else llama_cpp.GGML_TYPE_F32
+        options.type_k = options.type_v = kv_type
         options.kv_unified = False
         self._context = llama_cpp.llama_init_from_model(weights, options)
         if not self._context:

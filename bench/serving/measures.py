@@ -1,5 +1,6 @@
 """What a run amounts to, in numbers; and several rounds of runs in one."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, median_low
@@ -10,8 +11,7 @@ import numpy as np
 from bench.serving.phases import Phase, Phases, split
 from bench.serving.run import Run, Stream
 
-SPIKES_LISTED = 20
-"""The longest spikes of a run."""
+SPIKES_LISTED = 20  # the longest spikes of a run
 
 PERCENTILES = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
 
@@ -23,7 +23,7 @@ RATIOS = (
 )
 """What engines are compared by."""
 
-UNITS = {"ms": 1e-3, "s": 1.0}
+LIMIT = re.compile(r"(ttft|itl|tpot)=(\d+\.?\d*|\.\d+)(ms|s)?")
 
 Summary = dict[str, Any]
 """Plain JSON values; docs/serving-bench.md says what each one means."""
@@ -31,17 +31,11 @@ Summary = dict[str, Any]
 
 @dataclass(frozen=True)
 class Slo:
-    """Service level objectives: limits on what the client of each stream sees, in seconds.
+    """Service level objectives: limits on what the client of each stream sees, in seconds."""
 
-    Attributes:
-        ttft: from the scheduled arrival to the first token; None: no limit.
-        itl: between any two consecutive tokens.
-        tpot: mean time between tokens.
-    """
-
-    ttft: float | None = None
-    itl: float | None = None
-    tpot: float | None = None
+    ttft: float | None = None  # from the scheduled arrival to the first token
+    itl: float | None = None  # between any two consecutive tokens
+    tpot: float | None = None  # mean time between tokens
 
     @classmethod
     def parse(cls, text: str) -> "Slo":
@@ -52,13 +46,12 @@ class Slo:
         """
         limits: dict[str, float] = {}
         for part in text.split(","):
-            name, _, value = part.strip().partition("=")
-            seconds = _seconds(value)
-            if name not in ("ttft", "itl", "tpot") or name in limits or seconds is None:
+            found = LIMIT.fullmatch(part.strip())
+            if found is None or found[1] in limits or not float(found[2]):
                 raise ValueError(
                     f"expected limits on ttft, itl or tpot, e.g. ttft=500ms,itl=100ms, got {text!r}"
                 )
-            limits[name] = seconds
+            limits[found[1]] = float(found[2]) / (1 if found[3] == "s" else 1000)
         return cls(**limits)
 
     def holds(self, stream: Stream) -> bool:
@@ -72,15 +65,6 @@ class Slo:
             "tpot": float(gaps.mean()) if gaps.size else 0.0,
         }
         return all((limit := getattr(self, name)) is None or seen[name] <= limit for name in seen)
-
-
-def _seconds(text: str) -> float | None:
-    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
-    try:
-        value = float(text.removesuffix(unit)) * UNITS.get(unit, 1e-3)
-    except ValueError:
-        return None
-    return value if 0 < value < float("inf") else None
 
 
 def percentiles(values_ms: Sequence[float]) -> Summary:
@@ -183,35 +167,28 @@ def kv_memory(run: Run) -> Summary:
 
 
 def _phases(phases: Phases) -> Summary:
-    def plain(phase: Phase) -> Summary:
-        return {
+    found: Summary = {}
+    for name in ("ramp", "steady", "tail"):
+        phase: Phase = getattr(phases, name)
+        found[name] = {
             "ticks": phase.ticks,
             "time_s": round(phase.seconds, 4),
             "tokens": phase.tokens,
             "tokens_per_sec": round(phase.tokens_per_sec, 2),
         }
-
-    return {
-        "ramp": plain(phases.ramp),
-        "steady": plain(phases.steady),
-        "tail": plain(phases.tail),
-        "spikes": {
-            "count": len(phases.spikes),
-            "time_s": round(phases.spike_s, 4),
-            "threshold_s": round(phases.threshold_s, 5),
-        },
+    spikes = phases.spikes
+    found["spikes"] = {
+        "count": len(spikes),
+        "time_s": round(sum(spike.tick_ms for spike in spikes) / 1000, 4),
+        "threshold_s": round(phases.threshold_s, 5),
     }
+    return found
 
 
 def _spikes(phases: Phases) -> list[Summary]:
     longest = sorted(phases.spikes, key=lambda spike: -spike.tick_ms)[:SPIKES_LISTED]
     return [
-        {
-            "tick": spike.tick,
-            "start_s": round(spike.start_s, 4),
-            "tick_ms": round(spike.tick_ms, 2),
-            "causes": list(spike.causes),
-        }
+        asdict(spike) | {"start_s": round(spike.start_s, 4), "tick_ms": round(spike.tick_ms, 2)}
         for spike in longest
     ]
 

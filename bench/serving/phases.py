@@ -9,9 +9,7 @@ from bench.serving.run import Tick
 from mlx_paged.tick import Tick as EngineTick
 from mlx_paged.tick_spikes import SHARE, causes
 
-FULL = 0.9
-"""Part of the level from which on a run counts as steady."""
-
+FULL = 0.9  # part of the level from which on a run counts as steady
 SPIKE_MEDIANS = 5.0
 MAX_THRESHOLD_S = 0.2
 """A tick is a spike if it takes so many medians or so many seconds, whichever is less."""
@@ -50,10 +48,6 @@ class Phases:
     spikes: tuple[Spike, ...]
     threshold_s: float
 
-    @property
-    def spike_s(self) -> float:
-        return sum(spike.tick_ms for spike in self.spikes) / 1000
-
 
 def split(ticks: Sequence[Tick], target_active: int, threshold_s: float | None = None) -> Phases:
     """Steady is from the first to the last tick with at least 0.9 of the level running.
@@ -85,22 +79,16 @@ def split(ticks: Sequence[Tick], target_active: int, threshold_s: float | None =
 
 
 def _level(ticks: Sequence[Tick], target_active: int) -> float:
-    if any(tick.running >= FULL * target_active for tick in ticks):
+    if not ticks or any(tick.running >= FULL * target_active for tick in ticks):
         return target_active
-    by_running = sorted((tick.running, tick.tick_ms) for tick in ticks)
-    half, passed = sum(ms for _, ms in by_running) / 2, 0.0
-    for running, ms in by_running:
-        passed += ms
-        if passed >= half:
-            return running
-    return 0.0
+    running, ms = np.array(sorted((tick.running, tick.tick_ms) for tick in ticks)).T
+    passed = np.cumsum(ms)
+    return float(running[np.searchsorted(passed, passed[-1] / 2)])
 
 
 def spike_threshold(ticks: Sequence[Tick]) -> float:
     """Seconds."""
-    if not ticks:
-        return MAX_THRESHOLD_S
-    usual_ms = float(np.median([tick.tick_ms for tick in ticks]))
+    usual_ms = float(np.median([tick.tick_ms for tick in ticks] or [np.inf]))
     return min(MAX_THRESHOLD_S, SPIKE_MEDIANS * usual_ms / 1000)
 
 
@@ -142,7 +130,5 @@ def causes_of(tick: Tick, usual_off_cpu: float = 0.0) -> tuple[str, ...]:
     }
     named = ["injected stall"] if tick.stall_ms >= SHARE * tick.tick_ms else []
     named += [cause for cause in found if cause in ("gc", "host")]
-    named += tick.causes or [cause for cause in found if cause not in named]
-    if not tick.causes:
-        named += [name for name, happened in events.items() if happened]
+    named += tick.causes or [*found, *(name for name, happened in events.items() if happened)]
     return tuple(dict.fromkeys(named)) or ("unknown",)

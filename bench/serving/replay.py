@@ -88,12 +88,8 @@ class Replay:
     """One run under way; `run` holds what was measured so far, whenever it ends.
 
     The source decides when requests arrive, not the engine. Requests are submitted between steps,
-    but their latencies count from when they were due.
-
-    Args:
-        token_bytes: K/V of one token in one sequence.
-        stall: injected into one tick.
-        on_tokens: called with the number of tokens of each step.
+    but their latencies count from when they were due. `token_bytes` is the K/V of one token in one
+    sequence; `on_tokens` is called with the number of tokens of each step.
     """
 
     def __init__(

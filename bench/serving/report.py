@@ -33,8 +33,6 @@ CAPTIONS = {
     " likeliest cause.",
     "latency": "Part of the streams that had their first token after so long, counted from the"
     " scheduled arrival; part of the gaps between tokens that were so long.",
-    "rates": "Output tokens per second, and the part of the streams within the objectives, at each"
-    " rate that the search tried. Dotted: the highest rate that held.",
 }
 
 STYLE = """
@@ -67,13 +65,12 @@ def write_report(
 
     Pictures show the first round of each engine.
     """
-    rows: dict[str, Summary] = outcome["engines"]
-    first = {name: next(run for run in runs[name] if run.ticks) for name in rows}
+    first = {name: next(r for r in runs[name] if r.ticks) for name in outcome["engines"]}
     phases = {
         name: split(run.ticks, outcome["target_active"], outcome["spike_threshold"])
         for name, run in first.items()
     }
-    pictures = draw(first, phases, rows) if first else {}
+    pictures = draw(first, phases) if first else {}
     for name, png in pictures.items():
         (directory / f"{name}.png").write_bytes(png)
     (directory / "index.html").write_text(_page(outcome, pictures), encoding="utf-8")
@@ -92,8 +89,6 @@ def _page(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
             f'<figure><img alt="{name}" src="data:image/png;base64,{data}">'
             f"<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
         )
-    if "rates" not in pictures:
-        body.append("<p>Throughput against rate: add <code>--slo ... --max-rate</code>.</p>")
     body.append("<h2>Phases and spikes</h2>")
     for name, row in rows.items():
         lines = "\n".join(phase_lines(row))
@@ -128,17 +123,14 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{''.join(lines)}</table>"
 
 
-def draw(runs: Runs, phases: Mapping[str, Phases], rows: Mapping[str, Summary]) -> dict[str, bytes]:
-    """PNG files by name; "rates" only after a rate search."""
+def draw(runs: Runs, phases: Mapping[str, Phases]) -> dict[str, bytes]:
+    """PNG files by name."""
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(runs)}
-    pictures = {
+    return {
         "blocks": _blocks(runs, colours),
         "ticks": _ticks(runs, phases, colours),
         "latency": _latency(runs, colours),
     }
-    if any(row["probes"] for row in rows.values()):
-        pictures["rates"] = _rates(rows, colours)
-    return pictures
 
 
 def _blocks(runs: Runs, colours: Mapping[str, str]) -> bytes:
@@ -201,29 +193,6 @@ def _latency(runs: Runs, colours: Mapping[str, str]) -> bytes:
         axis.xaxis.set_major_formatter("{x:g}")
         axis.set_ylim(0, 1)
     axes[0].legend(fontsize=9)
-    return _png(figure)
-
-
-def _rates(rows: Mapping[str, Summary], colours: Mapping[str, str]) -> bytes:
-    figure, (left, right) = _figure(2, 4.2, across=True)
-    for name, row in rows.items():
-        probes = sorted(row["probes"], key=lambda probe: float(probe["rate"]))
-        rates = [probe["rate"] for probe in probes]
-        for axis, key, style in (
-            (left, "tokens_per_sec", "-"),
-            (left, "good_tokens_per_sec", "--"),
-            (right, "attainment", "-"),
-        ):
-            values = [probe[key] for probe in probes]
-            label = f"{name}, within SLO" if style == "--" else name
-            axis.plot(rates, values, style, marker="o", ms=4, color=colours[name], label=label)
-        if row["max_rate"] is not None:
-            right.axvline(row["max_rate"], color=colours[name], linestyle=":", linewidth=1)
-    left.set(xlabel="request rate (1/s)", ylabel="output tokens/s", title="throughput")
-    left.set_ylim(bottom=0)
-    left.legend(fontsize=9)
-    right.set(xlabel="request rate (1/s)", ylabel="fraction of streams", title="within the SLO")
-    right.set_ylim(0, 1.02)
     return _png(figure)
 
 

@@ -9,21 +9,17 @@ from bench.serving.measures import PERCENTILES, Summary, merge, ratios, summariz
 from bench.serving.run import Run
 from bench.serving.session import Session
 
-SPIKES_SHOWN = 5
-"""Of each engine, the longest."""
+SPIKES_SHOWN = 5  # of each engine, the longest
 
 Column = tuple[str, Callable[[Summary], Any], str]
 """Heading, value, format."""
 
 
-def _at(*keys: str) -> Callable[[Summary], Any]:
-    def value(row: Summary) -> Any:
-        found: Any = row
-        for key in keys:
-            found = None if found is None else found[key]
-        return found
-
-    return value
+def _at(key: str, *within: str) -> Callable[[Summary], Any]:
+    """Looks up a value of a row, or a value within it; None if there is none."""
+    if not within:
+        return lambda row: row[key]
+    return lambda row: None if row[key] is None else row[key][within[0]]
 
 
 def _percentiles(name: str, key: str) -> list[Column]:
@@ -65,7 +61,7 @@ def cells_of(title: str, rows: Mapping[str, Summary]) -> list[list[str]]:
 
 
 def phase_lines(row: Summary) -> list[str]:
-    """Ramp, steady, tail and spikes of one engine, and its longest spikes."""
+    """Of one engine: ramp, steady, tail, the longest spikes, and the runs of the rate search."""
     phases = row["phases"]
     spikes = phases["spikes"]
     return [
@@ -80,6 +76,11 @@ def phase_lines(row: Summary) -> list[str]:
             f"  tick {spike['tick']} at {spike['start_s']:.2f} s: {spike['tick_ms']:.1f} ms,"
             f" {' + '.join(spike['causes'])}"
             for spike in row["spikes"][:SPIKES_SHOWN]
+        ),
+        *(
+            "[rate {rate:.3f}] attainment={attainment:.3f} tokens_per_sec={tokens_per_sec:.1f}"
+            " good={good_tokens_per_sec:.1f}".format(**probe)
+            for probe in row.get("probes", ())
         ),
     ]
 
@@ -120,7 +121,7 @@ def outcome_of(session: Session, about: Mapping[str, Any], *, is_partial: bool) 
     engines = {name: merge(each) | {"rounds": len(each)} for name, each in rounds.items()}
     for name, row in engines.items():
         row["max_rate"] = session.max_rate.get(name)
-        row["probes"] = [vars(probe) for probe in session.probes.get(name, [])]
+        row["probes"] = session.probes.get(name, [])
     return {
         "bench": "serving",
         **about,

@@ -15,8 +15,7 @@ from bench.serving.trace import Job
 from mlx_paged import Engine
 from mlx_paged.tick import Tick as EngineTick
 
-PREFILL_BATCH = 8
-"""mlx-lm's own default."""
+PREFILL_BATCH = 8  # mlx-lm's own default
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +29,13 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What an engine holds between two steps.
+    """What an engine holds between two steps."""
 
-    Attributes:
-        running: sequences that have K/V and are being computed.
-        waiting: all other sequences.
-        held_bytes: K/V memory that no other sequence could use now.
-        live_tokens: context tokens of the running sequences whose K/V is computed; a token that
-            several sequences share counts for each of them.
-        blocks_in_use: of a paged pool.
-    """
-
-    running: int
-    waiting: int
-    held_bytes: int
-    live_tokens: int
-    blocks_in_use: int | None = None
+    running: int  # sequences that have K/V and are being computed
+    waiting: int  # all other sequences
+    held_bytes: int  # K/V memory that no other sequence could use now
+    live_tokens: int  # of the running sequences, with K/V; shared ones count for each sequence
+    blocks_in_use: int | None = None  # of a paged pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +135,8 @@ class PagedServer(Server):
         )
 
     def counters(self) -> Counters:
-        stats = self.engine.stats
-        return Counters(
-            stats.prompt_tokens,
-            stats.cached_prompt_tokens,
-            stats.preemptions,
-            stats.cow_clones,
-            stats.peak_blocks_in_use,
-        )
+        names = Counters.__dataclass_fields__
+        return Counters(**{name: getattr(self.engine.stats, name) for name in names})
 
     def causes(self, step: int) -> tuple[str, ...]:
         tick = self._ticks[step]
@@ -160,12 +144,7 @@ class PagedServer(Server):
 
 
 class BatchServer(Server):
-    """mlx-lm's BatchGenerator: continuous batching; requests without a place wait in its queue.
-
-    Args:
-        max_running: its completion batch size.
-        prefill_chunk: its prefill step size.
-    """
+    """mlx-lm's BatchGenerator: continuous batching; requests without a place wait in its queue."""
 
     def __init__(self, model: nn.Module, max_running: int, prefill_chunk: int) -> None:
         self._generator = BatchGenerator(

@@ -3,7 +3,6 @@
 import argparse
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +20,7 @@ from bench.serving.engines import (
     static_blocks,
     static_sibling,
 )
-from bench.serving.measures import Slo
+from bench.serving.measures import Summary, goodput
 from bench.serving.replay import Clock, Replay, StepClock
 from bench.serving.run import Run
 from bench.serving.trace import Job, Trace, digest, make_trace, read_trace
@@ -33,37 +32,8 @@ SEARCH_START = 0.8
 """A rate search begins with this part of the throughput measured before, in requests."""
 
 RATE_STEP = 1.6
-MAX_RATE_STEPS = 4
-"""Up or down from where the search starts."""
-
+MAX_RATE_STEPS = 4  # up or down from where the search starts
 BISECTIONS = 2
-
-
-@dataclass(frozen=True)
-class Probe:
-    """One run at one rate.
-
-    Attributes:
-        rate: requests a second.
-        attainment: part of the streams that kept every objective.
-        tokens_per_sec: output tokens.
-        good_tokens_per_sec: those of the streams that kept every objective.
-    """
-
-    rate: float
-    attainment: float
-    tokens_per_sec: float
-    good_tokens_per_sec: float
-
-    @classmethod
-    def of(cls, rate: float, run: Run, slo: Slo) -> "Probe":
-        good = [stream for stream in run.streams if slo.holds(stream)]
-        return cls(
-            rate,
-            len(good) / len(run.streams),
-            run.output_tokens / run.wall_s,
-            sum(len(stream.tokens) for stream in good) / run.wall_s,
-        )
 
 
 def trace_of(args: argparse.Namespace, vocab_size: int) -> Trace:
@@ -75,16 +45,7 @@ def trace_of(args: argparse.Namespace, vocab_size: int) -> Trace:
 
 
 class Session:
-    """All runs of a comparison.
-
-    Attributes:
-        runs: by engine; those that ended, and the one that was interrupted.
-        probes: of rate searches, by engine.
-        max_rate: what these searches found.
-
-    Raises:
-        ValueError: some request could never run, or an engine is missing.
-    """
+    """All runs of a comparison; ValueError if a request or an engine could never run."""
 
     def __init__(self, args: argparse.Namespace, model: nn.Module, trace: Trace) -> None:
         check_engines(args.engines, model, args.target_active)
@@ -101,9 +62,9 @@ class Session:
             policy=args.policy,
             prefix_cache=not args.no_prefix_cache,
         )
-        self.runs: dict[str, list[Run]] = {}
-        self.probes: dict[str, list[Probe]] = {}
-        self.max_rate: dict[str, float | None] = {}
+        self.runs: dict[str, list[Run]] = {}  # by engine; those that ended or were interrupted
+        self.probes: dict[str, list[Summary]] = {}  # of rate searches, by engine
+        self.max_rate: dict[str, float | None] = {}  # what these searches found
         self._token_bytes = kv_token_bytes(model)
 
     def measure(self) -> None:
@@ -155,16 +116,20 @@ class Session:
         args, trace = self.args, self.trace
         probes = self.probes[name] = []
 
-        def probe(rate: float) -> Probe:
+        def attainment(rate: float) -> float:
             bar.total += sum(job.output_tokens for job in trace)
             times = arrival_times(len(trace), rate, args.burstiness, args.seed)
             run = Run(name)
             self._play(run, OpenLoop(make_trace(trace, times)), bar.update)
-            probes.append(Probe.of(rate, run, args.slo))
-            return probes[-1]
+            good = goodput(run, args.slo)
+            assert good is not None
+            found = {"rate": rate, "attainment": good["attainment"]}
+            found["tokens_per_sec"] = run.output_tokens / run.wall_s
+            probes.append(found | {"good_tokens_per_sec": good["tokens_per_sec"]})
+            return float(good["attainment"])
 
         start = SEARCH_START * len(trace) / self.runs[name][0].wall_s
-        self.max_rate[name] = search(probe, start, args.attainment)
+        self.max_rate[name] = search(attainment, start, args.attainment)
 
 
 def _pool_blocks(args: argparse.Namespace, trace: Trace) -> int:
@@ -178,19 +143,19 @@ def _pool_blocks(args: argparse.Namespace, trace: Trace) -> int:
     return int(args.num_blocks)
 
 
-def search(probe: Callable[[float], Probe], start: float, attainment: float) -> float | None:
-    """Step up or down from `start` until the objectives fail or hold, then halve the gap.
+def search(attainment: Callable[[float], float], start: float, least: float) -> float | None:
+    """The highest rate seen to hold: step up or down from `start`, then halve the gap.
 
     Args:
-        probe: runs the trace at a rate.
-        attainment: part of the streams that must keep the objectives.
+        attainment: runs the trace at a rate; part of the streams that kept the objectives.
+        least: a rate holds if at least this part kept them.
 
     Returns:
-        The highest rate that held; None if none did.
+        None if no rate held.
     """
 
     def holds(rate: float) -> bool:
-        return probe(rate).attainment >= attainment
+        return attainment(rate) >= least
 
     low, high = _bracket(holds, start)
     for _ in range(BISECTIONS):

@@ -12,19 +12,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request of a trace.
+    """One request of a trace."""
 
-    Attributes:
-        arrival_s: when it is due, in seconds after the start of the run.
-        prompt: token ids.
-        max_tokens: output tokens of each sample; all of them are generated.
-        samples: completions of the prompt, each a stream of its own.
-    """
-
-    arrival_s: float
-    prompt: tuple[int, ...]
-    max_tokens: int
-    samples: int = 1
+    arrival_s: float  # when it is due, after the start of the run
+    prompt: tuple[int, ...]  # token ids
+    max_tokens: int  # output tokens of each sample; all of them are generated
+    samples: int = 1  # completions of the prompt, each a stream of its own
 
     @property
     def output_tokens(self) -> int:

@@ -22,23 +22,14 @@ SYSTEM_PROMPT = 256
 
 @dataclass(frozen=True)
 class Preset:
-    """A kind of workload.
+    """A kind of workload."""
 
-    Attributes:
-        about: for the help.
-        requests: how many by default.
-        draw: draws the lengths of so many requests.
-        model: its default, as ``--model`` takes it.
-        shared: tokens that all prompts begin with, in addition to the drawn length.
-        samples: completions of each prompt.
-    """
-
-    about: str
-    requests: int
-    draw: Draw
-    model: str = "demo"
-    shared: int = 0
-    samples: int = 1
+    about: str  # for the help
+    requests: int  # how many by default
+    draw: Draw  # draws the lengths of so many requests
+    model: str = "demo"  # its default, as --model takes it
+    shared: int = 0  # tokens that all prompts begin with, in addition to the drawn length
+    samples: int = 1  # completions of each prompt
 
 
 def _uniform(prompts: tuple[int, int], outputs: tuple[int, int]) -> Draw:
@@ -100,12 +91,9 @@ def make_jobs(
     requests: int | None = None,
     tokens_target: int | None = None,
 ) -> list[Job]:
-    """Draw a workload; all jobs are due at once.
+    """Draw a workload of `requests`, or of as many as `tokens_target` output tokens need.
 
-    Args:
-        vocab_size: token ids are below it.
-        requests: how many; default the preset's.
-        tokens_target: instead of `requests`: as many as so many output tokens need.
+    Token ids are below `vocab_size`. All jobs are due at once.
     """
     if tokens_target is None:
         lengths = preset.draw(np.random.default_rng(seed), requests or preset.requests)
@@ -113,15 +101,11 @@ def make_jobs(
         lengths = _enough(preset, seed, tokens_target)
     ids = np.random.default_rng([seed, 2])
     shared = ids.integers(vocab_size, size=preset.shared).tolist()
-    return [
-        Job(
-            0.0,
-            (*shared, *ids.integers(vocab_size, size=num_prompt).tolist()),
-            int(num_output),
-            preset.samples,
-        )
-        for num_prompt, num_output in zip(*lengths, strict=True)
-    ]
+    jobs = []
+    for num_prompt, num_output in zip(*lengths, strict=True):
+        prompt = (*shared, *ids.integers(vocab_size, size=num_prompt).tolist())
+        jobs.append(Job(0.0, prompt, int(num_output), preset.samples))
+    return jobs
 
 
 def _enough(preset: Preset, seed: int, tokens_target: int) -> Lengths:
