@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.models import SIZES
-from mlx_paged.common_args import COUNT, KV_BLOCK_SIZES, Parser, number
+from mlx_paged.common_args import COUNT, Parser, number
 
 AT_LEAST_TWO = number(int, 2, 2**31, "a whole number >= 2")
 ABOVE_ZERO = number(float, 1e-6, 1e9, "a number above 0")
@@ -24,15 +24,8 @@ def add_model(parser: Parser, default: str = "reference") -> None:
 
 
 def add_rounds(parser: Parser, default: int) -> None:
-    parser.add_argument(
-        "--rounds", type=COUNT, default=default, help="times are medians over so many rounds"
-    )
-
-
-def add_block_size(parser: Parser) -> None:
-    parser.add_argument(
-        "--block-size", type=int, choices=KV_BLOCK_SIZES, default=16, help="tokens in a KV block"
-    )
+    text = "times are medians over so many rounds"
+    parser.add_argument("--rounds", type=COUNT, default=default, help=text)
 
 
 def text_of(value: Any, form: str) -> str:
@@ -43,12 +36,8 @@ def text_of(value: Any, form: str) -> str:
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as text, each column as wide as its widest cell; the first row is the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *others in rows:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+    forms = [f"{{:<{widths[0]}}}", *(f"{{:>{width}}}" for width in widths[1:])]
+    return "\n".join("  ".join(forms).format(*row) for row in rows)
 
 
 def print_result(bench: str, result: dict[str, Any]) -> None:

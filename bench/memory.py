@@ -27,7 +27,6 @@ from tqdm import tqdm
 from bench.command import (
     AT_LEAST_TWO,
     MIB,
-    add_block_size,
     add_model,
     make_parser,
     print_result,
@@ -38,7 +37,7 @@ from bench.machine import check_machine, machine_text
 from bench.models import llama_model, random_prompts
 from mlx_paged import Engine
 from mlx_paged.allocation import ceil_div
-from mlx_paged.common_args import COUNT, COUNT_OR_NONE
+from mlx_paged.common_args import COUNT, COUNT_OR_NONE, KV_BLOCK_SIZES
 
 SEED = 0
 TEMPERATURE = 1.0
@@ -206,11 +205,8 @@ def time_mlx_lm(model: nn.Module, work: Workload) -> Timed:
         mx.eval([layer.state for layer in cache])
     sampler = make_sampler(TEMPERATURE)
     generator = BatchGenerator(model, sampler=sampler, completion_batch_size=work.n)
-    generator.insert(
-        [[last]] * work.n,
-        [work.max_tokens] * work.n,
-        caches=[cache] * work.n,  # merging them into a batch copies
-    )
+    # Merging the caches into a batch copies them.
+    generator.insert([[last]] * work.n, [work.max_tokens] * work.n, caches=[cache] * work.n)
     del cache
     samples, peak = drain(generator, work.n)
     return Timed(samples, time.perf_counter() - start, peak)
@@ -311,7 +307,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--own-tokens", type=AT_LEAST_TWO, default=100, help=own)
     add("--n", type=COUNT, default=16, help="samples, beams, requests")
     add("--max-tokens", type=AT_LEAST_TWO, default=64, help="of each sequence")
-    add_block_size(parser)
+    sizes = KV_BLOCK_SIZES
+    add("--block-size", type=int, choices=sizes, default=16, help="tokens in a KV block")
     rounds = "time the samples and forks too, in so many rounds (default: nothing is timed)"
     add("--rounds", type=COUNT_OR_NONE, default=0, help=rounds)
     add_model(parser)

@@ -42,10 +42,6 @@ class Point:
         return self.rows * self.context
 
     @property
-    def median_ms(self) -> float:
-        return median(self.step_ms)
-
-    @property
     def quiet_ms(self) -> float:
         """The quietest tenth of the steps; other processes only make steps longer."""
         return float(np.quantile(self.step_ms, 0.1))
@@ -59,10 +55,9 @@ class Point:
             assert len(outputs) == self.rows, "a step that is not a decode of all rows"
 
     def as_dict(self) -> dict[str, Any]:
-        counts = {
-            name: getattr(self, name) for name in ("rows", "context", "live_tokens", "waiting")
-        }
-        return counts | {"step_ms": round(self.median_ms, 3), "quiet_ms": round(self.quiet_ms, 3)}
+        times = {"step_ms": round(median(self.step_ms), 3), "quiet_ms": round(self.quiet_ms, 3)}
+        sizes = {"rows": self.rows, "context": self.context, "live_tokens": self.live_tokens}
+        return sizes | {"waiting": self.waiting} | times
 
 
 def growth_of(points: list[Point]) -> dict[str, Any]:
@@ -119,11 +114,9 @@ def make_point(model: nn.Module, vocab: int, rows: int, context: int, waiting: i
 
 
 def point_table(points: list[Point]) -> str:
-    rows = [["rows", "context", "live tokens", "step ms", "quiet ms"]]
-    for point in points:
-        counts = [point.rows, point.context, point.live_tokens]
-        rows.append([*map(str, counts), f"{point.median_ms:.2f}", f"{point.quiet_ms:.2f}"])
-    return table(rows)
+    form = "{rows} {context} {live_tokens} {step_ms:.2f} {quiet_ms:.2f}"
+    rows = [form.format(**point.as_dict()).split() for point in points]
+    return table([["rows", "context", "live tokens", "step ms", "quiet ms"], *rows])
 
 
 def plot(path: Path, points: list[Point], growth: dict[str, Any], crowd: list[Point]) -> None:

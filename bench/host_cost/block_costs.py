@@ -146,13 +146,13 @@ def block_costs(managers: dict[str, MakeManager], blocks: int) -> dict[str, dict
     """What each manager's methods cost for sequences of `blocks` blocks, in turns: medians, by the
     names of :data:`PUBLISHED`."""
     tokens = np.random.default_rng(0).integers(50_000, size=HASHED_TOKENS).tolist()
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in managers}
-    for _ in range(REPEATS):
-        for name, make in managers.items():
-            rounds[name].append(_round(make, blocks, tokens))
+    rounds = [
+        {name: _round(make, blocks, tokens) for name, make in managers.items()}
+        for _ in range(REPEATS)
+    ]
     return {
-        name: {method: float(f"{median(r[method] for r in each):.3g}") for method in each[0]}
-        for name, each in rounds.items()
+        name: {key: float(f"{median(r[name][key] for r in rounds):.3g}") for key in costs}
+        for name, costs in rounds[0].items()
     }
 
 

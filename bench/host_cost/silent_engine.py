@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from bench.models import random_llama
+from bench.models import SIZES, random_llama
 from mlx_paged import Engine
 from mlx_paged.allocation import ceil_div
 from mlx_paged.model_runner import ModelRunner
@@ -34,16 +34,8 @@ class SilentModel:
 
 def smallest_llama() -> nn.Module:
     """A llama with 32 bytes of K/V for a token."""
-    return random_llama(
-        {
-            "hidden_size": 16,
-            "num_hidden_layers": 1,
-            "intermediate_size": 16,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "vocab_size": VOCAB,
-        }
-    )
+    size = SIZES["tiny"] | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return random_llama(size | {"num_attention_heads": 4, "vocab_size": VOCAB})
 
 
 @contextmanager
@@ -62,11 +54,8 @@ def decoding_engine(
     model: nn.Module, vocab: int, rows: int, context: int, *, lookahead: bool, **options: Any
 ) -> Engine:
     """An engine with `rows` requests that decode, each with about `context` tokens in its own
-    blocks. Their last blocks are filled to different degrees. No prompt was computed.
-
-    Args:
-        vocab: of the model.
-        options: sampling parameters.
+    blocks. Their last blocks are filled to different degrees. No prompt was computed. `options` are
+    sampling parameters.
     """
     num_blocks = rows * (ceil_div(context, BLOCK_SIZE) + SPARE_BLOCKS + 1)
     engine = Engine(

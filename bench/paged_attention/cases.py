@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -38,13 +39,13 @@ class HeadCounts:
 
     @classmethod
     def parse(cls, text: str) -> "HeadCounts":
-        counts = [int(part) for part in text.split(":") if part.isdecimal()]
-        if len(counts) != 3 or min(counts) < 1 or counts[0] % counts[1]:
+        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*):([1-9]\d*)", text)
+        if found is None or int(found[1]) % int(found[2]):
             raise argparse.ArgumentTypeError(
                 "expected query heads, KV heads that divide them and dim, as 32:8:128, got"
                 f" {text!r}"
             )
-        return cls(*counts)
+        return cls(*map(int, found.groups()))
 
     @property
     def group(self) -> int:

@@ -49,13 +49,9 @@ class Limits:
 
 
 def load_model(name: str) -> tuple[nn.Module, int]:
-    """A model and the size of its vocabulary.
+    """A model and the size of its vocabulary; ValueError if it cannot be loaded.
 
-    Args:
-        name: "demo", a key of :data:`bench.models.SIZES`, or a directory or hub id.
-
-    Raises:
-        ValueError: it cannot be loaded.
+    `name` is "demo", a key of :data:`bench.models.SIZES`, a directory or a hub id.
     """
     if name in SIZES:
         return llama_model(name), int(SIZES[name]["vocab_size"])
@@ -65,11 +61,7 @@ def load_model(name: str) -> tuple[nn.Module, int]:
 
 
 def check_engines(names: Sequence[str], model: nn.Module, max_running: int) -> None:
-    """Fail before anything is measured, not after.
-
-    Raises:
-        ValueError: an engine is not installed, or cannot run the model.
-    """
+    """Before anything is measured: ValueError if an engine is missing or cannot run the model."""
     if not any(name.removesuffix(STATIC) in LLAMA_CPP for name in names):
         return
     if any(importlib.util.find_spec(module) is None for module in ("llama_cpp", "gguf")):

@@ -19,12 +19,7 @@ UNBOUNDED = 2**20  # tokens of a context, where the model does not say
 
 
 def check_writable(model: nn.Module) -> None:
-    """Fail unless :func:`write_gguf` can write the model.
-
-    Raises:
-        ValueError: another architecture, rotary scaling, sliding windows, weights that are not
-            float32.
-    """
+    """ValueError for another architecture, rotary scaling, windows, weights not in float32."""
     args = getattr(model, "args", None)
     model_type = getattr(args, "model_type", type(model).__name__)
     if model_type not in ARCHITECTURES:
@@ -38,11 +33,7 @@ def check_writable(model: nn.Module) -> None:
 
 
 def write_gguf(model: nn.Module, path: Path) -> None:
-    """Write a float32 model without a tokenizer.
-
-    Raises:
-        ValueError: as of :func:`check_writable`.
-    """
+    """Write a float32 model without a tokenizer; ValueError as in :func:`check_writable`."""
     check_writable(model)
     args: Any = model.args
     arch = ARCHITECTURES[args.model_type]

@@ -104,7 +104,7 @@ class LlamaContext:
         Returns:
             By sequence, the likeliest next token of those that want it.
         """
-        self._batch.clear()
+        self._batch.struct.n_tokens = 0
         wanting = []
         for span in sorted(spans, key=lambda span: span.sequence):
             self._batch.add(span)
@@ -148,9 +148,6 @@ class _Batch:
             seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(int32)),
             logits=self._wanted.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
-
-    def clear(self) -> None:
-        self.struct.n_tokens = 0
 
     def add(self, span: Span) -> None:
         start, count = self.struct.n_tokens, len(span.tokens)

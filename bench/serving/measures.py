@@ -71,8 +71,7 @@ def percentiles(values_ms: Sequence[float]) -> Summary:
     """Milliseconds; None without values."""
     if not values_ms:
         return dict.fromkeys(PERCENTILES)
-    found = np.percentile(values_ms, list(PERCENTILES.values()))
-    return {name: round(float(v), 3) for name, v in zip(PERCENTILES, found, strict=True)}
+    return {name: round(float(np.percentile(values_ms, q)), 3) for name, q in PERCENTILES.items()}
 
 
 def ttfts_ms(streams: Sequence[Stream]) -> list[float]:
@@ -82,19 +81,13 @@ def ttfts_ms(streams: Sequence[Stream]) -> list[float]:
 
 def tpots_ms(streams: Sequence[Stream]) -> list[float]:
     """Mean time between a stream's tokens, of each stream that has two."""
-    return [
-        1000 * (s.times_s[-1] - s.times_s[0]) / (len(s.times_s) - 1)
-        for s in streams
-        if len(s.times_s) > 1
-    ]
+    several = [s.times_s for s in streams if len(s.times_s) > 1]
+    return [1000 * (times[-1] - times[0]) / (len(times) - 1) for times in several]
 
 
 def itls_ms(streams: Sequence[Stream]) -> list[float]:
     """Times between consecutive tokens of a stream, of all streams together."""
-    gaps: list[float] = []
-    for stream in streams:
-        gaps += (1000 * np.diff(stream.times_s)).tolist()
-    return gaps
+    return [gap for stream in streams for gap in (1000 * np.diff(stream.times_s)).tolist()]
 
 
 def summarize(

@@ -53,10 +53,7 @@ def split(ticks: Sequence[Tick], target_active: int, threshold_s: float | None =
     """Steady is from the first to the last tick with at least 0.9 of the level running.
 
     The level is `target_active` if at least 0.9 of it ever ran, otherwise the median number of
-    running sequences over time.
-
-    Args:
-        threshold_s: of spikes; default five times the median tick, at most 0.2 s.
+    running sequences over time. `threshold_s` is that of spikes.
     """
     if threshold_s is None:
         threshold_s = spike_threshold(ticks)
@@ -87,7 +84,7 @@ def _level(ticks: Sequence[Tick], target_active: int) -> float:
 
 
 def spike_threshold(ticks: Sequence[Tick]) -> float:
-    """Seconds."""
+    """Five times the median tick, at most 0.2 s; in seconds."""
     usual_ms = float(np.median([tick.tick_ms for tick in ticks] or [np.inf]))
     return min(MAX_THRESHOLD_S, SPIKE_MEDIANS * usual_ms / 1000)
 

@@ -1,5 +1,6 @@
 """Drive one engine through one trace and record what comes out, and when."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -66,14 +67,10 @@ class Stall:
     @classmethod
     def parse(cls, text: str) -> "Stall":
         """From ``MILLISECONDS@TICK``; anything else is a ValueError."""
-        ms, _, tick = text.partition("@")
-        try:
-            stall = cls(float(ms) / 1000, int(tick))
-        except ValueError:
-            stall = cls(-1.0, 0)
-        if not (0 < stall.seconds < 3600 and stall.tick >= 0):
+        found = re.fullmatch(r"(\d{1,6}(?:\.\d*)?)@(\d+)", text)
+        if found is None or not float(found[1]):
             raise ValueError(f"expected MILLISECONDS@TICK, e.g. 300@20, got {text!r}")
-        return stall
+        return cls(float(found[1]) / 1000, int(found[2]))
 
     def sleep(self, tick: int) -> float:
         """Returns the seconds that it took: 0 in all ticks but one."""

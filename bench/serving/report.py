@@ -47,12 +47,7 @@ pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: 13px }
 
 
 def check_report(directory: Path) -> None:
-    """Fail before anything is measured, not after.
-
-    Raises:
-        ValueError: matplotlib is missing.
-        OSError: the directory cannot be made.
-    """
+    """Before anything is measured: ValueError without matplotlib, OSError without a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--report: expected matplotlib: pip install 'mlx-paged[bench]'")

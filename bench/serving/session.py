@@ -144,14 +144,10 @@ def _pool_blocks(args: argparse.Namespace, trace: Trace) -> int:
 
 
 def search(attainment: Callable[[float], float], start: float, least: float) -> float | None:
-    """The highest rate seen to hold: step up or down from `start`, then halve the gap.
+    """The highest rate that held; None if no rate did.
 
-    Args:
-        attainment: runs the trace at a rate; part of the streams that kept the objectives.
-        least: a rate holds if at least this part kept them.
-
-    Returns:
-        None if no rate held.
+    `attainment` runs the trace at a rate and tells which part of the streams kept the objectives. A
+    rate holds if at least `least` did. Steps up or down from `start`, then halves the gap.
     """
 
     def holds(rate: float) -> bool:
