@@ -179,11 +179,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
-    """The last line counts from the end of the first tenth of the requests to the end of the last.
-
-    Returns:
-        What it says.
-    """
+    """Returns what the last line says; growth is from the end of the first tenth to the last's."""
     args = parse(argv)
     engine = Engine(
         llama_model(args.model),

@@ -95,7 +95,7 @@ def plot(path: Path, result: dict[str, Any]) -> None:
     panels = [("context", "best_gb_s", decodes, read), ("length", "best_gflop_s", chunks, gemm)]
     panels = [panel for panel in panels if panel[2]]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    size = (1 + 4.3 * len(dtypes), 0.9 + 3.4 * len(panels))
+    size = (max(9, 1 + 4.3 * len(dtypes)), 0.9 + 3.4 * len(panels))
     figure, axes = pyplot.subplots(
         len(panels), len(dtypes), figsize=size, sharey="row", squeeze=False, layout="constrained"
     )
@@ -134,4 +134,6 @@ def _draw(axis: Any, rows: Sequence[Row], x: str, y: str) -> None:
     axis.minorticks_off()
     axis.grid(alpha=0.3)
     for row in rows[:1]:
-        axis.set_title("{dtype}, batch {batch}, blocks of {block_size}".format(**row), fontsize=9)
+        what = "batch {batch}" if x == "context" else "context {context}"
+        title = f"{{dtype}}, {what}, blocks of {{block_size}}".format(**row)
+        axis.set_title(title, fontsize=9)
