@@ -32,7 +32,7 @@ class Trace:
 
 
 def _mutated(source: str) -> str:
-    """The source, or what scripts/mutate_metal.py wants: in one file of metal/, if it is part of
+    """The source, or what scripts/metal/mutate.py wants: in one file of metal/, if it is part of
     the source, the n-th occurrence of a text replaced."""
     if MUTATION not in os.environ:
         return source

@@ -8,7 +8,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache as make_mlx_lm_cache
 
 from bench import admission
-from bench.cache_calls import Cost, LiveBatch, cost_of, token_bytes
+from bench.admission import CALLS, Cost, LiveBatch, cost_of, token_bytes
 from bench.models import llama_model
 from mlx_paged import make_prompt_cache
 
@@ -31,17 +31,18 @@ def rows_of(cache) -> list[np.ndarray]:
 
 def test_both_kinds_of_batches_hold_the_same_after_every_call(model):
     batches = [
-        LiveBatch(make, model, ROWS, TOKENS) for make in (make_mlx_lm_cache, make_prompt_cache)
+        LiveBatch(make, model, ROWS, TOKENS, 9) for make in (make_mlx_lm_cache, make_prompt_cache)
     ]
-    calls = [
-        (LiveBatch.grow, [240] * 3),
-        (LiveBatch.decode, [241] * 3),
-        (lambda batch: batch.admit(9), [241] * 3 + [9]),
-        (LiveBatch.decode, [242] * 3 + [10]),
-        (LiveBatch.complete, [242] * 3),
-        (LiveBatch.fork, [242] * 3),
-    ]
-    for call, lengths in calls:
+    expected = {
+        "growth": [240] * 3,
+        "decode": [241] * 3,
+        "admission": [241] * 3 + [9],
+        "first decode": [242] * 3 + [10],
+        "completion": [242] * 3,
+        "fork": [242] * 3,
+    }
+    assert list(expected) == list(CALLS)
+    for (_, call), lengths in zip(CALLS.values(), expected.values(), strict=True):
         held = []
         for batch in batches:
             mx.random.seed(1)

@@ -6,12 +6,14 @@ import pytest
 from paged_cases import TOLERANCE, worst_error
 from test_bench_cli import Outputs
 
-from bench import attention_timing, machine, paged_attention
-from bench.attention_cases import Case, HeadCounts, Inputs
-from bench.attention_report import path_table
-from bench.attention_timing import in_turns, summary
-from bench.ggml_attention import GgmlAttention
+from bench import machine
 from bench.machine import Clock, MemoryReader, measure_read
+from bench.paged_attention import __main__ as paged_attention
+from bench.paged_attention import timing as attention_timing
+from bench.paged_attention.cases import Case, HeadCounts, Inputs
+from bench.paged_attention.ggml import GgmlAttention
+from bench.paged_attention.report import path_table
+from bench.paged_attention.timing import in_turns, summary
 from mlx_paged.dispatch import read_table
 from mlx_paged.path_table import Heads, Timing
 from mlx_paged.reference import paged_attention_numpy
@@ -25,7 +27,7 @@ CEILINGS = {"gemm_gflops": 9.0}
 @pytest.fixture(autouse=True)
 def _little_memory(monkeypatch):
     """Few layers and short reads, to be quick."""
-    monkeypatch.setattr("bench.attention_cases.BEYOND_CACHE", 2**16)
+    monkeypatch.setattr("bench.paged_attention.cases.BEYOND_CACHE", 2**16)
     monkeypatch.setattr(
         paged_attention, "measure_read", lambda clock: measure_read(clock, 1, 2**20)
     )
@@ -148,7 +150,7 @@ def test_ctrl_c_leaves_what_was_measured_and_no_table(capsys, monkeypatch, tmp_p
 
 
 def test_a_wrong_answer_ends_the_bench(monkeypatch, capsys):
-    monkeypatch.setattr("bench.attention_timing._difference", lambda *_: float("nan"))
+    monkeypatch.setattr("bench.paged_attention.timing._difference", lambda *_: float("nan"))
     with pytest.raises(SystemExit, match="the paged op is nan from MLX's attention"):
         paged_attention.main(TINY)
 

@@ -1,19 +1,17 @@
-"""The stall and fork benches: arguments, what they count, and the JSON line; never the times."""
+"""The stall bench, and what benches share: arguments, counts, and the JSON line; never times."""
 
 import json
-import math
 from typing import Any
 
 import pytest
-from tiny_models import solo_greedy, tiny_model
 
-from bench import forks, models, stalls, ticks
+from bench import machine, memory, stalls
+from bench.command import table, text_of
 from bench.models import llama_model, random_prompts
 from mlx_paged.chunk_budget import MIN_CHUNK
 
 STALLS = ["--model=tiny", "--streams=2", "--stream-tokens=8", "--rounds=2", "--small-step=16"]
 STALLS += ["--prompt-tokens=120", "--warm-up-tokens=40"]
-FORKS = ["--model=tiny", "--rounds=1"]
 
 
 class Outputs:
@@ -36,15 +34,27 @@ def model():
     [
         (stalls, ["--streams", "0"], "--streams: expected a whole number >= 1, got '0'"),
         (stalls, ["--prompt-tokens", "1"], "--prompt-tokens: expected a whole number >= 2, got"),
-        (stalls, ["--max-stall-ms", "0"], "--max-stall-ms: expected a number of ms above 0, got"),
-        (stalls, ["--max-stall-ms", "nan"], "--max-stall-ms: expected a number of ms above 0"),
+        (
+            stalls,
+            ["--max-stall-ms", "0"],
+            "--max-stall-ms: expected a number of milliseconds",
+        ),
+        (
+            stalls,
+            ["--max-stall-ms", "nan"],
+            "--max-stall-ms: expected a number of milliseconds",
+        ),
         (stalls, ["--rounds", "x"], "--rounds: expected a whole number >= 1, got 'x'"),
         (stalls, ["--model", "gpt"], "--model: invalid choice: 'gpt'"),
-        (forks, ["--n", "0"], "--n: expected a whole number >= 1, got '0'"),
-        (forks, ["--max-tokens", "1"], "--max-tokens: expected a whole number >= 2, got '1'"),
-        (forks, ["--max-tokens", "2.5"], "--max-tokens: expected a whole number >= 2, got '2.5'"),
-        (forks, ["--block-size", "12"], "--block-size: invalid choice: 12 (choose from 8, 16, 32)"),
-        (forks, ["--streams", "8"], "unrecognized arguments: --streams 8"),
+        (memory, ["--n", "0"], "--n: expected a whole number >= 1, got '0'"),
+        (memory, ["--max-tokens", "1"], "--max-tokens: expected a whole number >= 2, got '1'"),
+        (memory, ["--max-tokens", "2.5"], "--max-tokens: expected a whole number >= 2, got '2.5'"),
+        (
+            memory,
+            ["--block-size", "12"],
+            "--block-size: invalid choice: 12 (choose from 8, 16",
+        ),
+        (memory, ["--streams", "8"], "unrecognized arguments: --streams 8"),
     ],
 )
 def test_a_wrong_argument_is_reported_in_one_line(bench, options, message, capsys):
@@ -53,7 +63,8 @@ def test_a_wrong_argument_is_reported_in_one_line(bench, options, message, capsy
     out, err = capsys.readouterr()
     assert exit_info.value.code == 2
     assert out == ""
-    assert err.startswith(f"{bench.__name__}: error: ") and err.count("\n") == 1
+    command = bench.__name__.removesuffix(".__main__")
+    assert err.startswith(f"{command}: error: ") and err.count("\n") == 1
     assert message in err
 
 
@@ -69,10 +80,10 @@ def test_a_wrong_argument_is_reported_in_one_line(bench, options, message, capsy
 def test_a_machine_that_distorts_times_is_named_once_a_cause(
     gflops, load, words, monkeypatch, capsys
 ):
-    monkeypatch.setattr(models, "gemm_gflops", lambda: gflops)
-    monkeypatch.setattr(models.os, "getloadavg", lambda: (load, 9.0, 9.0))
-    monkeypatch.setattr(models.os, "cpu_count", lambda: 2)
-    assert models.check_machine() == {"gemm_gflops": gflops, "load_average": load}
+    monkeypatch.setattr(machine, "gemm_gflops", lambda: gflops)
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (load, 9.0, 9.0))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    assert machine.check_machine() == {"gemm_gflops": gflops, "load_average": load}
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == len(words)
     for line, word in zip(err.splitlines(), words, strict=True):
@@ -109,8 +120,8 @@ def test_the_stall_bench_compares_four_engines_in_as_many_rounds(capsys):
     [("mlx_paged, chunk 512", 1), ("mlx_lm, defaults", 1), ("mlx_lm, prefill step 16", 8)],
 )
 def test_streams_get_a_token_between_chunks_of_the_long_prompt(name, num_steps, model):
-    args = stalls.make_parser().parse_args(STALLS)
-    scenario = stalls.Scenario.of(args)
+    args = stalls.parse(STALLS)
+    scenario = stalls.Scenario(args)
     played = stalls.play(stalls.servers(args, model, scenario)[name](), scenario)
     assert num_steps * args.streams <= len(played.gaps) <= (num_steps + 2) * args.streams
     assert len(played.gaps_before) == stalls.BASELINE_STEPS * args.streams
@@ -118,8 +129,8 @@ def test_streams_get_a_token_between_chunks_of_the_long_prompt(name, num_steps, 
 
 
 def test_one_engine_has_the_bound_and_one_only_its_budget(model):
-    args = stalls.make_parser().parse_args([*STALLS, "--max-stall-ms=80", "--prefill-chunk=64"])
-    makers = stalls.servers(args, model, stalls.Scenario.of(args))
+    args = stalls.parse([*STALLS, "--max-stall-ms=80", "--prefill-chunk=64"])
+    makers = stalls.servers(args, model, stalls.Scenario(args))
     bounded, unbounded = (make().engine.scheduler for make in list(makers.values())[:2])
     assert (bounded.budget.max_stall, bounded.budget.prefill_chunk) == (0.08, 64)
     assert (unbounded.budget.max_stall, unbounded.budget.prefill_chunk) == (None, 64)
@@ -127,21 +138,21 @@ def test_one_engine_has_the_bound_and_one_only_its_budget(model):
 
 @pytest.mark.parametrize("name", ["mlx_paged, chunk 512", "mlx_lm, defaults"])
 def test_each_server_gives_the_tokens_it_was_asked_for(name, model):
-    args = stalls.make_parser().parse_args(STALLS)
-    server = stalls.servers(args, model, stalls.Scenario.of(args))[name]()
+    args = stalls.parse(STALLS)
+    server = stalls.servers(args, model, stalls.Scenario(args))[name]()
     ids = [server.add(prompt, 3 + i) for i, prompt in enumerate(random_prompts(2, 5, "tiny"))]
     given = [request_id for _ in range(20) for request_id in server.step()]
     assert [given.count(request_id) for request_id in ids] == [3, 4]
 
 
 def test_the_floor_is_measured_with_chunks_of_the_least_size(model):
-    args = stalls.make_parser().parse_args(STALLS)
-    scenario = stalls.Scenario.of(args)
+    args = stalls.parse(STALLS)
+    scenario = stalls.Scenario(args)
     engine = stalls.make_engine(args, model, scenario, None)
-    floor = stalls.measure_floor(engine, scenario)
+    decode_ms, chunk_ms = stalls.measure_floor(engine, scenario)
     num_decode_steps = stalls.BASELINE_STEPS + 2 * stalls.SETTLING_STEPS
     assert engine.stats.steps >= num_decode_steps + 2 + 119 // MIN_CHUNK
-    assert floor.decode > 0 and floor.min_chunk >= 0
+    assert decode_ms > 0 and chunk_ms >= 0
 
 
 class ScriptedServer:
@@ -172,8 +183,7 @@ def test_medians_are_over_rounds_and_counts_over_all():
     rounds = [
         stalls.Round([1.0], each, ttft_s) for each, ttft_s in zip(gaps, (8, 7, 3), strict=True)
     ]
-    row = stalls.Report("engine", rounds).as_dict(bound_ms=4.0, promise_ms=5.0)
-    assert row == {
+    assert stalls.summary(rounds, bound_ms=4.0, promise_ms=5.0) == {
         "gap_before_ms": 1.0,
         "gap_p50_ms": 3.0,
         "gap_p99_ms": 8.86,
@@ -184,63 +194,8 @@ def test_medians_are_over_rounds_and_counts_over_all():
         "gaps_above_promise": 2,
         "ttft_s": 7,
     }
-    slow = stalls.Report("slow", [stalls.Round([1.0], [gap], 1.0) for gap in (18.0, 50.0, 30.0)])
-    assert stalls.max_gap_ratio(slow, stalls.Report("engine", rounds)) == 2.0
-
-
-@pytest.mark.parametrize(
-    ("num_prompt", "n", "max_tokens", "block_size", "least", "clones"),
-    [
-        (48, 3, 17, 16, 6, 0),  # blocks are full everywhere: nothing to copy, nothing lost
-        (45, 3, 9, 16, 8, 2),
-        (45, 3, 9, 8, 11, 2),
-        (45, 4, 2, 16, 6, 3),  # the last token's K/V is never needed
-        (5, 1, 4, 32, 1, 0),
-    ],
-)
-def test_samples_hold_the_prompt_once_and_copy_a_part_filled_block_at_most(
-    num_prompt, n, max_tokens, block_size, least, clones, capsys
-):
-    sizes = [f"--prompt-tokens={num_prompt}", f"--n={n}", f"--block-size={block_size}"]
-    forks.main([*FORKS, *sizes, f"--max-tokens={max_tokens}"])
-    outputs = Outputs(capsys.readouterr())
-    result = outputs.result
-    ideal = (num_prompt + n * (max_tokens - 1)) / block_size
-    block_bytes = 2 * 2 * block_size * 32 * 4  # K and V, two layers, one head of 32 float32
-    assert outputs.err == []
-    assert result["prompt_tokens_computed"] == num_prompt
-    assert result["kv_blocks_ideal"] == ideal
-    assert result["kv_blocks_peak"] == result["kv_blocks_least"] == least
-    assert result["ratio"] == pytest.approx(least / ideal, abs=1e-4)
-    assert (result["cow_clones"], result["cow_bytes"]) == (clones, clones * block_bytes)
-    assert result["forked_kv_mib"] == pytest.approx(least * block_bytes / 2**20, abs=0.01)
-    assert result["same_samples"] == n
-    assert result["fork_us"] > result["allocator_fork_us"] > 0
-
-
-@pytest.mark.parametrize(("num_prompt", "n", "max_tokens", "block_size"), [(2000, 16, 64, 16)])
-def test_the_default_workload_stays_within_a_tenth_of_the_ideal(
-    num_prompt, n, max_tokens, block_size
-):
-    args = forks.make_parser().parse_args([])
-    assert (args.prompt_tokens, args.n) == (num_prompt, n)
-    assert (args.max_tokens, args.block_size) == (max_tokens, block_size)
-    work = forks.Workload([0] * num_prompt, n, max_tokens, block_size)
-    tables = [math.ceil((num_prompt + max_tokens - 1) / block_size)] * n
-    shared = num_prompt // block_size
-    assert work.least_blocks == shared + sum(blocks - shared for blocks in tables)
-    assert work.least_blocks <= 1.1 * work.ideal_blocks
-
-
-def test_timing_forks_leaves_nothing_behind(model):
-    [prompt] = random_prompts(1, 40, "tiny")
-    work = forks.Workload(prompt, 3, 5, 8)
-    engine = forks.make_engine(model, work)
-    assert forks.time_forks(engine, work).engine > 0
-    assert not engine.has_work
-    assert engine.stats.requests_finished == 1 + forks.FORK_BATCHES * (1 + work.n)
-    engine.manager.allocator.check_integrity()
-    assert engine.manager.allocator.blocks_in_use == 0
+    slow = [stalls.Round([1.0], [gap], 1.0) for gap in (18.0, 50.0, 30.0)]
+    assert stalls.max_gap_ratio(slow, rounds) == 2.0
 
 
 def test_prompts_depend_on_their_seed_alone():
@@ -249,35 +204,6 @@ def test_prompts_depend_on_their_seed_alone():
     assert [len(prompt) for prompt in prompts] == [5, 5] and max(map(max, prompts)) < 128
 
 
-def test_separate_requests_share_nothing(model):
-    [prompt] = random_prompts(1, 600, "tiny")  # more than a step's: the first one is ahead
-    work = forks.Workload(prompt, 3, 5, 8)
-    engine = forks.make_engine(model, work, prefix_cache=False)
-    run = forks.run_separate(engine, work)
-    assert engine.stats.prompt_tokens == 3 * 600
-    assert run.kv_bytes_peak == 3 * math.ceil(604 / 8) * engine.stats.block_bytes
-    assert [len(sample) for sample in run.samples] == [5, 5, 5]
-
-
-def test_mlx_lm_continues_copies_of_the_whole_prompt(monkeypatch):
-    monkeypatch.setattr(forks, "TEMPERATURE", 0.0)
-    monkeypatch.setattr(forks, "MLX_LM_PREFILL_STEP", 16)
-    model = tiny_model("llama")
-    [prompt] = random_prompts(1, 40, "tiny")
-    run = forks.run_mlx_lm(model, forks.Workload(prompt, 10, 5, 8))
-    assert run.samples == 10 * [solo_greedy(model, prompt, 5)]
-    assert run.kv_bytes_peak >= 10 * 44 * 3 * 2 * 2 * 16 * 4
-
-
-def test_the_bench_of_ticks_says_what_recording_takes(capsys):
-    ticks.main(["--running=3", "--steps=20"])
-    found = Outputs(capsys.readouterr()).result
-    assert (found["bench"], found["running"], found["steps"]) == ("ticks", 3, 20)
-    assert found["step_us"] > 0 and found["step_without_us"] > 0 and "recording_us" in found
-
-
-def test_only_one_of_the_bench_of_ticks_engines_records():
-    recording, bare = (ticks.make_engine(2, 5, records) for records in (True, False))
-    for engine in (recording, bare):
-        assert len(engine.step()) == 2
-    assert (len(recording.ticks), len(bare.ticks)) == (1, 0)
+def test_a_table_has_columns_as_wide_as_their_widest_cell():
+    assert table([["ms", "p50"], ["mlx_lm", "1.25"]]) == "ms       p50\nmlx_lm  1.25"
+    assert text_of(None, ".1f") == "-" and text_of(0.25, ".1%") == "25.0%"

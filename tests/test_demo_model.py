@@ -190,7 +190,7 @@ def test_there_is_no_chat_template(demo):
 def train_demo() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
-        return importlib.import_module("bench.train_demo")
+        return importlib.import_module("scripts.train_demo")
 
 
 @pytest.fixture

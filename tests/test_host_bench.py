@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from bench import host_cost, scaling
-from bench.scaling import Growth, Point
-from bench.stopwatch import Stopwatch
+from bench import scaling
+from bench.host_cost import __main__ as host_cost
+from bench.host_cost.__main__ import Stopwatch
+from bench.scaling import Point, growth_of
 
 HOST = ["--rows", "2", "3", "--blocks=3", "--steps=4", "--rounds=2"]
 SCALING = ["--model=tiny", "--rows", "2", "4", "--contexts", "20", "40", "--steps=3", "--rounds=2"]
@@ -29,7 +30,8 @@ def test_a_wrong_argument_is_reported_in_one_line(bench, options, message, capsy
         bench.main(options)
     out, err = capsys.readouterr()
     assert exit_info.value.code == 2 and out == ""
-    assert err.startswith(f"{bench.__name__}: error: ") and err.count("\n") == 1
+    command = bench.__name__.removesuffix(".__main__")
+    assert err.startswith(f"{command}: error: ") and err.count("\n") == 1
     assert message in err
 
 
@@ -51,6 +53,18 @@ def test_host_cost_covers_every_part_of_every_step(mode, capsys):
         assert each["quiet step"] <= each["step"] and each["quiet"] <= each["counted"]
     assert all(cost > 0 for cost in result["block_costs"]["mlx_paged"].values())
     assert set(result["floor_us"]) == {"2", "3"}
+    recording = result["recording"]
+    assert recording["step_us"] > 0 and recording["step_without_us"] > 0
+    assert "recording_us" in recording and recording["rows"] == host_cost.RECORDED_ROWS
+
+
+def test_only_one_of_two_engines_records():
+    engines = host_cost.recording_engines(2)
+    num_ticks = [engine.ticks.num_ticks for engine in engines]
+    for engine in engines:
+        assert len(engine.step()) == 2
+    grown = [e.ticks.num_ticks - n for e, n in zip(engines, num_ticks, strict=True)]
+    assert grown == [1, 0]
 
 
 def test_a_call_inside_another_counts_for_itself_alone(monkeypatch):
@@ -92,7 +106,7 @@ def test_scaling_measures_every_point_and_the_crowd(capsys):
 def test_scaling_draws_what_it_measured(tmp_path):
     pytest.importorskip("matplotlib")
     points = [Point(2, context, None, step_ms=[1.0, 2.0]) for context in (20, 40)]
-    scaling.plot(tmp_path / "scaling.png", points, Growth.of(points), points)
+    scaling.plot(tmp_path / "scaling.png", points, growth_of(points), points)
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -102,10 +116,10 @@ def test_growth_finds_the_line_that_points_lie_on():
         for rows in (8, 16, 32)
         for context in (256, 512)
     ]
-    growth = Growth.of(points)
-    assert growth.fixed_ms == pytest.approx(3)
-    assert growth.us_a_row == pytest.approx(500)
-    assert growth.us_a_token == pytest.approx(2)
+    growth = growth_of(points)
+    assert growth["fixed_ms"] == pytest.approx(3)
+    assert growth["us_a_row"] == pytest.approx(500)
+    assert growth["us_a_token"] == pytest.approx(2)
     by_rows = (3 + 16 + 0.002 * 32 * 512) / (3 + 8 + 0.002 * 16 * 512)
-    assert growth.worst_doubling == pytest.approx(by_rows, abs=1e-3)
-    assert 0 < growth.exponent < 1
+    assert growth["worst_doubling"] == pytest.approx(by_rows, abs=1e-3)
+    assert 0 < growth["exponent"] < 1

@@ -7,16 +7,21 @@ from mlx.utils import tree_map
 from tiny_models import COMMON, VOCAB, solo_greedy, tiny_model
 
 from bench.models import llama_model
-from bench.serving_parts.engines import Limits, check_engines, make_server
-from bench.serving_parts.trace import Job
+from bench.serving.engines import Limits, check_engines, make_server
+from bench.serving.trace import Job
 
 REASON = "llama-cpp-python and gguf are not installed"
 pytest.importorskip("gguf", reason=REASON)
 llama_cpp = pytest.importorskip("llama_cpp", reason=REASON)
 
-from bench.serving_parts.gguf_file import check_writable, interleave_halves  # noqa: E402
-from bench.serving_parts.llama_context import MAX_SEQUENCES, LlamaContext, Span, check_context  # noqa: E402
-from bench.serving_parts.llama_server import LlamaServer  # noqa: E402
+from bench.serving.gguf_file import check_writable, interleave_halves  # noqa: E402
+from bench.serving.llama_cpp import (  # noqa: E402
+    MAX_SEQUENCES,
+    LlamaContext,
+    LlamaServer,
+    Span,
+    check_context,
+)
 
 TOKEN_BYTES = 100
 

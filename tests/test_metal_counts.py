@@ -3,8 +3,8 @@
 import pytest
 from metal_emulator import require_emulator
 
-from scripts.metal_counts import DOCUMENT, section
-from scripts.metal_launches import SHAPES, Shape, contiguous, paged, rows
+from scripts.metal.counts import DOCUMENT, section
+from scripts.metal.launches import SHAPES, Shape, contiguous, paged, rows
 
 CONTEXT = 512
 
@@ -17,7 +17,7 @@ def emulator() -> None:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_document_has_the_counts(shape: Shape) -> None:
     fresh = section(shape, CONTEXT, [*rows(shape, CONTEXT)])
-    assert fresh in DOCUMENT.read_text(), "run python -m scripts.metal_counts"
+    assert fresh in DOCUMENT.read_text(), "run python -m scripts.metal.counts"
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -15,7 +15,7 @@ from metal_emulator.preprocess import preprocess
 from paged_cases import OPTIONS, random_case
 
 from mlx_paged import _ext
-from scripts.metal_sources import DTYPES, Launch, launches
+from scripts.metal.sources import DTYPES, Launch, launches
 
 ROOT = Path(__file__).resolve().parent.parent
 DECLARED = re.compile(r"constant \w+ \w+ \[\[function_constant\((\d+)\)\]\];")
@@ -74,7 +74,7 @@ class TestSources:
 def files(tmp_path_factory) -> dict[str, str]:
     """What the script writes, by name."""
     directory = tmp_path_factory.mktemp("sources") / "new"
-    command = [sys.executable, "-m", "scripts.metal_sources", str(directory)]
+    command = [sys.executable, "-m", "scripts.metal.sources", str(directory)]
     done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
     paths = sorted(directory.iterdir())
     assert json.loads(done.stdout) == [str(path) for path in paths]

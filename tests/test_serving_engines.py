@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
-from bench.serving_parts.clocks import StepClock
-from bench.serving_parts.engines import (
+from bench.serving.engines import (
     ENGINES,
     Limits,
     enough_blocks,
@@ -15,13 +14,11 @@ from bench.serving_parts.engines import (
     make_server,
     static_blocks,
 )
-from bench.serving_parts.presets import PRESETS, make_jobs
-from bench.serving_parts.replay import Replay
-from bench.serving_parts.run import Run
-from bench.serving_parts.server import Counters, Level, Token
-from bench.serving_parts.sources import ClosedLoop, OpenLoop
-from bench.serving_parts.stall import Stall
-from bench.serving_parts.trace import Job, make_trace
+from bench.serving.replay import Replay, Stall, StepClock
+from bench.serving.run import Run
+from bench.serving.servers import Counters, Level, Token
+from bench.serving.trace import Job, make_trace
+from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, make_jobs
 
 INSTALLED = [
     pytest.param(

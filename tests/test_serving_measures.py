@@ -1,28 +1,25 @@
 """The serving bench's numbers, from runs written by hand."""
 
-import math
-
 import numpy as np
 import pytest
 
-from bench.serving_parts.causes import causes_of
-from bench.serving_parts.measures import (
+from bench.serving.measures import (
+    Slo,
     goodput,
     itls_ms,
     kv_memory,
+    merge,
     percentiles,
+    ratios,
     summarize,
     tpots_ms,
     ttfts_ms,
-    waste_over_time,
 )
-from bench.serving_parts.phases import find_spikes, spike_threshold, split
-from bench.serving_parts.rate_search import Probe, search
-from bench.serving_parts.rounds import merge, ratios
-from bench.serving_parts.run import Run, Stream, Tick
-from bench.serving_parts.slo import Slo
-from bench.serving_parts.stall import Stall
-from bench.serving_parts.table import phase_lines
+from bench.serving.phases import causes_of, find_spikes, spike_threshold, split
+from bench.serving.replay import Stall
+from bench.serving.results import phase_lines
+from bench.serving.run import Run, Stream, Tick
+from bench.serving.session import search
 
 MIB = 2**20
 
@@ -132,23 +129,25 @@ def test_a_spike_is_five_medians_or_a_fifth_of_a_second(usual_ms, threshold_s):
     ("fields", "causes"),
     [
         ({"stall_ms": 90.0}, ("injected stall",)),
-        ({"stall_ms": 25.0, "gc_ms": 60.0, "off_cpu_ms": 5.0}, ("gc", "injected stall")),
-        ({"off_cpu_ms": 50.0, "prompt_tokens": 7}, ("host", "prefill")),
-        ({"preemptions": 1, "cow_clones": 2, "prompt_tokens": 3}, ("prefill", "preemption", "cow")),
+        ({"stall_ms": 25.0, "gc_ms": 60.0, "off_cpu_ms": 5.0}, ("injected stall", "gc")),
+        ({"off_cpu_ms": 50.0, "prompt_tokens": 9}, ("host", "prefill")),
+        ({"off_cpu_ms": 90.0, "prompt_tokens": 9}, ("host",)),
+        ({"preemptions": 1, "cow_clones": 2, "prompt_tokens": 9}, ("prefill", "cow", "preemption")),
         ({"joined": 1, "left": 2, "grown_bytes": 3}, ("join", "leave", "growth")),
-        ({"prompt_tokens": 3, "causes": ("eviction",)}, ("eviction",)),
+        ({"prompt_tokens": 9, "causes": ("eviction",)}, ("eviction",)),
         ({"gc_ms": 40.0, "causes": ("gc", "prefill")}, ("gc", "prefill")),
+        ({"prompt_tokens": 8}, ("unknown",)),  # too few to be a cause
         ({}, ("unknown",)),
     ],
 )
-def test_causes_are_measured_parts_first_then_what_happened(fields, causes):
+def test_causes_are_measured_parts_first_then_what_the_engine_says_or_what_happened(fields, causes):
     assert causes_of(tick(tick_ms=100.0, **fields)) == causes
 
 
 def test_a_busy_machine_is_no_cause_of_what_took_long_with_as_much_of_it_as_ever():
     ticks = [tick(tick_ms=10.0, off_cpu_ms=5.0) for _ in range(9)]
     ticks += [
-        tick(tick_ms=90.0, off_cpu_ms=50.0, prompt_tokens=8),
+        tick(tick_ms=90.0, off_cpu_ms=50.0, prompt_tokens=9),
         tick(tick_ms=90.0, off_cpu_ms=80.0),
     ]
     assert [spike.causes for spike in find_spikes(ticks, 0.05)] == [("prefill",), ("host",)]
@@ -166,8 +165,6 @@ def test_waste_is_held_over_live_and_weighs_ticks_by_their_time():
     assert memory["kv_held_over_live"] == pytest.approx(7 / 5)
     assert memory["kv_held_over_live_at_peak"] == pytest.approx(8 / 6, abs=1e-4)
     assert memory["kv_pool_mib"] == 16
-    first, second, idle = waste_over_time(ticks)
-    assert (first, second) == (2.0, pytest.approx(8 / 6)) and math.isnan(idle)
 
 
 def test_a_run_lasts_from_the_first_arrival_to_the_end_of_the_last_tick():
@@ -176,13 +173,14 @@ def test_a_run_lasts_from_the_first_arrival_to_the_end_of_the_last_tick():
     assert summary["wall_s"] == 1.0
     assert summary["output_tokens_per_sec"] == summary["continuous_tokens_per_sec"] == 6.0
     assert summary["continuous_steady_tokens_per_sec"] == 12.0
-    assert [line.split("]")[0] for line in phase_lines(summary)] == [
+    *phases, spikes, spike = phase_lines(summary)
+    assert [line.split("]")[0] for line in phases] == [
         "[phase ramp",
         "[phase steady",
         "[phase tail",
-        "[phase spikes",
     ]
-    assert phase_lines(summary)[-1] == "[phase spikes] count=1 time=0.50s threshold=0.2000s"
+    assert spikes == "[phase spikes] count=1 time=0.50s threshold=0.2000s"
+    assert spike == "  tick 0 at 2.50 s: 500.0 ms, unknown"
 
 
 def test_rounds_are_merged_by_medians_and_compared_round_by_round():
@@ -201,18 +199,18 @@ def test_rounds_are_merged_by_medians_and_compared_round_by_round():
 def test_the_rate_search_comes_close_to_the_highest_rate_from_below(limit, start):
     rates = []
 
-    def probe(rate):
+    def attainment(rate):
         rates.append(rate)
-        return Probe(rate, 1.0 if rate <= limit else 0.5, 0.0, 0.0)
+        return 1.0 if rate <= limit else 0.5
 
-    found = search(probe, start, attainment=0.9)
+    found = search(attainment, start, 0.9)
     assert found is not None and found <= limit < found * 1.6 ** (1 / 4) + 1e-9
     assert len(rates) == len(set(rates)) <= 8
 
 
 def test_the_rate_search_gives_up_in_both_directions():
-    assert search(lambda rate: Probe(rate, 0.0, 0.0, 0.0), 5.0, 0.9) is None
-    best = search(lambda rate: Probe(rate, 1.0, 0.0, 0.0), 5.0, 0.9)
+    assert search(lambda rate: 0.0, 5.0, 0.9) is None
+    best = search(lambda rate: 1.0, 5.0, 0.9)
     assert best == pytest.approx(5.0 * 1.6**4)
 
 

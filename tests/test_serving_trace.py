@@ -5,11 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from bench.serving_parts.arrivals import arrival_times
-from bench.serving_parts.presets import PRESETS, make_jobs
-from bench.serving_parts.sources import ClosedLoop, OpenLoop
-from bench.serving_parts.trace import Job, digest, make_trace
-from bench.serving_parts.trace_file import read_trace, write_trace
+from bench.serving.trace import Job, digest, make_trace, read_trace, write_trace
+from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, arrival_times, make_jobs
 
 
 def trace_of(preset, seed=0, rate=4.0, **options):
