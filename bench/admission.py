@@ -28,9 +28,9 @@ from bench.command import MIB, add_model, add_rounds, make_parser, print_result,
 from bench.machine import Clock, check_machine, machine_text
 from bench.models import llama_model, random_prompts
 from mlx_paged import BatchGenerator, make_prompt_cache, patched_mlx_lm
-from mlx_paged.allocation import ceil_div
-from mlx_paged.common_args import COUNT
-from mlx_paged.shared_pool import BLOCK_SIZE
+from mlx_paged.cli import COUNT
+from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
+from mlx_paged.kv.allocation import ceil_div
 
 PLAIN_STEPS = 3  # steps of decodes alone before each visit, and after it
 

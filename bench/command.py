@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.models import SIZES
-from mlx_paged.common_args import COUNT, Parser, number
+from mlx_paged.cli import COUNT, Parser, number
 
 AT_LEAST_TWO = number(int, 2, 2**31, "a whole number >= 2")
 ABOVE_ZERO = number(float, 1e-6, 1e9, "a number above 0")

@@ -22,7 +22,7 @@ from bench.host_cost.silent_engine import decoding_engine
 from bench.machine import check_machine, machine_text
 from bench.models import SIZES, llama_model
 from mlx_paged import Engine
-from mlx_paged.common_args import COUNT
+from mlx_paged.cli import COUNT
 
 WAITING_TOKENS = 64  # of each waiting request
 

@@ -22,7 +22,7 @@ from bench.command import MIB, add_model, make_parser
 from bench.machine import resident_bytes
 from bench.models import SIZES, llama_model
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.common_args import number
+from mlx_paged.cli import number
 
 LEAST_BLOCKS = 16
 """They hold the longest request: a prompt of 75 tokens, 15 outputs, and a fork of all that."""

@@ -23,8 +23,8 @@ from bench.command import AT_LEAST_TWO, add_model, add_rounds, make_parser, prin
 from bench.machine import check_machine, machine_text
 from bench.models import llama_model, random_prompts
 from mlx_paged import Engine
-from mlx_paged.chunk_budget import MIN_CHUNK
-from mlx_paged.common_args import COUNT, MILLISECONDS
+from mlx_paged.cli import COUNT, MILLISECONDS
+from mlx_paged.scheduler.budget import MIN_CHUNK
 
 BASELINE_STEPS = 20  # steps of decodes alone before the long prompt arrives
 SETTLING_STEPS = 3  # steps after the end of a request whose gaps are not counted

@@ -3,7 +3,7 @@
 
 #include <stdexcept>
 
-#include "csrc/cpu/attention_args.h"
+#include "csrc/cpu/attention/attention_args.h"
 #include "mlx/dtype.h"
 
 namespace mlx_paged {

@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "csrc/cpu/attention.h"
+#include "csrc/cpu/attention/attention.h"
 #include "csrc/dtypes.h"
 #include "csrc/metal/encode.h"
 #include "csrc/metal/plans.h"

@@ -6,6 +6,6 @@ from mlx-lm by name::
     import mlx_paged.auto_patch
 """
 
-from mlx_paged.patch import patch_mlx_lm
+from mlx_paged.drop_in.patch import patch_mlx_lm
 
 patch_mlx_lm()

@@ -4,8 +4,8 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.snapshots import Snapshot
 
 
 class FinishReason(StrEnum):

@@ -3,7 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/variant.h>
 
-#include "csrc/layer_ops.h"
+#include "csrc/cpu/layers/layer_ops.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

@@ -1,4 +1,4 @@
-// The ops of csrc/layer_ops.h as the submodule `layers`.
+// The ops of csrc/cpu/layers/layer_ops.h as the submodule `layers`.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from mlx_paged.block_allocator import BlockAllocator
-from mlx_paged.prefix_cache import ROOT, chain_hash, token_bytes
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.prefix_cache import ROOT, chain_hash, token_bytes
 
 BLOCK_SIZE = 16
 REPEATS = 15

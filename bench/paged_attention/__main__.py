@@ -32,9 +32,9 @@ from bench.paged_attention.cases import DTYPES, Case, HeadCounts, chunk_cases, d
 from bench.paged_attention.ggml import is_installed
 from bench.paged_attention.report import case_lines, ceiling_lines, path_table, plot
 from bench.paged_attention.timing import time_case
-from mlx_paged.common_args import COUNT, KV_BLOCK_SIZES, Parser, number
-from mlx_paged.dispatch import table_path, write_table
-from mlx_paged.kv_memory import physical_memory
+from mlx_paged.attention.dispatch import table_path, write_table
+from mlx_paged.cli import COUNT, KV_BLOCK_SIZES, Parser, number
+from mlx_paged.kv.memory import physical_memory
 
 GEMM_REPEATS = 20
 

@@ -12,12 +12,12 @@ import mlx.core as mx
 import numpy as np
 
 from bench.paged_attention.ggml import GgmlAttention
-from mlx_paged.allocation import ceil_div
-from mlx_paged.batch_attention import PoolAttention, gather_rows
-from mlx_paged.batch_rows import Chunk
-from mlx_paged.kv_pool import KVPool, KVShape, as_int32
-from mlx_paged.path_table import Heads
-from mlx_paged.sdpa_hook import mlx_attention
+from mlx_paged.attention.chunks import Chunk
+from mlx_paged.attention.path_table import Heads
+from mlx_paged.attention.pool_attention import PoolAttention, gather_rows
+from mlx_paged.attention.sdpa_hook import mlx_attention
+from mlx_paged.kv.allocation import ceil_div
+from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 BEYOND_CACHE = 128 * 2**20

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.paged_attention.cases import Case, HeadCounts
-from mlx_paged.path_table import Heads, PathTable, Timing
+from mlx_paged.attention.path_table import Heads, PathTable, Timing
 
 Row = dict[str, Any]
 

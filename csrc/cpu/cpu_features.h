@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "csrc/cpu/attention_kernel.h"
-#include "csrc/cpu/layer_kernels.h"
+#include "csrc/cpu/attention/attention_kernel.h"
+#include "csrc/cpu/layers/layer_kernels.h"
 
 namespace mlx_paged::cpu {
 

@@ -22,7 +22,7 @@ from scripts.metal.model import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 from metal_emulator import LaunchStats, Library, Mode, mlx_include_dir  # noqa: E402
 from metal_emulator import mlx_sdpa_vector as mlx_kernels  # noqa: E402

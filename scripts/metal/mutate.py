@@ -22,7 +22,7 @@ from scripts.metal.sources import launches
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = tuple(
-    f"tests/test_metal_{what}.py"
+    f"tests/ops/test_metal_{what}.py"
     for what in ("threadgroups", "vectors", "nonfinite", "kernels", "traffic")
 )
 FIRST = {

@@ -1,0 +1,173 @@
+"""The one place where a model's attention is diverted to its cache.
+
+Models of mlx-lm end their attention in ``mx.fast.scaled_dot_product_attention(q, k, v, ...)``.
+While the hook is in place, a call whose keys and values are the two handles of one cache goes to
+that cache; any other call is MLX's own, unchanged.
+
+Latent attention (MLA) attends to a cache's latents as keys and as values, and adds the scores of
+the rotary keys, another product with that cache, as a mask: such a call goes to the cache too.
+``mx.where`` is diverted only to see that nothing but the causal mask was laid on these scores.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, Protocol, Self
+
+import mlx.core as mx
+
+from mlx_paged.ops import view_as
+
+mlx_attention = mx.fast.scaled_dot_product_attention
+mlx_where = mx.where
+
+
+class AttendingCache(Protocol):
+    """A cache that can attend without its keys and values being gathered."""
+
+    def attend(
+        self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Attention of `q` over what the cache holds; None: use the gathered arrays."""
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> "CausalMask":
+        """The mask that gathered arrays of several sequences cannot do without."""
+
+
+class LatentCache(AttendingCache, Protocol):
+    """One that also attends to latents."""
+
+    def attend_latents(
+        self,
+        q: mx.array,
+        rotary_q: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Attention over the latents, keys and values at once: the score of a token is
+        ``scale * q . latent + rotary_q . rotary key``. None: use the gathered arrays.
+        """
+
+
+class KVHandle(mx.array):
+    """Keys or values as a lazy array with a tag.
+
+    The hook sees the tag and asks `cache`; the array is then never evaluated. A model that does
+    anything else with it gets the array.
+    """
+
+    cache: AttendingCache
+    role: str  # "keys" or "values"
+
+    @classmethod
+    def of(cls, array: mx.array, cache: AttendingCache, role: str) -> Self:
+        handle = view_as(cls, array)
+        handle.cache = cache
+        handle.role = role
+        return handle
+
+
+class CausalMask(mx.array):
+    """A causal mask as a lazy array that says so: the hook reads only `window`."""
+
+    window: int | None
+
+    @classmethod
+    def of(cls, array: mx.array, window: int | None) -> Self:
+        mask = view_as(cls, array)
+        mask.window = window
+        return mask
+
+
+class RotaryScores(mx.array):
+    """Products of queries and a cache's rotary keys as a lazy array that knows its factors.
+
+    Attributes:
+        queries: ``[B, H, L, rope]``, scaled already.
+        window: of the causal mask that was laid on them.
+    """
+
+    cache: LatentCache
+    queries: mx.array
+    window: int | None
+
+    @classmethod
+    def of(
+        cls, array: mx.array, cache: LatentCache, queries: mx.array, window: int | None = None
+    ) -> Self:
+        scores = view_as(cls, array)
+        scores.cache = cache
+        scores.queries = queries
+        scores.window = window
+        return scores
+
+
+_lock = Lock()
+_active = 0
+
+
+@contextmanager
+def attention_hook() -> Iterator[None]:
+    """Divert attention within this context.
+
+    Contexts may nest and overlap in several threads; the last to leave restores MLX's functions.
+    """
+    global _active
+    with _lock:
+        _active += 1
+        mx.fast.scaled_dot_product_attention = _attention
+        mx.where = _where
+    try:
+        yield
+    finally:
+        with _lock:
+            _active -= 1
+            if _active == 0:
+                mx.fast.scaled_dot_product_attention = mlx_attention
+                mx.where = mlx_where
+
+
+def _attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, **kwargs: Any
+) -> mx.array:
+    out = None
+    if isinstance(k, KVHandle):
+        if mask is None or isinstance(mask, str):
+            mask = k.cache.make_mask(q.shape[2])
+        sinks = kwargs.get("sinks")
+        if isinstance(mask, CausalMask) and _is_pair(k, v):
+            out = k.cache.attend(q, scale, mask.window, sinks)
+        elif isinstance(mask, RotaryScores) and _is_latent(q, k, v, mask):
+            out = mask.cache.attend_latents(q, mask.queries, scale, mask.window, sinks)
+    return mlx_attention(q, k, v, scale=scale, mask=mask, **kwargs) if out is None else out
+
+
+def _is_pair(k: KVHandle, v: mx.array) -> bool:
+    """Whether these are the keys and the values of one cache, in these roles."""
+    return isinstance(v, KVHandle) and k.cache is v.cache and (k.role, v.role) == ("keys", "values")
+
+
+def _is_latent(q: mx.array, k: KVHandle, v: mx.array, scores: RotaryScores) -> bool:
+    """Whether `k` is both keys and values, and `scores` belong to the same cache and queries."""
+    is_latents = k is v and k.role == "keys" and k.cache is scores.cache
+    return is_latents and q.shape[:3] == scores.queries.shape[:3]
+
+
+def _where(condition: Any, x: Any, y: Any, /, **kwargs: Any) -> mx.array:
+    result = mlx_where(condition, x, y, **kwargs)
+    is_masking = isinstance(x, RotaryScores) and isinstance(condition, CausalMask)
+    if is_masking and x.window is None and _is_lowest(y, x.dtype):
+        return RotaryScores.of(result, x.cache, x.queries, condition.window)
+    return result
+
+
+def _is_lowest(value: Any, dtype: mx.Dtype) -> bool:
+    """Whether this is the number that stands for "not attended"."""
+    if isinstance(value, mx.array):
+        if value.size != 1:
+            return False
+        value = value.item()
+    return bool(value <= mx.finfo(dtype).min)

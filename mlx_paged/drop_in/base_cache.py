@@ -1,0 +1,236 @@
+"""What the paged caches of one sequence and of a batch have in common."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import _BaseCache
+
+from mlx_paged.attention.sdpa_hook import CausalMask
+from mlx_paged.drop_in.layer_step import LayerStep, narrowest
+from mlx_paged.drop_in.pool_layer import PoolLayer
+from mlx_paged.drop_in.row_spans import RowSpans
+from mlx_paged.drop_in.sequence import ContentKey, PagedSequence
+from mlx_paged.kv.block_tables import Int32Array
+
+RowState = tuple[list[mx.array] | None, list[mx.array] | None, int, ContentKey]
+State = tuple[list[RowState], int | None, int]
+
+
+class StateView(mx.array):
+    """K or V as `state` shows it, which keeps the blocks that it is a view of."""
+
+    sequence: PagedSequence
+    layer: PoolLayer
+
+    @classmethod
+    def of(cls, view: mx.array, sequence: PagedSequence, layer: PoolLayer) -> StateView:
+        state = cls(mx.broadcast_to(mx.zeros((), view.dtype), view.shape))
+        state[...] = view  # takes the view itself, whereas the constructor would copy it
+        state.sequence, state.layer = sequence, layer
+        return state
+
+
+class PagedCache(_BaseCache):
+    """One layer's K/V of some sequences, by the cache protocol of mlx-lm 0.32.
+
+    Merging, extending, filtering, extracting, copying and trimming change block tables; K/V moves
+    only when a shared block is written (the tail block of a fork) and when caches of different
+    pools meet (made in another thread, or for K/V of another type).
+
+    What a forward returns is to be evaluated, or its evaluation begun, before its cache is trimmed
+    or dies: the blocks may then be written anew.
+
+    Args:
+        layer: where the K/V is.
+        rows: the sequences, none twice.
+        starts: ``[B]``, tokens that each has in this layer.
+        window: tokens that a query sees at most, itself included (sliding-window layers).
+    """
+
+    layer: PoolLayer
+    window: int | None
+    starts: Int32Array
+
+    def __init__(
+        self,
+        layer: PoolLayer,
+        rows: Sequence[PagedSequence],
+        starts: Int32Array | Sequence[int],
+        window: int | None = None,
+    ) -> None:
+        self.layer = layer
+        self.window = window
+        self._show(rows, starts)
+
+    def _show(self, rows: Sequence[PagedSequence], starts: Int32Array | Sequence[int]) -> None:
+        for row in rows:
+            row.layers.add(self.layer.index)
+        self.rows = tuple(rows)
+        self.ids = tuple(row.id for row in rows)
+        self.starts = np.array(starts, np.int32)
+        self._latest: LayerStep | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A cache of its own that shares every block; the layers of one list share its rows."""
+        twin = copy.copy(self)
+        twin._show([copy.deepcopy(row, memo) for row in self.rows], self.starts)
+        return twin
+
+    # A forward
+
+    def _spans(self, columns: int) -> RowSpans:
+        """What a forward of so many columns computes."""
+        return RowSpans.of(self.starts, columns)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write a forward's K/V, ``[B, H_kv, N, D]``; return lazy handles of all there is.
+
+        The first K/V of a cache may have any shape and type; later ones are cast to that type.
+
+        Raises:
+            ValueError: another number of rows, heads or dimensions than before.
+            OutOfBlocksError: the pool is full and may not grow; nothing was written.
+        """
+        if keys.shape[0] != len(self.rows):
+            raise ValueError(
+                f"[update_and_fetch] keys have {keys.shape[0]} rows: expected {len(self.rows)}"
+            )
+        if self._latest is None and self.empty():
+            self._move_to(self.layer.fitting(keys, values))
+        spans = self._spans(keys.shape[2])
+        step = self.layer.write(self.rows, self.ids, spans, keys, values)
+        self.starts = spans.stops
+        self._latest = LayerStep(self.layer.kv, step, self.window)
+        return self._latest.handles()
+
+    def _move_to(self, layer: PoolLayer) -> None:
+        """Be a cache of that layer; nothing is stored yet."""
+        if layer is not self.layer:
+            rows = [layer.adopt(row, self.layer, 0) for row in self.rows]
+            self.layer = layer
+            self._show(rows, self.starts)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """All K/V, ``[B, H_kv, S, D]``: handles of the latest forward, for layers that reuse it."""
+        if self.empty():
+            raise ValueError("[keys_and_values] the cache is empty: expected one with tokens")
+        if self._latest is None:
+            step = self.layer.pool.step(self.rows, self.ids, RowSpans.of(self.starts, 0))
+            self._latest = LayerStep(self.layer.kv, step, self.window)
+        return self._latest.handles()
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> CausalMask:
+        """``[B, 1, N, S]`` bool, lazy. Its window is the smaller of the layer's and the asked."""
+        window = narrowest(window_size, self.window)
+        return CausalMask.of(self._spans(N).mask(window), window)
+
+    # The handles that pipeline-parallel models replace by dependent ones
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The layer's keys in the pool, ``[H_kv, num_blocks, block_size, D]``; None if empty."""
+        return self.layer.kv.k[0] if self.layer.is_written else None
+
+    @keys.setter
+    def keys(self, handle: mx.array) -> None:
+        self._replace("keys", handle)
+
+    @property
+    def values(self) -> mx.array | None:
+        """The layer's values, likewise."""
+        return self.layer.kv.v[0] if self.layer.is_written else None
+
+    @values.setter
+    def values(self, handle: mx.array) -> None:
+        self._replace("values", handle)
+
+    def _replace(self, name: str, handle: mx.array) -> None:
+        present = getattr(self, name)
+        if present is None or handle.shape != present.shape:
+            raise ValueError(
+                f"[PagedCache] {name} is set to an array of shape {handle.shape}: expected the "
+                f"present {name} with a dependency added; set `state` to replace content"
+            )
+        handles = self.layer.kv.k if name == "keys" else self.layer.kv.v
+        handles[0] = handle
+
+    # State
+
+    @property
+    def state(self) -> State:
+        """``(rows, window, layer)``, a row being ``(key views, value views, tokens, key)``.
+
+        Views are of the pool, ``[n, H_kv, tokens, D]`` for each run of adjacent blocks: evaluating
+        them evaluates what is written and copies nothing. They keep their content while they live.
+        """
+        states = [self._row_state(i) for i in range(len(self.rows))]
+        return states, self.window, self.layer.index
+
+    @state.setter
+    def state(self, state: State) -> None:
+        rows, self.window, _ = state
+        self._show([self._restored(row) for row in rows], [row[2] for row in rows])
+
+    def _row_state(self, i: int) -> RowState:
+        row, num_tokens = self.rows[i], int(self.starts[i])
+        if num_tokens <= 0:
+            return None, None, num_tokens, row.key
+        fork = row.fork_for(self.layer.pool, self.layer.index, is_frozen=True)
+        k, v = self.layer.runs(fork, num_tokens)
+        return self._tagged(k, fork), self._tagged(v, fork), num_tokens, row.key
+
+    def _tagged(self, runs: list[mx.array], sequence: PagedSequence) -> list[mx.array]:
+        return [StateView.of(run, sequence, self.layer) for run in runs]
+
+    def _restored(self, state: RowState) -> PagedSequence:
+        """The sequence that a view was made of, or else one with a copy of its content."""
+        keys, values, num_tokens, key = state
+        pool, index = self.layer.pool, self.layer.index
+        if keys and isinstance(keys[0], StateView) and keys[0].layer is self.layer:
+            return keys[0].sequence.fork_for(pool, index)
+        sequence = pool.named(key, index)
+        if not keys or not values:
+            return sequence
+        k, v = (_contiguous(runs) for runs in (keys, values))
+        mx.eval(k, v)  # before their pool, to which nobody else orders reads, is written to again
+        self.layer.write([sequence], (sequence.id,), RowSpans.of([0], num_tokens), k, v)
+        return sequence
+
+    # What is in it
+
+    def is_trimmable(self) -> bool:
+        return not any(row.lacks_start for row in self.rows)
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` tokens of every row, or as many as all have; returns how many."""
+        n = max(0, min(n, int(self.starts.min()))) if self.rows else 0
+        self.starts = self.starts - np.int32(n)
+        self._latest = None
+        for row, start in zip(self.rows, self.starts.tolist(), strict=True):
+            row.rewind(self.layer.index, start)
+        return n
+
+    def size(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.starts.max(initial=0))
+
+    def empty(self) -> bool:
+        return self.size() == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks that hold these rows, a block that rows share counted once."""
+        return self.layer.nbytes(self.ids, np.maximum(self.starts, 0).tolist())
+
+
+def _contiguous(runs: Sequence[mx.array]) -> mx.array:
+    """Views of blocks ``[n, H_kv, tokens, D]`` as ``[1, H_kv, all tokens, D]``."""
+    parts = [run.transpose(1, 0, 2, 3).flatten(1, 2)[None] for run in runs]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

@@ -1,0 +1,87 @@
+"""One padded forward over sequences of a pool, as the arrays that all its layers share."""
+
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.attention.chunks import Chunk
+from mlx_paged.drop_in.row_spans import RowSpans
+from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.pool import as_int32
+
+
+class RowStep:
+    """B rows of N columns and where their K/V is.
+
+    Args:
+        ids: the sequence of each row.
+        spans: what each row computes.
+        tables: ``[B, M]`` int32, block tables; past a row's own blocks they mean nothing.
+        block_size: token slots in a block.
+
+    Attributes:
+        valid: whether the tables still hold: no row was written by another step since, or forked.
+    """
+
+    def __init__(
+        self, ids: tuple[int, ...], spans: RowSpans, tables: Int32Array, block_size: int
+    ) -> None:
+        self.ids = ids
+        self.spans = spans
+        self.valid = True
+        self._block_size = block_size
+        self._host_tables = self._wide_enough(tables)
+
+    def _wide_enough(self, tables: Int32Array) -> Int32Array:
+        """Columns for every position of the forward: the op takes none for more than there are."""
+        longest = max(1, int(self.spans.starts.max(initial=0)) + self.spans.columns)
+        width = -(-longest // self._block_size)
+        missing = max(0, width - tables.shape[1])
+        return np.pad(tables, ((0, 0), (0, missing)))[:, :width]
+
+    def serves(self, ids: tuple[int, ...], spans: RowSpans) -> bool:
+        """Whether another layer of the same forward can go by it."""
+        return self.valid and self.ids == ids and self.spans == spans
+
+    @cached_property
+    def slots(self) -> mx.array:
+        """``[B * N]`` int32, where each column's K/V goes; -1 for padding."""
+        positions, size = self.spans.positions, np.int32(self._block_size)
+        blocks = np.take_along_axis(self._host_tables, np.maximum(positions, 0) // size, axis=1)
+        slots = np.where(self.spans.are_tokens, blocks * size + positions % size, np.int32(-1))
+        return as_int32(slots.reshape(-1))
+
+    @cached_property
+    def tables(self) -> mx.array:
+        """``[B, M]`` int32."""
+        return mx.array(self._host_tables)
+
+    @cached_property
+    def context_lens(self) -> mx.array:
+        """``[B]`` int32, position after each row's last column."""
+        return as_int32(self.spans.starts + np.int32(self.spans.columns))
+
+    @cached_property
+    def next_offset(self) -> mx.array:
+        """``[B]`` int32, position of each row's next token."""
+        return as_int32(self.spans.stops)
+
+    @cached_property
+    def chunks(self) -> list[Chunk | None]:
+        """Each row's tokens, `first_row` being its first column; None for a row of padding."""
+        return [self._chunk(row) for row in range(len(self.ids))]
+
+    def _chunk(self, row: int) -> Chunk | None:
+        start, stop = int(self.spans.starts[row]), int(self.spans.stops[row])
+        first = max(start, 0)
+        if stop <= first:
+            return None
+        blocks = self._host_tables[row, : -(-stop // self._block_size)]
+        return Chunk(first - start, first, stop - first, mx.array(blocks))
+
+    def gathered(self, cache: mx.array) -> mx.array:
+        """``[B, H_kv, S, D]``, each row's context of one layer's ``[H_kv, num_blocks, ...]``."""
+        length = self.spans.max_context
+        return ops.gather_blocks(cache, self.tables[:, : -(-length // self._block_size)], length)

@@ -1,0 +1,340 @@
+"""Engine: many requests generated at once from one paged pool."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from os import PathLike
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.attention.prewarm import prewarm as compile_pipelines
+from mlx_paged.engine.core import EngineCore
+from mlx_paged.engine.one_thread import exclusive
+from mlx_paged.engine.pipeline import Runner
+from mlx_paged.engine.prompt_encoder import Prompt
+from mlx_paged.kv.allocation import ceil_div
+from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv.memory import num_blocks_for, num_snapshots_for, promise_snapshots
+from mlx_paged.kv.wired_limit import hold_wired_limit
+from mlx_paged.metrics.kv_reads import KVReads
+from mlx_paged.metrics.phase_times import PhaseTimes
+from mlx_paged.metrics.recorder import Instruments
+from mlx_paged.metrics.stats import EngineStats
+from mlx_paged.metrics.tick_log import TickLog
+from mlx_paged.metrics.tick_writer import TickWriter
+from mlx_paged.outputs import Completion, TokenOutput, likeliest
+from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.profiling import ProfilingRunner
+from mlx_paged.sampling_params import SamplingParams, is_whole
+from mlx_paged.scheduler.policies import Policy
+from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.victims import VictimPolicy
+
+OnOutput = Callable[[TokenOutput], None]
+
+WATERMARK = 0.01
+"""Part of the pool that an admission must leave while other requests run."""
+
+
+class Engine(EngineCore):
+    """Continuous batching over a pool of K/V blocks.
+
+    Any number of requests may be added at any time. Each :meth:`step` gives every running request
+    its next token and computes a bounded piece of the prompts that are still waiting.
+
+    Args:
+        model: an mlx-lm model, e.g. the first value of ``mlx_lm.load``.
+        tokenizer: the second; without it prompts are token ids and no text comes out.
+        block_size: token slots in a block.
+        kv_memory: bytes for the pool; default: what the device can spare.
+        num_blocks: size of the pool in blocks, instead of `kv_memory`.
+        max_kv_tokens: if neither is given, the pool is made no larger than for these tokens.
+        max_running: requests computed side by side at most.
+        prefill_chunk: prompt tokens computed in a step at most, beside the running requests.
+        max_stall_ms: how long a step may take while streams run, so that a long prompt holds them
+            up no longer; kept by a cost model that learns from every step. None: only
+            `prefill_chunk` bounds a step, and its tokens do not depend on the clock.
+        policy: order of waiting requests: "fcfs", "priority" or "shortest".
+        preempt: whose blocks are taken when none are left: "newest", "longest" or
+            "fewest-generated"; what was computed is computed again, with the same outcome.
+        seed: of the random streams of requests that bring none.
+        prefix_cache: share the K/V of prompts that start alike.
+        snapshot_memory: bytes for copies of the states of recurrent layers, without which models
+            that have such layers cannot share prefixes; 0: they do not. Default: enough for four
+            a running request, but at most a quarter of what the device can spare.
+        lookahead: launch each step before the one before it has been read, so that the device
+            hardly waits for the host; every token is seen one step later.
+        prewarm: compile the GPU pipelines now rather than while the first requests wait; how long
+            it took is in ``stats.prewarm_seconds``, None on a CPU, where nothing is compiled.
+        profile: synchronise between the phases of every step and time each of them, without
+            looking ahead. Whatever is measured is then slower than it would be.
+        metrics_jsonl: write a line for every tick to this file, as it happens.
+        spike_ms: steps that take longer are listed as spikes; default: three times the usual.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served right.
+        ValueError: an argument out of range.
+        OSError: `metrics_jsonl` cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: TokenizerWrapper | None = None,
+        *,
+        block_size: int = 16,
+        kv_memory: int | None = None,
+        num_blocks: int | None = None,
+        max_kv_tokens: int | None = None,
+        max_running: int = 32,
+        prefill_chunk: int = 512,
+        max_stall_ms: float | None = None,
+        policy: Policy | str = Policy.FCFS,
+        preempt: VictimPolicy | str = VictimPolicy.NEWEST,
+        seed: int | None = None,
+        prefix_cache: bool = True,
+        snapshot_memory: int | None = None,
+        lookahead: bool = True,
+        prewarm: bool = True,
+        profile: bool = False,
+        metrics_jsonl: str | PathLike[str] | None = None,
+        spike_ms: float | None = None,
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"[Engine] block_size is {block_size}: expected >= 1")
+        log = TickLog(spike_ms=spike_ms, profile=profile)
+        writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
+        mx.eval(model.state)  # whichever thread runs the engine, this one made the arrays
+        probed = probe(model)
+        most_snapshots = 0
+        if probed.recurrent and prefix_cache:
+            most_snapshots = num_snapshots_for(probed.state_bytes, max_running, snapshot_memory)
+        if num_blocks is None:
+            num_blocks = num_blocks_for(
+                probed.shapes, block_size, kv_memory, most_snapshots * probed.state_bytes
+            )
+            if kv_memory is None and max_kv_tokens is not None:
+                num_blocks = min(num_blocks, ceil_div(max_kv_tokens, block_size))
+        self.manager = KVBlockManager.from_shapes(probed.shapes, block_size, num_blocks)
+        scheduler = Scheduler(
+            self.manager.allocator,
+            max_running,
+            prefill_chunk,
+            prefix_cache=prefix_cache,
+            policy=Policy(policy),
+            victims=VictimPolicy(preempt),
+            max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
+            watermark=int(WATERMARK * num_blocks),
+            rewinds=not probed.recurrent,
+            most_snapshots=most_snapshots,
+            window=probed.window,
+        )
+        promise_snapshots(self.manager.allocator, probed.state_bytes)
+        phases = PhaseTimes() if profile else None
+        if phases is None:
+            runner = ModelRunner(model, self.manager, probed)
+        else:
+            runner = ProfilingRunner(model, self.manager, probed, phases)
+        reads = KVReads.of(
+            zip(probed.windows, (shape.token_bytes for shape in probed.shapes), strict=True),
+            block_size,
+        )
+        super().__init__(
+            scheduler,
+            self._wrap(runner),
+            EngineStats(block_size, self.manager.pool.block_bytes, num_blocks),
+            tokenizer=tokenizer,
+            vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
+            seed=seed,
+            lookahead=lookahead and not profile,
+            instruments=Instruments(log, reads, phases, writer),
+        )
+        if prewarm:
+            self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size)
+        self._streams: dict[int, deque[TokenOutput]] = {}
+        self._awaited: dict[int, Completion | None] = {}
+        self._dropped: deque[int] = deque()  # ids of streams that nobody reads any more
+        self._unwire = hold_wired_limit(self)
+
+    def _wrap(self, runner: ModelRunner) -> Runner[Any]:
+        """What computes the steps, given what computes them on the model."""
+        return runner
+
+    def close(self, stream: Any = None) -> None:
+        """Give up this engine's hold on MLX's wired limit, which otherwise ends when the engine is
+        collected. The engine can go on.
+
+        Args:
+            stream: where its steps are computed, if that is not the default stream.
+        """
+        if self._unwire is not None:
+            mx.synchronize(stream)
+            self._unwire()
+            self._unwire = None
+
+    def step(self) -> list[TokenOutput]:
+        if self._dropped:
+            self._abort_dropped()
+        outputs = super().step()
+        for output in outputs:
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+        return outputs
+
+    def abort(self, request_id: int) -> Completion | None:
+        completion = super().abort(request_id)
+        if completion is not None and request_id in self._awaited:
+            self._awaited[request_id] = completion
+        return completion
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_output: OnOutput | None = None,
+        **options: Any,
+    ) -> list[Completion]:
+        """Complete all prompts; results in their order.
+
+        Args:
+            params: for all of them, or one each.
+            on_output: called with every token as it comes.
+
+        Raises:
+            ValueError: as :meth:`add_request`; then none of the prompts is run.
+        """
+        each = params if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"[generate] {len(prompts)} prompts but {len(each)} params: expected one each"
+            )
+        return self._complete(
+            (
+                [self.add_request(prompt, param, **options)]
+                for prompt, param in zip(prompts, each, strict=True)
+            ),
+            on_output,
+        )
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams | None = None,
+        best_of: int | None = None,
+        on_output: OnOutput | None = None,
+        **options: Any,
+    ) -> list[list[Completion]]:
+        """`n` completions of each prompt, as policy-gradient methods such as GRPO want them.
+
+        Every prompt is computed once and its K/V is shared. With a seed s, completion i of each
+        prompt draws what a request with seed ``s + i`` draws.
+
+        Args:
+            best_of: generate so many and return the `n` with the highest mean log-probability,
+                best first.
+
+        Raises:
+            ValueError: `n` above `best_of`, or as :meth:`add_samples`; then nothing is run.
+        """
+        count = n if best_of is None else best_of
+        if not (is_whole(n, 1) and is_whole(count, n)):
+            raise ValueError(f"[sample] n is {n} and best_of {best_of}: expected 1 <= n <= best_of")
+        done = self._complete(
+            (self.add_samples(prompt, count, params, **options) for prompt in prompts), on_output
+        )
+        groups = [done[i : i + count] for i in range(0, len(done), count)]
+        if best_of is None:
+            return groups
+        return [likeliest(group, n) for group in groups]
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        num_beams: int,
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> Completion:
+        """The best continuation that a beam search finds; all it found are in ``.beams``.
+
+        Raises:
+            ValueError: as :meth:`add_beam_search`, whose arguments these are.
+        """
+        ids = ([self.add_beam_search(prompt, num_beams, params, **options)] for _ in range(1))
+        return self._complete(ids, None)[0]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Generator[TokenOutput]:
+        """Add a request and yield its tokens as they come; other requests advance meanwhile.
+
+        The request is added by this call, not by the first ``next``. Closing the iterator or
+        dropping the last reference to it aborts the request, also before the first ``next``.
+
+        Raises:
+            ValueError: as :meth:`add_request`, at once.
+        """
+        request_id = self.add_request(prompt, params, **options)
+        outputs = self._stream_outputs(request_id)
+        next(outputs)  # a generator that was never started would not reach its `finally`
+        return outputs
+
+    @exclusive
+    def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
+        """Add requests, wait for all of them; outputs of others are left for :meth:`step`."""
+        ids: list[int] = []
+        unread: list[TokenOutput] = []
+        try:
+            for batch in added:
+                ids += batch
+                self._awaited |= dict.fromkeys(batch)
+            while any(self._awaited[request_id] is None for request_id in ids):
+                for output in self.step():
+                    if output.request_id not in self._awaited:
+                        if output.request_id not in self._streams:
+                            unread.append(output)
+                        continue
+                    if output.completion is not None:
+                        self._awaited[output.request_id] = output.completion
+                    if on_output is not None:
+                        on_output(output)
+            return [self._awaited[request_id] for request_id in ids]  # type: ignore[misc]
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        finally:
+            self._ready = [o for o in unread + self._ready if o.request_id not in self._awaited]
+            for request_id in ids:
+                del self._awaited[request_id]
+            self._abort_dropped()
+
+    def _stream_outputs(self, request_id: int) -> Generator[Any]:
+        """None when the stream is ready, then the outputs of the request."""
+        outputs = self._streams[request_id] = deque()
+        try:
+            yield
+            while True:
+                while outputs:
+                    output = outputs.popleft()
+                    yield output
+                    if output.completion is not None:
+                        return
+                if request_id not in self._requests:  # aborted by somebody else
+                    return
+                self.step()
+        finally:
+            del self._streams[request_id]
+            self._dropped.append(request_id)
+            # The garbage collector may come here in the middle of any call, in any thread: then
+            # the next step aborts the request.
+            if self.occupancy.is_free:
+                self._abort_dropped()
+
+    @exclusive
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            self.abort(self._dropped.popleft())

@@ -1,0 +1,1 @@
+"""python -m mlx_paged.generate: text for many prompts at once."""

@@ -1,0 +1,1 @@
+"""Which blocks each sequence owns, and the arrays that hold their keys and values."""

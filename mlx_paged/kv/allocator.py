@@ -1,0 +1,394 @@
+"""Who owns which block: free list, reference counts, block tables, copy-on-write. Knows no mlx."""
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import numpy as np
+
+from mlx_paged.kv.allocation import Admission, BlockCopy, ceil_div
+from mlx_paged.kv.block_tables import BlockTables, Int32Array
+from mlx_paged.kv.blocks import BlockStore
+from mlx_paged.kv.prefix_cache import (
+    ROOT,
+    MissReason,
+    PrefixMatch,
+    chain_hash,
+    root_hash,
+    token_bytes,
+)
+from mlx_paged.kv.sequence_blocks import SequenceBlocks
+from mlx_paged.kv.snapshots import Snapshot, Snapshots
+from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
+
+
+class BlockAllocator:
+    """Bookkeeping of a pool of `num_blocks` blocks with `block_size` token slots each.
+
+    One verb changes what a sequence may write: :meth:`make_writable`. It allocates, appends and
+    copies on write, all or nothing. A block is free, or cached (no reference, content known), or
+    held by at least one sequence, or only by a copy that is still to be performed.
+
+    Copies are performed together, before anything is written, and reported by :meth:`copies_done`.
+    Until then no block that takes part in one is handed out again, and a copy of a copy names the
+    first one's source: the copies of a step may be performed in any order.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"[BlockAllocator] num_blocks is {num_blocks}: expected >= 1")
+        if block_size < 1:
+            raise ValueError(f"[BlockAllocator] block_size is {block_size}: expected >= 1")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_hit_tokens = 0
+        self._store = BlockStore(num_blocks, block_size)
+        self._tables = BlockTables()
+        self._sequences: dict[int, SequenceBlocks] = {}
+
+    # Queries
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now: the free ones and the idle cached ones."""
+        return self._store.num_available
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks without a reference whose content is kept for reuse."""
+        return self._store.prefixes.num_idle
+
+    @property
+    def blocks_in_use(self) -> int:
+        return self.num_blocks - self.num_available
+
+    @property
+    def cow_clones(self) -> int:
+        """Blocks copied on write so far."""
+        return self._store.cow_clones
+
+    @property
+    def evictions(self) -> int:
+        """Cached blocks whose memory was needed so far."""
+        return self._store.evictions
+
+    @property
+    def refcount_histogram(self) -> dict[int, int]:
+        """How many blocks have how many references; free and cached blocks count under 0."""
+        return self._store.refs.histogram
+
+    @property
+    def block_tables(self) -> BlockTables:
+        """The tables of all live sequences; :meth:`table_rows` says which row is whose."""
+        return self._tables
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        return ceil_div(num_tokens, self.block_size)
+
+    def can_allocate(self, num_tokens: int) -> bool:
+        """Whether a new sequence of this many tokens would fit now."""
+        return self.blocks_needed(num_tokens) <= self.num_available
+
+    def cached_prefix(self, tokens: Seq[int], salt: bytes = ROOT) -> int:
+        """How many leading tokens :meth:`admit` would find computed."""
+        return self._match(len(tokens), tokens, salt).num_tokens
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._sequences
+
+    def num_tokens(self, seq_id: int) -> int:
+        return self._sequence(seq_id).num_tokens
+
+    def table(self, seq_id: int) -> Int32Array:
+        """Physical block ids in logical order, ``[num_blocks_of_sequence]``: a view, not a copy."""
+        return self._tables.row(self._sequence(seq_id).row)
+
+    def tables(self, seq_ids: Seq[int]) -> Int32Array:
+        """Block tables of several sequences, ``[len(seq_ids), longest]``; a copy.
+
+        Entries past a sequence's own blocks mean nothing and are never read by the kernels.
+        """
+        return self._tables.rows(self.table_rows(seq_ids))
+
+    def table_rows(self, seq_ids: Seq[int]) -> Int32Array:
+        """Which rows of the block tables are these sequences', ``[len(seq_ids)]``."""
+        return np.array([self._sequence(seq_id).row for seq_id in seq_ids], np.int32)
+
+    def slots(self, seq_id: int, start: int, stop: int) -> Int32Array:
+        """Slot of each position in [start, stop): ``block * block_size + offset``."""
+        positions = np.arange(start, stop, dtype=np.int32)
+        blocks = self.table(seq_id)[positions // self.block_size]
+        return blocks * np.int32(self.block_size) + positions % np.int32(self.block_size)
+
+    @property
+    def snapshots(self) -> Snapshots | None:
+        """Of recurrent states; None unless they are required."""
+        return self._store.prefixes.snapshots
+
+    # Changes
+
+    def require_states(self, most_snapshots: int) -> None:
+        """From now on prefixes are found only up to where a snapshot of recurrent states is kept,
+        `most_snapshots` of which there are at most."""
+        self._store.prefixes = StatefulPrefixCache(self.num_blocks, self.block_size, most_snapshots)
+
+    def admit(
+        self,
+        seq_id: int,
+        num_tokens: int,
+        tokens: Seq[int] | None = None,
+        salt: bytes = ROOT,
+        spare: int = 0,
+    ) -> Admission:
+        """Start a sequence that owns positions [0, num_tokens), with what is cached of `tokens`.
+
+        Full blocks of the same prefix are shared. Of one more block the leading tokens that agree
+        are copied, if they are worth it. The last token is always left out: somebody has to compute
+        it to get logits.
+
+        Args:
+            tokens: the sequence's token ids; None: nothing is looked for.
+            salt: only sequences with the same one share K/V.
+            spare: blocks that must be left.
+
+        Raises:
+            ValueError: `seq_id` is in use or `num_tokens` is negative.
+            OutOfBlocksError: too few blocks; nothing changed.
+        """
+        if seq_id in self._sequences:
+            raise ValueError(f"[admit] seq_id {seq_id} is in use: expected a new id")
+        if num_tokens < 0:
+            raise ValueError(f"[admit] num_tokens is {num_tokens}: expected >= 0")
+        match = self._match(num_tokens, tokens, salt)
+        blocks = [entry.block for entry in match.blocks]
+        hashes = [entry.hash for entry in match.blocks]
+        num_new = self.blocks_needed(num_tokens) - len(blocks)
+        available = self.num_available - sum(map(self._store.prefixes.is_idle, blocks))
+        self._store.require(num_new + spare, available)
+
+        sequence = SequenceBlocks(self._tables.add_row(), num_tokens, hashes, root_hash(salt))
+        self._sequences[seq_id] = sequence
+        self._store.retain(blocks)
+        copies: list[BlockCopy] = []
+        if match.tail is not None:
+            block = match.tail.block
+            if num_new + spare == available and self._store.prefixes.is_idle(block):
+                blocks += self._store.evict([block])  # nothing is left to copy it into
+            else:
+                copies.append(self._store.copy(block))
+                blocks.append(copies[0].dst)
+            num_new -= 1
+        self._tables.extend(sequence.row, blocks + self._store.take(num_new))
+        self.prefix_hit_tokens += match.num_tokens
+        return Admission(match.num_tokens, copies, match.miss, match.snapshot, match.branch)
+
+    def make_writable(self, seq_id: int, start: int, stop: int) -> list[BlockCopy]:
+        """Let the sequence write positions [start, stop): append blocks, copy shared ones.
+
+        Returns:
+            The block copies to perform, in order, before anything is written.
+
+        Raises:
+            ValueError: an unknown sequence, or a span that is empty or leaves a hole.
+            OutOfBlocksError: too few blocks; nothing changed.
+        """
+        sequence = self._sequence(seq_id)
+        if sequence.private_start <= start < stop <= sequence.private_stop:
+            sequence.num_tokens = max(sequence.num_tokens, stop)
+            return []
+        if not 0 <= start < stop:
+            raise ValueError(f"[make_writable] span [{start}, {stop}): expected 0 <= start < stop")
+        if start > sequence.num_tokens:
+            raise ValueError(
+                f"[make_writable] start is {start}, but sequence {seq_id} has "
+                f"{sequence.num_tokens} tokens: expected start <= {sequence.num_tokens}"
+            )
+        assert start >= sequence.first_block * self.block_size, "the block was given up"
+        num_held = self.blocks_needed(sequence.num_tokens)
+        first, last = start // self.block_size, self.blocks_needed(stop)
+        num_missing = max(0, last - num_held)
+        copies: list[BlockCopy] = []
+        if first < num_held:
+            copies = self._make_private(sequence, first, min(last, num_held), num_missing)
+        else:
+            self._store.require(num_missing)
+        if num_missing:
+            self._tables.extend(sequence.row, self._store.take(num_missing))
+        sequence.num_tokens = max(sequence.num_tokens, stop)
+        sequence.private_start, sequence.private_stop = start, last * self.block_size
+        return copies
+
+    def append_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[BlockCopy]:
+        """:meth:`make_writable` of one position of each sequence; no sequence comes twice.
+
+        Raises:
+            OutOfBlocksError: there are fewer blocks left than sequences; nothing changed.
+        """
+        self._store.require(len(seq_ids))
+        copies: list[BlockCopy] = []
+        growing: list[SequenceBlocks] = []
+        sequences, size = self._sequences, self.block_size
+        for seq_id, position in zip(seq_ids, positions, strict=True):
+            sequence = sequences[seq_id]
+            if sequence.private_start <= position < sequence.private_stop:
+                if position == sequence.num_tokens:
+                    sequence.num_tokens += 1
+            elif position == sequence.num_tokens and position % size == 0:
+                sequence.num_tokens += 1
+                sequence.private_start, sequence.private_stop = position, position + size
+                growing.append(sequence)
+            else:
+                copies += self.make_writable(seq_id, position, position + 1)
+        if growing:
+            self._tables.append_each([s.row for s in growing], self._store.take(len(growing)))
+        return copies
+
+    def copies_done(self) -> None:
+        """The copies asked for so far are performed, or queued ahead of all that comes later."""
+        self._store.copies_done()
+
+    def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
+        """Start a sequence that shares every block of its parent until one of them writes."""
+        parent = self._sequence(parent_seq_id)
+        if child_seq_id in self._sequences:
+            raise ValueError(f"[fork] child_seq_id {child_seq_id} is in use: expected a new id")
+        parent.private_stop = 0
+        child = replace(parent, row=self._tables.add_row(), hashes=list(parent.hashes))
+        self._sequences[child_seq_id] = child
+        self._tables.copy_row(parent.row, child.row)
+        self._store.retain(self._held(child))
+
+    def commit(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
+        """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is in the pool by now."""
+        sequence = self._sequence(seq_id)
+        assert num_computed <= min(len(tokens), sequence.num_tokens)
+        if not sequence.may_offer:
+            return
+        parent = sequence.hashes[-1] if sequence.hashes else sequence.root
+        row, size = self._tables.row(sequence.row), self.block_size
+        for i in range(len(sequence.hashes), num_computed // size):
+            content = token_bytes(tokens, i * size, (i + 1) * size)
+            if i < sequence.first_block:
+                parent = chain_hash(parent, content)
+            else:
+                parent = self._store.prefixes.register(int(row[i]), parent, content)
+            sequence.hashes.append(parent)
+            sequence.private_start = max(sequence.private_start, (i + 1) * size)
+
+    def commit_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
+        """As :meth:`commit`, and the last block too, full or not, for a sequence about to end: the
+        next turn of a conversation begins with these tokens."""
+        self.commit(seq_id, tokens, num_computed)
+        sequence = self._sequence(seq_id)
+        last, num_filled = divmod(num_computed, self.block_size)
+        if not sequence.may_offer or num_filled == 0:
+            return
+        block = int(self._tables.row(sequence.row)[last])
+        parent = sequence.hashes[last - 1] if last else sequence.root
+        content = token_bytes(tokens, num_computed - num_filled, num_computed)
+        self._store.prefixes.register_tail(block, parent, content)
+        sequence.private_stop = 0
+
+    def keep(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
+        """Keep a snapshot of the sequence's states, if the content of the block that it is in was
+        committed and no snapshot is kept there yet."""
+        sequence, size = self._sequence(seq_id), self.block_size
+        block = (snapshot.position - 1) // size
+        if not sequence.may_offer or len(sequence.hashes) < block:
+            return False
+        parent = sequence.hashes[block - 1] if block else sequence.root
+        content = token_bytes(tokens, block * size, snapshot.position)
+        assert isinstance(self._store.prefixes, StatefulPrefixCache)
+        return self._store.prefixes.attach(parent, content, snapshot)
+
+    def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
+        """Give up the blocks before `position`, as a sliding window moves on: no later token of the
+        sequence reads them. Its table keeps their entries, which mean nothing from now on. If it
+        `offers` its content for reuse, blocks that are not committed yet stay."""
+        sequence = self._sequence(seq_id)
+        first = min(position, sequence.num_tokens) // self.block_size
+        if offers and sequence.may_offer:
+            first = min(first, len(sequence.hashes))
+        if first > sequence.first_block:
+            self._store.release(
+                self._tables.row(sequence.row)[sequence.first_block : first].tolist()
+            )
+            sequence.first_block = first
+            sequence.private_start = max(sequence.private_start, first * self.block_size)
+
+    def free(self, seq_id: int) -> None:
+        """End a sequence. Blocks it held alone become free, or cached if their content is known.
+
+        Later blocks go first, so that a cached prefix is evicted from its end.
+        """
+        sequence = self._sequence(seq_id)
+        self._store.release(self._held(sequence)[::-1])
+        self._tables.release_row(sequence.row)
+        del self._sequences[seq_id]
+
+    def drop_cached(self) -> None:
+        """Forget all cached content that no sequence references."""
+        self._store.drop_idle()
+
+    def forget_prefixes(self) -> None:
+        """Forget all cached content, and that it was ever known: no K/V written so far is offered
+        again. Live sequences keep their blocks, but leave nothing for reuse."""
+        self.drop_cached()
+        self._store.prefixes = self._store.prefixes.emptied()
+        for sequence in self._sequences.values():
+            sequence.may_offer = False
+
+    def check_integrity(self) -> None:
+        """Assert that every block is free, cached or held, and that every reference is counted."""
+        held: Counter[int] = Counter()
+        for sequence in self._sequences.values():
+            row = self._tables.row(sequence.row).tolist()
+            assert len(row) == self.blocks_needed(sequence.num_tokens) >= sequence.first_block
+            blocks = row[sequence.first_block :]
+            assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
+            first, last = sequence.private_start, sequence.private_stop
+            for block in row[first // self.block_size : self.blocks_needed(last)]:
+                assert self._store.refs.counts[block] == 1 and block not in self._store.prefixes
+            assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
+            held.update(blocks)
+        assert self._tables.num_rows_taken == len(self._sequences), "a table row is lost"
+        self._store.check_integrity(held)
+
+    # Helpers
+
+    def _match(self, num_tokens: int, tokens: Seq[int] | None, salt: bytes) -> PrefixMatch:
+        if tokens is None:
+            return PrefixMatch([], None, 0, MissReason.DISABLED)
+        stop = max(0, min(num_tokens, len(tokens)) - 1)
+        return self._store.prefixes.match(tokens, stop, root_hash(salt))
+
+    def _sequence(self, seq_id: int) -> SequenceBlocks:
+        try:
+            return self._sequences[seq_id]
+        except KeyError:
+            raise ValueError(f"seq_id {seq_id} is not known: expected a live sequence") from None
+
+    def _make_private(
+        self, sequence: SequenceBlocks, first: int, last: int, num_missing: int
+    ) -> list[BlockCopy]:
+        """Let the sequence alone hold its blocks ``[first, last)``, their content unknown.
+
+        Raises:
+            OutOfBlocksError: no blocks for copies and `num_missing` more; nothing changed.
+        """
+        table: list[int] = self._tables.row(sequence.row)[first:last].tolist()
+        shared = [(i, b) for i, b in enumerate(table, first) if self._store.refs.counts[b] > 1]
+        owned = [block for block in table if self._store.refs.counts[block] == 1]
+        self._store.require(len(shared) + num_missing)
+        copies = [self._store.copy(block) for _, block in shared]
+        for (i, block), copy in zip(shared, copies, strict=True):
+            self._tables.replace(sequence.row, i, copy.dst)
+            self._store.release([block])
+        for block in owned:
+            self._store.prefixes.forget(block)
+        del sequence.hashes[first:]
+        return copies
+
+    def _held(self, sequence: SequenceBlocks) -> list[int]:
+        blocks: list[int] = self._tables.row(sequence.row)[sequence.first_block :].tolist()
+        return blocks

@@ -1,0 +1,230 @@
+"""A step's spans as the arrays of one forward of the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.attention.chunks import Chunk, Layout, SampledRows, causal_mask
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.pool import as_int32
+from mlx_paged.request import Request
+from mlx_paged.runner.batch_tables import BatchTables
+from mlx_paged.scheduler.step import Span
+
+
+@dataclass(frozen=True, eq=False)
+class ComingTokens:
+    """Tokens that a step under way is choosing: those of `requests`, as an array ``[R]`` int32."""
+
+    requests: list[Request]
+    tokens: mx.array
+
+    @cached_property
+    def row_of(self) -> dict[int, int]:
+        """Where the token of each request is, by id."""
+        return {request.id: row for row, request in enumerate(self.requests)}
+
+
+class Batch:
+    """The arrays of one forward, shared by all layers.
+
+    T tokens: first the single ones (decodes), then those of chunks. Every field is made once, here,
+    from host data that is in range by construction.
+
+    Attributes:
+        tokens: ``[T]`` int32 ids.
+        positions: ``[T]`` int32, of each token in its sequence.
+        slot_mapping: ``[T]`` int32, where each token's K/V goes.
+        num_decodes: how many leading tokens are single ones, attended through block tables.
+        block_tables: ``[num_decodes, max_blocks]`` int32.
+        context_lens: ``[num_decodes]`` int32, the token itself included.
+        chunks: the other tokens, sequence by sequence.
+        sampled: the requests that get a token.
+        sampled_lengths: tokens of each of `sampled` before that, those still being chosen included;
+            ``[R]`` int32, on the host.
+        logits_of: which of the wanted logits each of `sampled` draws from; None: its own.
+        seq_ids: the sequence of each span.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        allocator: BlockAllocator,
+        layout: Layout = Layout.ROWS,
+        coming: ComingTokens | None = None,
+        tables: BatchTables | None = None,
+    ) -> None:
+        """Lay out `spans`: in any number for rows, exactly one for a chunk.
+
+        Args:
+            coming: tokens of the step before that are not known yet.
+            tables: those of the batch before, to be brought up to date; None: new ones.
+        """
+        assert layout is Layout.ROWS or len(spans) == 1
+        self.layout = layout
+        singles = [s for s in spans if s.stop - s.start == 1] if layout is Layout.ROWS else []
+        if 0 < len(singles) < len(spans):
+            spans = singles + [s for s in spans if len(s) > 1]
+        self.num_decodes = len(singles)
+        self.start = spans[0].start
+        self.seq_ids = [span.request.id for span in spans]
+        self._starts = np.array([span.start for span in spans], np.int32)
+        self._stops = np.array([span.stop for span in spans], np.int32)
+        self._tables = tables or BatchTables(allocator)
+        self._chunk_tables = [allocator.table(i) for i in self.seq_ids[self.num_decodes :]]
+        self._lay_out(allocator.block_size)
+        self._choose_rows(spans)
+        self.tokens = self._known_and_coming(spans, coming)
+        self.chunks = [
+            self._chunk(allocator, index) for index in range(self.num_decodes, len(spans))
+        ]
+
+    def _lay_out(self, block_size: int) -> None:
+        """Positions, slots, and the tables and context lengths of single tokens."""
+        count = self.num_decodes
+        self._lengths = self._stops - self._starts
+        self._first_rows = np.cumsum(self._lengths, dtype=np.int32) - self._lengths
+        if self._chunk_tables:
+            offsets = np.repeat(self._starts - self._first_rows, self._lengths)
+            positions = np.arange(len(offsets), dtype=np.int32) + offsets
+        else:
+            positions = self._starts
+        self._tables.update(self.seq_ids[:count])
+        columns = positions // np.int32(block_size)
+        blocks = [self._tables.blocks_at(columns[:count])]
+        for index, table in enumerate(self._chunk_tables, start=count):
+            first = self._first_rows[index]
+            blocks.append(table[columns[first : first + self._lengths[index]]])
+        slots = np.concatenate(blocks) * np.int32(block_size) + positions % np.int32(block_size)
+        self._host_positions = positions
+        self.positions = mx.array(positions)
+        self.slot_mapping = mx.array(slots)
+        self.block_tables = self._tables.array
+        self.context_lens = mx.array(self._stops[:count])
+
+    def _choose_rows(self, spans: Sequence[Span]) -> None:
+        """Whose next tokens are drawn, and from which rows."""
+        drawing = [span for span in spans if span.samples]
+        rows, lengths = self._first_rows + self._lengths - 1, self._stops
+        self._draws = np.array([span.samples for span in spans])
+        if len(drawing) < len(spans):
+            rows, lengths = rows[self._draws], lengths[self._draws]
+        self.sampled = [span.request for span in drawing]
+        self.logits_of: mx.array | None = None
+        if any([span.forks for span in drawing]):
+            self.sampled = [r for span in drawing for r in (span.request, *span.forks)]
+            counts = [1 + len(span.forks) for span in drawing]
+            self.logits_of = as_int32(np.repeat(np.arange(len(drawing), dtype=np.int32), counts))
+            lengths = np.repeat(lengths, counts)
+        self.sampled_lengths = lengths
+        self._sampled_rows = rows
+
+    def _known_and_coming(self, spans: Sequence[Span], coming: ComingTokens | None) -> mx.array:
+        """Token ids ``[T]``; a token that is still being chosen is taken from where it will be."""
+        if coming is not None and self.samples_all and coming.requests == self.sampled:
+            return coming.tokens
+        tokens: list[int] = []
+        late: list[int] = []  # spans of a token that is not known yet
+        for index, span in enumerate(spans):
+            known = span.request.tokens[span.start : span.stop]
+            if not known:
+                late.append(index)
+                known = [0]
+            tokens += known
+        assert len(tokens) == self.num_tokens, "of several tokens in a span, some are not known"
+        if not late:
+            return as_int32(tokens)
+        assert coming is not None
+        sources = np.arange(len(tokens), dtype=np.int32)
+        rows = [coming.row_of[spans[i].request.id] for i in late]
+        sources[self._first_rows[late]] = len(tokens) + np.array(rows)
+        return mx.concatenate([as_int32(tokens), coming.tokens])[mx.array(sources)]
+
+    def _chunk(self, allocator: BlockAllocator, index: int) -> Chunk:
+        start, stop = int(self._starts[index]), int(self._stops[index])
+        table = self._chunk_tables[index - self.num_decodes]
+        block_ids = mx.array(table[: allocator.blocks_needed(stop)])
+        return Chunk(int(self._first_rows[index]), start, stop - start, block_ids)
+
+    @cached_property
+    def sampled_rows(self) -> mx.array:
+        """Rows whose logits are wanted, int32."""
+        return mx.array(self._sampled_rows)
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """How many rows' logits are wanted."""
+        return len(self._sampled_rows)
+
+    @property
+    def samples_all(self) -> bool:
+        """Whether the logits of all tokens are wanted, each for one request."""
+        return len(self.sampled) == len(self._sampled_rows) == self.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self._host_positions.size
+
+    @property
+    def inputs(self) -> mx.array:
+        """The model's input ids, ``[T, 1]`` or ``[1, L]``."""
+        return self.tokens[:, None] if self.layout is Layout.ROWS else self.tokens[None]
+
+    @property
+    def newest(self) -> mx.array:
+        """The newest token of each of `sampled`, int32."""
+        if self.samples_all:
+            return self.tokens
+        rows = self.sampled_rows if self.logits_of is None else self.sampled_rows[self.logits_of]
+        return self.tokens[rows]
+
+    @cached_property
+    def max_context(self) -> int:
+        """The longest context of the batch: length of gathered keys."""
+        return int(self._stops.max())
+
+    @cached_property
+    def row_tables(self) -> mx.array:
+        """Block table of every row of the model's input, ``[T or 1, max_blocks]`` int32."""
+        if not self._chunk_tables:
+            return self.block_tables
+        tables = _padded(self._tables.host(), self._chunk_tables)
+        if self.layout is Layout.CHUNK:
+            return mx.array(tables)
+        sequences = np.repeat(np.arange(len(tables), dtype=np.int32), self._lengths)
+        return mx.take(mx.array(tables), mx.array(sequences), axis=0)
+
+    def mask(self, window: int | None) -> mx.array:
+        """``[T, 1, 1, S]`` or ``[1, 1, L, S]`` bool over gathered keys: causal, within `window`."""
+        shape = (-1, 1, 1, 1) if self.layout is Layout.ROWS else (1, 1, -1, 1)
+        return causal_mask(self.positions.reshape(shape), self.max_context, window)
+
+    def sampled_alone(self) -> SampledRows:
+        """The sampled tokens as rows that attend, of a batch of rows."""
+        assert self.layout is Layout.ROWS
+        positions = self._host_positions[self._sampled_rows]
+        contexts = positions + np.int32(1)
+        sampled, max_context = mx.array(positions), int(contexts.max())
+        return SampledRows(sampled, mx.array(contexts), self._sampled_tables(), max_context)
+
+    def _sampled_tables(self) -> mx.array:
+        """Block tables of the sampled rows, ``[R, max_blocks]`` int32."""
+        singles, chunks = self._draws[: self.num_decodes], self._draws[self.num_decodes :]
+        if singles.all() and not chunks.any():
+            return self.block_tables
+        others = [self._chunk_tables[index] for index in np.flatnonzero(chunks)]
+        return mx.array(_padded(self._tables.host()[singles], others))
+
+
+def _padded(rows: Int32Array, tables: Sequence[Int32Array]) -> Int32Array:
+    """`rows` and below them `tables`, each row filled with zeros to the longest."""
+    width = max([rows.shape[1], *map(len, tables)])
+    padded = np.zeros((len(rows) + len(tables), width), np.int32)
+    padded[: len(rows), : rows.shape[1]] = rows
+    for row, table in zip(padded[len(rows) :], tables, strict=True):
+        row[: len(table)] = table
+    return padded

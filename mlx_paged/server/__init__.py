@@ -1,0 +1,1 @@
+"""python -m mlx_paged.server: mlx-lm's HTTP server on the engine."""

@@ -1,0 +1,86 @@
+"""Garbage collections are timed, on which thread they are, and only while somebody wants it."""
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mlx_paged.metrics.timers import GcPauses
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def slow_collections(clock) -> Iterator[None]:
+    """Every collection takes two seconds; none happens unasked."""
+
+    def spend(phase: str, info: dict[str, int]) -> None:
+        clock.now += phase == "start"
+        clock.now += phase == "stop"
+
+    gc.disable()
+    yield gc.callbacks.append(spend)
+    gc.callbacks.remove(spend)
+    gc.enable()
+
+
+@pytest.mark.usefixtures("slow_collections")
+def test_a_collection_is_counted_on_its_thread(clock):
+    pauses = GcPauses(clock)
+    gc.collect()
+    assert (pauses.seconds, pauses.elsewhere) == (1, 0)  # the last second is after the stop
+    thread = threading.Thread(target=gc.collect)
+    thread.start()
+    thread.join()
+    assert (pauses.seconds, pauses.elsewhere) == (1, 1)
+
+
+@pytest.mark.usefixtures("slow_collections")
+def test_the_thread_that_watches_is_the_one_that_matters(clock):
+    pauses = GcPauses(clock)
+
+    def work() -> None:
+        pauses.watch()
+        gc.collect()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert (pauses.seconds, pauses.elsewhere) == (1, 0)
+
+
+@pytest.mark.usefixtures("slow_collections")
+def test_the_working_clock_stands_still_meanwhile(clock):
+    pauses = GcPauses(clock)
+    before = pauses.working()
+    gc.collect()
+    clock.now += 5
+    assert pauses.working() - before == 5 + 1
+
+
+def test_nothing_is_left_when_it_is_gone(clock):
+    callbacks = list(gc.callbacks)
+    pauses = GcPauses(clock)
+    assert len(gc.callbacks) == len(callbacks) + 1
+    del pauses
+    assert gc.callbacks == callbacks
+
+
+def test_it_can_be_closed_more_than_once(clock):
+    callbacks = list(gc.callbacks)
+    pauses = GcPauses(clock)
+    pauses.close()
+    pauses.close()
+    assert gc.callbacks == callbacks
