@@ -30,7 +30,7 @@ from bench.models import llama_model, random_prompts
 from mlx_paged import BatchGenerator, make_prompt_cache, patched_mlx_lm
 from mlx_paged.cli import COUNT
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
-from mlx_paged.kv.allocation import ceil_div
+from mlx_paged.kv.blocks import ceil_div
 
 PLAIN_STEPS = 3  # steps of decodes alone before each visit, and after it
 

@@ -37,7 +37,7 @@ from bench.machine import check_machine, machine_text
 from bench.models import llama_model, random_prompts
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, KV_BLOCK_SIZES
-from mlx_paged.kv.allocation import ceil_div
+from mlx_paged.kv.blocks import ceil_div
 
 SEED = 0
 TEMPERATURE = 1.0

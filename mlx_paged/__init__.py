@@ -3,13 +3,13 @@
 import mlx.core  # noqa: F401  registers the array type that the compiled module shares
 
 from mlx_paged.batch_generator.generator import BatchGenerator
+from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.patch import patch_mlx_lm, patched_mlx_lm, unpatch_mlx_lm
-from mlx_paged.drop_in.prompt_cache import make_prompt_cache
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
 from mlx_paged.engine.ticket import Ticket
-from mlx_paged.kv.allocation import OutOfBlocksError
 from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.ops.paged import (
     copy_blocks,
     install_in_mlx,

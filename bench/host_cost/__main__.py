@@ -30,10 +30,9 @@ from bench.host_cost.silent_engine import (
 )
 from bench.machine import Clock, check_machine
 from mlx_paged import Engine
-from mlx_paged.cli import COUNT, Parser
-from mlx_paged.engine.pipeline import StepResult
-from mlx_paged.engine.text_stream import TextStream
-from mlx_paged.model_loader import load_model
+from mlx_paged.cli import COUNT, Parser, load_model
+from mlx_paged.engine.text import TextStream
+from mlx_paged.scheduler.runner_protocol import StepResult
 
 COUNTED = ("schedule", "tables", "sampling")
 PARTS = (*COUNTED, "launch", "results", "pipeline")

@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.models import SIZES, random_llama
 from mlx_paged import Engine
-from mlx_paged.kv.allocation import ceil_div
+from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.runner.model_runner import ModelRunner
 
 BLOCK_SIZE = 16

@@ -16,7 +16,7 @@ from mlx_paged.attention.chunks import Chunk
 from mlx_paged.attention.path_table import Heads
 from mlx_paged.attention.pool_attention import PoolAttention, gather_rows
 from mlx_paged.attention.sdpa_hook import mlx_attention
-from mlx_paged.kv.allocation import ceil_div
+from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

@@ -9,9 +9,9 @@ import mlx.nn as nn
 from bench.models import SIZES, llama_model
 from bench.serving.servers import BatchServer, PagedServer, SequentialServer, Server, StaticBatches
 from bench.serving.trace import Trace
-from mlx_paged.kv.allocation import ceil_div
+from mlx_paged.cli import load_model as load
+from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import block_bytes
-from mlx_paged.model_loader import load_model as load
 from mlx_paged.runner.model_probe import probe
 
 STATIC = "_static"  # ending of the name of an engine that runs batch after batch

@@ -1,20 +1,11 @@
 """How tokens are laid out for a forward, and what of a batch attends together."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
-from typing import ClassVar
 
 import mlx.core as mx
 
 from mlx_paged.kv.pool import as_int32
-
-
-class Layout(StrEnum):
-    """How tokens are laid out in the model's input."""
-
-    ROWS = "rows"  # inputs [T, 1]: every token is a batch row with its own position
-    CHUNK = "chunk"  # inputs [1, L]: consecutive tokens of one sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,37 +48,6 @@ class Chunk:
         keys = mx.arange(first, self.context_len)[None]
         queries = mx.arange(self.start, self.context_len)[:, None]
         return (keys <= queries) & (keys > queries - window)
-
-
-@dataclass(frozen=True, eq=False)
-class SampledRows:
-    """A batch's sampled tokens, R rows whose K/V is stored, as what attends to it.
-
-    Attributes:
-        positions: ``[R]`` int32.
-        context_lens: ``[R]`` int32, the token itself included.
-        block_tables: ``[R, max_blocks]`` int32.
-        max_context: the longest context.
-    """
-
-    positions: mx.array
-    context_lens: mx.array
-    block_tables: mx.array
-    max_context: int
-    layout: ClassVar[Layout] = Layout.ROWS
-    chunks: ClassVar[tuple[Chunk, ...]] = ()
-
-    @property
-    def num_decodes(self) -> int:
-        return self.positions.size
-
-    @property
-    def row_tables(self) -> mx.array:
-        return self.block_tables
-
-    def mask(self, window: int | None) -> mx.array:
-        """``[R, 1, 1, S]`` bool over gathered keys: causal, within `window`."""
-        return causal_mask(self.positions[:, None, None, None], self.max_context, window)
 
 
 def causal_mask(queries: mx.array, num_keys: int, window: int | None) -> mx.array:

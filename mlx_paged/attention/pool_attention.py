@@ -7,12 +7,11 @@ from functools import lru_cache
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.attention.chunks import Chunk, Layout, SampledRows
+from mlx_paged.attention.chunks import Chunk
 from mlx_paged.attention.dispatch import dispatcher
 from mlx_paged.attention.path_table import AttentionPath, Heads
 from mlx_paged.attention.sdpa_hook import mlx_attention
 from mlx_paged.kv.pool import KVPool, KVShape
-from mlx_paged.runner.batch import Batch
 
 calls: Counter[str] = Counter()
 """How often which path answered since the process began: "paged" (the op) or "gather" (blocks
@@ -113,26 +112,6 @@ class PoolAttention:
         blocks = chunk.block_ids[first // self.pool.block_size :]
         k, v = self.pool.gather(self.layer, blocks, chunk.context_len - first)
         return mlx_attention(q, k, v, scale=self.scale, mask=mask, sinks=self.sinks)
-
-
-class BatchAttention(PoolAttention):
-    """One layer's attention of a batch."""
-
-    __slots__ = ()
-
-    def attend(self, q: mx.array, batch: Batch | SampledRows) -> mx.array:
-        """Attention of ``q [T, H, 1, D]`` (rows) or ``[1, H, L, D]`` (a chunk); returns that shape
-        with the values' head_dim."""
-        if batch.layout is Layout.CHUNK:
-            return self.chunk(q, batch.chunks[0])
-        parts = []
-        if batch.num_decodes:
-            decodes = q[: batch.num_decodes]
-            parts.append(self.rows(decodes, batch.block_tables, batch.context_lens))
-        for chunk in batch.chunks:
-            rows = q[chunk.first_row : chunk.first_row + chunk.length].transpose(2, 1, 0, 3)
-            parts.append(self.chunk(rows, chunk).transpose(2, 1, 0, 3))
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
 
 def gather_rows(pool: KVPool, layer: int, tables: mx.array) -> tuple[mx.array, mx.array]:

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.kv.allocation import BlockCopy
+from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
 NUM_BLOCKS = 2

@@ -14,18 +14,22 @@ from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_paged.batch_generator.batch_arguments import (
+from mlx_paged.batch_generator.contiguous_caches import contiguous_caches
+from mlx_paged.batch_generator.recorder import RecordedEngine, Recording
+from mlx_paged.batch_generator.sequences import (
+    BatchSequence,
+    Caches,
+    Frame,
+    Lease,
     LogitsProcessor,
+    PromptResponse,
+    Response,
     Sampler,
     boundaries,
     require_one_each,
     require_tokens_of,
     row_params,
 )
-from mlx_paged.batch_generator.batch_response import Caches, Lease, Response
-from mlx_paged.batch_generator.contiguous_caches import contiguous_caches
-from mlx_paged.batch_generator.recorder import RecordedEngine, Recording
-from mlx_paged.batch_generator.sequences import BatchSequence, Frame, PromptResponse
 from mlx_paged.outputs import TokenOutput
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import SamplingParams

@@ -6,9 +6,9 @@ import mlx.core as mx
 from mlx_lm.generate_utils import BatchCounters
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.pipeline import Choice
 from mlx_paged.request import Request
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
+from mlx_paged.scheduler.runner_protocol import Choice
 from mlx_paged.scheduler.step import Span, Step
 
 

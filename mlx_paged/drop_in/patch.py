@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.models.cache import save_prompt_cache as stock_save_prompt_cache
 
 from mlx_paged.attention.sdpa_hook import attention_hook
-from mlx_paged.drop_in.prompt_cache import check_options, make_prompt_cache
+from mlx_paged.drop_in.caches import check_options, make_prompt_cache
 from mlx_paged.drop_in.ragged_prompts import prompt_without_padding, stock_prompt
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
 from mlx_paged.drop_in.stock_caches import as_paged, save_prompt_cache

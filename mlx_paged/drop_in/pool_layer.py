@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.drop_in.padded_batch import RowStep
-from mlx_paged.drop_in.row_spans import RowSpans
+from mlx_paged.drop_in.padded_batch import RowSpans, RowStep
 from mlx_paged.drop_in.sequence import ContentKey, PagedSequence, SequencePool
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.growing_allocator import GrowingAllocator

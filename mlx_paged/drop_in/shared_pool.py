@@ -10,11 +10,10 @@ from weakref import WeakValueDictionary, ref
 
 import mlx.nn as nn
 
-from mlx_paged.drop_in.padded_batch import RowStep
+from mlx_paged.drop_in.padded_batch import RowSpans, RowStep
 from mlx_paged.drop_in.pool_layer import PoolLayer
-from mlx_paged.drop_in.row_spans import RowSpans
 from mlx_paged.drop_in.sequence import ContentKey, PagedSequence
-from mlx_paged.kv.allocation import BlockCopy, OutOfBlocksError
+from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
 from mlx_paged.kv.growing_allocator import GrowingAllocator
 from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.pool import block_bytes

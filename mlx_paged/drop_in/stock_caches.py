@@ -11,7 +11,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import save_prompt_cache as stock_save_prompt_cache
 
 from mlx_paged.drop_in.base_cache import PagedCache
-from mlx_paged.drop_in.prompt_cache import PagedKVCache, converted, is_pageable, make_prompt_cache
+from mlx_paged.drop_in.caches import PagedKVCache, converted, is_pageable, make_prompt_cache
 from mlx_paged.runner.model_probe import leaves
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_paged.engine.prompt_encoder import PromptEncoder
+from mlx_paged.engine.text import PromptEncoder
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams, check_biases, is_count, is_real, is_whole
 

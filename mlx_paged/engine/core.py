@@ -5,11 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_paged.engine.arguments import Placing, check_beams, check_samples, checked_params
-from mlx_paged.engine.beam_requests import BeamRequests
-from mlx_paged.engine.beams import BeamGroup
+from mlx_paged.engine.beams import BeamGroup, BeamRequests
 from mlx_paged.engine.one_thread import exclusive
-from mlx_paged.engine.prompt_encoder import Prompt
 from mlx_paged.engine.steps import EngineSteps
+from mlx_paged.engine.text import Prompt
 from mlx_paged.outputs import Completion
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import SamplingParams

@@ -12,26 +12,27 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.attention.prewarm import prewarm as compile_pipelines
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.one_thread import exclusive
-from mlx_paged.engine.pipeline import Runner
-from mlx_paged.engine.prompt_encoder import Prompt
-from mlx_paged.kv.allocation import ceil_div
+from mlx_paged.engine.text import Prompt
 from mlx_paged.kv.block_manager import KVBlockManager
-from mlx_paged.kv.memory import num_blocks_for, num_snapshots_for, promise_snapshots
-from mlx_paged.kv.wired_limit import hold_wired_limit
-from mlx_paged.metrics.kv_reads import KVReads
-from mlx_paged.metrics.phase_times import PhaseTimes
-from mlx_paged.metrics.recorder import Instruments
-from mlx_paged.metrics.stats import EngineStats
+from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.kv.memory import (
+    hold_wired_limit,
+    num_blocks_for,
+    num_snapshots_for,
+    promise_snapshots,
+)
+from mlx_paged.metrics.recorder import Instruments, TickWriter
+from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import TickLog
-from mlx_paged.metrics.tick_writer import TickWriter
+from mlx_paged.metrics.timers import PhaseTimes
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.profiling import ProfilingRunner
 from mlx_paged.sampling_params import SamplingParams, is_whole
-from mlx_paged.scheduler.policies import Policy
+from mlx_paged.scheduler.policies import Policy, VictimPolicy
+from mlx_paged.scheduler.runner_protocol import Runner
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.victims import VictimPolicy
 
 OnOutput = Callable[[TokenOutput], None]
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 import mlx.core as mx
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.engine.prompt_encoder import Prompt
+from mlx_paged.engine.text import Prompt
 from mlx_paged.engine.ticket import Inbox, Ticket
 from mlx_paged.sampling_params import SamplingParams
 

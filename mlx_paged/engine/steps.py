@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from mlx_paged.engine.beam_requests import BeamRequests
-from mlx_paged.engine.interrupts import deferred_interrupts
+from mlx_paged.engine.beams import BeamRequests
 from mlx_paged.engine.one_thread import Occupancy, exclusive
-from mlx_paged.engine.pipeline import Choice, Fault, Runner, StepPipeline
-from mlx_paged.engine.prompt_encoder import PromptEncoder, Tokenizer
-from mlx_paged.engine.text import OutputProcessor
+from mlx_paged.engine.pipeline import StepPipeline, deferred_interrupts
+from mlx_paged.engine.text import OutputProcessor, PromptEncoder, Tokenizer
 from mlx_paged.metrics.recorder import Instruments, TickRecorder
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.runner_protocol import Choice, Fault, Runner
 from mlx_paged.scheduler.scheduler import Scheduler
 
 

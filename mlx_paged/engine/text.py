@@ -1,12 +1,185 @@
 """Chosen tokens to what callers see: text, ends, completions. Knows no mlx."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from operator import index
+from typing import Any, Protocol
 
-from mlx_paged.engine.pipeline import Choice
-from mlx_paged.engine.prompt_encoder import Tokenizer
-from mlx_paged.engine.text_stream import TextStream
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
+from mlx_paged.scheduler.runner_protocol import Choice
+
+
+class Detokenizer(Protocol):
+    """What is used of mlx-lm's streaming detokenizers."""
+
+    last_segment: str
+
+    def add_token(self, token: int) -> None: ...
+    def finalize(self) -> None: ...
+
+
+class TextStream:
+    """The text of one request.
+
+    Text that may turn out to be the beginning of a stop string is held back until the next tokens
+    tell. Stop strings may span any number of tokens.
+
+    Args:
+        detokenizer: a fresh one.
+        stop: strings before which the text ends.
+        context: tokens before the first one, whose own text is not wanted but on which the text of
+            those that follow may depend.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stop = tuple(stop)
+        self._context = context
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Add a token; return the text that became certain. Sets `stopped` on a stop string."""
+        self._read_context()
+        self._detokenizer.add_token(token)
+        return self._emit(self._detokenizer.last_segment)
+
+    def finish(self) -> str:
+        """No token follows: return the rest of the text."""
+        self._detokenizer.finalize()
+        segment = self._emit(self._detokenizer.last_segment)
+        if not self.stopped:
+            segment += self._held
+            self.text += self._held
+            self._held = ""
+        return segment
+
+    def _read_context(self) -> None:
+        for token in self._context:
+            self._detokenizer.add_token(token)
+        if self._context:
+            _ = self._detokenizer.last_segment  # reading it is what moves on
+        self._context = ()
+
+    def _emit(self, segment: str) -> str:
+        if self.stopped:
+            return ""
+        pending = self._held + segment
+        cut = self._first_stop(pending)
+        if cut is not None:
+            self.stopped = True
+            self._held = ""
+            certain = pending[:cut]
+        else:
+            keep = self._possible_stop(pending)
+            self._held = pending[len(pending) - keep :]
+            certain = pending[: len(pending) - keep]
+        self.text += certain
+        return certain
+
+    def _first_stop(self, text: str) -> int | None:
+        """Where the stop string begins that is complete first, however the text was cut."""
+        found = [
+            (index + len(stop), index) for stop in self._stop if (index := text.find(stop)) >= 0
+        ]
+        return min(found)[1] if found else None
+
+    def _possible_stop(self, text: str) -> int:
+        """Length of the longest end of `text` that begins a stop string."""
+        lengths = (
+            length
+            for stop in self._stop
+            for length in range(min(len(stop) - 1, len(text)), 0, -1)
+            if text.endswith(stop[:length])
+        )
+        return max(lengths, default=0)
+
+
+Prompt = str | Sequence[int]
+
+_NO_SEQUENCES = (bytes, bytearray, memoryview, Set, Mapping)
+"""What can be iterated over but does not hold token ids in an order."""
+
+
+class Tokenizer(Protocol):
+    """What is used of mlx-lm's TokenizerWrapper."""
+
+    @property
+    def bos_token(self) -> str | None: ...
+    @property
+    def eos_token_ids(self) -> Collection[int]: ...
+    @property
+    def detokenizer(self) -> Detokenizer: ...
+    def encode(self, text: str, **options: Any) -> Sequence[int]: ...
+
+
+class PromptEncoder:
+    """Encodes and checks what callers give as prompts.
+
+    Args:
+        tokenizer: None: prompts are token ids.
+        vocab_size: token ids are below it; None: unknown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+
+    def __call__(self, prompt: Prompt, continues: bool = False) -> list[int]:
+        """Token ids of a prompt, or of what continues one, which may be empty.
+
+        Raises:
+            ValueError: an empty prompt, something else than text or token ids, a token outside the
+                vocabulary, text without a tokenizer.
+        """
+        if not isinstance(prompt, str):
+            tokens = _token_ids(prompt)
+        elif continues and not prompt:
+            tokens = []
+        elif self.tokenizer is None:
+            raise ValueError("[add_request] prompt is text: expected token ids or a tokenizer")
+        else:
+            bos = self.tokenizer.bos_token
+            special = not continues and (bos is None or not prompt.startswith(bos))
+            tokens = list(self.tokenizer.encode(prompt, add_special_tokens=special))
+        if not tokens and continues:
+            return tokens
+        if not tokens:
+            raise ValueError("[add_request] prompt is empty: expected at least one token")
+        limit = self.vocab_size or max(tokens) + 1
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < limit:
+                raise ValueError(
+                    f"[add_request] prompt has token {token}: expected ids in [0, {limit})"
+                )
+        return tokens
+
+
+def _token_ids(prompt: object) -> list[int]:
+    """The integers of a sequence, a NumPy array or an mx.array."""
+    if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Iterable) or isinstance(prompt, _NO_SEQUENCES):
+        raise ValueError(
+            f"[add_request] prompt is of type {type(prompt).__name__}: "
+            "expected text or a sequence of token ids"
+        )
+    tokens = list(prompt)
+    are_plain = set(map(type, tokens)) <= {int}
+    return tokens if are_plain else [_token_id(token) for token in tokens]
+
+
+def _token_id(token: Any) -> int:
+    try:
+        number = token.item() if hasattr(token, "item") else token  # of an array
+        if not isinstance(number, bool):
+            return index(number)
+    except (TypeError, ValueError):
+        pass
+    raise ValueError(f"[add_request] prompt has token {token!r:.80}: expected integers")
 
 
 class OutputProcessor:

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mlx_paged.cli import GB, metrics_options
+from mlx_paged.cli import GB, load_model, metrics_options
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.arguments import make_parser
 from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, prompt_specs
 from mlx_paged.generate.report import RULE, Result, print_results, print_stats, write_results
-from mlx_paged.model_loader import load_model
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
 

@@ -2,13 +2,12 @@
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mlx_paged.kv.allocation import Admission, BlockCopy, ceil_div
-from mlx_paged.kv.block_tables import BlockTables, Int32Array
-from mlx_paged.kv.blocks import BlockStore
+from mlx_paged.kv.block_tables import BlockTables, Int32Array, SequenceBlocks
+from mlx_paged.kv.blocks import BlockCopy, BlockStore, ceil_div
 from mlx_paged.kv.prefix_cache import (
     ROOT,
     MissReason,
@@ -17,9 +16,27 @@ from mlx_paged.kv.prefix_cache import (
     root_hash,
     token_bytes,
 )
-from mlx_paged.kv.sequence_blocks import SequenceBlocks
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a new sequence found in the prefix cache.
+
+    Attributes:
+        num_cached: leading tokens whose K/V is in its blocks once `copies` are performed.
+        copies: to perform, in order, before anything is written.
+        miss: why there are no more of them; None if all that can be reused are.
+        snapshot: what the sequence's recurrent states begin with.
+        branch: where full blocks known beyond that end; 0: there are none.
+    """
+
+    num_cached: int
+    copies: list[BlockCopy]
+    miss: MissReason | None
+    snapshot: Snapshot | None = None
+    branch: int = 0
 
 
 class BlockAllocator:

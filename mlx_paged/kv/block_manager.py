@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.kv.allocation import BlockCopy
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
 LayerKV = tuple[mx.array, mx.array]

@@ -1,9 +1,12 @@
 """The block tables of all live sequences in one array. Knows no mlx."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+
+from mlx_paged.kv.prefix_cache import ROOT
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -104,3 +107,26 @@ class BlockTables:
     def _changed(self, row: int) -> None:
         self.version += 1
         self._versions[row] = self.version
+
+
+@dataclass(slots=True)
+class SequenceBlocks:
+    """A sequence and the state of its blocks, whose ids are in a row of the block tables.
+
+    Attributes:
+        num_tokens: positions ``[0, num_tokens)`` belong to the sequence.
+        hashes: of its full blocks offered for reuse.
+        root: its first block's parent.
+        may_offer: whether its K/V may be offered for reuse.
+        first_block: those before it were given up: no position will read them again.
+        private_start: positions ``[private_start, private_stop)`` may be written as they are.
+    """
+
+    row: int
+    num_tokens: int = 0
+    hashes: list[bytes] = field(default_factory=list)
+    root: bytes = ROOT
+    may_offer: bool = True
+    first_block: int = 0
+    private_start: int = 0
+    private_stop: int = 0

@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.kv.allocation import BlockCopy
 from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.blocks import BlockCopy
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,50 @@
 """Keeps an engine's statistics and its log of ticks. Knows no mlx."""
 
+import json
+import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from io import FileIO
+from os import PathLike
 from typing import Any
 
-from mlx_paged.engine.pipeline import StepResult
-from mlx_paged.metrics.kv_reads import KVReads
-from mlx_paged.metrics.phase_times import PhaseTimes
-from mlx_paged.metrics.stats import EngineStats
+from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick import Tick
 from mlx_paged.metrics.tick_log import TickLog
-from mlx_paged.metrics.tick_writer import TickWriter
-from mlx_paged.metrics.timers import GcPauses
+from mlx_paged.metrics.timers import GcPauses, PhaseTimes
+from mlx_paged.scheduler.runner_protocol import StepResult
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
+
+
+class TickWriter:
+    """Writes a line per tick, each of them whole, so that nothing is lost when the process ends.
+
+    What the file held before is replaced with the first tick. A file that can no longer be written
+    is given up with one warning: the engine goes on.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+        self._failed = False
+        open(path, "ab").close()
+
+    def write(self, tick: Tick) -> None:
+        if self._failed:
+            return
+        try:
+            if self._file is None:
+                self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115
+                weakref.finalize(self, self._file.close)
+            self._file.write(json.dumps(tick.as_dict()).encode() + b"\n")
+        except OSError as error:
+            self._failed = True
+            logging.warning("no more ticks are written: %s", error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,30 @@ import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
 from mlx_paged import ops
-from mlx_paged.attention.chunks import Layout, SampledRows
-from mlx_paged.attention.latent_handles import RotaryHandle
-from mlx_paged.attention.pool_attention import BatchAttention
-from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle
+from mlx_paged.attention.pool_attention import PoolAttention
+from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle, RotaryHandle
 from mlx_paged.kv.pool import KVPool
-from mlx_paged.runner.batch import Batch
+from mlx_paged.runner.batch import Batch, Layout, SampledRows
+
+
+class BatchAttention(PoolAttention):
+    """One layer's attention of a batch."""
+
+    __slots__ = ()
+
+    def attend(self, q: mx.array, batch: Batch | SampledRows) -> mx.array:
+        """Attention of ``q [T, H, 1, D]`` (rows) or ``[1, H, L, D]`` (a chunk); returns that shape
+        with the values' head_dim."""
+        if batch.layout is Layout.CHUNK:
+            return self.chunk(q, batch.chunks[0])
+        parts = []
+        if batch.num_decodes:
+            decodes = q[: batch.num_decodes]
+            parts.append(self.rows(decodes, batch.block_tables, batch.context_lens))
+        for chunk in batch.chunks:
+            rows = q[chunk.first_row : chunk.first_row + chunk.length].transpose(2, 1, 0, 3)
+            parts.append(self.chunk(rows, chunk).transpose(2, 1, 0, 3))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
 
 def storable(values: mx.array) -> mx.array:

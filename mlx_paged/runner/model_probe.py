@@ -10,13 +10,11 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlx_paged.attention.latent_handles import RotaryHandle
 from mlx_paged.attention.prewarm import AttentionKind
-from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle, attention_hook
+from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle, RotaryHandle, attention_hook
 from mlx_paged.kv.pool import KVPool, KVShape
-from mlx_paged.runner.last_layer import LastLayer
 from mlx_paged.runner.layer_cache import UntrimmedCache, layer_cache, storable
-from mlx_paged.runner.skip_unsampled import LogitRows
+from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows
 
 REFUSED = {
     "phi3small": (

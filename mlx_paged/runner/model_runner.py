@@ -11,22 +11,19 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_paged.attention.chunks import Layout
 from mlx_paged.attention.sdpa_hook import attention_hook
-from mlx_paged.engine.pipeline import Choice
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
-from mlx_paged.runner.batch import Batch, ComingTokens
-from mlx_paged.runner.batch_tables import BatchTables
-from mlx_paged.runner.last_layer import WORTH_SKIPPING, LastLayer
+from mlx_paged.runner.batch import Batch, BatchTables, ComingTokens, Layout
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of
-from mlx_paged.runner.skip_unsampled import LogitRows
+from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.sampler import Sampled, Sampler
+from mlx_paged.scheduler.runner_protocol import Choice
 from mlx_paged.scheduler.step import Span, Step
 
 TopLogprobs = tuple[tuple[int, float], ...]

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
-from mlx_paged.metrics.phase_times import PhaseTimes
+from mlx_paged.metrics.timers import PhaseTimes
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.model_probe import ModelProfile

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from mlx_paged.request import Request
 from mlx_paged.scheduler.cost_model import CostModel, StepWork
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import Span, Step
 
 MIN_CHUNK = 16
 """Prompt tokens that every step computes, if any wait, whatever the stall bound: no prompt of P
@@ -72,3 +72,36 @@ class ChunkBudget:
             wanted=wanted,
             minimum=max(0, MIN_CHUNK - step.chunk_tokens),
         )
+
+
+def is_under_way(request: Request, step: Step, budget: int, block_size: int) -> bool:
+    """Whether `step` computes, for somebody else, most of what `request` would compute in it.
+
+    Then the request is better off waiting: after the step it finds those blocks computed, and the
+    step's tokens go to somebody who needs them.
+
+    Args:
+        budget: prompt tokens that the step still takes.
+    """
+    return any(
+        2 * _shared_tokens(request, span, block_size) >= _own_tokens(request, span, budget)
+        for span in step.spans
+        if len(span) > 1 and span.request.salt == request.salt
+    )
+
+
+def _shared_tokens(request: Request, span: Span, block_size: int) -> int:
+    """Tokens of full blocks of the request that the span computes."""
+    ours, theirs = request.tokens, span.request.tokens
+    start = stop = span.start // block_size * block_size
+    if ours[:start] != theirs[:start]:
+        return 0
+    last = min(span.stop, len(ours))
+    while stop + block_size <= last and ours[stop : (end := stop + block_size)] == theirs[stop:end]:
+        stop = end
+    return stop - start
+
+
+def _own_tokens(request: Request, span: Span, budget: int) -> int:
+    """Tokens that the request would compute now, with a hit as far as the span's predecessors."""
+    return max(1, min(len(request.tokens) - span.start, budget))

@@ -1,7 +1,7 @@
 """Who is admitted next: waiting requests in the order of a policy. Knows no mlx."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Never
@@ -137,3 +137,24 @@ class WaitingQueue:
             heapify(self._heap)
         while self._heap and not self._is_live(self._heap[0]):
             heappop(self._heap)
+
+
+class VictimPolicy(StrEnum):
+    """Which running request is preempted; it is computed again later, with the same outcome."""
+
+    NEWEST = "newest"  # the last to arrive: the fewest steps are repeated, nobody starves
+    LONGEST = "longest"  # the most tokens in the pool: the fewest preemptions
+    FEWEST_GENERATED = "fewest-generated"  # the least visible progress is held up
+
+
+_RANK: dict[VictimPolicy, Callable[[Request], int]] = {
+    VictimPolicy.NEWEST: lambda request: 0,
+    VictimPolicy.LONGEST: lambda request: request.num_computed,
+    VictimPolicy.FEWEST_GENERATED: lambda request: -request.num_generated,
+}
+
+
+def choose_victim(candidates: list[Request], policy: VictimPolicy) -> Request:
+    """The one to preempt: lowest priority first, then by policy, then the newest."""
+    rank = _RANK[policy]
+    return max(candidates, key=lambda request: (request.priority, rank(request), request.id))

@@ -2,16 +2,14 @@
 
 from collections.abc import Iterable
 
-from mlx_paged.kv.allocation import OutOfBlocksError
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.prefix_cache import MissReason
 from mlx_paged.request import Request
-from mlx_paged.scheduler.budget import ChunkBudget
-from mlx_paged.scheduler.policies import Policy, WaitingQueue
-from mlx_paged.scheduler.shared_prefill import is_under_way
+from mlx_paged.scheduler.budget import ChunkBudget, is_under_way
+from mlx_paged.scheduler.policies import Policy, VictimPolicy, WaitingQueue, choose_victim
 from mlx_paged.scheduler.snapshot_plan import SnapshotPlan
 from mlx_paged.scheduler.step import Span, Step, sort_by_pending
-from mlx_paged.scheduler.victims import VictimPolicy, choose_victim
 
 
 class Scheduler:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
-from mlx_paged.kv.allocation import BlockCopy
+from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.request import Request
 from mlx_paged.scheduler.cost_model import StepWork

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from mlx_lm.server import ModelProvider
 
+from mlx_paged.cli import demo_model_path
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
-from mlx_paged.model_loader import demo_model_path
 from mlx_paged.server import arguments
 from mlx_paged.server.disconnects import DisconnectWatcher
 

@@ -13,8 +13,7 @@ from mlx_paged.engine.service import EngineService
 from mlx_paged.engine.ticket import Ticket
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.engine_metrics import EngineReading, read_engine
-from mlx_paged.server.metrics import ServerMetrics
+from mlx_paged.server.metrics import EngineReading, ServerMetrics, read_engine
 
 
 class BusyError(Exception):

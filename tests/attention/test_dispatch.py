@@ -17,11 +17,10 @@ from mlx_paged.attention.chunks import Chunk
 from mlx_paged.attention.dispatch import VARIABLE, Dispatcher, dispatcher, table_path, write_table
 from mlx_paged.attention.path_table import AttentionPath, Heads, PathTable, Timing
 from mlx_paged.attention.pool_attention import PoolAttention, calls
-from mlx_paged.drop_in.layer_step import LayerStep
-from mlx_paged.drop_in.padded_batch import RowStep
+from mlx_paged.drop_in.base_cache import LayerStep
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.padded_batch import RowSpans, RowStep
 from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.prompt_cache import make_prompt_cache
-from mlx_paged.drop_in.row_spans import RowSpans
 from mlx_paged.kv.pool import KVPool, KVShape
 
 BLOCK = 4

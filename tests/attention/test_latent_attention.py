@@ -16,7 +16,7 @@ from tiny_models import solo_greedy
 
 from mlx_paged import Engine, ops
 from mlx_paged.attention.pool_attention import calls
-from mlx_paged.kv.allocation import BlockCopy
+from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 from mlx_paged.runner.model_probe import Batching, probe
 

@@ -6,10 +6,10 @@ import mlx.core as mx
 import pytest
 from paged_cases import memory_limit
 
-from mlx_paged.attention.latent_handles import RotaryHandle
 from mlx_paged.attention.sdpa_hook import (
     CausalMask,
     KVHandle,
+    RotaryHandle,
     attention_hook,
     mlx_attention,
     mlx_where,

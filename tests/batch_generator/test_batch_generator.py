@@ -24,7 +24,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from tiny_models import VOCAB, solo_greedy
 
 from mlx_paged.batch_generator.generator import BatchGenerator
-from mlx_paged.model_loader import demo_model_path, load_model
+from mlx_paged.cli import demo_model_path, load_model
 from mlx_paged.sampling_params import SamplingParams
 
 stock_generate = sys.modules["mlx_lm.generate"]

@@ -13,12 +13,16 @@ from prompt_cache_cases import merged
 from tiny_models import VOCAB, tiny_model
 
 from mlx_paged.attention.pool_attention import calls
-from mlx_paged.drop_in.caches import BatchPagedKVCache
+from mlx_paged.cli import load_model
+from mlx_paged.drop_in.caches import (
+    BatchPagedKVCache,
+    PagedKVCache,
+    make_prompt_cache,
+    stock_make_prompt_cache,
+)
 from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.prompt_cache import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv.pool import KVPool
-from mlx_paged.model_loader import load_model
 
 BLOCK = 4
 LENGTHS = (5, 40, 17, 33, 1, 2, 29)

@@ -6,9 +6,8 @@ from prompt_cache_cases import BLOCK, PROMPT, contents, filled, merged, pool_of,
 from tiny_models import tiny_model
 
 from mlx_paged import OutOfBlocksError
-from mlx_paged.drop_in.caches import BatchPagedKVCache
+from mlx_paged.drop_in.caches import BatchPagedKVCache, PagedKVCache, make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.prompt_cache import PagedKVCache, make_prompt_cache
 from mlx_paged.drop_in.shared_pool import SharedPool
 
 

@@ -17,6 +17,8 @@ from mlx_paged import Engine
 from mlx_paged.attention import sdpa_hook
 from mlx_paged.attention.pool_attention import calls
 from mlx_paged.attention.sdpa_hook import mlx_attention
+from mlx_paged.cli import load_model
+from mlx_paged.drop_in.caches import PagedKVCache, stock_make_prompt_cache
 from mlx_paged.drop_in.patch import (
     TESTED_VERSIONS,
     UntestedVersionError,
@@ -27,9 +29,7 @@ from mlx_paged.drop_in.patch import (
     stock_save_prompt_cache,
     unpatch_mlx_lm,
 )
-from mlx_paged.drop_in.prompt_cache import PagedKVCache, stock_make_prompt_cache
 from mlx_paged.drop_in.ragged_prompts import stock_prompt
-from mlx_paged.model_loader import load_model
 
 GENERATE = sys.modules["mlx_lm.generate"]
 

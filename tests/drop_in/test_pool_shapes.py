@@ -17,8 +17,8 @@ from prompt_cache_cases import (
 )
 from tiny_models import tiny_model
 
+from mlx_paged.drop_in.caches import make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.prompt_cache import make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.drop_in.shared_pool import SharedPool
 
 

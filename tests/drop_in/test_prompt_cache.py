@@ -15,9 +15,9 @@ from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged.attention.pool_attention import calls
 from mlx_paged.attention.sdpa_hook import CausalMask, mlx_attention
-from mlx_paged.drop_in.layer_step import LayerStep
+from mlx_paged.drop_in.base_cache import LayerStep
+from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.prompt_cache import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.runner.model_probe import leaves
 
 KERNEL_MODELS = ("llama", "qwen3", "gemma3_text", "gpt_oss", "jamba")

@@ -11,8 +11,8 @@ from architectures import ARCHITECTURES, NOT_ON_A_CPU, VOCAB, build
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, generate_step
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_paged.drop_in.caches import make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.prompt_cache import make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.drop_in.ragged_prompts import STATES_OVER_PADDING, stock_prompt
 from mlx_paged.runner.model_probe import leaves
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from mlx_paged.drop_in.padded_batch import RowStep
-from mlx_paged.drop_in.row_spans import RowSpans
+from mlx_paged.drop_in.padded_batch import RowSpans, RowStep
 
 TABLES = np.array([[7, 3, 5], [2, 9, 0]], np.int32)
 

@@ -24,8 +24,8 @@ from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged import OutOfBlocksError
 from mlx_paged.drop_in import shared_pool
+from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.prompt_cache import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv.pool import KVPool
 

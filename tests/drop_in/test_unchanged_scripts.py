@@ -14,7 +14,7 @@ from server_harness import TIMEOUT, solo
 
 from mlx_paged import unpatch_mlx_lm
 from mlx_paged.attention.pool_attention import calls
-from mlx_paged.model_loader import demo_model_path
+from mlx_paged.cli import demo_model_path
 
 LINE = "import mlx_paged.auto_patch\n"
 

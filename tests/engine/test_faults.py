@@ -9,7 +9,7 @@ import pytest
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, FinishReason
-from mlx_paged.engine.interrupts import deferred_interrupts
+from mlx_paged.engine.pipeline import deferred_interrupts
 
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, VOCAB, n).tolist() for n in (9, 25, 14, 31, 6)]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from mlx_paged.engine.text_stream import TextStream
-from mlx_paged.model_loader import demo_model_path
+from mlx_paged.cli import demo_model_path
+from mlx_paged.engine.text import TextStream
 
 # Two letters and short stop strings: beginnings of one stop string end in beginnings of others.
 PIECES = st.lists(st.text("ab", max_size=5), max_size=12)

@@ -16,8 +16,8 @@ from generate_runs import (
     model_copy,
 )
 
-from mlx_paged import model_loader
-from mlx_paged.model_loader import demo_model_path
+from mlx_paged import cli as model_loader
+from mlx_paged.cli import demo_model_path
 
 pytest_plugins = ["generate_fixtures"]
 

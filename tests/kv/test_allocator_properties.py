@@ -14,8 +14,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from mlx_paged.kv.allocation import BlockCopy, OutOfBlocksError
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
 

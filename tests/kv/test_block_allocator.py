@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mlx_paged.kv.allocation import BlockCopy, OutOfBlocksError
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
 
 
 def test_paged_accounting_needs_30_blocks_where_static_reservation_takes_64():

@@ -7,9 +7,9 @@ from mlx.utils import tree_flatten, tree_map
 from tiny_models import tiny_model
 
 from mlx_paged import Engine, make_prompt_cache
-from mlx_paged.drop_in.prompt_cache import PagedKVCache
+from mlx_paged.drop_in.caches import PagedKVCache
 from mlx_paged.drop_in.shared_pool import SharedPool
-from mlx_paged.kv.allocation import OutOfBlocksError
+from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.memory import memory_in_use, num_blocks_for, physical_memory, spare_memory
 from mlx_paged.kv.pool import KVShape
 from mlx_paged.runner.model_probe import probe

@@ -3,8 +3,8 @@
 import pytest
 
 from mlx_paged.kv import prefix_cache
-from mlx_paged.kv.allocation import Admission, BlockCopy
-from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.allocator import Admission, BlockAllocator
+from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.prefix_cache import (
     EVICTED_PER_BLOCK,
     MAX_SIBLINGS,

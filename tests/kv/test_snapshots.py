@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_paged.kv.allocation import Admission
-from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.allocator import Admission, BlockAllocator
 from mlx_paged.kv.prefix_cache import PrefixCache
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
 from mlx_paged.request import Request

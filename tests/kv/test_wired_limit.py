@@ -8,9 +8,9 @@ from fake_macs import FakeMac, fake_mac
 from mlx_lm.generate import generation_stream, wired_limit
 from tiny_models import tiny_model
 
-import mlx_paged.kv.wired_limit as wired_limit_module
+import mlx_paged.kv.memory as wired_limit_module
 from mlx_paged import BatchGenerator, Engine, EngineService
-from mlx_paged.kv.wired_limit import hold_wired_limit
+from mlx_paged.kv.memory import hold_wired_limit
 
 BEFORE = 12345
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mlx_paged.metrics.kv_reads import Contexts, KVReads
+from mlx_paged.metrics.stats import Contexts, KVReads
 
 SIZE = 4
 LAYERS = [(None, 10), (6, 3), (None, 1), (0, 1000), (9, 2)]

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mlx_paged.metrics.kv_reads import STOCK_GROWTH, KVReads
-from mlx_paged.metrics.stats import EngineStats
+from mlx_paged.metrics.stats import STOCK_GROWTH, EngineStats, KVReads
 
 TOKEN_BYTES = 24
 

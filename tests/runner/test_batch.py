@@ -6,11 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged.attention.chunks import Layout
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
-from mlx_paged.runner.batch import Batch, ComingTokens
-from mlx_paged.runner.batch_tables import BatchTables
+from mlx_paged.runner.batch import Batch, BatchTables, ComingTokens, Layout
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span
 

@@ -12,9 +12,8 @@ from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine
 from mlx_paged.attention.pool_attention import calls
-from mlx_paged.runner.last_layer import WORTH_SKIPPING, LastLayer
 from mlx_paged.runner.model_probe import probe
-from mlx_paged.runner.skip_unsampled import LogitRows
+from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 
 RNG = np.random.default_rng(0)
 WIDTH = 1 << 18

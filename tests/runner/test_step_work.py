@@ -15,7 +15,7 @@ from tiny_models import VOCAB, solo_greedy, tiny_model
 from mlx_paged import Engine, SamplingParams, ops
 from mlx_paged.kv.block_tables import BlockTables
 from mlx_paged.runner.batch import Batch
-from mlx_paged.runner.last_layer import WORTH_SKIPPING
+from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING
 from mlx_paged.sampling.columns import SamplingRows
 
 LAYERS = 3

@@ -4,7 +4,7 @@ import pytest
 
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.shared_prefill import is_under_way
+from mlx_paged.scheduler.budget import is_under_way
 from mlx_paged.scheduler.step import Span, Step
 
 BLOCK = 8

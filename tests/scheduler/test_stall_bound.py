@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from mlx_paged.engine.core import EngineCore
-from mlx_paged.engine.pipeline import Choice
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import MIN_CHUNK
+from mlx_paged.scheduler.runner_protocol import Choice
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
 

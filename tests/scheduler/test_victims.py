@@ -4,7 +4,7 @@ import pytest
 
 from mlx_paged import SamplingParams
 from mlx_paged.request import Request
-from mlx_paged.scheduler.victims import VictimPolicy, choose_victim
+from mlx_paged.scheduler.policies import VictimPolicy, choose_victim
 
 
 def request(request_id: int, num_computed: int, num_generated: int, priority: int = 0) -> Request:

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_paged.kv.wired_limit import _WiredLimit
+from mlx_paged.kv.memory import _WiredLimit
 
 GB = 10**9
 MACS = {  # memory, recommended working set, longest buffer

@@ -13,12 +13,12 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.engine.pipeline import Choice
-from mlx_paged.kv.allocation import BlockCopy
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.cost_model import StepWork
+from mlx_paged.scheduler.runner_protocol import Choice
 from mlx_paged.scheduler.step import Span, Step
 
 VOCAB = 24

@@ -5,8 +5,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_paged.engine.pipeline import Choice, Runner
 from mlx_paged.request import Request
+from mlx_paged.scheduler.runner_protocol import Choice, Runner
 from mlx_paged.scheduler.step import Step
 
 

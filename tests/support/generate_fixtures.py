@@ -10,7 +10,7 @@ import pytest
 from generate_runs import Result, model_copy
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged import model_loader
+from mlx_paged import cli as model_loader
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate import __main__ as generate
 

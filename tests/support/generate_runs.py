@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx_paged
-from mlx_paged.model_loader import demo_model_path
+from mlx_paged.cli import demo_model_path
 
 RULE = "=" * 10
 ROOT = Path(mlx_paged.__file__).parents[1]

@@ -5,7 +5,7 @@ import numpy as np
 from mlx_lm.generate import generate_step
 from tiny_models import VOCAB
 
-from mlx_paged.drop_in.prompt_cache import make_prompt_cache, stock_make_prompt_cache
+from mlx_paged.drop_in.caches import make_prompt_cache, stock_make_prompt_cache
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 41).tolist()
 BLOCK = 4

@@ -7,8 +7,7 @@ from fault_injection import FailingProcessor
 from solo_runs import BeamOptions
 
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.policies import Policy
-from mlx_paged.scheduler.victims import VictimPolicy
+from mlx_paged.scheduler.policies import Policy, VictimPolicy
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from mlx_lm import stream_generate
 from openai import OpenAI
 
-from mlx_paged.model_loader import load_model
+from mlx_paged.cli import load_model
 from mlx_paged.server import arguments
 from mlx_paged.server.__main__ import serving
 
