@@ -1,6 +1,6 @@
 """What ``/metrics`` says, in Prometheus' format.
 
-Those of the engine are in :mod:`mlx_paged.server_engine_metrics`. Of the server:
+Those of the engine are in :mod:`mlx_paged.server.metrics`. Of the server:
 
 =============================================  =================================================
 mlx_paged_http_responses_total{code}           answers by status

@@ -216,7 +216,7 @@ def test_layers_are_paged_where_that_is_right(model_type, options, kinds):
 
 
 def test_the_document_names_the_models_that_keep_mlx_lms_caches():
-    text = (Path(__file__).parents[1] / "docs/drop-in.md").read_text()
+    text = (Path(__file__).parents[2] / "docs/drop-in.md").read_text()
     named = re.search(r"The models (.+?)\s+keep all of mlx-lm's caches", text, re.DOTALL)
     stateful = re.search(r"Nothing is paged in (.+?), which have only states", text, re.DOTALL)
     kinds = {

@@ -50,7 +50,7 @@ def fake_mac(monkeypatch: pytest.MonkeyPatch, name: str) -> FakeMac:
     """Let MLX speak of this Mac's memory, in which nobody has raised the wired limit; arrays stay
     where they are."""
     gc.collect()  # engines of earlier tests would restore their limit in this one
-    monkeypatch.setattr("mlx_paged.kv.wired_limit._limit", _WiredLimit())
+    monkeypatch.setattr("mlx_paged.kv.memory._limit", _WiredLimit())
     mac = FakeMac(*MACS[name])
     active, synchronize = mx.get_active_memory, mx.synchronize
 
