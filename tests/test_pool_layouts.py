@@ -83,7 +83,7 @@ class TestLastAxis:
             mx.eval(result)
 
     def test_of_one_column_may_have_any_stride(self, op, kernel):
-        mx.eval(self.call(op, "k_cache", memory()[..., ::DIM]))
+        mx.eval(self.call(op, "k_cache", memory()[..., :1, :].swapaxes(-1, -2)))
 
 
 def test_a_layer_of_one_sparse_array_is_refused(kernel):
@@ -165,4 +165,5 @@ class TestMemoryOfWriters:
             WRITERS[op](*caches)
 
     def test_empty_pools_share_nothing(self, op, kernel):
-        mx.eval(WRITERS[op](memory()[:, :0], memory()[:, :0]))
+        pool = memory()
+        mx.eval(WRITERS[op](pool[:, :0], pool[:, :0]))
