@@ -113,6 +113,7 @@ ORDER = [
     "snapshots",
     "block_tables",
     "ops",
+    "arguments",
     "reference_mlx",
     "reference",
     "_ext",
@@ -121,6 +122,7 @@ ORDER = [
 
 NO_MLX = {
     "allocation",
+    "arguments",
     "beam_requests",
     "beam_search",
     "block_allocator",
