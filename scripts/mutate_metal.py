@@ -55,8 +55,8 @@ class Mutation:
 
 def embedded_source() -> str:
     """What the extension hands to Metal's compiler: metal/, then what one kernel instantiates."""
-    pool = mx.zeros((1, 1, 1, 4))
-    call = _ext.metal.plan_copy_blocks(pool, pool, mx.zeros((1, 2), mx.int32))
+    pools = mx.zeros((1, 1, 1, 4)), mx.zeros((1, 1, 1, 4))
+    call = _ext.metal.plan_copy_blocks(*pools, mx.zeros((1, 2), mx.int32))
     source: str = call["launches"][0]["source"]
     return source
 
