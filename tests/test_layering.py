@@ -119,6 +119,7 @@ ORDER = [
     "snapshots",
     "block_tables",
     "ops",
+    "arguments",
     "reference_mlx",
     "reference",
     "_ext",
@@ -127,6 +128,7 @@ ORDER = [
 
 NO_MLX = {
     "allocation",
+    "arguments",
     "beam_requests",
     "beam_search",
     "block_allocator",
