@@ -25,8 +25,7 @@ std::vector<mx::Shape> CopyBlocks::output_shapes(const std::vector<mx::array>& i
 }
 
 void CopyBlocks::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  check_pool_layout("copy_blocks", "k_cache", inputs[0], true);
-  check_pool_layout("copy_blocks", "v_cache", inputs[1], true);
+  check_pool_memory("copy_blocks", inputs[0], inputs[1], true);
   outputs[0].copy_shared_buffer(inputs[0]);
   outputs[1].copy_shared_buffer(inputs[1]);
 
@@ -51,6 +50,7 @@ void CopyBlocks::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::
 }
 
 void CopyBlocks::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  check_pool_memory("copy_blocks", inputs[0], inputs[1], true);
   outputs[0].copy_shared_buffer(inputs[0]);
   outputs[1].copy_shared_buffer(inputs[1]);
   encode(plan_copy_blocks(inputs), inputs, outputs, stream());

@@ -33,8 +33,7 @@ std::vector<mx::Shape> WriteKV::output_shapes(const std::vector<mx::array>& inpu
 }
 
 void WriteKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  check_pool_layout("write_kv", "k_cache", inputs[2], true);
-  check_pool_layout("write_kv", "v_cache", inputs[3], true);
+  check_pool_memory("write_kv", inputs[2], inputs[3], true);
   outputs[0].copy_shared_buffer(inputs[2]);
   outputs[1].copy_shared_buffer(inputs[3]);
 
@@ -66,6 +65,7 @@ void WriteKV::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arr
 }
 
 void WriteKV::eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  check_pool_memory("write_kv", inputs[2], inputs[3], true);
   outputs[0].copy_shared_buffer(inputs[2]);
   outputs[1].copy_shared_buffer(inputs[3]);
   encode(plan_write_kv(inputs), inputs, outputs, stream());

@@ -218,8 +218,7 @@ std::vector<mx::Shape> PagedAttention::output_shapes(const std::vector<mx::array
 
 void PagedAttention::eval_cpu(const std::vector<mx::array>& inputs,
                               std::vector<mx::array>& outputs) {
-  check_pool_layout("paged_attention", "k_cache", inputs[1], false);
-  check_pool_layout("paged_attention", "v_cache", inputs[2], false);
+  check_pool_memory("paged_attention", inputs[1], inputs[2], false);
   auto& encoder = mx::cpu::get_command_encoder(stream());
   for (const mx::array& input : inputs) {
     encoder.set_input_array(input);

@@ -5,6 +5,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "csrc/pool_memory.h"
+
 namespace mlx_paged {
 
 namespace {
@@ -67,7 +69,7 @@ void check_floating(const char* op, const char* name, const mx::array& a) {
   }
 }
 
-void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cache) {
+void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cache, bool writable) {
   check_rank(op, "k_cache", k_cache, 4, "(num_kv_heads, num_blocks, block_size, head_dim)");
   check_rank(op, "v_cache", v_cache, 4, "(num_kv_heads, num_blocks, block_size, value_dim)");
   check_pool_dtype(op, "k_cache", k_cache);
@@ -86,6 +88,22 @@ void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cac
       fail(op, cache == &k_cache ? "k_cache" : "v_cache", " has shape ", text(cache->shape()),
            ": expected at least one head, one token per block and one dimension");
     }
+  }
+  check_pool_memory(op, k_cache, v_cache, writable);
+}
+
+// Throws if both are one array, or their first rows have elements in common.
+void check_apart(const char* op, const mx::array& k_cache, const mx::array& v_cache) {
+  bool is_shared = k_cache.id() == v_cache.id();
+  const auto k = known_memory(k_cache), v = known_memory(v_cache);
+  if (k && v && k_cache.size() > 0) {
+    const auto row_bytes = [](const mx::array& cache) { return cache.shape(3) * cache.itemsize(); };
+    is_shared |=
+        k->first < v->first + row_bytes(v_cache) && v->first < k->first + row_bytes(k_cache);
+  }
+  if (is_shared) {
+    fail(op, "v_cache of shape ", text(v_cache.shape()), " shares memory with k_cache of shape ",
+         text(k_cache.shape()), ": expected two arrays, or columns of one that do not overlap");
   }
 }
 
@@ -209,7 +227,7 @@ void check_attention(const AttentionInputs& in, const AttentionConfig& config) {
   const char* op = "paged_attention";
   check_rank(op, "q", in.q, 4, "(batch, num_heads, num_tokens, head_dim)");
   check_pool_dtype(op, "q", in.q);
-  check_pool(op, in.k_cache, in.v_cache);
+  check_pool(op, in.k_cache, in.v_cache, false);
   if (in.q.shape(3) != in.k_cache.shape(3)) {
     fail(op, "q has shape ", text(in.q.shape()), " but k_cache has ", text(in.k_cache.shape()),
          ": expected equal head dimensions");
@@ -228,7 +246,7 @@ void check_attention(const AttentionInputs& in, const AttentionConfig& config) {
 void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
                  const mx::array& v_cache, const mx::array& slot_mapping) {
   const char* op = "write_kv";
-  check_pool(op, k_cache, v_cache);
+  check_pool(op, k_cache, v_cache, true);
   check_rank(op, "k", k, 3, "(num_tokens, num_kv_heads, head_dim)");
   const int tokens = k.shape(0);
   const int kv_heads = k_cache.shape(0);
@@ -247,7 +265,7 @@ void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cach
 
 void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::array& block_pairs) {
   const char* op = "copy_blocks";
-  check_pool(op, k_cache, v_cache);
+  check_pool(op, k_cache, v_cache, true);
   check_int32(op, "block_pairs", block_pairs);
   if (block_pairs.ndim() != 2 || block_pairs.shape(1) != 2) {
     fail(op, "block_pairs has shape ", text(block_pairs.shape()),
@@ -256,18 +274,28 @@ void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::ar
 }
 
 void check_pool_layout(const char* op, const char* argument, const mx::array& pool, bool writable) {
-  std::ostringstream message;
-  if (pool.shape(3) > 1 && pool.strides(3) != 1) {
-    message << "[" << op << "] " << argument << " of shape " << text(pool.shape()) << " has stride "
-            << pool.strides(3) << " on its last axis: expected 1";
-    throw std::runtime_error(message.str());
+  const std::optional<Memory> memory = known_memory(pool);
+  if (!memory || pool.size() == 0) {
+    return;
   }
-  for (int axis = 0; writable && pool.size() > 0 && axis < 3; ++axis) {
-    if (pool.shape(axis) > 1 && pool.strides(axis) == 0) {
-      message << "[" << op << "] " << argument << " of shape " << text(pool.shape())
-              << " is a broadcast view along axis " << axis << ": expected memory of its own";
-      throw std::runtime_error(message.str());
+  if (pool.shape(3) > 1 && memory->strides[3] != 1) {
+    fail(op, argument, " of shape ", text(pool.shape()), " has stride ", memory->strides[3],
+         " on its last axis: expected 1");
+  }
+  for (int axis = 0; writable && axis < 3; ++axis) {
+    if (pool.shape(axis) > 1 && memory->strides[axis] == 0) {
+      fail(op, argument, " of shape ", text(pool.shape()), " is a broadcast view along axis ", axis,
+           ": expected memory of its own");
     }
+  }
+}
+
+void check_pool_memory(const char* op, const mx::array& k_cache, const mx::array& v_cache,
+                       bool writable) {
+  check_pool_layout(op, "k_cache", k_cache, writable);
+  check_pool_layout(op, "v_cache", v_cache, writable);
+  if (writable) {
+    check_apart(op, k_cache, v_cache);
   }
 }
 

@@ -11,6 +11,7 @@ import numpy as np
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 
+from mlx_paged.arguments import optional_integer
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.padded_batch import RowSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
@@ -272,10 +273,9 @@ def make_prompt_cache(
 
 
 def check_options(where: str, block_size: int, kv_memory: int | None) -> None:
-    """Raise ValueError if an option is below 1, or more than the device can hold."""
+    """Raise ValueError if an option is no integer, below 1, or more than the device can hold."""
     for name, value in (("block_size", block_size), ("kv_memory", kv_memory)):
-        if value is not None and value < 1:
-            raise ValueError(f"[{where}] {name} is {value}: expected >= 1")
+        optional_integer(where, name, value, 1)
     if kv_memory is not None and kv_memory > device_memory():
         raise ValueError(
             f"[{where}] kv_memory is {kv_memory} bytes: expected at most {device_memory()}, what "

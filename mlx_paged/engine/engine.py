@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.arguments import MAX_INT32, integer, optional_integer, require_positive
 from mlx_paged.attention.prewarm import prewarm as compile_pipelines
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.one_thread import exclusive
@@ -104,8 +105,16 @@ class Engine(EngineCore):
         metrics_jsonl: str | PathLike[str] | None = None,
         spike_ms: float | None = None,
     ) -> None:
-        if block_size < 1:
-            raise ValueError(f"[Engine] block_size is {block_size}: expected >= 1")
+        block_size = integer("Engine", "block_size", block_size, 1, MAX_INT32)
+        kv_memory = optional_integer("Engine", "kv_memory", kv_memory, 1)
+        num_blocks = optional_integer("Engine", "num_blocks", num_blocks, 1)
+        max_kv_tokens = optional_integer("Engine", "max_kv_tokens", max_kv_tokens, 1)
+        max_running = integer("Engine", "max_running", max_running, 1)
+        prefill_chunk = integer("Engine", "prefill_chunk", prefill_chunk, 1)
+        require_positive("Engine", "max_stall_ms", max_stall_ms)
+        seed = optional_integer("Engine", "seed", seed, 0)
+        snapshot_memory = optional_integer("Engine", "snapshot_memory", snapshot_memory, 0)
+        require_positive("Engine", "spike_ms", spike_ms)
         log = TickLog(spike_ms=spike_ms, profile=profile)
         writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
         mx.eval(model.state)  # whichever thread runs the engine, this one made the arrays

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.kv.block_tables import BlockTables, Int32Array, SequenceBlocks
 from mlx_paged.kv.blocks import BlockCopy, BlockStore, ceil_div
 from mlx_paged.kv.prefix_cache import (
@@ -52,12 +53,9 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1:
-            raise ValueError(f"[BlockAllocator] num_blocks is {num_blocks}: expected >= 1")
-        if block_size < 1:
-            raise ValueError(f"[BlockAllocator] block_size is {block_size}: expected >= 1")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.block_size = block_size = integer("BlockAllocator", "block_size", block_size, 1)
+        most = MAX_INT32 // block_size  # slots are int32
+        self.num_blocks = num_blocks = integer("BlockAllocator", "num_blocks", num_blocks, 1, most)
         self.prefix_hit_tokens = 0
         self._store = BlockStore(num_blocks, block_size)
         self._tables = BlockTables()

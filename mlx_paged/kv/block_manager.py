@@ -1,11 +1,12 @@
 """KVBlockManager: sequences of K/V in a pool of blocks, with copy-on-write forks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
@@ -55,12 +56,13 @@ class KVBlockManager:
         n_kv_heads: KV heads, one number or one a layer.
         head_dim: of the keys, one number or one a layer.
         block_size: token slots in a block.
-        max_blocks: blocks in the pool.
+        max_blocks: blocks in the pool, of fewer than 2**31 slots together.
         dtype: of K and V: float32, float16 or bfloat16.
         v_head_dim: of the values; default as the keys'.
 
     Raises:
-        ValueError: a size below 1, a list whose length is not `n_layers`, or another dtype.
+        ValueError: a size that is no integer or below 1, a list whose length is not `n_layers`,
+            more slots than 2**31 - 1, or another dtype.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class KVBlockManager:
         dtype: mx.Dtype = mx.float16,
         v_head_dim: int | Sequence[int] | None = None,
     ) -> None:
-        if n_layers < 1:
-            raise ValueError(f"[KVBlockManager] n_layers is {n_layers}: expected >= 1")
+        n_layers = integer("KVBlockManager", "n_layers", n_layers, 1)
+        block_size = integer("KVBlockManager", "block_size", block_size, 1, MAX_INT32)
+        most = MAX_INT32 // block_size
+        max_blocks = integer("KVBlockManager", "max_blocks", max_blocks, 1, most)
         heads = _per_layer("n_kv_heads", n_kv_heads, n_layers)
         k_dims = _per_layer("head_dim", head_dim, n_layers)
         v_dims = k_dims if v_head_dim is None else _per_layer("v_head_dim", v_head_dim, n_layers)
@@ -121,14 +125,17 @@ class KVBlockManager:
         differs: the first ``cached_prefix(tokens)`` positions need no prefill.
 
         Raises:
-            ValueError: `seq_id` in use, a negative length.
+            ValueError: `seq_id` in use or no integer, a length that is none or negative.
             OutOfBlocksError: too few blocks; nothing changed.
         """
+        seq_id = integer("new_sequence", "seq_id", seq_id)
+        prompt_len = integer("new_sequence", "prompt_len", prompt_len, 0)
         self._copy_blocks(self.allocator.admit(seq_id, prompt_len, tokens).copies)
         return self._view(seq_id)
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> BlockTableView:
         """Start a sequence that shares all its parent's blocks; nothing is copied."""
+        child_seq_id = integer("fork", "child_seq_id", child_seq_id)
         self.allocator.fork(parent_seq_id, child_seq_id)
         return self._view(child_seq_id)
 
@@ -139,19 +146,31 @@ class KVBlockManager:
             ValueError: unknown sequence, or `n_tokens` below 1.
             OutOfBlocksError: too few blocks; nothing changed.
         """
-        if n_tokens < 1:
-            raise ValueError(f"[ensure_tail_capacity] n_tokens is {n_tokens}: expected >= 1")
+        n_tokens = integer("ensure_tail_capacity", "n_tokens", n_tokens, 1)
         start = self.allocator.num_tokens(seq_id)
         self.make_writable(seq_id, start, start + n_tokens)
         slots = self.allocator.slots(seq_id, start, start + n_tokens)
         return TailView(seq_id, start, as_int32(slots))
 
     def make_writable(self, seq_id: int, start: int, stop: int) -> None:
-        """Let a sequence write positions [start, stop) and perform the block copies this takes."""
+        """Let a sequence write positions [start, stop) and perform the block copies this takes.
+
+        Raises:
+            ValueError: unknown sequence, a span that is empty or leaves a hole.
+            OutOfBlocksError: too few blocks; nothing changed.
+        """
+        start = integer("make_writable", "start", start, 0)
+        stop = integer("make_writable", "stop", stop, start + 1)
         self._copy_blocks(self.allocator.make_writable(seq_id, start, stop))
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> None:
-        """Offer full blocks for reuse: the K/V of ``tokens[:num_computed]`` is written by now."""
+        """Offer full blocks for reuse: the K/V of ``tokens[:num_computed]`` is written by now.
+
+        Raises:
+            ValueError: unknown sequence, or more than it has tokens, or than there are `tokens`.
+        """
+        most = min(len(tokens), self.allocator.num_tokens(seq_id))
+        num_computed = integer("commit", "num_computed", num_computed, 0, most)
         self.allocator.commit(seq_id, tokens, num_computed)
 
     def cached_prefix(self, tokens: Sequence[int]) -> int:
@@ -197,13 +216,15 @@ class KVBlockManager:
             v_chunk: ``[n_kv_heads, T, v_head_dim]``, likewise.
 
         Raises:
-            ValueError: unknown sequence, a hole before `start_pos`, `layer_idx` or a shape off.
+            ValueError: unknown sequence, a hole before `start_pos`, or a `layer_idx`, shape or
+                dtype that does not fit; nothing changed.
             OutOfBlocksError: too few blocks; nothing changed.
         """
         layer = self._layer(layer_idx)
         shape = self.pool.shapes[layer]
-        k_rows = _chunk_rows("k_chunk", k_chunk, shape.n_kv_heads, shape.head_dim)
-        v_rows = _chunk_rows("v_chunk", v_chunk, shape.n_kv_heads, shape.v_head_dim)
+        start_pos = integer("write_prefill", "start_pos", start_pos, 0)
+        k_rows = _chunk_rows("k_chunk", k_chunk, shape.n_kv_heads, shape.head_dim, shape.dtype)
+        v_rows = _chunk_rows("v_chunk", v_chunk, shape.n_kv_heads, shape.v_head_dim, shape.dtype)
         if k_rows.shape[0] != v_rows.shape[0]:
             raise ValueError(
                 f"[write_prefill] k_chunk has {k_rows.shape[0]} tokens but v_chunk "
@@ -228,15 +249,30 @@ class KVBlockManager:
 
         Yields:
             The positions just written: between two of them the caller runs its decode steps.
+
+        Raises:
+            ValueError: an argument out of range, or `forward` returns K/V of fewer or more layers
+                or tokens than it is asked for.
         """
-        if max_chunk_tokens < 1:
-            raise ValueError(
-                f"[prefill_into_kv] max_chunk_tokens is {max_chunk_tokens}: expected >= 1"
-            )
+        max_chunk_tokens = integer("prefill_into_kv", "max_chunk_tokens", max_chunk_tokens, 1)
+        if tokens.ndim != 1:
+            raise ValueError(f"[prefill_into_kv] tokens has shape {tokens.shape}: expected (n,)")
         for start in range(0, tokens.size, max_chunk_tokens):
             chunk = tokens[start : start + max_chunk_tokens]
+            num_layers = 0
             for layer, (k, v) in enumerate(forward(chunk, start)):
+                if k.shape[-2:-1] != (chunk.size,):
+                    raise ValueError(
+                        f"[prefill_into_kv] forward returned k of shape {k.shape} for layer "
+                        f"{layer}: expected {chunk.size} tokens"
+                    )
                 self.write_prefill(seq_id, layer, k, v, start)
+                num_layers += 1
+            if num_layers != self.pool.n_layers:
+                raise ValueError(
+                    f"[prefill_into_kv] forward returned K/V of {num_layers} layers: expected "
+                    f"{self.pool.n_layers}"
+                )
             mx.eval(self.pool.handles())
             yield range(start, start + chunk.size)
 
@@ -294,28 +330,31 @@ class KVBlockManager:
         return BlockTableView(seq_id, mx.array(block_ids), self.allocator.num_tokens(seq_id))
 
     def _layer(self, layer_idx: int) -> int:
-        if not 0 <= layer_idx < self.pool.n_layers:
-            raise ValueError(
-                f"[KVBlockManager] layer_idx is {layer_idx}: expected 0 to {self.pool.n_layers - 1}"
-            )
-        return layer_idx
+        return integer("KVBlockManager", "layer_idx", layer_idx, 0, self.pool.n_layers - 1)
 
 
 def _per_layer(name: str, value: int | Sequence[int], n_layers: int) -> list[int]:
-    values = [value] * n_layers if isinstance(value, int) else list(value)
-    if len(values) != n_layers or any(v < 1 for v in values):
+    values = list(value) if isinstance(value, Iterable) else [value] * n_layers
+    if len(values) != n_layers:
         raise ValueError(
-            f"[KVBlockManager] {name} is {value}: expected a number >= 1 or {n_layers} of them"
+            f"[KVBlockManager] {name} is {value}: expected an integer >= 1 or {n_layers} of them"
         )
-    return values
+    return [integer("KVBlockManager", name, each, 1, MAX_INT32) for each in values]
 
 
-def _chunk_rows(name: str, chunk: mx.array, n_kv_heads: int, head_dim: int) -> mx.array:
+def _chunk_rows(
+    name: str, chunk: mx.array, n_kv_heads: int, head_dim: int, dtype: mx.Dtype
+) -> mx.array:
     """``[(1,) n_kv_heads, T, head_dim]`` as rows ``[T, n_kv_heads, head_dim]``, a view."""
     heads = chunk[0] if chunk.ndim == 4 and chunk.shape[0] == 1 else chunk
     if heads.ndim != 3 or heads.shape[0] != n_kv_heads or heads.shape[2] != head_dim:
         raise ValueError(
             f"[write_prefill] {name} has shape {chunk.shape}: "
             f"expected ({n_kv_heads}, T, {head_dim})"
+        )
+    if not isinstance(chunk, mx.array) or chunk.dtype != dtype:
+        raise ValueError(
+            f"[write_prefill] {name} has type {type(chunk).__name__} and dtype {chunk.dtype}: "
+            f"expected array and {dtype}"
         )
     return heads.transpose(1, 0, 2)

@@ -5,8 +5,13 @@ D_v value head dimension, N blocks in the pool, S = block_size tokens per block,
 block table, T rows to write, P block pairs, R rotated dimensions.
 
 One layer's pool is ``k_cache [H_kv, N, S, D]`` and ``v_cache [H_kv, N, S, D_v]``, both float32,
-float16 or bfloat16, in any layout whose last axis is dense; no op copies it. Values may be columns
-of the keys, ``k_cache[..., :D_v]`` (latent attention).
+float16 or bfloat16, in any layout whose last axis is dense; no op copies it. Ops that read take
+values that are columns of the keys, ``k_cache[..., :D_v]`` (latent attention). Ops that write take
+two arrays that share no memory: of such a pool ``k_cache[..., :D_v]`` and ``k_cache[..., D_v:]``.
+
+MLX knows the layout of an array that is evaluated, and of slices, transposes and squeezed axes of
+such an array: these are checked when an op is called. Others are checked when the op is evaluated,
+before it reads or writes anything. Both raise ValueError.
 """
 
 from collections.abc import Sequence
@@ -16,6 +21,7 @@ from typing import Any, Literal, overload
 import mlx.core as mx
 
 from mlx_paged import _ext
+from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.ops import fallback
 
 Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
@@ -117,7 +123,7 @@ def paged_attention(
             ``[n_layers, H_kv, N, S, D]``. The list is the better form: ``write_kv`` returns a new
             handle of one layer, which takes the old one's place in a list, whereas MLX knows of no
             order between that write and a read of the one array.
-        v_cache: values likewise, ``D_v`` in place of ``D``.
+        v_cache: values likewise, of as many layers, ``D_v`` in place of ``D``.
         block_tables: ``[B, M]`` int32, the physical block of each logical block. Entries past
             ``ceil(context_lens[b] / S)`` are never read.
         context_lens: ``[B]`` int32, tokens of KV that sequence b has, these L included.
@@ -147,11 +153,12 @@ def paged_attention(
         one that sees no key, yields zeros.
 
     Raises:
-        ValueError: an argument's rank, shape or dtype does not fit, there is no layer `layer_idx`,
-            or, as far as these are evaluated already, a context is longer than its table, a table
-            names a block outside the pool that its context reads, or a head maps to no KV head.
-            Nothing waits for arrays that are not: lengths are then clamped to ``[0, M * S]``, keys
-            of such blocks are not attended and such heads yield zeros.
+        ValueError: an argument's rank, shape or dtype does not fit, a number is out of range, the
+            caches have different numbers of layers, there is no layer `layer_idx`, a pool's last
+            axis is not dense, or, as far as these are evaluated already, a context is longer than
+            its table, a table names a block outside the pool that its context reads, or a head maps
+            to no KV head. Nothing waits for arrays that are not: lengths are then clamped to
+            ``[0, M * S]``, keys of such blocks are not attended and such heads yield zeros.
 
     Example:
         Blocks of 2 tokens; a context of 3 reads both slots of block 2 and the first of block 0.
@@ -164,8 +171,12 @@ def paged_attention(
         >>> paged_attention(q, [k_cache], [v_cache], block_tables, context_lens).item()
         3.0
     """
-    k_layer = _layer("k_cache", k_cache, layer_idx)
-    v_layer = _layer("v_cache", v_cache, layer_idx)
+    k_layer, v_layer = _layers(k_cache, v_cache, layer_idx)
+    if window is not None:
+        window = integer("paged_attention", "window", window, 1, MAX_INT32)
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if isinstance(value, bool):
+            raise ValueError(f"[paged_attention] {name} is {value}: expected a number")
     if scale is None:
         scale = max((1, *q.shape[-1:])) ** -0.5
     arrays = q, k_layer, v_layer, block_tables, context_lens
@@ -204,7 +215,7 @@ def write_kv(
     """Write rows of keys and values to their slots in one layer's pool, in place.
 
     Args:
-        k: ``[T, H_kv, D]`` in the pool's dtype.
+        k: ``[T, H_kv, D]`` in the pool's dtype, no view of memory that this call writes.
         v: ``[T, H_kv, D_v]`` likewise.
         k_cache: ``[H_kv, N, S, D]``.
         v_cache: ``[H_kv, N, S, D_v]``.
@@ -218,7 +229,8 @@ def write_kv(
         alone. On a GPU without a kernel for these heads they are new arrays.
 
     Raises:
-        ValueError: an argument's rank, shape or dtype does not fit.
+        ValueError: an argument's rank, shape or dtype does not fit, a cache's last axis is not
+            dense, a cache is a broadcast view, or the caches are one array or their rows overlap.
     """
     written = _ext.write_kv(k, v, k_cache, v_cache, slot_mapping, stream=stream)
     if _is_native(stream, k_cache, v_cache):
@@ -243,7 +255,7 @@ def copy_blocks(
         New handles of both caches, as from ``write_kv``.
 
     Raises:
-        ValueError: an argument's rank, shape or dtype does not fit.
+        ValueError: as from ``write_kv``.
     """
     copied = _ext.copy_blocks(k_cache, v_cache, block_pairs, stream=stream)
     if _is_native(stream, k_cache, v_cache):
@@ -263,22 +275,31 @@ def uninstall_from_mlx() -> None:
         delattr(mx.fast, "paged_attention")
 
 
-def _layer(name: str, cache: Cache, layer_idx: int) -> mx.array:
-    """One layer of a cache, never a copy of it."""
+def _layers(k_cache: Cache, v_cache: Cache, layer_idx: int) -> tuple[mx.array, mx.array]:
+    """One layer of both caches, never a copy of it."""
+    n_layers, n_value_layers = _num_layers("k_cache", k_cache), _num_layers("v_cache", v_cache)
+    if n_layers != n_value_layers or n_layers == 0:
+        raise ValueError(
+            f"[paged_attention] v_cache has {n_value_layers} layers and k_cache {n_layers}:"
+            " expected the same number, at least 1"
+        )
+    layer = integer("paged_attention", "layer_idx", layer_idx, 0, n_layers - 1)
+    return _layer(k_cache, layer), _layer(v_cache, layer)
+
+
+def _num_layers(name: str, cache: Cache) -> int:
     if isinstance(cache, mx.array) and cache.ndim != 5:
         raise ValueError(
             f"[paged_attention] {name} has shape {cache.shape}: expected (n_layers, n_kv_heads,"
             " n_blocks, block_size, head_dim), or a list of arrays without the first axis"
         )
-    n_layers = cache.shape[0] if isinstance(cache, mx.array) else len(cache)
-    if not 0 <= layer_idx < n_layers:
-        raise ValueError(
-            f"[paged_attention] layer_idx is {layer_idx} but {name} has {n_layers} layers:"
-            f" expected 0 to {n_layers - 1}"
-        )
+    return len(cache)
+
+
+def _layer(cache: Cache, layer: int) -> mx.array:
     if isinstance(cache, mx.array):
-        return cache[layer_idx : layer_idx + 1].squeeze(0)  # cache[layer_idx] is a gather: a copy
-    return cache[layer_idx]
+        return cache[layer : layer + 1].squeeze(0)  # cache[layer] is a gather: a copy
+    return cache[layer]
 
 
 def _is_native(stream: Stream | None, k_cache: mx.array, v_cache: mx.array) -> bool:

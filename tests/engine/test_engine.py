@@ -1,5 +1,7 @@
 """The engine as its callers use it: requests, streams, ends, errors, statistics."""
 
+import math
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -7,6 +9,11 @@ from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, FinishReason, SamplingParams
 
+INTEGERS = (
+    *("block_size", "kv_memory", "num_blocks", "max_kv_tokens", "max_running", "prefill_chunk"),
+    *("seed", "snapshot_memory"),
+)
+"""Arguments of an engine."""
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 
 
@@ -154,6 +161,15 @@ def test_mistakes_are_named(engine, call, message):
         ({"kv_memory": 100}, "kv_memory is 100 bytes, but one block of 16 tokens takes"),
         ({"max_running": 0}, "max_running is 0"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0"),
+        ({"max_stall_ms": 0}, "max_stall_ms is 0: expected a number > 0"),
+        ({"max_stall_ms": True}, "max_stall_ms is True: expected a number > 0"),
+        ({"spike_ms": math.nan}, "spike_ms is nan: expected a number > 0"),
+        ({"spike_ms": "9"}, "spike_ms is '9': expected a number > 0"),
+        *(
+            ({name: value}, rf"\[Engine\] {name} is {value}: expected an integer")
+            for name in INTEGERS
+            for value in (True, 8.5, math.nan, -1)
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -300,14 +300,13 @@ class TestTheBound:
             completion, num_computed = completed(engine, SYSTEM)
             assert (completion.prefix_miss, num_computed) == ("disabled", len(SYSTEM))
 
-    @pytest.mark.parametrize("given", [-1, 1, -(10**9)])
-    def test_too_little_for_one_is_refused(self, jamba, make_engine, given):
+    def test_too_little_for_one_is_refused(self, jamba, make_engine):
         message = (
-            rf"\[Engine\] snapshot_memory is {given} bytes, but the recurrent states of one "
+            r"\[Engine\] snapshot_memory is 1 bytes, but the recurrent states of one "
             rf"sequence take {self.state_bytes(jamba)}: expected"
         )
         with pytest.raises(ValueError, match=message):
-            make_engine(snapshot_memory=given)
+            make_engine(snapshot_memory=1)
 
     def test_a_snapshot_keeps_no_more_in_memory_than_its_own_bytes(self):
         """Not the states of the whole batch that its request was in, nor those of a chunk."""

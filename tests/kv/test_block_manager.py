@@ -184,7 +184,7 @@ def test_tiering_is_declared_and_says_that_it_is_missing(name):
     [
         (
             lambda m: m.write_prefill(0, 9, chunk(0, 1), chunk(0, 1), 0),
-            "layer_idx is 9: expected 0 to 1",
+            "layer_idx is 9: expected an integer from 0 to 1",
         ),
         (lambda m: m.write_prefill(0, -1, chunk(0, 1), chunk(0, 1), 0), "layer_idx is -1"),
         (
@@ -203,7 +203,23 @@ def test_tiering_is_declared_and_says_that_it_is_missing(name):
             "max_chunk_tokens is 0",
         ),
         (lambda m: make_manager(dtype=mx.int32), "dtype is"),
-        (lambda m: make_manager(v_head_dim=[4]), r"v_head_dim is \[4\]: expected a number"),
+        (lambda m: make_manager(v_head_dim=[4]), r"v_head_dim is \[4\]: expected an integer"),
+        (
+            lambda m: m.write_prefill(0, 0, chunk(0, 1).astype(mx.float16), chunk(0, 1), 3),
+            "k_chunk has type array and dtype mlx.core.float16: expected array and mlx.core.float",
+        ),
+        (
+            lambda m: m.write_prefill(0, 0, chunk(0, 1), np.array(chunk(0, 1)), 3),
+            "v_chunk has type ndarray and dtype float32: expected array and mlx.core.float32",
+        ),
+        (lambda m: m.commit(0, [5, 6], 3), "num_computed is 3: expected an integer from 0 to 2"),
+        (lambda m: m.commit(0, [5] * 9, 4), "num_computed is 4: expected an integer from 0 to 3"),
+        (
+            lambda m: next(m.prefill_into_kv(0, mx.zeros((1, 3)), 2, lambda t, s: [])),
+            r"tokens has shape \(1, 3\): expected \(n,\)",
+        ),
+        (lambda m: prefill(m, num_layers=1), "forward returned K/V of 1 layers: expected 2"),
+        (lambda m: prefill(m, num_tokens=1), r"k of shape \(2, 1, 8\) for layer 0: expected 2 tok"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -213,3 +229,56 @@ def test_mistakes_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call(manager)
     manager.check_integrity()
+
+
+def prefill(manager: KVBlockManager, num_layers: int = LAYERS, num_tokens: int = 2) -> None:
+    """A prompt's first two tokens, for which `forward` returns that many layers and tokens."""
+    kv = [(chunk(0, num_tokens), chunk(1, num_tokens))] * num_layers
+    next(manager.prefill_into_kv(0, mx.arange(2), 2, lambda tokens, start: kv))
+
+
+@pytest.mark.parametrize("value", [True, 1.0, math.nan, "1", None, mx.array(1)], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "call"),
+    {
+        "n_layers": lambda m, x: KVBlockManager(x, KV_HEADS, DIM, 4, 8),
+        "n_kv_heads": lambda m, x: KVBlockManager(LAYERS, [KV_HEADS, x], DIM, 4, 8),
+        "head_dim": lambda m, x: KVBlockManager(LAYERS, KV_HEADS, [x, DIM], 4, 8),
+        "v_head_dim": lambda m, x: KVBlockManager(LAYERS, KV_HEADS, DIM, 4, 8, v_head_dim=[x] * 2),
+        "block_size": lambda m, x: make_manager(block_size=x),
+        "max_blocks": lambda m, x: make_manager(max_blocks=x),
+        "seq_id": lambda m, x: m.new_sequence(x, 3),
+        "prompt_len": lambda m, x: m.new_sequence(1, x),
+        "child_seq_id": lambda m, x: m.fork(0, x),
+        "n_tokens": lambda m, x: m.ensure_tail_capacity(0, x),
+        "start": lambda m, x: m.make_writable(0, x, 3),
+        "stop": lambda m, x: m.make_writable(0, 0, x),
+        "num_computed": lambda m, x: m.commit(0, [5, 6, 7], x),
+        "layer_idx": lambda m, x: m.write_prefill(0, x, chunk(0, 1), chunk(0, 1), 3),
+        "start_pos": lambda m, x: m.write_prefill(0, 0, chunk(0, 1), chunk(0, 1), x),
+        "max_chunk_tokens": lambda m, x: next(
+            m.prefill_into_kv(0, mx.arange(3), x, lambda t, s: [])
+        ),
+    }.items(),
+)
+def test_what_is_no_integer_is_refused_and_changes_nothing(name, call, value):
+    manager = make_manager()
+    manager.new_sequence(0, 3)
+    with pytest.raises(ValueError, match=rf"^\[\w+\] {name} is .*: expected an integer"):
+        call(manager, value)
+    assert manager.table(0)[1] == 3 and manager.blocks_in_use == 1
+    manager.check_integrity()
+
+
+def test_integers_of_numpy_are_integers():
+    sizes = LAYERS, KV_HEADS, DIM, 4, 8
+    manager = KVBlockManager(*map(np.int64, sizes), v_head_dim=np.array([4, 6]))
+    assert [v.shape for v in manager.v] == [(KV_HEADS, 8, 4, 4), (KV_HEADS, 8, 4, 6)]
+    manager.new_sequence(np.int64(1), np.int64(3))
+    tail = manager.ensure_tail_capacity(1, np.int32(2))
+    assert manager.table(1)[1] == 5 and tail.slots.size == 2
+
+
+def test_slots_are_int32():
+    with pytest.raises(ValueError, match=r"max_blocks is 134217728: .* from 1 to 134217727"):
+        make_manager(block_size=16, max_blocks=2**27)

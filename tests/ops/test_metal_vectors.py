@@ -72,7 +72,7 @@ class TestPoolsThatAreRefused:
             PLANS[op](columns_of(pool(), 0, DIM + 2), pool())
 
     def test_rows_that_are_not_dense(self, op):
-        with pytest.raises(RuntimeError, match=r"v_cache .* has stride 2 on its last axis"):
+        with pytest.raises(ValueError, match=r"v_cache .* has stride 2 on its last axis"):
             PLANS[op](pool(), sparse(pool()))
 
 

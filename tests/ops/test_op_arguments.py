@@ -54,14 +54,30 @@ class TestLayers:
         )
         assert mx.array_equal(got, listed)
 
-    @pytest.mark.parametrize("layer_idx", [-1, 3])
+    @pytest.mark.parametrize("layer_idx", [-1, 3, True, 1.0, np.int64(3), np.float32(1), "1", None])
     @pytest.mark.parametrize("form", [list, mx.array])
     def test_there_is_no_such_layer(self, layer_idx, form):
         case, k_cache, v_cache = self.layers()
-        with pytest.raises(ValueError, match=f"layer_idx is {layer_idx} but k_cache has 3 layers"):
+        with pytest.raises(ValueError, match=r"layer_idx is .*: expected an integer from 0 to 2"):
             ops.paged_attention(case.q, form(k_cache), v_cache, *case.arrays[3:], layer_idx)
-        with pytest.raises(ValueError, match="layer_idx is 2 but v_cache has 1 layers"):
-            ops.paged_attention(case.q, k_cache, v_cache[:1], *case.arrays[3:], 2)
+
+    @pytest.mark.parametrize("form", [list, mx.array])
+    def test_an_integer_of_numpy_is_a_layer(self, form):
+        case, k_cache, v_cache = self.layers()
+        arrays = case.q, form(k_cache), form(v_cache), *case.arrays[3:]
+        got = ops.paged_attention(*arrays, np.int64(1))
+        assert mx.array_equal(got, ops.paged_attention(*arrays, 1))
+
+    @pytest.mark.parametrize("layer_idx", [0, 2])
+    @pytest.mark.parametrize("form", [list, mx.array])
+    def test_caches_have_equally_many_layers(self, layer_idx, form):
+        case, k_cache, v_cache = self.layers()
+        with pytest.raises(ValueError, match="v_cache has 2 layers and k_cache 3: expected the sa"):
+            ops.paged_attention(case.q, form(k_cache), v_cache[:2], *case.arrays[3:], layer_idx)
+        with pytest.raises(ValueError, match="v_cache has 3 layers and k_cache 2: expected the sa"):
+            ops.paged_attention(case.q, k_cache[:2], form(v_cache), *case.arrays[3:], layer_idx)
+        with pytest.raises(ValueError, match=r"v_cache has 0 layers and k_cache 0: .* at least 1"):
+            ops.paged_attention(case.q, [], [], *case.arrays[3:])
 
     def test_one_layer_is_not_a_cache(self):
         case = random_case([5])
@@ -178,9 +194,14 @@ class TestErrors:
             ("attn_mask", mx.zeros((64,), mx.float64), "attn_mask .*expected bool, float32"),
             ("sinks", mx.zeros((4,), mx.float64), "sinks .*expected float32, float16 or bfloat16"),
             ("window", 0, "window is 0"),
+            ("window", True, "window is True: expected an integer from 1 to 2147483647"),
+            ("window", 1.5, "window is 1.5: expected an integer"),
+            ("window", 2**31, "window is 2147483648: expected an integer from 1 to 2147483647"),
             ("sinks", mx.zeros((2,)), "sinks"),
             ("softcap", 0.0, "softcap is 0"),
             ("softcap", -1.0, "softcap is -1"),
+            ("softcap", True, "softcap is True: expected a number"),
+            ("scale", True, "scale is True: expected a number"),
             ("alibi_slopes", mx.zeros((5,)), "alibi_slopes"),
             ("scale", float("nan"), "scale is nan"),
         ],

@@ -11,13 +11,13 @@ import mlx_paged
 
 PACKAGE = Path(mlx_paged.__file__).parent
 
-REQUESTS = {"request", "sampling_params", "outputs"}
+REQUESTS = {"arguments", "request", "sampling_params", "outputs"}
 MAY_IMPORT = {
     "server": {"engine", "metrics", "cli", *REQUESTS},
     "generate": {"engine", "metrics", "cli", *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
     "auto_patch": {"drop_in"},
-    "drop_in": {"runner", "attention", "kv", "ops"},
+    "drop_in": {"arguments", "runner", "attention", "kv", "ops"},
     "engine": {"runner", "metrics", "scheduler", "attention", "kv", *REQUESTS},
     "cli": {"scheduler"},
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
@@ -27,15 +27,16 @@ MAY_IMPORT = {
     "attention": {"kv", "ops"},
     "outputs": {"request", "sampling_params"},
     "request": {"kv", "sampling_params"},
-    "sampling_params": set[str](),
-    "kv": {"ops"},
-    "ops": {"_ext"},
+    "sampling_params": {"arguments"},
+    "kv": {"arguments", "ops"},
+    "ops": {"_ext", "arguments"},
+    "arguments": set[str](),
 }
 """A room (folder or module of the package) and the rooms that it may import."""
 
 NO_MLX = [
     *(f"{room}.*" for room in ("scheduler", "metrics")),
-    *("outputs", "request", "sampling_params"),
+    *("arguments", "outputs", "request", "sampling_params"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
     *("kv.stateful_prefix_cache", "attention.dispatch", "generate.prompts_file"),
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
