@@ -368,8 +368,8 @@ def test_a_server_that_is_open_to_others_without_a_key_warns(caplog):
 
 
 def test_a_missing_extra_is_one_line(monkeypatch, capsys):
-    for name in ("server_backend", "server_http", "server_metrics", "server_engine_metrics"):
-        monkeypatch.delitem(sys.modules, f"mlx_paged.{name}", raising=False)
+    for name in ("backend", "http", "metrics"):
+        monkeypatch.delitem(sys.modules, f"mlx_paged.server.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert main(["--port", "0"]) == 2
     error = capsys.readouterr().err
