@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.scheduler.policies import Policy, VictimPolicy
+from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 
 GB = 10**9
 KV_BLOCK_SIZES = (8, 16, 32)
@@ -102,8 +102,8 @@ def add_engine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--preempt",
-        choices=_values(VictimPolicy),
-        default=str(VictimPolicy.NEWEST),
+        choices=_values(PreemptionPolicy),
+        default=str(PreemptionPolicy.NEWEST),
         help="whose blocks are taken when none are left (default: %(default)s)",
     )
     group.add_argument(

@@ -61,7 +61,7 @@ class Manager:
 
     def offer(self, sequence: Any) -> None:
         """Its tokens are computed: others may share them."""
-        self._allocator.commit(sequence[0], sequence[1], len(sequence[1]))
+        self._allocator.register_prefix(sequence[0], sequence[1], len(sequence[1]))
 
     def free(self, sequence: Any) -> None:
         self._allocator.free(sequence[0])

@@ -19,9 +19,9 @@ from mlx_paged.batch_generator.recorder import RecordedEngine, Recording
 from mlx_paged.batch_generator.sequences import (
     BatchSequence,
     Caches,
-    Frame,
-    Lease,
+    HeldBlocks,
     LogitsProcessor,
+    NextResult,
     PromptResponse,
     Response,
     Sampler,
@@ -109,7 +109,7 @@ class BatchGenerator:
             int, BatchSequence
         ] = {}  # by uid, until the caller knows of their end
         self._by_request: dict[int, BatchSequence] = {}  # by request id, until they end
-        self._frames: deque[Frame] = deque()
+        self._frames: deque[NextResult] = deque()
         self._returned: deque[int] = deque()  # ids of kept requests nobody wants the caches of
         self._counters = BatchCounters()
 
@@ -262,7 +262,7 @@ class BatchGenerator:
         recording = self._engine.recorder.take()
         progress = self._progress(recording)
         recording.count(self._counters, len(outputs), seconds)
-        frames = [Frame() for _ in range(1 + max(map(len, progress.values()), default=0))]
+        frames = [NextResult() for _ in range(1 + max(map(len, progress.values()), default=0))]
         for responses in progress.values():
             for frame, response in zip(frames, responses, strict=False):
                 frame.prompts.append(response)
@@ -305,11 +305,11 @@ class BatchGenerator:
             response.all_tokens = list(tokens)
             if output.token is not None:
                 make = partial(self._caches_of, sequence.request, response.all_tokens)
-                response.prompt_cache = Lease(output.request_id, make, self._returned)
+                response.prompt_cache = HeldBlocks(output.request_id, make, self._returned)
             response.error = completion.error if completion is not None else None
         return response
 
-    def _note_reported(self, frame: Frame) -> None:
+    def _note_reported(self, frame: NextResult) -> None:
         for prompt in frame.prompts:
             sequence = self._sequences[prompt.uid]
             sequence.num_reported = sequence.num_context + prompt.progress[0]

@@ -8,7 +8,7 @@ from mlx_lm.generate_utils import BatchCounters
 from mlx_paged.engine.engine import Engine
 from mlx_paged.request import Request
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
-from mlx_paged.scheduler.runner_protocol import Choice
+from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Span, Step
 
 
@@ -57,7 +57,7 @@ class StepRecorder:
         self._under_way[launched] = step
         return launched
 
-    def collect(self, launched: LaunchedStep) -> list[Choice]:
+    def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         step = self._under_way.pop(launched)
         choices = self._runner.collect(launched)
         self._recording.spans += step.spans

@@ -18,7 +18,7 @@ Caches = list[Any]
 """mlx-lm's caches, one a layer."""
 
 
-class Lease:
+class HeldBlocks:
     """The blocks of an ended sequence, held until nobody can ask for its caches any more.
 
     Args:
@@ -54,16 +54,16 @@ class Response(GenerationBatch.Response):
     """
 
     error: str | None = None
-    _prompt_cache: Caches | Lease | None
+    _prompt_cache: Caches | HeldBlocks | None
 
     @property
     def prompt_cache(self) -> Caches | None:
-        if isinstance(self._prompt_cache, Lease):
+        if isinstance(self._prompt_cache, HeldBlocks):
             self._prompt_cache = self._prompt_cache()
         return self._prompt_cache
 
     @prompt_cache.setter
-    def prompt_cache(self, cache: "Caches | Lease | None") -> None:
+    def prompt_cache(self, cache: "Caches | HeldBlocks | None") -> None:
         self._prompt_cache = cache
 
     def __repr__(self) -> str:
@@ -117,7 +117,7 @@ class BatchSequence:
 
 
 @dataclass(slots=True)
-class Frame:
+class NextResult:
     """What one call of `next` returns."""
 
     prompts: list[PromptResponse] = field(default_factory=list)
@@ -126,8 +126,8 @@ class Frame:
     def __bool__(self) -> bool:
         return bool(self.prompts or self.tokens)
 
-    def without(self, uids: Collection[int]) -> "Frame":
-        return Frame(
+    def without(self, uids: Collection[int]) -> "NextResult":
+        return NextResult(
             [response for response in self.prompts if response.uid not in uids],
             [response for response in self.tokens if response.uid not in uids],
         )

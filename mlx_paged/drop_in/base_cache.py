@@ -15,7 +15,7 @@ from mlx_paged.attention.dispatch import FEW_QUERIES
 from mlx_paged.attention.path_table import AttentionPath
 from mlx_paged.attention.pool_attention import PoolAttention
 from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle
-from mlx_paged.drop_in.padded_batch import RowSpans, RowStep
+from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import ContentKey, PagedSequence
 from mlx_paged.kv.block_tables import Int32Array
@@ -23,7 +23,7 @@ from mlx_paged.kv.pool import KVPool
 
 
 @dataclass(frozen=True, eq=False)
-class LayerStep:
+class LayerView:
     """What the handles of one layer's K/V refer to.
 
     Attributes:
@@ -33,7 +33,7 @@ class LayerStep:
     """
 
     kv: KVPool
-    step: RowStep
+    step: PaddedBatch
     window: int | None
 
     def handles(self) -> tuple[KVHandle, KVHandle]:
@@ -49,7 +49,7 @@ class LayerStep:
         """``[B, 1, N, S]`` bool for each row's last N tokens."""
         window, spans = narrowest(window_size, self.window), self.step.spans
         if spans.columns != N:
-            spans = RowSpans.of(spans.stops - np.int32(N), N)
+            spans = PaddedSpans.of(spans.stops - np.int32(N), N)
         return CausalMask.of(spans.mask(window), window)
 
     def attend(
@@ -141,7 +141,7 @@ class PagedCache(_BaseCache):
         self.rows = tuple(rows)
         self.ids = tuple(row.id for row in rows)
         self.starts = np.array(starts, np.int32)
-        self._latest: LayerStep | None = None
+        self._latest: LayerView | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A cache of its own that shares every block; the layers of one list share its rows."""
@@ -151,9 +151,9 @@ class PagedCache(_BaseCache):
 
     # A forward
 
-    def _spans(self, columns: int) -> RowSpans:
+    def _spans(self, columns: int) -> PaddedSpans:
         """What a forward of so many columns computes."""
-        return RowSpans.of(self.starts, columns)
+        return PaddedSpans.of(self.starts, columns)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a forward's K/V, ``[B, H_kv, N, D]``; return lazy handles of all there is.
@@ -173,7 +173,7 @@ class PagedCache(_BaseCache):
         spans = self._spans(keys.shape[2])
         step = self.layer.write(self.rows, self.ids, spans, keys, values)
         self.starts = spans.stops
-        self._latest = LayerStep(self.layer.kv, step, self.window)
+        self._latest = LayerView(self.layer.kv, step, self.window)
         return self._latest.handles()
 
     def _move_to(self, layer: PoolLayer) -> None:
@@ -188,8 +188,8 @@ class PagedCache(_BaseCache):
         if self.empty():
             raise ValueError("[keys_and_values] the cache is empty: expected one with tokens")
         if self._latest is None:
-            step = self.layer.pool.step(self.rows, self.ids, RowSpans.of(self.starts, 0))
-            self._latest = LayerStep(self.layer.kv, step, self.window)
+            step = self.layer.pool.step(self.rows, self.ids, PaddedSpans.of(self.starts, 0))
+            self._latest = LayerView(self.layer.kv, step, self.window)
         return self._latest.handles()
 
     def make_mask(
@@ -268,7 +268,7 @@ class PagedCache(_BaseCache):
             return sequence
         k, v = (_contiguous(runs) for runs in (keys, values))
         mx.eval(k, v)  # before their pool, to which nobody else orders reads, is written to again
-        self.layer.write([sequence], (sequence.id,), RowSpans.of([0], num_tokens), k, v)
+        self.layer.write([sequence], (sequence.id,), PaddedSpans.of([0], num_tokens), k, v)
         return sequence
 
     # What is in it

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 
 from mlx_paged.arguments import optional_integer
 from mlx_paged.drop_in.base_cache import PagedCache
-from mlx_paged.drop_in.padded_batch import RowSpans
+from mlx_paged.drop_in.padded_batch import PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE, pool_of
@@ -44,8 +44,8 @@ class BatchPagedKVCache(PagedCache):
         self._remaining: Int32Array | None = None  # tokens before each row's right padding
         self._offset: tuple[Int32Array, mx.array] | None = None  # of these starts
 
-    def _spans(self, columns: int) -> RowSpans:
-        return RowSpans.of(self.starts, columns, self._remaining)
+    def _spans(self, columns: int) -> PaddedSpans:
+        return PaddedSpans.of(self.starts, columns, self._remaining)
 
     @property
     def offset(self) -> mx.array:

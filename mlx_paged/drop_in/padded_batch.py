@@ -15,7 +15,7 @@ from mlx_paged.kv.pool import as_int32
 
 
 @dataclass(frozen=True, eq=False)
-class RowSpans:
+class PaddedSpans:
     """B rows of N columns: column c of row b is position ``starts[b] + c`` of its sequence.
 
     Columns at negative positions (left padding) and from ``lengths[b]`` on (right padding) are not
@@ -37,7 +37,7 @@ class RowSpans:
         starts: Int32Array | Sequence[int],
         columns: int,
         lengths: Int32Array | None = None,
-    ) -> "RowSpans":
+    ) -> "PaddedSpans":
         """Spans of `columns` tokens, no more than `lengths` of them real."""
         starts = np.asarray(starts, np.int32)
         if lengths is None:
@@ -46,7 +46,7 @@ class RowSpans:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, RowSpans)
+            isinstance(other, PaddedSpans)
             and self.columns == other.columns
             and np.array_equal(self.starts, other.starts)
             and np.array_equal(self.lengths, other.lengths)
@@ -82,7 +82,7 @@ class RowSpans:
         return mask if window is None else mask & (keys > queries - window)
 
 
-class RowStep:
+class PaddedBatch:
     """B rows of N columns and where their K/V is.
 
     Args:
@@ -96,7 +96,7 @@ class RowStep:
     """
 
     def __init__(
-        self, ids: tuple[int, ...], spans: RowSpans, tables: Int32Array, block_size: int
+        self, ids: tuple[int, ...], spans: PaddedSpans, tables: Int32Array, block_size: int
     ) -> None:
         self.ids = ids
         self.spans = spans
@@ -111,7 +111,7 @@ class RowStep:
         missing = max(0, width - tables.shape[1])
         return np.pad(tables, ((0, 0), (0, missing)))[:, :width]
 
-    def serves(self, ids: tuple[int, ...], spans: RowSpans) -> bool:
+    def serves(self, ids: tuple[int, ...], spans: PaddedSpans) -> bool:
         """Whether another layer of the same forward can go by it."""
         return self.valid and self.ids == ids and self.spans == spans
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.drop_in.padded_batch import RowSpans, RowStep
+from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.sequence import ContentKey, PagedSequence, SequencePool
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.growing_allocator import GrowingAllocator
@@ -27,7 +27,9 @@ class LayeredPool(SequencePool, Protocol):
     def block_size(self) -> int:
         """Token slots in a block."""
 
-    def step(self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: RowSpans) -> RowStep:
+    def step(
+        self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
+    ) -> PaddedBatch:
         """Let the rows write their spans."""
 
     def named(self, key: ContentKey, layer: int) -> PagedSequence:
@@ -91,10 +93,10 @@ class PoolLayer:
         self,
         rows: Sequence[PagedSequence],
         ids: tuple[int, ...],
-        spans: RowSpans,
+        spans: PaddedSpans,
         keys: mx.array,
         values: mx.array,
-    ) -> RowStep:
+    ) -> PaddedBatch:
         """Write K/V, ``[B, H_kv, N, D]`` each, of the rows' spans.
 
         Raises:
@@ -168,7 +170,7 @@ class PoolLayer:
             keys, values = source.gather(row, num_tokens)
             # Before any later write to these blocks: no graph would order the two.
             mx.async_eval(keys, values)  # type: ignore[no-untyped-call]
-            self.write([child], (child.id,), RowSpans.of([0], num_tokens), keys, values)
+            self.write([child], (child.id,), PaddedSpans.of([0], num_tokens), keys, values)
         return child
 
 

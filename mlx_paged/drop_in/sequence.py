@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mlx_paged.drop_in.padded_batch import RowStep
+from mlx_paged.drop_in.padded_batch import PaddedBatch
 
 
 class SequencePool(Protocol):
@@ -18,7 +18,7 @@ class SequencePool(Protocol):
     def fork(self, parent: PagedSequence) -> PagedSequence:
         """A sequence that shares every block of its parent."""
 
-    def bury(self, seq_id: int) -> None:
+    def release_later(self, seq_id: int) -> None:
         """The sequence is dead."""
 
 
@@ -52,7 +52,7 @@ class PagedSequence:
         self.pool = pool
         self.id = seq_id
         self.layers: set[int] = set()
-        self.step: RowStep | None = None
+        self.step: PaddedBatch | None = None
         self.version = 0
         self.is_frozen = False
         self.lacks_start = False
@@ -62,7 +62,7 @@ class PagedSequence:
         self._companions: list[PagedSequence] = []
 
     def __del__(self) -> None:
-        self.pool.bury(self.id)
+        self.pool.release_later(self.id)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
         return self.pool.fork(self)

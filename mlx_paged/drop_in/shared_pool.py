@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary, ref
 
 import mlx.nn as nn
 
-from mlx_paged.drop_in.padded_batch import RowSpans, RowStep
+from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import ContentKey, PagedSequence
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
@@ -44,7 +44,7 @@ class SharedPool:
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
         self._named: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
         self._new_ids = itertools.count()
-        self._dead: deque[int] = deque()
+        self._dropped: deque[int] = deque()
         self._successor: ref[SharedPool] | None = None
 
     def layer(self, index: int) -> PoolLayer:
@@ -94,22 +94,24 @@ class SharedPool:
                 parent.step.valid = False
         return child
 
-    def bury(self, seq_id: int) -> None:
+    def release_later(self, seq_id: int) -> None:
         """The sequence is dead. Its blocks are free from the next operation on: objects die at any
         moment, also in the midst of the pool's own work."""
-        self._dead.append(seq_id)
+        self._dropped.append(seq_id)
 
-    def free_the_dead(self) -> None:
+    def release_dropped(self) -> None:
         """Give back the blocks of the sequences that died."""
         with self.lock:
-            while self._dead:
-                seq_id = self._dead.popleft()
+            while self._dropped:
+                seq_id = self._dropped.popleft()
                 if seq_id in self.allocator:
                     self.allocator.free(seq_id)
 
     # Steps
 
-    def step(self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: RowSpans) -> RowStep:
+    def step(
+        self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
+    ) -> PaddedBatch:
         """Let the rows write their spans; the layers of one forward get the same step.
 
         Args:
@@ -126,9 +128,9 @@ class SharedPool:
             return self._new_step(rows, ids, spans)
 
     def _new_step(
-        self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: RowSpans
-    ) -> RowStep:
-        self.free_the_dead()
+        self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
+    ) -> PaddedBatch:
+        self.release_dropped()
         copies: list[BlockCopy] = []
         try:
             for row, start, stop in zip(
@@ -138,7 +140,7 @@ class SharedPool:
                     copies += self._make_writable(row, max(start, 0), stop)
         finally:
             self._copy_blocks(copies)
-        step = RowStep(ids, spans, self.allocator.tables(ids), self.block_size)
+        step = PaddedBatch(ids, spans, self.allocator.tables(ids), self.block_size)
         for row in rows:
             row.step = step
         return step
@@ -191,7 +193,7 @@ class SharedPool:
     @property
     def blocks_in_use(self) -> int:
         """Blocks that living sequences hold."""
-        self.free_the_dead()
+        self.release_dropped()
         return self.allocator.blocks_in_use
 
     @property
@@ -201,7 +203,7 @@ class SharedPool:
 
     def check_integrity(self) -> None:
         """Assert that every block is free or held and that nothing leaks."""
-        self.free_the_dead()
+        self.release_dropped()
         self.allocator.check_integrity()
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mlx_paged.outputs import Beam
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import is_real
-from mlx_paged.scheduler.runner_protocol import Choice, Runner
+from mlx_paged.scheduler.runner_protocol import Runner, SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
 
 
@@ -264,7 +264,7 @@ class BeamRequests:
         self._make_request = make_request
         self._offers: dict[int, tuple[tuple[int, float], ...]] = {}
 
-    def offer(self, choice: Choice) -> bool:
+    def offer(self, choice: SampledToken) -> bool:
         """Take in one hypothesis' candidates; whether all have theirs now."""
         self._offers[choice.request.id] = choice.top[: self.root.params.logprobs]
         return len(self._offers) == len(self.live)
@@ -315,7 +315,7 @@ class BeamRequests:
             if index in heirs:
                 request.tokens.append(heirs[index].token)
                 request.logprobs.append(heirs[index].logprob)
-                scheduler.resume(request)
+                scheduler.unpark(request)
             else:
                 scheduler.complete(request)
                 runner.drop(request)

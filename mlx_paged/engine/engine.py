@@ -22,7 +22,7 @@ from mlx_paged.kv.memory import (
     num_snapshots_for,
     promise_snapshots,
 )
-from mlx_paged.metrics.recorder import Instruments, TickWriter
+from mlx_paged.metrics.recorder import RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.metrics.timers import PhaseTimes
@@ -31,7 +31,7 @@ from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.profiling import ProfilingRunner
 from mlx_paged.sampling_params import SamplingParams, is_whole
-from mlx_paged.scheduler.policies import Policy, VictimPolicy
+from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.runner_protocol import Runner
 from mlx_paged.scheduler.scheduler import Scheduler
 
@@ -95,7 +95,7 @@ class Engine(EngineCore):
         prefill_chunk: int = 512,
         max_stall_ms: float | None = None,
         policy: Policy | str = Policy.FCFS,
-        preempt: VictimPolicy | str = VictimPolicy.NEWEST,
+        preempt: PreemptionPolicy | str = PreemptionPolicy.NEWEST,
         seed: int | None = None,
         prefix_cache: bool = True,
         snapshot_memory: int | None = None,
@@ -135,7 +135,7 @@ class Engine(EngineCore):
             prefill_chunk,
             prefix_cache=prefix_cache,
             policy=Policy(policy),
-            victims=VictimPolicy(preempt),
+            victims=PreemptionPolicy(preempt),
             max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
             watermark=int(WATERMARK * num_blocks),
             rewinds=not probed.recurrent,
@@ -160,7 +160,7 @@ class Engine(EngineCore):
             vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
             seed=seed,
             lookahead=lookahead and not profile,
-            instruments=Instruments(log, reads, phases, writer),
+            instruments=RecorderConfig(log, reads, phases, writer),
         )
         if prewarm:
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size)

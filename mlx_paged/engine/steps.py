@@ -11,12 +11,12 @@ from mlx_paged.engine.beams import BeamRequests
 from mlx_paged.engine.one_thread import Occupancy, exclusive
 from mlx_paged.engine.pipeline import StepPipeline, deferred_interrupts
 from mlx_paged.engine.text import OutputProcessor, PromptEncoder, Tokenizer
-from mlx_paged.metrics.recorder import Instruments, TickRecorder
+from mlx_paged.metrics.recorder import RecorderConfig, TickRecorder
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.runner_protocol import Choice, Fault, Runner
+from mlx_paged.scheduler.runner_protocol import Fault, Runner, SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
 
 
@@ -37,13 +37,13 @@ class EngineSteps:
         seed: int | None = None,
         lookahead: bool = True,
         clock: Callable[[], float] = time.perf_counter,
-        instruments: Instruments | None = None,
+        instruments: RecorderConfig | None = None,
     ) -> None:
         self.occupancy = Occupancy()
         self.scheduler = scheduler
         self.runner = runner
         self.stats = stats
-        instruments = instruments or Instruments()
+        instruments = instruments or RecorderConfig()
         self.ticks = instruments.log
         self.tokenizer = tokenizer
         self.lookahead = lookahead
@@ -83,7 +83,7 @@ class EngineSteps:
     def _advance(self, ahead: bool) -> None:
         self._recorder.begin()
         result = self._pipeline.advance(ahead)
-        self._recorder.take_in()
+        self._recorder.results_ready()
         try:
             if result.prompt_tokens:  # a first token comes with the prompt's last one
                 self._note_first_tokens(result.choices)
@@ -96,7 +96,7 @@ class EngineSteps:
         finally:
             self._recorder.end(result)
 
-    def _take_in(self, choice: Choice) -> TokenOutput | None:
+    def _take_in(self, choice: SampledToken) -> TokenOutput | None:
         request = choice.request
         if request.is_finished or (request.synchronous and request.id not in self._beams):
             return None  # it ended earlier in this very step
@@ -150,7 +150,7 @@ class EngineSteps:
         self.stats.blocks_in_use = self.scheduler.allocator.blocks_in_use
         return completion
 
-    def _note_first_tokens(self, choices: Sequence[Choice]) -> None:
+    def _note_first_tokens(self, choices: Sequence[SampledToken]) -> None:
         for choice in choices:
             request = choice.request
             if request.synchronous and request.id in self._beams:
@@ -168,8 +168,8 @@ class EngineSteps:
         self._beams[request.id] = self._beams[root.id]
         return request
 
-    def _offer(self, beams: BeamRequests, choice: Choice) -> TokenOutput | None:
-        self.scheduler.rest(choice.request)
+    def _offer(self, beams: BeamRequests, choice: SampledToken) -> TokenOutput | None:
+        self.scheduler.park(choice.request)
         if not beams.offer(choice):
             return None
         beams.advance(self.scheduler, self.runner)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
-from mlx_paged.scheduler.runner_protocol import Choice
+from mlx_paged.scheduler.runner_protocol import SampledToken
 
 
 class Detokenizer(Protocol):
@@ -203,7 +203,7 @@ class OutputProcessor:
             detokenizer = self.tokenizer.detokenizer
             self._texts[request.id] = TextStream(detokenizer, request.params.stop, context)
 
-    def append(self, choice: Choice) -> tuple[TokenOutput, FinishReason | None]:
+    def append(self, choice: SampledToken) -> tuple[TokenOutput, FinishReason | None]:
         """Take in a token; says whether and why the request ends with it."""
         request, token = choice.request, choice.token
         request.tokens.append(token)

@@ -273,11 +273,11 @@ class BlockAllocator:
         self._tables.copy_row(parent.row, child.row)
         self._store.retain(self._held(child))
 
-    def commit(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
+    def register_prefix(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is in the pool by now."""
         sequence = self._sequence(seq_id)
         assert num_computed <= min(len(tokens), sequence.num_tokens)
-        if not sequence.may_offer:
+        if not sequence.is_reusable:
             return
         parent = sequence.hashes[-1] if sequence.hashes else sequence.root
         row, size = self._tables.row(sequence.row), self.block_size
@@ -290,13 +290,15 @@ class BlockAllocator:
             sequence.hashes.append(parent)
             sequence.private_start = max(sequence.private_start, (i + 1) * size)
 
-    def commit_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
-        """As :meth:`commit`, and the last block too, full or not, for a sequence about to end: the
-        next turn of a conversation begins with these tokens."""
-        self.commit(seq_id, tokens, num_computed)
+    def register_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
+        """As :meth:`register_prefix`, and also the last block, full or not.
+
+        For a sequence about to end: the next turn of a conversation begins with these tokens.
+        """
+        self.register_prefix(seq_id, tokens, num_computed)
         sequence = self._sequence(seq_id)
         last, num_filled = divmod(num_computed, self.block_size)
-        if not sequence.may_offer or num_filled == 0:
+        if not sequence.is_reusable or num_filled == 0:
             return
         block = int(self._tables.row(sequence.row)[last])
         parent = sequence.hashes[last - 1] if last else sequence.root
@@ -304,12 +306,12 @@ class BlockAllocator:
         self._store.prefixes.register_tail(block, parent, content)
         sequence.private_stop = 0
 
-    def keep(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
+    def attach_snapshot(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
         """Keep a snapshot of the sequence's states, if the content of the block that it is in was
         committed and no snapshot is kept there yet."""
         sequence, size = self._sequence(seq_id), self.block_size
         block = (snapshot.position - 1) // size
-        if not sequence.may_offer or len(sequence.hashes) < block:
+        if not sequence.is_reusable or len(sequence.hashes) < block:
             return False
         parent = sequence.hashes[block - 1] if block else sequence.root
         content = token_bytes(tokens, block * size, snapshot.position)
@@ -322,7 +324,7 @@ class BlockAllocator:
         `offers` its content for reuse, blocks that are not committed yet stay."""
         sequence = self._sequence(seq_id)
         first = min(position, sequence.num_tokens) // self.block_size
-        if offers and sequence.may_offer:
+        if offers and sequence.is_reusable:
             first = min(first, len(sequence.hashes))
         if first > sequence.first_block:
             self._store.release(
@@ -351,7 +353,7 @@ class BlockAllocator:
         self.drop_cached()
         self._store.prefixes = self._store.prefixes.emptied()
         for sequence in self._sequences.values():
-            sequence.may_offer = False
+            sequence.is_reusable = False
 
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held, and that every reference is counted."""

@@ -171,7 +171,7 @@ class KVBlockManager:
         """
         most = min(len(tokens), self.allocator.num_tokens(seq_id))
         num_computed = integer("commit", "num_computed", num_computed, 0, most)
-        self.allocator.commit(seq_id, tokens, num_computed)
+        self.allocator.register_prefix(seq_id, tokens, num_computed)
 
     def cached_prefix(self, tokens: Sequence[int]) -> int:
         """How many leading tokens a new sequence of these tokens would find computed."""

@@ -117,7 +117,7 @@ class SequenceBlocks:
         num_tokens: positions ``[0, num_tokens)`` belong to the sequence.
         hashes: of its full blocks offered for reuse.
         root: its first block's parent.
-        may_offer: whether its K/V may be offered for reuse.
+        is_reusable: whether its K/V may be offered for reuse.
         first_block: those before it were given up: no position will read them again.
         private_start: positions ``[private_start, private_stop)`` may be written as they are.
     """
@@ -126,7 +126,7 @@ class SequenceBlocks:
     num_tokens: int = 0
     hashes: list[bytes] = field(default_factory=list)
     root: bytes = ROOT
-    may_offer: bool = True
+    is_reusable: bool = True
     first_block: int = 0
     private_start: int = 0
     private_stop: int = 0

@@ -87,7 +87,7 @@ class KVPool:
     def nbytes(self) -> int:
         return self.num_blocks * self.block_bytes
 
-    def rows(self, layer: int) -> tuple[mx.array, mx.array]:
+    def write_targets(self, layer: int) -> tuple[mx.array, mx.array]:
         """The two arrays that rows are written to: K and V; of latent layers the two ranges of K's
         columns, views of it."""
         if not self.shapes[layer].latent:
@@ -98,7 +98,7 @@ class KVPool:
     def write(self, layer: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
         """Put K rows ``[T, n_kv_heads, head_dim]`` and V rows at their slots ``[T]``, in place. In
         latent layers these are the latents and the rotary keys."""
-        self._replace(layer, ops.write_kv(k, v, *self.rows(layer), slot_mapping))
+        self._replace(layer, ops.write_kv(k, v, *self.write_targets(layer), slot_mapping))
 
     def _replace(self, layer: int, written: tuple[mx.array, mx.array]) -> None:
         shape = self.shapes[layer]
@@ -121,7 +121,7 @@ class KVPool:
             return
         pairs = mx.array([(copy.src, copy.dst) for copy in copies], mx.int32)
         for layer in range(self.n_layers):
-            self._replace(layer, ops.copy_blocks(*self.rows(layer), pairs))
+            self._replace(layer, ops.copy_blocks(*self.write_targets(layer), pairs))
 
     def gather(self, layer: int, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.

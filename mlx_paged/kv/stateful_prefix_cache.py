@@ -31,7 +31,7 @@ class StatefulPrefixCache(PrefixCache):
         super().__init__(num_blocks, block_size)
         self.min_run = 1
         self.snapshots: Snapshots = Snapshots(most_snapshots)
-        self._worth = smallest_run(block_size)
+        self._min_copied_run = smallest_run(block_size)
 
     def emptied(self) -> Self:
         return type(self)(self._num_blocks, self.block_size, self.snapshots.most)
@@ -55,7 +55,7 @@ class StatefulPrefixCache(PrefixCache):
         goes_on = tail is not None and len(tail.tokens) > run * TOKEN_BYTES
         level, entry, kept = self._latest_state(blocks, tokens, stop, root)
         position = level * self.block_size + kept
-        known = whole + (run if run >= self._worth else 0)
+        known = whole + (run if run >= self._min_copied_run else 0)
         return PrefixMatch(
             blocks=blocks[: position // self.block_size],
             tail=entry if kept < self.block_size else None,
@@ -102,11 +102,11 @@ class StatefulPrefixCache(PrefixCache):
         self, position: int, known: int, stop: int, was_evicted: bool, goes_on: bool
     ) -> MissReason | None:
         """Why of ``[0, stop)`` no more than `position`, where K/V is known up to `known`."""
-        if stop < self._worth and position == 0:
+        if stop < self._min_copied_run and position == 0:
             return MissReason.TOO_SHORT
-        if stop - position < self._worth:
+        if stop - position < self._min_copied_run:
             return None
-        if known - position >= self._worth:
+        if known - position >= self._min_copied_run:
             return MissReason.NO_STATE
         return self._miss(position, stop, 0, was_evicted, goes_on)
 

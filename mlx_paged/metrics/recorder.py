@@ -48,7 +48,7 @@ class TickWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class Instruments:
+class RecorderConfig:
     """What ticks are measured with, and where they go.
 
     Attributes:
@@ -81,7 +81,7 @@ class TickRecorder:
         scheduler: Scheduler,
         stats: EngineStats,
         clock: Callable[[], float],
-        instruments: Instruments,
+        instruments: RecorderConfig,
     ) -> None:
         self._pauses = GcPauses(clock)
         self.working_clock = self._pauses.working
@@ -127,7 +127,7 @@ class TickRecorder:
         tick = self._tick = Tick(start=self._clock())
         tick.gc_ms, tick.gc_elsewhere_ms = -self._pauses.seconds, -self._pauses.elsewhere
 
-    def take_in(self) -> None:
+    def results_ready(self) -> None:
         """The step is over; its tokens go to their requests now."""
         self._tick.output_ms = -self._pauses.working()
 

@@ -134,7 +134,7 @@ class SampledRows:
 
 
 @dataclass(frozen=True, eq=False)
-class ComingTokens:
+class PendingTokens:
     """Tokens that a step under way is choosing: those of `requests`, as an array ``[R]`` int32."""
 
     requests: list[Request]
@@ -172,7 +172,7 @@ class Batch:
         spans: Sequence[Span],
         allocator: BlockAllocator,
         layout: Layout = Layout.ROWS,
-        coming: ComingTokens | None = None,
+        coming: PendingTokens | None = None,
         tables: BatchTables | None = None,
     ) -> None:
         """Lay out `spans`: in any number for rows, exactly one for a chunk.
@@ -240,7 +240,7 @@ class Batch:
         self.sampled_lengths = lengths
         self._sampled_rows = rows
 
-    def _known_and_coming(self, spans: Sequence[Span], coming: ComingTokens | None) -> mx.array:
+    def _known_and_coming(self, spans: Sequence[Span], coming: PendingTokens | None) -> mx.array:
         """Token ids ``[T]``; a token that is still being chosen is taken from where it will be."""
         if coming is not None and self.samples_all and coming.requests == self.sampled:
             return coming.tokens

@@ -117,7 +117,7 @@ class PagedLayerCache(UntrimmedCache):
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         """Handles to all K/V of the bound batch's sequences, ``[T or 1, H_kv, S, D]``."""
-        keys, values = map(self._gathered, self.pool.rows(self.layer))
+        keys, values = map(self._gathered, self.pool.write_targets(self.layer))
         return KVHandle.of(keys, self, "keys"), KVHandle.of(values, self, "values")
 
     def _gathered(self, cache: mx.array) -> mx.array:
@@ -191,7 +191,7 @@ class LatentLayerCache(PagedLayerCache):
     ``[T, 1, 1, rope]`` or ``[1, 1, L, rope]`` that of values."""
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
-        latents, rotary_keys = map(self._gathered, self.pool.rows(self.layer))
+        latents, rotary_keys = map(self._gathered, self.pool.write_targets(self.layer))
         return KVHandle.of(latents, self, "keys"), RotaryHandle.of(rotary_keys, self, "values")
 
     def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:

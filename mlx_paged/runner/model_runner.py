@@ -17,13 +17,13 @@ from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
-from mlx_paged.runner.batch import Batch, BatchTables, ComingTokens, Layout
+from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.sampler import Sampled, Sampler
-from mlx_paged.scheduler.runner_protocol import Choice
+from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Span, Step
 
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -48,8 +48,8 @@ class LaunchedStep:
         return {} if self.sampled is None else self.sampled.errors
 
     @property
-    def coming(self) -> ComingTokens | None:
-        return None if self.sampled is None else ComingTokens(self.requests, self.sampled.tokens)
+    def coming(self) -> PendingTokens | None:
+        return None if self.sampled is None else PendingTokens(self.requests, self.sampled.tokens)
 
 
 class ModelRunner:
@@ -108,7 +108,7 @@ class ModelRunner:
         mx.async_eval(pending)  # type: ignore[no-untyped-call]
         return LaunchedStep(requests, sampled, pending)
 
-    def collect(self, launched: LaunchedStep) -> list[Choice]:
+    def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read what it chose."""
         mx.eval(launched.pending)
         if launched.sampled is None:
@@ -116,7 +116,7 @@ class ModelRunner:
         tokens, logprobs, tops = _on_host(launched.sampled)
         errors = _empty_rows(launched.sampled, logprobs) | launched.errors
         rows = zip(launched.requests, tokens, logprobs, tops, strict=True)
-        return [Choice(*row, errors.get(index)) for index, row in enumerate(rows)]
+        return [SampledToken(*row, errors.get(index)) for index, row in enumerate(rows)]
 
     def drop(self, request: Request) -> None:
         """Forget what is kept for a request outside the pool, but for the snapshot it leaves."""
@@ -149,7 +149,7 @@ class ModelRunner:
             self._copied += arrays_of(states)
 
     def _batches(
-        self, spans: Sequence[Span], coming: ComingTokens | None
+        self, spans: Sequence[Span], coming: PendingTokens | None
     ) -> list[tuple[Sequence[Span], Batch]]:
         """A step's forwards, and what they compute: one of rows for tokens that may share it, one
         for each other chunk, which is cut where its states are wanted."""

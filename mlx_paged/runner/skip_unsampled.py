@@ -39,7 +39,7 @@ class LogitRows:
     @classmethod
     def of(cls, model: nn.Module) -> "LogitRows":
         """The model's selector; engines on the same model share it."""
-        return the_models(model, "logit_rows", cls)
+        return attached_to(model, "logit_rows", cls)
 
     @contextmanager
     def only(self, rows: mx.array | None, axis: int) -> Iterator[None]:
@@ -61,7 +61,7 @@ class LogitRows:
         return projection(x if rows is None else mx.take(x, rows, axis=self._wanted.axis))
 
 
-def the_models(model: nn.Module, name: str, make: Callable[[nn.Module], _Kept]) -> _Kept:
+def attached_to(model: nn.Module, name: str, make: Callable[[nn.Module], _Kept]) -> _Kept:
     """What a model has under a name, made when it is first asked for."""
     attribute = f"_mlx_paged_{name}"
     if not hasattr(model, attribute):
@@ -127,7 +127,7 @@ class LastLayer:
     @classmethod
     def of(cls, model: nn.Module) -> "LastLayer":
         """The model's; engines on the same model share it."""
-        return the_models(model, "last_layer", cls)
+        return attached_to(model, "last_layer", cls)
 
     @contextmanager
     def narrowed(self, caches: Caches) -> Iterator[None]:

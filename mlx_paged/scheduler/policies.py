@@ -139,7 +139,7 @@ class WaitingQueue:
             heappop(self._heap)
 
 
-class VictimPolicy(StrEnum):
+class PreemptionPolicy(StrEnum):
     """Which running request is preempted; it is computed again later, with the same outcome."""
 
     NEWEST = "newest"  # the last to arrive: the fewest steps are repeated, nobody starves
@@ -147,14 +147,14 @@ class VictimPolicy(StrEnum):
     FEWEST_GENERATED = "fewest-generated"  # the least visible progress is held up
 
 
-_RANK: dict[VictimPolicy, Callable[[Request], int]] = {
-    VictimPolicy.NEWEST: lambda request: 0,
-    VictimPolicy.LONGEST: lambda request: request.num_computed,
-    VictimPolicy.FEWEST_GENERATED: lambda request: -request.num_generated,
+_RANK: dict[PreemptionPolicy, Callable[[Request], int]] = {
+    PreemptionPolicy.NEWEST: lambda request: 0,
+    PreemptionPolicy.LONGEST: lambda request: request.num_computed,
+    PreemptionPolicy.FEWEST_GENERATED: lambda request: -request.num_generated,
 }
 
 
-def choose_victim(candidates: list[Request], policy: VictimPolicy) -> Request:
+def choose_preempted(candidates: list[Request], policy: PreemptionPolicy) -> Request:
     """The one to preempt: lowest priority first, then by policy, then the newest."""
     rank = _RANK[policy]
     return max(candidates, key=lambda request: (request.priority, rank(request), request.id))

@@ -7,7 +7,7 @@ from mlx_paged.request import Request
 from mlx_paged.scheduler.step import Step
 
 
-class Choice(NamedTuple):
+class SampledToken(NamedTuple):
     """The next token of one request; for a beam only its most likely ones count.
 
     Attributes:
@@ -47,7 +47,7 @@ class Runner(Protocol[LaunchedT]):
         Its restores come before its spans, whose snapshots are filled once they are known.
         """
 
-    def collect(self, launched: LaunchedT) -> list[Choice]:
+    def collect(self, launched: LaunchedT) -> list[SampledToken]:
         """Wait for a step; one choice for each of its requests, in order."""
 
     def drop(self, request: Request) -> None:
@@ -87,7 +87,7 @@ class StepResult:
     """
 
     step: Step | None = None
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[SampledToken] = field(default_factory=list)
     seconds: float = 0.0
     schedule_seconds: float = 0.0
     launch_seconds: float = 0.0

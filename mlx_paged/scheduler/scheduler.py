@@ -7,7 +7,7 @@ from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.prefix_cache import MissReason
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget, is_under_way
-from mlx_paged.scheduler.policies import Policy, VictimPolicy, WaitingQueue, choose_victim
+from mlx_paged.scheduler.policies import Policy, PreemptionPolicy, WaitingQueue, choose_preempted
 from mlx_paged.scheduler.snapshot_plan import SnapshotPlan
 from mlx_paged.scheduler.step import Span, Step, sort_by_pending
 
@@ -51,7 +51,7 @@ class Scheduler:
         *,
         prefix_cache: bool = True,
         policy: Policy = Policy.FCFS,
-        victims: VictimPolicy = VictimPolicy.NEWEST,
+        victims: PreemptionPolicy = PreemptionPolicy.NEWEST,
         max_stall: float | None = None,
         watermark: int = 0,
         rewinds: bool = True,
@@ -75,7 +75,7 @@ class Scheduler:
         self.waiting = WaitingQueue(policy)
         self.running: dict[int, Request] = {}  # by id, oldest admission first
         self.parked: dict[int, Request] = {}  # by id, oldest first
-        self._suspects: dict[int, Request] = {}
+        self._isolated: dict[int, Request] = {}
 
     @property
     def has_work(self) -> bool:
@@ -117,12 +117,12 @@ class Scheduler:
     def schedule(self) -> Step:
         """Pick this step's tokens and make their slots writable."""
         step = Step()
-        if self._suspects:
+        if self._isolated:
             self._schedule_suspect(step)
             return step
         decodes, chunks, exhausted = sort_by_pending(self.running.values())
         for request in exhausted:
-            self._retire(request)
+            self._leave_running(request)
         self._schedule_decodes(step, decodes)
         self._schedule_chunks(step, chunks)
         self._admit(step)
@@ -130,23 +130,23 @@ class Scheduler:
 
     def complete(self, request: Request) -> None:
         """Take a request out, wherever it is; its blocks are freed, cached, or kept parked."""
-        self._suspects.pop(request.id, None)
+        self._isolated.pop(request.id, None)
         if request in self.waiting:
             self.waiting.remove(request)
         if request.samples:
-            self._promote(request)
+            self._hand_over_samples(request)
         if request.id in self.running:
-            self._retire(request)
+            self._leave_running(request)
         elif not request.keep:
             self.release(request)
 
-    def rest(self, request: Request) -> None:
+    def park(self, request: Request) -> None:
         """Park a running request that cannot go on before others have got where it is."""
         if self.running.pop(request.id, None) is not None:
             self.parked[request.id] = request
 
-    def resume(self, request: Request) -> None:
-        """A request at rest has a token to compute again."""
+    def unpark(self, request: Request) -> None:
+        """A parked request has a token to compute again."""
         if request.id in self.parked and len(self.running) < self.max_running:
             self.running[request.id] = self.parked.pop(request.id)
         elif request not in self.waiting:
@@ -166,13 +166,13 @@ class Scheduler:
         for span in [s for s in step.spans if s.stop % block_size < s.stop - s.start]:
             known = span.stop <= len(span.request.tokens)
             if known and span.request.id in self.allocator:
-                self.allocator.commit(span.request.id, span.request.tokens, span.stop)
+                self.allocator.register_prefix(span.request.id, span.request.tokens, span.stop)
                 for snapshot in span.snapshots:
-                    self.allocator.keep(span.request.id, span.request.tokens, snapshot)
+                    self.allocator.attach_snapshot(span.request.id, span.request.tokens, snapshot)
 
     def clear(self, request: Request) -> None:
         """The request got a token: no suspicion of an earlier fault remains."""
-        if self._suspects.pop(request.id, None) is not None:
+        if self._isolated.pop(request.id, None) is not None:
             request.num_faults = 0
 
     def recover(self, failed: Iterable[Request]) -> None:
@@ -184,7 +184,7 @@ class Scheduler:
         for request in list(self.running.values()):
             self._preempt(request)
         for request in list(self.parked.values()):
-            self._strip(request)
+            self._evict_parked(request)
         self.allocator.forget_prefixes()
         for request in self.waiting:
             request.num_in_flight = 0
@@ -195,7 +195,7 @@ class Scheduler:
             if request not in self.waiting:  # its last token was under way
                 request.num_in_flight = request.num_computed = 0
                 self.waiting.push(request)
-            self._suspects[request.id] = request
+            self._isolated[request.id] = request
 
     # What is computed
 
@@ -254,15 +254,15 @@ class Scheduler:
     def _share(self, parent: Request, child: Request) -> None:
         self.allocator.fork(parent.id, child.id)
         child.num_computed = child.num_cached = parent.num_computed
-        if len(self.running) < self.max_running and not self._suspects:
+        if len(self.running) < self.max_running and not self._isolated:
             self.running[child.id] = child
         else:
             self.parked[child.id] = child
             self.waiting.push(child)
 
     def _schedule_suspect(self, step: Step) -> None:
-        """One request alone, with everybody else at rest."""
-        request = next(iter(self._suspects.values()))
+        """One request alone, with all others parked."""
+        request = next(iter(self._isolated.values()))
         if request.is_exhausted:
             return
         if request.id not in self.running:
@@ -328,7 +328,7 @@ class Scheduler:
             except OutOfBlocksError:
                 if not self.parked:
                     return False
-                self._strip(next(iter(self.parked.values())))
+                self._evict_parked(next(iter(self.parked.values())))
         step.copies += admission.copies
         request.num_computed, request.branch = admission.num_cached, admission.branch
         if admission.snapshot is not None:
@@ -342,10 +342,10 @@ class Scheduler:
         """Free somebody's blocks; return whose."""
         if self.parked:
             parked = next(iter(self.parked.values()))
-            self._strip(parked)
+            self._evict_parked(parked)
             return parked
         candidates = [r for r in self.running.values() if r.id not in step.requests]
-        victim = choose_victim(candidates, self.victims)
+        victim = choose_preempted(candidates, self.victims)
         self._preempt(victim)
         step.requests.add(victim.id)
         return victim
@@ -359,13 +359,13 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.push(request)
 
-    def _strip(self, request: Request) -> None:
+    def _evict_parked(self, request: Request) -> None:
         """Free a parked sequence's blocks; if it waits, it will be computed again."""
         del self.parked[request.id]
         self.allocator.free(request.id)
         request.num_computed = 0
 
-    def _retire(self, request: Request) -> None:
+    def _leave_running(self, request: Request) -> None:
         """A running request needs no further step: the last token's own K/V is never wanted."""
         del self.running[request.id]
         if request.keep:
@@ -377,19 +377,19 @@ class Scheduler:
         """Free the blocks, their content on offer to prompts that begin with these tokens."""
         num_computed = min(request.num_computed, len(request.tokens))
         if self.prefix_cache and num_computed:
-            self.allocator.commit_tail(request.id, request.tokens, num_computed)
+            self.allocator.register_tail(request.id, request.tokens, num_computed)
             if self._plan is not None:
                 self._plan.at_the_end(request)
         self.allocator.free(request.id)
 
-    def _promote(self, request: Request) -> None:
+    def _hand_over_samples(self, request: Request) -> None:
         """A prompt's first sample leaves before the others forked off: the next takes its place."""
         alive = [sample for sample in request.samples if not sample.is_finished]
         request.samples = []
         if not alive:
             return
-        heir, *heir.samples = alive
+        next_sample, *next_sample.samples = alive
         if request.id in self.running and self.rewinds:
-            self._share(request, heir)
+            self._share(request, next_sample)
         else:
-            self.waiting.push(heir)
+            self.waiting.push(next_sample)

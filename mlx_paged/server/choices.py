@@ -38,7 +38,7 @@ class Delta:
         return self
 
 
-class Choice:
+class CompletionChoice:
     """Takes in the tokens of one completion.
 
     Args:

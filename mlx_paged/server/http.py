@@ -22,7 +22,7 @@ from mlx_paged.request import FinishReason
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import request_body
 from mlx_paged.server.backend import Backend, BusyError, Generation
-from mlx_paged.server.choices import Choice, Delta, Logprob, chat_logprobs
+from mlx_paged.server.choices import CompletionChoice, Delta, Logprob, chat_logprobs
 from mlx_paged.server.disconnects import DisconnectWatcher
 from mlx_paged.server.metrics import CONTENT_TYPE
 from mlx_paged.server.responses import AnswerWriter, RequestError
@@ -94,7 +94,7 @@ class Handler(AnswerWriter):
             else:
                 self._answer(generation, choices)
 
-    def _answer(self, generation: Generation, choices: list[Choice]) -> None:
+    def _answer(self, generation: Generation, choices: list[CompletionChoice]) -> None:
         """Everything at once."""
         whole = [Delta() for _ in choices]
         for index, output in self._outputs(generation):
@@ -106,7 +106,7 @@ class Handler(AnswerWriter):
         answer = packets[0] | {"choices": [packet["choices"][0] for packet in packets]}
         self._send_json(HTTPStatus.OK, answer)
 
-    def _stream(self, generation: Generation, choices: list[Choice]) -> None:
+    def _stream(self, generation: Generation, choices: list[CompletionChoice]) -> None:
         """Piece by piece, as server-sent events."""
         self._set_stream_headers(HTTPStatus.OK)
         self.end_headers()
@@ -135,7 +135,9 @@ class Handler(AnswerWriter):
         except Exception as error:  # what ended the service
             raise RequestError(500, f"the engine failed: {error}") from error
 
-    def _packet(self, choice: Choice, delta: Delta, generation: Generation) -> dict[str, Any]:
+    def _packet(
+        self, choice: CompletionChoice, delta: Delta, generation: Generation
+    ) -> dict[str, Any]:
         """One choice, or what was added to it, in the API's form."""
         prompt, generated, cached = _usage(generation)
         packet: dict[str, Any] = self.generate_response(
@@ -237,12 +239,12 @@ class Handler(AnswerWriter):
 
     def _choice(
         self, index: int, request: CompletionRequest, generation: Generation, params: SamplingParams
-    ) -> Choice:
+    ) -> CompletionChoice:
         tokenizer = self.backend.tokenizer
         tools = ToolCallFormatter(tokenizer.tool_parser, request.tools, self.stream)
         wanted = self.logprobs or params.logprobs > 0
         describe = self._describe if wanted else None
-        return Choice(index, self.backend.text_machine, generation.state, tools, describe)
+        return CompletionChoice(index, self.backend.text_machine, generation.state, tools, describe)
 
     def _describe(self, output: TokenOutput) -> Logprob:
         assert output.token is not None

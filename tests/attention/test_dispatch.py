@@ -17,9 +17,9 @@ from mlx_paged.attention.chunks import Chunk
 from mlx_paged.attention.dispatch import VARIABLE, Dispatcher, dispatcher, table_path, write_table
 from mlx_paged.attention.path_table import AttentionPath, Heads, PathTable, Timing
 from mlx_paged.attention.pool_attention import PoolAttention, calls
-from mlx_paged.drop_in.base_cache import LayerStep
+from mlx_paged.drop_in.base_cache import LayerView
 from mlx_paged.drop_in.caches import make_prompt_cache
-from mlx_paged.drop_in.padded_batch import RowSpans, RowStep
+from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.kv.pool import KVPool, KVShape
 
@@ -97,10 +97,10 @@ def test_rows_of_a_padded_forward_are_gathered_one_by_one_if_long(path, columns,
     contexts = np.array([12, 29, 16], np.int32)
     case = random_case(contexts.tolist(), num_tokens=columns, block_size=BLOCK)
     pool = pool_of(case)
-    spans = RowSpans.of(contexts - np.int32(columns), columns)
-    step = RowStep((0, 1, 2), spans, np.array(case.block_tables), BLOCK)
+    spans = PaddedSpans.of(contexts - np.int32(columns), columns)
+    step = PaddedBatch((0, 1, 2), spans, np.array(case.block_tables), BLOCK)
     with attending_by(path):
-        out = LayerStep(pool, step, None).attend(case.q, case.scale, None, None)
+        out = LayerView(pool, step, None).attend(case.q, case.scale, None, None)
     assert calls == {path: num_calls}
     assert_like_float64(out, case)
 

@@ -111,10 +111,10 @@ def test_trimmed_blocks_are_free_or_cached_and_their_content_is_still_found():
     tokens = list(range(20))
     allocator.admit(0, 20)
     allocator.make_writable(0, 0, 20)
-    allocator.commit(0, tokens, 8)
+    allocator.register_prefix(0, tokens, 8)
     allocator.trim(0, 11)
     assert (allocator.blocks_in_use, allocator.num_cached) == (3, 2)
-    allocator.commit(0, tokens, 20)
+    allocator.register_prefix(0, tokens, 20)
     allocator.trim(0, 5)  # never back
     allocator.fork(0, 1)
     allocator.trim(1, 16)
@@ -132,6 +132,6 @@ def test_blocks_trimmed_before_they_were_offered_are_not_offered():
     allocator.admit(0, 16)
     allocator.trim(0, 8)
     allocator.admit(1, 8)
-    allocator.commit(0, tokens, 16)
+    allocator.register_prefix(0, tokens, 16)
     allocator.check_integrity()
     assert allocator.cached_prefix([*tokens, 99]) == 0

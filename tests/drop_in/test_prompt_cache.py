@@ -15,7 +15,7 @@ from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged.attention.pool_attention import calls
 from mlx_paged.attention.sdpa_hook import CausalMask, mlx_attention
-from mlx_paged.drop_in.base_cache import LayerStep
+from mlx_paged.drop_in.base_cache import LayerView
 from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.runner.model_probe import leaves
@@ -301,7 +301,7 @@ def test_layers_may_attend_to_what_another_layer_wrote(llama, window):
     expected = mlx_attention(q, keys, values, scale=0.2, mask=seen)
     full.trim(1)
     full.update_and_fetch(keys[:, :, -1:], values[:, :, -1:])
-    latest = LayerStep(full.layer.kv, full.rows[0].step, window)
+    latest = LayerView(full.layer.kv, full.rows[0].step, window)
     for mask in (None, "causal", CausalMask.of(seen, None)):
         out = attend(q, *latest.handles(), scale=0.2, mask=mask)
         assert mx.allclose(out, expected, atol=1e-5)

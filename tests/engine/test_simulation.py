@@ -123,16 +123,16 @@ def prefixes_offered_before_they_are_computed(monkeypatch: pytest.MonkeyPatch) -
         whole(scheduler, step, request, budget)
         if scheduler.prefix_cache and request.id in scheduler.allocator:
             known = min(scheduler.allocator.num_tokens(request.id), len(request.tokens))
-            scheduler.allocator.commit(request.id, request.tokens, known)
+            scheduler.allocator.register_prefix(request.id, request.tokens, known)
 
     monkeypatch.setattr(Scheduler, "_schedule", early)
 
 
 def tails_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = BlockAllocator.commit_tail
+    whole = BlockAllocator.register_tail
     monkeypatch.setattr(
         BlockAllocator,
-        "commit_tail",
+        "register_tail",
         lambda self, i, tokens, n: whole(self, i, tokens, min(self.num_tokens(i), len(tokens))),
     )
 
@@ -187,7 +187,7 @@ def states_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def beams_never_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Scheduler, "resume", lambda scheduler, request: None)
+    monkeypatch.setattr(Scheduler, "unpark", lambda scheduler, request: None)
 
 
 def too_few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def a_snapshot_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
         snapshot.position = max(1, snapshot.position - 1)
         return whole(allocator, request_id, tokens, snapshot)
 
-    monkeypatch.setattr(BlockAllocator, "keep", keep)
+    monkeypatch.setattr(BlockAllocator, "attach_snapshot", keep)
 
 
 def more_snapshots_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

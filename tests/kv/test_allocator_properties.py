@@ -68,7 +68,9 @@ class AllocatorMachine(RuleBasedStateMachine):
                 self.memory[slot] = tuple(content[: position + 1])
         self.allocator.copies_done()
         for seq_id in self.unwritten:
-            self.allocator.commit(seq_id, self.contents[seq_id], len(self.contents[seq_id]))
+            self.allocator.register_prefix(
+                seq_id, self.contents[seq_id], len(self.contents[seq_id])
+            )
         self.copies, self.unwritten = [], {}
 
     @rule(target=sequences, tokens=TOKENS, reuse=st.booleans(), spare=st.integers(0, 2))
@@ -165,7 +167,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         """Whatever the step was to write for the sequence is not written then."""
         num_computed = self.unwritten.pop(seq_id, len(self.contents[seq_id]))
         if offer:
-            self.allocator.commit_tail(seq_id, self.contents[seq_id], num_computed)
+            self.allocator.register_tail(seq_id, self.contents[seq_id], num_computed)
         self.allocator.free(seq_id)
         del self.contents[seq_id]
 
@@ -173,7 +175,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def offer_and_go_on(self, data: st.DataObject, seq_id: int) -> None:
         num_computed = self.unwritten.get(seq_id, len(self.contents[seq_id]))
         num_offered = data.draw(st.integers(0, num_computed))
-        self.allocator.commit_tail(seq_id, self.contents[seq_id], num_offered)
+        self.allocator.register_tail(seq_id, self.contents[seq_id], num_offered)
 
     @rule()
     def drop_cached(self) -> None:

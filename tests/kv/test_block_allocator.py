@@ -108,7 +108,7 @@ def offered(allocator: BlockAllocator, seq_id: int, tokens: list[int]) -> list[i
     """Let a sequence leave its K/V for reuse; returns the blocks it had."""
     allocator.admit(seq_id, len(tokens))
     blocks = allocator.table(seq_id).tolist()
-    allocator.commit_tail(seq_id, tokens, len(tokens))
+    allocator.register_tail(seq_id, tokens, len(tokens))
     allocator.free(seq_id)
     return blocks
 
@@ -171,7 +171,7 @@ def test_without_a_block_to_copy_into_an_idle_block_is_taken_over():
 def test_a_block_that_somebody_holds_is_copied_into_the_last_free_one():
     allocator = BlockAllocator(num_blocks=3, block_size=4)
     allocator.admit(0, 6)
-    allocator.commit_tail(0, [1, 2, 3, 4, 5, 6], 6)
+    allocator.register_tail(0, [1, 2, 3, 4, 5, 6], 6)
     admission = allocator.admit(1, 8, [1, 2, 3, 4, 5, 6, 7, 8])
     assert admission.num_cached == 6 and len(admission.copies) == 1
     assert allocator.num_available == 0
@@ -226,7 +226,7 @@ def test_tables_of_many_long_sequences_grow_and_rows_are_reused():
         (lambda a: BlockAllocator(4, 0), "block_size is 0"),
         (lambda a: a.admit(0, 4), r"\[admit\] seq_id 0 is in use"),
         (lambda a: a.admit(5, -1), r"\[admit\] num_tokens is -1"),
-        (lambda a: a.commit_tail(9, [], 0), "seq_id 9 is not known"),
+        (lambda a: a.register_tail(9, [], 0), "seq_id 9 is not known"),
         (lambda a: a.fork(9, 10), "seq_id 9 is not known"),
         (lambda a: a.fork(0, 0), "child_seq_id 0 is in use"),
         (lambda a: a.free(9), "seq_id 9 is not known"),
@@ -247,7 +247,7 @@ def test_what_was_offered_for_reuse_is_no_longer_private_but_the_rest_still_is(m
     allocator, tokens = BlockAllocator(num_blocks=8, block_size=4), list(range(12))
     allocator.admit(0, 12)
     allocator.make_writable(0, 0, 12)
-    allocator.commit(0, tokens, 8)
+    allocator.register_prefix(0, tokens, 8)
     assert allocator.cached_prefix([*tokens, 0]) == 8
     appended = BlockAllocator.make_writable
     monkeypatch.setattr(BlockAllocator, "make_writable", None)

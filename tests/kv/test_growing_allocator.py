@@ -30,11 +30,11 @@ def test_what_was_cut_off_is_offered_no_more():
     allocator = GrowingAllocator(8, 2)
     tokens = [1, 2, 3, 4, 5, 6]
     allocator.admit(0, 6)
-    allocator.commit(0, tokens, 6)
+    allocator.register_prefix(0, tokens, 6)
     allocator.truncate(0, 4)
     allocator.check_integrity()
     allocator.make_writable(0, 4, 6)
-    allocator.commit(0, [1, 2, 3, 4, 7, 8], 6)
+    allocator.register_prefix(0, [1, 2, 3, 4, 7, 8], 6)
     allocator.check_integrity()
     assert allocator.cached_prefix([1, 2, 3, 4, 7, 8, 9]) == 6
 

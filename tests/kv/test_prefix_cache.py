@@ -30,14 +30,14 @@ def computed(
     """Admit a sequence and pretend that its K/V has been computed."""
     admission = allocator.admit(seq_id, len(tokens), tokens, salt)
     allocator.copies_done()
-    allocator.commit(seq_id, tokens, len(tokens))
+    allocator.register_prefix(seq_id, tokens, len(tokens))
     return admission
 
 
 def finished(allocator: BlockAllocator, tokens: list[int], salt: bytes = b"") -> Admission:
     """Let a sequence come and go, leaving its K/V for reuse."""
     admission = computed(allocator, -1, tokens, salt)
-    allocator.commit_tail(-1, tokens, len(tokens))
+    allocator.register_tail(-1, tokens, len(tokens))
     allocator.free(-1)
     allocator.check_integrity()
     return admission
@@ -103,7 +103,7 @@ class TestFullBlocks:
         computed(allocator, 1, text((1, 8)))
         rewritten = text((2, 8), (3, 8))
         allocator.make_writable(1, 0, 16)
-        allocator.commit(1, rewritten, 16)
+        allocator.register_prefix(1, rewritten, 16)
         computed(allocator, 2, text((1, 8)))
         assert allocator.cached_prefix(text((1, 8), (3, 8), (0, 1))) == 8
         assert allocator.cached_prefix([*rewritten, 0]) == 16
@@ -115,7 +115,7 @@ class TestFullBlocks:
         for token in range(13, 17):
             allocator.make_writable(1, token, token + 1)
             tokens.append(token)
-            allocator.commit(1, tokens, len(tokens))
+            allocator.register_prefix(1, tokens, len(tokens))
         allocator.free(1)
         assert allocator.cached_prefix(tokens) == 16
 
@@ -211,7 +211,7 @@ class TestPartsOfABlock:
         allocator = BlockAllocator(num_blocks=8, block_size=BLOCK)
         tokens = list(range(12))
         computed(allocator, 1, tokens)
-        allocator.commit_tail(1, tokens, 12)
+        allocator.register_tail(1, tokens, 12)
         assert allocator.cached_prefix([*tokens, 0]) == 12
         allocator.make_writable(1, 12, 13)
         assert allocator.cached_prefix([*tokens, 0]) == 8
@@ -220,7 +220,7 @@ class TestPartsOfABlock:
     def test_a_tail_includes_full_blocks_that_were_not_offered_yet(self):
         allocator = BlockAllocator(num_blocks=8, block_size=BLOCK)
         allocator.admit(1, 20)
-        allocator.commit_tail(1, list(range(20)), 20)
+        allocator.register_tail(1, list(range(20)), 20)
         assert allocator.cached_prefix(list(range(30))) == 20
 
     def test_a_tail_before_blocks_that_are_known_already_keeps_its_own_prefix(self):
@@ -230,10 +230,10 @@ class TestPartsOfABlock:
         allocator.make_writable(1, 12, 24)
         allocator.fork(1, 2)
         computed(allocator, 3, tokens)
-        allocator.commit_tail(1, tokens, 12)
+        allocator.register_tail(1, tokens, 12)
         assert allocator.cached_prefix(text((1, 8), (2, 7))) == 14
-        allocator.commit(1, tokens, 24)
-        allocator.commit_tail(1, tokens, 20)
+        allocator.register_prefix(1, tokens, 24)
+        allocator.register_tail(1, tokens, 20)
         assert allocator.cached_prefix(text((1, 8), (2, 8), (3, 8), (3, 5))) == 24
         allocator.check_integrity()
 
@@ -366,8 +366,8 @@ class TestTrust:
         for seq_id in (1, 2):
             allocator.make_writable(seq_id, 12, 20)
             allocator.copies_done()
-            allocator.commit(seq_id, list(range(20)), 16)
-            allocator.commit_tail(seq_id, list(range(20)), 20)
+            allocator.register_prefix(seq_id, list(range(20)), 16)
+            allocator.register_tail(seq_id, list(range(20)), 20)
             allocator.free(seq_id)
         assert allocator.num_cached == 0 and allocator.blocks_in_use == 0
         finished(allocator, tokens)

@@ -26,9 +26,9 @@ def finished(allocator: BlockAllocator, tokens: list[int], *positions: int) -> l
     snapshots = [Snapshot(position, states=f"after {position}") for position in positions]
     allocator.admit(-1, len(tokens), tokens)
     allocator.copies_done()
-    allocator.commit_tail(-1, tokens, len(tokens))
+    allocator.register_tail(-1, tokens, len(tokens))
     for snapshot in snapshots:
-        allocator.keep(-1, tokens, snapshot)
+        allocator.attach_snapshot(-1, tokens, snapshot)
     allocator.free(-1)
     allocator.check_integrity()
     return snapshots
@@ -163,7 +163,7 @@ class TestHowManyAreKept:
         allocator.forget_prefixes()
         assert allocator.snapshots is not None
         assert (len(allocator.snapshots), allocator.snapshots.most) == (0, 8)
-        assert not allocator.keep(1, list(range(30)), Snapshot(24, states="s"))
+        assert not allocator.attach_snapshot(1, list(range(30)), Snapshot(24, states="s"))
         allocator.check_integrity()
 
     def test_at_least_one(self):

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
-from mlx_paged.runner.batch import Batch, BatchTables, ComingTokens, Layout
+from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span
 
@@ -154,7 +154,7 @@ def test_tokens_still_being_chosen_come_from_the_step_that_chooses_them():
     allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
     spans = make_spans(allocator, (5, 5, 6), (3, 0, 3), (4, 4, 5))
     requests = [span.request for span in spans]
-    coming = ComingTokens([requests[2], requests[0]], mx.array([71, 72], mx.int32))
+    coming = PendingTokens([requests[2], requests[0]], mx.array([71, 72], mx.int32))
     batch = Batch(spans, allocator, coming=coming)
     assert batch.seq_ids == [0, 2, 1]
     assert batch.tokens.tolist() == [72, 71, 100, 101, 102]
@@ -163,7 +163,7 @@ def test_tokens_still_being_chosen_come_from_the_step_that_chooses_them():
 def test_a_token_still_being_chosen_may_come_after_known_ones():
     allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
     spans = make_spans(allocator, (4, 3, 4), (5, 5, 6), (3, 0, 3))
-    coming = ComingTokens([spans[1].request], mx.array([71], mx.int32))
+    coming = PendingTokens([spans[1].request], mx.array([71], mx.int32))
     batch = Batch(spans, allocator, coming=coming)
     assert batch.tokens.tolist() == [3, 71, 200, 201, 202]
 

@@ -156,7 +156,7 @@ def test_a_shared_prefix_is_not_scheduled_again():
     first = make_request(0, 10)
     scheduler.add(first)
     scheduler.schedule()
-    scheduler.allocator.commit(0, first.tokens, 10)
+    scheduler.allocator.register_prefix(0, first.tokens, 10)
     second = Request(1, list(first.tokens), SamplingParams(max_tokens=4), seed=0)
     scheduler.add(second)
     first.tokens.append(7)

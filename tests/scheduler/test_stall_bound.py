@@ -8,7 +8,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import MIN_CHUNK
-from mlx_paged.scheduler.runner_protocol import Choice
+from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
 
@@ -48,9 +48,9 @@ class FakeMachine:
     def launch(self, step: Step, before: Launched | None) -> Launched:
         return Launched(step)
 
-    def collect(self, launched: Launched) -> list[Choice]:
+    def collect(self, launched: Launched) -> list[SampledToken]:
         self.clock.now += self.cost(launched.step) * self.noise.uniform(0.97, 1.03)
-        return [Choice(request, 7, -1.0) for request in launched.requests]
+        return [SampledToken(request, 7, -1.0) for request in launched.requests]
 
     def drop(self, request: Request) -> None: ...
     def fork(self, parent: Request, child: Request) -> None: ...

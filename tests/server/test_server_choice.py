@@ -8,7 +8,7 @@ from mlx_lm.server import ToolCallFormatter
 
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
-from mlx_paged.server.choices import Choice, Delta
+from mlx_paged.server.choices import CompletionChoice, Delta
 
 MACHINE = TextStateMachine(
     {
@@ -30,7 +30,7 @@ def ended(reason):
 def read(text, width, state="normal", reason=FinishReason.STOP):
     """All that a choice says of a text that comes `width` characters at a time."""
     tools = ToolCallFormatter(lambda text, tools: json.loads(text), None, streaming=True)
-    choice, whole = Choice(0, MACHINE, state, tools), Delta()
+    choice, whole = CompletionChoice(0, MACHINE, state, tools), Delta()
     pieces = [text[i : i + width] for i in range(0, len(text), width)]
     for i, piece in enumerate(pieces):
         assert choice.finish_reason is None

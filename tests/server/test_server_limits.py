@@ -28,7 +28,7 @@ from server_harness import (
 import mlx_paged
 from mlx_paged.server import arguments
 from mlx_paged.server.__main__ import main
-from mlx_paged.server.choices import Choice
+from mlx_paged.server.choices import CompletionChoice
 
 LONG = {"max_tokens": 1500, "prompt": CODE, "logit_bias": {"1791": -100}}  # 1791 ends a text
 pytest_plugins = ["server_fixtures"]
@@ -87,7 +87,7 @@ def test_an_answer_that_cannot_be_made_ends_alone(server, openai_client, monkeyp
         raise KeyError("no such tool")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Choice, "add", fail)
+        patch.setattr(CompletionChoice, "add", fail)
         with pytest.raises(openai.APIError, match="the answer could not be made"):
             list(openai_client.completions.create(model=MODEL, prompt="a", stream=stream))
     assert openai_client.completions.create(model=MODEL, prompt="a", max_tokens=1).choices

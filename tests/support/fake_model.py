@@ -18,7 +18,7 @@ from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.cost_model import StepWork
-from mlx_paged.scheduler.runner_protocol import Choice
+from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Span, Step
 
 VOCAB = 24
@@ -152,7 +152,7 @@ class FakeLaunch:
     spans: list[FakeSpan]
     copies: list[BlockCopy]
     work: StepWork
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[SampledToken] = field(default_factory=list)
 
 
 class FakeClock:
@@ -204,7 +204,7 @@ class FakeRunner:
             self._compute_until(launch)
         return launch
 
-    def collect(self, launched: FakeLaunch) -> list[Choice]:
+    def collect(self, launched: FakeLaunch) -> list[SampledToken]:
         self._compute_until(launched)
         self._clock.spend(launched.work)
         return launched.choices
@@ -275,7 +275,7 @@ class FakeRunner:
             context = self.pool.read(span.slots, span.known_tokens(), span.salt)
             launch.choices += [_choice(context, *draw, count) for draw in span.draws]
         for row, error in launch.errors.items():
-            launch.choices[row] = Choice(launch.requests[row], 0, 0.0, error=error)
+            launch.choices[row] = SampledToken(launch.requests[row], 0, 0.0, error=error)
 
     def _kv(self, span: FakeSpan) -> list[int]:
         tokens = span.known_tokens()
@@ -290,7 +290,7 @@ class FakeRunner:
         return values
 
 
-def _choice(context: int, request: Request, index: int, count: int) -> Choice:
+def _choice(context: int, request: Request, index: int, count: int) -> SampledToken:
     """A request's token; with it `count` likely ones if it asked for any, else as many of none."""
     logprobs = logprobs_of(context)
     token = next_token(context, request.params, request.seed, index)
@@ -298,7 +298,7 @@ def _choice(context: int, request: Request, index: int, count: int) -> Choice:
     top = tuple((candidate, float(logprobs[candidate])) for candidate in best)
     if not request.params.logprobs:
         top = ((0, -np.inf),) * len(top)
-    return Choice(request, token, float(logprobs[token]), top)
+    return SampledToken(request, token, float(logprobs[token]), top)
 
 
 def _errors(requests: list[Request]) -> dict[int, Exception]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_paged.request import Request
-from mlx_paged.scheduler.runner_protocol import Choice, Runner
+from mlx_paged.scheduler.runner_protocol import Runner, SampledToken
 from mlx_paged.scheduler.step import Step
 
 
@@ -70,7 +70,7 @@ class FaultyRunner:
         self._under_way.append(_UnderWay(step, launched, error))
         return launched
 
-    def collect(self, launched: Any) -> list[Choice]:
+    def collect(self, launched: Any) -> list[SampledToken]:
         (current,) = (u for u in self._under_way if u.launched is launched)
         if current.error is not None:
             self._raise(current.error, [r for u in self._under_way for r in u.step.everyone])

@@ -7,7 +7,7 @@ from fault_injection import FailingProcessor
 from solo_runs import BeamOptions
 
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.policies import Policy, VictimPolicy
+from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Setting:
     prefill_chunk: int
     max_running: int
     policy: Policy
-    victims: VictimPolicy
+    victims: PreemptionPolicy
     max_stall: float | None
     watermark: int
     lookahead: bool
@@ -55,7 +55,7 @@ class Setting:
             prefill_chunk=rng.choice((1, 2, 5, 16, 64)),
             max_running=rng.choice((1, 2, 3, 8)),
             policy=rng.choice(tuple(Policy)),
-            victims=rng.choice(tuple(VictimPolicy)),
+            victims=rng.choice(tuple(PreemptionPolicy)),
             max_stall=rng.choice((None, 0.0012, 0.0016, 0.003)),
             watermark=rng.choice((0, 0, 1, 3)),
             lookahead=rng.random() < 0.8,

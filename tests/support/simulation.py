@@ -247,7 +247,7 @@ class Simulation:
         assert not unended, f"requests {unended} never ended"
         waiting = [request.id for request in scheduler.waiting]
         assert not waiting, f"{waiting} still wait"
-        for left in (scheduler.running, scheduler.parked, scheduler._suspects):
+        for left in (scheduler.running, scheduler.parked, scheduler._isolated):
             assert not left, f"the scheduler still has {list(left)}"
         for left in (engine._requests, engine._kept, engine._beams, engine._outputs._texts):
             assert not left, f"the engine still has {list(left)}"

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from mlx_paged.drop_in.padded_batch import RowSpans, RowStep
+from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 
 TABLES = np.array([[7, 3, 5], [2, 9, 0]], np.int32)
 
 
-def step(starts, columns, lengths=None) -> RowStep:
+def step(starts, columns, lengths=None) -> PaddedBatch:
     lengths = None if lengths is None else np.array(lengths)
-    return RowStep((0, 1), RowSpans.of(starts, columns, lengths), TABLES, 4)
+    return PaddedBatch((0, 1), PaddedSpans.of(starts, columns, lengths), TABLES, 4)
 
 
 def test_padding_has_no_slot():
@@ -54,7 +54,7 @@ def test_tables_reach_the_last_column_and_no_further():
 def test_a_step_serves_the_same_forward_only(ids, starts, columns, lengths, expected):
     made = step([3, 5], 2)
     lengths = None if lengths is None else np.array(lengths)
-    asked = RowSpans.of(starts, columns, lengths)
+    asked = PaddedSpans.of(starts, columns, lengths)
     assert made.serves(ids, asked) == expected
     made.valid = False
     assert not made.serves(ids, asked)
