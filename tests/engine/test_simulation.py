@@ -241,7 +241,7 @@ def snapshots_outlive_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_snapshot_in_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = BlockAllocator.keep
+    whole = BlockAllocator.attach_snapshot
 
     def keep(allocator, request_id, tokens, snapshot):
         snapshot.position = max(1, snapshot.position - 1)
