@@ -44,11 +44,11 @@ def attention_launches(dtype: mx.Dtype, dim: int, v_dim: int, group: int) -> lis
 
 def pool_launches(dtype: mx.Dtype) -> list[Launch]:
     """A write of rows and a copy of a block."""
-    pools = [mx.zeros((1, 2, BLOCK_SIZE, 64), dtype) for _ in range(2)]
+    k_cache, v_cache = (mx.zeros((1, 2, BLOCK_SIZE, 64), dtype) for _ in range(2))
     rows = mx.zeros((1, 1, 64), dtype)
     calls = (
-        _ext.metal.plan_write_kv(rows, rows, *pools, mx.zeros((1,), mx.int32)),
-        _ext.metal.plan_copy_blocks(*pools, mx.zeros((1, 2), mx.int32)),
+        _ext.metal.plan_write_kv(rows, rows, k_cache, v_cache, mx.zeros((1,), mx.int32)),
+        _ext.metal.plan_copy_blocks(k_cache, v_cache, mx.zeros((1, 2), mx.int32)),
     )
     return [launch for call in calls for launch in call["launches"]]
 
