@@ -20,15 +20,23 @@ def attention(case: Case, **options: Any) -> dict[str, Any]:
 
 
 def write(case: Case, num_tokens: int = 3) -> dict[str, Any]:
-    heads, _, _, head_dim = case.k_cache.shape
-    k = mx.zeros((num_tokens, heads, head_dim), case.k_cache.dtype)
-    v = mx.zeros((num_tokens, heads, case.v_cache.shape[3]), case.v_cache.dtype)
-    slots = mx.arange(num_tokens)
-    return _ext.metal.plan_write_kv(k, v, case.k_cache, case.v_cache, slots)
+    pools = written_pools(case)
+    heads = case.k_cache.shape[0]
+    rows = (mx.zeros((num_tokens, heads, pool.shape[3]), pool.dtype) for pool in pools)
+    return _ext.metal.plan_write_kv(*rows, *pools, mx.arange(num_tokens))
 
 
 def copy(case: Case) -> dict[str, Any]:
-    return _ext.metal.plan_copy_blocks(case.k_cache, case.v_cache, mx.array([[0, 1]]))
+    return _ext.metal.plan_copy_blocks(*written_pools(case), mx.array([[0, 1]]))
+
+
+def written_pools(case: Case) -> tuple[mx.array, mx.array]:
+    """Keys and values; of latents the two ranges of columns that a pool writes."""
+    if case is not LATENT:
+        return case.k_cache, case.v_cache
+    latents, rotary_keys = mx.split(case.k_cache, [case.v_cache.shape[3]], axis=-1)
+    mx.eval(latents, rotary_keys)
+    return latents, rotary_keys
 
 
 SHORT = random_case([45, 7])
