@@ -9,7 +9,7 @@ from typing import ClassVar
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.attention.chunks import Chunk, causal_mask
+from mlx_paged.attention.pool_attention import Chunk, causal_mask
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import as_int32
@@ -104,7 +104,7 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """A batch's sampled tokens, R rows whose K/V is stored, as what attends to it.
+    """A batch's sampled tokens: R rows that attend and whose K/V is stored already.
 
     Attributes:
         positions: ``[R]`` int32.
@@ -127,6 +127,10 @@ class SampledRows:
     @property
     def row_tables(self) -> mx.array:
         return self.block_tables
+
+    @property
+    def next_offset(self) -> mx.array:
+        return self.context_lens
 
     def mask(self, window: int | None) -> mx.array:
         """``[R, 1, 1, S]`` bool over gathered keys: causal, within `window`."""
@@ -159,6 +163,8 @@ class Batch:
         num_decodes: how many leading tokens are single ones, attended through block tables.
         block_tables: ``[num_decodes, max_blocks]`` int32.
         context_lens: ``[num_decodes]`` int32, the token itself included.
+        offset: the rotary offset: `positions`, or of a chunk the position of its first token.
+        next_offset: the same after these tokens.
         chunks: the other tokens, sequence by sequence.
         sampled: the requests that get a token.
         sampled_lengths: tokens of each of `sampled` before that, those still being chosen included;
@@ -188,6 +194,8 @@ class Batch:
             spans = singles + [s for s in spans if len(s) > 1]
         self.num_decodes = len(singles)
         self.start = spans[0].start
+        self.offset: int | mx.array
+        self.next_offset: int | mx.array
         self.seq_ids = [span.request.id for span in spans]
         self._starts = np.array([span.start for span in spans], np.int32)
         self._stops = np.array([span.stop for span in spans], np.int32)
@@ -222,6 +230,12 @@ class Batch:
         self.slot_mapping = mx.array(slots)
         self.block_tables = self._tables.array
         self.context_lens = mx.array(self._stops[:count])
+        if self.layout is Layout.CHUNK:
+            self.offset, self.next_offset = self.start, self.start + len(positions)
+        else:
+            self.offset, self.next_offset = self.positions, self.context_lens
+            if self._chunk_tables:
+                self.next_offset = mx.array(positions + np.int32(1))
 
     def _choose_rows(self, spans: Sequence[Span]) -> None:
         """Whose next tokens are drawn, and from which rows."""
