@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged import Engine, UnsupportedModelError
-from mlx_paged.attention.pool_attention import calls
+from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.runner.model_probe import ONE_AT_A_TIME, Batching, ModelProfile, model_type, probe
 from tests.support.architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build
 
@@ -109,9 +109,9 @@ def support_of(model: nn.Module) -> Support:
 def _path(model: nn.Module, profile: ModelProfile, prompts: list[list[int]]) -> str:
     if not profile.shapes:
         return STATE
-    calls.clear()
+    path_counts.clear()
     Engine(model, block_size=4, num_blocks=12).generate(prompts, max_tokens=3)
-    return KERNEL if calls["paged"] else GATHER
+    return KERNEL if path_counts["paged"] else GATHER
 
 
 def _note(model: nn.Module, profile: ModelProfile, paths: list[str]) -> str:

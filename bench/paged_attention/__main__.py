@@ -2,7 +2,6 @@
 
     python -m bench.paged_attention --quick
     python -m bench.paged_attention --heads 32:8:128 --dtypes bfloat16 --plot curve.png
-    python -m bench.paged_attention --quick --write-table
 
 All ways to compute a case take turns, a read of memory among them. Single tokens are compared with
 that read, chunks with a matrix product. After Ctrl-C the bench reports what it has measured.
@@ -30,9 +29,8 @@ from bench.machine import (
 )
 from bench.paged_attention.cases import DTYPES, Case, HeadCounts, chunk_cases, decode_cases
 from bench.paged_attention.ggml import is_installed
-from bench.paged_attention.report import case_lines, ceiling_lines, path_table, plot
+from bench.paged_attention.report import case_lines, ceiling_lines, plot
 from bench.paged_attention.timing import time_case
-from mlx_paged.attention.dispatch import table_path, write_table
 from mlx_paged.cli import COUNT, KV_BLOCK_SIZES, Parser, number
 from mlx_paged.kv.memory import physical_memory
 
@@ -90,9 +88,6 @@ def add_arguments(parser: Parser) -> None:
     add("--torch", action="store_true", help="compare with torch's attention, too")
     add("--ggml", action="store_true", help="compare with ggml's flash attention (llama.cpp), too")
     add("--plot", type=Path, metavar="FILE", help="draw the curves of the first heads")
-    write = "attention on this machine then uses these times (default file: %(const)s)"
-    path = table_path()
-    add("--write-table", type=Path, nargs="?", const=path, metavar="FILE", help=write)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -179,25 +174,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "skipped": skipped,
         "cases": rows,
     }
-    write_files(args, result)
-    print_result("paged_attention", result)
-    if partial:
-        raise SystemExit(INTERRUPTED)
-
-
-def write_files(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Write the files that were asked for; a partial measurement makes no table."""
-    if args.plot is not None and result["cases"]:
+    if args.plot is not None and rows:
         try:
             plot(args.plot, result)
         except (ImportError, OSError, ValueError) as error:
             print(f"no picture: {error}", file=sys.stderr)
-    if args.write_table is not None and result["cases"] and not result["partial"]:
-        try:
-            write_table(args.write_table, path_table(result))
-            print(f"wrote {args.write_table}")
-        except OSError as error:
-            print(f"no table: {error}", file=sys.stderr)
+    print_result("paged_attention", result)
+    if partial:
+        raise SystemExit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from bench.paged_attention.ggml import GgmlAttention
-from mlx_paged.attention.chunks import Chunk
-from mlx_paged.attention.path_table import Heads
-from mlx_paged.attention.pool_attention import PoolAttention, gather_rows
+from mlx_paged.attention.pool_attention import Chunk, PoolAttention, gather_rows
 from mlx_paged.attention.sdpa_hook import mlx_attention
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
@@ -92,11 +90,6 @@ class Case:
         scores = 4 * self.batch * self.heads.num_heads * self.length * self.context
         single = self.kv_bytes * 4 // DTYPES[self.dtype].size
         return 3 * self.num_layers * self.kv_bytes + 3 * single + 4 * scores
-
-    def key(self, device: str) -> Heads:
-        """Its kind in the dispatcher's table."""
-        dim = self.heads.head_dim
-        return Heads(device, self.dtype, self.heads.group, dim, dim)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"heads": str(self.heads)}

@@ -1,11 +1,10 @@
-"""What bench.paged_attention measured: as text, as a picture, and as the dispatcher's table."""
+"""What bench.paged_attention measured, as text and as a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.paged_attention.cases import Case, HeadCounts
-from mlx_paged.attention.path_table import Heads, PathTable, Timing
+from bench.paged_attention.cases import Case
 
 Row = dict[str, Any]
 
@@ -44,32 +43,6 @@ def case_lines(case: Case, row: Row) -> list[str]:
             line += f"  paged is {way['speedup']:.2f} x as fast ({way['best_speedup']:.2f})"
         lines.append(line)
     return lines
-
-
-def path_table(result: dict[str, Any]) -> PathTable:
-    """The dispatcher's table: the best times of both ways, for each length and context.
-
-    Of several cases with the same length and context, the one with the blocks nearest to 16 tokens
-    and the smallest batch counts.
-    """
-    chosen: dict[Heads, dict[tuple[int, int], Row]] = {}
-    machine = result["machine"]
-    for row in sorted(result["cases"], key=lambda r: (abs(r["block_size"] - 16), r["batch"])):
-        heads = _case(row).key(machine["device"])
-        chosen.setdefault(heads, {}).setdefault((row["length"], row["context"]), row)
-    timings = {
-        heads: [
-            Timing(length, context, *(row["ways"][way]["best_ms"] for way in ("paged", "gather")))
-            for (length, context), row in sorted(of_heads.items())
-        ]
-        for heads, of_heads in chosen.items()
-    }
-    return PathTable(timings, machine | result["ceilings"] | {"clock": result["clock"]})
-
-
-def _case(row: Row) -> Case:
-    names = ("dtype", "length", "batch", "context", "block_size")
-    return Case(HeadCounts.parse(row["heads"]), **{name: row[name] for name in names})
 
 
 def plot(path: Path, result: dict[str, Any]) -> None:

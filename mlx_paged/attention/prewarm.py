@@ -1,4 +1,4 @@
-"""Compiling the GPU pipelines that an engine will use, before the first request waits for them."""
+"""Compile the GPU pipelines of an engine before the first request needs them."""
 
 import time
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
 NUM_BLOCKS = 2
 LENGTHS = range(1, ops.metal.MOST_ROWS + 1)
-"""Tokens of a sequence. Longer chunks have no other pipelines: these fill a threadgroup's rows."""
+"""Tokens of a sequence. Longer chunks use the pipeline of the longest: its threadgroup is full."""
 
 LONG_CONTEXT = 8192
-"""Tokens of a context that is split over threadgroups where there are few sequences."""
+"""Tokens of a context that few sequences split over threadgroups."""
 
 MANY_SEQUENCES = 128
-"""No context is split where there are so many."""
+"""So many sequences split no context."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What distinguishes the attention pipelines of a model's layers."""
+    """The properties of a layer that select its attention pipelines."""
 
     shape: KVShape
     num_heads: int
@@ -35,13 +35,13 @@ class AttentionKind:
 
 
 def prewarm(kinds: Sequence[AttentionKind], block_size: int) -> float | None:
-    """Dispatch every pipeline once: attention of single tokens and of chunks, whole, and split and
-    merged; writes and copies.
+    """Dispatch every pipeline once: attention of single tokens and of chunks, with whole and with
+    split contexts; writes and copies.
 
-    A pipeline is specialised at its first dispatch, which takes tenths of a second on a GPU.
+    A pipeline is compiled at its first dispatch, which takes tenths of a second on a GPU.
 
     Returns:
-        Seconds it took; None where nothing is compiled at run time, as on a CPU.
+        Seconds it took; None if the default device is a CPU, which compiles nothing at run time.
     """
     if mx.default_device() == mx.Device(mx.cpu):
         return None

@@ -1,12 +1,13 @@
-"""The one place where a model's attention is diverted to its cache.
+"""The one place that diverts a model's attention to its cache.
 
-Models of mlx-lm end their attention in ``mx.fast.scaled_dot_product_attention(q, k, v, ...)``.
-While the hook is in place, a call whose keys and values are the two handles of one cache goes to
-that cache; any other call is MLX's own, unchanged.
+Models of mlx-lm call ``mx.fast.scaled_dot_product_attention(q, k, v, ...)``. While the hook is
+active, a call whose keys and values are the two handles of one cache goes to that cache. Every
+other call goes to MLX unchanged.
 
-Latent attention (MLA) attends to a cache's latents as keys and as values, and adds the scores of
-the rotary keys, another product with that cache, as a mask: such a call goes to the cache too.
-``mx.where`` is diverted only to see that nothing but the causal mask was laid on these scores.
+Latent attention (MLA) passes a cache's latents as keys and as values. It passes the scores of the
+rotary keys, another product with that cache, as the mask. Such a call goes to the cache too.
+``mx.where`` is diverted only to check that these scores are masked by the causal mask and nothing
+else.
 """
 
 from collections.abc import Iterator
@@ -23,21 +24,21 @@ mlx_where = mx.where
 
 
 class AttendingCache(Protocol):
-    """A cache that can attend without its keys and values being gathered."""
+    """A cache that can attend without gathering its keys and values."""
 
     def attend(
         self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array | None:
-        """Attention of `q` over what the cache holds; None: use the gathered arrays."""
+        """Attention of `q` over the cache's K/V; None: use the gathered arrays."""
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> "CausalMask":
-        """The mask that gathered arrays of several sequences cannot do without."""
+        """The mask that attention over the gathered arrays needs."""
 
 
 class LatentCache(AttendingCache, Protocol):
-    """One that also attends to latents."""
+    """A cache that also attends to latents."""
 
     def attend_latents(
         self,
@@ -47,16 +48,15 @@ class LatentCache(AttendingCache, Protocol):
         window: int | None,
         sinks: mx.array | None,
     ) -> mx.array | None:
-        """Attention over the latents, keys and values at once: the score of a token is
-        ``scale * q . latent + rotary_q . rotary key``. None: use the gathered arrays.
-        """
+        """Attention over the latents as keys and as values. The score of a token is
+        ``scale * q . latent + rotary_q . rotary key``. None: use the gathered arrays."""
 
 
 class KVHandle(mx.array):
     """Keys or values as a lazy array with a tag.
 
-    The hook sees the tag and asks `cache`; the array is then never evaluated. A model that does
-    anything else with it gets the array.
+    The hook recognises the tag and asks `cache`; the array is then never evaluated. Any other use
+    of the handle gets the array.
     """
 
     cache: AttendingCache
@@ -71,7 +71,7 @@ class KVHandle(mx.array):
 
 
 class CausalMask(mx.array):
-    """A causal mask as a lazy array that says so: the hook reads only `window`."""
+    """A causal mask as a tagged lazy array: the hook reads only `window`."""
 
     window: int | None
 
@@ -83,11 +83,11 @@ class CausalMask(mx.array):
 
 
 class RotaryScores(mx.array):
-    """Products of queries and a cache's rotary keys as a lazy array that knows its factors.
+    """Products of queries and a cache's rotary keys as a lazy array that keeps its factors.
 
     Attributes:
         queries: ``[B, H, L, rope]``, scaled already.
-        window: of the causal mask that was laid on them.
+        window: of the causal mask that was applied to the scores.
     """
 
     cache: LatentCache
@@ -113,7 +113,7 @@ _active = 0
 def attention_hook() -> Iterator[None]:
     """Divert attention within this context.
 
-    Contexts may nest and overlap in several threads; the last to leave restores MLX's functions.
+    Contexts may nest, and overlap in several threads. MLX's functions return when all have ended.
     """
     global _active
     with _lock:
@@ -165,7 +165,7 @@ def _where(condition: Any, x: Any, y: Any, /, **kwargs: Any) -> mx.array:
 
 
 def _is_lowest(value: Any, dtype: mx.Dtype) -> bool:
-    """Whether this is the number that stands for "not attended"."""
+    """Whether this number marks a score as "not attended"."""
     if isinstance(value, mx.array):
         if value.size != 1:
             return False
@@ -174,7 +174,7 @@ def _is_lowest(value: Any, dtype: mx.Dtype) -> bool:
 
 
 class RotaryHandle(KVHandle):
-    """Rotary keys ``[B, 1, S, rope]``, which a layer caches in the place of values.
+    """Rotary keys ``[B, 1, S, rope]``, which a layer caches as its values.
 
     Their product with queries is ``queries @ handle.swapaxes(-1, -2)``.
     """
@@ -196,5 +196,5 @@ class _RotaryColumns(mx.array):
     cache: LatentCache
 
     def __rmatmul__(self, queries: mx.array) -> RotaryScores:
-        """Python asks a subclass on the right before the array on the left."""
+        """Python calls this before the left operand's own product: this is a subclass."""
         return RotaryScores.of(mx.matmul(queries, self), self.cache, queries)

@@ -11,9 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
-from mlx_paged.attention.dispatch import FEW_QUERIES
-from mlx_paged.attention.path_table import AttentionPath
-from mlx_paged.attention.pool_attention import PoolAttention
+from mlx_paged.attention.pool_attention import FEW_QUERIES, PoolAttention
 from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
@@ -58,12 +56,10 @@ class LayerView:
         """Attention of ``q [B, H, N, D]`` over the pool; what padding columns get is undefined."""
         if q.shape[2] != self.step.spans.columns:
             return None
-        attention = PoolAttention(self.kv, 0, scale, narrowest(window, self.window), sinks)
-        step = self.step
-        if q.shape[2] <= FEW_QUERIES:
+        step, window = self.step, narrowest(window, self.window)
+        attention = PoolAttention(self.kv, 0, scale, window, sinks, step.max_paged_queries)
+        if q.shape[2] <= max(FEW_QUERIES, step.max_paged_queries):
             return attention.rows(q, step.tables, step.context_lens)
-        if attention.path(q, step.spans.max_context) is AttentionPath.PAGED:
-            return attention.through_tables(q, step.tables, step.context_lens)
         return self._row_by_row(q, attention)
 
     def _row_by_row(self, q: mx.array, attention: PoolAttention) -> mx.array:

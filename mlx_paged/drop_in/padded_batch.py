@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_paged import ops
-from mlx_paged.attention.chunks import Chunk
+from mlx_paged.attention.pool_attention import Chunk, causal_mask, max_paged_queries
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import as_int32
 
@@ -76,10 +76,8 @@ class PaddedSpans:
 
     def mask(self, window: int | None) -> mx.array:
         """``[B, 1, N, S]`` bool over gathered keys: causal, no further back than `window`."""
-        keys = mx.arange(self.max_context)
         queries = mx.array(self.starts)[:, None, None, None] + mx.arange(self.columns)[:, None]
-        mask = keys <= queries
-        return mask if window is None else mask & (keys > queries - window)
+        return causal_mask(queries, self.max_context, window)
 
 
 class PaddedBatch:
@@ -93,6 +91,7 @@ class PaddedBatch:
 
     Attributes:
         valid: whether the tables still hold: no row was written by another step since, or forked.
+        max_paged_queries: columns up to which the paged op attends.
     """
 
     def __init__(
@@ -101,6 +100,7 @@ class PaddedBatch:
         self.ids = ids
         self.spans = spans
         self.valid = True
+        self.max_paged_queries = max_paged_queries()
         self._block_size = block_size
         self._host_tables = self._wide_enough(tables)
 

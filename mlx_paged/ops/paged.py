@@ -283,7 +283,9 @@ def _layers(k_cache: Cache, v_cache: Cache, layer_idx: int) -> tuple[mx.array, m
             f"[paged_attention] v_cache has {n_value_layers} layers and k_cache {n_layers}:"
             " expected the same number, at least 1"
         )
-    layer = integer("paged_attention", "layer_idx", layer_idx, 0, n_layers - 1)
+    layer = layer_idx
+    if type(layer) is not int or not 0 <= layer < n_layers:
+        layer = integer("paged_attention", "layer_idx", layer_idx, 0, n_layers - 1)
     return _layer(k_cache, layer), _layer(v_cache, layer)
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.attention.chunks import Chunk, causal_mask
+from mlx_paged.attention.pool_attention import Chunk, causal_mask
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import as_int32
@@ -23,21 +23,22 @@ SPARE_COLUMNS = 16
 class BatchTables:
     """The block tables of a batch's sequences, on the host and on the device.
 
-    While the same sequences share the batch, only entries for blocks that they got since are
-    written, and where there are none the device's array stays. All rows are copied, at once, when
-    another sequence comes in, the order changes, or one of the rows has got other blocks than it
-    had: by copy-on-write, or because it was preempted and has come back.
+    While the batch has the same sequences, an update writes only entries for their new blocks. If
+    there are none, the device's array stays. All rows are copied when another sequence joins, when
+    the order changes, or when a row's blocks were replaced: by copy-on-write, or because its
+    sequence was preempted and runs again.
 
     Attributes:
-        array: ``[R, longest]`` int32, what :meth:`update` left; past a row's end it means nothing.
+        array: ``[R, longest]`` int32, as of the last :meth:`update`; entries past a row's end are
+            undefined.
     """
 
     array: mx.array
     _seq_ids: list[int]
-    _rows: Int32Array  # of these in the allocator's tables
-    _lengths: Int32Array  # blocks of each
-    _host: Int32Array  # wider than `array`
-    _version: int  # of the allocator's tables
+    _rows: Int32Array  # rows of these sequences in the allocator's tables
+    _lengths: Int32Array  # number of blocks of each sequence
+    _host: Int32Array  # the host's copy, wider than `array`
+    _version: int  # version of the allocator's tables that was copied
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
@@ -63,12 +64,12 @@ class BatchTables:
         self._upload()
 
     def blocks_at(self, columns: Int32Array) -> Int32Array:
-        """Each sequence's block number `columns`, ``[R]``."""
+        """For each sequence the block in its column of the table, ``[R]``."""
         blocks: Int32Array = self._host[np.arange(len(columns)), columns]
         return blocks
 
     def host(self) -> Int32Array:
-        """What `array` holds."""
+        """The content of `array`, on the host."""
         return self._host[:, : self._lengths.max(initial=0)]
 
     def _is_outdated(self) -> bool:
@@ -91,7 +92,7 @@ class BatchTables:
         self._upload()
 
     def _upload(self) -> None:
-        # MLX takes an array in one piece much faster than a part of a wider one.
+        # MLX copies a contiguous array much faster than columns of a wider one.
         self.array = mx.array(np.ascontiguousarray(self.host()))
 
 
@@ -104,7 +105,7 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """A batch's sampled tokens, R rows whose K/V is stored, as what attends to it.
+    """A batch's sampled tokens: R rows that attend and whose K/V is stored already.
 
     Attributes:
         positions: ``[R]`` int32.
@@ -128,6 +129,10 @@ class SampledRows:
     def row_tables(self) -> mx.array:
         return self.block_tables
 
+    @property
+    def next_offset(self) -> mx.array:
+        return self.context_lens
+
     def mask(self, window: int | None) -> mx.array:
         """``[R, 1, 1, S]`` bool over gathered keys: causal, within `window`."""
         return causal_mask(self.positions[:, None, None, None], self.max_context, window)
@@ -135,35 +140,41 @@ class SampledRows:
 
 @dataclass(frozen=True, eq=False)
 class PendingTokens:
-    """Tokens that a step under way is choosing: those of `requests`, as an array ``[R]`` int32."""
+    """Tokens that a running step is choosing: one for each of `requests`, ``[R]`` int32."""
 
     requests: list[Request]
     tokens: mx.array
 
     @cached_property
     def row_of(self) -> dict[int, int]:
-        """Where the token of each request is, by id."""
+        """The index of each request's token, by request id."""
         return {request.id: row for row, request in enumerate(self.requests)}
 
 
 class Batch:
     """The arrays of one forward, shared by all layers.
 
-    T tokens: first the single ones (decodes), then those of chunks. Every field is made once, here,
-    from host data that is in range by construction.
+    T tokens: first the single ones (decodes), then those of chunks. The host data is in range by
+    construction, so nothing here checks it again.
 
     Attributes:
         tokens: ``[T]`` int32 ids.
         positions: ``[T]`` int32, of each token in its sequence.
-        slot_mapping: ``[T]`` int32, where each token's K/V goes.
-        num_decodes: how many leading tokens are single ones, attended through block tables.
+        num_tokens: T.
+        slot_mapping: ``[T]`` int32, the slot for each token's K/V.
+        num_decodes: how many of the first tokens are single ones, attended through block tables.
         block_tables: ``[num_decodes, max_blocks]`` int32.
         context_lens: ``[num_decodes]`` int32, the token itself included.
+        offset: the rotary offset: `positions`, or of a chunk the position of its first token.
+        next_offset: the same after these tokens.
+        max_context: the longest context, which is the length of gathered keys.
         chunks: the other tokens, sequence by sequence.
         sampled: the requests that get a token.
-        sampled_lengths: tokens of each of `sampled` before that, those still being chosen included;
-            ``[R]`` int32, on the host.
-        logits_of: which of the wanted logits each of `sampled` draws from; None: its own.
+        sampled_lengths: number of tokens of each of `sampled` before this one, tokens that are
+            still being chosen included; ``[R]`` int32, on the host.
+        num_sampled_rows: how many rows need logits.
+        samples_all: whether every row needs logits, each for one request.
+        logits_of: for each of `sampled` the row of logits to draw from; None: its own.
         seq_ids: the sequence of each span.
     """
 
@@ -175,11 +186,11 @@ class Batch:
         coming: PendingTokens | None = None,
         tables: BatchTables | None = None,
     ) -> None:
-        """Lay out `spans`: in any number for rows, exactly one for a chunk.
+        """Lay out `spans`: any number for rows, exactly one for a chunk.
 
         Args:
             coming: tokens of the step before that are not known yet.
-            tables: those of the batch before, to be brought up to date; None: new ones.
+            tables: the tables of the batch before, which are updated; None: new ones.
         """
         assert layout is Layout.ROWS or len(spans) == 1
         self.layout = layout
@@ -188,6 +199,8 @@ class Batch:
             spans = singles + [s for s in spans if len(s) > 1]
         self.num_decodes = len(singles)
         self.start = spans[0].start
+        self.offset: int | mx.array
+        self.next_offset: int | mx.array
         self.seq_ids = [span.request.id for span in spans]
         self._starts = np.array([span.start for span in spans], np.int32)
         self._stops = np.array([span.stop for span in spans], np.int32)
@@ -201,7 +214,7 @@ class Batch:
         ]
 
     def _lay_out(self, block_size: int) -> None:
-        """Positions, slots, and the tables and context lengths of single tokens."""
+        """Set positions, slots, and the tables and context lengths of single tokens."""
         count = self.num_decodes
         self._lengths = self._stops - self._starts
         self._first_rows = np.cumsum(self._lengths, dtype=np.int32) - self._lengths
@@ -218,13 +231,21 @@ class Batch:
             blocks.append(table[columns[first : first + self._lengths[index]]])
         slots = np.concatenate(blocks) * np.int32(block_size) + positions % np.int32(block_size)
         self._host_positions = positions
+        self.num_tokens = len(positions)
+        self.max_context = int(self._stops.max())
         self.positions = mx.array(positions)
         self.slot_mapping = mx.array(slots)
         self.block_tables = self._tables.array
         self.context_lens = mx.array(self._stops[:count])
+        if self.layout is Layout.CHUNK:
+            self.offset, self.next_offset = self.start, self.start + len(positions)
+        else:
+            self.offset, self.next_offset = self.positions, self.context_lens
+            if self._chunk_tables:
+                self.next_offset = mx.array(positions + np.int32(1))
 
     def _choose_rows(self, spans: Sequence[Span]) -> None:
-        """Whose next tokens are drawn, and from which rows."""
+        """Set which requests get a token, and from which rows of logits."""
         drawing = [span for span in spans if span.samples]
         rows, lengths = self._first_rows + self._lengths - 1, self._stops
         self._draws = np.array([span.samples for span in spans])
@@ -239,20 +260,22 @@ class Batch:
             lengths = np.repeat(lengths, counts)
         self.sampled_lengths = lengths
         self._sampled_rows = rows
+        self.num_sampled_rows = len(rows)
+        self.samples_all = len(self.sampled) == len(rows) == self.num_tokens
 
     def _known_and_coming(self, spans: Sequence[Span], coming: PendingTokens | None) -> mx.array:
-        """Token ids ``[T]``; a token that is still being chosen is taken from where it will be."""
+        """Token ids ``[T]``. Tokens that are still being chosen are read from `coming`."""
         if coming is not None and self.samples_all and coming.requests == self.sampled:
             return coming.tokens
         tokens: list[int] = []
-        late: list[int] = []  # spans of a token that is not known yet
+        late: list[int] = []  # spans whose token is not known yet
         for index, span in enumerate(spans):
             known = span.request.tokens[span.start : span.stop]
             if not known:
                 late.append(index)
                 known = [0]
             tokens += known
-        assert len(tokens) == self.num_tokens, "of several tokens in a span, some are not known"
+        assert len(tokens) == self.num_tokens, "a span has both known and unknown tokens"
         if not late:
             return as_int32(tokens)
         assert coming is not None
@@ -269,22 +292,8 @@ class Batch:
 
     @cached_property
     def sampled_rows(self) -> mx.array:
-        """Rows whose logits are wanted, int32."""
+        """Rows that need logits, int32."""
         return mx.array(self._sampled_rows)
-
-    @property
-    def num_sampled_rows(self) -> int:
-        """How many rows' logits are wanted."""
-        return len(self._sampled_rows)
-
-    @property
-    def samples_all(self) -> bool:
-        """Whether the logits of all tokens are wanted, each for one request."""
-        return len(self.sampled) == len(self._sampled_rows) == self.num_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return self._host_positions.size
 
     @property
     def inputs(self) -> mx.array:
@@ -298,11 +307,6 @@ class Batch:
             return self.tokens
         rows = self.sampled_rows if self.logits_of is None else self.sampled_rows[self.logits_of]
         return self.tokens[rows]
-
-    @cached_property
-    def max_context(self) -> int:
-        """The longest context of the batch: length of gathered keys."""
-        return int(self._stops.max())
 
     @cached_property
     def row_tables(self) -> mx.array:
@@ -321,7 +325,7 @@ class Batch:
         return causal_mask(self.positions.reshape(shape), self.max_context, window)
 
     def sampled_alone(self) -> SampledRows:
-        """The sampled tokens as rows that attend, of a batch of rows."""
+        """The sampled tokens of a batch of rows."""
         assert self.layout is Layout.ROWS
         positions = self._host_positions[self._sampled_rows]
         contexts = positions + np.int32(1)
@@ -338,7 +342,7 @@ class Batch:
 
 
 def _padded(rows: Int32Array, tables: Sequence[Int32Array]) -> Int32Array:
-    """`rows` and below them `tables`, each row filled with zeros to the longest."""
+    """`rows`, then `tables`, each filled with zeros up to the longest."""
     width = max([rows.shape[1], *map(len, tables)])
     padded = np.zeros((len(rows) + len(tables), width), np.int32)
     padded[: len(rows), : rows.shape[1]] = rows

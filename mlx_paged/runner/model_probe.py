@@ -1,4 +1,4 @@
-"""What a model stores per layer and how it may be batched, found by tracing it once."""
+"""Trace a model once to find what its layers store and how its tokens may be batched."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows
 
 REFUSED = {
     "phi3small": (
-        "its sparse layers add the mask to the scores in mlx-lm itself: tokens see later ones"
+        "its sparse layers in mlx-lm add the mask to the scores: tokens see later tokens"
     ),
-    "plamo3": "its decode and its full forward disagree about the sliding window in mlx-lm itself",
+    "plamo3": "in mlx-lm its decode and its full forward use different sliding windows",
 }
 ONE_AT_A_TIME = {
     "afm7": "layers that reuse K/V take their rotary offset from the shape of gathered keys",
-    "minimax_m3_vl": "its sparse layers take every query to be at the end of the longest sequence",
+    "minimax_m3_vl": "its sparse layers place every query at the end of the longest sequence",
 }
 TRACE_ROWS = 11
-"""Rows of the batched trace: unlike any usual head count, so that a misaligned mask shows."""
+"""Rows of the batched trace: no usual number of heads, so that a wrong mask shape raises."""
 SAMPLED_ROWS = (0, 1, 3, 4, 6, 8, 10)
-"""Those of them that its last layer is asked for: as unlike."""
+"""The rows of that trace that the last layer computes; their number is as unusual."""
 
 
 class UnsupportedModelError(ValueError):
-    """The model cannot be served right, for the reason given."""
+    """The model would give wrong results; the message says why."""
 
 
 class Batching(StrEnum):
@@ -46,21 +46,21 @@ class Batching(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ModelProfile:
-    """How a model is to be served.
+    """How the engine runs a model.
 
     Attributes:
-        shapes: K/V of each attention layer, in the order of the cache's leaves. A layer whose
-            decodes attend to a latent as keys and as values keeps it once.
-        batching: MIXED if every layer attends through the hook. Recurrent layers need consecutive
-            tokens, layers that read gathered K/V would gather once a row, and latent attention
-            would absorb its up-projections into each row of a chunk: these ALTERNATE.
-            A model that cannot take a ragged batch at all is computed one sequence at a time.
-        recurrent: some layers carry a state instead of K/V, so that a sequence cannot be rewound.
-        state_bytes: of a sequence's states in all recurrent layers; 0 without such layers.
-        attentions: the kinds of attention that its layers perform, each once.
-        window: tokens that any layer sees at most; None: some layer sees everything.
-        windows: the same of each entry of `shapes`; 0 where nothing is stored.
-        last_layer_narrows: the last layer can compute the sampled tokens of a MIXED batch alone.
+        shapes: K/V of each attention layer, in the order of the cache's leaves. If a layer's
+            decodes attend to a latent as keys and as values, the layer stores the latent once.
+        batching: MIXED if every layer attends through the hook. Some layers need ALTERNATE:
+            recurrent layers need consecutive tokens, layers that read gathered K/V would gather
+            once for each row, and latent attention would apply its up-projections to each row of a
+            chunk. SINGLE if the model cannot compute a ragged batch.
+        recurrent: some layers keep a state instead of K/V, so that a sequence cannot be rewound.
+        state_bytes: bytes of a sequence's states in all recurrent layers.
+        attentions: the kinds of attention of its layers, each once.
+        window: tokens that any layer sees at most; None: some layer sees all.
+        windows: the same for each entry of `shapes`; 0 where nothing is stored.
+        last_layer_narrows: the last layer can compute only the sampled tokens of a MIXED batch.
     """
 
     shapes: tuple[KVShape, ...]
@@ -74,19 +74,19 @@ class ModelProfile:
 
 
 class _Recorder(UntrimmedCache):
-    """An empty cache that notes what a layer stores and whether its attention can be diverted."""
+    """An empty cache that records what a layer stores and whether its attention can be diverted."""
 
     def __init__(self, rows: int, window: int | None) -> None:
         self.rows = rows
         self.window = window
         self.shape: KVShape | None = None
         self.attention: AttentionKind | None = None
-        self.windows: set[int | None] = set()  # of every layer that attends to it
+        self.windows: set[int | None] = set()  # of all layers that attend to it
         self.offset: int | mx.array = 0 if rows == 1 else mx.zeros(rows, mx.int32)
         self._is_narrowed = False
 
     def narrow(self, rows: int) -> None:
-        """From now on calls are of so many of the rows; the masks that they bring are not."""
+        """From now on calls have only so many rows; their masks still have all rows."""
         self.rows = rows
         self.offset = mx.zeros(rows, mx.int32)
         self._is_narrowed = True
@@ -139,7 +139,7 @@ class _Recorder(UntrimmedCache):
 
 
 class _NarrowedTrace:
-    """The recorders of a batched trace whose last layer goes on with some of the rows."""
+    """The recorders of a batched trace in which the last layer computes some of the rows."""
 
     num_tokens = TRACE_ROWS
 
@@ -148,7 +148,7 @@ class _NarrowedTrace:
         self.narrowed = False
 
     def store_only(self) -> None:
-        """Nothing is stored in a trace."""
+        """Do nothing: a trace stores nothing."""
 
     def attend_only(self) -> None:
         self.narrowed = True
@@ -158,7 +158,7 @@ class _NarrowedTrace:
 
     @property
     def was_last(self) -> bool:
-        """Whether a layer was narrowed, and none after it stored anything."""
+        """Whether a layer was narrowed and no layer after it stored anything."""
         return self.narrowed and self._num_written == self._count_written()
 
     def _count_written(self) -> int:
@@ -166,10 +166,10 @@ class _NarrowedTrace:
 
 
 def probe(model: nn.Module) -> ModelProfile:
-    """Trace forwards of a chunk and of batches without evaluating them.
+    """Trace forwards of a chunk and of batches, without evaluating them.
 
     Raises:
-        UnsupportedModelError: the model or one of its caches cannot be served right.
+        UnsupportedModelError: the model or one of its caches would give wrong results.
     """
     name = model_type(model)
     if name in REFUSED:
@@ -200,7 +200,7 @@ def probe(model: nn.Module) -> ModelProfile:
 
 
 def _latent_or(decode: _Recorder, chunk: _Recorder) -> _Recorder:
-    """What a layer's decodes recorded if they attend to latents, else what its chunk did."""
+    """A layer's record of decodes if these attend to latents, else its record of the chunk."""
     return decode if decode.shape is not None and decode.shape.latent else chunk
 
 
@@ -214,12 +214,12 @@ def _widest(recorders: Sequence[_Recorder]) -> int | None:
 
 
 def model_type(model: nn.Module) -> str:
-    """The name mlx-lm gives the architecture."""
+    """mlx-lm's name of the architecture."""
     return str(getattr(model, "model_type", type(model).__module__.rsplit(".", 1)[-1]))
 
 
 def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
-    """Build the graph of one forward on recording caches; return these."""
+    """Build the graph of one forward on recording caches; return the caches."""
     caches = _recording_caches(model, rows)
     with attention_hook():
         model(mx.zeros((rows, length), mx.int32), cache=caches)
@@ -231,7 +231,7 @@ def _recording_caches(model: nn.Module, rows: int) -> list[Any]:
 
 
 def _narrows(model: nn.Module) -> bool:
-    """Whether the model's last layer, and what comes after it, take some of a batch's rows."""
+    """Whether the model's last layer and its head can compute some of a batch's rows."""
     caches = _recording_caches(model, TRACE_ROWS)
     trace = _NarrowedTrace(_recorders(caches))
     rows = LogitRows.of(model).only(mx.array(SAMPLED_ROWS), 0)
@@ -244,8 +244,8 @@ def _narrows(model: nn.Module) -> bool:
 
 
 def _decode_trace(model: nn.Module) -> list[_Recorder] | None:
-    """What decodes of a batch record; None if rows at positions of their own, with masks of their
-    own, do not fit the model's shapes."""
+    """The records of a batch of decodes; None if the model's shapes do not allow each row its own
+    position and mask."""
     try:
         return _recorders(_trace(model, rows=TRACE_ROWS, length=1))
     except (ValueError, TypeError):
@@ -262,7 +262,7 @@ def make_caches(model: nn.Module, pool: KVPool) -> list[Any]:
 
 
 def leaves(caches: Sequence[Any]) -> Iterator[Any]:
-    """The caches of single layers, lists of caches taken apart."""
+    """The caches of single layers, also those within lists of caches."""
     for cache in caches:
         if isinstance(cache, stock.CacheList):
             yield from leaves(cache.caches)

@@ -1,4 +1,4 @@
-"""One step on the model: lay out, bind the caches, run, sample."""
+"""One step on the model: lay out the batch, bind the caches, run the model, sample."""
 
 import math
 from collections.abc import Sequence
@@ -34,9 +34,9 @@ class LaunchedStep:
     """A step that the device is computing.
 
     Attributes:
-        requests: those that get a token.
-        sampled: their tokens, not computed yet; None if there are none.
-        pending: whatever else the step computes.
+        requests: the requests that get a token.
+        sampled: their tokens, which may not be computed yet; None if there are none.
+        pending: all arrays that the step computes.
     """
 
     requests: list[Request]
@@ -67,11 +67,11 @@ class ModelRunner:
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
         self.cpu_layers = CPULayers(model)
         self.sampler = Sampler()
-        self._copied: list[mx.array] = []  # into snapshots, to be evaluated with the next step
+        self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
         self._tables = BatchTables(manager.allocator)
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        """Build a step's graph and hand it to the device; nothing is waited for."""
+        """Build a step's graph and start it on the device, without waiting for it."""
         self.manager.pool.copy_blocks(step.copies)
         for request, snapshot in step.restores:
             self.states.restore(request.id, cast(States, snapshot.states))
@@ -101,15 +101,15 @@ class ModelRunner:
             self._copied = []
         sampled = None
         if requests:
-            sampled = self.sampler(
-                _joined(logits), requests, _joined(newest), np.concatenate(lengths)
-            )
-            pending += _arrays(sampled)
+            args = _joined(logits), requests, _joined(newest), np.concatenate(lengths)
+            sampled = self.sampler(*args)
+            arrays = (sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
+            pending += [array for array in arrays if array is not None]
         mx.async_eval(pending)  # type: ignore[no-untyped-call]
         return LaunchedStep(requests, sampled, pending)
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
-        """Wait for a step and read what it chose."""
+        """Wait for a step and read its tokens."""
         mx.eval(launched.pending)
         if launched.sampled is None:
             return []
@@ -119,21 +119,21 @@ class ModelRunner:
         return [SampledToken(*row, errors.get(index)) for index, row in enumerate(rows)]
 
     def drop(self, request: Request) -> None:
-        """Forget what is kept for a request outside the pool, but for the snapshot it leaves."""
+        """Forget a request's recurrent states, after filling the snapshot that it leaves."""
         if request.snapshot is not None:
             self._fill(request.snapshot, request)
             request.snapshot = None
             mx.async_eval(self._copied)  # type: ignore[no-untyped-call]
-            self._copied = []  # by this thread: the next step may be another one's
+            self._copied = []  # evaluated by this thread: another one may launch the next step
         self.states.drop(request.id)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let a child begin with its parent's recurrent states."""
+        """Let a child start with its parent's recurrent states."""
         self.states.fork(parent.id, child.id)
 
     def recover(self) -> None:
-        """Give up what is under way: back to the pool as it was made, no state kept."""
-        with suppress(Exception):  # what another step under way raises, once everything has ended
+        """Give up the steps under way: reset the pool's handles and forget every state."""
+        with suppress(Exception):  # another step under way may raise, too
             mx.synchronize()
         self.manager.pool.reset_handles()
         self.states.clear()
@@ -142,7 +142,7 @@ class ModelRunner:
         self._tables = BatchTables(self.manager.allocator)
 
     def _fill(self, snapshot: Snapshot, request: Request) -> None:
-        """Copy a request's present states into a snapshot."""
+        """Copy a request's current states into a snapshot."""
         states = self.states.copy(request.id)
         if states is not None:
             snapshot.states = states
@@ -151,8 +151,8 @@ class ModelRunner:
     def _batches(
         self, spans: Sequence[Span], coming: PendingTokens | None
     ) -> list[tuple[Sequence[Span], Batch]]:
-        """A step's forwards, and what they compute: one of rows for tokens that may share it, one
-        for each other chunk, which is cut where its states are wanted."""
+        """A step's forwards and their spans: one forward of rows for all tokens that may share it,
+        and one for each other chunk. A chunk is cut where a snapshot needs its states."""
         allocator = self.manager.allocator
         together, alone = self._shared_and_alone(spans)
         batches: list[tuple[Sequence[Span], Batch]] = []
@@ -163,7 +163,7 @@ class ModelRunner:
         return batches + [([p], Batch([p], allocator, Layout.CHUNK, coming)) for p in pieces]
 
     def _shared_and_alone(self, spans: Sequence[Span]) -> tuple[Sequence[Span], Sequence[Span]]:
-        """Spans whose tokens may be rows among other sequences' rows, and the others."""
+        """Spans that may share a forward of rows, and spans that each need their own."""
         if self.batching is Batching.MIXED:
             return spans, ()
         if self.batching is Batching.SINGLE:
@@ -176,9 +176,9 @@ class ModelRunner:
         return decodes, [span for span in spans if span.request.id not in shared]
 
     def _narrowed(self, batch: Batch) -> AbstractContextManager[None]:
-        """Lets the last layer compute the sampled rows alone where that pays."""
-        wanted = batch.num_sampled_rows
-        is_worth_it = wanted > 0 and batch.num_tokens - wanted >= WORTH_SKIPPING
+        """A context in which the last layer computes only the sampled rows, if that saves time."""
+        num_skipped = batch.num_tokens - batch.num_sampled_rows
+        is_worth_it = batch.num_sampled_rows > 0 and num_skipped >= WORTH_SKIPPING
         if self.last_layer is None or not is_worth_it:
             return nullcontext()
         return self.last_layer.narrowed(_Caches(self.layers, batch))
@@ -188,7 +188,7 @@ class ModelRunner:
         for layer in self.layers:
             layer.bind(batch)
         if self._is_recurrent:
-            if batch.start == 0 and batch.layout is Layout.CHUNK:  # new, or starting over
+            if batch.start == 0 and batch.layout is Layout.CHUNK:  # new or preempted
                 self.states.drop(batch.seq_ids[0])
             self.states.load(batch.seq_ids)
         axis = 0 if batch.layout is Layout.ROWS else 1
@@ -228,13 +228,8 @@ def _joined(parts: list[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def _arrays(sampled: Sampled) -> list[mx.array]:
-    arrays = (sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
-    return [array for array in arrays if array is not None]
-
-
 def _empty_rows(sampled: Sampled, logprobs: Sequence[float]) -> dict[int, Exception]:
-    """By row, that its caller left no token to choose: all logits are NaN or -inf."""
+    """Errors of rows in which the caller's options leave no token: all logits are NaN or -inf."""
     return {
         row: ValueError(
             "[SamplingParams] logits_processors or logit_bias leave no token: "
@@ -246,7 +241,7 @@ def _empty_rows(sampled: Sampled, logprobs: Sequence[float]) -> dict[int, Except
 
 
 def _on_host(sampled: Sampled) -> tuple[list[int], list[float], list[TopLogprobs]]:
-    """Tokens, their log-probabilities and the most likely tokens, of every row."""
+    """Every row's token, its log-probability and the most likely tokens."""
     tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
     logprobs: list[float] = sampled.logprobs.tolist()  # type: ignore[assignment]
     if sampled.top_tokens is None or sampled.top_logprobs is None:

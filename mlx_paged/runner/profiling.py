@@ -1,7 +1,7 @@
 """A runner that synchronises between the phases of a step, so that each can be timed.
 
-What it measures is slower than what it stands for: nothing overlaps, and every phase of every layer
-waits for the device.
+A profiled step is slower than a normal one: nothing overlaps, and every phase of every layer waits
+for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,14 +21,13 @@ from mlx_paged.sampling.sampler import Sampled, Sampler
 from mlx_paged.scheduler.step import Step
 
 WRAPPED = {"gather": "gather", "write": "kv_write", "copy_blocks": "kv_write"}
-"""Methods of the pool and the phases that they are."""
+"""Methods of the pool and the phase that each belongs to."""
 
 
 class ProfilingRunner(ModelRunner):
-    """Computes the same steps, and tells `phases` how long each phase took.
+    """Computes the same steps and records in `phases` how long each phase took.
 
-    The entry points of the pool and of its layers are wrapped on these objects alone; no other
-    runner pays for it.
+    Methods are wrapped only on this runner's pool and layers, so other runners stay fast.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class ProfilingRunner(ModelRunner):
             layer.attend = self._timed("attention", layer.attend)  # type: ignore[method-assign]
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        """Compute a step; what is not chosen yet is waited for."""
+        """Compute a step, after waiting for the step before."""
         if before is not None:
             mx.eval(before.pending)
         return super().launch(step, before)
@@ -64,7 +63,7 @@ class ProfilingRunner(ModelRunner):
         return logits
 
     def _timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, with all that it needs computed before, and all that it does within."""
+        """`function`, timed: its inputs are evaluated before, its results within the phase."""
         pool = self.manager.pool
 
         def timed(*args: Any) -> Any:
@@ -78,7 +77,7 @@ class ProfilingRunner(ModelRunner):
 
 
 class TimedSampler(Sampler):
-    """A sampler that waits for what it chose."""
+    """A sampler that waits for its tokens."""
 
     def __init__(self, phases: PhaseTimes) -> None:
         super().__init__()

@@ -7,16 +7,17 @@ from mlx_lm.models.cache import ArraysCache
 
 LayerState = list[mx.array | None]
 States = list[LayerState]
-"""Of one sequence, layer by layer."""
+"""The states of one sequence, layer by layer."""
 StateShapes = tuple[tuple[int, ...] | None, ...]
-"""Of all arrays of a sequence's states, without the axis along which sequences are joined."""
+"""Shapes of all arrays of a sequence's states, without the axis along which sequences are joined.
+"""
 
 
 class RecurrentStates:
-    """What the model's ArraysCache leaves hold, for each live sequence.
+    """The states of the model's recurrent layers (ArraysCache), for each live sequence.
 
     A recurrent layer keeps a state of fixed size instead of K/V. Before a forward the states of the
-    batch's sequences are joined along axis 0, afterwards they are taken apart again.
+    batch's sequences are joined along axis 0; after it they are split again.
     """
 
     def __init__(self, caches: Sequence[ArraysCache]) -> None:
@@ -25,8 +26,8 @@ class RecurrentStates:
         self._shapes: dict[int, StateShapes] = {}
 
     def alike(self, seq_ids: Iterable[int]) -> set[int]:
-        """The sequences that may be joined: those with states of the shapes that most have. Some
-        states grow with a text's first tokens, until they hold as many as the model looks back."""
+        """The largest group of sequences whose states have the same shapes, so that they can be
+        joined. Some states grow with a sequence's first tokens up to a fixed length."""
         kinds: dict[StateShapes, set[int]] = {}
         for seq_id in seq_ids:
             kinds.setdefault(self._shapes.get(seq_id, ()), set()).add(seq_id)
@@ -40,7 +41,7 @@ class RecurrentStates:
             cache.cache = [_join(column) for column in columns]
 
     def store(self, seq_ids: Sequence[int]) -> None:
-        """Take the sequences' states out of the model's caches after a forward."""
+        """Keep the sequences' states, which a forward left in the model's caches."""
         shapes = shapes_of(cache.cache for cache in self._caches)
         for row, seq_id in enumerate(seq_ids):
             self._shapes[seq_id] = shapes
@@ -49,7 +50,7 @@ class RecurrentStates:
             ]
 
     def drop(self, seq_id: int) -> None:
-        """Forget a sequence that ended or will be computed again."""
+        """Forget a sequence that has ended or will be computed again."""
         self._states.pop(seq_id, None)
         self._shapes.pop(seq_id, None)
 
@@ -59,10 +60,10 @@ class RecurrentStates:
             self._states[child], self._shapes[child] = self._states[parent], self._shapes[parent]
 
     def copy(self, seq_id: int) -> States | None:
-        """A sequence's states, to be kept for long; None if it has none.
+        """A copy of a sequence's states that may be kept for long; None if it has none.
 
-        Live states are views of what a whole batch or chunk left, and would keep all of that in
-        memory. The copies hold their own bytes, up to 16 KiB more for each array.
+        Live states are views of the arrays of a whole batch or chunk and keep these in memory. A
+        copy has memory of its own, up to 16 KiB more than its bytes for each array.
         """
         states = self._states.get(seq_id)
         if states is None:
@@ -70,18 +71,18 @@ class RecurrentStates:
         return [[None if a is None else mx.contiguous(a) for a in layer] for layer in states]
 
     def restore(self, seq_id: int, states: States) -> None:
-        """Let a sequence go on from a copy."""
+        """Let a sequence continue from a copy."""
         self._states[seq_id], self._shapes[seq_id] = states, shapes_of(states)
 
     def clear(self) -> None:
-        """Forget every sequence, and what the model's caches hold."""
+        """Forget every sequence and empty the model's caches."""
         self._states.clear()
         self._shapes.clear()
         for cache in self._caches:
             cache.cache = [None] * len(cache.cache)
 
     def arrays(self, seq_ids: Sequence[int]) -> list[mx.array]:
-        """The sequences' states, to be evaluated with the step."""
+        """The sequences' states, which are evaluated with the step."""
         return [a for seq_id in seq_ids for a in arrays_of(self._states.get(seq_id, ()))]
 
     def _empty(self) -> States:
@@ -89,12 +90,12 @@ class RecurrentStates:
 
 
 def arrays_of(states: Iterable[LayerState]) -> list[mx.array]:
-    """The arrays that a sequence's states consist of."""
+    """The arrays of a sequence's states."""
     return [array for layer in states for array in layer if array is not None]
 
 
 def shapes_of(states: Iterable[LayerState]) -> StateShapes:
-    """The shapes by which sequences may be joined."""
+    """The shapes of a sequence's states: sequences can be joined if these are equal."""
     return tuple(None if a is None else a.shape[1:] for layer in states for a in layer)
 
 

@@ -1,4 +1,4 @@
-"""Logits for the sampled rows only, whatever the model."""
+"""Compute only the sampled rows where the others are not needed: logits and the last layer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,18 +13,18 @@ _Kept = TypeVar("_Kept")
 
 
 class _Wanted(local):
-    """What each thread wants of the projection's input; None: all of it."""
+    """Rows of the projection's input that each thread needs; None: all of them."""
 
     rows: mx.array | None = None
     axis = 0
 
 
 class LogitRows:
-    """Makes a model's output projection compute some of its rows.
+    """Makes a model's output projection compute only some rows.
 
-    The projection (or the tied embedding) gets a subclass that first picks the wanted rows of its
-    input; parameters and the module tree stay as they are. Outside :meth:`only`, and in other
-    threads, nothing changes.
+    The projection (or the tied embedding) gets a subclass that first takes these rows of its input.
+    Parameters and the module tree do not change. The subclass acts only within :meth:`only`, and
+    only in that thread.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,13 +38,13 @@ class LogitRows:
 
     @classmethod
     def of(cls, model: nn.Module) -> "LogitRows":
-        """The model's selector; engines on the same model share it."""
+        """The model's own; engines on the same model share it."""
         return attached_to(model, "logit_rows", cls)
 
     @contextmanager
     def only(self, rows: mx.array | None, axis: int) -> Iterator[None]:
-        """Within this context the projection computes `rows` ``[R]`` of its input's `axis`; None:
-        all of them."""
+        """Within this context the projection computes only `rows` ``[R]`` of its input's `axis`;
+        None: all of them."""
         self._wanted.rows, self._wanted.axis = rows, axis
         try:
             yield
@@ -52,7 +52,7 @@ class LogitRows:
             self._wanted.rows = None
 
     def take(self, x: mx.array) -> mx.array:
-        """The wanted rows of `x`, in place of those that the projection would be given."""
+        """The rows of `x` that are needed. The projection then takes its whole input."""
         rows, self._wanted.rows = self._wanted.rows, None
         return x if rows is None else mx.take(x, rows, axis=self._wanted.axis)
 
@@ -62,7 +62,7 @@ class LogitRows:
 
 
 def attached_to(model: nn.Module, name: str, make: Callable[[nn.Module], _Kept]) -> _Kept:
-    """What a model has under a name, made when it is first asked for."""
+    """The object that is kept on the model under this name; it is made at the first call."""
     attribute = f"_mlx_paged_{name}"
     if not hasattr(model, attribute):
         object.__setattr__(model, attribute, make(model))
@@ -71,8 +71,8 @@ def attached_to(model: nn.Module, name: str, make: Callable[[nn.Module], _Kept])
 
 
 def override(module: nn.Module, method: str, replacement: Callable[..., Any]) -> None:
-    """Let ``replacement(original, *args, **kwargs)`` answer for a method of this one module, whose
-    class becomes a subclass of what it was."""
+    """Replace a method of this one module by ``replacement(original, *args, **kwargs)``. The
+    module's class becomes a subclass of its class."""
     base = type(module)
     original = getattr(base, method)
 
@@ -84,7 +84,7 @@ def override(module: nn.Module, method: str, replacement: Callable[..., Any]) ->
 
 
 WORTH_SKIPPING = 16
-"""Tokens whose last layer takes longer to compute than a layer takes to lay out once more."""
+"""Skipping the last layer of fewer tokens saves less time than a second call of it costs."""
 
 
 class Caches(Protocol):
@@ -92,13 +92,13 @@ class Caches(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Of the forward, each a row."""
+        """Tokens of the forward, each a row."""
 
     def store_only(self) -> None:
-        """The next call of a layer is made for the K/V that it stores."""
+        """The next call of a layer only stores K/V; its output is not used."""
 
     def attend_only(self) -> None:
-        """The next call is of the sampled tokens, whose K/V is stored."""
+        """The next call computes the sampled tokens. Their K/V is stored already."""
 
 
 class _Forward(local):
@@ -108,13 +108,13 @@ class _Forward(local):
 
 
 class LastLayer:
-    """Makes a model's last layer compute the sampled tokens only.
+    """Makes a model's last layer compute only the sampled tokens.
 
-    What the last layer makes of the other tokens nobody asks for, but for their K/V. So the layer
-    is called twice: with all tokens, of which no more than the K/V will ever be computed, as arrays
-    are lazy; then with the sampled ones, and what it makes of those goes on to the model's head.
-    The layer gets a subclass for that; parameters and the module tree stay as they are. Outside
-    :meth:`narrowed`, and in other threads, nothing changes.
+    Only sampled tokens need the last layer's output; the others need only their K/V. So the layer
+    is called twice: first with all tokens, of which only the K/V is ever evaluated because arrays
+    are lazy; then with the sampled ones, whose output goes to the model's head. The layer gets a
+    subclass for that. Parameters and the module tree do not change. The subclass acts only within
+    :meth:`narrowed`, and only in that thread.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -126,13 +126,13 @@ class LastLayer:
 
     @classmethod
     def of(cls, model: nn.Module) -> "LastLayer":
-        """The model's; engines on the same model share it."""
+        """The model's own; engines on the same model share it."""
         return attached_to(model, "last_layer", cls)
 
     @contextmanager
     def narrowed(self, caches: Caches) -> Iterator[None]:
-        """Within this context the last layer computes those of its rows that :class:`LogitRows` is
-        told to compute."""
+        """Within this context the last layer computes only the rows that :class:`LogitRows` is told
+        to compute."""
         self._forward.caches = caches
         try:
             yield
@@ -150,7 +150,7 @@ class LastLayer:
 
 
 def _last(model: nn.Module) -> nn.Module | None:
-    """The last of the model's layers, if it says which they are."""
+    """The last layer, if the model lists its layers."""
     layers = getattr(model, "layers", None)
     if not isinstance(layers, list) or not layers or not isinstance(layers[-1], nn.Module):
         return None

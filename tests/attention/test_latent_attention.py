@@ -15,7 +15,7 @@ from paged_cases import (
 from tiny_models import solo_greedy
 
 from mlx_paged import Engine, ops
-from mlx_paged.attention.pool_attention import calls
+from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 from mlx_paged.runner.model_probe import Batching, probe
@@ -178,7 +178,7 @@ def test_prompts_that_arrive_beside_decodes_have_mlx_lms_tokens(name, models):
     model = models(name)
     engine = Engine(model, block_size=4, num_blocks=96, prefill_chunk=6)
     decodes = DecodeCounter(engine)
-    calls.clear()
+    path_counts.clear()
     arrivals, ids, done, step = {0: [0, 1], 3: [2], 6: [3]}, {}, {}, 0
     while arrivals or engine.has_work:
         for i in arrivals.pop(step, ()):
@@ -188,7 +188,7 @@ def test_prompts_that_arrive_beside_decodes_have_mlx_lms_tokens(name, models):
     for i, completion in done.items():
         assert_tokens(model, PROMPTS[i], completion)
     assert NUM_TOKENS < decodes.forwards < 2 * NUM_TOKENS
-    assert calls == {"paged": NUM_LAYERS[name] * decodes.forwards}
+    assert path_counts == {"paged": NUM_LAYERS[name] * decodes.forwards}
 
 
 @pytest.mark.parametrize("name", NUM_LAYERS)
@@ -196,7 +196,7 @@ def test_prefixes_and_samples_share_latents(name, models):
     model = models(name)
     engine = Engine(model, block_size=4, num_blocks=96, prefill_chunk=6)
     decodes = DecodeCounter(engine)
-    calls.clear()
+    path_counts.clear()
     engine.generate([PROMPTS[1]], max_tokens=1)
     prompt = [*PROMPTS[1][:18], 5, 7, 9]
     (samples,) = engine.sample([prompt], 3, max_tokens=NUM_TOKENS)
@@ -205,7 +205,7 @@ def test_prefixes_and_samples_share_latents(name, models):
     whole_blocks = 16  # further on no state is known
     assert samples[0].cached_prompt_tokens == (whole_blocks if probe(model).recurrent else 18)
     assert engine.stats.cow_clones > 0
-    assert calls == {"paged": NUM_LAYERS[name] * decodes.forwards}
+    assert path_counts == {"paged": NUM_LAYERS[name] * decodes.forwards}
 
 
 def test_decodes_gather_no_context():
@@ -239,10 +239,10 @@ def test_half_precision_latents_are_paged_in_their_own_dtype():
     model = build("deepseek_v3", n_routed_experts=None)
     model.set_dtype(mx.bfloat16)
     engine = Engine(model, block_size=4, num_blocks=64)
-    calls.clear()
+    path_counts.clear()
     done = engine.generate(PROMPTS, max_tokens=4)
     assert {cache.dtype for cache in engine.manager.k + engine.manager.v} == {mx.bfloat16}
-    assert calls["paged"] > 0 and all(len(completion.tokens) == 4 for completion in done)
+    assert path_counts["paged"] > 0 and all(len(completion.tokens) == 4 for completion in done)
 
 
 def test_preemption_changes_no_token(models):
@@ -278,8 +278,8 @@ def test_latents_that_were_probed_may_still_be_gathered(models, monkeypatch):
     engine = Engine(model, block_size=4, num_blocks=96, prefill_chunk=6)
     for layer in engine.runner.layers:
         monkeypatch.setattr(layer, "attend_latents", lambda *_: None)
-    calls.clear()
+    path_counts.clear()
     done = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
-    assert not calls
+    assert not path_counts
     for prompt, completion in zip(PROMPTS, done, strict=True):
         assert_tokens(model, prompt, completion)

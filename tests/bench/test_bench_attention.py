@@ -12,16 +12,11 @@ from bench.paged_attention import __main__ as paged_attention
 from bench.paged_attention import timing as attention_timing
 from bench.paged_attention.cases import Case, HeadCounts, Inputs
 from bench.paged_attention.ggml import GgmlAttention
-from bench.paged_attention.report import path_table
 from bench.paged_attention.timing import in_turns, summary
-from mlx_paged.attention.dispatch import read_table
-from mlx_paged.attention.path_table import Heads, Timing
 from mlx_paged.ops.reference import paged_attention_numpy
 
 TINY = ["--quick", "--heads=4:2:8", "--dtypes", "float32", "--batches=2", "--contexts=33"]
 TINY += ["--block-sizes=8", "--chunk-lengths=4", "--chunk-contexts=9", "--rounds=1"]
-MACHINE = {"device": "cpu", "cpu": "some", "cores": 2}
-CEILINGS = {"gemm_gflops": 9.0}
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +59,8 @@ def test_ggml_that_is_not_installed_is_refused_in_one_line(capsys, monkeypatch):
     assert "--ggml: expected llama-cpp-python: pip install 'mlx-paged[peers]'" in err
 
 
-def test_every_way_is_timed_in_every_case(capsys, tmp_path):
-    table = tmp_path / "caches" / "table.json"
-    paged_attention.main([*TINY, f"--write-table={table}"])
+def test_every_way_is_timed_in_every_case(capsys):
+    paged_attention.main(TINY)
     outputs = Outputs(capsys.readouterr())
     result = outputs.result
     assert outputs.err == [] and result["partial"] is False and result["skipped"] == []
@@ -79,14 +73,8 @@ def test_every_way_is_timed_in_every_case(capsys, tmp_path):
             assert 0 < way["best_ms"] <= way["ms"]
             assert way["speedup"] > 0 and way["percent_of_read"] > 0
         assert row["ways"]["paged"]["speedup"] == 1
-    decode, first, later = result["cases"]
+    decode = result["cases"][0]
     assert decode["kv_mib"] == pytest.approx(2 * 2 * 33 * 2 * 8 * 4 / 2**20, rel=1e-3)
-    [(heads, timings)] = read_table(table).timings.items()
-    assert heads == Heads("cpu", "float32", 2, 8, 8)
-    assert [(t.length, t.context) for t in timings] == [(1, 33), (4, 4), (4, 9)]
-    assert timings[1].gather_ms == first["ways"]["gather"]["best_ms"]
-    assert timings[2].paged_ms == later["ways"]["paged"]["best_ms"]
-    assert read_table(table).about["cpu"] == result["machine"]["cpu"]
     assert set(result["ceilings"]) == {"read_gb_s", "gemm_gflops", "load_average"}
 
 
@@ -130,7 +118,7 @@ def test_a_case_needs_its_pool_thrice_and_single_precision_copies_and_scores():
     assert case.memory_bytes == 3 * 2**29 + 3 * 2**30 + 4 * 4 * 64 * 8 * 16384
 
 
-def test_ctrl_c_leaves_what_was_measured_and_no_table(capsys, monkeypatch, tmp_path):
+def test_ctrl_c_leaves_what_was_measured(capsys, monkeypatch):
     timed = []
 
     def time_case(case, *args, **options):
@@ -141,12 +129,11 @@ def test_ctrl_c_leaves_what_was_measured_and_no_table(capsys, monkeypatch, tmp_p
 
     monkeypatch.setattr(paged_attention, "time_case", time_case)
     with pytest.raises(SystemExit) as exit_info:
-        paged_attention.main([*TINY, f"--write-table={tmp_path / 'table.json'}"])
+        paged_attention.main(TINY)
     outputs = Outputs(capsys.readouterr())
     assert exit_info.value.code == 130
     assert outputs.result["partial"] is True and len(outputs.result["cases"]) == 1
     assert outputs.err == ["interrupted after 1 of 3 cases"]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wrong_answer_ends_the_bench(monkeypatch, capsys):
@@ -240,20 +227,6 @@ def test_flops_count_what_a_causal_chunk_sees():
     assert case.flops == 4 * 4 * 8 * (8 + 9 + 10)
 
 
-def test_the_table_takes_the_smallest_batch_in_blocks_of_16():
-    def row(block_size, batch, ms):
-        ways = {name: {"ms": 2 * ms, "best_ms": ms} for name in ("paged", "gather")}
-        case = Case(HeadCounts(8, 2, 64), "float16", 1, batch, 512, block_size)
-        return case.as_dict() | {"ways": ways}
-
-    rows = [row(8, 8, 1.0), row(16, 32, 2.0), row(16, 8, 3.0), row(32, 8, 4.0)]
-    result = {"machine": MACHINE, "ceilings": CEILINGS, "clock": "wall", "cases": rows}
-    table = path_table(result)
-    heads = Heads("cpu", "float16", 4, 64, 64)
-    assert table.timings == {heads: [Timing(1, 512, 3.0, 3.0)]}
-    assert table.about == MACHINE | CEILINGS | {"clock": "wall"}
-
-
 def test_a_picture_is_drawn_if_matplotlib_is_there(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "curve.png"
@@ -269,12 +242,3 @@ def test_without_matplotlib_the_measurement_is_not_lost(capsys, tmp_path, monkey
     assert len(outputs.result["cases"]) == 1
     [line] = outputs.err
     assert line.startswith("no picture: ") and "matplotlib" in line
-
-
-def test_without_a_place_for_the_table_the_measurement_is_not_lost(capsys, tmp_path):
-    (tmp_path / "file").touch()
-    paged_attention.main([*TINY, "--only=decodes", f"--write-table={tmp_path / 'file' / 'table'}"])
-    outputs = Outputs(capsys.readouterr())
-    assert len(outputs.result["cases"]) == 1
-    [line] = outputs.err
-    assert line.startswith("no table: ") and "file" in line

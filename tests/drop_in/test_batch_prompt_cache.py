@@ -12,7 +12,7 @@ from mlx_lm.models import cache as stock
 from prompt_cache_cases import merged
 from tiny_models import VOCAB, tiny_model
 
-from mlx_paged.attention.pool_attention import calls
+from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.cli import load_model
 from mlx_paged.drop_in.caches import (
     BatchPagedKVCache,
@@ -76,9 +76,9 @@ def test_requests_that_join_and_leave_get_the_tokens_of_stock_caches(model_type,
     model = tiny_model(model_type)
     expected = joining_and_leaving(model, prompts)
     with patched_mlx_lm(block_size=BLOCK):
-        calls.clear()
+        path_counts.clear()
         assert joining_and_leaving(model, prompts) == expected
-    assert (calls["paged"] > 0) == (model_type != "deepseek_v3")
+    assert (path_counts["paged"] > 0) == (model_type != "deepseek_v3")
     assert len(set(map(tuple, expected))) == len(prompts)
 
 

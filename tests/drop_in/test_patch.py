@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 
 from mlx_paged import Engine
 from mlx_paged.attention import sdpa_hook
-from mlx_paged.attention.pool_attention import calls
+from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.attention.sdpa_hook import mlx_attention
 from mlx_paged.cli import load_model
 from mlx_paged.drop_in.caches import PagedKVCache, stock_make_prompt_cache
@@ -209,9 +209,9 @@ def test_scripts_get_the_text_of_stock_caches(demo):
     tiny_draft = model
     expected = run()
     with patched_mlx_lm():
-        calls.clear()
+        path_counts.clear()
         assert run() == expected
-        assert calls["paged"] > 0
+        assert path_counts["paged"] > 0
 
 
 def test_the_prompt_cache_is_paged_where_mlx_lm_makes_it(demo):

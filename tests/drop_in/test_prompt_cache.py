@@ -13,7 +13,7 @@ from mlx_lm.models.base import create_causal_mask
 from prompt_cache_cases import BLOCK, PROMPT, contents, filled, greedy, pool_of, same, stock_filled
 from tiny_models import solo_greedy, tiny_model
 
-from mlx_paged.attention.pool_attention import calls
+from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.attention.sdpa_hook import CausalMask, mlx_attention
 from mlx_paged.drop_in.base_cache import LayerView
 from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
@@ -41,7 +41,7 @@ def test_generation_is_that_of_stock_caches(model_type, prefill_step_size):
     model = tiny_model(model_type)
     expected = greedy(model, PROMPT, stock_make_prompt_cache(model), 12)
     cache = make_prompt_cache(model, block_size=BLOCK)
-    calls.clear()
+    path_counts.clear()
     steps = generate_step(
         mx.array(PROMPT),
         model,
@@ -50,7 +50,7 @@ def test_generation_is_that_of_stock_caches(model_type, prefill_step_size):
         prefill_step_size=prefill_step_size,
     )
     assert [int(token) for token, _ in steps] == expected
-    assert bool(calls) == (model_type in KERNEL_MODELS)
+    assert bool(path_counts) == (model_type in KERNEL_MODELS)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
@@ -58,9 +58,9 @@ def test_without_the_hook_the_caches_work_through_gathered_arrays(model_type, mo
     model = tiny_model(model_type)
     expected = greedy(model, PROMPT, stock_make_prompt_cache(model), 12)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", mlx_attention)
-    calls.clear()
+    path_counts.clear()
     assert greedy(model, PROMPT, make_prompt_cache(model, block_size=BLOCK), 12) == expected
-    assert not calls
+    assert not path_counts
 
 
 @pytest.mark.parametrize("draft_seed", [0, 1], ids=["all accepted", "all rejected"])

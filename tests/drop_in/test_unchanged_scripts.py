@@ -13,7 +13,7 @@ import pytest
 from server_harness import TIMEOUT, solo
 
 from mlx_paged import unpatch_mlx_lm
-from mlx_paged.attention.pool_attention import calls
+from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.cli import demo_model_path
 
 LINE = "import mlx_paged.auto_patch\n"
@@ -59,11 +59,11 @@ def test_a_script_prints_the_same(script, capsys, monkeypatch):
     printed = []
     for text in (script, LINE + script):
         monkeypatch.setattr(sys, "argv", ["script.py", str(demo_model_path())])
-        calls.clear()
+        path_counts.clear()
         exec(compile(text, "script.py", "exec"), {"__name__": "__main__"})
         printed.append(capsys.readouterr().out)
     assert len(printed[0]) > 20 and printed[0] == printed[1]
-    assert calls["paged"] > 0
+    assert path_counts["paged"] > 0
 
 
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
@@ -87,7 +87,7 @@ def test_mlx_lms_own_server_answers_the_same(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["mlx_lm.server", *flags])
     prompts = ["def main():", "import os", "class A", "def main():\n    x", "def add(a, b):"]
     exec(LINE)
-    calls.clear()
+    path_counts.clear()
     thread = threading.Thread(target=mlx_lm.server.main)
     thread.start()
     server = servers.get(timeout=TIMEOUT)
@@ -100,5 +100,5 @@ def test_mlx_lms_own_server_answers_the_same(monkeypatch):
         server.shutdown()
         thread.join()
         server.server_close()
-    assert calls["paged"] > 0
+    assert path_counts["paged"] > 0
     assert texts == [solo(prompt, 12)[0] for prompt in prompts]

@@ -38,7 +38,7 @@ NO_MLX = [
     *(f"{room}.*" for room in ("scheduler", "metrics")),
     *("arguments", "outputs", "request", "sampling_params"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
-    *("kv.stateful_prefix_cache", "attention.dispatch", "generate.prompts_file"),
+    *("kv.stateful_prefix_cache", "generate.prompts_file"),
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
     *("server.disconnects", "server.request_body"),
 ]

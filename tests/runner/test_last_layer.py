@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine
-from mlx_paged.attention.pool_attention import calls
+from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 
@@ -102,11 +102,11 @@ def test_the_last_layer_attends_once_and_only_for_the_sampled_rows():
     engine.add_request(prompt(5), max_tokens=4)
     engine.step()
     engine.add_request(prompt(40), max_tokens=1)
-    before = calls.total()
+    before = path_counts.total()
     engine.step()
     decodes_and_a_chunk, sampled_rows = 2, 1
     num_layers = len(model.layers)
-    assert calls.total() - before == (num_layers - 1) * decodes_and_a_chunk + sampled_rows
+    assert path_counts.total() - before == (num_layers - 1) * decodes_and_a_chunk + sampled_rows
 
 
 @pytest.mark.parametrize("profile", [False, True], ids=["plain", "profiled"])
