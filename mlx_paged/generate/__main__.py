@@ -116,8 +116,9 @@ def _complete(engine: Engine, done: dict[int, Completion], total: int, streams: 
                     print(output.text, end="", flush=True)
                 if output.completion is not None:
                     done[output.request_id] = output.completion
-            bar.set_postfix(running=len(engine.scheduler.running), refresh=False)
-            bar.update(len(done) - bar.n)
+            if not streams:
+                bar.set_postfix(running=len(engine.scheduler.running), refresh=False)
+                bar.update(len(done) - bar.n)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import logging
 import socket
 import sys
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
@@ -34,8 +35,6 @@ class Handler(AnswerWriter):
         self.watcher = watcher
         self._parsed: tuple[CompletionRequest, list[str]] | None = None
         super().__init__(backend, *args, **kw)
-
-    # Answers
 
     def do_POST(self) -> None:
         try:
@@ -153,15 +152,14 @@ class Handler(AnswerWriter):
             content["logprobs"] = {"content": entries} if is_chat else choice.text_logprobs(entries)
         return packet
 
-    # Requests
-
     def _authorize(self) -> None:
         key = self.backend.cli_args.api_key
         given = self.headers.get("Authorization", "")
         if key is not None and not hmac.compare_digest(
             given.encode("utf-8", "replace"), f"Bearer {key}".encode()
         ):
-            self.num_unread = self._content_length(default=0)
+            with suppress(RequestError):
+                self.num_unread = self._content_length()
             raise RequestError(401, "no valid API key was given", "invalid_api_key")
 
     def _read_request(self) -> tuple[CompletionRequest, int, list[str], dict[str, Any] | None]:
@@ -250,14 +248,12 @@ class Handler(AnswerWriter):
         text = self.backend.tokenizer.decode([token])
         return {"id": token, "token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-    def _content_length(self, default: int | None = None) -> int:
+    def _content_length(self) -> int:
         text = self.headers.get("Content-Length")
-        if text is None and default is None:
+        if text is None:
             raise RequestError(411, "Content-Length: expected, but not given")
-        if text is None or not (text.isascii() and text.isdigit()):
-            if default is None:
-                raise RequestError(400, f"Content-Length is {text!r}: expected a number of bytes")
-            return default
+        if not (text.isascii() and text.isdigit()):
+            raise RequestError(400, f"Content-Length is {text!r}: expected a number of bytes")
         return int(text)
 
     def _model(self) -> dict[str, Any]:

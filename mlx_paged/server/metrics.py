@@ -1,14 +1,4 @@
-"""The metrics that ``/metrics`` shows, in Prometheus' format.
-
-:func:`engine_metrics` names the engine's metrics. The server's own metrics are:
-
-=============================================  =================================================
-mlx_paged_http_responses_total{code}           answers by status
-mlx_paged_completions_total{finish_reason}     completions that ended
-mlx_paged_time_to_first_token_seconds          histogram, from submission
-mlx_paged_completion_seconds                   histogram, from submission to the end
-=============================================  =================================================
-"""
+"""The metrics that ``/metrics`` shows, in Prometheus' format."""
 
 import collections
 from collections.abc import Callable, Iterable, Mapping
