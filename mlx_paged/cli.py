@@ -1,9 +1,8 @@
-"""Arguments that the commands share, and what all their parsers are made of."""
+"""What the commands share: the parser, groups of arguments, and how a model is loaded."""
 
 import argparse
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +15,15 @@ from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 
 GB = 10**9
 KV_BLOCK_SIZES = (8, 16, 32)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows the default of an option after its help text."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        has_none = action.default in (None, "", [], argparse.SUPPRESS) or action.default is False
+        return text if has_none or "(default" in text else f"{text} (default: %(default)s)"
 
 
 class Parser(argparse.ArgumentParser):
@@ -50,100 +58,65 @@ MILLISECONDS = number(float, 1e-3, 1e9, "a number of milliseconds above 0")
 
 
 def add_model(group: argparse._ArgumentGroup) -> None:
-    """What to load."""
-    group.add_argument(
-        "--model", help="model directory or hub id (default: the built-in demo model)"
-    )
-    group.add_argument("--adapter-path", help="directory with trained adapter weights")
-    group.add_argument(
-        "--trust-remote-code", action="store_true", help="let the tokenizer run its own code"
-    )
+    add = group.add_argument
+    add("--model", help="model directory or Hugging Face id (default: the built-in demo model)")
+    add("--adapter-path", metavar="DIR", help="directory with trained adapter weights")
+    remote = "let the tokenizer run code that comes with the model"
+    add("--trust-remote-code", action="store_true", help=remote)
 
 
 def add_sampling(group: argparse._ArgumentGroup) -> None:
-    """What both commands let a user say about sampling."""
-    group.add_argument(
-        "--temp",
-        type=number(float, 0, 1e6, "a number >= 0"),
-        default=0.0,
-        help="temperature; 0 is greedy (default: %(default)s)",
-    )
-    group.add_argument("--top-p", type=FRACTION, default=1.0, help="nucleus mass")
-    group.add_argument(
-        "--top-k", type=COUNT_OR_NONE, default=0, help="most likely tokens kept; 0 keeps all"
-    )
-    group.add_argument("--min-p", type=FRACTION, default=0.0, help="minimum relative probability")
-
-
-def add_seed(group: argparse._ArgumentGroup, meaning: str) -> None:
-    group.add_argument("--seed", type=number(int, 0, 2**63, "a whole number >= 0"), help=meaning)
+    add = group.add_argument
+    greedy = "sampling temperature; 0 is greedy decoding"
+    temperature = number(float, 0, 1e6, "a number >= 0")
+    add("--temp", type=temperature, default=0.0, metavar="T", help=greedy)
+    top_p = "sample from the most likely tokens whose probabilities add up to this; 1 is off"
+    add("--top-p", type=FRACTION, default=1.0, metavar="P", help=top_p)
+    top_k = "sample from the K most likely tokens; 0 is off"
+    add("--top-k", type=COUNT_OR_NONE, default=0, metavar="K", help=top_k)
+    min_p = "drop tokens below this fraction of the highest probability; 0 is off"
+    add("--min-p", type=FRACTION, default=0.0, metavar="P", help=min_p)
+    seed = "seed for requests that have none of their own (default: random)"
+    whole = number(int, 0, 2**63, "a whole number >= 0")
+    add("--seed", type=whole, metavar="N", help=seed)
 
 
 def add_engine(group: argparse._ArgumentGroup) -> None:
-    """The pool and the scheduler."""
-    group.add_argument(
-        "--kv-memory",
-        type=number(float, 1e-9, 1e6, "a number of GB above 0"),
-        metavar="GB",
-        help="memory for the KV pool (default: what the device can spare)",
-    )
-    group.add_argument(
-        "--max-stall-ms",
-        type=MILLISECONDS,
-        metavar="MS",
-        help="time that a step may take while streams run, kept by a cost model that learns from "
-        "every step (default: only the prefill chunk bounds a step)",
-    )
-    group.add_argument(
-        "--policy",
-        choices=_values(Policy),
-        default=str(Policy.FCFS),
-        help="order of waiting requests (default: %(default)s)",
-    )
-    group.add_argument(
+    add = group.add_argument
+    memory = number(float, 1e-9, 1e6, "a number of GB above 0")
+    pool = "memory for the KV pool (default: what the device can spare)"
+    add("--kv-memory", type=memory, metavar="GB", help=pool)
+    stall = "limit for the time of a step while requests are decoding (default: no limit)"
+    add("--max-stall-ms", type=MILLISECONDS, metavar="MS", help=stall)
+    waiting = "order in which waiting requests start"
+    add("--policy", choices=[*map(str, Policy)], default=str(Policy.FCFS), help=waiting)
+    add(
         "--preempt",
-        choices=_values(PreemptionPolicy),
+        choices=[*map(str, PreemptionPolicy)],
         default=str(PreemptionPolicy.NEWEST),
-        help="whose blocks are taken when none are left (default: %(default)s)",
+        help="request that loses its KV blocks when the pool is full",
     )
-    group.add_argument(
-        "--no-prefix-cache",
-        action="store_true",
-        help="share no K/V between prompts that start alike",
-    )
+    prefixes = "do not share K/V between prompts with a common prefix"
+    add("--no-prefix-cache", action="store_true", help=prefixes)
 
 
 def add_metrics(group: argparse._ArgumentGroup) -> None:
-    """What is measured, and where it goes."""
-    group.add_argument(
-        "--metrics-jsonl", metavar="FILE", help="write a line for every step, as it happens"
-    )
-    group.add_argument(
-        "--spike-ms",
-        type=MILLISECONDS,
-        metavar="MS",
-        help="steps that take longer are counted as spikes, with their causes (default: three times"
-        " the usual step, at least 50)",
-    )
-    group.add_argument(
-        "--profile",
-        action="store_true",
-        help="synchronise between the phases of every step and time each; slower than a normal run",
-    )
+    add = group.add_argument
+    add("--metrics-jsonl", metavar="FILE", help="write one JSON line after each step")
+    spike = "count longer steps as spikes (default: 3 times the usual step, at least 50)"
+    add("--spike-ms", type=MILLISECONDS, metavar="MS", help=spike)
+    profile = "time each phase of every step; this makes steps slower"
+    add("--profile", action="store_true", help=profile)
 
 
-def metrics_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of :class:`Engine`."""
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of :class:`Engine` that both commands name alike."""
+    names = ("max_stall_ms", "policy", "preempt", "seed", "metrics_jsonl", "spike_ms", "profile")
     return {
-        "profile": args.profile,
-        "metrics_jsonl": args.metrics_jsonl,
-        "spike_ms": args.spike_ms,
+        "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
+        "prefix_cache": not args.no_prefix_cache,
+        **{name: getattr(args, name) for name in names},
     }
-
-
-def _values(choices: type[StrEnum]) -> list[str]:
-    """Plain text: argparse shows choices by their repr."""
-    return [str(choice) for choice in choices]
 
 
 def demo_model_path() -> Path:
@@ -157,8 +130,7 @@ def load_model(
     """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model.
 
     Raises:
-        ValueError: there is no such directory and the hub does not give it either, or what is there
-            cannot be loaded.
+        ValueError: the model or the adapter does not exist or cannot be loaded.
     """
     path = str(demo_model_path()) if name is None else name
     if adapter_path is not None and not Path(adapter_path).is_dir():

@@ -1,4 +1,4 @@
-"""What the command line asks of an engine: prompts encoded and checked, ready to be added."""
+"""Encodes and checks the prompts of the command line, and adds them to an engine."""
 
 import argparse
 import sys
@@ -10,19 +10,22 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.engine import Engine
-from mlx_paged.generate.prompts_file import PromptSpec, read_prompts
+from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec, read_prompts
 from mlx_paged.outputs import Completion, likeliest
 from mlx_paged.sampling_params import SamplingParams
+
+SAMPLING_FLAGS = [name for name in NUMBERS if name not in ("temperature", "seed")]
+"""Fields of SamplingParams that have a flag of the same name. The engine takes --seed itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt ready for the engine.
+    """A prompt that is ready for the engine.
 
     Attributes:
-        n: completions wanted.
-        best_of: completions generated, if more.
-        beams: hypotheses of a beam search instead, or None.
+        n: number of completions to return.
+        best_of: number of completions to generate; None means `n`.
+        beams: number of beams of a beam search; None means sampling.
     """
 
     spec: PromptSpec
@@ -36,35 +39,39 @@ class Job:
 
     @property
     def count(self) -> int:
-        """Sequences that are alive at the same time."""
+        """Sequences that run at the same time."""
         return self.beams or self.best_of or self.n
 
     def max_kv_tokens(self, block_size: int) -> int:
-        """K/V slots that this job can come to need, with what is left of blocks."""
+        """Upper bound of the K/V slots that this job needs, unused slots of blocks included."""
         return len(self.tokens) + self.count * (self.params.max_tokens + 2 * block_size)
 
     def add(self, engine: Engine) -> list[int]:
-        """Queue the job; ids of its requests."""
-        options: dict[str, Any] = {"priority": self.spec.priority}
-        if self.beams is not None:
-            options |= {
-                "length_penalty": self.length_penalty,
-                "early_stopping": self.early_stopping,
-            }
-            return [engine.add_beam_search(self.tokens, self.beams, self.params, **options)]
-        return engine.add_samples(self.tokens, self.count, self.params, **options)
+        """Queue the job. Returns the ids of its requests."""
+        priority = self.spec.priority
+        if self.beams is None:
+            return engine.add_samples(self.tokens, self.count, self.params, priority=priority)
+        request_id = engine.add_beam_search(
+            self.tokens,
+            self.beams,
+            self.params,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            priority=priority,
+        )
+        return [request_id]
 
     def select(self, completions: Sequence[Completion]) -> list[Completion]:
-        """Those that are wanted of what was generated."""
+        """The `n` completions to return."""
         return list(completions) if self.best_of is None else likeliest(completions, self.n)
 
 
 def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
-    """The prompts of the command line and of its file.
+    """The prompts of the command line, then those of the prompts file.
 
     Raises:
-        ValueError: none at all, or a bad file.
-        OSError: a file that cannot be read.
+        ValueError: there is no prompt, or a line of the file is wrong.
+        OSError: the file cannot be read.
     """
     specs = [PromptSpec(_prompt_text(prompt)) for prompt in args.prompt]
     if args.prompts_file is not None:
@@ -82,21 +89,12 @@ def make_job(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Names
     """Encode a prompt and check its options.
 
     Raises:
-        ValueError: naming where the prompt came from and what is wrong with it.
+        ValueError: names the source of the prompt and what is wrong with it.
     """
-    options: dict[str, Any] = {
-        "max_tokens": args.max_tokens,
+    options: dict[str, Any] = {name: getattr(args, name) for name in SAMPLING_FLAGS}
+    options |= {
         "temperature": args.temp,
-        "top_p": args.top_p,
-        "min_p": args.min_p,
-        "top_k": args.top_k,
-        "xtc_probability": args.xtc_probability,
-        "xtc_threshold": args.xtc_threshold,
         "xtc_special_tokens": tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-        "repetition_penalty": args.repetition_penalty,
-        "presence_penalty": args.presence_penalty,
-        "frequency_penalty": args.frequency_penalty,
-        "logprobs": args.logprobs,
         "stop": tuple(args.stop),
     }
     try:
@@ -111,15 +109,15 @@ def make_job(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Names
             raise ValueError("n or --best-of is given with --beams: expected one of them")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{spec.source}: {one_line(error)}") from error
-    beams = {"length_penalty": args.length_penalty, "early_stopping": args.early_stopping}
-    return Job(spec, tokens, params, n, args.best_of, args.beams, **beams)
+    beam_search = (args.beams, args.length_penalty, args.early_stopping)
+    return Job(spec, tokens, params, n, args.best_of, *beam_search)
 
 
 def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
-    """Queue all jobs; ids of each one's requests.
+    """Queue all jobs. Returns the request ids of each job.
 
     Raises:
-        ValueError: naming where the prompt came from that the engine refuses, and why.
+        ValueError: names the source of a prompt that the engine refuses, and the reason.
     """
     ids = []
     for job in jobs:
@@ -131,14 +129,14 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
 
 
 def one_line(error: BaseException) -> str:
-    """A mistake as it is reported."""
+    """The message of an error on one line."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
 
 
 def _prompt_text(prompt: str) -> str:
-    """As mlx_lm.generate reads it: '-' is stdin, a typed \\n or \\t is the character."""
+    """Reads a prompt as mlx_lm.generate does: '-' is stdin, a typed \\n or \\t the character."""
     if prompt == "-":
         return sys.stdin.read()
     return prompt.replace("\\n", "\n").replace("\\t", "\t")
@@ -155,6 +153,6 @@ def _encode(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namesp
         messages = [{"role": "system", "content": args.system_prompt}, *messages]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs of their own
+    except Exception as error:  # a template can raise anything
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))

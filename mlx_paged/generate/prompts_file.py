@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file: one request a line. Knows no mlx."""
+"""Reads prompts from a JSONL file, one request per line. Does not import mlx."""
 
 import json
 from collections.abc import Iterable
@@ -21,23 +21,23 @@ NUMBERS = (
     "frequency_penalty",
     "logprobs",
 )
-"""Keys of a line that set a number among the fields of SamplingParams."""
+"""Keys of a line that set a numeric field of SamplingParams."""
 
 KEYS = (*NUMBERS, *ALIASES, "stop", "logit_bias", "n", "priority")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """What one line, or one --prompt, asks for.
+    """The request of one line or of one --prompt.
 
     Attributes:
-        prompt: text, or None if `messages` are given.
-        messages: a chat for the model's template.
-        options: fields of SamplingParams that differ from the command line's.
-        source: where it came from, for error messages.
-        id: the line's own "id", given back with the result.
-        n: completions wanted; None: as many as the command line says.
-        priority: lower numbers first, under that policy.
+        prompt: the text; None if `messages` are given.
+        messages: a chat for the model's chat template.
+        options: fields of SamplingParams that replace those of the command line.
+        source: file and line, or the flag; error messages start with it.
+        id: the "id" of the line; the result repeats it.
+        n: number of completions; None means the value of the command line.
+        priority: the policy "priority" starts lower numbers first.
     """
 
     prompt: str | None
@@ -56,10 +56,10 @@ class PromptSpec:
 
 
 def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
-    """Parse JSONL; blank lines are skipped.
+    """Parse JSONL. Blank lines are skipped.
 
     Raises:
-        ValueError: naming the file, the line number and what is wrong there.
+        ValueError: names the file, the line number and the mistake.
     """
     specs = []
     for number, line in enumerate(lines, start=1):
@@ -100,7 +100,7 @@ def _parse(entry: Any, source: str) -> PromptSpec:
 
 
 def _whole(entry: dict[str, Any], key: str) -> int | None:
-    """Take a whole number out of the line."""
+    """Remove a whole number from the entry and return it."""
     value = entry.pop(key, None)
     if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
         raise ValueError(f'"{key}" must be a whole number')
@@ -110,11 +110,9 @@ def _whole(entry: dict[str, Any], key: str) -> int | None:
 
 
 def _is_chat(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
-    )
+    if not isinstance(messages, list) or not messages:
+        return False
+    return all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
 
 
 def _option(key: str, value: Any) -> Any:
@@ -131,7 +129,7 @@ def _option(key: str, value: Any) -> Any:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """JSON has no integer keys: {"42": -1.5} stands for token 42."""
+    """JSON has no integer keys, so {"42": -1.5} means token 42."""
     try:
         return {int(token): float(bias) for token, bias in value.items()}
     except (AttributeError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""What the command prints and writes when its prompts are done."""
+"""Prints the texts and the statistics, and writes the results."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from mlx_paged.cli import GB
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.jobs import Job
 from mlx_paged.metrics.tick import PHASES
-from mlx_paged.outputs import Completion
+from mlx_paged.outputs import Beam, Completion
 
 RULE = "=" * 10
 MB = 10**6
@@ -21,31 +21,31 @@ MB = 10**6
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished prompt and its place in the input."""
+    """A finished prompt; `number` is its place in the input, from 1."""
 
     number: int
     job: Job
     completions: list[Completion]
 
+    @property
+    def answers(self) -> Sequence[Completion | Beam]:
+        """The beams of a beam search, else the completions."""
+        return self.completions[0].beams or self.completions
+
 
 def print_results(results: Sequence[Result], total: int) -> None:
-    """Every text under a heading that numbers the prompt and, of several, the text."""
+    """Print every text under a heading with the number of its prompt."""
     for result in results:
-        texts = _texts(result)
-        for index, text in enumerate(texts, start=1):
-            which = f" ({index}/{len(texts)})" if len(texts) > 1 else ""
+        count = len(result.answers)
+        for index, answer in enumerate(result.answers, start=1):
+            which = f" ({index}/{count})" if count > 1 else ""
             print(f"{RULE} {result.number}/{total}{which}: {result.job.spec.title[:70]}")
-            print(text)
-    sys.stdout.flush()  # before the statistics, where both streams go to the same place
-
-
-def _texts(result: Result) -> list[str]:
-    beams = result.completions[0].beams
-    return [answer.text for answer in beams or result.completions]
+            print(answer.text)
+    sys.stdout.flush()  # stdout and stderr may be one file: the statistics must come last
 
 
 def print_stats(engine: Engine, prewarm: bool) -> None:
-    """Speeds, latencies, memory, on stderr."""
+    """Print speeds, latencies and memory on stderr."""
     print(RULE, *_stats(engine, prewarm), sep="\n", file=sys.stderr)
 
 
@@ -62,7 +62,10 @@ def _stats(engine: Engine, prewarm: bool) -> Iterator[str]:
     if stats["ttft_median_s"] is not None:
         yield f"TTFT: median {stats['ttft_median_s']:.3f} s, max {stats['ttft_max_s']:.3f} s"
     yield from _ticks(engine.ticks.summary())
-    yield f"Pre-warm: {_prewarm(stats['prewarm_seconds'], prewarm)}"
+    if (seconds := stats["prewarm_seconds"]) is not None:
+        yield f"Pre-warm: GPU pipelines compiled in {seconds:.3f} s"
+    else:
+        yield f"Pre-warm: {'nothing to compile on a CPU' if prewarm else 'skipped'}"
     yield (
         f"KV: peak {stats['peak_blocks_in_use']} of {stats['num_blocks']} blocks "
         f"({stats['peak_kv_bytes'] / MB:.3f} MB; "
@@ -74,7 +77,7 @@ def _stats(engine: Engine, prewarm: bool) -> Iterator[str]:
 
 
 def _ticks(ticks: dict[str, Any]) -> Iterator[str]:
-    """How long steps took, why some of them took far too long, and the phases if profiled."""
+    """Times of steps, causes of spikes, and the times of phases if the engine profiles."""
     decode, prefill = ticks["decode_tick_ms"], ticks["prefill_chunk_ms"]
     causes = ", ".join(f"{count} {cause}" for cause, count in ticks["spike_causes"].items())
     yield (
@@ -88,61 +91,43 @@ def _ticks(ticks: dict[str, Any]) -> Iterator[str]:
         yield f"Profile: median ms of {phases}; synchronised, slower than a normal run"
 
 
-def _prewarm(seconds: float | None, wanted: bool) -> str:
-    if seconds is not None:
-        return f"GPU pipelines compiled in {seconds:.3f} s"
-    return "nothing to compile on a CPU" if wanted else "skipped"
-
-
 def write_results(results: Sequence[Result], path: str) -> None:
-    """One JSON object a line for every completion, in the order of the input."""
+    """Write one JSON object per line and completion, in input order."""
     with Path(path).open("w", encoding="utf-8") as file:
         for result in results:
             for record in _records(result):
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
-def _records(result: Result) -> list[dict[str, Any]]:
-    spec = result.job.spec
-    asked = {"prompt": spec.prompt} if spec.messages is None else {"messages": spec.messages}
-    if spec.id is not None:
-        asked = {"id": spec.id} | asked
-    first = result.completions[0]
-    if first.beams:
-        answers = [_answer(beam) | {"score": beam.score} for beam in first.beams]
-    else:
-        answers = [_answer(completion) for completion in result.completions]
-    owners = [first] * len(answers) if first.beams else result.completions
-    records = [
-        asked | answer | _costs(owner) for answer, owner in zip(answers, owners, strict=True)
-    ]
-    if len(records) > 1:
-        for index, record in enumerate(records):
+def _records(result: Result) -> Iterator[dict[str, Any]]:
+    spec, first = result.job.spec, result.completions[0]
+    for index, answer in enumerate(result.answers):
+        completion = answer if isinstance(answer, Completion) else first
+        record: dict[str, Any] = {} if spec.id is None else {"id": spec.id}
+        if spec.messages is None:
+            record["prompt"] = spec.prompt
+        else:
+            record["messages"] = spec.messages
+        record |= {
+            "text": answer.text,
+            "finish_reason": answer.finish_reason,
+            "generation_tokens": len(answer.tokens),
+            "tokens": answer.tokens,
+            "logprobs": answer.logprobs,
+        }
+        if isinstance(answer, Beam):
+            record["score"] = answer.score
+        record |= {
+            "prompt_tokens": completion.prompt_tokens,
+            "cached_prompt_tokens": completion.cached_prompt_tokens,
+            "prefix_miss": completion.prefix_miss,
+            "ttft_s": completion.ttft_s,
+            "seconds": completion.seconds,
+        }
+        if completion.top_logprobs:
+            record["top_logprobs"] = completion.top_logprobs
+        if completion.error is not None:
+            record["error"] = completion.error
+        if len(result.answers) > 1:
             record["index"] = index
-    return records
-
-
-def _answer(answer: Any) -> dict[str, Any]:
-    """What completions and beams have in common."""
-    return {
-        "text": answer.text,
-        "finish_reason": answer.finish_reason,
-        "generation_tokens": len(answer.tokens),
-        "tokens": answer.tokens,
-        "logprobs": answer.logprobs,
-    }
-
-
-def _costs(completion: Completion) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "prompt_tokens": completion.prompt_tokens,
-        "cached_prompt_tokens": completion.cached_prompt_tokens,
-        "prefix_miss": completion.prefix_miss,
-        "ttft_s": completion.ttft_s,
-        "seconds": completion.seconds,
-    }
-    if completion.top_logprobs:
-        record["top_logprobs"] = completion.top_logprobs
-    if completion.error is not None:
-        record["error"] = completion.error
-    return record
+        yield record

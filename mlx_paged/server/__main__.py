@@ -1,9 +1,8 @@
 """``python -m mlx_paged.server``: an OpenAI-compatible HTTP server on a paged engine.
 
-mlx-lm's server in what it understands and answers, with all requests in one batch, whatever their
-options. What there is beyond it: ``n``, ``/metrics``, log-probabilities in streams, a bounded queue
-(503), keys (401), bounded requests (413 and 400), and errors in the API's form. One model is
-served, the one given at the start.
+It understands and answers requests as mlx-lm's server does, and computes all of them in one batch.
+It adds ``n``, ``/metrics``, log-probabilities in streams, a bounded queue (503), API keys (401),
+limits for requests (413 and 400), and errors in the API's form. It serves one model.
 """
 
 import argparse
@@ -13,7 +12,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING, Any
+from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
 from mlx_lm.server import ModelProvider
 
@@ -23,45 +23,42 @@ from mlx_paged.engine.service import EngineService
 from mlx_paged.server import arguments
 from mlx_paged.server.disconnects import DisconnectWatcher
 
-if TYPE_CHECKING:  # at run time they need the extra "server", of which `main` can tell
+if TYPE_CHECKING:  # they need the extra "server"; `main` reports if it is missing
     from mlx_paged.server.backend import Backend
     from mlx_paged.server.http import Server
 
 FAREWELL_S = 2.0
-"""How long answers under way may take to end when the server does."""
+"""Time for open answers to end when the server stops."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until Ctrl-C or SIGTERM; returns the exit status: 0, or 2 after a mistake."""
+    """Serve until Ctrl-C or SIGTERM. Returns the exit status: 0, or 2 after a mistake."""
     args = arguments.parse(argv)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     try:
         with serving(args) as server:
-            signal.signal(signal.SIGTERM, _interrupt)
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
             host, port = server.server_address[:2]
             logging.info("serving %s on http://%s:%s", args.model, host, port)
             server.serve_forever(poll_interval=0.1)
+        return 0
     except KeyboardInterrupt:
         return 0
     except ModuleNotFoundError as error:
-        return _mistake(f"{error.name} is missing: expected pip install 'mlx_paged[server]'")
+        message = f"{error.name} is missing: expected pip install 'mlx_paged[server]'"
     except (ValueError, OSError) as error:
-        return _mistake(str(error))
-    return 0
-
-
-def _mistake(message: str) -> int:
+        message = str(error)
     print(f"mlx_paged.server: error: {message}", file=sys.stderr)
     return 2
 
 
 @contextmanager
 def serving(args: argparse.Namespace) -> Iterator["Server"]:
-    """A server that listens, and whose ``serve_forever`` answers, in whatever thread it is called.
+    """A server that listens. Its ``serve_forever`` answers requests and may run in any thread.
 
     Raises:
         ValueError: the model cannot be loaded or served, or an option is out of range.
-        OSError: the address is taken.
+        OSError: the address is in use.
         ModuleNotFoundError: the extra "server" is not installed.
     """
     from mlx_paged.server.backend import Backend
@@ -73,7 +70,7 @@ def serving(args: argparse.Namespace) -> Iterator["Server"]:
     with closing(DisconnectWatcher()) as watcher, EngineService(engine) as service:
         backend = Backend(provider, service)
         server = Server((args.host, args.port), backend, watcher)
-        if args.api_key is None and not _is_loopback(str(server.server_address[0])):
+        if args.api_key is None and not ip_address(str(server.server_address[0])).is_loopback:
             logging.warning("%s is open to others: consider --api-key", args.host)
         try:
             yield server
@@ -90,23 +87,15 @@ def _load(args: argparse.Namespace) -> ModelProvider:
     except Exception as error:
         detail = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(f"model {args.model}: {type(error).__name__}: {detail}") from error
-    provider.processor = None  # images are refused
+    provider.processor = None  # the server refuses images
     return provider
 
 
-def _is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
-
-
 def _await_answers(backend: "Backend") -> None:
-    """Let the threads of aborted answers tell their clients."""
+    """Wait until the threads of aborted answers have told their clients."""
     deadline = time.monotonic() + FAREWELL_S
     while backend.taken and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

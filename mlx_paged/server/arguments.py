@@ -8,7 +8,7 @@ from typing import Any
 from mlx_lm.utils import _parse_size
 
 from mlx_paged import cli
-from mlx_paged.cli import COUNT, COUNT_OR_NONE, GB, Parser, number
+from mlx_paged.cli import COUNT, COUNT_OR_NONE, Parser, number
 
 API_KEY_VARIABLE = "MLX_PAGED_API_KEY"
 
@@ -17,7 +17,7 @@ UNSUPPORTED = {
     "--kv-bits": "a quantized K/V pool",
     "--pipeline": "more than one device",
 }
-"""Flags of mlx_lm.server that ask for something else than what is served here."""
+"""Flags of mlx_lm.server that stop the start, and what each of them asks for."""
 
 WITHOUT_EFFECT = {
     "--num-draft-tokens": (int, 3),
@@ -25,15 +25,15 @@ WITHOUT_EFFECT = {
     "--kv-group-size": (int, 64),
     "--quantized-kv-start": (int, 5000),
 }
-"""Flags of mlx_lm.server that tune what is not needed here, with their types and defaults."""
+"""Flags of mlx_lm.server that this server ignores, with their types and defaults."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The server's arguments; a mistake is reported in one line and ends the process with 2."""
+    """The server's arguments. A mistake prints one line and exits with 2."""
     parser = make_parser()
     args = parser.parse_args(arguments)
     for flag, meaning in UNSUPPORTED.items():
-        if getattr(args, _attribute(flag)):
+        if getattr(args, flag.removeprefix("--").replace("-", "_")):
             parser.error(f"{flag} is given: {meaning} is not supported")
     if not isinstance(args.chat_template_args, dict):
         parser.error("--chat-template-args: expected a JSON object")
@@ -44,145 +44,110 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def make_parser() -> Parser:
     parser = Parser(
         prog="mlx_paged.server",
-        description="OpenAI-compatible HTTP server on a paged KV pool; flags as in mlx_lm.server.",
+        usage="python -m mlx_paged.server [--model MODEL] [options]",
+        description="Serve a model over an OpenAI-compatible HTTP API. "
+        "The flags of mlx_lm.server have the same names here.",
+        formatter_class=cli.HelpFormatter,
     )
     _add_model(parser.add_argument_group("model"))
     _add_network(parser.add_argument_group("network"))
     _add_limits(parser.add_argument_group("limits"))
-    _add_sampling(parser.add_argument_group("defaults of requests"))
+    _add_sampling(parser.add_argument_group("defaults for requests"))
     _add_engine(parser.add_argument_group("engine"))
     cli.add_metrics(parser.add_argument_group("metrics"))
-    _add_mlx_lm(parser.add_argument_group("of mlx_lm.server"))
+    _add_mlx_lm(parser.add_argument_group("compatibility with mlx_lm.server"))
     return parser
 
 
 def _add_model(group: argparse._ArgumentGroup) -> None:
     cli.add_model(group)
-    group.add_argument("--chat-template", default="", help="template instead of the tokenizer's")
-    group.add_argument(
-        "--use-default-chat-template",
-        action="store_true",
-        help="use the default template where the tokenizer has none",
-    )
-    group.add_argument(
-        "--chat-template-args",
-        type=json.loads,
-        default="{}",
-        metavar="JSON",
-        help="arguments of the chat template, e.g. '{\"enable_thinking\": false}'",
-    )
+    add = group.add_argument
+    template = "chat template that replaces the tokenizer's own"
+    add("--chat-template", default="", metavar="TEMPLATE", help=template)
+    default = "use the default chat template if the tokenizer has none"
+    add("--use-default-chat-template", action="store_true", help=default)
+    options = "arguments for the chat template, e.g. '{\"enable_thinking\": false}'"
+    add("--chat-template-args", type=json.loads, default="{}", metavar="JSON", help=options)
 
 
 def _add_network(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s)")
-    group.add_argument(
-        "--port",
-        type=number(int, 0, 65535, "a port"),
-        default=8080,
-        help="port; 0 takes a free one (default: %(default)s)",
-    )
-    group.add_argument(
-        "--api-key",
-        help=f"what clients must send as bearer token (default: ${API_KEY_VARIABLE}, else none)",
-    )
-    group.add_argument(
+    add = group.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on")
+    port = number(int, 0, 65535, "a port")
+    add("--port", type=port, default=8080, help="port to listen on; 0 takes a free port")
+    key = f"bearer token that clients must send (default: ${API_KEY_VARIABLE}, or no token)"
+    add("--api-key", metavar="KEY", help=key)
+    origins = "comma-separated web origins that may call the server"
+    add(
         "--allowed-origins",
         type=lambda text: text.split(","),
         default="*",
-        help="origins of web pages that may read answers, comma-separated (default: *)",
+        metavar="ORIGINS",
+        help=origins,
     )
-    group.add_argument(
-        "--log-level",
-        default="INFO",
-        choices=["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"],
-        help="(default: %(default)s)",
-    )
+    levels = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+    add("--log-level", default="INFO", choices=levels, help="least severe messages to log")
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--max-queue",
-        type=COUNT_OR_NONE,
-        default=256,
-        metavar="N",
-        help="completions that may wait for a place beside those computed; one more request is "
-        "answered with 503 (default: %(default)s)",
+    add = group.add_argument
+    queue = "maximum number of waiting completions; one more is answered with 503"
+    add("--max-queue", type=COUNT_OR_NONE, default=256, metavar="N", help=queue)
+    size = "maximum size of a request body; a larger one is answered with 413"
+    add("--max-request-bytes", type=COUNT, default=16 << 20, metavar="N", help=size)
+    context = (
+        "maximum of prompt tokens plus max_tokens; more is answered with 400 (default: pool size)"
     )
-    group.add_argument(
-        "--max-request-bytes",
-        type=COUNT,
-        default=16 << 20,
-        metavar="N",
-        help="larger request bodies are answered with 413 (default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-context",
-        type=COUNT,
-        metavar="TOKENS",
-        help="prompt and max_tokens of a request together; more is answered with 400, as is what "
-        "the KV pool could never hold (default: only the pool)",
-    )
-    group.add_argument(
-        "--max-samples", type=COUNT, default=16, help="n of a request (default: %(default)s)"
-    )
+    add("--max-context", type=COUNT, metavar="TOKENS", help=context)
+    add("--max-samples", type=COUNT, default=16, metavar="N", help="maximum n of a request")
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
     cli.add_sampling(group)
-    group.add_argument("--max-tokens", type=COUNT, default=512, help="(default: %(default)s)")
-    cli.add_seed(group, "of the random streams of requests without one")
+    group.add_argument(
+        "--max-tokens", type=COUNT, default=512, metavar="N", help="maximum new tokens"
+    )
 
 
 def _add_engine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--decode-concurrency",
-        type=COUNT,
-        default=32,
-        metavar="N",
-        help="completions computed side by side at most (default: %(default)s)",
-    )
-    group.add_argument(
-        "--prefill-step-size",
-        type=COUNT,
-        default=512,
-        metavar="TOKENS",
-        help="prompt tokens computed in a step at most (default: %(default)s)",
-    )
-    group.add_argument("--kv-block-size", type=COUNT, default=16, help="tokens in a KV block")
+    add = group.add_argument
+    running = "maximum number of sequences in a batch"
+    add("--decode-concurrency", type=COUNT, default=32, metavar="N", help=running)
+    chunk = "maximum number of prompt tokens in a step"
+    add("--prefill-step-size", type=COUNT, default=512, metavar="TOKENS", help=chunk)
+    add("--kv-block-size", type=COUNT, default=16, metavar="N", help="tokens per KV block")
     cli.add_engine(group)
 
 
 def _add_mlx_lm(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--prompt-cache-size", type=int, default=10, help="0 switches the prefix cache off"
+    add = group.add_argument
+    add(
+        "--prompt-cache-size",
+        type=int,
+        default=10,
+        metavar="N",
+        help="0 switches the prefix cache off",
     )
-    group.add_argument(
-        "--prompt-cache-bytes",
-        type=_size,
-        metavar="SIZE",
-        help="the same as --kv-memory, in bytes or with a unit as in 2GB",
-    )
+    cache = "same as --kv-memory, in bytes or with a unit such as 2GB"
+    add("--prompt-cache-bytes", type=_size, metavar="SIZE", help=cache)
     for flag, (kind, default) in WITHOUT_EFFECT.items():
-        group.add_argument(flag, type=kind, default=default, help="accepted, has no effect")
-    group.add_argument("--draft-model", help="refused")
-    group.add_argument("--kv-bits", type=int, help="refused")
-    group.add_argument("--pipeline", action="store_true", help="refused")
+        add(flag, type=kind, default=default, metavar="N", help="accepted, but has no effect")
+    add("--draft-model", metavar="MODEL", help="not supported: the server does not start")
+    add("--kv-bits", type=int, metavar="N", help="not supported: the server does not start")
+    add("--pipeline", action="store_true", help="not supported: the server does not start")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of :class:`Engine`."""
-    kv_memory = int((args.kv_memory or 0) * GB)
-    return {
+    options = cli.engine_options(args)
+    if args.kv_memory is None:
+        options["kv_memory"] = args.prompt_cache_bytes
+    if args.prompt_cache_size == 0:
+        options["prefix_cache"] = False
+    return options | {
         "block_size": args.kv_block_size,
-        "kv_memory": args.prompt_cache_bytes if args.kv_memory is None else kv_memory,
         "max_running": args.decode_concurrency,
         "prefill_chunk": args.prefill_step_size,
-        "max_stall_ms": args.max_stall_ms,
-        "policy": args.policy,
-        "preempt": args.preempt,
-        "seed": args.seed,
-        "prefix_cache": not args.no_prefix_cache and args.prompt_cache_size != 0,
-        **cli.metrics_options(args),
     }
 
 
@@ -192,7 +157,3 @@ def _size(text: str) -> int:
         return int(_parse_size(text))
     except (KeyError, ArithmeticError):
         raise argparse.ArgumentTypeError(f"expected a size such as 2GB, got {text!r}") from None
-
-
-def _attribute(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")

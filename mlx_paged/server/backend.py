@@ -1,4 +1,4 @@
-"""What answers requests: mlx-lm's prompts and tools on an engine that runs all of them at once."""
+"""Turns requests into prompts with mlx-lm's code and runs all of them on one engine."""
 
 import argparse
 import threading
@@ -8,26 +8,30 @@ from typing import Any, Self
 
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.server import CompletionRequest, ModelProvider, ResponseGenerator
+from prometheus_client.core import Metric
 
 from mlx_paged.engine.service import EngineService
 from mlx_paged.engine.ticket import Ticket
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server.metrics import EngineReading, ServerMetrics, read_engine
+from mlx_paged.server.metrics import ServerMetrics, engine_metrics, up_metric
 
 
 class BusyError(Exception):
-    """As many completions wait as may."""
+    """The queue of waiting completions is full."""
 
 
 class Backend(ResponseGenerator):
-    """Takes requests to the engine's thread and their tokens back.
+    """Submits requests to the engine's thread. Any thread may use it.
 
-    Of mlx-lm's ResponseGenerator it has how a request becomes token ids. Any thread may use it.
+    It inherits from mlx-lm's ResponseGenerator the conversion of a request to token ids.
 
     Args:
-        provider: with its model loaded, the one that `service` runs.
+        provider: has loaded the model that `service` runs.
         service: runs the engine.
+
+    Attributes:
+        taken: completions that run or wait.
     """
 
     def __init__(self, provider: ModelProvider, service: EngineService) -> None:
@@ -37,10 +41,10 @@ class Backend(ResponseGenerator):
         self.tokenizer = provider.tokenizer
         self.text_machine = make_text_state_machine(self.tokenizer)
         self._places = self.cli_args.decode_concurrency + self.cli_args.max_queue
-        self._taken = 0
-        self._lock = threading.Lock()  # guards _taken
-        self._tokenizing = threading.Lock()  # tokenizers are not made for several threads
-        newline = self._encode("\n")
+        self.taken = 0
+        self._lock = threading.Lock()  # guards `taken`
+        self._tokenizing = threading.Lock()  # a tokenizer is not thread-safe
+        newline = self.tokenizer.encode("\n", add_special_tokens=False)
         self.xtc_special_tokens = frozenset(newline) | frozenset(self.tokenizer.eos_token_ids)
         self.vocab_size = getattr(getattr(provider.model, "args", None), "vocab_size", None)
 
@@ -48,11 +52,6 @@ class Backend(ResponseGenerator):
     def is_healthy(self) -> bool:
         """Whether completions can be computed."""
         return self.service.is_running
-
-    @property
-    def taken(self) -> int:
-        """Completions under way or waiting."""
-        return self._taken
 
     def submit(
         self,
@@ -64,9 +63,9 @@ class Backend(ResponseGenerator):
         """Start `n` completions of a request.
 
         Raises:
-            ValueError: a prompt that cannot be made, or what the engine refuses.
-            BusyError: too many wait.
-            RuntimeError: the engine is gone.
+            ValueError: the request makes no valid prompt, or the engine refuses it.
+            BusyError: too many completions wait.
+            RuntimeError: the engine has stopped.
         """
         self._take(n)
         try:
@@ -77,37 +76,33 @@ class Backend(ResponseGenerator):
             else:
                 tickets = self.service.adopt(lambda engine: engine.add_samples(tokens, n, params))
         except BaseException:
-            self._give_back(n)
+            self.give_back(n)
             raise
         return Generation(self, tickets, len(tokens), state)
 
     def _take(self, n: int) -> None:
         with self._lock:
-            if self._taken and self._taken + n > self._places:
-                raise BusyError(f"{self._taken} completions are under way or waiting")
-            self._taken += n
+            if self.taken and self.taken + n > self._places:
+                raise BusyError(f"{self.taken} completions are under way or waiting")
+            self.taken += n
 
-    def _give_back(self, n: int) -> None:
+    def give_back(self, n: int) -> None:
         with self._lock:
-            self._taken -= n
+            self.taken -= n
 
     def _prompt(
         self, request: CompletionRequest, template_args: dict[str, Any] | None
     ) -> tuple[list[int], str]:
-        """Token ids, and the state that the text begins in: "normal" or "reasoning"."""
+        """Token ids, and the state in which the text begins: "normal" or "reasoning"."""
         if isinstance(request.prompt, list):
             return request.prompt, "normal"
         args = argparse.Namespace(chat_template_kwargs=template_args)
         with self._tokenizing:
             try:
                 tokens, _, _, state, _ = self._tokenize(self.tokenizer, request, args)
-            except Exception as error:  # a template can raise anything about what it is given
+            except Exception as error:  # a chat template can raise anything
                 raise ValueError(f"no prompt can be made of the request: {error}") from error
         return list(tokens), state
-
-    def _encode(self, text: str) -> list[int]:
-        with self._tokenizing:
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _check(self, num_prompt: int, params: SamplingParams) -> None:
         limit = self.cli_args.max_context
@@ -120,20 +115,20 @@ class Backend(ResponseGenerator):
         if self.vocab_size is not None and biased >= self.vocab_size:
             raise ValueError(f"logit_bias: expected token ids below {self.vocab_size}")
 
-    def _read_engine(self) -> EngineReading:
+    def _read_engine(self) -> list[Metric]:
         try:
-            return self.service.call(read_engine)
-        except RuntimeError:
-            return EngineReading({"up": 0})
+            return self.service.call(engine_metrics)
+        except RuntimeError:  # the service has ended
+            return [up_metric(False)]
 
 
 class Generation:
-    """The completions of one request. A context manager: leaving it aborts what goes on.
+    """The completions of one request. Leaving this context aborts those that still run.
 
     Attributes:
-        num_prompt: tokens of the prompt.
-        state: that the text begins in.
-        completions: those that ended and were read, by index.
+        num_prompt: length of the prompt in tokens.
+        state: the state in which the text begins.
+        completions: the completions that ended and were read, by index.
     """
 
     def __init__(
@@ -146,18 +141,21 @@ class Generation:
         self._tickets = tickets
 
     def outputs(self) -> Iterator[tuple[int, TokenOutput]]:
-        """Tokens of all completions as they come, each with its completion's index.
+        """Tokens of all completions as they come, each with the index of its completion.
 
         Raises:
-            Exception: what ended the service.
+            Exception: the error that ended the service.
         """
-        for index, output in self._merged() if len(self._tickets) > 1 else self._single():
+        is_single = len(self._tickets) == 1
+        alone = ((0, output) for output in _to_the_end(self._tickets[0]))
+        for index, output in alone if is_single else self._merged():
             if output.completion is not None:
-                self._end(index, output.completion)
+                self.completions[index] = output.completion
+                self._backend.metrics.count_completion(output.completion)
             yield index, output
 
     def abort(self) -> None:
-        """End all of it after the step under way; from any thread."""
+        """End all completions after the current step. Any thread may call this."""
         for ticket in self._tickets:
             ticket.abort()
 
@@ -166,19 +164,11 @@ class Generation:
 
     def __exit__(self, *exception: object) -> None:
         self.abort()
-        self._backend._give_back(len(self._tickets))
+        self._backend.give_back(len(self._tickets))
         self._backend.metrics.count_abandoned(len(self._tickets) - len(self.completions))
 
-    def _end(self, index: int, completion: Completion) -> None:
-        self.completions[index] = completion
-        self._backend.metrics.count_completion(completion)
-
-    def _single(self) -> Iterator[tuple[int, TokenOutput]]:
-        for output in _to_the_end(self._tickets[0]):
-            yield 0, output
-
     def _merged(self) -> Iterator[tuple[int, TokenOutput]]:
-        """A thread for each completion reads it, so that none waits for another's."""
+        """Reads each completion in a thread of its own, so that none waits for another."""
         queue: SimpleQueue[tuple[int, TokenOutput | BaseException | None]] = SimpleQueue()
 
         def read(index: int, ticket: Ticket) -> None:
@@ -203,7 +193,7 @@ class Generation:
 
 
 def _to_the_end(ticket: Ticket) -> Iterator[TokenOutput]:
-    """A ticket's outputs; the last one has the completion, also if the request was aborted."""
+    """A ticket's outputs. The last one has the completion, also after an abort."""
     completion = None
     for output in ticket:
         completion = output.completion

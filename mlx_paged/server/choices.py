@@ -1,4 +1,4 @@
-"""One choice of an answer: text, reasoning and tool calls, told apart as the text comes."""
+"""One choice of an answer: splits its text into content, reasoning and tool calls."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +15,11 @@ Logprob = dict[str, Any]
 
 @dataclass(slots=True)
 class Delta:
-    """What some tokens add to a choice.
+    """The part of a choice that some tokens add.
 
     Attributes:
-        tool_calls: in the form of the API.
-        logprobs: one entry for each token, if asked for.
+        tool_calls: objects as the API defines them.
+        logprobs: one entry per token if the request asks for them.
     """
 
     text: str = ""
@@ -39,17 +39,17 @@ class Delta:
 
 
 class CompletionChoice:
-    """Takes in the tokens of one completion.
+    """Collects the tokens of one completion.
 
     Args:
-        index: among the choices of the answer.
-        machine: finds out what is reasoning and what a tool call.
-        state: in which the prompt left it.
-        tools: makes tool calls of their text.
-        describe: makes the entry for a token and its log-probability; None: nobody asks for it.
+        index: position among the choices of the answer.
+        machine: finds reasoning and tool calls in the text.
+        state: state of the machine after the prompt.
+        tools: parses the text of tool calls.
+        describe: makes the log-probability entry of a token; None if no entries are wanted.
 
     Attributes:
-        completion: set with the last token.
+        completion: None until the last token.
     """
 
     def __init__(
@@ -67,18 +67,18 @@ class CompletionChoice:
         self._describe = describe
         self._tool_text = ""
         self._made_calls = False
-        self._offset = 0  # characters of the tokens told of by text_logprobs
+        self._offset = 0  # characters before the next token of text_logprobs
 
     @property
     def finish_reason(self) -> str | None:
-        """In the API's words; None while the choice goes on."""
+        """The API's name of the reason; None while the choice is running."""
         if self.completion is None:
             return None
         reason = str(self.completion.finish_reason)
         return "tool_calls" if reason == "stop" and self._made_calls else reason
 
     def add(self, output: TokenOutput) -> Delta:
-        """Take in a token; says what became certain by it."""
+        """Add a token. Returns the text and the tool calls that are complete now."""
         delta = Delta()
         self._state, segments = TextStateMachine.split(self._state, output.text)
         self._read(segments, delta)
@@ -91,8 +91,10 @@ class CompletionChoice:
         return delta
 
     def text_logprobs(self, logprobs: list[Logprob]) -> dict[str, Any]:
-        """As the API has them for plain completions, and as mlx-lm does; to be called with all
-        entries in their order, since offsets go on from call to call."""
+        """The entries in the form for text completions, with mlx-lm's "content" beside it.
+
+        Text offsets continue from call to call, so entries must come in their order.
+        """
         ends = list(accumulate((len(entry["token"]) for entry in logprobs), initial=self._offset))
         self._offset = ends.pop()
         return {
@@ -118,8 +120,3 @@ class CompletionChoice:
                 delta.reasoning += text
             else:
                 delta.text += text
-
-
-def chat_logprobs(logprobs: list[Logprob]) -> dict[str, Any]:
-    """As the API has them for chats."""
-    return {"content": logprobs}

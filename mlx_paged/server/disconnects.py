@@ -1,4 +1,4 @@
-"""Who hung up: clients that go away while they wait for an answer. Knows no mlx."""
+"""Notices clients that disconnect while they wait for an answer. Does not import mlx."""
 
 import selectors
 import socket
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 class DisconnectWatcher:
     """Watches any number of connections from one thread.
 
-    A client is taken to be gone as soon as it closes its sending side, as HTTP clients do only when
-    they want no answer any more.
+    A client counts as gone when it closes its sending side. HTTP clients do that only when they
+    want no answer any more.
     """
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._lock = threading.Lock()  # guards what is registered
+        self._lock = threading.Lock()  # guards the selector's registrations
         self._here, self._there = socket.socketpair()
         self._selector.register(self._here, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="mlx_paged.watcher", daemon=True)
@@ -24,7 +24,7 @@ class DisconnectWatcher:
 
     @contextmanager
     def watching(self, connection: socket.socket, gone: Callable[[], object]) -> Iterator[None]:
-        """Within this context `gone` is called, in another thread, if the client hangs up."""
+        """In this context, the watcher's thread calls `gone` if the client disconnects."""
         with self._lock:
             self._selector.register(connection, selectors.EVENT_READ, gone)
         try:
@@ -33,7 +33,7 @@ class DisconnectWatcher:
             self._forget(connection)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop the thread."""
         self._there.close()
         self._thread.join()
         self._here.close()
@@ -48,7 +48,7 @@ class DisconnectWatcher:
                 self._look(key.fileobj, key.data)
 
     def _look(self, connection: socket.socket, gone: Callable[[], object]) -> None:
-        """A connection became readable, which is told once: it ended, or has more to say."""
+        """Handle a connection that became readable: it has ended, or it has sent more bytes."""
         try:
             ended = not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -59,7 +59,7 @@ class DisconnectWatcher:
             gone()
 
     def _forget(self, connection: socket.socket) -> bool:
-        """False if that was done before."""
+        """Stop watching a connection. Returns False if it was not watched."""
         with self._lock:
             try:
                 self._selector.unregister(connection)

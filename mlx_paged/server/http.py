@@ -1,4 +1,4 @@
-"""The HTTP side: mlx-lm's handler with choices, limits, keys and errors in the API's form."""
+"""Answers HTTP requests. Extends mlx-lm's handler by choices, limits, API keys and errors."""
 
 import hmac
 import io
@@ -6,23 +6,20 @@ import json
 import logging
 import socket
 import sys
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from mlx_lm.server import (
-    CompletionRequest,
-    ToolCallFormatter,
-    get_system_fingerprint,
-)
+from mlx_lm.server import CompletionRequest, ToolCallFormatter, get_system_fingerprint
 
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import request_body
 from mlx_paged.server.backend import Backend, BusyError, Generation
-from mlx_paged.server.choices import CompletionChoice, Delta, Logprob, chat_logprobs
+from mlx_paged.server.choices import CompletionChoice, Delta, Logprob
 from mlx_paged.server.disconnects import DisconnectWatcher
 from mlx_paged.server.metrics import CONTENT_TYPE
 from mlx_paged.server.responses import AnswerWriter, RequestError
@@ -31,15 +28,13 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
 
 
 class Handler(AnswerWriter):
-    """One connection, one request. mlx-lm's handler reads the options and writes the packets."""
+    """Answers one request. mlx-lm's handler parses the options and formats the packets."""
 
     def __init__(self, backend: Backend, watcher: DisconnectWatcher, *args: Any, **kw: Any) -> None:
         self.backend = backend
         self.watcher = watcher
         self._parsed: tuple[CompletionRequest, list[str]] | None = None
         super().__init__(backend, *args, **kw)
-
-    # Answers
 
     def do_POST(self) -> None:
         try:
@@ -51,7 +46,7 @@ class Handler(AnswerWriter):
         except (ConnectionError, TimeoutError) as error:
             logging.info("client hung up: %s", error)
             self.close_connection = True
-        except Exception:  # e.g. of the tokenizer's tool parser
+        except Exception:  # e.g. from the tokenizer's tool parser
             logging.exception("an answer failed")
             self._refuse(RequestError(500, "the answer could not be made"))
 
@@ -95,7 +90,7 @@ class Handler(AnswerWriter):
                 self._answer(generation, choices)
 
     def _answer(self, generation: Generation, choices: list[CompletionChoice]) -> None:
-        """Everything at once."""
+        """Send the whole answer when all completions have ended."""
         whole = [Delta() for _ in choices]
         for index, output in self._outputs(generation):
             whole[index] += choices[index].add(output)
@@ -107,7 +102,7 @@ class Handler(AnswerWriter):
         self._send_json(HTTPStatus.OK, answer)
 
     def _stream(self, generation: Generation, choices: list[CompletionChoice]) -> None:
-        """Piece by piece, as server-sent events."""
+        """Send each piece of text as a server-sent event."""
         self._set_stream_headers(HTTPStatus.OK)
         self.end_headers()
         self._is_streaming = True
@@ -123,7 +118,7 @@ class Handler(AnswerWriter):
         """The generation's tokens.
 
         Raises:
-            RequestError: a completion ended as none should.
+            RequestError: a completion failed or was aborted.
         """
         try:
             for index, output in generation.outputs():
@@ -132,13 +127,13 @@ class Handler(AnswerWriter):
                 yield index, output
         except RequestError:
             raise
-        except Exception as error:  # what ended the service
+        except Exception as error:  # the error that ended the service
             raise RequestError(500, f"the engine failed: {error}") from error
 
     def _packet(
         self, choice: CompletionChoice, delta: Delta, generation: Generation
     ) -> dict[str, Any]:
-        """One choice, or what was added to it, in the API's form."""
+        """One choice, or the new part of it, in the API's form."""
         prompt, generated, cached = _usage(generation)
         packet: dict[str, Any] = self.generate_response(
             delta.text,
@@ -153,12 +148,9 @@ class Handler(AnswerWriter):
         content["index"] = choice.index
         if delta.logprobs:
             is_chat = self.object_type.startswith("chat")
-            content["logprobs"] = (chat_logprobs if is_chat else choice.text_logprobs)(
-                delta.logprobs
-            )
+            entries = delta.logprobs
+            content["logprobs"] = {"content": entries} if is_chat else choice.text_logprobs(entries)
         return packet
-
-    # Requests
 
     def _authorize(self) -> None:
         key = self.backend.cli_args.api_key
@@ -166,11 +158,12 @@ class Handler(AnswerWriter):
         if key is not None and not hmac.compare_digest(
             given.encode("utf-8", "replace"), f"Bearer {key}".encode()
         ):
-            self.num_unread = self._content_length(default=0)
+            with suppress(RequestError):
+                self.num_unread = self._content_length()
             raise RequestError(401, "no valid API key was given", "invalid_api_key")
 
     def _read_request(self) -> tuple[CompletionRequest, int, list[str], dict[str, Any] | None]:
-        """The request, the choices wanted, stop strings and arguments of the chat template."""
+        """The request, its number of choices, stop strings and chat template arguments."""
         self.num_unread = length = self._content_length()
         if self.path not in PATHS:
             raise RequestError(404, f"there is nothing at {self.path}")
@@ -184,7 +177,7 @@ class Handler(AnswerWriter):
             body, n = request_body.adapt(body, is_chat, self.backend.cli_args.max_samples)
         except ValueError as error:
             raise RequestError(400, str(error)) from error
-        if body.get("model", "default_model") not in self._model_names():
+        if body.get("model", "default_model") not in ("default_model", self._model()["id"]):
             raise RequestError(
                 404, f"model {body['model']!r} is not served here", "model_not_found"
             )
@@ -192,7 +185,7 @@ class Handler(AnswerWriter):
         return request, n, stop, body.get("chat_template_kwargs")
 
     def _parse_as_mlx_lm(self, raw: bytes) -> tuple[CompletionRequest, list[str]]:
-        """Let mlx-lm's handler read a body into the attributes that it has for options."""
+        """Let mlx-lm's handler check the body and set its attributes from it."""
         connection = self.rfile, self.wfile
         self.rfile, self.wfile = io.BytesIO(raw), io.BytesIO()
         del self.headers["Content-Length"]
@@ -209,7 +202,7 @@ class Handler(AnswerWriter):
         return self._parsed
 
     def handle_completion(self, request: CompletionRequest, stop_words: list[str]) -> None:
-        """What mlx-lm's handler calls with a request that it finds no fault with."""
+        """mlx-lm's handler calls this with a valid request."""
         self._parsed = request, stop_words
 
     def _params(self, stop: list[str]) -> SamplingParams:
@@ -255,33 +248,28 @@ class Handler(AnswerWriter):
         text = self.backend.tokenizer.decode([token])
         return {"id": token, "token": text, "logprob": logprob, "bytes": list(text.encode())}
 
-    def _content_length(self, default: int | None = None) -> int:
+    def _content_length(self) -> int:
         text = self.headers.get("Content-Length")
-        if text is None and default is None:
+        if text is None:
             raise RequestError(411, "Content-Length: expected, but not given")
-        if text is None or not (text.isascii() and text.isdigit()):
-            if default is None:
-                raise RequestError(400, f"Content-Length is {text!r}: expected a number of bytes")
-            return default
+        if not (text.isascii() and text.isdigit()):
+            raise RequestError(400, f"Content-Length is {text!r}: expected a number of bytes")
         return int(text)
 
-    def _model_names(self) -> set[str]:
-        return {"default_model", self._model()["id"]}
-
     def _model(self) -> dict[str, Any]:
-        """The one that is served, in the API's form."""
+        """The served model in the API's form."""
         name = self.backend.cli_args.model
         return {"id": name, "object": "model", "created": self.created, "owned_by": "mlx_paged"}
 
 
 class Server(ThreadingHTTPServer):
-    """Listens, with a thread for each connection.
+    """Listens for connections and handles each one in its own thread.
 
     Args:
-        address: host and port, of which 0 means a free one.
+        address: host and port; port 0 takes a free port.
 
     Raises:
-        OSError: the address is taken, or there is no such host.
+        OSError: the address is in use, or the host does not exist.
     """
 
     daemon_threads = True
@@ -299,7 +287,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(resolved, handler)  # type: ignore[arg-type]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Something went wrong outside of any answer; hanging up is no error."""
+        """Log an error outside of an answer. A client that disconnects is no error."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             logging.exception("error while serving %s", client_address)
 
@@ -312,14 +300,14 @@ def _require_success(completion: Completion) -> None:
 
 
 def _usage(generation: Generation) -> tuple[int, int, int]:
-    """Tokens of the prompt, of the completions that ended, and of the prompt those cached."""
+    """Numbers of prompt tokens, of tokens in ended completions, and of cached prompt tokens."""
     done = list(generation.completions.values())
     cached = max((completion.cached_prompt_tokens for completion in done), default=0)
     return generation.num_prompt, sum(len(completion.tokens) for completion in done), cached
 
 
 def _message(refusal: bytes) -> str:
-    """What mlx-lm's handler wrote: headers, and a body that is JSON or not."""
+    """The error message in mlx-lm's answer, whose body may be JSON or plain text."""
     body = refusal.partition(b"\r\n\r\n")[2]
     try:
         return str(json.loads(body)["error"])

@@ -1,7 +1,4 @@
-"""Bodies of requests: what the API allows beyond mlx-lm's server, and what neither does.
-
-Knows no mlx.
-"""
+"""Checks the body of a request and adapts it to mlx-lm's server. Does not import mlx."""
 
 import json
 from typing import Any
@@ -11,14 +8,14 @@ IMAGE_PARTS = {"image_url", "input_image", "image"}
 
 
 def parse(raw: bytes) -> Body:
-    """The JSON object in a body.
+    """The JSON object in a body, without its null fields.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the body is no JSON object.
     """
     try:
         body = json.loads(raw)
-    except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
+    except (ValueError, RecursionError) as error:  # bad UTF-8 raises a ValueError
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ValueError("the body is not a JSON object")
@@ -26,10 +23,10 @@ def parse(raw: bytes) -> Body:
 
 
 def adapt(body: Body, is_chat: bool, max_samples: int) -> tuple[Body, int]:
-    """The body as mlx-lm's server takes it, and how many choices are wanted.
+    """The body as mlx-lm's server expects it, and the number of choices.
 
     Raises:
-        ValueError: a field is of a wrong kind, or asks for what is not served.
+        ValueError: a field has a wrong type or asks for something that is not supported.
     """
     body = dict(body)
     n = body.pop("n", 1)
@@ -67,7 +64,7 @@ def _adapt_completion(body: Body) -> None:
     is_tokens = isinstance(prompt, list) and all(map(_is_count, prompt))
     _require(isinstance(prompt, str) or is_tokens, "prompt", "a string or a list of token ids")
     logprobs = body.get("logprobs")
-    if _is_count(logprobs):  # the API's number, where mlx-lm's server has a flag beside it
+    if _is_count(logprobs):  # mlx-lm expects a flag and a number
         body["logprobs"], body["top_logprobs"] = True, logprobs
 
 
@@ -94,8 +91,8 @@ def _check_messages(messages: object) -> None:
             )
 
 
-def _is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: object, minimum: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _require(condition: bool, name: str, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""How the server writes: JSON and events, and every refusal in the API's form."""
+"""Writes answers: JSON, server-sent events, and errors in the API's form."""
 
 import json
 import logging
@@ -12,11 +12,11 @@ from mlx_paged.server.backend import Backend
 RETRY_AFTER_S = 1
 SOCKET_TIMEOUT_S = 120.0
 MAX_DRAINED = 64 << 20
-"""Bytes of a refused body that are read all the same, so that its sender gets to read why."""
+"""Maximum bytes of a refused body that the server reads. Clients read the answer after sending."""
 
 
 class RequestError(Exception):
-    """What a request is answered with instead of a completion."""
+    """The answer to a request that gets no completion."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -25,22 +25,20 @@ class RequestError(Exception):
 
     def as_json(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {
-            "error": {"message": str(self), "type": kind, "param": None, "code": self.code},
-        }
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
 class AnswerWriter(APIHandler):
-    """mlx-lm's handler with our ways of writing."""
+    """mlx-lm's handler with other methods to write answers."""
 
     timeout = SOCKET_TIMEOUT_S  # of every read and write
     backend: Backend
     rfile: Any
     wfile: Any
     headers: Any
-    num_unread = 0  # bytes of the body
+    num_unread = 0  # bytes of the body that are still to be read
     _status = 0
-    _is_parsing = False  # mlx-lm's handler reads a body and writes to nobody
+    _is_parsing = False  # mlx-lm's handler checks a body; its output goes to a buffer
     _is_streaming = False
 
     def _refuse(self, error: RequestError) -> None:
@@ -90,7 +88,7 @@ class AnswerWriter(APIHandler):
         super().send_response(code, message)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the HTTP layer itself refuses."""
+        """Answer a request that Python's HTTP server refuses."""
         self.close_connection = True
         error = RequestError(code, message or HTTPStatus(code).phrase)
         self.headers = getattr(self, "headers", None) or {}
