@@ -31,13 +31,14 @@ class Request:
         seed: of its random stream.
         priority: lower numbers first, under that policy.
         salt: only requests with the same one share K/V.
-        keep: its blocks stay when it has ended, for later forks.
+        keep_blocks: its blocks stay after it ended, for later forks.
         synchronous: its next token is chosen on the host (a beam's), so no step is launched before.
         samples: other samples of the same prompt; they fork off when the prompt is computed.
         num_in_flight: tokens that steps under way are choosing, not in `tokens` yet.
         num_cached: prompt tokens found in the prefix cache at the first admission.
         prefix_miss: why not more of them were found; None if all that can be were.
-        branch: where known K/V of its tokens ends for which no recurrent state was kept; 0: none.
+        prefix_without_state: tokens of a known prefix that cannot be used because no recurrent
+            state was saved there; 0 if there are none.
         snapshot: what its last recurrent states are to be kept as.
         num_faults: failed steps it was part of.
         error: what ends it, once something went wrong.
@@ -49,14 +50,14 @@ class Request:
     seed: int
     priority: int = 0
     salt: bytes = b""
-    keep: bool = False
+    keep_blocks: bool = False
     synchronous: bool = False
     num_prompt: int = 0
     num_computed: int = 0
     num_in_flight: int = 0
     num_cached: int = 0
     prefix_miss: str | None = None
-    branch: int = 0
+    prefix_without_state: int = 0
     snapshot: Snapshot | None = None
     num_preempted: int = 0
     num_faults: int = 0

@@ -38,7 +38,7 @@ class Scheduler:
             by the next steps; at least one for each running request.
         rewinds: whether a sequence's K/V is all there is to it, so that it may go on from any
             point; a recurrent state knows only the last.
-        most_snapshots: where it does not, how many prefixes' states are kept; 0: none is shared.
+        max_snapshots: where it does not, how many prefixes' states are kept; 0: none is shared.
         window: tokens that any layer sees at most, the newest included; blocks that fall out of it
             are given up. None: some layer sees everything.
     """
@@ -55,7 +55,7 @@ class Scheduler:
         max_stall: float | None = None,
         watermark: int = 0,
         rewinds: bool = True,
-        most_snapshots: int = 0,
+        max_snapshots: int = 0,
         window: int | None = None,
     ) -> None:
         if max_running < 1:
@@ -63,14 +63,14 @@ class Scheduler:
         self.allocator = allocator
         self.max_running = max_running
         self.budget = ChunkBudget(prefill_chunk, max_stall)
-        self.prefix_cache = prefix_cache and (rewinds or most_snapshots > 0)
+        self.prefix_cache = prefix_cache and (rewinds or max_snapshots > 0)
         self.victims = victims
         self.watermark = watermark
         self.rewinds = rewinds
         self.window = window
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
-            self._plan = SnapshotPlan(allocator, most_snapshots)
+            self._plan = SnapshotPlan(allocator, max_snapshots)
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
         self.running: dict[int, Request] = {}  # by id, oldest admission first
@@ -137,7 +137,7 @@ class Scheduler:
             self._hand_over_samples(request)
         if request.id in self.running:
             self._leave_running(request)
-        elif not request.keep:
+        elif not request.keep_blocks:
             self.release(request)
 
     def park(self, request: Request) -> None:
@@ -330,7 +330,8 @@ class Scheduler:
                     return False
                 self._evict_parked(next(iter(self.parked.values())))
         step.copies += admission.copies
-        request.num_computed, request.branch = admission.num_cached, admission.branch
+        request.num_computed = admission.num_cached
+        request.prefix_without_state = admission.prefix_without_state
         if admission.snapshot is not None:
             step.restores.append((request, admission.snapshot))
         if request.num_preempted == 0:
@@ -368,7 +369,7 @@ class Scheduler:
     def _leave_running(self, request: Request) -> None:
         """A running request needs no further step: the last token's own K/V is never wanted."""
         del self.running[request.id]
-        if request.keep:
+        if request.keep_blocks:
             self.parked[request.id] = request
         else:
             self._free(request)

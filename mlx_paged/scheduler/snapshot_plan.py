@@ -19,11 +19,11 @@ class SnapshotPlan:
 
     Args:
         allocator: keeps the snapshots.
-        most: of them.
+        max_snapshots: snapshots kept at most.
     """
 
-    def __init__(self, allocator: BlockAllocator, most: int) -> None:
-        allocator.require_states(most)
+    def __init__(self, allocator: BlockAllocator, max_snapshots: int) -> None:
+        allocator.require_states(max_snapshots)
         self._allocator = allocator
 
     def stop(self, request: Request, start: int, stop: int) -> int:
@@ -40,7 +40,8 @@ class SnapshotPlan:
             return ()  # a decode
         block_size = self._allocator.block_size
         last = (request.num_tokens - 1) // block_size * block_size
-        wanted = {position for position in (request.branch, last) if start < position <= stop}
+        candidates = (request.prefix_without_state, last)
+        wanted = {position for position in candidates if start < position <= stop}
         snapshots = [Snapshot(position) for position in sorted(wanted)]
         if stop < request.num_tokens and stop % block_size == 0 and stop not in wanted:
             kept = self._allocator.snapshots
