@@ -179,8 +179,8 @@ class Scheduler:
         """
         for request in list(self.running.values()):
             self._preempt(request)
-        for request in list(self.parked.values()):
-            self._evict_parked(request)
+        while self.parked:
+            self._evict_parked()
         self.allocator.forget_prefixes()
         for request in self.waiting:
             request.num_in_flight = 0
@@ -319,7 +319,7 @@ class Scheduler:
             except OutOfBlocksError:
                 if not self.parked:
                     return False
-                self._evict_parked(next(iter(self.parked.values())))
+                self._evict_parked()
         step.copies += admission.copies
         request.num_computed = admission.num_cached
         request.prefix_without_state = admission.prefix_without_state
@@ -333,9 +333,7 @@ class Scheduler:
     def _make_room(self, step: Step) -> Request:
         """Free the blocks of a parked or running request; return that request."""
         if self.parked:
-            parked = next(iter(self.parked.values()))
-            self._evict_parked(parked)
-            return parked
+            return self._evict_parked()
         candidates = [r for r in self.running.values() if r.id not in step.requests]
         victim = choose_preempted(candidates, self.victims)
         self._preempt(victim)
@@ -351,11 +349,12 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.push(request)
 
-    def _evict_parked(self, request: Request) -> None:
-        """Free a parked sequence's blocks; if it waits, its tokens are computed again later."""
-        del self.parked[request.id]
+    def _evict_parked(self) -> Request:
+        """Free the oldest parked sequence's blocks; if it waits, it is computed again later."""
+        request = self.parked.pop(next(iter(self.parked)))
         self.allocator.free(request.id)
         request.num_computed = 0
+        return request
 
     def _leave_running(self, request: Request) -> None:
         """Stop running a request. The last token's K/V is never needed."""

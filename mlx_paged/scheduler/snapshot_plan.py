@@ -27,7 +27,7 @@ class SnapshotPlan:
         self._allocator = allocator
 
     def stop(self, request: Request, start: int, stop: int) -> int:
-        """Where a chunk of at most ``[start, stop)`` ends. If tokens remain after it, the chunk ends
+        """Where a chunk of at most ``[start, stop)`` ends. If tokens remain after it, it ends
         with a full block, unless that would more than halve it."""
         if stop == request.num_tokens:
             return stop
