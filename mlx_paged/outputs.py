@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from mlx_paged.request import FinishReason, Request
 
@@ -116,8 +117,4 @@ def describe(error: BaseException) -> str:
 
 def likeliest(completions: Sequence[Completion], n: int) -> list[Completion]:
     """The `n` with the highest mean log-probability, best first."""
-
-    def mean(completion: Completion) -> float:
-        return sum(completion.logprobs) / max(1, len(completion.logprobs))
-
-    return sorted(completions, key=mean, reverse=True)[:n]
+    return sorted(completions, key=lambda c: fmean(c.logprobs or (0.0,)), reverse=True)[:n]

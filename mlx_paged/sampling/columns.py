@@ -1,7 +1,7 @@
 """The options of a batch's rows as columns, built once for each batch composition."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -39,11 +39,11 @@ class Subset:
 
 @dataclass(frozen=True, slots=True)
 class RankFilters:
-    """Rows with top-p ``[N, 1]`` float32 or top-k ``[N, 1]`` int32."""
+    """Rows with top-p or top-k."""
 
     subset: Subset
-    top_p: mx.array
-    top_k: mx.array
+    top_p: mx.array  # [N, 1] float32
+    top_k: mx.array  # [N, 1] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,45 +70,26 @@ class DrawnRows:
     xtc: XTC | None
 
 
-@dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The options of the rows of one batch composition.
+    """The options of the rows of one batch composition, for logits ``[R, vocab]``.
 
     A member is None or empty if no row has the option; the option then costs nothing in a step.
     The requests may get tokens while the columns are in use, but their options may not change.
     """
 
-    requests: list[Request]
-    vocab: int
-    drawn: DrawnRows | None
-    biases: tuple[mx.array, mx.array, mx.array] | None  # rows, tokens int32, numbers float32 [N]
-    penalised: list[int]  # rows with repetition, presence or frequency penalty
-    processed: list[int]  # rows with the caller's processors
-    samplers: dict[int, Callable[..., object]]  # by row, the caller's samplers
-    reported: Subset | None  # rows that report their most likely tokens
-    num_reported: int
-    errors: dict[int, Exception]  # by row
-    may_be_empty: list[int]  # rows whose caller may forbid every token
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], vocab: int) -> "SamplingRows":
-        """Columns for logits ``[R, vocab]``."""
+    def __init__(self, requests: Sequence[Request], vocab: int) -> None:
         params = [request.params for request in requests]
         reported = [i for i, p in enumerate(params) if p.logprobs]
-        biases, errors = _biases(params, vocab)
-        return cls(
-            requests=list(requests),
-            vocab=vocab,
-            drawn=_drawn(requests, params, vocab),
-            biases=biases,
-            penalised=[i for i, p in enumerate(params) if any(penalties_of(p))],
-            processed=[i for i, p in enumerate(params) if p.logits_processors],
-            samplers={i: p.sampler for i, p in enumerate(params) if p.sampler is not None},
-            reported=Subset(reported, len(params)) if reported else None,
-            num_reported=min(max((p.logprobs for p in params), default=0), vocab),
-            errors=errors,
-            may_be_empty=[i for i, request in enumerate(requests) if _may_be_empty(request)],
-        )
+        self.requests = list(requests)
+        self.vocab = vocab
+        self.drawn = _drawn(requests, params, vocab)
+        self.biases, self.errors = _biases(params, vocab)
+        self.penalised = [i for i, p in enumerate(params) if any(penalties_of(p))]
+        self.processed = [i for i, p in enumerate(params) if p.logits_processors]
+        self.samplers = {i: p.sampler for i, p in enumerate(params) if p.sampler is not None}
+        self.reported = Subset(reported, len(params)) if reported else None
+        self.num_reported = min(max((p.logprobs for p in params), default=0), vocab)
+        self.may_be_empty = [i for i, request in enumerate(requests) if _may_be_empty(request)]
 
     def belong_to(self, requests: Sequence[Request], vocab: int) -> bool:
         """Whether the columns are those of exactly these requests, compared by identity."""
@@ -179,6 +160,8 @@ def _top_k(params: SamplingParams, vocab: int) -> int:
 def _biases(
     params: Sequence[SamplingParams], vocab: int
 ) -> tuple[tuple[mx.array, mx.array, mx.array] | None, dict[int, Exception]]:
+    """Rows and tokens ``[N]`` int32 of all biases with their numbers ``[N]`` float32, and errors
+    by row."""
     places: list[tuple[int, int]] = []
     values: list[float] = []
     errors: dict[int, Exception] = {}

@@ -90,7 +90,7 @@ class Sampler:
         return Sampled(tokens, chosen, logprobs, top_tokens, top_logprobs, errors, may_be_empty)
 
     def _compose(self, requests: Sequence[Request], vocab: int) -> None:
-        rows = self._rows = SamplingRows.of(requests, vocab)
+        rows = self._rows = SamplingRows(requests, vocab)
         self._penalties = Penalties(requests, rows.penalised) if rows.penalised else None
         self._processors = Processors(requests, rows.processed) if rows.processed else None
 
