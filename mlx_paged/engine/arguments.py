@@ -36,7 +36,7 @@ class Placing:
         return cls(parent.priority, parent.salt, keep)
 
     def apply(self, request: Request) -> None:
-        request.priority, request.salt, request.keep = self.priority, self.salt, self.keep
+        request.priority, request.salt, request.keep_blocks = self.priority, self.salt, self.keep
 
 
 def checked_params(

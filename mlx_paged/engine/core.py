@@ -230,7 +230,7 @@ class EngineCore(EngineSteps):
 
     def _withdraw(self, request: Request) -> None:
         """Leave no trace of a request that was not wholly added."""
-        request.samples, request.keep = [], False
+        request.samples, request.keep_blocks = [], False
         self.scheduler.complete(request)
         if request.id in self.scheduler.allocator:  # forked, and not noted anywhere
             self.scheduler.allocator.free(request.id)

@@ -139,7 +139,7 @@ class Engine(EngineCore):
             max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
             watermark=int(WATERMARK * num_blocks),
             rewinds=not probed.recurrent,
-            most_snapshots=most_snapshots,
+            max_snapshots=most_snapshots,
             window=probed.window,
         )
         promise_snapshots(self.manager.allocator, probed.state_bytes)

@@ -137,10 +137,10 @@ class EngineSteps:
 
     def _finish(self, request: Request, reason: FinishReason) -> Completion:
         self.scheduler.complete(request)
-        if request.keep and reason is not FinishReason.ERROR:
+        if request.keep_blocks and reason is not FinishReason.ERROR:
             self._kept[request.id] = request
         else:
-            request.keep = False
+            request.keep_blocks = False
             self.scheduler.release(request)
             self.runner.drop(request)
         del self._requests[request.id]

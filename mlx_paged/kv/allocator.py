@@ -30,14 +30,15 @@ class Admission:
         copies: to perform, in order, before anything is written.
         miss: why there are no more of them; None if all that can be reused are.
         snapshot: what the sequence's recurrent states begin with.
-        branch: where full blocks known beyond that end; 0: there are none.
+        prefix_without_state: tokens in known full blocks that cannot be used because no recurrent
+            state was saved there; 0 if there are none.
     """
 
     num_cached: int
     copies: list[BlockCopy]
     miss: MissReason | None
     snapshot: Snapshot | None = None
-    branch: int = 0
+    prefix_without_state: int = 0
 
 
 class BlockAllocator:
@@ -195,7 +196,9 @@ class BlockAllocator:
             num_new -= 1
         self._tables.extend(sequence.row, blocks + self._store.take(num_new))
         self.prefix_hit_tokens += match.num_tokens
-        return Admission(match.num_tokens, copies, match.miss, match.snapshot, match.branch)
+        return Admission(
+            match.num_tokens, copies, match.miss, match.snapshot, match.prefix_without_state
+        )
 
     def make_writable(self, seq_id: int, start: int, stop: int) -> list[BlockCopy]:
         """Let the sequence write positions [start, stop): append blocks, copy shared ones.

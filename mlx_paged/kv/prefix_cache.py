@@ -114,7 +114,8 @@ class PrefixMatch:
         num_tokens: leading tokens of the prompt that are in `blocks` and `tail`.
         miss: why not more; None if all that can be reused are.
         snapshot: of the recurrent states after these tokens, if the model has any.
-        branch: how far full blocks of the prompt are known beyond that, of no use without a state.
+        prefix_without_state: tokens in known full blocks that cannot be used because no recurrent
+            state was saved there; 0 if there are none.
     """
 
     blocks: list[CachedBlock]
@@ -122,7 +123,7 @@ class PrefixMatch:
     num_tokens: int
     miss: MissReason | None
     snapshot: Snapshot | None = None
-    branch: int = 0
+    prefix_without_state: int = 0
 
 
 class PrefixCache:

@@ -1,4 +1,4 @@
-"""Keeps an engine's statistics and its log of ticks. Knows no mlx."""
+"""Measures an engine's steps for its statistics and its log of ticks. Knows no mlx."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any
 
 from mlx_paged.metrics.stats import EngineStats, KVReads
-from mlx_paged.metrics.tick import Tick
+from mlx_paged.metrics.tick import PHASES, Tick
 from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.metrics.timers import GcPauses, PhaseTimes
 from mlx_paged.scheduler.runner_protocol import StepResult
@@ -19,13 +19,13 @@ from mlx_paged.scheduler.step import Step
 
 
 class TickWriter:
-    """Writes a line per tick, each of them whole, so that nothing is lost when the process ends.
+    """Writes each tick as one JSON line, unbuffered, so that no line is lost when the process ends.
 
-    What the file held before is replaced with the first tick. A file that can no longer be written
-    is given up with one warning: the engine goes on.
+    The first tick overwrites the file. If a later write fails, the writer logs one warning and
+    stops writing; the engine continues.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -49,13 +49,13 @@ class TickWriter:
 
 @dataclass(frozen=True, slots=True)
 class RecorderConfig:
-    """What ticks are measured with, and where they go.
+    """How ticks are measured and where they are stored.
 
     Attributes:
-        log: takes the ticks.
-        reads: what K/V a token costs; None: as the engine's statistics say, without windows.
-        phases: times that a profiling runner takes.
-        writer: takes the ticks, too.
+        log: stores the ticks.
+        reads: K/V bytes of a token by window; None: those of the statistics, without windows.
+        phases: times that a profiling runner measures.
+        writer: writes the ticks to a file.
     """
 
     log: TickLog = field(default_factory=TickLog)
@@ -65,15 +65,15 @@ class RecorderConfig:
 
 
 class TickRecorder:
-    """Makes one :class:`Tick` of each call that advances the engine, and counts it in `stats`.
+    """Makes one :class:`Tick` of each call that advances the engine, and adds it to `stats`.
 
     Args:
-        scheduler: whose counters are read.
-        stats: counters to keep.
+        scheduler: its counters are read.
+        stats: its counters are updated.
         clock: seconds.
 
     Attributes:
-        working_clock: the same without the garbage collector's pauses.
+        working_clock: seconds without the garbage collector's pauses.
     """
 
     def __init__(
@@ -81,24 +81,23 @@ class TickRecorder:
         scheduler: Scheduler,
         stats: EngineStats,
         clock: Callable[[], float],
-        instruments: RecorderConfig,
+        config: RecorderConfig,
     ) -> None:
         self._pauses = GcPauses(clock)
         self.working_clock = self._pauses.working
         self._scheduler = scheduler
         self._stats = stats
         self._clock = clock
-        self._log = instruments.log
-        self._phases = instruments.phases
-        self._writer = instruments.writer
+        self._log = config.log
+        self._phases = config.phases
+        self._writer = config.writer
         token_bytes = stats.block_bytes // stats.block_size
-        self._reads = instruments.reads or KVReads({None: token_bytes}, stats.block_size)
+        self._reads = config.reads or KVReads({None: token_bytes}, stats.block_size)
         self._unseen = {"decode", "chunk", "copy"}
-        self._counted = self._counters()
         self._tick = Tick()
 
     def metrics(self) -> dict[str, Any]:
-        """Counters, levels now, and what the latest ticks come to; JSON values."""
+        """Counters, current levels and a summary of the latest ticks, as JSON values."""
         stats, scheduler = self._stats, self._scheduler
         allocator = scheduler.allocator
         histogram = allocator.refcount_histogram
@@ -122,17 +121,17 @@ class TickRecorder:
         )
 
     def begin(self) -> None:
-        """The engine is about to advance."""
+        """Call before the engine advances."""
         self._pauses.watch()
         tick = self._tick = Tick(start=self._clock())
         tick.gc_ms, tick.gc_elsewhere_ms = -self._pauses.seconds, -self._pauses.elsewhere
 
     def results_ready(self) -> None:
-        """The step is over; its tokens go to their requests now."""
+        """Call when the step has ended, before its tokens go to their requests."""
         self._tick.output_ms = -self._pauses.working()
 
     def end(self, result: StepResult) -> None:
-        """The engine has advanced."""
+        """Call after the engine advanced."""
         if result.step is None and result.fault is None:
             return
         tick, pauses = self._tick, self._pauses
@@ -149,17 +148,19 @@ class TickRecorder:
         if self._unseen and self._is_new(result.launched):
             tick.prewarm_ms = tick.launch_ms + tick.wait_ms
         if self._phases is not None:
-            self._note_phases(tick, self._phases)
+            seconds = self._phases.take()
+            for name in PHASES:
+                setattr(tick, name, 1000 * seconds.get(name.removesuffix("_ms"), 0.0))
         tick.launched_prefill_tokens = result.launched_prompt_tokens
         tick.faults = int(result.fault is not None)
         if result.step is not None:
-            self._note_step(tick, result, result.step)
-        self._note_levels(tick)
+            self._record_step(tick, result, result.step)
+        self._record_levels(tick)
         self._log.add(tick)
         if self._writer is not None:
             self._writer.write(tick)
 
-    def _note_step(self, tick: Tick, result: StepResult, step: Step) -> None:
+    def _record_step(self, tick: Tick, result: StepResult, step: Step) -> None:
         spans = step.spans
         stats, reads = self._stats, self._reads
         contexts = reads.contexts(spans)
@@ -169,58 +170,40 @@ class TickRecorder:
         tick.sampled = len(result.choices)
         tick.kv_bytes_read = reads.num_bytes(contexts)
         tick.blocks_touched = reads.num_blocks(contexts)
-        stats.record_step(
-            result.seconds + tick.gc_ms / 1000,
-            tick.prefill_tokens,
-            tick.sampled,
-            len(spans),
-            result.blocks_in_use,
-        )
+        seconds = result.seconds + tick.gc_ms / 1000
+        stats.steps += 1
+        stats.seconds += seconds
+        stats.prefill_seconds += seconds if tick.prefill_tokens else 0.0
+        stats.prompt_tokens += tick.prefill_tokens
+        stats.generation_tokens += tick.sampled
+        stats.peak_running = max(stats.peak_running, len(spans))
+        stats.peak_blocks_in_use = max(stats.peak_blocks_in_use, result.blocks_in_use)
         stats.record_memory(contexts)
         stats.decode_tokens += tick.decode_tokens
         stats.kv_bytes_read += tick.kv_bytes_read
         stats.blocks_touched += tick.blocks_touched
 
-    def _note_levels(self, tick: Tick) -> None:
-        """Levels now, and how far the counters have moved since the tick before."""
+    def _record_levels(self, tick: Tick) -> None:
+        """Current levels, and how much the counters grew since the tick before."""
         stats, scheduler = self._stats, self._scheduler
         allocator = scheduler.allocator
         tick.running, tick.waiting = len(scheduler.running), len(scheduler.waiting)
         tick.blocks_in_use, tick.blocks_cached = allocator.blocks_in_use, allocator.num_cached
-        counters = self._counters()
         stats.blocks_in_use = tick.blocks_in_use
-        changes = [now - before for now, before in zip(counters, self._counted, strict=True)]
-        self._counted = counters
-        tick.preemptions, tick.cow_clones, tick.evictions, tick.prefix_hit_tokens = changes
+        tick.preemptions = scheduler.num_preemptions - stats.preemptions
+        tick.cow_clones = allocator.cow_clones - stats.cow_clones
+        tick.evictions = allocator.evictions - stats.evictions
+        tick.prefix_hit_tokens = allocator.prefix_hit_tokens - stats.prefix_hit_tokens
         stats.preemptions += tick.preemptions
         stats.cow_clones += tick.cow_clones
         stats.evictions += tick.evictions
         stats.prefix_hit_tokens += tick.prefix_hit_tokens
 
-    def _counters(self) -> tuple[int, int, int, int]:
-        allocator = self._scheduler.allocator
-        return (
-            self._scheduler.num_preemptions,
-            allocator.cow_clones,
-            allocator.evictions,
-            allocator.prefix_hit_tokens,
-        )
-
     def _is_new(self, launched: list[Step]) -> bool:
         """Whether these steps do a kind of work that no step before did."""
-        kinds = set()
+        found = set()
         for step in launched:
-            kinds |= {"decode"} if step.decode_rows else set()
-            kinds |= {"chunk"} if step.chunk_tokens else set()
-            kinds |= {"copy"} if step.copies else set()
-        found = kinds & self._unseen
+            work = {"decode": step.decode_rows, "chunk": step.chunk_tokens, "copy": step.copies}
+            found |= {kind for kind in self._unseen if work[kind]}
         self._unseen -= found
         return bool(found)
-
-    def _note_phases(self, tick: Tick, phases: PhaseTimes) -> None:
-        seconds = phases.take()
-        tick.gather_ms = 1000 * seconds.get("gather", 0.0)
-        tick.kv_write_ms = 1000 * seconds.get("kv_write", 0.0)
-        tick.attention_ms = 1000 * seconds.get("attention", 0.0)
-        tick.forward_ms = 1000 * seconds.get("forward", 0.0)
-        tick.sample_ms = 1000 * seconds.get("sample", 0.0)

@@ -1,4 +1,4 @@
-"""Which ticks took far too long, and what is to blame. Knows no mlx."""
+"""Which ticks took far too long, and why. Knows no mlx."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -9,29 +9,29 @@ from statistics import median
 from mlx_paged.metrics.tick import PARTS, Tick
 
 FLOOR_MS = 50.0
-"""Ticks up to here are never spikes, unless a threshold is given."""
+"""Without a given threshold, a tick is a spike only above this time."""
 
 FACTOR = 3.0
-"""Spikes take more than so many times the usual."""
+"""Without a given threshold, a spike takes more than this multiple of the usual time."""
 
 NUM_RECENT = 64
-"""Latest ticks that say what is usual."""
+"""Number of latest ticks that define the usual time."""
 
 MIN_RECENT = 8
-"""Ticks before anything is usual; earlier ones are judged then."""
+"""Ticks are not judged before so many of their kind are known."""
 
 SHARE = 0.25
-"""Of a spike's excess that a part must have to be named."""
+"""A part is a cause if it has at least this share of a spike's excess."""
 
 FEW_TOKENS = 8
-"""Up to so many prompt tokens, e.g. those of a fork, are not to blame."""
+"""So few prompt tokens, e.g. those of a fork, are not a cause."""
 
 _parts = attrgetter(*PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """A tick above the threshold; see :class:`Tick` and :data:`CAUSES`."""
+    """A tick above the threshold. docs/metrics.md explains the causes."""
 
     index: int
     start: float
@@ -40,72 +40,44 @@ class Spike:
     causes: tuple[str, ...]
 
 
-CAUSES = {
-    "prefill": "the excess is computing, and the step had more than a few prompt tokens",
-    "preemption": "the excess is scheduling, and a sequence's K/V was given up",
-    "eviction": "the excess is scheduling, and more cached blocks were given away than usual",
-    "cow": "more blocks were copied than usual; the excess is scheduling or computing",
-    "prewarm": "the excess is computing, and the step did something for the first time",
-    "gc": "Python's garbage collector",
-    "fault": "a step failed and the engine recovered",
-    "host": "other Python: scheduling, outputs, tokenizer, signal handlers",
-    "launch": "building or handing over the graph (on a CPU: computing it), nothing else to blame",
-    "device": "waiting for the device, nothing else to blame",
-}
-"""Why a tick is a spike."""
-
-
 class SpikeDetector:
-    """Compares ticks with the usual ones.
+    """Compares each tick with the usual time.
 
-    What is usual is the median of recent ticks that decoded and did nothing else, because that is
-    what running streams are used to; ticks without any stream are compared among themselves.
+    The usual time is the median of recent ticks that only decoded, because running streams expect
+    that time. Ticks without decodes are compared with each other.
 
     Args:
-        threshold_ms: fixed; None: FACTOR times the usual, at least FLOOR_MS.
+        threshold_ms: fixed threshold; None: FACTOR times the usual time, at least FLOOR_MS.
     """
 
     def __init__(self, threshold_ms: float | None = None) -> None:
         self.threshold_ms = threshold_ms
         self._decodes: deque[Tick] = deque(maxlen=NUM_RECENT)
         self._prefills: deque[Tick] = deque(maxlen=NUM_RECENT)
-        self._unjudged: list[Tick] = []
+        self._unjudged: deque[Tick] = deque(maxlen=NUM_RECENT)
 
     def add(self, tick: Tick) -> Iterator[Spike]:
-        """Take note of a tick; yields the spikes that are known now, their causes in the ticks."""
-        recent = self._recent(tick)
-        if self._is_yardstick(tick):
-            recent.append(tick)
+        """Record a tick; yield the spikes found so far and set the causes of their ticks."""
+        is_mixed = tick.decode_tokens and tick.has_prompt_tokens
+        if not tick.faults and not is_mixed:
+            self._recent(tick).append(tick)
         if tick.tick_ms > (self.threshold_ms or FLOOR_MS):
             self._unjudged.append(tick)
-        if not self._unjudged:
-            return
-        for late in self._due():
-            spike = self._judge(late)
-            if spike is not None:
+        for _ in range(len(self._unjudged)):
+            late = self._unjudged.popleft()
+            if self.threshold_ms is None and len(self._recent(late)) < MIN_RECENT:
+                self._unjudged.append(late)
+            elif (spike := self._judge(late)) is not None:
                 yield spike
 
     def _recent(self, tick: Tick) -> deque[Tick]:
         return self._decodes if tick.decode_tokens or tick.faults else self._prefills
 
-    def _is_yardstick(self, tick: Tick) -> bool:
-        return not tick.faults and not (tick.decode_tokens and tick.has_prompt_tokens)
-
-    def _due(self) -> list[Tick]:
-        """Ticks that can be judged by now."""
-        due = [
-            tick
-            for tick in self._unjudged
-            if self.threshold_ms is not None or len(self._recent(tick)) >= MIN_RECENT
-        ]
-        self._unjudged = [tick for tick in self._unjudged if tick not in due][-NUM_RECENT:]
-        return due
-
     def _judge(self, tick: Tick) -> Spike | None:
         usual = [other for other in self._recent(tick) if other is not tick]
-        usual_ms = median(other.tick_ms for other in usual) if usual else 0.0
         threshold = self.threshold_ms
         if threshold is None:
+            usual_ms = median(other.tick_ms for other in usual) if usual else 0.0
             threshold = max(FLOOR_MS, FACTOR * usual_ms)
         if tick.tick_ms <= threshold:
             return None
@@ -114,9 +86,10 @@ class SpikeDetector:
 
 
 def causes(tick: Tick, usual: Sequence[Tick]) -> tuple[str, ...]:
-    """Why `tick` took longer than the `usual` ones: the parts with the largest excess decide.
+    """Why `tick` took longer than the `usual` ticks: the parts with the largest excess decide.
 
-    One that took hardly longer, and is a spike by a fixed threshold, is explained by its parts.
+    A tick that took hardly longer can be a spike by a fixed threshold. Its causes then follow from
+    its whole parts, not from their excess.
     """
     excesses = _excesses(tick, usual)
     if _total(excesses) < SHARE * tick.tick_ms:

@@ -1,4 +1,4 @@
-"""What an engine did and held. Knows no mlx."""
+"""What an engine computed and stored. Knows no mlx."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,24 +15,28 @@ from mlx_paged.scheduler.step import Span
 
 IntArray = npt.NDArray[np.int64]
 
-
 STOCK_GROWTH = 256
-"""Tokens by which mlx-lm's own caches grow."""
+"""mlx-lm's own caches grow by so many tokens at once."""
+
+NUM_TTFTS = 10_000
+"""Number of latest times to first token that the statistics use."""
 
 
 class Contexts:
-    """Where the spans of a step end in their sequences, and where they start.
+    """The context lengths of a step's spans.
+
+    Args:
+        sizes: ``[2, 1]``, the block size and STOCK_GROWTH.
 
     Attributes:
-        stops: ``[S]``, tokens of each sequence, those of its span included.
+        stops: ``[S]``, tokens of each sequence up to the end of its span.
         total: their sum.
         longest: the largest.
-        blocks: blocks that hold them.
-        stock_steps: steps of STOCK_GROWTH tokens that hold them in mlx-lm's own caches.
+        blocks: number of blocks that hold these tokens.
+        stock_steps: number of steps of STOCK_GROWTH tokens that hold them in mlx-lm's own caches.
     """
 
     def __init__(self, spans: Sequence[Span], sizes: IntArray) -> None:
-        """`sizes` is ``[2, 1]``: tokens of a block and STOCK_GROWTH."""
         stops = [span.stop for span in spans]
         self.stops: IntArray = np.array(stops, np.int64)
         self.total = sum(stops)
@@ -49,17 +53,17 @@ class Contexts:
         return np.array([span.start for span in self._spans], np.int64)
 
     def first_seen(self, window: int) -> IntArray:
-        """``[S]``, the first position that a span's tokens see through a window."""
+        """``[S]``, the first position that any token of a span attends to through a window."""
         return np.maximum(self.starts - (window - 1), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class KVReads:
-    """What a token's K/V takes in the layers of each window.
+    """Computes how much K/V attention must read.
 
     Attributes:
-        token_bytes: by the window of tokens that a layer sees (None: everything), bytes of one
-            token's K/V over all such layers.
+        token_bytes: by window size (None: no window), bytes of one token's K/V in all layers that
+            have this window.
         block_size: token slots in a block.
     """
 
@@ -72,7 +76,7 @@ class KVReads:
 
     @classmethod
     def of(cls, layers: Iterable[tuple[int | None, int]], block_size: int) -> "KVReads":
-        """From the window of each layer, 0 where it stores nothing, and its bytes a token."""
+        """From each layer's window (0: the layer stores nothing) and its bytes per token."""
         token_bytes: dict[int | None, int] = {}
         for window, size in layers:
             if window != 0:
@@ -80,11 +84,11 @@ class KVReads:
         return cls(token_bytes, block_size)
 
     def contexts(self, spans: Sequence[Span]) -> Contexts:
-        """What the two methods below want to know of a step."""
+        """The context lengths of a step, for the methods below."""
         return Contexts(spans, self._sizes)
 
     def num_bytes(self, contexts: Contexts) -> int:
-        """Bytes that the tokens of each span attend to, each read once."""
+        """Bytes that the tokens of each span attend to. A span reads each byte once."""
         total = contexts.total * sum(self.token_bytes.values())
         for window, size in self.token_bytes.items():
             if window is not None:
@@ -92,7 +96,7 @@ class KVReads:
         return total
 
     def num_blocks(self, contexts: Contexts) -> int:
-        """Blocks of each sequence that hold any of these bytes."""
+        """Number of blocks that hold these bytes, counted for each sequence."""
         if not self.token_bytes:
             return 0
         if None in self.token_bytes:
@@ -101,18 +105,15 @@ class KVReads:
         return contexts.blocks - int((contexts.first_seen(widest) // self.block_size).sum())
 
 
-NUM_TTFTS = 10_000
-"""Latest times to first token that count in the statistics."""
-
-
 @dataclass(slots=True)
 class EngineStats:
     """Counters of one engine since it was made.
 
-    Prompt tokens and decode tokens are those computed: what a preempted request had counts again.
-    Times are in seconds, sizes in bytes. `padded_kv_bytes` and `contiguous_kv_bytes` say what the
-    same moments would have cost in mlx-lm's caches: a rectangle as long as its longest row for the
-    whole batch, or one cache a sequence, both in steps of 256 tokens.
+    Prompt tokens and decode tokens count each time they are computed; a preempted request computes
+    its tokens again. Times are in seconds, sizes in bytes. `padded_kv_bytes` and
+    `contiguous_kv_bytes` are the peak memory that mlx-lm's caches would have needed: one rectangle
+    for the batch, as long as its longest row, or one cache for each sequence. Both grow in steps of
+    256 tokens.
     """
 
     block_size: int
@@ -146,21 +147,8 @@ class EngineStats:
     def token_bytes(self) -> float:
         return self.block_bytes / self.block_size
 
-    def record_step(
-        self, seconds: float, prompt_tokens: int, sampled: int, spans: int, blocks_in_use: int
-    ) -> None:
-        """Count a step: `prompt_tokens` were computed in it, `sampled` tokens came out."""
-        self.steps += 1
-        self.seconds += seconds
-        self.prompt_tokens += prompt_tokens
-        self.generation_tokens += sampled
-        if prompt_tokens:
-            self.prefill_seconds += seconds
-        self.peak_running = max(self.peak_running, spans)
-        self.peak_blocks_in_use = max(self.peak_blocks_in_use, blocks_in_use)
-
     def record_memory(self, contexts: Contexts) -> None:
-        """Compare with other caches, given what each running sequence has."""
+        """Update the peaks of live tokens and of mlx-lm's caches."""
         growth_bytes = STOCK_GROWTH * self.token_bytes
         padded = int(contexts.stops.size * ceil_div(contexts.longest, STOCK_GROWTH) * growth_bytes)
         contiguous = int(contexts.stock_steps * growth_bytes)
@@ -169,10 +157,10 @@ class EngineStats:
         self.contiguous_kv_bytes = max(self.contiguous_kv_bytes, contiguous)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values, rates and derived sizes included."""
+        """All counters, rates and derived sizes as JSON values."""
         values = asdict(self)
         ttfts = values.pop("ttfts")
-        values |= {
+        return values | {
             "prompt_tokens_per_sec": _rate(self.prompt_tokens, self.prefill_seconds),
             "generation_tokens_per_sec": _rate(self.generation_tokens, self.seconds),
             "ttft_median_s": median(ttfts) if ttfts else None,
@@ -181,7 +169,6 @@ class EngineStats:
             "peak_kv_bytes": self.peak_blocks_in_use * self.block_bytes,
             "peak_live_kv_bytes": int(self.peak_live_tokens * self.token_bytes),
         }
-        return values
 
 
 def _rate(count: int, seconds: float) -> float:

@@ -1,62 +1,62 @@
-"""One step of an engine in numbers: where its time went, what it computed. Knows no mlx."""
+"""The times and counts of one engine step. Knows no mlx."""
 
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any
 
 PARTS = ("schedule_ms", "launch_ms", "wait_ms", "output_ms", "gc_ms", "other_ms")
-"""What `tick_ms` is the sum of."""
+"""`tick_ms` is the sum of these."""
 
 PHASES = ("gather_ms", "kv_write_ms", "attention_ms", "forward_ms", "sample_ms")
-"""What only a profiling engine knows."""
+"""Only a profiling engine measures these."""
 
 
 @dataclass(slots=True, eq=False)
 class Tick:
     """One call of :meth:`Engine.step` that computed something; times in milliseconds.
 
-    An engine that looks ahead ends one step and launches the next in the same tick. Then
-    `schedule_ms`, `launch_ms` and the changes (preemptions, clones, evictions, prefix hits) belong
-    to the step that was launched, `wait_ms`, `output_ms` and the tokens to the one that ended.
+    With lookahead a tick ends one step and launches the next. `schedule_ms`, `launch_ms`,
+    preemptions, clones, evictions and prefix hits then belong to the launched step. `wait_ms`,
+    `output_ms` and the tokens belong to the step that ended.
 
     Attributes:
-        index: ticks before this one.
+        index: number of ticks before this one.
         start: seconds, on the engine's clock.
-        tick_ms: all of it; the six parts add up to it.
-        schedule_ms: deciding what is computed, block tables and cost model included.
-        launch_ms: building the graph and handing it over. On a CPU most computing happens here.
-        wait_ms: until the device was done and the tokens were on the host.
-        output_ms: tokens to their requests and to text.
-        gc_ms: Python's garbage collector on the engine's thread; left out of the other parts.
+        tick_ms: the whole tick, the sum of the six parts.
+        schedule_ms: scheduler, block tables and cost model.
+        launch_ms: building and submitting the graph. On a CPU most computing happens here.
+        wait_ms: until the device has finished and the tokens are on the host.
+        output_ms: appending tokens to their requests and decoding text.
+        gc_ms: Python's garbage collector on the engine's thread; the other parts exclude it.
         other_ms: the rest.
-        gc_elsewhere_ms: the same on other threads. It holds up the engine only where that needs
-            Python, so it is no part: its effect is in the others.
+        gc_elsewhere_ms: the garbage collector on other threads. The engine's thread waits for it
+            only where it needs Python. It is not one of the six parts: they include this wait.
         prewarm_ms: `launch_ms` and `wait_ms` of a tick whose step decodes, computes a chunk or
-            copies blocks for the first time: compilation is in it and cannot be told apart.
-        prefill_tokens: prompt tokens computed, those of a preempted request again.
+            copies blocks for the first time. It includes compilation, which is not measured alone.
+        prefill_tokens: prompt tokens computed, also those of a preempted request.
         decode_tokens: other tokens computed.
-        sampled: tokens that came out.
-        launched_prefill_tokens: prompt tokens of the step that was launched.
-        running: requests, at the end.
-        waiting: requests, at the end.
+        sampled: tokens sampled.
+        launched_prefill_tokens: prompt tokens of the launched step.
+        running: requests that run at the end.
+        waiting: requests that wait at the end.
         preemptions: since the tick before, as are the next three.
         cow_clones: blocks copied on write, or copied from a cached prefix.
-        evictions: cached blocks that were given to others.
+        evictions: cached blocks that were reused for other content.
         prefix_hit_tokens: tokens found in the prefix cache.
         blocks_in_use: at the end.
-        blocks_cached: free blocks whose content may be found again, at the end.
-        live_tokens: of the sequences computed, these tokens included.
-        blocks_touched: blocks that attention had to read, once for each sequence that reads them.
-        kv_bytes_read: live K/V that attention had to read, over all layers, each layer's window
-            considered. What must be read, not what a kernel does read.
+        blocks_cached: free blocks whose content can still be reused, at the end.
+        live_tokens: tokens of the computed sequences up to the end of their spans.
+        blocks_touched: blocks that attention must read, counted for each sequence.
+        kv_bytes_read: K/V that attention must read, over all layers and within each layer's window.
+            A kernel may read more.
         faults: steps that failed.
-        gather_ms: copying chunks' contexts together. These five are None unless profiling; they
-            count garbage collections that fall into them.
-        kv_write_ms: new K/V to its slots, and block copies.
+        gather_ms: gathering the contexts of chunks. This and the next four are None unless
+            profiling; they include garbage collections.
+        kv_write_ms: writing new K/V and copying blocks.
         attention_ms: without the gather.
         forward_ms: the rest of the model.
         sample_ms: from logits to tokens.
-        causes: of a spike, most likely first; else empty.
+        causes: of a spike, most likely first; otherwise empty.
     """
 
     index: int = 0
@@ -95,11 +95,11 @@ class Tick:
 
     @property
     def has_prompt_tokens(self) -> bool:
-        """Whether a step with prompt tokens was launched or ended in it."""
+        """Whether a step with prompt tokens was launched or ended in this tick."""
         return self.prefill_tokens > 0 or self.launched_prefill_tokens > 0
 
     def counts(self) -> dict[str, int]:
-        """What does not depend on time: the same in every run with the same seed."""
+        """The fields that are the same in every run with the same seed."""
         return {name: getattr(self, name) for name in COUNTS}
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The latest ticks of an engine and what they come to. Knows no mlx."""
+"""The latest ticks of an engine and their summary. Knows no mlx."""
 
 from bisect import bisect_left
 from collections import Counter, deque
@@ -16,13 +16,13 @@ CAPACITY = 8192
 NUM_SPIKES = 1000
 
 BUCKETS_MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)
-"""Upper bounds of the histograms' buckets; one more has no bound."""
+"""Upper bounds of the histograms' buckets; the last bucket has no bound."""
 
 PERCENTILES = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
 
 
 class TimeHistogram:
-    """How many times fell into which bucket, since the engine was made."""
+    """How many times fell into each bucket since the engine was made."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BUCKETS_MS) + 1)
@@ -37,18 +37,18 @@ class TickLog:
     """A ring buffer of ticks, newest last; iterable.
 
     Args:
-        capacity: ticks that it holds; the oldest go first.
+        capacity: how many ticks it holds; the oldest are dropped.
         spike_ms: ticks that take longer are spikes; None: see :class:`SpikeDetector`.
+        profile: whether the engine profiles, which makes its ticks slower.
 
     Attributes:
-        profile: whether these ticks were synchronised, and therefore slower than others.
-        spikes: the latest ones, newest last.
-        causes: how many spikes had which first cause, since the engine was made.
+        spikes: the latest spikes, newest last.
+        causes: number of spikes by first cause, since the engine was made.
         decode: times of all ticks without prompt tokens.
-        prefill: times of all others.
+        prefill: times of all other ticks.
 
     Raises:
-        ValueError: `capacity` below 1, or `spike_ms` not above 0.
+        ValueError: `capacity` is below 1, or `spike_ms` is not above 0.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class TickLog:
         return self._ticks[index]
 
     def add(self, tick: Tick) -> None:
-        """Append a tick; the log numbers it."""
+        """Append a tick and set its index."""
         tick.index = self.num_ticks
         self.num_ticks += 1
         self._ticks.append(tick)
@@ -93,24 +93,25 @@ class TickLog:
 
     @property
     def total_ms(self) -> dict[str, float]:
-        """The sum of every time that these ticks know, since the engine was made."""
+        """The sum of each measured time since the engine was made."""
         return dict(zip(self._names, self._totals, strict=True))
 
     def summary(self) -> dict[str, Any]:
-        """Percentiles of every time over the ticks held, and the spikes; JSON values.
+        """Percentiles of each time over the held ticks, and the spikes, as JSON values.
 
-        A time that these ticks do not know is None.
+        Times that are not measured are None.
         """
         found: dict[str, Any] = {name: self._percentiles(name, self._ticks) for name in TIMES}
         decodes = [tick for tick in self._ticks if not tick.has_prompt_tokens]
         prefills = [tick for tick in self._ticks if tick.has_prompt_tokens]
         found["decode_tick_ms"] = self._percentiles("tick_ms", decodes)
         found["prefill_chunk_ms"] = self._percentiles("tick_ms", prefills)
-        found["spikes"] = [asdict(spike) | {"causes": list(spike.causes)} for spike in self.spikes]
-        found["spike_causes"] = dict(self.causes)
-        found["ticks"] = self.num_ticks
-        found["profile"] = self.profile
-        return found
+        return found | {
+            "spikes": [asdict(spike) | {"causes": list(spike.causes)} for spike in self.spikes],
+            "spike_causes": dict(self.causes),
+            "ticks": self.num_ticks,
+            "profile": self.profile,
+        }
 
     def _percentiles(self, name: str, ticks: Iterable[Tick]) -> dict[str, float] | None:
         if name not in self._names:

@@ -1,4 +1,4 @@
-"""How long Python's garbage collector holds a thread up. Knows no mlx."""
+"""Times of the garbage collector and of the phases of a profiled step. Knows no mlx."""
 
 import gc
 import threading
@@ -10,11 +10,11 @@ from typing import Any
 
 
 class GcPauses:
-    """Adds up the time of garbage collections, as `clock` sees it, while this object lives.
+    """Measures garbage collections with `clock` while this object lives.
 
     Attributes:
-        seconds: collections on the thread that called :meth:`watch` last.
-        elsewhere: those on other threads.
+        seconds: spent on the watched thread.
+        elsewhere: seconds spent on other threads.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -29,7 +29,7 @@ class GcPauses:
         self.close.atexit = False
 
     def watch(self) -> None:
-        """From now on, this thread is the one that matters."""
+        """Make the calling thread the watched one."""
         self._thread = threading.get_ident()
 
     def working(self) -> float:
@@ -48,7 +48,7 @@ class GcPauses:
 
 
 def _callback(pauses: "weakref.ref[GcPauses]") -> Callable[[str, dict[str, int]], Any]:
-    """For ``gc.callbacks``, which would keep the object itself alive."""
+    """For ``gc.callbacks``: a bound method there would keep the object alive."""
 
     def note(phase: str, info: dict[str, int]) -> None:
         alive = pauses()
@@ -59,16 +59,16 @@ def _callback(pauses: "weakref.ref[GcPauses]") -> Callable[[str, dict[str, int]]
 
 
 class PhaseTimes:
-    """Adds up the time of each phase, without that of the phases within it."""
+    """Sums the time of each phase, without the time of phases nested in it."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
-        self._inner = 0.0  # of phases within the one under way
+        self._inner = 0.0  # of phases nested in the current one
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """What happens in this context is `phase`."""
+        """Count the time in this context as `phase`."""
         started, outer = self._clock(), self._inner
         self._inner = 0.0
         try:

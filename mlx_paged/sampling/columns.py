@@ -1,7 +1,7 @@
-"""The options of a batch's rows as columns, made once for as long as the same requests share it."""
+"""The options of a batch's rows as columns, built once for each batch composition."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -12,14 +12,14 @@ from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams, check_biases
 
 MIN_TEMPERATURE = 1e-30
-"""Smaller ones mean the same and would be zero in float32."""
+"""Smaller temperatures have the same effect but would be zero in float32."""
 
 ALL_MASS = 2.0
-"""A top-p that keeps everything, whatever rounding does to the sum of the probabilities."""
+"""A top-p that keeps everything even if rounding makes the probabilities' sum exceed 1."""
 
 
 class Subset:
-    """Some rows of arrays ``[R, ...]``. When that is all of them, nothing is copied."""
+    """Some rows of arrays ``[R, ...]``. A subset of all rows copies nothing."""
 
     def __init__(self, rows: Sequence[int], num_rows: int) -> None:
         self.rows = np.array(rows, np.int32)
@@ -39,11 +39,11 @@ class Subset:
 
 @dataclass(frozen=True, slots=True)
 class RankFilters:
-    """Rows with top-p or top-k: the mass ``[N, 1]`` float32, the number ``[N, 1]`` int32."""
+    """Rows with top-p or top-k."""
 
     subset: Subset
-    top_p: mx.array
-    top_k: mx.array
+    top_p: mx.array  # [N, 1] float32
+    top_k: mx.array  # [N, 1] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,95 +53,46 @@ class XTC:
     subset: Subset
     probability: npt.NDArray[np.float32]  # [N]
     threshold: mx.array  # [N, 1] float32
-    special: tuple[mx.array, mx.array] | None  # rows and tokens, int32, that are never dropped
+    special: tuple[mx.array, mx.array] | None  # rows, tokens int32 that XTC never drops
     ranks: RankFilters | None  # top-k acts after XTC
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnRows:
-    """Rows with a temperature. Subsets within are of these rows."""
+    """Rows with a temperature. The subsets in `ranks` and `xtc` index into these rows."""
 
     subset: Subset
     seeds: npt.NDArray[np.uint64]  # [N]
-    num_prompt: npt.NDArray[np.int32]  # [N], tokens before the first that is drawn
+    num_prompt: npt.NDArray[np.int32]  # [N]
     temperature: mx.array  # [N, 1] float32
     log_min_p: mx.array | None  # [N, 1] float32
     ranks: RankFilters | None
     xtc: XTC | None
 
 
-@dataclass(frozen=True, slots=True)
-class LogitBiases:
-    """Each bias with its place: rows, tokens ``[N]`` int32 and numbers ``[N]`` float32."""
-
-    rows: mx.array
-    tokens: mx.array
-    values: mx.array
-
-
-@dataclass(frozen=True, slots=True)
-class Penalty:
-    """One kind of penalty: its strength ``[P, 1]`` float32, and which of a window's tokens it
-    counts ``[P, W]`` bool."""
-
-    strength: mx.array
-    counted: mx.array
-
-
-@dataclass(frozen=True, slots=True)
-class PenalisedRows:
-    """Rows with penalties. A window is a row's last `width` tokens, the newest last."""
-
-    subset: Subset
-    requests: list[Request]
-    width: int
-    repetition: Penalty | None
-    presence: Penalty | None
-    frequency: Penalty | None
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """The options of the rows of one batch composition.
+    """The options of the rows of one batch composition, for logits ``[R, vocab]``.
 
-    A member is None or empty where no row has the option, which then costs nothing in a step.
-    While the columns last, the requests may only grow.
+    A member is None or empty if no row has the option; the option then costs nothing in a step.
+    The requests may get tokens while the columns are in use, but their options may not change.
     """
 
-    requests: list[Request]
-    vocab: int
-    drawn: DrawnRows | None
-    biases: LogitBiases | None
-    penalised: PenalisedRows | None
-    processed: list[int]  # rows with processors of the caller's
-    samplers: dict[int, Callable[..., object]]  # by row, samplers of the caller's
-    reported: Subset | None  # rows whose most likely tokens are reported
-    num_reported: int
-    errors: dict[int, Exception]  # by row
-    may_be_empty: list[int]  # rows whose caller may leave them no token to choose
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], vocab: int) -> "SamplingRows":
-        """Columns for the logits ``[R, vocab]`` of `requests`."""
+    def __init__(self, requests: Sequence[Request], vocab: int) -> None:
         params = [request.params for request in requests]
         reported = [i for i, p in enumerate(params) if p.logprobs]
-        biases, errors = _biases(params, vocab)
-        return cls(
-            requests=list(requests),
-            vocab=vocab,
-            drawn=_drawn(requests, params, vocab),
-            biases=biases,
-            penalised=_penalised(requests, params),
-            processed=[i for i, p in enumerate(params) if p.logits_processors],
-            samplers={i: p.sampler for i, p in enumerate(params) if p.sampler is not None},
-            reported=Subset(reported, len(params)) if reported else None,
-            num_reported=min(max((p.logprobs for p in params), default=0), vocab),
-            errors=errors,
-            may_be_empty=[i for i, request in enumerate(requests) if _may_be_empty(request)],
-        )
+        self.requests = list(requests)
+        self.vocab = vocab
+        self.drawn = _drawn(requests, params, vocab)
+        self.biases, self.errors = _biases(params, vocab)
+        self.penalised = [i for i, p in enumerate(params) if any(penalties_of(p))]
+        self.processed = [i for i, p in enumerate(params) if p.logits_processors]
+        self.samplers = {i: p.sampler for i, p in enumerate(params) if p.sampler is not None}
+        self.reported = Subset(reported, len(params)) if reported else None
+        self.num_reported = min(max((p.logprobs for p in params), default=0), vocab)
+        self.may_be_empty = [i for i, request in enumerate(requests) if _may_be_empty(request)]
 
     def belong_to(self, requests: Sequence[Request], vocab: int) -> bool:
-        """Whether these are the columns of just these requests; requests compare by identity."""
+        """Whether the columns are those of exactly these requests, compared by identity."""
         return self.vocab == vocab and self.requests == list(requests)
 
 
@@ -157,8 +108,8 @@ def _drawn(
         subset=Subset(rows, len(params)),
         seeds=np.array([requests[i].seed for i in rows], np.uint64),
         num_prompt=np.array([requests[i].num_prompt for i in rows], np.int32),
-        temperature=_column([max(p.temperature, MIN_TEMPERATURE) for p in drawn]),
-        log_min_p=_column(log_min_p) if any(p.min_p > 0 for p in drawn) else None,
+        temperature=column([max(p.temperature, MIN_TEMPERATURE) for p in drawn]),
+        log_min_p=column(log_min_p) if any(p.min_p > 0 for p in drawn) else None,
         ranks=_ranks(
             [p.top_p if 0 < p.top_p < 1 else ALL_MASS for p in drawn],
             [vocab if p.xtc_probability > 0 else _top_k(p, vocab) for p in drawn],
@@ -181,7 +132,7 @@ def _xtc(params: Sequence[SamplingParams], vocab: int) -> XTC | None:
     return XTC(
         subset=Subset(rows, len(params)),
         probability=np.array([params[i].xtc_probability for i in rows], np.float32),
-        threshold=_column([params[i].xtc_threshold for i in rows]),
+        threshold=column([params[i].xtc_threshold for i in rows]),
         special=_indices(special) if special else None,
         ranks=_ranks(
             [ALL_MASS] * len(params),
@@ -197,7 +148,7 @@ def _ranks(top_p: Sequence[float], top_k: Sequence[int], vocab: int) -> RankFilt
         return None
     return RankFilters(
         Subset(rows, len(top_p)),
-        _column([top_p[i] for i in rows]),
+        column([top_p[i] for i in rows]),
         mx.array(np.array([[top_k[i]] for i in rows], np.int32)),
     )
 
@@ -208,7 +159,9 @@ def _top_k(params: SamplingParams, vocab: int) -> int:
 
 def _biases(
     params: Sequence[SamplingParams], vocab: int
-) -> tuple[LogitBiases | None, dict[int, Exception]]:
+) -> tuple[tuple[mx.array, mx.array, mx.array] | None, dict[int, Exception]]:
+    """Rows and tokens ``[N]`` int32 of all biases with their numbers ``[N]`` float32, and errors
+    by row."""
     places: list[tuple[int, int]] = []
     values: list[float] = []
     errors: dict[int, Exception] = {}
@@ -218,50 +171,25 @@ def _biases(
         try:
             check_biases(p, vocab)
         except ValueError as error:
-            errors[row] = error.with_traceback(None)  # which holds on to every caller
+            errors[row] = error.with_traceback(None)  # it references every caller
             continue
         bias = dict(p.logit_bias)
         places += [(row, token) for token in bias]
         values += bias.values()
     if not places:
         return None, errors
-    return LogitBiases(*_indices(places), mx.array(np.array(values, np.float32))), errors
+    return (*_indices(places), mx.array(np.array(values, np.float32))), errors
 
 
 def _may_be_empty(request: Request) -> bool:
-    """Whether the caller may forbid every token; a beam search drops such a hypothesis itself."""
+    """Whether the caller may forbid every token; a beam search drops such a hypothesis."""
     params = request.params
     forbids = -math.inf in dict(params.logit_bias).values()
     return (forbids or bool(params.logits_processors)) and not request.synchronous
 
 
-def _penalised(
-    requests: Sequence[Request], params: Sequence[SamplingParams]
-) -> PenalisedRows | None:
-    rows = [i for i, p in enumerate(params) if any(_penalties(p))]
-    if not rows:
-        return None
-    penalised = [requests[i] for i in rows]
-    # Two lists [P, 3], of repetition, presence and frequency each.
-    strengths = [_penalties(request.params) for request in penalised]
-    contexts = [_contexts(request) for request in penalised]
-    used = np.array(strengths) != 0
-    width = int((np.array(contexts) * used).max())
-    kinds = [
-        _penalty(
-            [row[kind] if row[kind] else neutral for row in strengths],
-            [row[kind] for row in contexts],
-            width,
-        )
-        if used[:, kind].any()
-        else None
-        for kind, neutral in enumerate((1.0, 0.0, 0.0))
-    ]
-    return PenalisedRows(Subset(rows, len(params)), penalised, width, *kinds)
-
-
-def _penalties(params: SamplingParams) -> tuple[float, float, float]:
-    """Repetition, presence and frequency penalty, 0 where it is off."""
+def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
+    """Repetition, presence and frequency penalty; 0 is off."""
     repetition = params.repetition_penalty or 0.0
     return (
         0.0 if repetition == 1 else repetition,
@@ -270,22 +198,7 @@ def _penalties(params: SamplingParams) -> tuple[float, float, float]:
     )
 
 
-def _contexts(request: Request) -> tuple[int, int, int]:
-    """How many tokens each penalty looks back, at most all that there can come to be."""
-    params, most = request.params, request.num_prompt + request.params.max_tokens
-    return (
-        min(params.repetition_context_size or most, most),
-        min(params.presence_context_size or most, most),
-        min(params.frequency_context_size or most, most),
-    )
-
-
-def _penalty(strengths: Sequence[float], contexts: Sequence[int], width: int) -> Penalty:
-    counted = np.arange(width) >= width - np.array(contexts)[:, None]
-    return Penalty(_column(strengths), mx.array(counted))
-
-
-def _column(values: Sequence[float]) -> mx.array:
+def column(values: Sequence[float]) -> mx.array:
     return mx.array(np.array(values, np.float32)[:, None])
 
 

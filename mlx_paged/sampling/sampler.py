@@ -10,30 +10,29 @@ import numpy.typing as npt
 from mlx_paged.ops.cpu_layers import log_sum_exp
 from mlx_paged.request import Request
 from mlx_paged.sampling.columns import XTC, DrawnRows, RankFilters, SamplingRows, Subset
-from mlx_paged.sampling.penalties import Penalties, Processors, add_biases, described
+from mlx_paged.sampling.penalties import Penalties, Processors, checked_array
 
 XTC_STREAM = 0xA0761D6478BD642F
-"""Whether XTC acts on a request's n-th token is draw n of the stream of ``seed ^ XTC_STREAM``."""
+"""Draw n of the stream of ``seed ^ XTC_STREAM`` decides whether XTC acts on the n-th token."""
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was chosen for each row, not evaluated yet.
+    """The token chosen for each row, not evaluated yet.
 
-    Log-probabilities are those after bias, penalties and processors, before filters and
-    temperature.
+    Log-probabilities include bias, penalties and processors, but neither filters nor temperature.
 
     Attributes:
         tokens: ``[R]`` int32.
         logprobs: of the tokens, ``[R]`` float32.
-        top_tokens: the most likely tokens ``[R, K]`` int32, most likely first. K is the largest
-            number that a row asks for; a row that asks for none holds zeros. None if none does.
-        top_logprobs: of those tokens, ``[R, K]`` float32; -inf in a row that asks for none.
-        errors: by row, why it has no token: what `tokens` holds there means nothing.
-        may_be_empty: rows that have no token either if their log-probability is NaN.
         distributions: of all tokens ``[R, vocab]``, in the type of the logits.
+        top_tokens: the most likely tokens ``[R, K]`` int32, best first. K is the largest number
+            that a row asks for; a row that asks for none holds zeros. None if no row asks.
+        top_logprobs: of those tokens, ``[R, K]`` float32; -inf in a row that asks for none.
+        errors: by row, why it has no token; its entry of `tokens` is then meaningless.
+        may_be_empty: rows that have no token if their log-probability is NaN.
     """
 
     tokens: mx.array
@@ -46,9 +45,9 @@ class Sampled:
 
 
 class Sampler:
-    """Chooses tokens in mlx-lm's way, row by row in meaning and all at once in computation.
+    """Chooses tokens as mlx-lm does, for all rows at once.
 
-    Between steps it keeps what depends on the batch's composition alone.
+    Between steps it keeps what depends only on the batch's composition.
     """
 
     def __init__(self) -> None:
@@ -65,10 +64,10 @@ class Sampler:
 
         Args:
             logits: ``[R, vocab]``.
-            requests: the rows', each of them once.
-            newest: the last token ``[R]`` int32 of each request. It may still be in flight, and is
-                then not among ``request.tokens``.
-            lengths: ``num_tokens`` ``[R]`` of each request; None: the requests are asked.
+            requests: one for each row, all different.
+            newest: the last token ``[R]`` int32 of each request. A token in flight is not in
+                ``request.tokens`` yet.
+            lengths: ``num_tokens`` ``[R]`` of each request; None: read from the requests.
         """
         assert len(requests) == len(logits) == len(newest), "one row for each request"
         if not self._rows.belong_to(requests, logits.shape[-1]):
@@ -91,8 +90,8 @@ class Sampler:
         return Sampled(tokens, chosen, logprobs, top_tokens, top_logprobs, errors, may_be_empty)
 
     def _compose(self, requests: Sequence[Request], vocab: int) -> None:
-        rows = self._rows = SamplingRows.of(requests, vocab)
-        self._penalties = Penalties(rows.penalised) if rows.penalised else None
+        rows = self._rows = SamplingRows(requests, vocab)
+        self._penalties = Penalties(requests, rows.penalised) if rows.penalised else None
         self._processors = Processors(requests, rows.processed) if rows.processed else None
 
     def _processed(
@@ -103,7 +102,8 @@ class Sampler:
         errors: dict[int, Exception],
     ) -> mx.array:
         if self._rows.biases is not None:
-            logits = add_biases(logits, self._rows.biases)
+            rows, tokens, values = self._rows.biases
+            logits = logits.at[rows, tokens].add(values)
         if self._penalties is not None:
             logits = self._penalties(logits, newest, lengths)
         if self._processors is not None:
@@ -114,8 +114,8 @@ class Sampler:
 def uniform(seeds: npt.ArrayLike, indices: npt.ArrayLike) -> npt.NDArray[np.float32]:
     """Draw number `index` of the random stream of `seed`, for each pair: ``[R]`` in [0, 1).
 
-    SplitMix64 (Steele et al. 2014, section 5), whose n-th number needs no state: a request draws
-    the same numbers in any batch, chunking or preemption.
+    SplitMix64 (Steele et al. 2014, section 5). Its n-th number needs no state, so a request draws
+    the same numbers whatever its batch, its chunks and its preemptions are.
     """
     state = _mix64(np.asarray(seeds, np.uint64)) + np.asarray(indices, np.uint64) * _GAMMA
     return ((_mix64(state) >> np.uint64(41)).astype(np.float32)) * np.float32(2.0**-23)
@@ -134,7 +134,7 @@ def _choose(
     """Tokens ``[R]`` int32: the most likely one, or a drawn one."""
     if drawn is None:
         return mx.argmax(logprobs, axis=-1).astype(mx.int32)
-    # Counted from the lengths: a request draws the same number if the step is run again.
+    # Computed from the lengths: a request draws the same number if the step is run again.
     indices = (lengths[drawn.subset.rows] - drawn.num_prompt).astype(np.uint64)
     tokens = _draw(drawn.subset.take(logprobs).astype(mx.float32), drawn, indices)
     if drawn.subset.index is None:
@@ -148,45 +148,29 @@ def _choose_by_callers(
     samplers: Mapping[int, Callable[..., object]],
     errors: dict[int, Exception],
 ) -> mx.array:
-    """`tokens` ``[R]`` with those that callers' samplers choose from the rows of `logprobs`.
+    """`tokens` ``[R]`` with the choices of callers' samplers.
 
-    The exception of a row goes into `errors`; a row that has one already is not asked for.
+    If a sampler raises, the exception goes into `errors`. A row that already has an error keeps
+    its token.
     """
     rows, chosen = [], []
     for row, sampler in samplers.items():
         if row in errors:
             continue
         try:
-            chosen.append(_token(sampler(logprobs[row : row + 1]), logprobs.shape[-1]))
+            sampled = sampler(logprobs[row : row + 1])
+            token = checked_array("sampler", sampled, mx.integer, (1,))
+            # Not known yet, so an id outside the vocabulary is clipped, not refused.
+            chosen.append(mx.clip(token, 0, logprobs.shape[-1] - 1).astype(mx.int32))
             rows.append(row)
         except Exception as error:
-            errors[row] = error.with_traceback(None)  # which holds on to every caller
+            errors[row] = error.with_traceback(None)  # it references every caller
     return Subset(rows, len(tokens)).put(tokens, mx.concatenate(chosen)) if rows else tokens
 
 
-def _token(sampled: object, vocab: int) -> mx.array:
-    """What a caller's sampler returned, ``[1]`` int32.
-
-    It is not known yet, so an id that no token has is not refused but led to the nearest that is.
-
-    Raises:
-        ValueError: it is something else than a token id.
-    """
-    if (
-        not isinstance(sampled, mx.array)
-        or sampled.shape != (1,)
-        or not mx.issubdtype(sampled.dtype, mx.integer)
-    ):
-        raise ValueError(
-            f"[SamplingParams] sampler returned {described(sampled)}: "
-            "expected an mx.array of integers of shape (1,)"
-        )
-    return mx.clip(sampled, 0, vocab - 1).astype(mx.int32)
-
-
 def _draw(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint64]) -> mx.array:
-    """Inverse transform sampling: the first token whose cumulated probability exceeds a draw, which
-    is number `indices` ``[N]`` of each row's stream."""
+    """Inverse transform sampling: the first token whose cumulated probability exceeds a draw.
+    `indices` ``[N]`` is the number of the draw in each row's stream."""
     kept = _filtered(logprobs, drawn, indices)
     scaled = (kept - kept.max(axis=-1, keepdims=True)) / drawn.temperature
     cumulated = mx.cumsum(mx.exp(scaled), axis=-1)
@@ -196,9 +180,9 @@ def _draw(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint64])
 
 
 def _filtered(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint64]) -> mx.array:
-    """`logprobs` with -inf wherever a row's top-p, min-p, XTC or top-k drops the token.
+    """`logprobs` with -inf where a row's top-p, min-p, XTC or top-k drops the token.
 
-    The filters look at probabilities at temperature 1, and a token has to pass all of them.
+    The filters use probabilities at temperature 1. A token must pass all of them.
     """
     kept = logprobs if drawn.ranks is None else _rank_filtered(logprobs, drawn.ranks)
     if drawn.log_min_p is not None:
@@ -210,7 +194,7 @@ def _filtered(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint
 
 
 def _rank_filtered(logprobs: mx.array, ranks: RankFilters) -> mx.array:
-    """`logprobs` with -inf wherever a row's top-p or top-k drops the token."""
+    """`logprobs` with -inf where a row's top-p or top-k drops the token."""
     before = ranks.subset.take(logprobs)
     descending = mx.sort(before, axis=-1)[:, ::-1]
     probs = mx.exp(descending)
@@ -228,8 +212,8 @@ def _xtc_filtered(
     seeds: npt.NDArray[np.uint64],
     indices: npt.NDArray[np.uint64],
 ) -> mx.array:
-    """`kept` after XTC, which now and then drops all but the least of the likely tokens, and after
-    these rows' top-k."""
+    """`kept` after XTC and the top-k of its rows. Where XTC acts, it drops all tokens above the
+    threshold but the least likely of them."""
     rows = xtc.subset.rows
     draws = uniform(seeds[rows] ^ np.uint64(XTC_STREAM), indices[rows])
     acts = mx.array((draws < xtc.probability)[:, None])
@@ -244,8 +228,8 @@ def _xtc_filtered(
 
 
 def _most_likely(logprobs: mx.array, rows: Subset, count: int) -> tuple[mx.array, mx.array]:
-    """Tokens ``[R, count]`` int32 and log-probabilities float32, most likely first, of `rows`; of
-    equally likely tokens the first comes first."""
+    """Of `rows`: tokens ``[R, count]`` int32 and log-probabilities float32, most likely first;
+    equally likely tokens are ordered by id."""
     of_rows = rows.take(logprobs)
     tokens = mx.argpartition(-of_rows, count - 1, axis=-1)[:, :count]
     tokens = mx.sort(tokens, axis=-1)

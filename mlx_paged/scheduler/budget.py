@@ -1,4 +1,4 @@
-"""How many prompt tokens a step takes beside its decodes. Knows no mlx."""
+"""How many prompt tokens a step computes besides its decodes. Knows no mlx."""
 
 from collections.abc import Iterable
 
@@ -7,21 +7,21 @@ from mlx_paged.scheduler.cost_model import CostModel, StepWork
 from mlx_paged.scheduler.step import Span, Step
 
 MIN_CHUNK = 16
-"""Prompt tokens that every step computes, if any wait, whatever the stall bound: no prompt of P
-tokens at the head of the queue takes more than P / MIN_CHUNK steps."""
+"""Prompt tokens that each step computes even if it exceeds `max_stall`. So the first prompt of the
+queue, of P tokens, takes at most P / MIN_CHUNK steps."""
 
 
 class ChunkBudget:
-    """A number of tokens and, where streams run, a predicted time.
+    """Limits the prompt tokens of a step and, if it has decodes, its predicted time.
 
     Attributes:
         prefill_chunk: prompt tokens of a step at most.
-        max_stall: seconds that a step with decodes may take, as `cost` predicts, plus what
-            MIN_CHUNK tokens cost; None: no such bound.
-        cost: learns what steps take.
+        max_stall: predicted seconds of a step with decodes at most; MIN_CHUNK tokens may exceed
+            it. None: no such bound.
+        cost: predicts the time of a step.
 
     Raises:
-        ValueError: either is not above 0.
+        ValueError: `prefill_chunk` or `max_stall` is not above 0.
     """
 
     def __init__(self, prefill_chunk: int, max_stall: float | None) -> None:
@@ -34,15 +34,15 @@ class ChunkBudget:
         self.cost = CostModel()
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """A step took so long; of interest only where time is bounded."""
+        """Learn from the time of a step; does nothing without `max_stall`."""
         if self.max_stall is not None and seconds > 0:
             self.cost.observe(work, seconds)
 
     def left(self, step: Step, request: Request, behind: Iterable[Request] = ()) -> int:
-        """Prompt tokens of `request` that the step still takes.
+        """How many prompt tokens of `request` the step can still compute.
 
-        A prompt gives way to those `behind` it that are less than half as long as what is left of
-        it: they get what they want, up to half of what the step still takes.
+        The prompts `behind` it go first if they are less than half as long as the rest of this
+        one. They get at most half of the tokens that are left.
         """
         room = self._room(step, request)
         if room <= MIN_CHUNK or request.num_pending <= room:
@@ -50,18 +50,18 @@ class ChunkBudget:
         shorter = [r.num_pending for r in behind if 2 * r.num_pending < request.num_pending]
         return max(room - sum(shorter), room // 2, MIN_CHUNK)
 
-    def least(self, request: Request) -> int:
-        """Prompt tokens of a waiting request that are worth its admission.
+    def min_to_admit(self, request: Request) -> int:
+        """A waiting request is admitted only if the step can compute so many of its tokens.
 
-        Where time is bounded a step often has some for a few tokens more. Requests let in for
-        these would hold blocks for whole prompts, many at once, and be done no sooner.
+        With `max_stall`, steps often have time left for a few tokens. Requests admitted for these
+        would hold blocks for whole prompts and would not finish earlier.
         """
         if self.max_stall is None:
             return 1
         return min(MIN_CHUNK, self.prefill_chunk, request.num_pending)
 
     def _room(self, step: Step, request: Request) -> int:
-        """As `left`, if there were nobody else."""
+        """As `left`, without other prompts."""
         wanted = min(request.num_pending, self.prefill_chunk - step.chunk_tokens)
         if self.max_stall is None or step.decode_rows == 0 or wanted <= 0:
             return wanted
@@ -75,23 +75,24 @@ class ChunkBudget:
 
 
 def is_under_way(request: Request, step: Step, budget: int, block_size: int) -> bool:
-    """Whether `step` computes, for somebody else, most of what `request` would compute in it.
+    """Whether `step` already computes, for another request, half of what `request` would compute.
 
-    Then the request is better off waiting: after the step it finds those blocks computed, and the
-    step's tokens go to somebody who needs them.
+    Then the request should wait. After the step it finds these blocks in the prefix cache, and the
+    step's budget goes to other prompts.
 
     Args:
-        budget: prompt tokens that the step still takes.
+        budget: prompt tokens that the step can still compute.
     """
-    return any(
-        2 * _shared_tokens(request, span, block_size) >= _own_tokens(request, span, budget)
-        for span in step.spans
-        if len(span) > 1 and span.request.salt == request.salt
-    )
+    for span in step.spans:
+        if len(span) > 1 and span.request.salt == request.salt:
+            own = min(len(request.tokens) - span.start, budget)  # with hits up to the span
+            if 2 * _shared_tokens(request, span, block_size) >= max(1, own):
+                return True
+    return False
 
 
 def _shared_tokens(request: Request, span: Span, block_size: int) -> int:
-    """Tokens of full blocks of the request that the span computes."""
+    """Number of the request's tokens in full blocks that the span computes."""
     ours, theirs = request.tokens, span.request.tokens
     start = stop = span.start // block_size * block_size
     if ours[:start] != theirs[:start]:
@@ -100,8 +101,3 @@ def _shared_tokens(request: Request, span: Span, block_size: int) -> int:
     while stop + block_size <= last and ours[stop : (end := stop + block_size)] == theirs[stop:end]:
         stop = end
     return stop - start
-
-
-def _own_tokens(request: Request, span: Span, budget: int) -> int:
-    """Tokens that the request would compute now, with a hit as far as the span's predecessors."""
-    return max(1, min(len(request.tokens) - span.start, budget))

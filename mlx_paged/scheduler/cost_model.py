@@ -1,4 +1,4 @@
-"""How long a step takes, learned from the steps before it. Knows no mlx."""
+"""Predicts how long a step takes from the times of earlier steps. Knows no mlx."""
 
 import math
 from bisect import bisect_right
@@ -11,46 +11,46 @@ FORGETTING = 0.98
 """Weight of an observation relative to the next one: about the last 50 of each kind count."""
 
 SWEEPS = 4
-"""Of coordinate descent per observation; each goes on where the last one ended."""
+"""Sweeps of coordinate descent per observation, each from the previous coefficients."""
 
 TOKENS_GROWTH = 2
-"""A chunk is at most so many times as long as any before, whatever it is predicted to cost."""
+"""A chunk has at most so many times the tokens of the largest chunk so far."""
 
 CONTEXT_GROWTH = 8
-"""The same for its context, which grows faster where chunks double as a prompt goes on."""
+"""The same for its context, which grows faster than its tokens."""
 
 WARM_UP = 8
-"""Observations of each kind before one can be an outlier."""
+"""Before so many observations of a kind, none of them is an outlier."""
 
 NOVELTY = 1.25
-"""Work more than so many times as large as any before is never an outlier: nobody knows it yet."""
+"""Work more than so many times as large as any before is never an outlier: its cost is unknown."""
 
-# An observation's difference from its prediction is log(seconds / predicted).
+# The difference of an observation from its prediction is log(seconds / predicted).
 
 CLIP = 4.0
-"""Outliers differ by more than so many times what is usual."""
+"""Outliers differ by more than so many times the usual difference."""
 
 MARGIN = 2.5
-"""How many usual differences from the prediction a bound leaves room for."""
+"""A bound leaves room for so many usual differences."""
 
 LARGEST_MARGIN = 1.3
-"""On a machine so unsteady that no room is enough."""
+"""Upper limit of the margin, for a machine whose times vary a lot."""
 
 USUAL_RATE = 0.05
-"""How fast the usual difference follows the latest ones, per observation."""
+"""Rate per observation at which the usual difference follows the latest ones."""
 
-LEAST_USUAL = 0.01
-"""The usual difference is taken to be no less, however steady the machine was."""
+MIN_USUAL = 0.01
+"""Lower limit of the usual difference."""
 
 DRIFT_RATE = 0.05
-"""How fast the drift follows the differences, per observation."""
+"""Rate per observation at which the drift follows the differences."""
 
 CHANGE = 0.2
-"""Differences below are left to the drift; larger ones may mean a change of speed."""
+"""The drift follows smaller differences; larger ones may mean a change of speed."""
 
 CHANGE_STEPS = 10
-"""They do when all but one of so many are large and alike: neither a pause nor a few compilations
-last as long, nor does one of them hide the change."""
+"""The speed changed if all but one of so many differences are large and of the same sign. Pauses
+and compilations are shorter, and a single one of them does not hide the change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class StepWork:
 
     Attributes:
         decode_rows: requests that compute one token.
-        decode_context: tokens of context that these rows read, in all.
-        chunk_tokens: prompt tokens.
-        chunk_context: tokens of context that these attend, in all: position p attends p + 1.
+        decode_context: sum of the context lengths of these rows.
+        chunk_tokens: tokens of prefill chunks.
+        chunk_context: sum of the context lengths of these tokens; position p has p + 1.
     """
 
     decode_rows: int = 0
@@ -71,7 +71,7 @@ class StepWork:
 
     @classmethod
     def chunk(cls, start: int, num_tokens: int) -> "StepWork":
-        """A chunk of `num_tokens` of a prompt, from position `start`."""
+        """A prefill chunk of `num_tokens` tokens from position `start`."""
         return cls(0, 0, num_tokens, num_tokens * start + num_tokens * (num_tokens + 1) // 2)
 
     def __add__(self, other: "StepWork") -> "StepWork":
@@ -84,17 +84,17 @@ class StepWork:
 
     @property
     def features(self) -> list[float]:
-        """What the seconds are a linear function of."""
-        rows, tokens = self.decode_rows, self.chunk_tokens
-        return [1.0, rows, self.decode_context, tokens, self.chunk_context]
+        """The inputs of the linear function that predicts seconds."""
+        decodes = (self.decode_rows, self.decode_context)
+        return [1.0, *decodes, self.chunk_tokens, self.chunk_context]
 
 
 NUM_FEATURES = len(StepWork().features)
 
 
 class NormalEquations:
-    """Least squares of ``row @ coefficients = 1`` over the latest rows: each weighs `FORGETTING`
-    times the one after it."""
+    """Least squares of ``row @ coefficients = 1`` over the latest rows. Each row has `FORGETTING`
+    times the weight of the next one."""
 
     def __init__(self) -> None:
         self.matrix = [[0.0] * NUM_FEATURES for _ in range(NUM_FEATURES)]  # sum of outer(row, row)
@@ -111,32 +111,32 @@ class NormalEquations:
 
 
 class CostModel:
-    """Seconds of a step: a linear function of its work, with coefficients >= 0.
+    """Seconds of a step as a linear function of its work, with coefficients >= 0.
 
-    The coefficients minimise the relative errors of the latest steps: a row of the equations is the
-    step's features over its seconds. Steps with and without prompt tokens are forgotten separately,
-    so that a long time of decoding leaves the cost of chunks known. A step that took unusually long
-    or short counts as one at the edge of the usual. Whatever slows the machine down tends to slow
-    all of its work: `drift` follows small changes at once, until the coefficients have caught up,
-    and `slowness` a large one, when the last `CHANGE_STEPS` agree on it. Memory and the time of a
-    call are constant.
+    The coefficients minimise the relative errors of the latest steps: a row of the equations is a
+    step's features divided by its seconds. Steps with and without chunks have separate equations,
+    so that many decodes do not make the model forget the cost of chunks. An outlier is clipped to
+    the edge of the usual differences. A change of the machine's speed usually affects all work.
+    `drift` follows a small change until the coefficients have adapted; `slowness` follows a large
+    change once the last `CHANGE_STEPS` steps agree on it. Memory and the time of a call are
+    constant.
     """
 
     def __init__(self) -> None:
-        self.coefficients = [0.0] * NUM_FEATURES  # seconds per unit of each feature, over slowness
-        self.slowness = 1.0  # the equations hold each step's seconds over the slowness it met
-        self.drift = 1.0  # seconds of late over what the coefficients make of them
-        self._decodes = NormalEquations()  # steps without prompt tokens
-        self._chunks = NormalEquations()  # steps with some
-        self._largest = [0.0] * NUM_FEATURES  # of each feature so far
-        self._usual = 10 * LEAST_USUAL  # running mean of abs(difference)
-        self._differences: deque[float] = deque(maxlen=CHANGE_STEPS)  # the latest, before drift
+        self.coefficients = [0.0] * NUM_FEATURES  # seconds per unit of feature, divided by slowness
+        self.slowness = 1.0  # the equations hold seconds divided by the slowness then
+        self.drift = 1.0  # latest seconds relative to the coefficients' prediction
+        self._decodes = NormalEquations()  # steps without chunks
+        self._chunks = NormalEquations()  # steps with chunks
+        self._largest = [0.0] * NUM_FEATURES  # largest value of each feature so far
+        self._usual = 10 * MIN_USUAL  # running mean of abs(difference)
+        self._differences: deque[float] = deque(maxlen=CHANGE_STEPS)  # the latest, without drift
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn that a step took so long.
+        """Learn from the time of a step.
 
         Raises:
-            ValueError: seconds is not a finite number > 0.
+            ValueError: `seconds` is not a finite number > 0.
         """
         if not 0 < seconds < math.inf:
             raise ValueError(f"[observe] seconds is {seconds}: expected a finite number > 0")
@@ -150,34 +150,32 @@ class CostModel:
         self._descend()
 
     def predict(self, work: StepWork) -> float:
-        """Seconds that a step will take; 0 as long as nothing was observed."""
+        """Seconds that a step will take; 0 before the first observation."""
         seconds: float = sum(map(mul, self.coefficients, work.features))
         return self.slowness * self.drift * seconds
 
     @property
     def margin(self) -> float:
-        """What a prediction is multiplied by to be kept in all but few steps: predictions aim at
-        the middle."""
+        """Factor from predicted seconds, which are typical, to seconds that few steps exceed."""
         return min(math.exp(MARGIN * self._usual), LARGEST_MARGIN)
 
     def chunk_within(
         self, bound_seconds: float, work: StepWork, start: int, wanted: int, minimum: int
     ) -> int:
-        """How many tokens of a prompt a step can take beside its other work.
+        """How many tokens of a prompt a step can compute in addition to `work`.
 
-        Beyond the minimum, a step's chunks are at most `TOKENS_GROWTH` times as long as the longest
-        so far, and likewise for their context: what large ones cost may not show in smaller ones.
+        Above the minimum, `TOKENS_GROWTH` and `CONTEXT_GROWTH` limit how fast chunks grow, because
+        small chunks may not show what large ones cost.
 
         Args:
-            bound_seconds: what the step may take, as predicted.
-            work: the step's other work.
-            start: position at which the prompt goes on.
-            wanted: tokens that there are to compute.
-            minimum: tokens to compute whatever they cost, so that the prompt gets on.
+            bound_seconds: limit of the predicted seconds, including the margin.
+            start: position of the first token.
+            wanted: number of tokens left to compute.
+            minimum: number of tokens to compute at any cost, so that the prompt advances.
 
         Returns:
             The largest number of tokens within these limits, from ``min(minimum, wanted)`` to
-            `wanted`; the bound is kept with a margin for the differences that are usual.
+            `wanted`.
         """
         *_, largest_tokens, largest_context = self._largest
 
@@ -189,15 +187,15 @@ class CostModel:
                 or self.predict(total) * self.margin > bound_seconds
             )
 
-        least = min(minimum, wanted)
-        return least + bisect_right(range(least + 1, wanted + 1), False, key=is_too_much)
+        minimum = min(minimum, wanted)
+        return minimum + bisect_right(range(minimum + 1, wanted + 1), False, key=is_too_much)
 
     def _is_familiar(self, features: list[float]) -> bool:
         pairs = zip(features, self._largest, strict=True)
         return all(feature <= NOVELTY * largest for feature, largest in pairs)
 
     def _without_outlier(self, work: StepWork, seconds: float) -> float:
-        """The seconds to learn from, no further from the prediction than usual."""
+        """The seconds, clipped to the usual difference from the prediction."""
         predicted = self.predict(work)
         if predicted == 0:
             return seconds
@@ -209,7 +207,7 @@ class CostModel:
             predicted = self.predict(work)
         edge = CLIP * self._usual
         clipped = min(max(math.log(seconds / predicted), -edge), edge)
-        self._usual += USUAL_RATE * (max(abs(clipped), LEAST_USUAL) - self._usual)
+        self._usual += USUAL_RATE * (max(abs(clipped), MIN_USUAL) - self._usual)
         self.drift *= math.exp(DRIFT_RATE * clipped)
         return predicted * math.exp(clipped)
 
@@ -220,9 +218,10 @@ class CostModel:
         return low > CHANGE or high < -CHANGE
 
     def _descend(self) -> None:
-        """Lower the sum of squares, one coefficient at a time to its best value >= 0.
+        """Lower the sum of squares: set one coefficient at a time to its best value >= 0.
 
-        What the data leave open stays as it was. The scale of a feature makes no difference.
+        Coefficients that the data do not determine keep their values. The scale of a feature does
+        not matter.
         """
         coefficients = self.coefficients
         decodes, chunks = self._decodes, self._chunks

@@ -1,4 +1,4 @@
-"""Who is admitted next: waiting requests in the order of a policy. Knows no mlx."""
+"""Which waiting request is admitted next, and which running one is preempted. Knows no mlx."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,11 +10,11 @@ from mlx_paged.request import Request
 
 
 class Policy(StrEnum):
-    """In which order waiting requests are admitted."""
+    """The order in which waiting requests are admitted."""
 
     FCFS = "fcfs"  # first come, first served
-    PRIORITY = "priority"  # lower numbers first, then as they came
-    SHORTEST = "shortest"  # shorter prompts first, less what they gained by waiting
+    PRIORITY = "priority"  # lower numbers first, then by arrival
+    SHORTEST = "shortest"  # shorter prompts first; waiting makes a prompt count as shorter
 
     @classmethod
     def _missing_(cls, value: object) -> Never:
@@ -23,33 +23,32 @@ class Policy(StrEnum):
 
 
 class _Entry(NamedTuple):
-    key: tuple[float, ...]  # least first
-    serial: int  # of the push; tells a live entry from one that was removed
+    key: tuple[float, ...]  # smallest first
+    serial: int  # number of the push; a removed entry has an old one
     request: Request
 
 
 class WaitingQueue:
-    """Waiting requests, next one first.
+    """Waiting requests in the order of a policy.
 
-    Preempted requests come before those of their class that never ran, oldest first: before all
-    others, under `Policy.PRIORITY` before others of the same priority. They hold a promise, and
-    tokens that somebody may already have read.
+    Preempted requests come first, oldest first; under `Policy.PRIORITY` they come first among those
+    of the same priority. The caller may already have read some of their tokens.
 
-    Under `Policy.SHORTEST` a prompt gets shorter by `ageing` tokens for every second it waits, so
-    one of n tokens is overtaken only by requests that come less than n / ageing seconds after it.
-    All waiting requests age at the same rate: the order of ``num_tokens - ageing * waited`` is at
-    any time that of ``num_tokens + ageing * arrival_time``, which never changes, so a heap will do.
+    Under `Policy.SHORTEST` a prompt's length counts as `ageing` tokens less for each second that it
+    waits. Only requests that arrive less than n / ageing seconds later can overtake a prompt of n
+    tokens. All waiting requests age at the same rate, so ``num_tokens + ageing * arrival_time``,
+    which never changes, gives the same order as ``num_tokens - ageing * waited``.
 
-    A request's place is settled when it is pushed; to change its priority, remove it and push it
-    again. Removal leaves the heap's entry behind until it comes up or until such entries are the
-    majority. Peeking is O(1), the rest O(log n) amortised.
+    The order is fixed when a request is pushed; to change its priority, remove it and push it
+    again. A removed entry stays in the heap until it is on top, or until most entries are removed
+    ones. `peek` is O(1), the other methods O(log n) amortised.
 
     Args:
-        policy: which comes first.
+        policy: the order.
         ageing: tokens per second, >= 0, for `Policy.SHORTEST`. At 0 a long prompt may wait forever.
 
     Raises:
-        ValueError: unknown policy or bad ageing.
+        ValueError: the policy is unknown, or `ageing` is negative or not finite.
     """
 
     def __init__(self, policy: Policy = Policy.FCFS, ageing: float = 1000.0) -> None:
@@ -68,15 +67,11 @@ class WaitingQueue:
         return request.id in self._live
 
     def __iter__(self) -> Iterator[Request]:
-        """Waiting requests in the order of admission. Sorts: not for every step."""
+        """Waiting requests in the order of admission. Sorts them: too slow for each step."""
         return (entry.request for entry in sorted(filter(self._is_live, self._heap)))
 
     def push(self, request: Request) -> None:
-        """Queue a request: a new one or one that was preempted.
-
-        Raises:
-            ValueError: it waits already.
-        """
+        """Add a new or preempted request; ValueError if it waits already."""
         if request in self:
             raise ValueError(
                 f"[WaitingQueue] request is {request.id}, which waits already: "
@@ -87,30 +82,18 @@ class WaitingQueue:
         heappush(self._heap, _Entry(self._key(request), self._num_pushed, request))
 
     def peek(self) -> Request:
-        """The request to admit next.
-
-        Raises:
-            IndexError: nobody waits.
-        """
+        """The request to admit next; IndexError if none waits."""
         return self._heap[0].request
 
     def pop(self) -> Request:
-        """Take out the request to admit next.
-
-        Raises:
-            IndexError: nobody waits.
-        """
+        """Remove the request to admit next and return it; IndexError if none waits."""
         request = heappop(self._heap).request
         del self._live[request.id]
         self._drop_removed()
         return request
 
     def remove(self, request: Request) -> None:
-        """Take out a request, wherever it stands.
-
-        Raises:
-            ValueError: it does not wait.
-        """
+        """Remove any waiting request; ValueError if it does not wait."""
         if self._live.pop(request.id, None) is None:
             raise ValueError(
                 f"[WaitingQueue] request is {request.id}, which does not wait: "
@@ -131,7 +114,7 @@ class WaitingQueue:
         return self._live.get(entry.request.id) == entry.serial
 
     def _drop_removed(self) -> None:
-        """Rid the heap of removed entries on top, and of all of them once most are."""
+        """Drop removed entries on top of the heap, and all of them once they are the majority."""
         if len(self._heap) > 2 * len(self._live):
             self._heap = list(filter(self._is_live, self._heap))
             heapify(self._heap)
@@ -140,11 +123,11 @@ class WaitingQueue:
 
 
 class PreemptionPolicy(StrEnum):
-    """Which running request is preempted; it is computed again later, with the same outcome."""
+    """Which running request is preempted. It is computed again later, with the same result."""
 
-    NEWEST = "newest"  # the last to arrive: the fewest steps are repeated, nobody starves
-    LONGEST = "longest"  # the most tokens in the pool: the fewest preemptions
-    FEWEST_GENERATED = "fewest-generated"  # the least visible progress is held up
+    NEWEST = "newest"  # the last to arrive: repeats the fewest steps, and no request starves
+    LONGEST = "longest"  # the most tokens in the pool: causes the fewest preemptions
+    FEWEST_GENERATED = "fewest-generated"  # delays the request with the least visible progress
 
 
 _RANK: dict[PreemptionPolicy, Callable[[Request], int]] = {
@@ -155,6 +138,6 @@ _RANK: dict[PreemptionPolicy, Callable[[Request], int]] = {
 
 
 def choose_preempted(candidates: list[Request], policy: PreemptionPolicy) -> Request:
-    """The one to preempt: lowest priority first, then by policy, then the newest."""
+    """The request to preempt: largest priority number first, then by policy, then the newest."""
     rank = _RANK[policy]
     return max(candidates, key=lambda request: (request.priority, rank(request), request.id))

@@ -1,4 +1,4 @@
-"""TODO."""
+"""What the engine and a runner exchange: steps, sampled tokens, results. Knows no mlx."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
@@ -8,11 +8,11 @@ from mlx_paged.scheduler.step import Step
 
 
 class SampledToken(NamedTuple):
-    """The next token of one request; for a beam only its most likely ones count.
+    """The next token of one request. A beam search uses only `top`.
 
     Attributes:
-        logprob: of the token under the model, after penalties, before temperature and filters.
-        top: most likely tokens and their log-probabilities, best first, as many as asked for.
+        logprob: of the token, after penalties, before temperature and filters.
+        top: the most likely tokens and their log-probabilities, best first.
         error: why there is no token.
     """
 
@@ -24,46 +24,46 @@ class SampledToken(NamedTuple):
 
 
 class Launched(Protocol):
-    """A step under way."""
+    """A step that a runner has started."""
 
     @property
     def requests(self) -> list[Request]:
-        """Those that get a token."""
+        """The requests that get a token."""
 
     @property
     def errors(self) -> dict[int, Exception]:
-        """What is known to have failed, by index into `requests`."""
+        """Known errors by index into `requests`."""
 
 
 LaunchedT = TypeVar("LaunchedT", bound=Launched)
 
 
 class Runner(Protocol[LaunchedT]):
-    """What computes steps: the model, or a stand-in for tests."""
+    """Computes steps: the model, or a fake one in tests."""
 
     def launch(self, step: Step, before: LaunchedT | None) -> LaunchedT:
-        """Start a step; tokens that `before` is still choosing are taken from there.
+        """Start a step. Input tokens that are not known yet come from `before`.
 
-        Its restores come before its spans, whose snapshots are filled once they are known.
+        Recurrent states are restored before the spans are computed. The spans' snapshots are
+        filled as soon as their states are computed.
         """
 
     def collect(self, launched: LaunchedT) -> list[SampledToken]:
-        """Wait for a step; one choice for each of its requests, in order."""
+        """Wait for a step; return one token for each of its requests, in order."""
 
     def drop(self, request: Request) -> None:
-        """Forget what is kept for a request outside the pool; if it has a snapshot, that is where
-        its recurrent states go."""
+        """Drop a request's recurrent states; if it has a snapshot, they move there."""
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Let a child begin with what is kept for its parent outside the pool."""
+        """Let a child start with its parent's recurrent states."""
 
     def recover(self) -> None:
-        """Give up steps under way and everything that they may have damaged."""
+        """Discard the steps under way and all states that they may have damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A step that failed: whom it dealt with, and what was raised."""
+    """A step that failed: its requests and the exception."""
 
     requests: list[Request]
     error: BaseException
@@ -71,19 +71,19 @@ class Fault:
 
 @dataclass(slots=True)
 class StepResult:
-    """A step that ended, or `step` None if there was nothing to compute.
+    """The step that ended in a call, and the steps that the call launched.
 
     Attributes:
-        seconds: that the host spent on it: launching it, which on a CPU takes most of its
-            computation, and then waiting for it. Those of all steps add up to the time that passed.
-        schedule_seconds: of the call, whichever step they were spent on; so are the next two.
-        launch_seconds: building and handing over.
-        wait_seconds: for the device.
+        step: None if there was nothing to compute.
+        seconds: host time of `step`: launch plus wait. Summed over all steps it equals wall time.
+        schedule_seconds: of the call, for any step; so are the next two.
+        launch_seconds: building and submitting the graph.
+        wait_seconds: waiting for the device.
         prompt_tokens: of `step`.
-        launched: what was launched in the call.
-        launched_prompt_tokens: of those.
-        blocks_in_use: when it was launched.
-        fault: this step or the one launched meanwhile failed; the choices are valid nonetheless.
+        launched: the steps launched in the call.
+        launched_prompt_tokens: of these steps.
+        blocks_in_use: when `step` was launched.
+        fault: `step` or a launched one failed. The choices are still valid.
     """
 
     step: Step | None = None

@@ -1,4 +1,4 @@
-"""Which tokens are computed in a step: decodes first, then prompt chunks. Knows no mlx."""
+"""Which tokens a step computes: decodes first, then prefill chunks. Knows no mlx."""
 
 from collections.abc import Iterable
 
@@ -13,34 +13,34 @@ from mlx_paged.scheduler.step import Span, Step, sort_by_pending
 
 
 class Scheduler:
-    """Decodes first, prompt chunks while the budget lasts, waiting requests as soon as they fit.
+    """Schedules decodes first, then prefill chunks within the budget, then waiting requests.
 
-    Every step gives each running request its next token before any prompt is touched, and computes
-    a bounded piece of prompts beside them, so that a long prompt cannot freeze running streams
-    (stall-free batching; Agrawal et al. 2024, arXiv:2403.02310, section 4.2). The bound is a number
-    of tokens and, with `max_stall`, a predicted time. A request whose last token is under way makes
-    room in the next step. When a running request finds no block, another one is preempted: its
-    blocks are freed and its tokens computed again later.
+    Each step computes the next token of every running stream and a bounded number of prompt tokens,
+    so that a long prompt cannot stall running streams (stall-free batching; Agrawal et al. 2024,
+    arXiv:2403.02310, section 4.2). The bound is a number of tokens and, with `max_stall`, a
+    predicted time. A request whose last token is under way leaves the batch in the next step. If a
+    running request needs a block and none is free, another request is preempted: its blocks are
+    freed, and its tokens are computed again later.
 
-    A request is waiting, or running, or neither: then it has ended, and may be parked. Parked
-    sequences hold blocks without being computed: forks that wait for their turn, and ended requests
-    kept for later forks. They are the first to give their blocks back.
+    A request waits, runs, or has ended. Parked sequences hold blocks but are not computed: forks
+    that wait, and ended requests kept for later forks. They lose their blocks before any running
+    request is preempted.
 
     Args:
-        allocator: the pool's bookkeeping.
-        max_running: requests computed side by side at most.
+        allocator: owns the blocks.
+        max_running: requests computed in a step at most.
         prefill_chunk: prompt tokens computed in a step at most.
-        prefix_cache: share the blocks of prompts that start alike.
+        prefix_cache: whether prompts with equal prefixes share blocks.
         policy: order of the waiting requests.
-        victims: who is preempted.
-        max_stall: seconds that a step with running streams may take; None: no such bound.
-        watermark: blocks that an admission must leave while others run, so that it is not undone
-            by the next steps; at least one for each running request.
-        rewinds: whether a sequence's K/V is all there is to it, so that it may go on from any
-            point; a recurrent state knows only the last.
-        most_snapshots: where it does not, how many prefixes' states are kept; 0: none is shared.
-        window: tokens that any layer sees at most, the newest included; blocks that fall out of it
-            are given up. None: some layer sees everything.
+        victims: which request is preempted.
+        max_stall: predicted seconds of a step with running streams at most; None: no such bound.
+        watermark: free blocks that an admission must leave while others run, so that the next steps
+            do not preempt it; at least one for each running request.
+        rewinds: whether a sequence can continue from any earlier position. A model with recurrent
+            states can not.
+        max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
+        window: the largest window of any layer, in tokens, the newest included; blocks outside it
+            are freed. None: some layer attends to all tokens.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Scheduler:
         max_stall: float | None = None,
         watermark: int = 0,
         rewinds: bool = True,
-        most_snapshots: int = 0,
+        max_snapshots: int = 0,
         window: int | None = None,
     ) -> None:
         if max_running < 1:
@@ -63,14 +63,14 @@ class Scheduler:
         self.allocator = allocator
         self.max_running = max_running
         self.budget = ChunkBudget(prefill_chunk, max_stall)
-        self.prefix_cache = prefix_cache and (rewinds or most_snapshots > 0)
+        self.prefix_cache = prefix_cache and (rewinds or max_snapshots > 0)
         self.victims = victims
         self.watermark = watermark
         self.rewinds = rewinds
         self.window = window
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
-            self._plan = SnapshotPlan(allocator, most_snapshots)
+            self._plan = SnapshotPlan(allocator, max_snapshots)
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
         self.running: dict[int, Request] = {}  # by id, oldest admission first
@@ -82,11 +82,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def check_fits(self, request: Request) -> None:
-        """Refuse what could never be computed.
-
-        Raises:
-            ValueError: the request needs more blocks than the pool has.
-        """
+        """Raise ValueError if the request needs more blocks than the pool has."""
         needed = self.allocator.blocks_needed(request.max_kv_tokens)
         if needed > self.allocator.num_blocks:
             raise ValueError(
@@ -97,15 +93,15 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> None:
-        """Queue a request; ValueError as :meth:`check_fits`."""
+        """Queue a request; ValueError if it can never fit."""
         self.check_fits(request)
         self.waiting.push(request)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Start `child`, whose tokens begin with all of `parent`'s, on the parent's blocks.
 
-        It runs at once if a place is free, and else waits with its blocks. Where there is nothing
-        to share it waits like any other request.
+        The child runs at once if fewer than `max_running` requests run; otherwise it waits with its
+        blocks. If there are no blocks to share, it waits as a new request.
         """
         is_past = parent.num_computed >= len(child.tokens)
         if parent.id not in self.allocator or (is_past and not self.rewinds):
@@ -115,10 +111,10 @@ class Scheduler:
         child.num_computed = min(child.num_computed, len(child.tokens) - 1)
 
     def schedule(self) -> Step:
-        """Pick this step's tokens and make their slots writable."""
+        """Choose this step's tokens and make their slots writable."""
         step = Step()
         if self._isolated:
-            self._schedule_suspect(step)
+            self._schedule_isolated(step)
             return step
         decodes, chunks, exhausted = sort_by_pending(self.running.values())
         for request in exhausted:
@@ -129,7 +125,7 @@ class Scheduler:
         return step
 
     def complete(self, request: Request) -> None:
-        """Take a request out, wherever it is; its blocks are freed, cached, or kept parked."""
+        """Remove a request. Its blocks are freed, which caches them, or stay parked."""
         self._isolated.pop(request.id, None)
         if request in self.waiting:
             self.waiting.remove(request)
@@ -137,29 +133,29 @@ class Scheduler:
             self._hand_over_samples(request)
         if request.id in self.running:
             self._leave_running(request)
-        elif not request.keep:
+        elif not request.keep_blocks:
             self.release(request)
 
     def park(self, request: Request) -> None:
-        """Park a running request that cannot go on before others have got where it is."""
+        """Park a running request that has to wait for others."""
         if self.running.pop(request.id, None) is not None:
             self.parked[request.id] = request
 
     def unpark(self, request: Request) -> None:
-        """A parked request has a token to compute again."""
+        """Run or queue a parked request, which has a token to compute again."""
         if request.id in self.parked and len(self.running) < self.max_running:
             self.running[request.id] = self.parked.pop(request.id)
         elif request not in self.waiting:
             self.waiting.push(request)
 
     def release(self, request: Request) -> None:
-        """Give up a parked sequence's blocks, if it still has them."""
+        """Free a parked sequence's blocks, if it still has them."""
         if self.parked.pop(request.id, None) is not None:
             self._free(request)
 
     def commit(self, step: Step) -> None:
-        """The step's K/V is in the pool, or will be before any later step reads it: offer blocks
-        that became full for reuse, as far as their tokens are known."""
+        """Register the blocks that the step filled, as far as their tokens are known. Their K/V is
+        in the pool before any later step reads it."""
         if not self.prefix_cache:
             return
         block_size = self.allocator.block_size
@@ -171,27 +167,27 @@ class Scheduler:
                     self.allocator.attach_snapshot(span.request.id, span.request.tokens, snapshot)
 
     def clear(self, request: Request) -> None:
-        """The request got a token: no suspicion of an earlier fault remains."""
+        """The request got a token, so it did not cause an earlier fault: do not isolate it."""
         if self._isolated.pop(request.id, None) is not None:
             request.num_faults = 0
 
     def recover(self, failed: Iterable[Request]) -> None:
-        """Start over after a step that failed half way, when no K/V can be trusted.
+        """Start over after a failed step, when all K/V may be wrong.
 
-        Every sequence is computed again. The step's requests are run one at a time until each has
-        got a token, so that the next failure names its culprit.
+        All sequences are computed again. The `failed` requests run one at a time until each has a
+        token, so that the next failure shows which request causes it.
         """
         for request in list(self.running.values()):
             self._preempt(request)
-        for request in list(self.parked.values()):
-            self._evict_parked(request)
+        while self.parked:
+            self._evict_parked()
         self.allocator.forget_prefixes()
         for request in self.waiting:
             request.num_in_flight = 0
         for request in failed:
             if request.is_finished:
                 continue
-            request.error = None  # that step's, and nobody has been told
+            request.error = None  # of the failed step; the caller does not know it
             if request not in self.waiting:  # its last token was under way
                 request.num_in_flight = request.num_computed = 0
                 self.waiting.push(request)
@@ -200,20 +196,15 @@ class Scheduler:
     # What is computed
 
     def _schedule_decodes(self, step: Step, decodes: list[Request]) -> None:
-        if self._is_plain(decodes):
+        fits = self.window is None and len(decodes) <= self.allocator.num_available
+        if fits and not any([request.samples for request in decodes]):
             positions = [request.num_computed for request in decodes]
             step.copies += self.allocator.append_each([r.id for r in decodes], positions)
             step.add_decodes(decodes, positions)
             return
         for request in decodes:
-            if request.id in self.running:  # not preempted for one before it
+            if request.id in self.running:  # not preempted by an earlier one
                 self._schedule(step, request, 1)
-
-    def _is_plain(self, decodes: list[Request]) -> bool:
-        """Whether each of them gets a token and nothing else: no block is given up for it."""
-        if self.window is not None or len(decodes) > self.allocator.num_available:
-            return False
-        return not any([request.samples for request in decodes])
 
     def _schedule_chunks(self, step: Step, chunks: list[Request]) -> None:
         for i, request in enumerate(chunks, 1):
@@ -222,7 +213,7 @@ class Scheduler:
                 self._schedule(step, request, budget)
 
     def _schedule(self, step: Step, request: Request, budget: int) -> None:
-        """Give a running request a span, making room for it if it takes that."""
+        """Add a span of a running request; preempt others if no block is free."""
         start = request.num_computed
         stop = start + min(request.num_pending, budget)
         if self._plan is not None:
@@ -260,8 +251,8 @@ class Scheduler:
             self.parked[child.id] = child
             self.waiting.push(child)
 
-    def _schedule_suspect(self, step: Step) -> None:
-        """One request alone, with all others parked."""
+    def _schedule_isolated(self, step: Step) -> None:
+        """Compute one isolated request alone."""
         request = next(iter(self._isolated.values()))
         if request.is_exhausted:
             return
@@ -278,8 +269,8 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_running:
             request = self.waiting.peek()
             if request.id in step.requests or request.num_in_flight:
-                break  # preempted or forked just now
-            if request.id not in self.parked and not self._is_worth_it(step, request):
+                break  # preempted or forked in this step
+            if request.id not in self.parked and not self._can_start(step, request):
                 break
             if not self._enter(step, request, self._spare_blocks(request)):
                 break
@@ -289,26 +280,26 @@ class Scheduler:
                 self._schedule(step, request, budget)
 
     def _next_to_admit(self) -> list[Request]:
-        """Whoever comes next, if there is a place for him."""
-        has_place = self.waiting and len(self.running) < self.max_running
-        return [self.waiting.peek()] if has_place else []
+        """The next request to admit, if another one may run."""
+        may_run = self.waiting and len(self.running) < self.max_running
+        return [self.waiting.peek()] if may_run else []
 
-    def _is_worth_it(self, step: Step, request: Request) -> bool:
-        """Whether the step still takes prompt tokens that nobody computes in it already."""
+    def _can_start(self, step: Step, request: Request) -> bool:
+        """Whether the step can compute enough prompt tokens that it does not compute already."""
         budget = self.budget.left(step, request)
-        enough = budget >= self.budget.least(request)
+        enough = budget >= self.budget.min_to_admit(request)
         if not enough or not self.prefix_cache:
             return enough
         return not is_under_way(request, step, budget, self.allocator.block_size)
 
     def _spare_blocks(self, request: Request) -> int:
-        """Blocks that the admission of `request` must leave for the next steps of all."""
+        """Free blocks that admitting `request` must leave for the next steps."""
         if not self.running:
             return 0
         return max(len(self.running), self.watermark) + len(request.samples)
 
     def _enter(self, step: Step, request: Request, spare: int) -> bool:
-        """Make a waiting request a running one, if there are blocks for all its tokens."""
+        """Make a waiting request a running one if there are blocks for all its tokens."""
         if self.parked.pop(request.id, None) is None and not self._allocate(step, request, spare):
             return False
         self.running[request.id] = request
@@ -328,9 +319,10 @@ class Scheduler:
             except OutOfBlocksError:
                 if not self.parked:
                     return False
-                self._evict_parked(next(iter(self.parked.values())))
+                self._evict_parked()
         step.copies += admission.copies
-        request.num_computed, request.branch = admission.num_cached, admission.branch
+        request.num_computed = admission.num_cached
+        request.prefix_without_state = admission.prefix_without_state
         if admission.snapshot is not None:
             step.restores.append((request, admission.snapshot))
         if request.num_preempted == 0:
@@ -339,11 +331,9 @@ class Scheduler:
         return True
 
     def _make_room(self, step: Step) -> Request:
-        """Free somebody's blocks; return whose."""
+        """Free the blocks of a parked or running request; return that request."""
         if self.parked:
-            parked = next(iter(self.parked.values()))
-            self._evict_parked(parked)
-            return parked
+            return self._evict_parked()
         candidates = [r for r in self.running.values() if r.id not in step.requests]
         victim = choose_preempted(candidates, self.victims)
         self._preempt(victim)
@@ -351,7 +341,7 @@ class Scheduler:
         return victim
 
     def _preempt(self, request: Request) -> None:
-        """Free a running request's blocks and queue it, its tokens to be computed again."""
+        """Free a running request's blocks and queue it; its tokens are computed again later."""
         del self.running[request.id]
         self.allocator.free(request.id)
         request.num_computed = 0
@@ -359,22 +349,23 @@ class Scheduler:
         self.num_preemptions += 1
         self.waiting.push(request)
 
-    def _evict_parked(self, request: Request) -> None:
-        """Free a parked sequence's blocks; if it waits, it will be computed again."""
-        del self.parked[request.id]
+    def _evict_parked(self) -> Request:
+        """Free the oldest parked sequence's blocks; if it waits, it is computed again later."""
+        request = self.parked.pop(next(iter(self.parked)))
         self.allocator.free(request.id)
         request.num_computed = 0
+        return request
 
     def _leave_running(self, request: Request) -> None:
-        """A running request needs no further step: the last token's own K/V is never wanted."""
+        """Stop running a request. The last token's K/V is never needed."""
         del self.running[request.id]
-        if request.keep:
+        if request.keep_blocks:
             self.parked[request.id] = request
         else:
             self._free(request)
 
     def _free(self, request: Request) -> None:
-        """Free the blocks, their content on offer to prompts that begin with these tokens."""
+        """Free the blocks. Prompts that begin with these tokens can still reuse them."""
         num_computed = min(request.num_computed, len(request.tokens))
         if self.prefix_cache and num_computed:
             self.allocator.register_tail(request.id, request.tokens, num_computed)
@@ -383,7 +374,7 @@ class Scheduler:
         self.allocator.free(request.id)
 
     def _hand_over_samples(self, request: Request) -> None:
-        """A prompt's first sample leaves before the others forked off: the next takes its place."""
+        """The first sample of a prompt ends before the others forked: the next one replaces it."""
         alive = [sample for sample in request.samples if not sample.is_finished]
         request.samples = []
         if not alive:

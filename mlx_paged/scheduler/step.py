@@ -1,4 +1,4 @@
-"""What one forward of the model is to do. Knows no mlx."""
+"""What one forward pass of the model computes. Knows no mlx."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,13 @@ from mlx_paged.scheduler.cost_model import StepWork
 
 @dataclass(slots=True, eq=False)  # not frozen, which would double the time to make one
 class Span:
-    """Token positions ``[start, stop)`` of one request, to be computed in this step.
+    """Token positions ``[start, stop)`` of one request that this step computes.
 
     Attributes:
-        samples: whether the step yields the request's next token: nothing known is left to compute.
-        forks: further samples of the same prompt, each of which draws its first token here too.
-        snapshots: of the request's recurrent states, to be taken on the way, by position.
+        samples: whether the step samples the request's next token, because all known tokens are
+            then computed.
+        forks: other samples of the same prompt; each draws its first token in this step.
+        snapshots: of the request's recurrent states within the span, ordered by position.
     """
 
     request: Request
@@ -31,7 +32,7 @@ class Span:
         return self.stop - self.start
 
     def pieces(self) -> list["Span"]:
-        """The span cut at its snapshots, each of which is then the state after a piece."""
+        """The span cut at its snapshots: each snapshot is the state after a piece."""
         if not self.snapshots:
             return [self]
         pieces, start = [], self.start
@@ -48,9 +49,9 @@ class Span:
 def sort_by_pending(
     requests: Iterable[Request],
 ) -> tuple[list[Request], list[Request], list[Request]]:
-    """Requests with one token to compute, those with more, and those that want no further one."""
+    """Requests with one token to compute, with several, and with no further token to generate."""
     decodes, chunks, exhausted = [], [], []
-    for request in requests:  # all of them in every step: properties would double the time
+    for request in requests:  # all requests in each step: properties would double the time
         num_tokens = len(request.tokens) + request.num_in_flight
         limit = request.num_prompt + request.params.max_tokens
         if num_tokens >= limit or request.error is not None:
@@ -64,12 +65,13 @@ def sort_by_pending(
 
 @dataclass(slots=True)
 class Step:
-    """Spans to compute; `copies` come before anything is written, and so do `restores`: what the
-    recurrent states of requests begin with.
+    """The spans that one forward pass computes.
 
     Attributes:
-        requests: ids that this step deals with.
-        prompt_tokens: tokens of prompts that are computed, also those that are computed again.
+        copies: block copies to perform before any K/V is written.
+        restores: snapshots from which requests' recurrent states start.
+        requests: ids of all requests that are computed, forked or preempted in this step.
+        prompt_tokens: prompt tokens computed, also those that are computed again.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -95,7 +97,7 @@ class Step:
             self.chunk_context += (span.stop * (span.stop + 1) - span.start * (span.start + 1)) // 2
 
     def add_decodes(self, requests: Sequence[Request], positions: Sequence[int]) -> None:
-        """Compute the last token of each request, from which the next one is drawn."""
+        """Compute the last token of each request and sample the next one."""
         stops = [position + 1 for position in positions]
         self.spans += map(Span, requests, positions, stops, repeat(True))
         for request, stop in zip(requests, stops, strict=True):
@@ -112,7 +114,7 @@ class Step:
 
     @property
     def work(self) -> StepWork:
-        """What the step has to compute, as the cost model counts it."""
+        """The step's work as the cost model counts it."""
         return StepWork(
             self.decode_rows, self.decode_context, self.chunk_tokens, self.chunk_context
         )

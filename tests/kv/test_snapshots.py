@@ -45,7 +45,7 @@ def admitted(allocator: BlockAllocator, tokens: list[int]) -> Admission:
 
 class TestWhatIsFound:
     @pytest.mark.parametrize(
-        ("positions", "prompt", "num_cached", "branch", "miss"),
+        ("positions", "prompt", "num_cached", "prefix_without_state", "miss"),
         [
             ((), range(30), 0, 24, "no_state"),
             ((16,), range(30), 16, 24, "no_state"),
@@ -63,13 +63,15 @@ class TestWhatIsFound:
             ((8,), [0], 0, 0, "too_short"),
         ],
     )
-    def test_ends_where_states_are_kept(self, positions, prompt, num_cached, branch, miss):
+    def test_ends_where_states_are_kept(
+        self, positions, prompt, num_cached, prefix_without_state, miss
+    ):
         allocator = make_allocator()
         known = finished(allocator, list(range(28)), *positions)
         admission = admitted(allocator, list(prompt))
-        assert (admission.num_cached, admission.branch, admission.miss) == (
+        assert (admission.num_cached, admission.prefix_without_state, admission.miss) == (
             num_cached,
-            branch,
+            prefix_without_state,
             miss,
         )
         assert admission.snapshot in (known if num_cached else [None])
@@ -218,7 +220,7 @@ class TestWhereTheyAreTaken:
         """The spans that compute a prompt."""
         allocator = BlockAllocator(64, BLOCK)
         scheduler = Scheduler(
-            allocator, 4, prefill_chunk, rewinds=False, most_snapshots=most, **options
+            allocator, 4, prefill_chunk, rewinds=False, max_snapshots=most, **options
         )
         request = Request(0, list(range(num_prompt)), SamplingParams(max_tokens=40), seed=0)
         scheduler.add(request)
@@ -257,7 +259,7 @@ class TestWhereTheyAreTaken:
         spans = self.spans(9, prefill_chunk=32)
         request = spans[0].request
         allocator = BlockAllocator(64, BLOCK)
-        scheduler = Scheduler(allocator, 4, 32, rewinds=False, most_snapshots=4)
+        scheduler = Scheduler(allocator, 4, 32, rewinds=False, max_snapshots=4)
         request.num_computed = 0
         scheduler.add(request)
         scheduler.schedule()

@@ -5,21 +5,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from fake_model import FakeClock
 
 from mlx_paged.metrics.timers import GcPauses
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture

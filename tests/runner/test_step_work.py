@@ -119,13 +119,13 @@ def test_decodes_of_an_unchanged_batch_read_no_token_on_the_host(model, calls):
 def composed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
     """Ids of the requests for whom columns of options were made, each time."""
     made: list[list[int]] = []
-    original = SamplingRows.of
+    original = SamplingRows.__init__
 
-    def of(requests, vocab):
+    def init(self, requests, vocab):
         made.append([request.id for request in requests])
-        return original(requests, vocab)
+        original(self, requests, vocab)
 
-    monkeypatch.setattr(SamplingRows, "of", of)
+    monkeypatch.setattr(SamplingRows, "__init__", init)
     yield made
 
 

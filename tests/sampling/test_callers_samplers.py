@@ -90,12 +90,14 @@ def test_no_sampler_leads_outside_the_vocabulary(given, token):
     assert sampled.tokens.tolist() == [token]
 
 
-def test_an_interrupt_in_a_sampler_is_not_the_rows_error():
-    def interrupt(logprobs: mx.array) -> mx.array:
-        raise KeyboardInterrupt
+def interrupt(*_: mx.array) -> mx.array:
+    raise KeyboardInterrupt
 
+
+@pytest.mark.parametrize("options", [{"sampler": interrupt}, {"logits_processors": [interrupt]}])
+def test_an_interrupt_is_not_the_rows_error(options):
     with pytest.raises(KeyboardInterrupt):
-        sample(random_logits(rows=1), [request(sampler=interrupt)])
+        sample(random_logits(rows=1), [request(**options)])
 
 
 @pytest.mark.parametrize("lookahead", [True, False])

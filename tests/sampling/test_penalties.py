@@ -350,14 +350,6 @@ def test_an_error_is_gone_with_its_step():
     assert [list(step.errors) for step in steps] == [[0], []]
 
 
-def test_an_interrupt_in_a_processor_is_not_the_rows_error():
-    def interrupt(tokens: mx.array, logits: mx.array) -> mx.array:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        sample(random_logits(rows=1), [request(logits_processors=[interrupt])])
-
-
 def test_a_processor_that_widens_its_logits_leaves_the_other_rows_narrow():
     logits = random_logits(rows=2, seed=6).astype(mx.bfloat16)
     widen = {"logits_processors": [lambda tokens, logits: logits.astype(mx.float32) * 2]}

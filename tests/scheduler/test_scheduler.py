@@ -6,7 +6,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import Span, Step
 
 
 def make_request(request_id: int, num_prompt: int, max_tokens: int = 8) -> Request:
@@ -233,3 +233,34 @@ def test_nobody_gives_way_to_those_for_whom_there_is_no_place():
     for request_id, length in enumerate((300, 20)):
         scheduler.add(make_request(request_id, length))
     assert [summary(scheduler.schedule()) for _ in range(2)] == [[(0, 0, 64)], [(0, 64, 128)]]
+
+
+def half_generated(request_id: int) -> Request:
+    """Five tokens of a prompt, three generated ones."""
+    request = make_request(request_id, 5)
+    request.tokens += [2] * 3
+    return request
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([(0, 3)], 3),
+        ([(2, 5)], 3),
+        ([(5, 6)], 0),
+        ([(3, 8)], 2),  # a preempted request computes its generated tokens again
+        ([(0, 3), (4, 5), (7, 8)], 4),
+    ],
+    ids=["head", "tail", "decode", "recomputed", "several"],
+)
+def test_prompt_tokens_are_those_before_the_first_generated_one(spans, expected):
+    step = Step()
+    for i, (start, stop) in enumerate(spans):
+        step.add(Span(half_generated(i), start, stop, samples=stop == 8))
+    assert step.prompt_tokens == expected
+
+
+def test_a_decode_may_compute_the_last_token_of_a_prompt():
+    step = Step()
+    step.add_decodes([half_generated(i) for i in range(4)], [4, 5, 7, 4])
+    assert step.prompt_tokens == 2

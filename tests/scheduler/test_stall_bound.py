@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from fake_model import FakeClock
 
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
@@ -15,16 +16,6 @@ from mlx_paged.scheduler.step import Step
 BASE, ROW, TOKEN, CONTEXT = 5e-3, 1e-3, 0.2e-3, 1e-7
 
 
-class Clock:
-    """Seconds that pass only when somebody works."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Launched:
     def __init__(self, step: Step) -> None:
         self.step = step
@@ -35,7 +26,7 @@ class Launched:
 class FakeMachine:
     """A runner that takes a known time, with noise, and always says token 7."""
 
-    def __init__(self, clock: Clock, slowness: float = 1.0) -> None:
+    def __init__(self, clock: FakeClock, slowness: float = 1.0) -> None:
         self.clock = clock
         self.slowness = slowness
         self.noise = np.random.default_rng(0)
@@ -57,15 +48,17 @@ class FakeMachine:
     def recover(self) -> None: ...
 
 
-def make_engine(max_stall: float | None, lookahead: bool = False) -> tuple[EngineCore, Clock]:
-    clock = Clock()
+def make_engine(max_stall: float | None, lookahead: bool = False) -> tuple[EngineCore, FakeClock]:
+    clock = FakeClock()
     scheduler = Scheduler(BlockAllocator(8000, 16), 16, 512, max_stall=max_stall)
     stats = EngineStats(16, 1, 8000)
     machine = FakeMachine(clock)
     return EngineCore(scheduler, machine, stats, lookahead=lookahead, clock=clock), clock
 
 
-def run_streams_and_a_long_prompt(engine: EngineCore, clock: Clock) -> tuple[list[float], float]:
+def run_streams_and_a_long_prompt(
+    engine: EngineCore, clock: FakeClock
+) -> tuple[list[float], float]:
     """Gaps between tokens of 8 streams while a 6,000-token prompt is computed; its TTFT."""
     streams = [engine.add_request([1, 2, 3], max_tokens=4000) for _ in range(8)]
     warm_up = engine.add_request(list(range(2000)), max_tokens=1)
@@ -150,7 +143,7 @@ def test_nobody_is_let_in_for_a_few_tokens(lookahead):
 
 
 def test_with_chunks_below_the_smallest_prompts_are_let_in():
-    clock = Clock()
+    clock = FakeClock()
     scheduler = Scheduler(BlockAllocator(800, 16), 16, MIN_CHUNK // 2, max_stall=8e-3)
     machine, stats = FakeMachine(clock), EngineStats(16, 1, 800)
     engine = EngineCore(scheduler, machine, stats, lookahead=False, clock=clock)

@@ -273,7 +273,7 @@ def fake_simulation(seed: int, index: int) -> Simulation:
         max_stall=setting.max_stall,
         watermark=setting.watermark,
         rewinds=not setting.recurrent,
-        most_snapshots=setting.most_snapshots,
+        max_snapshots=setting.most_snapshots,
     )
     clock = FakeClock()
     inner = FakeRunner(allocator, clock, random.Random(index), setting.recurrent)

@@ -1,4 +1,4 @@
-"""Who is admitted next: order by policy, preempted requests first, removal anywhere."""
+"""Which request is admitted next, and which one is preempted."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.policies import Policy, WaitingQueue
+from mlx_paged.scheduler.policies import Policy, PreemptionPolicy, WaitingQueue, choose_preempted
 
 AGEING = 10.0
 
@@ -155,3 +155,30 @@ def test_mistakes_are_named():
     for take in (queue.peek, queue.pop):
         with pytest.raises(IndexError):
             take()
+
+
+def running(request_id: int, num_computed: int, num_generated: int, priority: int = 0) -> Request:
+    request = make_request(request_id, 5, priority)
+    request.tokens += [2] * num_generated
+    request.num_computed = num_computed
+    return request
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (PreemptionPolicy.NEWEST, 4),
+        (PreemptionPolicy.LONGEST, 2),
+        (PreemptionPolicy.FEWEST_GENERATED, 3),
+    ],
+)
+def test_each_policy_has_its_victim(policy, expected):
+    candidates = [running(1, 9, 4), running(2, 30, 7), running(3, 5, 1), running(4, 12, 6)]
+    assert choose_preempted(candidates, policy).id == expected
+
+
+@pytest.mark.parametrize("policy", PreemptionPolicy)
+def test_the_largest_priority_number_gives_way_first_and_of_equals_the_newest(policy):
+    candidates = [running(1, 9, 4), running(2, 9, 4, priority=3), running(3, 9, 4, priority=3)]
+    assert choose_preempted(candidates, policy).id == 3
+    assert choose_preempted([*candidates[:1], running(5, 99, 0, priority=-1)], policy).id == 1
