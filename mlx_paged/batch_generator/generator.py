@@ -86,8 +86,8 @@ class BatchGenerator:
     ) -> None:
         if max_kv_size is not None and not hasattr(model, "make_cache"):
             raise ValueError(
-                f"[BatchGenerator] max_kv_size is {max_kv_size}: expected None; the model sets "
-                "the size of rotating caches"
+                f"[BatchGenerator] max_kv_size is {max_kv_size}: expected None, rotating caches "
+                "of a given size are not supported"
             )
         self.model = model
         self.max_tokens = max_tokens

@@ -29,11 +29,8 @@ class HeldBlocks:
 
     def __init__(self, request_id: int, make: Callable[[], Caches], returned: deque[int]) -> None:
         self._request_id = request_id
-        self._make = make
+        self.make = make
         self._returned = returned
-
-    def __call__(self) -> Caches:
-        return self._make()
 
     def __del__(self) -> None:
         self._returned.append(self._request_id)
@@ -60,7 +57,7 @@ class Response(GenerationBatch.Response):
     @property
     def prompt_cache(self) -> Caches | None:
         if isinstance(self._prompt_cache, HeldBlocks):
-            self._prompt_cache = self._prompt_cache()
+            self._prompt_cache = self._prompt_cache.make()
         return self._prompt_cache
 
     @prompt_cache.setter

@@ -178,7 +178,7 @@ class BeamSearch:
     Args:
         root: the prompt; its id is the search's.
         group: decides which hypotheses survive.
-        searches: searches under way by the request id of each hypothesis; kept up to date here.
+        searches: searches under way by the request id of each hypothesis; takes new hypotheses.
         make_request: makes a request of tokens, params, a seed, a priority and a salt.
         vocab_size: tokens that can be candidates; None: unknown.
     """
@@ -194,7 +194,6 @@ class BeamSearch:
         num_candidates = min(group.num_candidates, vocab_size or group.num_candidates)
         root.params = replace(root.params, logprobs=num_candidates)
         root.synchronous = True
-        searches[root.id] = self
         self.root = root
         self.group = group
         self._live = [root]

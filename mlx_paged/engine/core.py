@@ -188,13 +188,14 @@ class EngineCore:
         check_place("add_beam_search", priority, cache_salt)
         params = checked_params("add_beam_search", params, options, self._encode)
         vocab_size = self._encode.vocab_size
-        # If the vocabulary is unknown: each live hypothesis writes into a block of its own.
+        # Each live hypothesis writes into a block of its own.
         max_beams = vocab_size or self.scheduler.allocator.num_blocks
         check_beams(params, num_beams, length_penalty, early_stopping, max_beams)
         root = self._make_request(self._encode(prompt), params, 0, priority, cache_salt.encode())
         stop = self._outputs.stop_token_ids(root)
         group = BeamGroup(num_beams, params.max_tokens, length_penalty, early_stopping, stop)
-        BeamSearch(root, group, self._beams, self._make_request, vocab_size)
+        search = BeamSearch(root, group, self._beams, self._make_request, vocab_size)
+        self._beams[root.id] = search
         self._admit([root], lambda: self.scheduler.add(root))
         return root.id
 
@@ -232,8 +233,7 @@ class EngineCore:
         given = parent.params if inherits else checked_params("fork", params, options, self._encode)
         continuation = self._encode(suffix, continues=True)
         self._settle()
-        tokens = parent.tokens + continuation
-        seed = None if inherits else given.seed
+        tokens, seed = parent.tokens + continuation, None if inherits else given.seed
         child = self._make_request(tokens, given, seed, parent.priority, parent.salt)
         child.keep = keep
         self.scheduler.check_fits(child)

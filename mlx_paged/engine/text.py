@@ -55,25 +55,19 @@ class TextStream:
         """End the text; return the rest of it."""
         self._detokenizer.finalize()
         segment = self._emit(self._detokenizer.last_segment)
-        if not self.stopped:
-            segment += self._held
-            self.text += self._held
-            self._held = ""
-        return segment
+        held, self._held = self._held, ""
+        self.text += held
+        return segment + held
 
     def _emit(self, segment: str) -> str:
         if self.stopped:
             return ""
         pending = self._held + segment
         cut = self._first_stop(pending)
-        if cut is not None:
-            self.stopped = True
-            self._held = ""
-            certain = pending[:cut]
-        else:
-            keep = self._possible_stop(pending)
-            self._held = pending[len(pending) - keep :]
-            certain = pending[: len(pending) - keep]
+        self.stopped = cut is not None
+        end = len(pending) - self._possible_stop(pending) if cut is None else cut
+        self._held = "" if self.stopped else pending[end:]
+        certain = pending[:end]
         self.text += certain
         return certain
 
@@ -220,11 +214,10 @@ class OutputProcessor:
 
     def stop_token_ids(self, request: Request) -> Collection[int]:
         """Tokens that end the request."""
+        own = request.params.stop_token_ids
         if self.tokenizer is None or request.params.ignore_eos:
-            return request.params.stop_token_ids
-        if not request.params.stop_token_ids:
-            return self.tokenizer.eos_token_ids
-        return request.params.stop_token_ids.union(self.tokenizer.eos_token_ids)
+            return own
+        return own.union(self.tokenizer.eos_token_ids) if own else self.tokenizer.eos_token_ids
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of generated tokens, end-of-sequence token excluded; "" without a tokenizer."""
