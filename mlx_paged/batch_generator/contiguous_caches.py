@@ -1,4 +1,4 @@
-"""Sequences in the pool as mlx-lm's own caches."""
+"""Makes mlx-lm's own caches of sequences in the pool."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,17 +16,20 @@ from mlx_paged.runner.model_runner import ModelRunner
 def contiguous_caches(
     runner: ModelRunner, request: Request, tokens: Sequence[int], chunk: int
 ) -> list[Any]:
-    """mlx-lm's caches for the model, holding exactly `tokens`, evaluated.
+    """mlx-lm's caches of exactly `tokens`, evaluated.
 
-    What the pool has of them is copied out; what it has not (the newest token, or all of them once
-    the blocks were given away) is computed.
+    K/V in the pool is copied. The model computes the rest: the newest token, or all tokens if the
+    request has no blocks any more.
 
     Args:
-        request: whose tokens begin with `tokens`.
-        chunk: tokens computed at once at most.
+        request: its tokens start with `tokens`.
+        chunk: the largest number of tokens in one forward pass.
     """
     caches: list[Any] = make_prompt_cache(runner.model)
-    start = _num_available(runner, request, len(tokens))
+    start = min(request.num_computed, len(tokens))
+    is_recurrent = any(type(cache) is ArraysCache for cache in leaves(runner.caches))
+    if is_recurrent and request.num_computed > len(tokens):
+        start = 0  # a recurrent state cannot go back
     if start:
         _copy(runner, request, start, caches)
     for first in range(start, len(tokens), chunk):
@@ -36,19 +39,8 @@ def contiguous_caches(
     return caches
 
 
-def _num_available(runner: ModelRunner, request: Request, num_tokens: int) -> int:
-    """Leading tokens that need not be computed."""
-    if _is_recurrent(runner) and request.num_computed > num_tokens:
-        return 0  # a state cannot go back
-    return min(request.num_computed, num_tokens)
-
-
-def _is_recurrent(runner: ModelRunner) -> bool:
-    return any(type(cache) is ArraysCache for cache in leaves(runner.caches))
-
-
 def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: list[Any]) -> None:
-    """Put the first `num_tokens` of a request, or its states, into new caches."""
+    """Copy the K/V of the first `num_tokens` of a request, or its states, into new caches."""
     allocator = runner.manager.allocator
     num_blocks = allocator.blocks_needed(num_tokens)
     block_ids = as_int32(allocator.table(request.id)[:num_blocks])

@@ -15,7 +15,7 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 from mlx_lm.sample_utils import greedy_sampler
 
 from mlx_paged.batch_generator.contiguous_caches import contiguous_caches
-from mlx_paged.batch_generator.recorder import RecordedEngine, Recording
+from mlx_paged.batch_generator.recorder import Recording, StepRecorder
 from mlx_paged.batch_generator.sequences import (
     BatchSequence,
     Caches,
@@ -30,40 +30,42 @@ from mlx_paged.batch_generator.sequences import (
     require_tokens_of,
     row_params,
 )
+from mlx_paged.engine.engine import Engine
 from mlx_paged.outputs import TokenOutput
 from mlx_paged.request import FinishReason, Request
+from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling_params import SamplingParams
 
 
 class BatchGenerator:
     """Continuous batching with the calls and responses of mlx-lm's BatchGenerator.
 
-    Sequences share a pool of K/V blocks: nothing is padded, joined or copied when one comes or
-    goes, prompts that start alike share what they have in common, and one that does not fit waits.
-    Every step gives each generating sequence its token beside a bounded piece of the prompts.
-    Greedy decoding is done for all rows at once, and so are those of `params`; another sampler or
-    processor is called row by row, and one that raises ends its own sequence, with "error".
+    Sequences share a pool of K/V blocks: nothing is padded, joined or copied when a sequence enters
+    or leaves. Prompts share the blocks of a common prefix, and a prompt that does not fit waits.
+    Every step computes one token of each generating sequence beside one prefill chunk. Greedy
+    sequences, and those with `params`, choose their tokens in one batch. Other samplers and
+    processors are called row by row; one that raises ends its own sequence with "error".
 
-    What differs: `max_kv_size` is refused where it would have an effect. Caches given to
-    :meth:`insert` need `all_tokens`, of which they are made anew or found in the pool; what a cache
-    holds beyond tokens (images, soft prompts) is lost.
+    Differences: `max_kv_size` is refused if it would have an effect. Caches given to :meth:`insert`
+    need `all_tokens`: their K/V is found in the pool or computed again. A cache's content that is
+    not made of tokens (images, soft prompts) is lost.
 
     Args:
         model: an mlx-lm model.
-        max_tokens: of sequences that bring no number of their own.
-        stop_tokens: token sequences that end a sequence which brings none of its own.
-        sampler: of sequences that bring none; default greedy.
-        logits_processors: of sequences that bring none.
-        completion_batch_size: sequences computed side by side at most.
+        max_tokens: of sequences without a number of their own.
+        stop_tokens: token sequences that end a sequence without stop sequences of its own.
+        sampler: of sequences without a sampler; default greedy.
+        logits_processors: of sequences without processors.
+        completion_batch_size: the largest number of sequences that are computed together.
         prefill_batch_size: the same, if it is larger.
-        prefill_step_size: prompt tokens computed in a step at most, all prompts together.
+        prefill_step_size: the largest number of prompt tokens in a step, of all prompts together.
         max_kv_size: of rotating caches.
-        stream: where everything is computed.
+        stream: computes everything.
         engine_options: further arguments of :class:`Engine`, such as `kv_memory`, `block_size`,
             `max_stall_ms`, `prefix_cache`, `seed`.
 
     Raises:
-        UnsupportedModelError: the model cannot be served right.
+        UnsupportedModelError: results for this model could be wrong.
         ValueError: an argument out of range or without support.
     """
 
@@ -84,8 +86,8 @@ class BatchGenerator:
     ) -> None:
         if max_kv_size is not None and not hasattr(model, "make_cache"):
             raise ValueError(
-                f"[BatchGenerator] max_kv_size is {max_kv_size}: expected None, rotating caches of "
-                "a size of one's own are not supported"
+                f"[BatchGenerator] max_kv_size is {max_kv_size}: expected None, rotating caches "
+                "of a given size are not supported"
             )
         self.model = model
         self.max_tokens = max_tokens
@@ -98,19 +100,20 @@ class BatchGenerator:
         self._stream = stream or generation_stream
         self._default_stop = StopSequences(stop_tokens or None)
         with mx.stream(self._stream):
-            self._engine = RecordedEngine(
+            self._engine = Engine(
                 model,
                 max_running=self.completion_batch_size,
                 prefill_chunk=prefill_step_size,
                 **engine_options,
             )
+        assert isinstance(self._engine.runner, ModelRunner)
+        self._recorder = self._engine.runner = StepRecorder(self._engine.runner)
         self._uid_count = 0
-        self._sequences: dict[
-            int, BatchSequence
-        ] = {}  # by uid, until the caller knows of their end
+        # By uid, until a response has reported their end.
+        self._sequences: dict[int, BatchSequence] = {}
         self._by_request: dict[int, BatchSequence] = {}  # by request id, until they end
-        self._frames: deque[NextResult] = deque()
-        self._returned: deque[int] = deque()  # ids of kept requests nobody wants the caches of
+        self._results: deque[NextResult] = deque()
+        self._returned: deque[int] = deque()  # ids of kept requests whose HeldBlocks are gone
         self._counters = BatchCounters()
 
     @property
@@ -124,7 +127,7 @@ class BatchGenerator:
         return self._engine.manager.blocks_in_use * self._engine.manager.pool.block_bytes
 
     def close(self) -> None:
-        """Give up the hold on MLX's wired limit. Sequences that are left stay as they are."""
+        """Release MLX's wired limit. Sequences stay as they are."""
         self._engine.close(self._stream)
 
     def __del__(self) -> None:
@@ -133,8 +136,8 @@ class BatchGenerator:
 
     @contextlib.contextmanager
     def stats(self) -> Iterator[BatchStats]:
-        """The work done while the block runs. The time of a step that computes both prompts and
-        tokens is divided in proportion to their number."""
+        """The work of the steps within this context. The time of a step is divided between prompt
+        tokens and generated tokens in proportion to their numbers."""
         stats = BatchStats()
         start = BatchCountersSnapshot(**asdict(self._counters))
         try:
@@ -161,28 +164,27 @@ class BatchGenerator:
         *,
         params: Sequence[SamplingParams] | None = None,
     ) -> list[int]:
-        """Add sequences; either all of them or, if something is wrong, none.
+        """Add all sequences or, if an argument is wrong, none.
 
         Every argument has an entry for each sequence.
 
         Args:
-            segments: each prompt in pieces; the end of every piece is reported.
-            max_tokens: tokens to generate at most.
+            segments: each prompt in pieces; responses report the end of every piece.
+            max_tokens: the largest number of generated tokens.
             caches: K/V of `all_tokens`, or None.
             all_tokens: tokens before the prompt.
-            samplers: called with log-probabilities ``[1, vocab]``; None: the generator's.
+            samplers: called with log-probabilities ``[1, vocab]``; None: the generator's sampler.
             logits_processors: called with tokens and logits; None: no processors.
             stop_sequences: that end the sequence.
-            params: all options of how tokens are chosen, seeds included, instead of `max_tokens`,
-                `samplers` and `logits_processors`.
+            params: all sampling options, seeds included, instead of `max_tokens`, `samplers` and
+                `logits_processors`.
 
         Returns:
             The sequences' uids.
 
         Raises:
             ValueError: an argument of another length, an empty prompt, a token outside the
-                vocabulary, a number of tokens that the pool could never hold, caches without the
-                tokens that they hold.
+                vocabulary, more tokens than the pool can hold, caches without their tokens.
         """
         n = len(segments)
         all_tokens = all_tokens or [[]] * n
@@ -209,10 +211,10 @@ class BatchGenerator:
     def remove(
         self, uids: Collection[int], return_prompt_caches: bool = False
     ) -> dict[int, tuple[Caches, list[int]]]:
-        """Take sequences out, wherever they are, and free their blocks; unknown uids are ignored.
+        """Remove sequences in any state and free their blocks; unknown uids are ignored.
 
         Returns:
-            What :meth:`extract_cache` says of them, if asked for.
+            If `return_prompt_caches`, the result of :meth:`extract_cache`; else nothing.
         """
         extracted = self.extract_cache(uids) if return_prompt_caches else {}
         gone = set(uids)
@@ -220,33 +222,41 @@ class BatchGenerator:
             sequence = self._sequences.pop(uid, None)
             if sequence is not None:
                 self._end(sequence)
-        self._frames = deque(f for frame in self._frames if (f := frame.without(gone)))
+        self._results = deque(r for result in self._results if (r := result.without(gone)))
         return extracted
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[Caches, list[int]]]:
-        """Of each known sequence mlx-lm's caches, copied, and the tokens that they hold: all that
-        the responses so far have told of."""
-        known = {uid: self._sequences[uid] for uid in uids if uid in self._sequences}
-        return {uid: self._extract(sequence) for uid, sequence in known.items()}
+        """By uid of each known sequence: a copy of its K/V as mlx-lm's caches, and the tokens that
+        they hold, which are those that the responses so far have reported."""
+        extracted = {}
+        for uid in uids:
+            sequence = self._sequences.get(uid)
+            if sequence is not None:
+                tokens = sequence.request.tokens[: sequence.num_reported]
+                caches = sequence.caches
+                if caches is None:
+                    caches = self._caches_of(sequence.request, tokens)
+                extracted[uid] = caches, tokens
+        return extracted
 
     # Steps
 
     def next(self) -> tuple[list[PromptResponse], list[Response]]:
-        """Compute until there is something to tell, one step as a rule.
+        """Compute until there is a response, usually one step.
 
         Returns:
-            How far prompts got, at most one response a sequence, and the next tokens. Both are
-            empty only if no sequence is left.
+            The progress of prompts, at most one response for each sequence, and the next tokens.
+            Both are empty only if no sequence is left.
         """
         self._give_back()
         with mx.stream(self._stream):
-            while not self._frames and self._engine.has_work:
+            while not self._results and self._engine.has_work:
                 self._step()
-        if not self._frames:
+        if not self._results:
             return [], []
-        frame = self._frames.popleft()
-        self._note_reported(frame)
-        return frame.prompts, frame.tokens
+        result = self._results.popleft()
+        self._note_reported(result)
+        return result.prompts, result.tokens
 
     def next_generated(self) -> list[Response]:
         """The next tokens; empty only if no sequence is left."""
@@ -259,30 +269,29 @@ class BatchGenerator:
         start = time.perf_counter()
         outputs = self._engine.step()
         seconds = time.perf_counter() - start
-        recording = self._engine.recorder.take()
+        recording = self._recorder.take()
         progress = self._progress(recording)
         recording.count(self._counters, len(outputs), seconds)
-        frames = [NextResult() for _ in range(1 + max(map(len, progress.values()), default=0))]
+        results = [NextResult() for _ in range(1 + max(map(len, progress.values()), default=0))]
         for responses in progress.values():
-            for frame, response in zip(frames, responses, strict=False):
-                frame.prompts.append(response)
+            for result, response in zip(results, responses, strict=False):
+                result.prompts.append(response)
         for output in outputs:
             sequence = self._by_request.get(output.request_id)
             if sequence is not None:
-                told_first = len(progress.get(sequence.uid, ()))
-                frames[told_first].tokens.append(self._response(sequence, output, recording))
-        self._frames.extend(filter(None, frames))
+                num_before = len(progress.get(sequence.uid, ()))
+                results[num_before].tokens.append(self._response(sequence, output, recording))
+        self._results.extend(filter(None, results))
 
     def _progress(self, recording: Recording) -> dict[int, list[PromptResponse]]:
-        """By uid, what is to be told of prompts: the end of each segment, or how far it got."""
+        """By uid, the responses for prompts: the end of each segment, or of the computed part."""
         progress: dict[int, list[PromptResponse]] = {}
         for span in recording.spans:
             sequence = self._by_request.get(span.request.id)
             if sequence is not None:
                 done = min(span.stop - sequence.num_context, sequence.num_prompt)
-                told = sequence.advance(done)
-                if told:
-                    progress[sequence.uid] = told
+                if responses := sequence.advance(done):
+                    progress[sequence.uid] = responses
         return progress
 
     def _response(
@@ -300,7 +309,7 @@ class BatchGenerator:
         token = tokens[-1] if output.token is None else output.token
         response = Response(sequence.uid, token, logprobs, reason, None, None)
         if reason is not None:
-            self._engine.abort(output.request_id)  # of no effect if it ended by itself
+            self._engine.abort(output.request_id)  # no effect if it has ended
             del self._by_request[output.request_id]
             response.all_tokens = list(tokens)
             if output.token is not None:
@@ -309,12 +318,12 @@ class BatchGenerator:
             response.error = completion.error if completion is not None else None
         return response
 
-    def _note_reported(self, frame: NextResult) -> None:
-        for prompt in frame.prompts:
+    def _note_reported(self, result: NextResult) -> None:
+        for prompt in result.prompts:
             sequence = self._sequences[prompt.uid]
             sequence.num_reported = sequence.num_context + prompt.progress[0]
             sequence.caches = None
-        for token in frame.tokens:
+        for token in result.tokens:
             if token.finish_reason is None:
                 self._sequences[token.uid].num_reported += 1
             else:
@@ -322,19 +331,12 @@ class BatchGenerator:
 
     # Caches
 
-    def _extract(self, sequence: BatchSequence) -> tuple[Caches, list[int]]:
-        tokens = sequence.request.tokens[: sequence.num_reported]
-        if sequence.caches is not None:
-            return sequence.caches, tokens
-        return self._caches_of(sequence.request, tokens), tokens
-
     def _caches_of(self, request: Request, tokens: Sequence[int]) -> Caches:
         with mx.stream(self._stream):
-            runner = self._engine.model_runner
-            return contiguous_caches(runner, request, tokens, self.prefill_step_size)
+            return contiguous_caches(self._recorder.runner, request, tokens, self.prefill_step_size)
 
     def _give_back(self) -> None:
-        """Free the blocks of ended sequences whose responses are gone."""
+        """Free the blocks of ended sequences whose responses are deleted."""
         while self._returned:
             self._engine.release(self._returned.popleft())
 
@@ -359,7 +361,7 @@ class BatchGenerator:
         if max_tokens or samplers or processors:
             raise ValueError(
                 "[insert] params is given beside max_tokens, samplers or logits_processors: "
-                "expected those to be among the params"
+                "expected these options as fields of the params"
             )
         return params
 
@@ -377,6 +379,7 @@ class BatchGenerator:
             raise ValueError(f"[insert] prompt {uid} is empty: expected at least one token")
         request_id = self._engine.add_request([*context, *prompt], params, keep=True)
         request = self._engine.request(request_id)
+        assert request is not None
         sequence = BatchSequence(
             uid, request, len(context), boundaries(segments), stop.matcher(), caches
         )

@@ -1,12 +1,10 @@
-"""What the steps of an engine computed, in full: spans, and every token's log-probability."""
+"""Records the steps of an engine: their spans, and the log-probabilities of every token."""
 
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 from mlx_lm.generate_utils import BatchCounters
 
-from mlx_paged.engine.engine import Engine
-from mlx_paged.request import Request
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
 from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Span, Step
@@ -14,12 +12,12 @@ from mlx_paged.scheduler.step import Span, Step
 
 @dataclass(slots=True)
 class Recording:
-    """Steps that ended.
+    """The steps that ended.
 
     Attributes:
-        spans: what they computed, in order.
-        prompt_tokens: how many of those tokens were tokens of prompts.
-        logprobs: by request id, log-probabilities ``[vocab]`` of which its newest token was chosen.
+        spans: the spans of these steps, in order.
+        prompt_tokens: how many tokens of the spans are prompt tokens.
+        logprobs: by request id, the log-probabilities ``[vocab]`` for its newest token.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -27,8 +25,8 @@ class Recording:
     logprobs: dict[int, mx.array] = field(default_factory=dict)
 
     def count(self, counters: BatchCounters, num_generated: int, seconds: float) -> None:
-        """Add these steps to mlx-lm's counters; their time is divided between prompt tokens and
-        generated ones in proportion to their number."""
+        """Add these steps to mlx-lm's counters. Their time is divided between prompt tokens and
+        generated tokens in proportion to their numbers."""
         share = self.prompt_tokens / max(1, self.prompt_tokens + num_generated)
         counters.prompt_tokens += self.prompt_tokens
         counters.prompt_time += seconds * share
@@ -38,10 +36,10 @@ class Recording:
 
 
 class StepRecorder:
-    """A runner that keeps what the steps of another one computed until somebody takes it."""
+    """A runner that passes every step to `runner` and records it until :meth:`take`."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+        self.runner = runner
         self._under_way: dict[LaunchedStep, Step] = {}
         self._recording = Recording()
         self.drop = runner.drop
@@ -53,13 +51,13 @@ class StepRecorder:
         return recording
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        launched = self._runner.launch(step, before)
+        launched = self.runner.launch(step, before)
         self._under_way[launched] = step
         return launched
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         step = self._under_way.pop(launched)
-        choices = self._runner.collect(launched)
+        choices = self.runner.collect(launched)
         self._recording.spans += step.spans
         self._recording.prompt_tokens += step.prompt_tokens
         if launched.sampled is not None:
@@ -70,20 +68,4 @@ class StepRecorder:
 
     def recover(self) -> None:
         self._under_way.clear()
-        self._runner.recover()
-
-
-class RecordedEngine(Engine):
-    """An engine whose steps are recorded; the arguments are those of :class:`Engine`."""
-
-    model_runner: ModelRunner
-    recorder: StepRecorder
-
-    def _wrap(self, runner: ModelRunner) -> StepRecorder:
-        self.model_runner = runner
-        self.recorder = StepRecorder(runner)
-        return self.recorder
-
-    def request(self, request_id: int) -> Request:
-        """A request under way, or one that ended and was kept."""
-        return self._requests.get(request_id) or self._kept[request_id]
+        self.runner.recover()

@@ -1,4 +1,4 @@
-"""The sequences of a BatchGenerator, and what is told of them."""
+"""The sequences of a BatchGenerator, their responses, and checks of its arguments."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -15,25 +15,22 @@ from mlx_paged.runner.model_probe import leaves
 from mlx_paged.sampling_params import SamplingParams
 
 Caches = list[Any]
-"""mlx-lm's caches, one a layer."""
+"""mlx-lm's caches, one for each layer."""
 
 
 class HeldBlocks:
-    """The blocks of an ended sequence, held until nobody can ask for its caches any more.
+    """Makes the caches of an ended sequence on demand; its blocks are held as long as this lives.
 
     Args:
-        request_id: of the sequence, which the engine keeps.
-        make: makes its caches.
-        returned: where the id goes when this is dropped, in whatever thread that happens.
+        request_id: of the sequence; the engine keeps this request.
+        make: makes the caches.
+        returned: takes the id when this object is deleted, which may happen in any thread.
     """
 
     def __init__(self, request_id: int, make: Callable[[], Caches], returned: deque[int]) -> None:
         self._request_id = request_id
-        self._make = make
+        self.make = make
         self._returned = returned
-
-    def __call__(self) -> Caches:
-        return self._make()
 
     def __del__(self) -> None:
         self._returned.append(self._request_id)
@@ -43,14 +40,15 @@ class Response(GenerationBatch.Response):
     """mlx-lm's response: one more token of one sequence.
 
     Attributes:
-        uid, token: whose token, and its id.
-        logprobs: ``[vocab]``, log-probabilities of which the token was chosen.
-        finish_reason: "stop", "length", or "error" where a processor or sampler raised or the
-            model failed; `token` and `logprobs` then mean nothing. None while the sequence goes on.
-        all_tokens: of a sequence that ended: everything from its first token.
-        prompt_cache: of a sequence that ended: mlx-lm's caches of `all_tokens`. They are made when
-            they are first asked for, in the thread of the generator, and cost a copy then.
-        error: what went wrong.
+        uid: of the sequence.
+        token: its next token.
+        logprobs: ``[vocab]``, the log-probabilities for this token.
+        finish_reason: "stop", "length", or "error" if a processor or sampler raised or the model
+            failed; `token` and `logprobs` then have no meaning. None while the sequence continues.
+        all_tokens: of an ended sequence: its prompt and its generated tokens.
+        prompt_cache: of an ended sequence: mlx-lm's caches of `all_tokens`. The first access makes
+            them, which costs a copy. Access them in the thread of the generator.
+        error: the error of a sequence that ended with one.
     """
 
     error: str | None = None
@@ -59,7 +57,7 @@ class Response(GenerationBatch.Response):
     @property
     def prompt_cache(self) -> Caches | None:
         if isinstance(self._prompt_cache, HeldBlocks):
-            self._prompt_cache = self._prompt_cache()
+            self._prompt_cache = self._prompt_cache.make()
         return self._prompt_cache
 
     @prompt_cache.setter
@@ -78,12 +76,12 @@ class BatchSequence:
     """A prompt that was inserted.
 
     Attributes:
-        num_context: tokens that came before the prompt proper.
+        num_context: tokens before the prompt.
         boundaries: ends of the prompt's segments, in tokens of the prompt.
-        num_computed: tokens of the prompt whose computation was reported or waits to be.
-        num_reported: tokens, from the first of all, that the caller knows to be computed.
         matcher: of its stop sequences.
-        caches: what the caller gave for the context.
+        caches: the caller's caches of the context.
+        num_computed: prompt tokens that are computed and that a response reports or will report.
+        num_reported: tokens, from the first token of the context, that responses have reported.
     """
 
     uid: int
@@ -103,7 +101,7 @@ class BatchSequence:
         return self.request.num_prompt - self.num_context
 
     def advance(self, done: int) -> list[PromptResponse]:
-        """`done` tokens of the prompt are computed: what is to be told of it, one by one."""
+        """Responses for the prompt when `done` of its tokens are computed, one for each end."""
         if done <= self.num_computed:
             return []
         ends = {end for end in self.boundaries if self.num_computed < end <= done}
@@ -118,7 +116,7 @@ class BatchSequence:
 
 @dataclass(slots=True)
 class NextResult:
-    """What one call of `next` returns."""
+    """The responses that one call of `next` returns."""
 
     prompts: list[PromptResponse] = field(default_factory=list)
     tokens: list[Response] = field(default_factory=list)
@@ -142,32 +140,32 @@ def row_params(
     samplers: Sequence[Sampler],
     processors: Sequence[Sequence[LogitsProcessor] | None],
 ) -> list[SamplingParams]:
-    """How each sequence chooses its tokens; greedy rows need no sampler of their own."""
+    """The params of each sequence; a greedy one needs no sampler of its own."""
     return [
         SamplingParams(
-            max_tokens=most,
+            max_tokens=limit,
             sampler=None if sampler is greedy_sampler else sampler,
             logits_processors=tuple(own or ()),
         )
-        for most, sampler, own in zip(max_tokens, samplers, processors, strict=True)
+        for limit, sampler, own in zip(max_tokens, samplers, processors, strict=True)
     ]
 
 
 def boundaries(segments: Sequence[Sequence[int]]) -> set[int]:
-    """Ends of segments; as in mlx-lm, the last token of a prompt is one of its own."""
+    """Ends of segments; as in mlx-lm, the last token of a prompt is a segment of its own."""
     ends = set(accumulate(map(len, segments)))
     return ends | {max(ends) - 1}
 
 
 def require_one_each(n: int, **arguments: Sequence[Any] | None) -> None:
-    """ValueError unless every argument that is given has `n` entries."""
+    """ValueError unless every argument has `n` entries or is None."""
     for name, values in arguments.items():
         if values is not None and len(values) != n:
             raise ValueError(f"[insert] {name} has {len(values)} entries: expected {n}")
 
 
 def require_tokens_of(caches: Sequence[Caches | None], all_tokens: Sequence[Sequence[int]]) -> None:
-    """ValueError where caches hold something without just the tokens that they hold."""
+    """ValueError if a cache that is not empty comes without exactly the tokens that it holds."""
     for i, (cache, tokens) in enumerate(zip(caches, all_tokens, strict=True)):
         layers = list(leaves(cache or []))
         if all(layer.empty() for layer in layers):
@@ -176,6 +174,6 @@ def require_tokens_of(caches: Sequence[Caches | None], all_tokens: Sequence[Sequ
         if not tokens or held not in (None, len(tokens)):
             raise ValueError(
                 f"[insert] caches[{i}] holds {held or 'some'} tokens and all_tokens[{i}] has "
-                f"{len(tokens)}: expected the very tokens that the caches hold, K/V of which is "
+                f"{len(tokens)}: expected exactly the tokens that the caches hold; their K/V is "
                 "found in the pool or computed"
             )

@@ -1,51 +1,21 @@
-"""Arguments of what an engine can add, checked before anything is added. Knows no mlx."""
+"""Checks of the arguments of an engine's calls, before anything is added. Knows no mlx."""
 
-from dataclasses import dataclass
+import math
 from typing import Any
 
+from mlx_paged.arguments import integer
 from mlx_paged.engine.text import PromptEncoder
-from mlx_paged.request import Request
-from mlx_paged.sampling_params import SamplingParams, check_biases, is_count, is_real, is_whole
-
-
-@dataclass(frozen=True, slots=True)
-class Placing:
-    """Where a request stands among the others: fields of :class:`Request`."""
-
-    priority: int
-    salt: bytes
-    keep: bool = False
-
-    @classmethod
-    def of(cls, caller: str, priority: int, cache_salt: str, keep: bool = False) -> "Placing":
-        """What a caller gave.
-
-        Raises:
-            ValueError: naming the argument that is of a wrong kind.
-        """
-        is_ordered = is_real(priority) and priority == priority  # NaN has no place in an order
-        _require(is_ordered, caller, "priority", priority, "a number")
-        _require(isinstance(cache_salt, str), caller, "cache_salt", cache_salt, "a string")
-        _require_flag(caller, "keep", keep)
-        return cls(priority, cache_salt.encode(), keep)
-
-    @classmethod
-    def beside(cls, parent: Request, keep: bool) -> "Placing":
-        """That of a fork; ValueError as :meth:`of`."""
-        _require_flag("fork", "keep", keep)
-        return cls(parent.priority, parent.salt, keep)
-
-    def apply(self, request: Request) -> None:
-        request.priority, request.salt, request.keep_blocks = self.priority, self.salt, self.keep
+from mlx_paged.sampling_params import SamplingParams, check_biases, is_real
 
 
 def checked_params(
     caller: str, params: SamplingParams | None, options: dict[str, Any], encoder: PromptEncoder
 ) -> SamplingParams:
-    """The params that a caller gave, whole or as `options`.
+    """`params`, or new ones made of `options`.
 
     Raises:
-        ValueError: both, something else, or what this tokenizer and vocabulary do not allow.
+        ValueError: both are given, `params` is something else, or this tokenizer and vocabulary do
+            not allow them.
     """
     if params is not None and options:
         raise ValueError(f"[{caller}] both params and options are given: expected one")
@@ -59,35 +29,42 @@ def checked_params(
     return params
 
 
-def check_samples(n: int) -> None:
-    """ValueError unless `n` is a number of samples."""
-    _require(is_whole(n, 1), "add_samples", "n", n, ">= 1 (an integer)")
+def check_place(caller: str, priority: object, cache_salt: object, keep: object = False) -> None:
+    """ValueError unless all are of the right kind."""
+    is_ordered = is_real(priority) and priority == priority  # NaN has no place in an order
+    _require(is_ordered, caller, "priority", priority, "a number")
+    _require(isinstance(cache_salt, str), caller, "cache_salt", cache_salt, "a string")
+    check_flag(caller, "keep", keep)
 
 
 def check_beams(
-    params: SamplingParams, num_beams: int, early_stopping: bool, most_beams: int
+    params: SamplingParams,
+    num_beams: int,
+    length_penalty: float,
+    early_stopping: bool,
+    max_beams: int,
 ) -> None:
-    """Refuse a beam search that cannot be done.
-
-    Raises:
-        ValueError: naming what is wrong.
-    """
+    """ValueError unless a beam search can be done with these arguments."""
+    caller = "add_beam_search"
     if params.temperature > 0 or params.stop or params.sampler is not None:
         raise ValueError(
-            "[add_beam_search] temperature, stop or sampler is given: expected none of them, a"
+            f"[{caller}] temperature, stop or sampler is given: expected none of them, a"
             " beam search takes the likeliest continuations and ends at tokens"
         )
-    is_possible = is_count(num_beams, 1) and num_beams <= most_beams
-    expected = f"an integer from 1 to {most_beams}"
-    _require(is_possible, "add_beam_search", "num_beams", num_beams, expected)
-    _require_flag("add_beam_search", "early_stopping", early_stopping)
+    integer(caller, "num_beams", num_beams, 1, max_beams)
+    # A larger penalty makes max_tokens ** length_penalty leave the range of floats.
+    limit = 1000 / max(1.0, math.log2(params.max_tokens))
+    is_finite = is_real(length_penalty) and abs(length_penalty) <= limit
+    expected = f"{-limit:g} to {limit:g} for max_tokens {params.max_tokens}"
+    _require(is_finite, caller, "length_penalty", length_penalty, expected)
+    check_flag(caller, "early_stopping", early_stopping)
 
 
-def _require_flag(caller: str, name: str, value: object) -> None:
+def check_flag(caller: str, name: str, value: object) -> None:
+    """ValueError unless `value` is True or False."""
     _require(isinstance(value, bool), caller, name, value, "True or False")
 
 
 def _require(condition: bool, caller: str, name: str, value: object, expected: str) -> None:
-    """ValueError unless the condition holds for an argument's value."""
     if not condition:
         raise ValueError(f"[{caller}] {name} is {value!r:.80}: expected {expected}")

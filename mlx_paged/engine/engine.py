@@ -32,13 +32,12 @@ from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.profiling import ProfilingRunner
 from mlx_paged.sampling_params import SamplingParams, is_whole
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
-from mlx_paged.scheduler.runner_protocol import Runner
 from mlx_paged.scheduler.scheduler import Scheduler
 
 OnOutput = Callable[[TokenOutput], None]
 
 WATERMARK = 0.01
-"""Part of the pool that an admission must leave while other requests run."""
+"""Part of the pool that must stay free when a request is admitted while others run."""
 
 
 class Engine(EngineCore):
@@ -49,35 +48,35 @@ class Engine(EngineCore):
 
     Args:
         model: an mlx-lm model, e.g. the first value of ``mlx_lm.load``.
-        tokenizer: the second; without it prompts are token ids and no text comes out.
+        tokenizer: the second value. Without it prompts are token ids and outputs have no text.
         block_size: token slots in a block.
         kv_memory: bytes for the pool; default: what the device can spare.
         num_blocks: size of the pool in blocks, instead of `kv_memory`.
-        max_kv_tokens: if neither is given, the pool is made no larger than for these tokens.
-        max_running: requests computed side by side at most.
-        prefill_chunk: prompt tokens computed in a step at most, beside the running requests.
-        max_stall_ms: how long a step may take while streams run, so that a long prompt holds them
-            up no longer; kept by a cost model that learns from every step. None: only
-            `prefill_chunk` bounds a step, and its tokens do not depend on the clock.
+        max_kv_tokens: if neither is given, the pool has room for no more than these tokens.
+        max_running: the largest number of requests that are computed together.
+        prefill_chunk: the largest number of prompt tokens in a step, beside the running requests.
+        max_stall_ms: the longest time of a step while streams run, so that a long prompt does not
+            delay them longer. A cost model, which learns from every step, keeps to it. None: only
+            `prefill_chunk` limits a step, and its tokens do not depend on the clock.
         policy: order of waiting requests: "fcfs", "priority" or "shortest".
-        preempt: whose blocks are taken when none are left: "newest", "longest" or
-            "fewest-generated"; what was computed is computed again, with the same outcome.
-        seed: of the random streams of requests that bring none.
-        prefix_cache: share the K/V of prompts that start alike.
-        snapshot_memory: bytes for copies of the states of recurrent layers, without which models
-            that have such layers cannot share prefixes; 0: they do not. Default: enough for four
-            a running request, but at most a quarter of what the device can spare.
-        lookahead: launch each step before the one before it has been read, so that the device
-            hardly waits for the host; every token is seen one step later.
-        prewarm: compile the GPU pipelines now rather than while the first requests wait; how long
-            it took is in ``stats.prewarm_seconds``, None on a CPU, where nothing is compiled.
-        profile: synchronise between the phases of every step and time each of them, without
-            looking ahead. Whatever is measured is then slower than it would be.
-        metrics_jsonl: write a line for every tick to this file, as it happens.
-        spike_ms: steps that take longer are listed as spikes; default: three times the usual.
+        preempt: which request is preempted when no block is free: "newest", "longest" or
+            "fewest-generated". Its tokens are computed again, with the same result.
+        seed: of the random streams of requests that have no seed.
+        prefix_cache: share the K/V of prompts that start with the same tokens.
+        snapshot_memory: bytes for copies of the states of recurrent layers. Models with such layers
+            need these copies to share prefixes; 0: they do not share them. Default: four copies for
+            each running request, but at most a quarter of the memory that the device can spare.
+        lookahead: launch each step before the step before it has been read. The device then hardly
+            waits for the host, and every token is seen one step later.
+        prewarm: compile the GPU pipelines now, so that the first requests do not wait for them.
+            ``stats.prewarm_seconds`` says how long it took; None on a CPU, which needs none.
+        profile: synchronise between the phases of every step and time each phase, without
+            lookahead. All steps are slower then.
+        metrics_jsonl: write one line for every tick to this file.
+        spike_ms: longer steps are listed as spikes; default: three times the usual time.
 
     Raises:
-        UnsupportedModelError: the model cannot be served right.
+        UnsupportedModelError: results for this model could be wrong.
         ValueError: an argument out of range.
         OSError: `metrics_jsonl` cannot be written.
     """
@@ -117,7 +116,7 @@ class Engine(EngineCore):
         require_positive("Engine", "spike_ms", spike_ms)
         log = TickLog(spike_ms=spike_ms, profile=profile)
         writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
-        mx.eval(model.state)  # whichever thread runs the engine, this one made the arrays
+        mx.eval(model.state)  # only the thread that made an array can compute it
         probed = probe(model)
         most_snapshots = 0
         if probed.recurrent and prefix_cache:
@@ -154,7 +153,7 @@ class Engine(EngineCore):
         )
         super().__init__(
             scheduler,
-            self._wrap(runner),
+            runner,
             EngineStats(block_size, self.manager.pool.block_bytes, num_blocks),
             tokenizer=tokenizer,
             vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
@@ -166,19 +165,15 @@ class Engine(EngineCore):
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size)
         self._streams: dict[int, deque[TokenOutput]] = {}
         self._awaited: dict[int, Completion | None] = {}
-        self._dropped: deque[int] = deque()  # ids of streams that nobody reads any more
+        self._dropped: deque[int] = deque()  # ids of streams that have no reader any more
         self._unwire = hold_wired_limit(self)
 
-    def _wrap(self, runner: ModelRunner) -> Runner[Any]:
-        """What computes the steps, given what computes them on the model."""
-        return runner
-
     def close(self, stream: Any = None) -> None:
-        """Give up this engine's hold on MLX's wired limit, which otherwise ends when the engine is
-        collected. The engine can go on.
+        """Release MLX's wired limit now, not only when the engine is collected. The engine can go
+        on.
 
         Args:
-            stream: where its steps are computed, if that is not the default stream.
+            stream: computes the steps, if it is not the default stream.
         """
         if self._unwire is not None:
             mx.synchronize(stream)
@@ -207,14 +202,14 @@ class Engine(EngineCore):
         on_output: OnOutput | None = None,
         **options: Any,
     ) -> list[Completion]:
-        """Complete all prompts; results in their order.
+        """Complete all prompts; return the completions in the order of the prompts.
 
         Args:
-            params: for all of them, or one each.
-            on_output: called with every token as it comes.
+            params: for all prompts, or a sequence with one entry for each prompt.
+            on_output: called with every token when it is known.
 
         Raises:
-            ValueError: as :meth:`add_request`; then none of the prompts is run.
+            ValueError: as :meth:`add_request`; no prompt is computed then.
         """
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -238,17 +233,17 @@ class Engine(EngineCore):
         on_output: OnOutput | None = None,
         **options: Any,
     ) -> list[list[Completion]]:
-        """`n` completions of each prompt, as policy-gradient methods such as GRPO want them.
+        """`n` completions of each prompt, e.g. for policy-gradient methods such as GRPO.
 
         Every prompt is computed once and its K/V is shared. With a seed s, completion i of each
-        prompt draws what a request with seed ``s + i`` draws.
+        prompt draws the same as a request with seed ``s + i``.
 
         Args:
-            best_of: generate so many and return the `n` with the highest mean log-probability,
-                best first.
+            best_of: generate this many and return the `n` completions with the highest mean
+                log-probability, best first.
 
         Raises:
-            ValueError: `n` above `best_of`, or as :meth:`add_samples`; then nothing is run.
+            ValueError: `n` above `best_of`, or as :meth:`add_samples`; nothing is computed then.
         """
         count = n if best_of is None else best_of
         if not (is_whole(n, 1) and is_whole(count, n)):
@@ -268,10 +263,9 @@ class Engine(EngineCore):
         params: SamplingParams | None = None,
         **options: Any,
     ) -> Completion:
-        """The best continuation that a beam search finds; all it found are in ``.beams``.
+        """The best continuation that a beam search finds; ``.beams`` has all of them.
 
-        Raises:
-            ValueError: as :meth:`add_beam_search`, whose arguments these are.
+        Arguments and errors are those of :meth:`add_beam_search`.
         """
         ids = ([self.add_beam_search(prompt, num_beams, params, **options)] for _ in range(1))
         return self._complete(ids, None)[0]
@@ -279,10 +273,10 @@ class Engine(EngineCore):
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> Generator[TokenOutput]:
-        """Add a request and yield its tokens as they come; other requests advance meanwhile.
+        """Add a request and yield each of its tokens; other requests advance meanwhile.
 
-        The request is added by this call, not by the first ``next``. Closing the iterator or
-        dropping the last reference to it aborts the request, also before the first ``next``.
+        This call adds the request, not the first ``next``. Closing the iterator or dropping the
+        last reference to it aborts the request, also before the first ``next``.
 
         Raises:
             ValueError: as :meth:`add_request`, at once.
@@ -294,7 +288,7 @@ class Engine(EngineCore):
 
     @exclusive
     def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
-        """Add requests, wait for all of them; outputs of others are left for :meth:`step`."""
+        """Add requests and wait for all of them; :meth:`step` returns the outputs of others."""
         ids: list[int] = []
         unread: list[TokenOutput] = []
         try:
@@ -317,13 +311,13 @@ class Engine(EngineCore):
                 self.abort(request_id)
             raise
         finally:
-            self._ready = [o for o in unread + self._ready if o.request_id not in self._awaited]
+            self.ready = [o for o in unread + self.ready if o.request_id not in self._awaited]
             for request_id in ids:
                 del self._awaited[request_id]
             self._abort_dropped()
 
     def _stream_outputs(self, request_id: int) -> Generator[Any]:
-        """None when the stream is ready, then the outputs of the request."""
+        """First None, when the stream is ready; then the outputs of the request."""
         outputs = self._streams[request_id] = deque()
         try:
             yield
@@ -333,15 +327,15 @@ class Engine(EngineCore):
                     yield output
                     if output.completion is not None:
                         return
-                if request_id not in self._requests:  # aborted by somebody else
+                if not self.is_open(request_id):  # aborted by another caller
                     return
                 self.step()
         finally:
             del self._streams[request_id]
             self._dropped.append(request_id)
-            # The garbage collector may come here in the middle of any call, in any thread: then
-            # the next step aborts the request.
-            if self.occupancy.is_free:
+            # The garbage collector may run this inside any other call, in any thread. Then the
+            # next step aborts the request.
+            if self.occupancy.thread is None:
                 self._abort_dropped()
 
     @exclusive

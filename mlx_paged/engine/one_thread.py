@@ -9,21 +9,17 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Occupancy:
-    """Which thread is inside an object's :func:`exclusive` methods."""
+    """Which thread is inside an object's :func:`exclusive` methods; None: no thread."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.thread: int | None = None
 
-    @property
-    def is_free(self) -> bool:
-        return self.thread is None
-
 
 def exclusive(method: _Method) -> _Method:
-    """A method that refuses a thread while another one is inside any exclusive method of the same
-    object, which has an :class:`Occupancy` as ``occupancy``. It does not wait for the other thread.
-    The thread that is inside may enter again.
+    """A method that refuses a thread while another thread is inside any exclusive method of the
+    same object. It does not wait for the other thread. The thread that is inside may enter again.
+    The object has an :class:`Occupancy` as ``occupancy``.
 
     Raises:
         RuntimeError: another thread is inside.
@@ -35,7 +31,10 @@ def exclusive(method: _Method) -> _Method:
         thread = threading.get_ident()
         outer = occupancy.thread
         if outer is not None and outer != thread:
-            raise RuntimeError(_refusal(method))
+            raise RuntimeError(
+                f"[Engine] {method.__name__} is called while another thread uses the engine: "
+                "expected one thread at a time; an EngineService lets several threads share one"
+            )
         # Two threads that find it free at the same time enter one after the other. No statement
         # between the entry and `try` can be interrupted by Ctrl-C.
         with occupancy.lock:
@@ -46,10 +45,3 @@ def exclusive(method: _Method) -> _Method:
                 occupancy.thread = outer
 
     return cast(_Method, guarded)
-
-
-def _refusal(method: Callable[..., Any]) -> str:
-    return (
-        f"[Engine] {method.__name__} is called while another thread uses the engine: "
-        "expected one thread at a time; an EngineService lets several threads share an engine"
-    )

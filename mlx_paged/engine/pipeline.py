@@ -1,4 +1,4 @@
-"""Steps, each launched while the one before it is still being computed. Knows no mlx."""
+"""Launches each step while the device still computes the step before. Knows no mlx."""
 
 import signal
 import threading
@@ -14,7 +14,7 @@ from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
 
 MAX_FAULTS = 3
-"""Failed steps after which a request is given up, even if it was never alone in one."""
+"""A request ends with an error after so many failed steps, even if it never ran alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +27,19 @@ class _UnderWay(Generic[LaunchedT]):
 
 
 class StepPipeline(Generic[LaunchedT]):
-    """Runs the scheduler's steps, one ahead of what has been read.
+    """Runs the scheduler's steps, one step ahead of the tokens that have been read.
 
-    While the device computes a step, the host schedules and launches the next one, whose inputs
-    are the tokens still being chosen. A request that turns out to have ended has one token too
-    many under way, which is dropped; its blocks may be given away at once, because the device
-    computes steps in order.
+    While the device computes a step, the host schedules and launches the next step. The inputs of
+    the next step are the tokens that the device is still choosing. If one of these tokens ends its
+    request, the next step computes one token too many, which is dropped. The blocks of that request
+    are free at once, because the device computes steps in order.
     """
 
     def __init__(
         self, scheduler: Scheduler, runner: Runner[LaunchedT], clock: Callable[[], float]
     ) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
         self._under_way: _UnderWay[LaunchedT] | None = None
 
@@ -49,10 +49,10 @@ class StepPipeline(Generic[LaunchedT]):
         return self._under_way is not None
 
     def advance(self, ahead: bool) -> StepResult:
-        """Bring one step to its end, with the next one launched before if `ahead`.
+        """Finish one step. If `ahead`, launch the next step first.
 
-        Failures of the model are not raised but in the result. The caller takes in the choices and
-        then calls :meth:`recover`.
+        A failure of the model is not raised; it is the result's fault. The caller first uses the
+        choices and then calls :meth:`recover`.
         """
         result = StepResult()
         current, self._under_way = self._under_way, None
@@ -66,12 +66,12 @@ class StepPipeline(Generic[LaunchedT]):
         return result
 
     def recover(self, fault: Fault) -> list[Request]:
-        """Start over after a failure; returns the requests that are to blame for it."""
+        """Start again after a failure; return the requests that end because of it."""
         self._under_way = None
-        self._runner.recover()
+        self.runner.recover()
         alive = [request for request in fault.requests if not request.is_finished]
         self._scheduler.recover(alive)
-        if not isinstance(fault.error, Exception):  # KeyboardInterrupt is nobody's fault
+        if not isinstance(fault.error, Exception):  # no request causes a KeyboardInterrupt
             return []
         for request in alive:
             request.num_faults += 1
@@ -89,7 +89,7 @@ class StepPipeline(Generic[LaunchedT]):
             if not step.spans:
                 assert not step.copies, "copies without a step that performs them"
                 return None
-            launched = self._runner.launch(step, before.launched if before else None)
+            launched = self.runner.launch(step, before.launched if before else None)
         except BaseException as error:
             result.fault = Fault(step.everyone, error)
             return None
@@ -114,7 +114,7 @@ class StepPipeline(Generic[LaunchedT]):
     def _collect(self, current: _UnderWay[LaunchedT], result: StepResult) -> None:
         started = self._clock()
         try:
-            choices = self._runner.collect(current.launched)
+            choices = self.runner.collect(current.launched)
         except BaseException as error:
             later = self._under_way.step.everyone if self._under_way else []
             result.fault = Fault(list(dict.fromkeys(current.step.everyone + later)), error)
@@ -135,10 +135,10 @@ class StepPipeline(Generic[LaunchedT]):
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Hold back SIGINT until the end of this context, so that what is within happens wholly.
+    """Hold back SIGINT until the end of this context, so that it cannot stop halfway.
 
-    Only Python's own handlers can be held back, and only the main thread ever gets the signal:
-    elsewhere, and where SIGINT is ignored, nothing is done.
+    Only Python's own handlers can be held back, and only the main thread gets the signal. So this
+    does nothing in other threads, or if SIGINT is ignored.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

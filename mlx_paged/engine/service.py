@@ -1,4 +1,4 @@
-"""EngineService: an engine on a thread of its own, used by any number of threads and tasks."""
+"""EngineService: runs an engine on its own thread, for any number of threads and tasks."""
 
 import atexit
 import threading
@@ -22,21 +22,21 @@ T = TypeVar("T")
 class EngineService:
     """Runs an engine on one thread; any number of threads submit, read and abort.
 
-    MLX binds a computation to the thread that asked for it, and an engine is not locked: between
-    :meth:`start` and :meth:`close` the engine belongs to the service, and :meth:`call` is the one
-    way to touch it. What arrives during a step is handled after it, all of it before the next.
-    With nothing to compute the thread sleeps.
+    MLX binds a computation to the thread that asked for it, and an engine takes one thread at a
+    time. So between :meth:`start` and :meth:`close` only the service's thread uses the engine;
+    :meth:`call` runs a function on it. Calls that arrive during a step run after this step and
+    before the next one. The thread sleeps while there is nothing to compute.
 
     A context manager: entering starts the service, leaving closes it without draining.
 
     Args:
-        engine: whose model holds no array that is yet to be computed: only the thread that made
-            such an array can compute it. Requests that it has already are computed, unheard.
-        max_unread: outputs that may wait for their reader. One more aborts the request, except
-            where the reader waits for :meth:`Ticket.result`.
+        engine: every array of its model must be evaluated, because only the thread that made an
+            array can compute it. Requests that it has already are computed without a reader.
+        max_unread: outputs that may wait for their reader. One more output aborts the request,
+            unless the reader waits for :meth:`Ticket.result`.
 
     Attributes:
-        error: what :meth:`Engine.step` raised; the service is closed then. None while all is well.
+        error: what :meth:`Engine.step` raised, which closed the service; None if it raised nothing.
 
     Raises:
         ValueError: `max_unread` below 1.
@@ -48,16 +48,15 @@ class EngineService:
         self.error: BaseException | None = None
         self._engine = engine
         self._max_unread = max_unread
-        self._thread = threading.Thread(
-            target=self._run, name="mlx_paged.engine.service", daemon=True
-        )
-        self._lock = threading.Lock()  # guards what is accepted: _started, _closed, _drain
+        name = "mlx_paged.engine.service"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._lock = threading.Lock()  # guards _started, _closed, _drain and what enters _calls
         self._started = False
         self._closed = False
         self._drain = True
         self._open: dict[int, Inbox] = {}  # by request id; touched by the engine's thread only
-        # Putting into a SimpleQueue takes no lock of Python's, so that a ticket may be collected,
-        # and thereby aborted, at any moment in any thread.
+        # The garbage collector may abort a ticket at any moment in any thread. SimpleQueue.put can
+        # be called even then: it is reentrant.
         self._calls: SimpleQueue[_Call[Any]] = SimpleQueue()
 
     def start(self) -> Self:
@@ -77,23 +76,23 @@ class EngineService:
         return self
 
     def close(self, drain: bool = False) -> None:
-        """Accept nothing more, end what is open and wait for the thread to end.
+        """Take no more requests, end those that are open and wait for the thread to end.
 
         Args:
-            drain: finish every request; else those with a ticket end with ``FinishReason.ABORT``
-                and others stay in the engine.
+            drain: finish every request. Otherwise requests with a ticket end with
+                ``FinishReason.ABORT``, and others stay in the engine.
         """
         with self._lock:
             self._closed = True
             self._drain = self._drain and drain
         if not self._started or threading.current_thread() is self._thread:
             return
-        self._calls.put(_Call(_nothing))
+        self._calls.put(_Call(lambda engine: None))  # wakes the thread
         self._thread.join()
 
     @property
     def is_running(self) -> bool:
-        """Whether it takes requests: started, and neither closed nor failed."""
+        """Whether it takes requests: it was started, not closed, and did not fail."""
         return self._started and not self._closed
 
     def submit(
@@ -101,18 +100,19 @@ class EngineService:
     ) -> Ticket:
         """Add a request: :meth:`Engine.add_request` on the engine's thread.
 
-        Waits for the step under way; in asyncio, ``await asyncio.to_thread(service.submit, ...)``
-        keeps the loop free meanwhile.
+        This waits for the step under way. In asyncio, ``await asyncio.to_thread(service.submit,
+        ...)`` keeps the loop free meanwhile.
 
         Raises:
             ValueError: as :meth:`Engine.add_request`.
-            RuntimeError: the service is not running; from :attr:`error` if that is why.
+            RuntimeError: the service is not running; :attr:`error` is its cause, if there is one.
         """
         return self.adopt(lambda engine: [engine.add_request(prompt, params, **options)])[0]
 
     def adopt(self, add: Callable[[Engine], Sequence[int]]) -> list[Ticket]:
-        """Tickets for the requests whose ids `add` returns, run as by :meth:`call`: for all that
-        an engine can add, e.g. ``service.adopt(lambda engine: [engine.fork(request_id)])``.
+        """Run `add` as :meth:`call` does; return a ticket for each request id that it returns.
+
+        This adds any kind of request: ``service.adopt(lambda engine: [engine.fork(request_id)])``.
 
         Raises:
             ValueError: a request has a ticket already.
@@ -123,11 +123,11 @@ class EngineService:
     def call(self, function: Callable[[Engine], T]) -> T:
         """Run ``function(engine)`` on the engine's thread between two steps; return its value.
 
-        It must not step the engine nor abort a request that has a ticket: the readers would miss
-        it. Arrays that it returns have to be evaluated.
+        The function must not step the engine or abort a request that has a ticket: the ticket's
+        reader would not see it. Arrays that it returns must be evaluated.
 
         Raises:
-            RuntimeError: the service is not running; from :attr:`error` if that is why.
+            RuntimeError: the service is not running; :attr:`error` is its cause, if there is one.
             Exception: whatever `function` raises.
         """
         if threading.current_thread() is self._thread:
@@ -156,29 +156,28 @@ class EngineService:
 
     def _run(self) -> None:
         try:
-            while self._goes_on():
+            while not self._closed or (self._drain and self._engine.has_work):
                 self._answer_calls()
                 self._step()
             self._abort_all()
         except BaseException as error:
             self._fail(error)
         while not self._calls.empty():  # no more can come: the service is closed
-            self._calls.get().refuse(self._refusal(), self.error)
+            refusal = self._refusal()
+            refusal.__cause__ = self.error
+            self._calls.get().reply.set_exception(refusal)
         atexit.unregister(self.close)
-        mx.clear_streams()  # else they die with the thread, after `join`: exiting then crashes
-
-    def _goes_on(self) -> bool:
-        return not self._closed or (self._drain and self._engine.has_work)
+        mx.clear_streams()  # else the thread frees them after `join`, and the process may crash
 
     def _answer_calls(self) -> None:
-        """Everything asked for since the last step; sleeps while there is nothing to do."""
+        """Answer all calls since the last step; without work, sleep until the next call."""
         if not self._engine.has_work:
             self._calls.get().answer(self._engine)
-        for _ in range(self._calls.qsize()):  # what comes meanwhile waits: a step is due
+        for _ in range(self._calls.qsize()):  # calls that come meanwhile wait for the next step
             self._calls.get().answer(self._engine)
 
     def _step(self) -> None:
-        """Compute a step if there is anything to compute, and hand out what it gives."""
+        """Compute a step, if there is work, and give each output to its reader."""
         if not self._engine.has_work:
             return
         for output in self._engine.step():
@@ -207,7 +206,7 @@ class EngineService:
         except BaseException as error:
             self._fail(error)
             return
-        if completion is not None:  # else it has ended, and the next step hands out its completion
+        if completion is not None:  # else it has ended, and the next step returns its completion
             self._open.pop(request_id).end(completion)
 
     def _abort_all(self) -> None:
@@ -223,14 +222,14 @@ class EngineService:
             self._closed = True
         while self._open:
             request_id, inbox = self._open.popitem()
-            with suppress(Exception):  # the engine may be beyond that; its first error counts
+            with suppress(Exception):  # the engine may fail again; its first error counts
                 self._engine.abort(request_id)
             inbox.end(error)
 
 
 @dataclass(slots=True)
 class _Call(Generic[T]):
-    """Something to be run on the engine's thread, and where its value goes."""
+    """A function to run on the engine's thread, and the future of its value."""
 
     function: Callable[[Engine], T]
     reply: Future[T] = field(default_factory=Future)
@@ -242,11 +241,3 @@ class _Call(Generic[T]):
             self.reply.set_exception(error)
         else:
             self.reply.set_result(value)
-
-    def refuse(self, refusal: RuntimeError, cause: BaseException | None) -> None:
-        refusal.__cause__ = cause
-        self.reply.set_exception(refusal)
-
-
-def _nothing(engine: Engine) -> None:
-    pass

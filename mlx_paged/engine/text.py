@@ -1,4 +1,4 @@
-"""Chosen tokens to what callers see: text, ends, completions. Knows no mlx."""
+"""Text in, text out: prompts to token ids, sampled tokens to outputs. Knows no mlx."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from operator import index
@@ -10,7 +10,7 @@ from mlx_paged.scheduler.runner_protocol import SampledToken
 
 
 class Detokenizer(Protocol):
-    """What is used of mlx-lm's streaming detokenizers."""
+    """The part of mlx-lm's streaming detokenizers that is used here."""
 
     last_segment: str
 
@@ -21,14 +21,14 @@ class Detokenizer(Protocol):
 class TextStream:
     """The text of one request.
 
-    Text that may turn out to be the beginning of a stop string is held back until the next tokens
-    tell. Stop strings may span any number of tokens.
+    Text that may be the start of a stop string is held back until the next tokens decide. A stop
+    string may span any number of tokens.
 
     Args:
-        detokenizer: a fresh one.
-        stop: strings before which the text ends.
-        context: tokens before the first one, whose own text is not wanted but on which the text of
-            those that follow may depend.
+        detokenizer: a new one.
+        stop: the text ends before the first of these strings.
+        context: tokens before the first token. Their text is not part of the result, but the text
+            of later tokens may depend on them.
     """
 
     def __init__(
@@ -42,53 +42,42 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that became certain. Sets `stopped` on a stop string."""
-        self._read_context()
+        """Add a token; return the text that became certain. A stop string sets `stopped`."""
+        for before in self._context:
+            self._detokenizer.add_token(before)
+        if self._context:
+            _ = self._detokenizer.last_segment  # reading it skips this text
+        self._context = ()
         self._detokenizer.add_token(token)
         return self._emit(self._detokenizer.last_segment)
 
     def finish(self) -> str:
-        """No token follows: return the rest of the text."""
+        """End the text; return the rest of it."""
         self._detokenizer.finalize()
         segment = self._emit(self._detokenizer.last_segment)
-        if not self.stopped:
-            segment += self._held
-            self.text += self._held
-            self._held = ""
-        return segment
-
-    def _read_context(self) -> None:
-        for token in self._context:
-            self._detokenizer.add_token(token)
-        if self._context:
-            _ = self._detokenizer.last_segment  # reading it is what moves on
-        self._context = ()
+        held, self._held = self._held, ""
+        self.text += held
+        return segment + held
 
     def _emit(self, segment: str) -> str:
         if self.stopped:
             return ""
         pending = self._held + segment
         cut = self._first_stop(pending)
-        if cut is not None:
-            self.stopped = True
-            self._held = ""
-            certain = pending[:cut]
-        else:
-            keep = self._possible_stop(pending)
-            self._held = pending[len(pending) - keep :]
-            certain = pending[: len(pending) - keep]
+        self.stopped = cut is not None
+        end = len(pending) - self._possible_stop(pending) if cut is None else cut
+        self._held = "" if self.stopped else pending[end:]
+        certain = pending[:end]
         self.text += certain
         return certain
 
     def _first_stop(self, text: str) -> int | None:
-        """Where the stop string begins that is complete first, however the text was cut."""
-        found = [
-            (index + len(stop), index) for stop in self._stop if (index := text.find(stop)) >= 0
-        ]
+        """The start of the stop string that ends first; so the cuts of the text do not matter."""
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
         return min(found)[1] if found else None
 
     def _possible_stop(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Length of the longest suffix of `text` that is the start of a stop string."""
         lengths = (
             length
             for stop in self._stop
@@ -101,11 +90,11 @@ class TextStream:
 Prompt = str | Sequence[int]
 
 _NO_SEQUENCES = (bytes, bytearray, memoryview, Set, Mapping)
-"""What can be iterated over but does not hold token ids in an order."""
+"""Iterable types that hold no ordered token ids."""
 
 
 class Tokenizer(Protocol):
-    """What is used of mlx-lm's TokenizerWrapper."""
+    """The part of mlx-lm's TokenizerWrapper that is used here."""
 
     @property
     def bos_token(self) -> str | None: ...
@@ -117,7 +106,7 @@ class Tokenizer(Protocol):
 
 
 class PromptEncoder:
-    """Encodes and checks what callers give as prompts.
+    """Encodes and checks the prompts that callers give.
 
     Args:
         tokenizer: None: prompts are token ids.
@@ -129,10 +118,10 @@ class PromptEncoder:
         self.vocab_size = vocab_size
 
     def __call__(self, prompt: Prompt, continues: bool = False) -> list[int]:
-        """Token ids of a prompt, or of what continues one, which may be empty.
+        """Token ids of a prompt. If it `continues` another prompt, it may be empty.
 
         Raises:
-            ValueError: an empty prompt, something else than text or token ids, a token outside the
+            ValueError: an empty prompt, neither text nor token ids, a token outside the
                 vocabulary, text without a tokenizer.
         """
         if not isinstance(prompt, str):
@@ -145,9 +134,9 @@ class PromptEncoder:
             bos = self.tokenizer.bos_token
             special = not continues and (bos is None or not prompt.startswith(bos))
             tokens = list(self.tokenizer.encode(prompt, add_special_tokens=special))
-        if not tokens and continues:
-            return tokens
         if not tokens:
+            if continues:
+                return tokens
             raise ValueError("[add_request] prompt is empty: expected at least one token")
         limit = self.vocab_size or max(tokens) + 1
         for token in (min(tokens), max(tokens)):
@@ -183,10 +172,10 @@ def _token_id(token: Any) -> int:
 
 
 class OutputProcessor:
-    """Appends chosen tokens to their requests, finds out which of these end, and makes text.
+    """Appends sampled tokens to their requests, decides which requests end, and makes text.
 
     Args:
-        tokenizer: None: no text, and no token ends a request unless it says so itself.
+        tokenizer: None: outputs have no text, and only a request's own stop tokens end it.
         clock: seconds.
     """
 
@@ -194,22 +183,22 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self._clock = clock
         self._texts: dict[int, TextStream] = {}
-        self._ends: dict[int, Collection[int]] = {}  # by request, tokens that end it
+        self._stop_ids: dict[int, Collection[int]] = {}  # by request id
 
     def add(self, request: Request, context: Sequence[int] = ()) -> None:
-        """Expect tokens of `request`, whose text goes on where that of `context` ended."""
-        self._ends[request.id] = self.stop_token_ids(request)
+        """Expect tokens of `request`; its text continues the text of `context`."""
+        self._stop_ids[request.id] = self.stop_token_ids(request)
         if self.tokenizer is not None:
             detokenizer = self.tokenizer.detokenizer
             self._texts[request.id] = TextStream(detokenizer, request.params.stop, context)
 
     def append(self, choice: SampledToken) -> tuple[TokenOutput, FinishReason | None]:
-        """Take in a token; says whether and why the request ends with it."""
+        """Append a token to its request; say why the request ends, if it does."""
         request, token = choice.request, choice.token
         request.tokens.append(token)
         request.logprobs.append(choice.logprob)
         text = self._texts.get(request.id)
-        ends = token in self._ends[request.id]
+        ends = token in self._stop_ids[request.id]
         segment = "" if text is None or ends else text.push(token)
         reason = None
         if ends or (text is not None and text.stopped):
@@ -225,11 +214,10 @@ class OutputProcessor:
 
     def stop_token_ids(self, request: Request) -> Collection[int]:
         """Tokens that end the request."""
+        own = request.params.stop_token_ids
         if self.tokenizer is None or request.params.ignore_eos:
-            return request.params.stop_token_ids
-        if not request.params.stop_token_ids:
-            return self.tokenizer.eos_token_ids
-        return request.params.stop_token_ids.union(self.tokenizer.eos_token_ids)
+            return own
+        return own.union(self.tokenizer.eos_token_ids) if own else self.tokenizer.eos_token_ids
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of generated tokens, end-of-sequence token excluded; "" without a tokenizer."""
@@ -243,13 +231,13 @@ class OutputProcessor:
         return text.text
 
     def finish(self, request: Request, reason: FinishReason) -> Completion:
-        """The whole of a request that ends now."""
+        """The completion of a request that ends now."""
         text = self.forget(request)
         request.finish_reason = reason
         request.finish_time = self._clock()
         return Completion.of(request, "" if text is None else text.text)
 
     def forget(self, request: Request) -> TextStream | None:
-        """Expect no more tokens of a request; its text so far."""
-        self._ends.pop(request.id, None)
+        """Expect no more tokens of a request; return its text so far."""
+        self._stop_ids.pop(request.id, None)
         return self._texts.pop(request.id, None)

@@ -1,4 +1,4 @@
-"""Ticket: what the submitter of a request holds, and the inbox that its outputs come through."""
+"""Ticket: reads the outputs of one request, which an Inbox holds. Knows no mlx."""
 
 import asyncio
 import math
@@ -12,11 +12,12 @@ from mlx_paged.outputs import Completion, TokenOutput
 
 
 class Ticket:
-    """What the submitter of a request holds: its tokens as they come, and its end.
+    """The reader of one request: gives each of its tokens, and its completion.
 
-    Iterate over it, with ``for`` in a thread or ``async for`` in a task; a loop that was left may
-    be taken up again. Leaving it as a context manager, cancelling a task that waits for it, or
-    dropping the last reference aborts the request. Methods may be called from any thread.
+    Iterate over it with ``for`` in a thread or ``async for`` in a task; a second loop continues
+    where the first one stopped. A context manager: leaving it aborts the request. Cancelling a task
+    that waits for it or dropping the last reference aborts it, too. Its methods may be called
+    from any thread.
     """
 
     def __init__(self, request_id: int, inbox: "Inbox", abort: Callable[[int], object]) -> None:
@@ -30,13 +31,15 @@ class Ticket:
         return self._inbox.ended
 
     def result(self, timeout: float | None = None) -> Completion:
-        """Wait for the end; outputs that were not read stay to be read, from now on any number.
+        """Wait for the end of the request; return its completion.
+
+        Unread outputs can be read later. From now on there is no limit to their number.
 
         Args:
-            timeout: seconds; None waits as long as it takes.
+            timeout: seconds; None waits without a limit.
 
         Raises:
-            TimeoutError: the request goes on.
+            TimeoutError: the request has not ended; it continues.
             Exception: what :meth:`Engine.step` raised, if that ended the service.
         """
         inbox = self._inbox
@@ -52,7 +55,7 @@ class Ticket:
         return inbox.completion
 
     def abort(self) -> None:
-        """End the request after the step under way, with ``FinishReason.ABORT``; never waits."""
+        """End the request after the step under way, with ``FinishReason.ABORT``; do not wait."""
         if not self.done:
             self._abort(self.request_id)
 
@@ -92,9 +95,9 @@ class Ticket:
 
 
 class Inbox:
-    """Outputs of one request that wait for their reader, and how it ended.
+    """The unread outputs of one request, and how it ended.
 
-    The engine's thread puts, readers take; every field is guarded by `changed`.
+    The engine's thread puts outputs and readers take them; `changed` guards every field.
     """
 
     def __init__(self, max_unread: float) -> None:
@@ -103,7 +106,7 @@ class Inbox:
         self.unread: deque[TokenOutput] = deque()
         self.completion: Completion | None = None
         self.error: BaseException | None = None
-        self._tasks: list[asyncio.Future[None]] = []  # of asyncio readers, set at the next change
+        self._waiting: list[asyncio.Future[None]] = []  # of asyncio readers
 
     @property
     def ended(self) -> bool:
@@ -111,11 +114,11 @@ class Inbox:
 
     @property
     def ready(self) -> bool:
-        """Whether a reader need not wait."""
+        """Whether a reader can go on without waiting."""
         return bool(self.unread) or self.ended
 
     def put(self, output: TokenOutput) -> bool:
-        """Add an output; False if more than `max_unread` wait now."""
+        """Add an output; return False if more than `max_unread` are unread now."""
         with self.changed:
             self.unread.append(output)
             self.completion = output.completion
@@ -123,7 +126,7 @@ class Inbox:
             return len(self.unread) <= self.max_unread
 
     def end(self, outcome: Completion | BaseException) -> None:
-        """No output follows."""
+        """End without another output."""
         with self.changed:
             if isinstance(outcome, BaseException):
                 self.error = outcome
@@ -132,23 +135,23 @@ class Inbox:
             self._notify()
 
     def pop(self, stop: type[Exception]) -> TokenOutput:
-        """The next output; after the last one `stop` is raised, or what ended the service."""
+        """The next output; after the last one, raise `stop` or the error that ended the service."""
         if self.unread:
             return self.unread.popleft()
         raise self.error or stop
 
     def next_change(self) -> asyncio.Future[None]:
-        """A future of the running loop, set as soon as anything changes."""
+        """A future of the running loop that is set at the next change."""
         change = asyncio.get_running_loop().create_future()
-        self._tasks.append(change)
+        self._waiting.append(change)
         return change
 
     def _notify(self) -> None:
         self.changed.notify_all()
-        for task in self._tasks:
+        for task in self._waiting:
             with suppress(RuntimeError):  # its loop was closed
                 task.get_loop().call_soon_threadsafe(_wake, task)
-        self._tasks.clear()
+        self._waiting.clear()
 
 
 def _wake(task: asyncio.Future[None]) -> None:

@@ -73,7 +73,7 @@ def test_a_long_generation_holds_no_more_than_its_window():
         engine.step()
         held.append(engine.manager.blocks_in_use)
     assert max(held) <= WINDOW // BLOCK + 2
-    assert request not in engine._requests
+    assert engine.request(request) is None
 
 
 def test_forks_and_prefixes_work_beyond_the_window():

@@ -88,7 +88,7 @@ def test_caches_are_copied_but_for_the_newest_token(monkeypatch):
         computed.append(inputs.shape)
         return model()(inputs, cache=cache)
 
-    monkeypatch.setattr(generator._engine.model_runner, "model", count)
+    monkeypatch.setattr(generator._recorder.runner, "model", count)
     monkeypatch.setattr(
         "mlx_paged.batch_generator.contiguous_caches.make_prompt_cache", empty_caches
     )

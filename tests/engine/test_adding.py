@@ -1,5 +1,6 @@
 """What callers add: arguments are checked before anything happens, and all is added or nothing."""
 
+import math
 from functools import partial
 
 import mlx.core as mx
@@ -38,7 +39,7 @@ ADDERS = {
 def assert_only_the_parent_is_there(model, engine: Engine, parent: int) -> None:
     """And others can be added, in their order."""
     assert list(engine._requests) == [parent] and not engine._beams
-    assert list(engine._outputs._ends) == list(engine._outputs._texts or [parent]) == [parent]
+    assert list(engine._outputs._stop_ids) == list(engine._outputs._texts or [parent]) == [parent]
     other = engine.add_request(OTHER, max_tokens=8)
     done = {}
     while engine.has_work:
@@ -93,15 +94,20 @@ def test_a_bad_argument_adds_nothing(model, engine, name, options, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda e: e.add_samples(PROMPT, "3"), "n is '3': expected >= 1"),
-        (lambda e: e.add_samples(PROMPT, True), "n is True: expected >= 1"),
-        (lambda e: e.add_samples(PROMPT, 2.0), "n is 2.0: expected >= 1"),
+        (lambda e: e.add_samples(PROMPT, "3"), "n is '3': expected an integer >= 1"),
+        (lambda e: e.add_samples(PROMPT, True), "n is True: expected an integer >= 1"),
+        (lambda e: e.add_samples(PROMPT, 2.0), "n is 2.0: expected an integer >= 1"),
         (lambda e: e.sample([PROMPT], "3"), "n is 3 and best_of None"),
         (lambda e: e.add_beam_search(PROMPT, 10**6), f"an integer from 1 to {VOCAB}"),
         (lambda e: e.add_beam_search(PROMPT, VOCAB + 1), f"an integer from 1 to {VOCAB}"),
         (lambda e: e.add_beam_search(PROMPT, True), "num_beams is True"),
         (lambda e: e.add_beam_search(PROMPT, "2"), "num_beams is '2'"),
-        (lambda e: e.add_beam_search(PROMPT, 2, length_penalty="x"), "length_penalty is x"),
+        (lambda e: e.add_beam_search(PROMPT, 2, length_penalty="x"), "length_penalty is 'x'"),
+        (lambda e: e.add_beam_search(PROMPT, 2, length_penalty=math.nan), "length_penalty is nan"),
+        (
+            lambda e: e.add_beam_search(PROMPT, 2, length_penalty=251, max_tokens=16),
+            "length_penalty is 251: expected -250 to 250 for max_tokens 16",
+        ),
         (lambda e: e.add_beam_search(PROMPT, 2, early_stopping="no"), "early_stopping is 'no'"),
     ],
 )
@@ -218,5 +224,5 @@ def test_integers_of_all_kinds_are_token_ids(model, engine, prompt):
 def test_a_fork_may_begin_with_what_its_parent_has(engine, suffix):
     parent = engine.add_request(PROMPT, max_tokens=4)
     child = engine.fork(parent, suffix)
-    assert engine._requests[child].tokens[: len(PROMPT)] == PROMPT
-    assert len(engine._requests[child].tokens) == len(PROMPT) + len(suffix)
+    assert engine.request(child).tokens[: len(PROMPT)] == PROMPT
+    assert len(engine.request(child).tokens) == len(PROMPT) + len(suffix)

@@ -79,7 +79,7 @@ def test_a_stream_yields_tokens_while_other_requests_advance(model, engine):
     outputs = list(engine.stream(PROMPT, max_tokens=6))
     assert [output.token for output in outputs] == solo_greedy(model, PROMPT, 6)
     assert [output.completion is not None for output in outputs] == [False] * 5 + [True]
-    assert engine._requests[other].num_generated >= 5
+    assert engine.request(other).num_generated >= 5
 
 
 def test_two_streams_read_in_turns(model, engine):

@@ -83,6 +83,17 @@ def test_a_stream_whose_request_is_aborted_ends(engine):
     assert_nothing_is_left(engine)
 
 
+def test_a_stream_gives_the_tokens_of_a_step_that_a_fork_ended(model, engine):
+    """A fork reads the step under way, and with it the stream's last token."""
+    other = engine.add_request(OTHER, max_tokens=50)
+    stream = engine.stream(PROMPT, max_tokens=8)
+    outputs = [next(stream) for _ in range(7)]
+    engine.fork(other)
+    outputs += stream
+    assert [output.token for output in outputs] == solo_greedy(model, PROMPT, 8)
+    assert outputs[-1].completion is not None
+
+
 def test_a_stream_that_is_dropped_within_a_step_does_not_disturb_it(model, engine):
     """As by the garbage collector, which may run at any time."""
     streams = [engine.stream(OTHER, max_tokens=50)]
@@ -94,7 +105,7 @@ def test_a_stream_that_is_dropped_within_a_step_does_not_disturb_it(model, engin
 
     (completion,) = engine.generate([PROMPT], max_tokens=8, logits_processors=[drop])
     assert completion.tokens == solo_greedy(model, PROMPT, 8)
-    assert not engine._requests
+    assert engine.request(0) is None
     assert len(engine.step()) <= 1  # what that step computed for the stream
     assert_nothing_is_left(engine)
 

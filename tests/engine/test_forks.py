@@ -333,7 +333,7 @@ def test_beams_beside_other_requests(model, engine):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda e: e.add_samples(PROMPT, 0), "n is 0: expected >= 1"),
+        (lambda e: e.add_samples(PROMPT, 0), "n is 0: expected an integer >= 1"),
         (lambda e: e.sample([PROMPT], 3, best_of=2), "n is 3 and best_of 2"),
         (lambda e: e.add_beam_search(PROMPT, 0), "num_beams is 0"),
         (lambda e: e.add_beam_search(PROMPT, 2, temperature=1.0), "temperature, stop or sampler"),

@@ -243,7 +243,7 @@ def test_samples_and_forks_go_on_from_a_restored_state(jamba, make_engine):
     for _ in range(6):
         engine.step()
     branch = engine.fork(trunk, text(11), max_tokens=NUM_TOKENS)
-    prompts = {trunk: prompt, branch: list(engine._requests[branch].tokens)}
+    prompts = {trunk: prompt, branch: list(engine.request(branch).tokens)}
     done = {}
     while engine.has_work:
         outputs = engine.step()

@@ -230,7 +230,7 @@ def test_cancelling_a_task_aborts_the_request_that_it_waits_for(engine, serve):
         service._calls.wait(2)
         pause.end()
         await asyncio.to_thread(ticket.result, TIMEOUT)
-        assert problems == [] and ticket._inbox._tasks == []
+        assert problems == [] and ticket._inbox._waiting == []
 
     run(client())
     assert_aborted(ticket, reference(50)[:2] + tokens_of(ticket))

@@ -202,8 +202,8 @@ def refused_though_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def samples_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = EngineCore._make_request
 
-    def make(engine, tokens, params, seed):
-        return whole(engine, tokens, params, params.seed if seed is not None else None)
+    def make(engine, tokens, params, seed, *place):
+        return whole(engine, tokens, params, params.seed if seed is not None else None, *place)
 
     monkeypatch.setattr(EngineCore, "_make_request", make)
 
@@ -219,7 +219,7 @@ def interrupts_lose_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             return whole(engine)
         except KeyboardInterrupt:
-            engine._ready.clear()
+            engine.ready.clear()
             raise
 
     monkeypatch.setattr(EngineCore, "step", step)

@@ -62,7 +62,7 @@ def run_streams_and_a_long_prompt(
     """Gaps between tokens of 8 streams while a 6,000-token prompt is computed; its TTFT."""
     streams = [engine.add_request([1, 2, 3], max_tokens=4000) for _ in range(8)]
     warm_up = engine.add_request(list(range(2000)), max_tokens=1)
-    while engine.has_work and warm_up in engine._requests:
+    while engine.has_work and engine.is_open(warm_up):
         engine.step()
     for _ in range(50):
         engine.step()
@@ -133,7 +133,7 @@ def test_nobody_is_let_in_for_a_few_tokens(lookahead):
     run_streams_and_a_long_prompt(engine, clock)
     prompts = [engine.add_request([i] * (100 + 3 * i), max_tokens=1) for i in range(8)]
     first_chunks: dict[int, int] = {}
-    while any(prompt in engine._requests for prompt in prompts):
+    while any(engine.is_open(prompt) for prompt in prompts):
         engine.step()
         for request in engine.scheduler.running.values():
             if request.id in prompts and request.num_computed:

@@ -28,7 +28,6 @@ from mlx_paged.cli import COUNT, Parser, number
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
-from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
 
@@ -130,12 +129,12 @@ class Simulation:
         return {"priority": self.rng.randint(-1, 1), "cache_salt": salt}
 
     def _fork(self) -> None:
-        living = [i for i, t in self.tickets.items() if self._living(i) and t.beams is None]
+        living = [i for i, t in self.tickets.items() if self.engine.request(i) and t.beams is None]
         if not living:
             return
-        ended = [i for i in living if i in self.engine._kept]
+        ended = [i for i in living if self._is_kept(i)]
         parent_id = self.rng.choice(ended if ended and self.rng.random() < 0.5 else living)
-        parent, ticket = self._living(parent_id), self.tickets[parent_id]
+        parent, ticket = self.engine.request(parent_id), self.tickets[parent_id]
         assert parent is not None
         suffix = self.calls.tokens(self.rng.choice((0, 0, 1, 3, 9)))
         params = self.calls.params(len(parent.tokens)) if self.rng.random() < 0.6 else None
@@ -147,7 +146,9 @@ class Simulation:
             assert not self.setting.fits(length, (params or parent.params).max_tokens)
             self.counts["refused"] += 1
             return
-        tokens = list(self.engine._requests[child_id].tokens)
+        child = self.engine.request(child_id)
+        assert child is not None
+        tokens = list(child.tokens)
         assert len(tokens) == len(parent.tokens) + len(suffix), "not all that its parent has"
         assert parent.is_finished or not parent.num_in_flight, "a token under way is left out"
         self.checks.fork(ticket, tokens, suffix)
@@ -176,8 +177,9 @@ class Simulation:
     def _anyone(self) -> list[int]:
         return [self.rng.choice(list(self.tickets))] if self.tickets else []
 
-    def _living(self, request_id: int) -> Request | None:
-        return self.engine._requests.get(request_id) or self.engine._kept.get(request_id)
+    def _is_kept(self, request_id: int) -> bool:
+        request = self.engine.request(request_id)
+        return request is not None and request.is_finished
 
     def _added(
         self,
@@ -203,7 +205,8 @@ class Simulation:
     def _admit(
         self, request_id: int, prompt: list[int], salt: str, beams: BeamOptions | None = None
     ) -> None:
-        request = self.engine._requests[request_id]
+        request = self.engine.request(request_id)
+        assert request is not None
         ticket = Ticket(prompt, request.params, request.seed, salt, beams)
         lengths = [processor.length for processor in ticket.params.logits_processors]
         length = self.calls.breaking_length(len(prompt), ticket.params.max_tokens)
@@ -233,7 +236,7 @@ class Simulation:
             ticket = self.tickets[output.request_id]
             self.checks.output(ticket, output)
             if ticket.completion is not None and ticket.completion.error is not None:
-                assert output.request_id not in self.engine._kept, "kept in spite of an error"
+                assert not self._is_kept(output.request_id), "kept in spite of an error"
             if output.completion is not None:
                 is_hit = self.setting.recurrent and output.completion.cached_prompt_tokens > 0
                 self.counts["restored"] += is_hit
@@ -309,8 +312,7 @@ def tiny_simulation(seed: int, index: int) -> Simulation:
         lookahead=setting.lookahead,
         prewarm=False,
     )
-    runner = FaultyRunner(engine.runner, rng, setting.fault_rate)
-    engine.runner = engine._pipeline._runner = runner
+    runner = engine.runner = FaultyRunner(engine.runner, rng, setting.fault_rate)
     return Simulation(setting, engine, runner, solo, rng)
 
 
