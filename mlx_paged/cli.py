@@ -110,7 +110,7 @@ def add_metrics(group: argparse._ArgumentGroup) -> None:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of :class:`Engine` that both commands name alike."""
+    """Options of :class:`Engine` whose flags are the same in both commands."""
     names = ("max_stall_ms", "policy", "preempt", "seed", "metrics_jsonl", "spike_ms", "profile")
     return {
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
@@ -120,7 +120,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def demo_model_path() -> Path:
-    """Directory of the small Python-writing model that ships with the package."""
+    """Directory of the demo model: a small model of Python code, part of the package."""
     return Path(str(files("mlx_paged") / "demo_model"))
 
 

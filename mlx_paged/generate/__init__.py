@@ -1,1 +1,1 @@
-"""python -m mlx_paged.generate: text for many prompts at once."""
+"""python -m mlx_paged.generate: generates text for many prompts at once."""

@@ -15,13 +15,13 @@ PENALTIES = {
 def make_parser() -> Parser:
     parser = Parser(
         prog="mlx_paged.generate",
-        usage="python -m mlx_paged.generate (--prompt TEXT | --prompts-file FILE.jsonl) [options]",
+        usage="python -m mlx_paged.generate --prompt TEXT [options]",
         description="Generate text for one prompt or for many prompts at once. "
         "The text goes to stdout, statistics go to stderr.",
         formatter_class=cli.HelpFormatter,
     )
     cli.add_model(parser.add_argument_group("model"))
-    _add_prompts(parser.add_argument_group("prompts"))
+    _add_prompts(parser.add_argument_group("prompts", "Give --prompt, --prompts-file or both."))
     _add_sampling(parser.add_argument_group("sampling"))
     _add_branching(parser.add_argument_group("several completions"))
     _add_engine(parser.add_argument_group("engine"))

@@ -136,7 +136,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _prompt_text(prompt: str) -> str:
-    """Reads a prompt as mlx_lm.generate does: '-' is stdin, a typed \\n or \\t the character."""
+    """As in mlx_lm.generate: '-' reads stdin, and a typed \\n or \\t becomes the character."""
     if prompt == "-":
         return sys.stdin.read()
     return prompt.replace("\\n", "\n").replace("\\t", "\t")

@@ -1,1 +1,1 @@
-"""python -m mlx_paged.server: mlx-lm's HTTP server on the engine."""
+"""python -m mlx_paged.server: an OpenAI-compatible HTTP server on the engine."""

@@ -17,7 +17,7 @@ UNSUPPORTED = {
     "--kv-bits": "a quantized K/V pool",
     "--pipeline": "more than one device",
 }
-"""Flags of mlx_lm.server that stop the start, and what each of them asks for."""
+"""Flags of mlx_lm.server that are mistakes here, with the feature that each of them needs."""
 
 WITHOUT_EFFECT = {
     "--num-draft-tokens": (int, 3),

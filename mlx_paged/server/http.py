@@ -1,4 +1,4 @@
-"""Answers HTTP requests. Extends mlx-lm's handler by choices, limits, API keys and errors."""
+"""Answers HTTP requests. Adds choices, limits, API keys and errors to mlx-lm's handler."""
 
 import hmac
 import io
@@ -44,7 +44,7 @@ class Handler(AnswerWriter):
         except RequestError as error:
             self._refuse(error)
         except (ConnectionError, TimeoutError) as error:
-            logging.info("client hung up: %s", error)
+            logging.info("client disconnected: %s", error)
             self.close_connection = True
         except Exception:  # e.g. from the tokenizer's tool parser
             logging.exception("an answer failed")

@@ -10,7 +10,7 @@ pytest_plugins = ["generate_fixtures"]
 
 @pytest.fixture
 def records(run, tmp_path):
-    """Run the command; what it wrote to --output."""
+    """Run the command. Returns the lines of --output."""
 
     def records(*arguments):
         output = tmp_path / "results.jsonl"
@@ -75,7 +75,7 @@ def test_penalties_reach_the_requests(records):
 def test_a_line_that_fails_on_the_way_is_reported_and_the_others_are_finished(
     run, demo, monkeypatch, tmp_path
 ):
-    """As where a model does not say how large its vocabulary is."""
+    """Some models do not tell the size of their vocabulary."""
     monkeypatch.setattr(demo[0].args, "vocab_size", None)
     output = tmp_path / "results.jsonl"
     lines = [{"prompt": CLASS, "logit_bias": {"99999": 1}}, {"prompt": FUNCTION}]

@@ -1,4 +1,4 @@
-"""``python -m mlx_paged.generate`` as its user sees it: prompts, text, files, statistics."""
+"""``python -m mlx_paged.generate`` as a user sees it: prompts, text, files, statistics."""
 
 import io
 import json
@@ -19,7 +19,7 @@ pytest_plugins = ["generate_fixtures"]
 
 
 def test_one_prompt_shows_what_mlx_lm_shows_and_more(run, demo, expected, capsys):
-    """The text alone on stdout, the other lines on stderr; only speeds and the memory differ."""
+    """Only the text is on stdout. The lines on stderr differ from mlx-lm's in numbers only."""
     mlx_lm.generate(*demo, FUNCTION, verbose=True, max_tokens=24)
     shown = re.sub(r"\d+\.\d+", "#", capsys.readouterr().out)
     result = run("--prompt", FUNCTION, "--max-tokens", 24)
@@ -33,7 +33,7 @@ def test_one_prompt_shows_what_mlx_lm_shows_and_more(run, demo, expected, capsys
 
 def test_one_prompt_is_printed_as_its_tokens_come(run, expected, monkeypatch):
     class Screen(io.StringIO):
-        """Remembers what could be read after every flush."""
+        """Keeps the text that is visible after each flush."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -126,7 +126,7 @@ def test_a_line_with_a_seed_gets_its_text_in_any_company(run, tmp_path):
 
 
 def test_sampling_options_reach_the_requests(run, expected):
-    """Each of these leaves only the most likely token, however hot the distribution is."""
+    """Each of these options keeps only the most likely token at any temperature."""
     greedy = expected(FUNCTION, 12)
     for option in (["--top-k", 1], ["--top-p", 1e-6], ["--min-p", 1]):
         assert greedy in run("-p", FUNCTION, "-m", 12, "--temp", 100, *option).out
@@ -196,7 +196,7 @@ def test_statistics_count_what_was_done(run, demo, tmp_path):
 
 
 def test_statistics_keep_the_peaks_of_the_run(run, demo, tmp_path):
-    """Here the second step is the fullest; then the long prompt ends."""
+    """The second step holds the most tokens; then the long prompt ends."""
     path = tmp_path / "stats.json"
     lines = [{"prompt": LONG, "max_tokens": 2}, {"prompt": FUNCTION, "max_tokens": 9}]
     file = jsonl(tmp_path / "prompts.jsonl", lines)
@@ -255,7 +255,7 @@ def test_a_pool_too_small_for_all_prompts_delays_some(run, expected, tmp_path):
 
 
 def test_the_pool_is_as_large_as_the_prompts_need(demo, monkeypatch, tmp_path):
-    """When nobody says how large."""
+    """This is the size without --kv-memory."""
     path = tmp_path / "stats.json"
     monkeypatch.setattr(generate, "load_model", lambda *args: demo)
     generate.main(["-p", FUNCTION, "-p", LONG, "-m", "9", "--stats-json", str(path)])
@@ -339,7 +339,7 @@ def test_the_command_runs_the_demo_model_on_a_prompt_from_stdin(expected):
 
 
 def test_where_both_streams_go_to_one_place_the_statistics_come_last(expected):
-    """Also where it is no terminal, so that what is printed is kept back."""
+    """This also holds for a pipe, where Python buffers stdout."""
     prompts = [f"--prompt={prompt}" for prompt in (FUNCTION, CLASS)]
     done = subprocess.run(
         command(*prompts, "-m", 3),

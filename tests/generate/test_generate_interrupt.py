@@ -1,4 +1,4 @@
-"""Ctrl-C while mlx_paged.generate runs: what is finished is kept, status 130."""
+"""Ctrl-C during mlx_paged.generate keeps the finished prompts; the status is 130."""
 
 import io
 import json
@@ -31,7 +31,7 @@ pytest_plugins = ["generate_fixtures"]
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Ctrl-C arrives in the step after that many."""
+    """Raise Ctrl-C in the step that follows `steps` steps."""
     step, left = Engine.step, iter(range(steps))
 
     def interrupted(engine: Engine) -> Any:
@@ -43,7 +43,7 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 
 
 def test_ctrl_c_keeps_what_is_finished(run, expected, monkeypatch, tmp_path):
-    """Under the numbers the prompts were given."""
+    """Each finished prompt keeps its number."""
     lengths = {FUNCTION: 50, CLASS: 3, LONG: 4}
     lines = [{"prompt": prompt, "max_tokens": length} for prompt, length in lengths.items()]
     output, stats = tmp_path / "results.jsonl", tmp_path / "stats.json"
@@ -79,7 +79,7 @@ def test_ctrl_c_while_the_model_loads_is_no_traceback(run, monkeypatch):
 
 
 def read_until(stream: io.BufferedReader, expected: bytes, seconds: float) -> bytes:
-    """What comes out of a pipe until `expected` is in it."""
+    """Read a pipe until its output contains `expected`."""
     seen, deadline = b"", time.monotonic() + seconds
     while expected not in seen:
         ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
@@ -99,7 +99,7 @@ def endless_model(tmp_path) -> Path:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Children begin with SIGINT at its default, though a shell's background job ignores it."""
+    """Gives child processes the default SIGINT; a background job of a shell ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""What mlx_paged.generate tells of its steps: on the screen, and in a file as they happen."""
+"""mlx_paged.generate reports its steps on stderr and in a file."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""JSONL prompts: what a line may say, and how a wrong one is reported."""
+"""JSONL prompts: valid lines are parsed, wrong lines are reported."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The server under the openai client, over a socket."""
+"""The openai client talks to the server over a socket."""
 
 import json
 import signal
@@ -116,7 +116,7 @@ def test_completions_and_streams_tell_log_probabilities_too(openai_client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_come_as_the_client_expects_them(server, openai_client, monkeypatch, stream):
-    """A comment line of the demo model plays the tool call."""
+    """The test treats a comment line of the demo model as the tool call."""
     machine = TextStateMachine({"normal": [("# ", "tool")], "tool": [("\n", "normal")]})
     monkeypatch.setattr(server.backend, "text_machine", machine)
     parser = property(lambda self: lambda text, tools: {"name": "say", "arguments": {"a": text}})
@@ -216,7 +216,7 @@ for line in connection.getresponse():
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["reading", "reading no more"])
 def test_clients_killed_in_the_middle_of_their_streams_leave_nothing(server, stopped):
-    """SIGKILL, which no handler of the client hears of: the kernel alone closes the connection."""
+    """No handler of a client runs after SIGKILL: only the kernel closes the connection."""
     aborts = 'mlx_paged_completions_total{finish_reason="abort"}'
     generated, aborted = metric(server, "mlx_paged_generation_tokens_total"), metric(server, aborts)
     command = [sys.executable, "-c", READER, str(server.server_address[1])]

@@ -1,4 +1,4 @@
-"""Text, reasoning and tool calls in what a model says, however it comes in pieces."""
+"""A choice finds text, reasoning and tool calls, whatever the pieces of text are."""
 
 import json
 
@@ -28,7 +28,7 @@ def ended(reason):
 
 
 def read(text, width, state="normal", reason=FinishReason.STOP):
-    """All that a choice says of a text that comes `width` characters at a time."""
+    """The sum of all deltas of a text that arrives `width` characters at a time."""
     tools = ToolCallFormatter(lambda text, tools: json.loads(text), None, streaming=True)
     choice, whole = CompletionChoice(0, MACHINE, state, tools), Delta()
     pieces = [text[i : i + width] for i in range(0, len(text), width)]

@@ -1,4 +1,4 @@
-"""What the server refuses, and how it begins and ends."""
+"""The server refuses wrong requests and flags; it starts and stops cleanly."""
 
 import argparse
 import json
@@ -284,7 +284,7 @@ def parser_of_mlx_lms_server(monkeypatch) -> argparse.ArgumentParser:
 
 
 OTHER_DEFAULTS = {"--prefill-step-size": (2048, 512)}
-"""Theirs and ours, where the documentation says so."""
+"""Their default and ours; docs/server.md names each of these flags."""
 
 
 def test_every_flag_of_mlx_lms_server_is_known_with_its_default(monkeypatch):

@@ -1,4 +1,4 @@
-"""What a server's /metrics says of its engine."""
+"""The server's /metrics shows the metrics of its engine."""
 
 import math
 
