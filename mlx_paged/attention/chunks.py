@@ -55,3 +55,8 @@ def causal_mask(queries: mx.array, num_keys: int, window: int | None) -> mx.arra
     keys = mx.arange(num_keys)
     mask = keys <= queries
     return mask if window is None else mask & (keys > queries - window)
+
+
+def narrowest(*windows: int | None) -> int | None:
+    """The smallest of these windows; None if none of them is a window."""
+    return min((window for window in windows if window is not None), default=None)

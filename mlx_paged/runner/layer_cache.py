@@ -6,6 +6,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
 from mlx_paged import ops
+from mlx_paged.attention.chunks import narrowest
 from mlx_paged.attention.pool_attention import PoolAttention
 from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle, RotaryHandle
 from mlx_paged.kv.pool import KVPool
@@ -135,7 +136,7 @@ class PagedLayerCache(UntrimmedCache):
         if not self._attends:
             shape = (*q.shape[:3], self.pool.shapes[self.layer].v_head_dim)
             return mx.broadcast_to(mx.zeros((), q.dtype), shape)  # nobody looks at it
-        window = self._narrowest(window)
+        window = narrowest(window, self.window)
         attention = BatchAttention(self.pool, self.layer, scale, window, sinks)
         return attention.attend(q, self.batch)
 
@@ -143,13 +144,8 @@ class PagedLayerCache(UntrimmedCache):
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> CausalMask:
         """The batch's mask; its window is the smaller of the layer's and the one asked for."""
-        window = self._narrowest(window_size)
+        window = narrowest(window_size, self.window)
         return CausalMask.of(self.batch.mask(window), window)
-
-    def _narrowest(self, window: int | None) -> int | None:
-        if window is None or self.window is None:
-            return self.window if window is None else window
-        return min(window, self.window)
 
     @property
     def keys(self) -> mx.array:

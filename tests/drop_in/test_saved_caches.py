@@ -25,9 +25,13 @@ from prompt_cache_cases import (
 from saved_cache_script import MODELS
 from tiny_models import tiny_model
 
-from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
+from mlx_paged.drop_in.caches import (
+    PagedKVCache,
+    as_paged,
+    make_prompt_cache,
+    stock_make_prompt_cache,
+)
 from mlx_paged.drop_in.patch import patched_mlx_lm, stock_save_prompt_cache
-from mlx_paged.drop_in.stock_caches import as_paged
 
 WINDOW = 12
 """Of the tiny gemma3_text."""
