@@ -18,7 +18,8 @@ from mlx_paged.attention.pool_attention import PoolAttention
 from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
-from mlx_paged.drop_in.sequence import ContentKey, PagedSequence
+from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.drop_in.shared_pool import ContentKey
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.ops import view_as
@@ -231,6 +232,7 @@ class PagedCache(_BaseCache):
 
         The views are of the pool, ``[n, H_kv, tokens, D]`` for each run of adjacent blocks. To
         evaluate them evaluates the writes and copies nothing. Their content does not change.
+        mlx-lm's own `save_prompt_cache` refuses the key and so writes no paged cache to a file.
         """
         states = [self._row_state(i) for i in range(len(self.rows))]
         return states, self.window, self.layer.index
@@ -242,7 +244,7 @@ class PagedCache(_BaseCache):
 
     def _row_state(self, i: int) -> RowState:
         row, num_tokens = self.rows[i], int(self.starts[i])
-        key = ContentKey(row.pool, row.id, row.version)
+        key = row.pool, row.id, row.version
         if num_tokens <= 0:
             return None, None, num_tokens, key
         fork = row.fork_for(self.layer, is_frozen=True)

@@ -153,11 +153,7 @@ class BatchPagedKVCache(PagedCache):
         self._show(rows, self.starts[indices])
 
     def extend(self, other: BatchPagedKVCache) -> None:
-        """Add forks of another batch's rows.
-
-        Raises:
-            ValueError: `other` is no paged cache, or its window differs.
-        """
+        """Add forks of the rows of another paged cache with the same window."""
         if not isinstance(other, PagedCache):
             raise ValueError(
                 f"[extend] other is a {type(other).__name__}: expected a {type(self).__name__}; "
@@ -182,11 +178,7 @@ class BatchPagedKVCache(PagedCache):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchPagedKVCache:
-        """Forks of the rows of several caches as one batch, in the first one's pool.
-
-        Raises:
-            ValueError: they are not all paged, or their windows differ.
-        """
+        """Forks of the rows of several paged caches with one window, in the first one's pool."""
         for cache in caches:
             if not isinstance(cache, PagedCache):
                 raise ValueError(

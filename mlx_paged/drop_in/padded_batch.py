@@ -41,8 +41,8 @@ class PaddedSpans:
         """Rows of `columns` columns; of these at most `lengths` are no right padding."""
         starts = np.asarray(starts, np.int32)
         if lengths is None:
-            return cls(starts, np.full(starts.size, columns, np.int32), columns)
-        return cls(starts, np.clip(lengths, 0, columns).astype(np.int32), columns)
+            return cls(starts, np.full_like(starts, columns), columns)
+        return cls(starts, np.clip(lengths, 0, columns, dtype=np.int32), columns)
 
     def __eq__(self, other: object) -> bool:
         return (

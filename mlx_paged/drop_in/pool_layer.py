@@ -103,16 +103,12 @@ class PoolLayer:
         full. Evaluating them copies nothing.
         """
         size = self.pool.block_size
-        full, rest = divmod(num_tokens, size)
-        blocks = self._blocks(row, num_tokens)
-        breaks = np.flatnonzero(np.diff(blocks[:full]) != 1) + 1
-        spans = [
-            (int(run[0]), int(run[-1]) + 1, size)
-            for run in np.split(blocks[:full], breaks)
-            if run.size
-        ]
-        if rest:
-            spans.append((int(blocks[full]), int(blocks[full]) + 1, rest))
+        blocks, rest = self._blocks(row, num_tokens), num_tokens % size
+        ends_run = np.diff(blocks) != 1
+        ends_run[-1:] |= rest > 0
+        runs = np.split(blocks, np.flatnonzero(ends_run) + 1)
+        spans = [(int(run[0]), int(run[-1]) + 1, size) for run in runs]
+        spans[-1] = *spans[-1][:2], rest or size
         return _views(self.kv.k[0], spans), _views(self.kv.v[0], spans)
 
     def _blocks(self, row: PagedSequence, num_tokens: int) -> Int32Array:

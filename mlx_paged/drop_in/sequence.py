@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
     from mlx_paged.drop_in.padded_batch import PaddedBatch
     from mlx_paged.drop_in.pool_layer import PoolLayer
     from mlx_paged.drop_in.shared_pool import SharedPool
-
-
-@dataclass(frozen=True, slots=True)
-class ContentKey:
-    """Identifies the content of a sequence at one time. A `state` contains it, so that mlx-lm's own
-    `save_prompt_cache` refuses to write paged caches to a file."""
-
-    pool: SharedPool
-    seq_id: int
-    version: int
 
 
 class PagedSequence:
@@ -46,7 +35,7 @@ class PagedSequence:
         self.version = 0
         self.is_frozen = False
         self.lacks_start = False
-        self._forks: list[weakref.ref[PagedSequence]] = []
+        self._forks: WeakValueDictionary[int, PagedSequence] = WeakValueDictionary()
         self._forked_version = 0
         self._rewound: dict[int, int] = {}
         self._companions: list[PagedSequence] = []
@@ -65,10 +54,8 @@ class PagedSequence:
         yet: each layer copies its own.
         """
         if self._forked_version != self.version:
-            self._forks, self._forked_version = [], self.version
-        living = [(ref, fork) for ref in self._forks if (fork := ref()) is not None]
-        self._forks = [ref for ref, _ in living]
-        for _, fork in living:
+            self._forks, self._forked_version = WeakValueDictionary(), self.version
+        for fork in list(self._forks.values()):  # in the order in which they were made
             is_alike = fork.pool is layer.pool and fork.is_frozen == is_frozen
             if is_alike and layer.index not in fork.layers:
                 fork.layers.add(layer.index)
@@ -77,7 +64,7 @@ class PagedSequence:
         fork.is_frozen = is_frozen
         fork.lacks_start = self.lacks_start
         fork.layers.add(layer.index)
-        self._forks.append(weakref.ref(fork))
+        self._forks[id(fork)] = fork
         return fork
 
     def with_companions(self, count: int) -> tuple[PagedSequence, ...]:

@@ -12,11 +12,14 @@ import mlx.nn as nn
 
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
-from mlx_paged.drop_in.sequence import ContentKey, PagedSequence
+from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
 from mlx_paged.kv.growing_allocator import GrowingAllocator
 from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.pool import block_bytes
+
+ContentKey = tuple["SharedPool", int, int]
+"""A sequence at one time: its pool, its id and its version."""
 
 FIRST_BLOCKS = 16
 BLOCK_SIZE = 16

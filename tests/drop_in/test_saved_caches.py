@@ -129,7 +129,7 @@ def test_an_empty_cache_can_be_saved(llama, file):
 
 def test_another_name_of_mlx_lms_function_refuses_paged_caches(llama, file):
     """It would name classes in the file that mlx-lm does not have."""
-    with pytest.raises(ValueError, match="not serializable: ContentKey"):
+    with pytest.raises(ValueError, match=r"not serializable.*SharedPool"):
         stock_save_prompt_cache(file, filled(llama))
 
 
