@@ -91,7 +91,7 @@ State = tuple[list[RowState], int | None, int]
 
 
 class StateView(mx.array):
-    """K or V in a `state`: a view of blocks, which are not freed while it lives."""
+    """K or V in a `state`: a view of blocks, which are not freed while it exists."""
 
     sequence: PagedSequence
     layer: PoolLayer
@@ -110,8 +110,8 @@ class PagedCache(_BaseCache):
     copied only when a shared block is written (the tail block of a fork) and when caches of
     different pools join (made in another thread, or for K/V of another type).
 
-    Evaluate a forward's result, or begin its evaluation, before its cache is trimmed or dies: other
-    sequences may then write to the blocks.
+    Evaluate a forward's result, or begin its evaluation, before its cache is trimmed or deleted:
+    other sequences may then write to the blocks.
 
     Args:
         layer: the layer that holds the K/V.
@@ -132,9 +132,9 @@ class PagedCache(_BaseCache):
     ) -> None:
         self.layer = layer
         self.window = window
-        self._show(rows, starts)
+        self._set_rows(rows, starts)
 
-    def _show(self, rows: Sequence[PagedSequence], starts: Int32Array | Sequence[int]) -> None:
+    def _set_rows(self, rows: Sequence[PagedSequence], starts: Int32Array | Sequence[int]) -> None:
         for row in rows:
             row.layers.add(self.layer.index)
         self.rows = tuple(rows)
@@ -144,9 +144,9 @@ class PagedCache(_BaseCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A fork. The layers that are copied with one `memo` share its rows."""
-        twin = copy.copy(self)
-        twin._show([copy.deepcopy(row, memo) for row in self.rows], self.starts)
-        return twin
+        fork = copy.copy(self)
+        fork._set_rows([copy.deepcopy(row, memo) for row in self.rows], self.starts)
+        return fork
 
     # A forward
 
@@ -168,7 +168,7 @@ class PagedCache(_BaseCache):
                 f"[update_and_fetch] keys have {keys.shape[0]} rows: expected {len(self.rows)}"
             )
         if self._latest is None and self.empty():
-            self._begin_in(self.layer.fitting(keys, values))
+            self._start_in(self.layer.layer_for(keys, values))
         spans = self._spans(keys.shape[2])
         step = self.layer.write(self.rows, self.ids, spans, keys, values)
         self.starts = spans.stops
@@ -177,16 +177,16 @@ class PagedCache(_BaseCache):
         self._latest = LayerView(self.layer.kv, step, self.window)
         return self._latest.handles()
 
-    def _begin_in(self, layer: PoolLayer) -> None:
+    def _start_in(self, layer: PoolLayer) -> None:
         """Let that layer hold the K/V of this empty cache."""
         if layer is not self.layer:
             self.layer = layer
-            self._show([row.fork_for(layer) for row in self.rows], self.starts)
+            self._set_rows([row.fork_for(layer) for row in self.rows], self.starts)
 
     def rows_in(self, layer: PoolLayer) -> list[PagedSequence]:
         """Forks of the rows into another layer, with their K/V."""
         starts = self.starts.tolist()
-        return [layer.adopt(r, self.layer, n) for r, n in zip(self.rows, starts, strict=True)]
+        return [layer.fork_from(r, self.layer, n) for r, n in zip(self.rows, starts, strict=True)]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Handles of all K/V, ``[B, H_kv, S, D]``, for a layer that reuses this layer's K/V."""
@@ -240,7 +240,7 @@ class PagedCache(_BaseCache):
     @state.setter
     def state(self, state: State) -> None:
         rows, self.window, _ = state
-        self._show([self._restored(row) for row in rows], [row[2] for row in rows])
+        self._set_rows([self._restored(row) for row in rows], [row[2] for row in rows])
 
     def _row_state(self, i: int) -> RowState:
         row, num_tokens = self.rows[i], int(self.starts[i])
@@ -259,7 +259,7 @@ class PagedCache(_BaseCache):
         keys, values, num_tokens, key = state
         if keys and isinstance(keys[0], StateView) and keys[0].layer is self.layer:
             return keys[0].sequence.fork_for(self.layer)
-        sequence = self.layer.pool.named(key, self.layer.index)
+        sequence = self.layer.pool.sequence_for(key, self.layer.index)
         if not keys or not values:
             return sequence
         k, v = (_contiguous(runs) for runs in (keys, values))

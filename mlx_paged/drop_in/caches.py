@@ -42,7 +42,7 @@ class PagedKVCache(PagedCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if len(self.rows) == 1 < keys.shape[0] and self.empty():
-            self._show(self.rows[0].with_companions(keys.shape[0]), [0] * keys.shape[0])
+            self._set_rows(self.rows[0].with_companions(keys.shape[0]), [0] * keys.shape[0])
         return super().update_and_fetch(keys, values)
 
     @classmethod
@@ -61,7 +61,7 @@ class PagedKVCache(PagedCache):
     def as_stock(self) -> stock.KVCache | stock.RotatingKVCache:
         """mlx-lm's own cache with a copy of the K/V: all, or a sliding-window layer's last window.
 
-        The copy is evaluated, so that this cache may be trimmed or die.
+        The copy is evaluated, so that this cache may be trimmed or deleted.
         """
         num_kept = min(self.size(), self.window or self.size())
         if self.window is None:
@@ -127,7 +127,7 @@ class BatchPagedKVCache(PagedCache):
                     "[prepare] left_padding is given, but the cache has tokens: expected an "
                     "empty one"
                 )
-            self._show(self.rows, self.starts - np.array(left_padding, np.int32))
+            self._set_rows(self.rows, self.starts - np.array(left_padding, np.int32))
         if right_padding is not None and max(right_padding) > 0:
             if lengths is None:
                 raise ValueError("[prepare] right_padding is given without lengths: expected both")
@@ -150,7 +150,7 @@ class BatchPagedKVCache(PagedCache):
             seen.add(row.id)
         if self._remaining is not None:
             self._remaining = self._remaining[indices]
-        self._show(rows, self.starts[indices])
+        self._set_rows(rows, self.starts[indices])
 
     def extend(self, other: BatchPagedKVCache) -> None:
         """Add forks of the rows of another paged cache with the same window."""
@@ -164,7 +164,7 @@ class BatchPagedKVCache(PagedCache):
                 f"[extend] other has window {other.window}: expected {self.window} as here"
             )
         rows = [*self.rows, *other.rows_in(self.layer)]
-        self._show(rows, np.concatenate([self.starts, other.starts]))
+        self._set_rows(rows, np.concatenate([self.starts, other.starts]))
 
     def extract(self, idx: int) -> PagedKVCache:
         """A fork of one row as a cache of its own."""
@@ -204,7 +204,7 @@ def make_prompt_cache(
 ) -> list[Any]:
     """mlx-lm's prompt cache for `model`, with a paged cache for every layer that can have one.
 
-    The K/V is in one pool per model and thread, which grows with its sequences and dies with them.
+    The K/V is in one pool per model and thread. It grows as needed; the last cache frees it.
     Without :func:`attention_hook` (or the patch) the caches work too: attention then gathers K/V.
 
     A layer keeps mlx-lm's cache where paging has no use or gives a wrong result: recurrent states,

@@ -50,7 +50,7 @@ class PoolLayer:
             self._kv.grow(num_blocks)
         return self._kv
 
-    def fitting(self, keys: mx.array, values: mx.array) -> PoolLayer:
+    def layer_for(self, keys: mx.array, values: mx.array) -> PoolLayer:
         """The layer for the first K/V of a sequence: this one, or the same layer of another pool if
         this one holds K/V of another shape or type."""
         shape, layer = _shape_of(keys, values), self
@@ -122,7 +122,7 @@ class PoolLayer:
             held.update(self._blocks(row, count).tolist())
         return len(held) * self.kv.block_bytes if held else 0
 
-    def adopt(self, row: PagedSequence, source: PoolLayer, num_tokens: int) -> PagedSequence:
+    def fork_from(self, row: PagedSequence, source: PoolLayer, num_tokens: int) -> PagedSequence:
         """A sequence of this layer's pool with the content of `row` in layer `source`.
 
         In the same pool it shares every block; from another pool the K/V is copied.

@@ -1,4 +1,4 @@
-"""One sequence of a shared pool, which lives as long as the caches that show it."""
+"""One sequence of a shared pool, which exists as long as caches refer to it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class PagedSequence:
     """A block table that the caches of all layers of one sequence share.
 
-    The pool frees it when the last of these caches dies. Every layer writes the same positions
-    through it, each into its own K/V arrays.
+    The pool frees it when the last of these caches is deleted. Every layer writes through it to the
+    same positions, each in its own K/V arrays.
 
     Attributes:
         pool: the pool that has the blocks.
@@ -77,7 +77,7 @@ class PagedSequence:
         """Note that this layer keeps only its first `num_tokens`."""
         self._rewound[layer] = num_tokens
 
-    def begin(self, start: int) -> int | None:
+    def begin_step(self, start: int) -> int | None:
         """Begin a step that writes from `start`; the step before becomes invalid.
 
         Returns:

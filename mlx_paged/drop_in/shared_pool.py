@@ -52,13 +52,13 @@ class SharedPool:
         self.model = model
         self.lock = threading.RLock()
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
-        self._named: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
+        self._by_key: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
         self._new_ids = itertools.count()
         self._dropped: deque[int] = deque()
         self._successor: ref[SharedPool] | None = None
 
     def layer(self, index: int) -> PoolLayer:
-        """A layer; its K/V lives as long as the caches that hold it."""
+        """A layer; its K/V exists as long as caches refer to it."""
         layer = self._layers.get(index)
         if layer is None:
             layer = self._layers[index] = PoolLayer(self, index)
@@ -87,11 +87,11 @@ class SharedPool:
             self.allocator.admit(sequence.id, 0)
         return sequence
 
-    def named(self, key: ContentKey, layer: int) -> PagedSequence:
+    def sequence_for(self, key: ContentKey, layer: int) -> PagedSequence:
         """An empty sequence. Layers that ask with one key get the same one, each of them once."""
-        sequence = self._named.get(key)
+        sequence = self._by_key.get(key)
         if sequence is None or layer in sequence.layers:
-            sequence = self._named[key] = self.new_sequence()
+            sequence = self._by_key[key] = self.new_sequence()
         sequence.layers.add(layer)
         return sequence
 
@@ -106,14 +106,14 @@ class SharedPool:
         return child
 
     def release_later(self, seq_id: int) -> None:
-        """Free a dead sequence at the next operation.
+        """Free a deleted sequence at the next operation.
 
         Python may call this at any moment, also within an operation of the pool.
         """
         self._dropped.append(seq_id)
 
     def release_dropped(self) -> None:
-        """Give back the blocks of the sequences that died."""
+        """Give back the blocks of the deleted sequences."""
         with self.lock:
             while self._dropped:
                 seq_id = self._dropped.popleft()
@@ -161,7 +161,7 @@ class SharedPool:
         return step
 
     def _make_writable(self, row: PagedSequence, start: int, stop: int) -> list[BlockCopy]:
-        kept = row.begin(start)
+        kept = row.begin_step(start)
         if kept is not None:
             self.allocator.truncate(row.id, kept)
         try:
@@ -198,7 +198,7 @@ class SharedPool:
 
 
 class _Pools(threading.local):
-    """The living pools of one thread, by the model's address and the options."""
+    """The existing pools of one thread, by the model's address and the options."""
 
     def __init__(self) -> None:
         self.of_models: WeakValueDictionary[tuple[int, int, int | None], SharedPool]
@@ -211,7 +211,7 @@ _pools = _Pools()
 def pool_of(
     model: nn.Module, num_layers: int, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
 ) -> SharedPool:
-    """The pool that this thread's new caches of `model` share; it lives as long as they do."""
+    """The pool that this thread's new caches of `model` share; it exists as long as they do."""
     key = (id(model), block_size, kv_memory)
     pool = _pools.of_models.get(key)
     if pool is None or pool.model is None or pool.model() is not model:
