@@ -81,6 +81,13 @@ class Chunk:
         return as_int32([self.context_len])
 
 
+def narrowest(window: int | None, other: int | None) -> int | None:
+    """The smaller of two windows; None if neither is a window."""
+    if window is None or other is None:
+        return other if window is None else window
+    return min(window, other)
+
+
 def causal_mask(queries: mx.array, num_keys: int, window: int | None, first: int = 0) -> mx.array:
     """Which keys at positions ``[first, num_keys)`` the queries at these positions see: keys up to
     their own position and, with a window, only the last `window` of these."""

@@ -1,4 +1,4 @@
-"""What the paged caches of one sequence and of a batch have in common."""
+"""The part that the paged caches of one sequence and of a batch share."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
-from mlx_paged.attention.pool_attention import FEW_QUERIES, PoolAttention
+from mlx_paged.attention.pool_attention import FEW_QUERIES, PoolAttention, narrowest
 from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
-from mlx_paged.drop_in.sequence import ContentKey, PagedSequence
+from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.drop_in.shared_pool import ContentKey
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import KVPool
+from mlx_paged.ops import view_as
 
 
 @dataclass(frozen=True, eq=False)
 class LayerView:
-    """What the handles of one layer's K/V refer to.
+    """One layer's K/V at the end of a step: the cache that its handles name.
 
     Attributes:
         kv: the layer's arrays, a pool of one layer.
-        step: whose K/V is written by now.
+        step: the step that wrote last.
         window: tokens that a query of this layer sees at most, itself included.
     """
 
@@ -53,7 +55,10 @@ class LayerView:
     def attend(
         self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array | None:
-        """Attention of ``q [B, H, N, D]`` over the pool; what padding columns get is undefined."""
+        """Attention of ``q [B, H, N, D]`` over the pool; outputs of padding have no meaning.
+
+        None if `q` has another number of columns than the step.
+        """
         if q.shape[2] != self.step.spans.columns:
             return None
         step, window = self.step, narrowest(window, self.window)
@@ -63,7 +68,7 @@ class LayerView:
         return self._row_by_row(q, attention)
 
     def _row_by_row(self, q: mx.array, attention: PoolAttention) -> mx.array:
-        """MLX's own attention, each row over its own context alone."""
+        """MLX's own attention, one row after the other, each over its own context."""
         rows = []
         for i, chunk in enumerate(self.step.chunks):
             if chunk is None:
@@ -76,49 +81,42 @@ class LayerView:
         return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=0)
 
 
-def narrowest(*windows: int | None) -> int | None:
-    """The smallest of the windows that there are."""
-    return min((window for window in windows if window is not None), default=None)
-
-
 RowState = tuple[list[mx.array] | None, list[mx.array] | None, int, ContentKey]
 State = tuple[list[RowState], int | None, int]
 
 
 class StateView(mx.array):
-    """K or V as `state` shows it, which keeps the blocks that it is a view of."""
+    """K or V in a `state`: a view of blocks, which are not freed while it exists."""
 
     sequence: PagedSequence
     layer: PoolLayer
 
     @classmethod
     def of(cls, view: mx.array, sequence: PagedSequence, layer: PoolLayer) -> StateView:
-        state = cls(mx.broadcast_to(mx.zeros((), view.dtype), view.shape))
-        state[...] = view  # takes the view itself, whereas the constructor would copy it
+        state = view_as(cls, view)
         state.sequence, state.layer = sequence, layer
         return state
 
 
 class PagedCache(_BaseCache):
-    """One layer's K/V of some sequences, by the cache protocol of mlx-lm 0.32.
+    """One layer's K/V of some sequences, with the cache protocol of mlx-lm 0.32.
 
-    Merging, extending, filtering, extracting, copying and trimming change block tables; K/V moves
-    only when a shared block is written (the tail block of a fork) and when caches of different
-    pools meet (made in another thread, or for K/V of another type).
+    Merging, extending, filtering, extracting, copying and trimming change block tables. K/V is
+    copied only when a shared block is written (the tail block of a fork) and when caches of
+    different pools join (made in another thread, or for K/V of another type).
 
-    What a forward returns is to be evaluated, or its evaluation begun, before its cache is trimmed
-    or dies: the blocks may then be written anew.
+    Evaluate a forward's result, or begin its evaluation, before its cache is trimmed or deleted:
+    other sequences may then write to the blocks.
 
     Args:
-        layer: where the K/V is.
+        layer: the layer that holds the K/V.
         rows: the sequences, none twice.
-        starts: ``[B]``, tokens that each has in this layer.
+        starts: ``[B]``, tokens of each sequence in this layer.
         window: tokens that a query sees at most, itself included (sliding-window layers).
     """
 
-    layer: PoolLayer
-    window: int | None
     starts: Int32Array
+    _remaining: Int32Array | None = None  # tokens before each row's right padding
 
     def __init__(
         self,
@@ -129,9 +127,9 @@ class PagedCache(_BaseCache):
     ) -> None:
         self.layer = layer
         self.window = window
-        self._show(rows, starts)
+        self._set_rows(rows, starts)
 
-    def _show(self, rows: Sequence[PagedSequence], starts: Int32Array | Sequence[int]) -> None:
+    def _set_rows(self, rows: Sequence[PagedSequence], starts: Int32Array | Sequence[int]) -> None:
         for row in rows:
             row.layers.add(self.layer.index)
         self.rows = tuple(rows)
@@ -140,24 +138,24 @@ class PagedCache(_BaseCache):
         self._latest: LayerView | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A cache of its own that shares every block; the layers of one list share its rows."""
-        twin = copy.copy(self)
-        twin._show([copy.deepcopy(row, memo) for row in self.rows], self.starts)
-        return twin
+        """A fork. The layers that are copied with one `memo` share its rows."""
+        fork = copy.copy(self)
+        fork._set_rows([copy.deepcopy(row, memo) for row in self.rows], self.starts)
+        return fork
 
     # A forward
 
     def _spans(self, columns: int) -> PaddedSpans:
-        """What a forward of so many columns computes."""
-        return PaddedSpans.of(self.starts, columns)
+        """The positions that a forward of so many columns computes."""
+        return PaddedSpans.of(self.starts, columns, self._remaining)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write a forward's K/V, ``[B, H_kv, N, D]``; return lazy handles of all there is.
+        """Write a forward's K/V, ``[B, H_kv, N, D]``; return lazy handles of all K/V.
 
-        The first K/V of a cache may have any shape and type; later ones are cast to that type.
+        The first K/V of a cache may have any shape and type; later K/V is cast to that type.
 
         Raises:
-            ValueError: another number of rows, heads or dimensions than before.
+            ValueError: the number of rows, heads or dimensions is not that of before.
             OutOfBlocksError: the pool is full and may not grow; nothing was written.
         """
         if keys.shape[0] != len(self.rows):
@@ -165,22 +163,28 @@ class PagedCache(_BaseCache):
                 f"[update_and_fetch] keys have {keys.shape[0]} rows: expected {len(self.rows)}"
             )
         if self._latest is None and self.empty():
-            self._move_to(self.layer.fitting(keys, values))
+            self._start_in(self.layer.layer_for(keys, values))
         spans = self._spans(keys.shape[2])
         step = self.layer.write(self.rows, self.ids, spans, keys, values)
         self.starts = spans.stops
+        if self._remaining is not None:
+            self._remaining = self._remaining - np.int32(spans.columns)
         self._latest = LayerView(self.layer.kv, step, self.window)
         return self._latest.handles()
 
-    def _move_to(self, layer: PoolLayer) -> None:
-        """Be a cache of that layer; nothing is stored yet."""
+    def _start_in(self, layer: PoolLayer) -> None:
+        """Let that layer hold the K/V of this empty cache."""
         if layer is not self.layer:
-            rows = [layer.adopt(row, self.layer, 0) for row in self.rows]
             self.layer = layer
-            self._show(rows, self.starts)
+            self._set_rows([row.fork_for(layer) for row in self.rows], self.starts)
+
+    def rows_in(self, layer: PoolLayer) -> list[PagedSequence]:
+        """Forks of the rows into another layer, with their K/V."""
+        starts = self.starts.tolist()
+        return [layer.fork_from(r, self.layer, n) for r, n in zip(self.rows, starts, strict=True)]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """All K/V, ``[B, H_kv, S, D]``: handles of the latest forward, for layers that reuse it."""
+        """Handles of all K/V, ``[B, H_kv, S, D]``, for a layer that reuses this layer's K/V."""
         if self.empty():
             raise ValueError("[keys_and_values] the cache is empty: expected one with tokens")
         if self._latest is None:
@@ -191,7 +195,7 @@ class PagedCache(_BaseCache):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> CausalMask:
-        """``[B, 1, N, S]`` bool, lazy. Its window is the smaller of the layer's and the asked."""
+        """``[B, 1, N, S]`` bool, lazy; its window is the smaller one of two."""
         window = narrowest(window_size, self.window)
         return CausalMask.of(self._spans(N).mask(window), window)
 
@@ -204,35 +208,26 @@ class PagedCache(_BaseCache):
 
     @keys.setter
     def keys(self, handle: mx.array) -> None:
-        self._replace("keys", handle)
+        self.layer.kv.k[0] = _checked("keys", handle, self.keys)
 
     @property
     def values(self) -> mx.array | None:
-        """The layer's values, likewise."""
+        """The layer's values in the pool, as `keys`."""
         return self.layer.kv.v[0] if self.layer.is_written else None
 
     @values.setter
     def values(self, handle: mx.array) -> None:
-        self._replace("values", handle)
-
-    def _replace(self, name: str, handle: mx.array) -> None:
-        present = getattr(self, name)
-        if present is None or handle.shape != present.shape:
-            raise ValueError(
-                f"[PagedCache] {name} is set to an array of shape {handle.shape}: expected the "
-                f"present {name} with a dependency added; set `state` to replace content"
-            )
-        handles = self.layer.kv.k if name == "keys" else self.layer.kv.v
-        handles[0] = handle
+        self.layer.kv.v[0] = _checked("values", handle, self.values)
 
     # State
 
     @property
     def state(self) -> State:
-        """``(rows, window, layer)``, a row being ``(key views, value views, tokens, key)``.
+        """``(rows, window, layer)``; a row is ``(key views, value views, tokens, key)``.
 
-        Views are of the pool, ``[n, H_kv, tokens, D]`` for each run of adjacent blocks: evaluating
-        them evaluates what is written and copies nothing. They keep their content while they live.
+        The views are of the pool, ``[n, H_kv, tokens, D]`` for each run of adjacent blocks. To
+        evaluate them evaluates the writes and copies nothing. Their content does not change.
+        mlx-lm's own `save_prompt_cache` refuses the key and so writes no paged cache to a file.
         """
         states = [self._row_state(i) for i in range(len(self.rows))]
         return states, self.window, self.layer.index
@@ -240,40 +235,44 @@ class PagedCache(_BaseCache):
     @state.setter
     def state(self, state: State) -> None:
         rows, self.window, _ = state
-        self._show([self._restored(row) for row in rows], [row[2] for row in rows])
+        self._set_rows([self._restored(row) for row in rows], [row[2] for row in rows])
 
     def _row_state(self, i: int) -> RowState:
         row, num_tokens = self.rows[i], int(self.starts[i])
+        key = row.pool, row.id, row.version
         if num_tokens <= 0:
-            return None, None, num_tokens, row.key
-        fork = row.fork_for(self.layer.pool, self.layer.index, is_frozen=True)
+            return None, None, num_tokens, key
+        fork = row.fork_for(self.layer, is_frozen=True)
         k, v = self.layer.runs(fork, num_tokens)
-        return self._tagged(k, fork), self._tagged(v, fork), num_tokens, row.key
+        return self._views(k, fork), self._views(v, fork), num_tokens, key
 
-    def _tagged(self, runs: list[mx.array], sequence: PagedSequence) -> list[mx.array]:
+    def _views(self, runs: list[mx.array], sequence: PagedSequence) -> list[mx.array]:
         return [StateView.of(run, sequence, self.layer) for run in runs]
 
     def _restored(self, state: RowState) -> PagedSequence:
-        """The sequence that a view was made of, or else one with a copy of its content."""
+        """A fork of the sequence that the views show, or a new one with a copy of their content."""
         keys, values, num_tokens, key = state
-        pool, index = self.layer.pool, self.layer.index
         if keys and isinstance(keys[0], StateView) and keys[0].layer is self.layer:
-            return keys[0].sequence.fork_for(pool, index)
-        sequence = pool.named(key, index)
+            return keys[0].sequence.fork_for(self.layer)
+        sequence = self.layer.pool.sequence_for(key, self.layer.index)
         if not keys or not values:
             return sequence
         k, v = (_contiguous(runs) for runs in (keys, values))
-        mx.eval(k, v)  # before their pool, to which nobody else orders reads, is written to again
+        mx.eval(k, v)  # before any later write to their blocks: no graph would order the two
         self.layer.write([sequence], (sequence.id,), PaddedSpans.of([0], num_tokens), k, v)
         return sequence
 
-    # What is in it
+    # Content
 
     def is_trimmable(self) -> bool:
         return not any(row.lacks_start for row in self.rows)
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` tokens of every row, or as many as all have; returns how many."""
+        """Forget the last `n` tokens of every row, at most what the shortest row has.
+
+        Returns:
+            How many tokens of each row were forgotten.
+        """
         n = max(0, min(n, int(self.starts.min()))) if self.rows else 0
         self.starts = self.starts - np.int32(n)
         self._latest = None
@@ -290,8 +289,17 @@ class PagedCache(_BaseCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that hold these rows, a block that rows share counted once."""
-        return self.layer.nbytes(self.ids, np.maximum(self.starts, 0).tolist())
+        """Bytes of the blocks that hold these rows; a shared block counts once."""
+        return self.layer.nbytes(self.rows, np.maximum(self.starts, 0).tolist())
+
+
+def _checked(name: str, handle: mx.array, present: mx.array | None) -> mx.array:
+    if present is None or handle.shape != present.shape:
+        raise ValueError(
+            f"[PagedCache] {name} is set to an array of shape {handle.shape}: expected the "
+            f"present {name} with a dependency added; set `state` to replace content"
+        )
+    return handle
 
 
 def _contiguous(runs: Sequence[mx.array]) -> mx.array:

@@ -1,4 +1,4 @@
-"""One padded forward over sequences of a pool, as the arrays that all its layers share."""
+"""One padded forward over sequences of a pool: the arrays that all its layers share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,11 +38,11 @@ class PaddedSpans:
         columns: int,
         lengths: Int32Array | None = None,
     ) -> "PaddedSpans":
-        """Spans of `columns` tokens, no more than `lengths` of them real."""
+        """Rows of `columns` columns; of these at most `lengths` are no right padding."""
         starts = np.asarray(starts, np.int32)
         if lengths is None:
-            return cls(starts, np.full(starts.size, columns, np.int32), columns)
-        return cls(starts, np.clip(lengths, 0, columns).astype(np.int32), columns)
+            return cls(starts, np.full_like(starts, columns), columns)
+        return cls(starts, np.clip(lengths, 0, columns, dtype=np.int32), columns)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -59,12 +59,12 @@ class PaddedSpans:
 
     @property
     def max_context(self) -> int:
-        """The longest context, these tokens included: length of gathered keys, at least 1."""
+        """Length of gathered keys: the longest context, these tokens included, at least 1."""
         return max(1, int(self.stops.max(initial=0)))
 
     @property
     def positions(self) -> Int32Array:
-        """``[B, N]`` int32, of every column."""
+        """``[B, N]`` int32, the position of every column."""
         columns: Int32Array = np.arange(self.columns, dtype=np.int32)
         return self.starts[:, None] + columns
 
@@ -75,22 +75,22 @@ class PaddedSpans:
         return (columns < self.lengths[:, None]) & (columns >= -self.starts[:, None])
 
     def mask(self, window: int | None) -> mx.array:
-        """``[B, 1, N, S]`` bool over gathered keys: causal, no further back than `window`."""
+        """``[B, 1, N, S]`` bool over gathered keys: causal, of at most `window` tokens."""
         queries = mx.array(self.starts)[:, None, None, None] + mx.arange(self.columns)[:, None]
         return causal_mask(queries, self.max_context, window)
 
 
 class PaddedBatch:
-    """B rows of N columns and where their K/V is.
+    """B rows of N columns, with their block tables and slot mapping.
 
     Args:
         ids: the sequence of each row.
-        spans: what each row computes.
-        tables: ``[B, M]`` int32, block tables; past a row's own blocks they mean nothing.
+        spans: the positions that each row computes.
+        tables: ``[B, M]`` int32 block tables; entries after a row's own blocks have no meaning.
         block_size: token slots in a block.
 
     Attributes:
-        valid: whether the tables still hold: no row was written by another step since, or forked.
+        valid: whether the tables still hold: no later step wrote a row, and no row was forked.
         max_paged_queries: columns up to which the paged op attends.
     """
 
@@ -105,19 +105,19 @@ class PaddedBatch:
         self._host_tables = self._wide_enough(tables)
 
     def _wide_enough(self, tables: Int32Array) -> Int32Array:
-        """Columns for every position of the forward: the op takes none for more than there are."""
+        """The tables with exactly as many columns as the forward's positions need."""
         longest = max(1, int(self.spans.starts.max(initial=0)) + self.spans.columns)
         width = -(-longest // self._block_size)
         missing = max(0, width - tables.shape[1])
         return np.pad(tables, ((0, 0), (0, missing)))[:, :width]
 
     def serves(self, ids: tuple[int, ...], spans: PaddedSpans) -> bool:
-        """Whether another layer of the same forward can go by it."""
+        """Whether another layer of the same forward can use it."""
         return self.valid and self.ids == ids and self.spans == spans
 
     @cached_property
     def slots(self) -> mx.array:
-        """``[B * N]`` int32, where each column's K/V goes; -1 for padding."""
+        """``[B * N]`` int32, slot mapping of the columns; -1 for padding."""
         positions, size = self.spans.positions, np.int32(self._block_size)
         blocks = np.take_along_axis(self._host_tables, np.maximum(positions, 0) // size, axis=1)
         slots = np.where(self.spans.are_tokens, blocks * size + positions % size, np.int32(-1))
@@ -130,7 +130,7 @@ class PaddedBatch:
 
     @cached_property
     def context_lens(self) -> mx.array:
-        """``[B]`` int32, position after each row's last column."""
+        """``[B]`` int32, position after each row's last column, padding included."""
         return as_int32(self.spans.starts + np.int32(self.spans.columns))
 
     @cached_property
@@ -140,7 +140,7 @@ class PaddedBatch:
 
     @cached_property
     def chunks(self) -> list[Chunk | None]:
-        """Each row's tokens, `first_row` being its first column; None for a row of padding."""
+        """Each row's tokens; `first_row` is their first column. None for a row of padding."""
         return [self._chunk(row) for row in range(len(self.ids))]
 
     def _chunk(self, row: int) -> Chunk | None:

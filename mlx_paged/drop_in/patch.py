@@ -1,4 +1,4 @@
-"""mlx-lm on paged caches, for a scope or until further notice."""
+"""mlx-lm on paged caches, within a context or until further notice."""
 
 import os
 import sys
@@ -14,23 +14,41 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_lm.models.cache import save_prompt_cache as stock_save_prompt_cache
 
 from mlx_paged.attention.sdpa_hook import attention_hook
-from mlx_paged.drop_in.caches import check_options, make_prompt_cache
-from mlx_paged.drop_in.ragged_prompts import prompt_without_padding, stock_prompt
+from mlx_paged.drop_in.caches import (
+    as_paged,
+    check_options,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
-from mlx_paged.drop_in.stock_caches import as_paged, save_prompt_cache
+from mlx_paged.runner.model_probe import model_type
 
 TESTED_VERSIONS = ("0.32.2",)
 OVERRIDE = "MLX_PAGED_ALLOW_UNTESTED_MLX_LM"
+
+STATES_OVER_PADDING = frozenset(
+    {
+        "baichuan_m1",
+        "bailing_moe_linear",
+        "jamba",
+        "mamba",
+        "nemotron_h",
+        "olmo_hybrid",
+        "recurrent_gemma",
+        "rwkv7",
+    }
+)
+"""Models whose recurrent states mlx-lm 0.32.2 itself computes over a row's right padding."""
 
 Options = dict[str, Any]
 
 
 class UntestedVersionError(RuntimeError):
-    """The installed mlx-lm is none that the caches were tested with."""
+    """The caches were not tested with the installed mlx-lm."""
 
 
 class _Patch:
-    """What is patched at present, and by whom."""
+    """Whether mlx-lm is patched, and the options that callers gave."""
 
     def __init__(self) -> None:
         self.lock = RLock()
@@ -41,11 +59,11 @@ class _Patch:
 
     @property
     def options(self) -> Options | None:
-        """Those in force; None while nothing is patched."""
+        """The options in force; None while mlx-lm is not patched."""
         return self.scopes[-1] if self.scopes else self.lasting
 
     def update(self) -> None:
-        """Patch or restore as the callers want it now."""
+        """Patch mlx-lm if there are options in force, or restore it if there are none."""
         if self.options is not None and not self.is_applied:
             for theirs, ours in REPLACED.items():
                 _replace(theirs, ours)
@@ -61,7 +79,8 @@ _patch = _Patch()
 
 
 def _make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
-    """Stands for mlx-lm's function; modules imported meanwhile keep it, so it looks what holds."""
+    """Replaces mlx-lm's function. A module imported under the patch keeps it, so it asks each time
+    whether mlx-lm is patched."""
     options = _patch.options
     if options is None:
         caches: list[Any] = stock_make_prompt_cache(model, max_kv_size)
@@ -77,7 +96,7 @@ def _insert_segments(
     *args: Any,
     **more: Any,
 ) -> list[int]:
-    """Stands for the method: lets caches that mlx-lm made or loaded join paged ones."""
+    """Replaces mlx-lm's method, so that caches that mlx-lm made or loaded can join paged ones."""
     options = _patch.options
     if options is not None and caches:
         model, size = self.model, self.max_kv_size
@@ -86,18 +105,35 @@ def _insert_segments(
     return uids
 
 
+def _prompt(batch: PromptProcessingBatch, tokens: Sequence[list[int]]) -> None:
+    """Replaces mlx-lm's method: prompts of several lengths are computed one by one for models whose
+    states would take padding in."""
+    is_ragged = len({len(row) for row in tokens}) > 1
+    if not is_ragged or model_type(batch.model) not in STATES_OVER_PADDING:
+        stock_prompt(batch, tokens)
+        return
+    rows = [batch.split([0]) for _ in tokens]
+    try:
+        for row, row_tokens in zip(rows, tokens, strict=True):
+            stock_prompt(row, [row_tokens])
+    finally:
+        for row in rows:
+            batch.extend(row)
+
+
 stock_insert_segments = BatchGenerator.insert_segments
+stock_prompt = PromptProcessingBatch.prompt
 REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     stock_make_prompt_cache: _make_prompt_cache,
     stock_save_prompt_cache: save_prompt_cache,
     stock_insert_segments: _insert_segments,
-    stock_prompt: prompt_without_padding,
+    stock_prompt: _prompt,
 }
-"""Functions and methods of mlx-lm and what takes their place."""
+"""Functions and methods of mlx-lm, and what replaces them."""
 
 
 def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Rebind a function in every loaded module of mlx-lm that has it, under whatever name."""
+    """Rebind every name of a function in the loaded modules of mlx-lm."""
     modules = [m for n, m in sys.modules.items() if n == "mlx_lm" or n.startswith("mlx_lm.")]
     for holder in (BatchGenerator, PromptProcessingBatch, *modules):
         for name in [name for name, value in vars(holder).items() if value is old]:
@@ -108,19 +144,20 @@ def patch_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) 
     """Let mlx-lm make paged caches and attend through them, until :func:`unpatch_mlx_lm`.
 
     ``generate``, ``stream_generate``, ``batch_generate``, ``BatchGenerator``, speculative decoding,
-    ``LRUPromptCache`` and the server then work on paged caches unchanged. Caches made before stay
-    as they are, and a batch that they join takes copies. Code that holds mlx-lm's functions under
-    names of its own goes on with these. Prompt caches are saved in mlx-lm's own format. Called
-    again, it only takes the options.
+    ``LRUPromptCache`` and the server then use paged caches without a change. Existing caches stay
+    as they are; a batch that they join takes copies of them. Code that bound mlx-lm's functions to
+    names of its own before still calls mlx-lm's. Prompt caches are saved in mlx-lm's own format. A
+    second call only replaces the options.
 
     Args:
         block_size: token slots in a block.
-        kv_memory: bytes of K/V at most, for each model and thread; default what the device has.
+        kv_memory: bytes of K/V at most, for each model and thread; default what the device has
+            left when a pool grows.
 
     Raises:
         ValueError: an option is below 1, or the device cannot hold `kv_memory`.
-        UntestedVersionError: another mlx-lm than those tested; MLX_PAGED_ALLOW_UNTESTED_MLX_LM=1
-            in the environment allows any.
+        UntestedVersionError: the installed mlx-lm is not a tested version. The environment variable
+            MLX_PAGED_ALLOW_UNTESTED_MLX_LM=1 allows every version.
     """
     options = _checked(block_size, kv_memory)
     with _patch.lock:
@@ -129,7 +166,7 @@ def patch_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) 
 
 
 def unpatch_mlx_lm() -> None:
-    """Undo :func:`patch_mlx_lm`; without it, do nothing. Scopes that are open stay patched."""
+    """Undo :func:`patch_mlx_lm`, if it was called. Open contexts of :func:`patched_mlx_lm` stay."""
     with _patch.lock:
         _patch.lasting = None
         _patch.update()

@@ -1,54 +1,33 @@
-"""One sequence of a shared pool, which lives as long as the caches that show it."""
+"""One sequence of a shared pool, which exists as long as caches refer to it."""
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
-from mlx_paged.drop_in.padded_batch import PaddedBatch
-
-
-class SequencePool(Protocol):
-    """What a sequence asks of its pool."""
-
-    def new_sequence(self) -> PagedSequence:
-        """An empty sequence."""
-
-    def fork(self, parent: PagedSequence) -> PagedSequence:
-        """A sequence that shares every block of its parent."""
-
-    def release_later(self, seq_id: int) -> None:
-        """The sequence is dead."""
-
-
-@dataclass(frozen=True, slots=True)
-class ContentKey:
-    """Identifies what a sequence holds at one time. It is not written to a file: mlx-lm's own
-    `save_prompt_cache` refuses the state that it is part of."""
-
-    pool: SequencePool
-    seq_id: int
-    version: int
+if TYPE_CHECKING:
+    from mlx_paged.drop_in.padded_batch import PaddedBatch
+    from mlx_paged.drop_in.pool_layer import PoolLayer
+    from mlx_paged.drop_in.shared_pool import SharedPool
 
 
 class PagedSequence:
     """A block table that the caches of all layers of one sequence share.
 
-    It ends when the last of these caches dies. Every layer writes the same positions through it,
-    each into its own K/V arrays.
+    The pool frees it when the last of these caches is deleted. Every layer writes through it to the
+    same positions, each in its own K/V arrays.
 
     Attributes:
-        pool: where the blocks are.
+        pool: the pool that has the blocks.
         id: of the sequence in the pool's allocator.
-        layers: layers whose caches show it.
+        layers: the layers whose caches show it.
         step: the forward that wrote it last.
         version: how often it was written.
-        is_frozen: whether a state keeps it, and no cache may write it.
+        is_frozen: whether a state keeps it; no cache may write it then.
         lacks_start: whether layers with a window hold zeros for tokens that no query sees any more.
     """
 
-    def __init__(self, pool: SequencePool, seq_id: int) -> None:
+    def __init__(self, pool: SharedPool, seq_id: int) -> None:
         self.pool = pool
         self.id = seq_id
         self.layers: set[int] = set()
@@ -56,7 +35,7 @@ class PagedSequence:
         self.version = 0
         self.is_frozen = False
         self.lacks_start = False
-        self._forks: list[weakref.ref[PagedSequence]] = []
+        self._forks: WeakValueDictionary[int, PagedSequence] = WeakValueDictionary()
         self._forked_version = 0
         self._rewound: dict[int, int] = {}
         self._companions: list[PagedSequence] = []
@@ -67,48 +46,42 @@ class PagedSequence:
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
         return self.pool.fork(self)
 
-    @property
-    def key(self) -> ContentKey:
-        return ContentKey(self.pool, self.id, self.version)
+    def fork_for(self, layer: PoolLayer, is_frozen: bool = False) -> PagedSequence:
+        """A sequence of the layer's pool with the same content, one for the caches of all layers.
 
-    def fork_for(self, pool: SequencePool, layer: int, is_frozen: bool = False) -> PagedSequence:
-        """A sequence of `pool` with the same content, one for the caches of all layers.
-
-        Caches are forked layer by layer: the first one to ask makes the fork and those of other
-        layers get the same. A layer that asks again gets another. A fork into another pool has no
-        content yet; each layer copies its own.
+        Caches are forked layer by layer. The first layer makes the fork and the others get the
+        same one; a layer that asks again gets another. A fork into another pool has no content
+        yet: each layer copies its own.
         """
         if self._forked_version != self.version:
-            self._forks, self._forked_version = [], self.version
-        living = [(ref, fork) for ref in self._forks if (fork := ref()) is not None]
-        self._forks = [ref for ref, _ in living]
-        for _, fork in living:
-            is_alike = fork.pool is pool and fork.is_frozen == is_frozen
-            if is_alike and layer not in fork.layers:
-                fork.layers.add(layer)
+            self._forks, self._forked_version = WeakValueDictionary(), self.version
+        for fork in list(self._forks.values()):  # in the order in which they were made
+            is_alike = fork.pool is layer.pool and fork.is_frozen == is_frozen
+            if is_alike and layer.index not in fork.layers:
+                fork.layers.add(layer.index)
                 return fork
-        fork = pool.fork(self) if pool is self.pool else pool.new_sequence()
+        fork = layer.pool.fork(self) if layer.pool is self.pool else layer.pool.new_sequence()
         fork.is_frozen = is_frozen
         fork.lacks_start = self.lacks_start
-        fork.layers.add(layer)
-        self._forks.append(weakref.ref(fork))
+        fork.layers.add(layer.index)
+        self._forks[id(fork)] = fork
         return fork
 
     def with_companions(self, count: int) -> tuple[PagedSequence, ...]:
-        """Itself and empty sequences up to `count`, the same ones at every call."""
+        """This sequence and empty ones, `count` in all. Every layer gets the same ones."""
         while len(self._companions) < count - 1:
             self._companions.append(self.pool.new_sequence())
         return self, *self._companions[: count - 1]
 
     def rewind(self, layer: int, num_tokens: int) -> None:
-        """This layer will overwrite what comes after its first `num_tokens`."""
+        """Note that this layer keeps only its first `num_tokens`."""
         self._rewound[layer] = num_tokens
 
-    def begin(self, start: int) -> int | None:
-        """A step is going to write from `start`: outdate the one before.
+    def begin_step(self, start: int) -> int | None:
+        """Begin a step that writes from `start`; the step before becomes invalid.
 
         Returns:
-            The length to cut the sequence to, as every layer has gone back at least so far.
+            The length to cut the sequence to if every layer was trimmed at least that far.
         """
         if self.step is not None:
             self.step.valid = False

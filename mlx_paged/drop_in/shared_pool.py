@@ -1,4 +1,4 @@
-"""The blocks behind all paged caches of one model, in as much memory as they take."""
+"""The blocks of all paged caches of one model, in a pool that grows with them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import mlx.nn as nn
 
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
-from mlx_paged.drop_in.sequence import ContentKey, PagedSequence
+from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
 from mlx_paged.kv.growing_allocator import GrowingAllocator
 from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.pool import block_bytes
+
+ContentKey = tuple["SharedPool", int, int]
+"""A sequence at one time: its pool, its id and its version."""
 
 FIRST_BLOCKS = 16
 BLOCK_SIZE = 16
@@ -25,43 +28,51 @@ BLOCK_SIZE = 16
 class SharedPool:
     """Sequences of K/V whose layers are written one after the other, as mlx-lm's caches are.
 
-    It begins small and doubles whenever it is full; growing copies it once. It is for one thread at
-    a time, because MLX evaluates a graph only on the thread that made it.
+    It begins small and doubles whenever it is full; growing copies it once. Only one thread may
+    use it at a time, because MLX evaluates a graph only on the thread that made it.
 
     Args:
-        num_layers: layers that are going to be written.
+        num_layers: how many layers will be written.
         block_size: token slots in a block.
-        kv_memory: bytes of K/V at most; default what the device has left when it grows.
+        kv_memory: bytes of K/V at most; default what the device has left when the pool grows.
+        model: whose pool it is.
     """
 
     def __init__(
-        self, num_layers: int, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
+        self,
+        num_layers: int,
+        block_size: int = BLOCK_SIZE,
+        kv_memory: int | None = None,
+        model: ref[nn.Module] | None = None,
     ) -> None:
         self.allocator = GrowingAllocator(1, block_size)
         self.num_layers = num_layers
+        self.block_size = block_size
         self.kv_memory = kv_memory
+        self.model = model
         self.lock = threading.RLock()
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
-        self._named: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
+        self._by_key: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
         self._new_ids = itertools.count()
         self._dropped: deque[int] = deque()
         self._successor: ref[SharedPool] | None = None
 
     def layer(self, index: int) -> PoolLayer:
-        """A layer; its K/V lives as long as the caches that hold it."""
+        """A layer; its K/V exists as long as caches refer to it."""
         layer = self._layers.get(index)
         if layer is None:
             layer = self._layers[index] = PoolLayer(self, index)
         return layer
 
     def successor(self) -> SharedPool:
-        """The pool for K/V of another shape, in which the model's new caches begin from now on."""
+        """The pool for K/V of another shape. The model's new caches begin in it from now on."""
         with self.lock:
             pool = self._successor() if self._successor else None
             if pool is None:
-                pool = SharedPool(self.num_layers, self.block_size, self.kv_memory)
+                pool = SharedPool(self.num_layers, self.block_size, self.kv_memory, self.model)
                 self._successor = ref(pool)
-                _pools.replace(self, pool)
+                for key in [key for key, known in _pools.of_models.items() if known is self]:
+                    _pools.of_models[key] = pool
         return pool
 
     def _written_layers(self) -> list[PoolLayer]:
@@ -69,19 +80,19 @@ class SharedPool:
 
     # Sequences
 
-    def named(self, key: ContentKey, layer: int) -> PagedSequence:
-        """An empty sequence, the same one for each layer that asks with this key once."""
-        sequence = self._named.get(key)
-        if sequence is None or layer in sequence.layers:
-            sequence = self._named[key] = self.new_sequence()
-        sequence.layers.add(layer)
-        return sequence
-
     def new_sequence(self) -> PagedSequence:
         """An empty sequence."""
         with self.lock:
             sequence = PagedSequence(self, next(self._new_ids))
             self.allocator.admit(sequence.id, 0)
+        return sequence
+
+    def sequence_for(self, key: ContentKey, layer: int) -> PagedSequence:
+        """An empty sequence. Layers that ask with one key get the same one, each of them once."""
+        sequence = self._by_key.get(key)
+        if sequence is None or layer in sequence.layers:
+            sequence = self._by_key[key] = self.new_sequence()
+        sequence.layers.add(layer)
         return sequence
 
     def fork(self, parent: PagedSequence) -> PagedSequence:
@@ -95,12 +106,14 @@ class SharedPool:
         return child
 
     def release_later(self, seq_id: int) -> None:
-        """The sequence is dead. Its blocks are free from the next operation on: objects die at any
-        moment, also in the midst of the pool's own work."""
+        """Free a deleted sequence at the next operation.
+
+        Python may call this at any moment, also within an operation of the pool.
+        """
         self._dropped.append(seq_id)
 
     def release_dropped(self) -> None:
-        """Give back the blocks of the sequences that died."""
+        """Give back the blocks of the deleted sequences."""
         with self.lock:
             while self._dropped:
                 seq_id = self._dropped.popleft()
@@ -139,14 +152,16 @@ class SharedPool:
                 if stop > max(start, 0):
                     copies += self._make_writable(row, max(start, 0), stop)
         finally:
-            self._copy_blocks(copies)
+            for layer in self._written_layers() if copies else []:
+                layer.kv.copy_blocks(copies)
+            self.allocator.copies_done()
         step = PaddedBatch(ids, spans, self.allocator.tables(ids), self.block_size)
         for row in rows:
             row.step = step
         return step
 
     def _make_writable(self, row: PagedSequence, start: int, stop: int) -> list[BlockCopy]:
-        kept = row.begin(start)
+        kept = row.begin_step(start)
         if kept is not None:
             self.allocator.truncate(row.id, kept)
         try:
@@ -155,23 +170,18 @@ class SharedPool:
             self._grow(error)
             return self.allocator.make_writable(row.id, start, stop)
 
-    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        for layer in self._written_layers() if copies else []:
-            layer.kv.copy_blocks(copies)
-        self.allocator.copies_done()
-
     # Memory
 
     def _grow(self, error: OutOfBlocksError) -> None:
-        """Add the blocks that are missing, and as many as there are if memory allows."""
+        """Double the pool, or more if that is not enough, within what memory allows."""
         have = self.allocator.num_blocks
         needed = have + error.needed - error.available
-        most = max(have, self._most_blocks())
-        if needed > most:
-            raise OutOfBlocksError(error.needed, error.available + most - have)
-        self.allocator.grow(min(most, max(needed, 2 * have, FIRST_BLOCKS)))
+        max_blocks = max(have, self._max_blocks())
+        if needed > max_blocks:
+            raise OutOfBlocksError(error.needed, error.available + max_blocks - have)
+        self.allocator.grow(min(max_blocks, max(needed, 2 * have, FIRST_BLOCKS)))
 
-    def _most_blocks(self) -> int:
+    def _max_blocks(self) -> int:
         """How many blocks memory allows."""
         shapes = [layer.shape for layer in list(self._layers.values()) if layer.shape is not None]
         if not shapes:
@@ -183,42 +193,16 @@ class SharedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K/V that the pool takes."""
+        """Bytes of the pool's K/V arrays."""
         return sum(layer.kv.nbytes for layer in self._written_layers())
-
-    @property
-    def block_size(self) -> int:
-        return self.allocator.block_size
-
-    @property
-    def blocks_in_use(self) -> int:
-        """Blocks that living sequences hold."""
-        self.release_dropped()
-        return self.allocator.blocks_in_use
-
-    @property
-    def cow_clones(self) -> int:
-        """Blocks copied on write so far."""
-        return self.allocator.cow_clones
-
-    def check_integrity(self) -> None:
-        """Assert that every block is free or held and that nothing leaks."""
-        self.release_dropped()
-        self.allocator.check_integrity()
 
 
 class _Pools(threading.local):
-    """The living pools of one thread, by model and options."""
+    """The existing pools of one thread, by the model's address and the options."""
 
     def __init__(self) -> None:
-        self.of_models: dict[tuple[int, int, int | None], tuple[ref[nn.Module], ref[SharedPool]]]
-        self.of_models = {}
-
-    def replace(self, old: SharedPool, new: SharedPool) -> None:
-        """Let a model have another pool."""
-        for key, (its_model, its_pool) in self.of_models.items():
-            if its_pool() is old:
-                self.of_models[key] = its_model, ref(new)
+        self.of_models: WeakValueDictionary[tuple[int, int, int | None], SharedPool]
+        self.of_models = WeakValueDictionary()
 
 
 _pools = _Pools()
@@ -227,13 +211,10 @@ _pools = _Pools()
 def pool_of(
     model: nn.Module, num_layers: int, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
 ) -> SharedPool:
-    """The pool that this thread's new caches of `model` share; it lives as long as they do."""
+    """The pool that this thread's new caches of `model` share; it exists as long as they do."""
     key = (id(model), block_size, kv_memory)
-    if key in _pools.of_models:
-        its_model, its_pool = (reference() for reference in _pools.of_models[key])
-        if its_model is model and isinstance(its_pool, SharedPool):
-            return its_pool
-    pool = SharedPool(num_layers, block_size, kv_memory)
-    living = {k: refs for k, refs in _pools.of_models.items() if refs[1]() is not None}
-    _pools.of_models = living | {key: (ref(model), ref(pool))}
+    pool = _pools.of_models.get(key)
+    if pool is None or pool.model is None or pool.model() is not model:
+        pool = SharedPool(num_layers, block_size, kv_memory, ref(model))
+        _pools.of_models[key] = pool
     return pool

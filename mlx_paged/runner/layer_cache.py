@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
 from mlx_paged import ops
-from mlx_paged.attention.pool_attention import PoolAttention, max_paged_queries
+from mlx_paged.attention.pool_attention import PoolAttention, max_paged_queries, narrowest
 from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle, RotaryHandle
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.runner.batch import Batch, Layout, SampledRows
@@ -112,7 +112,7 @@ class PagedLayerCache(UntrimmedCache):
         if not self._attends:
             shape = (*q.shape[:3], self.pool.shapes[self.layer].v_head_dim)
             return mx.broadcast_to(mx.zeros((), q.dtype), shape)
-        batch, window = self.batch, self._narrowest(window)
+        batch, window = self.batch, narrowest(window, self.window)
         limit = self._max_paged_queries
         attention = PoolAttention(self.pool, self.layer, scale, window, sinks, limit)
         if batch.layout is Layout.CHUNK:
@@ -130,13 +130,8 @@ class PagedLayerCache(UntrimmedCache):
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> CausalMask:
         """The batch's mask; its window is the smaller one of the layer's and `window_size`."""
-        window = self._narrowest(window_size)
+        window = narrowest(window_size, self.window)
         return CausalMask.of(self.batch.mask(window), window)
-
-    def _narrowest(self, window: int | None) -> int | None:
-        if window is None or self.window is None:
-            return self.window if window is None else window
-        return min(window, self.window)
 
     @property
     def keys(self) -> mx.array:

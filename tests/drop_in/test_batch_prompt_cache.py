@@ -9,7 +9,7 @@ import pytest
 from mlx_lm import batch_generate
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import merged
+from prompt_cache_cases import blocks_in_use, check_integrity, merged
 from tiny_models import VOCAB, tiny_model
 
 from mlx_paged.attention.pool_attention import path_counts
@@ -107,12 +107,12 @@ def test_admission_and_completion_copy_nothing(llama, monkeypatch):
     with patched_mlx_lm(block_size=BLOCK):
         tokens = joining_and_leaving(llama, PROMPTS)
     (pool,) = traffic.pools
-    assert pool.cow_clones == 0
+    assert pool.allocator.cow_clones == 0
     # a row that ends at step t was computed one step ahead
     computed = sum(map(len, PROMPTS)) + sum(map(len, tokens))
     assert traffic.written == len(llama.layers) * computed
-    assert pool.blocks_in_use == 0
-    pool.check_integrity()
+    assert blocks_in_use(pool) == 0
+    check_integrity(pool)
 
 
 def test_given_caches_are_extended_by_the_batch_and_stay_as_they_are():
@@ -143,10 +143,10 @@ def test_given_caches_are_extended_by_the_batch_and_stay_as_they_are():
         caches, answers = run()
         assert answers == expected
         pool = caches[0][0].layer.pool
-        assert pool.cow_clones <= 2 * len(prompts)
-        pool.check_integrity()
+        assert pool.allocator.cow_clones <= 2 * len(prompts)
+        check_integrity(pool)
         del caches
-        assert pool.blocks_in_use == 0
+        assert blocks_in_use(pool) == 0
 
 
 def test_caches_taken_from_a_running_batch_are_forks(llama):
@@ -325,10 +325,10 @@ def test_any_sequence_of_operations_is_that_on_plain_rows(seed):
         batches = batches[-6:]
         for each in batches:
             assert_same(*each)
-        pool.check_integrity()
+        check_integrity(pool)
     del cache, plain, batches, each
     other = more = c = o = singles = None
-    assert pool.blocks_in_use == 0
+    assert blocks_in_use(pool) == 0
 
 
 def test_a_row_taken_out_keeps_what_the_batch_writes_anew(llama):

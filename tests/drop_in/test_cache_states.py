@@ -2,7 +2,17 @@
 
 import mlx.core as mx
 import pytest
-from prompt_cache_cases import BLOCK, PROMPT, contents, filled, merged, pool_of, same, stock_filled
+from prompt_cache_cases import (
+    BLOCK,
+    PROMPT,
+    check_integrity,
+    contents,
+    filled,
+    merged,
+    pool_of,
+    same,
+    stock_filled,
+)
 from tiny_models import tiny_model
 
 from mlx_paged import OutOfBlocksError
@@ -155,7 +165,7 @@ def test_a_full_pool_loses_no_copy_that_was_due():
         batch.update_and_fetch(*kv(12, 2.0, rows=2))
     for cache in (batch.extract(0), fork):
         assert (keys_of(cache) == 1.0).all()
-    pool.check_integrity()
+    check_integrity(pool)
     batch.update_and_fetch(*kv(1, 3.0, rows=2))
     assert keys_of(batch)[0, 0, :, 0].tolist() == [1.0] * 6 + [3.0]
     assert (keys_of(fork) == 1.0).all()

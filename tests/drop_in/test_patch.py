@@ -26,10 +26,10 @@ from mlx_paged.drop_in.patch import (
     patch_mlx_lm,
     patched_mlx_lm,
     stock_insert_segments,
+    stock_prompt,
     stock_save_prompt_cache,
     unpatch_mlx_lm,
 )
-from mlx_paged.drop_in.ragged_prompts import stock_prompt
 
 GENERATE = sys.modules["mlx_lm.generate"]
 
@@ -147,7 +147,7 @@ def test_what_others_replace_meanwhile_is_left_to_them(monkeypatch):
 
 def test_a_module_imported_meanwhile_is_restored_too(tmp_path):
     code = (
-        "import sys; from mlx_paged.patch import patched_mlx_lm\n"
+        "import sys; from mlx_paged.drop_in.patch import patched_mlx_lm\n"
         "with patched_mlx_lm():\n"
         "    import mlx_lm.server, mlx_lm.models.cache as cache\n"
         "    assert mlx_lm.server.make_prompt_cache is cache.make_prompt_cache\n"

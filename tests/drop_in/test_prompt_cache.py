@@ -10,7 +10,18 @@ from architectures import ARCHITECTURES, NOT_ON_A_CPU, build
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as stock
 from mlx_lm.models.base import create_causal_mask
-from prompt_cache_cases import BLOCK, PROMPT, contents, filled, greedy, pool_of, same, stock_filled
+from prompt_cache_cases import (
+    BLOCK,
+    PROMPT,
+    blocks_in_use,
+    check_integrity,
+    contents,
+    filled,
+    greedy,
+    pool_of,
+    same,
+    stock_filled,
+)
 from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged.attention.pool_attention import path_counts
@@ -79,15 +90,15 @@ def test_forks_diverge_and_copy_one_block_each(llama, cut):
     cache = filled(llama)
     pool, before = pool_of(cache), contents(cache)
     forks = [copy.deepcopy(cache) for _ in range(3)]
-    assert pool.blocks_in_use == -(-len(PROMPT) // BLOCK)
+    assert blocks_in_use(pool) == -(-len(PROMPT) // BLOCK)
     for i, fork in enumerate(forks):
         assert stock.trim_prompt_cache(fork, cut) == cut
         expected = stock_filled(llama, PROMPT[: len(PROMPT) - cut])
         assert greedy(llama, [i, i + 1], fork, 9) == greedy(llama, [i, i + 1], expected, 9)
-    assert pool.cow_clones <= 3
+    assert pool.allocator.cow_clones <= 3
     assert same(contents(cache), before)
     assert greedy(llama, [7], cache) == greedy(llama, [7], stock_filled(llama))
-    pool.check_integrity()
+    check_integrity(pool)
 
 
 def test_deep_copies_of_the_layers_one_by_one_are_one_fork_each(llama):
@@ -110,15 +121,15 @@ def test_the_prompt_cache_of_the_server_reuses_pages(llama, stored, asked, left)
     del cache
     found, rest = lru.fetch_nearest_cache("m", PROMPT[:asked])
     assert len(rest) == left
-    assert pool.blocks_in_use == -(-stored // BLOCK)
+    assert blocks_in_use(pool) == -(-stored // BLOCK)
     expected = greedy(llama, [*PROMPT[:asked], 5], stock_make_prompt_cache(llama))
     assert greedy(llama, [*rest, 5], found) == expected
-    assert pool.cow_clones <= 1
+    assert pool.allocator.cow_clones <= 1
     again, _ = lru.fetch_nearest_cache("m", PROMPT[:stored])
     assert same(contents(again), contents(stock_filled(llama, PROMPT[:stored])))
     lru.trim_to(n_sequences=0)
     del found, again
-    assert pool.blocks_in_use == 0
+    assert blocks_in_use(pool) == 0
 
 
 def test_a_state_keeps_what_it_showed(llama):
@@ -131,7 +142,7 @@ def test_a_state_keeps_what_it_showed(llama):
         c.state = state
     assert same(contents(cache), contents(stock_filled(llama)))
     del states
-    assert pool_of(cache).blocks_in_use == -(-len(PROMPT) // BLOCK)
+    assert blocks_in_use(pool_of(cache)) == -(-len(PROMPT) // BLOCK)
 
 
 def test_a_state_may_be_given_to_another_layer_or_pool(llama):
@@ -168,7 +179,7 @@ def test_evaluating_a_state_copies_nothing(llama):
     states = [c.state for c in cache]
     mx.eval(states)
     assert mx.get_active_memory() - before < cache[0].nbytes // 10
-    assert pool_of(cache).cow_clones == 0
+    assert pool_of(cache).allocator.cow_clones == 0
 
 
 def test_shared_blocks_count_once(llama):
@@ -248,7 +259,7 @@ def test_rows_of_equal_length_may_share_a_cache(llama):
     for part in (tokens[:, :15], tokens[:, 15:16], tokens[:, 16:]):
         a, b = (llama(part, cache=cache) for cache in caches)
         assert mx.allclose(a, b, atol=1e-4)
-    assert pool_of(caches[0]).blocks_in_use == 10
+    assert blocks_in_use(pool_of(caches[0])) == 10
 
 
 def test_a_pipeline_may_make_keys_depend_on_other_work(llama):

@@ -12,8 +12,7 @@ from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, generate_step
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged.drop_in.caches import make_prompt_cache, stock_make_prompt_cache
-from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.ragged_prompts import STATES_OVER_PADDING, stock_prompt
+from mlx_paged.drop_in.patch import STATES_OVER_PADDING, patched_mlx_lm, stock_prompt
 from mlx_paged.runner.model_probe import leaves
 
 TOLERANCE = 1e-4
@@ -122,7 +121,7 @@ def test_a_failing_row_leaves_the_batch_whole(monkeypatch):
     batch = PromptProcessingBatch(model, [0, 1, 2], caches, max_tokens=[5] * 3)
     batch.samplers = batch.logits_processors = [None] * 3
     calls = iter([stock_prompt, None])
-    monkeypatch.setattr("mlx_paged.drop_in.ragged_prompts.stock_prompt", lambda *a: next(calls)(*a))
+    monkeypatch.setattr("mlx_paged.drop_in.patch.stock_prompt", lambda *a: next(calls)(*a))
     with patched_mlx_lm(), pytest.raises(TypeError):
         batch.prompt([[1, 2], [3], [4, 5, 6]])
     assert batch.uids == [0, 1, 2] and batch.tokens[0] == [1, 2]

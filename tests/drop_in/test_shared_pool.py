@@ -12,6 +12,8 @@ from mlx_lm.models import cache as stock
 from prompt_cache_cases import (
     BLOCK,
     PROMPT,
+    blocks_in_use,
+    check_integrity,
     contents,
     filled,
     greedy,
@@ -47,8 +49,8 @@ def test_rejected_drafts_give_their_blocks_back(llama):
         llama(mx.array([[1] * 30]), cache=cache)
         stock.trim_prompt_cache(cache, 30)
     llama(mx.array([[1]]), cache=cache)
-    assert pool_of(cache).blocks_in_use == -(-(len(PROMPT) + 1) // BLOCK)
-    pool_of(cache).check_integrity()
+    assert blocks_in_use(pool_of(cache)) == -(-(len(PROMPT) + 1) // BLOCK)
+    check_integrity(pool_of(cache))
 
 
 def test_layers_that_are_not_rewound_keep_their_tokens(llama):
@@ -69,7 +71,7 @@ def test_blocks_and_memory_go_with_the_last_cache_object(llama):
         pool, layer = weakref.ref(pool_of(cache)), weakref.ref(cache[0].layer)
         fork = copy.deepcopy(cache)
         del cache
-        assert pool().blocks_in_use == -(-len(PROMPT) // BLOCK)
+        assert blocks_in_use(pool()) == -(-len(PROMPT) // BLOCK)
         del fork
         assert pool() is None and layer() is None
     finally:
@@ -135,7 +137,7 @@ def test_a_full_pool_says_how_many_blocks_are_missing(llama):
     with pytest.raises(OutOfBlocksError, match="16 KV blocks needed, 9 available"):
         llama(mx.array([[1] * 64]), cache=cache)
     pool = pool_of(cache)
-    pool.check_integrity()
+    check_integrity(pool)
     assert cache[0].offset == len(PROMPT)
     assert greedy(llama, [7], cache) == greedy(llama, [7], stock_filled(llama))
     assert pool.nbytes <= 20 * block_bytes
@@ -222,7 +224,7 @@ def test_a_cache_of_another_pool_is_copied_once_for_all_layers(llama):
     batch = merged([here, small, small])
     pool = here[0].layer.pool
     assert all(c.layer.pool is pool for c in batch)
-    assert pool.blocks_in_use == 2 * -(-len(PROMPT) // BLOCK)
+    assert blocks_in_use(pool) == 2 * -(-len(PROMPT) // BLOCK)
     for c, source in zip(batch, small, strict=True):
         k, _ = c.keys_and_values()
         assert mx.array_equal(mx.array(k[1:2]), mx.array(source.keys_and_values()[0]))

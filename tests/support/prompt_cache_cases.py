@@ -45,3 +45,15 @@ def same(a, b) -> bool:
 def merged(caches) -> list:
     """Prompt caches, each a list of layers, as the layers of a batch."""
     return [type(column[0]).merge(column) for column in zip(*caches, strict=True)]
+
+
+def blocks_in_use(pool) -> int:
+    """Blocks that living sequences hold."""
+    pool.release_dropped()
+    return pool.allocator.blocks_in_use
+
+
+def check_integrity(pool) -> None:
+    """Assert that every block is free or held and that nothing leaks."""
+    pool.release_dropped()
+    pool.allocator.check_integrity()
