@@ -57,7 +57,6 @@ class Contexts:
         return np.maximum(self.starts - (window - 1), 0)
 
 
-@dataclass(frozen=True, slots=True)
 class KVReads:
     """Computes how much K/V attention must read.
 
@@ -67,12 +66,10 @@ class KVReads:
         block_size: token slots in a block.
     """
 
-    token_bytes: dict[int | None, int]
-    block_size: int
-    _sizes: IntArray = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_sizes", np.array([[self.block_size], [STOCK_GROWTH]]))
+    def __init__(self, token_bytes: dict[int | None, int], block_size: int) -> None:
+        self.token_bytes = token_bytes
+        self.block_size = block_size
+        self._sizes: IntArray = np.array([[block_size], [STOCK_GROWTH]])
 
     @classmethod
     def of(cls, layers: Iterable[tuple[int | None, int]], block_size: int) -> "KVReads":

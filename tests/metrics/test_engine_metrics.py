@@ -1,4 +1,4 @@
-"""What an engine's ticks and metrics count, beside what happened."""
+"""The counts of an engine's ticks and metrics, compared with what the engine did."""
 
 import gc
 import json
@@ -24,7 +24,7 @@ def model():
 
 
 def busy_engine(model: Any, **options: Any) -> Engine:
-    """After preemptions, samples, beams and found prefixes, all from one seed."""
+    """An engine that had preemptions, samples, beams and prefix hits, all from one seed."""
     engine = Engine(model, block_size=BLOCK, num_blocks=30, prefill_chunk=16, seed=7, **options)
     engine.generate(PROMPTS, max_tokens=20, temperature=1.0)
     engine.sample([PROMPTS[0]], 4, max_tokens=6, temperature=1.0)

@@ -1,4 +1,4 @@
-"""Garbage collections are timed, on which thread they are, and only while somebody wants it."""
+"""Garbage collections are timed by thread, and only while a timer lives."""
 
 import gc
 import threading
@@ -17,7 +17,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def slow_collections(clock) -> Iterator[None]:
-    """Every collection takes two seconds; none happens unasked."""
+    """Each collection takes two seconds; none starts by itself."""
 
     def spend(phase: str, info: dict[str, int]) -> None:
         clock.now += phase == "start"

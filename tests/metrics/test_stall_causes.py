@@ -1,4 +1,4 @@
-"""What a stall of 300 ms, injected into a known phase of a step, is put down to."""
+"""The cause that a stall of 300 ms in a known phase of a step gets."""
 
 import gc
 import random
@@ -26,13 +26,21 @@ PROMPT = [5, 9, 77, 3, 21, 64, 8]
 
 @pytest.fixture
 def clock() -> FakeClock:
-    """Time passes only where somebody lets it."""
+    """Time passes only where a test advances it."""
     return FakeClock()
+
+
+@pytest.fixture
+def stall(clock) -> Callable[[], None]:
+    def spend() -> None:
+        clock.now += STALL
+
+    return spend
 
 
 @pytest.fixture(params=[False, True], ids=["in turn", "ahead"])
 def core(clock, request) -> EngineCore:
-    """Two streams that have decoded for a while; nobody but `stalled` collects garbage."""
+    """Two streams after some decodes; only `stalled` collects garbage."""
     allocator = BlockAllocator(60, BLOCK)
     engine = EngineCore(
         Scheduler(allocator, max_running=8, prefill_chunk=16),
@@ -53,7 +61,7 @@ def core(clock, request) -> EngineCore:
 
 @contextmanager
 def stalled(owner: Any, name: str, stall: Callable[[], None]) -> Iterator[None]:
-    """The next call of ``owner.name``, and only that, comes with a stall."""
+    """Only the next call of ``owner.name`` stalls."""
     function, stalls = getattr(owner, name), [stall]
 
     def slow(*args: Any) -> Any:
@@ -87,11 +95,8 @@ def only_spike(engine: EngineCore) -> dict[str, Any]:
     ],
 )
 def test_a_stall_is_a_spike_and_put_down_to_where_it_happened(
-    core, clock, owner, name, part, cause
+    core, stall, owner, name, part, cause
 ):
-    def stall() -> None:
-        clock.now += STALL
-
     with stalled(getattr(core, owner), name, stall):
         core.step()
     assert only_spike(core)["causes"] == [cause]
@@ -99,10 +104,7 @@ def test_a_stall_is_a_spike_and_put_down_to_where_it_happened(
 
 
 @pytest.mark.parametrize("name", ["launch", "collect"])
-def test_a_stall_while_a_prompt_is_computed_is_put_down_to_it(core, clock, name):
-    def stall() -> None:
-        clock.now += STALL
-
+def test_a_stall_while_a_prompt_is_computed_is_put_down_to_it(core, stall, name):
     core.add_request([*range(23, 3, -1)] * 2, max_tokens=2)
     core.step()
     with stalled(core.runner, name, stall):
@@ -139,11 +141,8 @@ def test_a_stall_over_a_preemption_is_put_down_to_it(core, clock):
     assert only_spike(core)["causes"] == ["preemption", "eviction"]  # of what was preempted
 
 
-def test_a_stall_over_a_first_copy_is_put_down_to_warming_up(core, clock):
-    """And over a later one to the copy."""
-
-    def stall() -> None:
-        clock.now += STALL
+def test_a_stall_over_a_first_copy_is_put_down_to_warming_up(core, stall):
+    """A stall at a later copy gets the cause `cow`."""
 
     for _ in range(2):
         core.fork(0, max_tokens=3)

@@ -1,4 +1,4 @@
-"""The ring buffer of ticks and what it says of them."""
+"""The ring buffer of ticks and its summary."""
 
 import json
 import statistics

@@ -1,4 +1,4 @@
-"""Which ticks are spikes, and what is found to blame, on made-up ticks."""
+"""Which ticks are spikes, and their causes, on made-up ticks."""
 
 import pytest
 
@@ -9,14 +9,14 @@ USUAL = {"schedule_ms": 1.0, "launch_ms": 20.0, "wait_ms": 6.0, "output_ms": 2.0
 
 
 def tick(decode_tokens: int = 8, **changes: float) -> Tick:
-    """A usual tick of 30 ms but for `changes`."""
+    """A usual tick of 30 ms with `changes`."""
     parts = USUAL | {name: ms for name, ms in changes.items() if name in (*USUAL, "gc_ms")}
     fields = USUAL | {"decode_tokens": decode_tokens} | changes
     return Tick(tick_ms=sum(parts.values()), **fields)
 
 
 def judged(*ticks: Tick, threshold_ms: float | None = None, usual: int = 20) -> list[Spike]:
-    """The spikes among `ticks`, which come after so many usual ones."""
+    """The spikes among `ticks`, which follow `usual` usual ones."""
     detector = SpikeDetector(threshold_ms)
     return [spike for each in [*[tick()] * usual, *ticks] for spike in detector.add(each)]
 
@@ -106,7 +106,7 @@ def test_early_ticks_are_judged_when_it_is_known_what_is_usual():
 
 
 def test_streams_are_used_to_decodes_alone():
-    """Chunks beside them do not make slow steps usual."""
+    """Steps with chunks do not raise the usual time."""
     mixed = [tick(prefill_tokens=64, wait_ms=106) for _ in range(40)]
     spikes = judged(*mixed)
     assert len(spikes) == 40 and {spike.causes for spike in spikes} == {("prefill",)}

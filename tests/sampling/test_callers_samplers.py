@@ -1,4 +1,4 @@
-"""Samplers that callers bring along, as mlx-lm takes them."""
+"""Samplers that callers pass, with the interface of mlx-lm's."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,4 +1,4 @@
-"""What happens to logits before a token is chosen, held against mlx-lm's processors."""
+"""How logits change before a token is chosen, compared with mlx-lm's processors."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -28,7 +28,7 @@ from mlx_paged.sampling.sampler import Sampler
 
 @pytest.fixture(autouse=True)
 def _mlx_lm_s_normaliser(monkeypatch):
-    """Logits are compared bit for bit, after a normaliser of the same bits."""
+    """Use mlx-lm's normaliser, because the tests compare logits bit for bit."""
     monkeypatch.setattr(sampler, "log_sum_exp", lambda x: mx.logsumexp(x, axis=-1, keepdims=True))
 
 
@@ -64,7 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def mlx_lm_log_probabilities(tokens: Sequence[int], logits: mx.array, **options: Any) -> np.ndarray:
-    """Float32 ``[vocab]``, of mlx-lm's processors on one row of logits ``[1, vocab]``."""
+    """Float32 ``[vocab]``: mlx-lm's processors applied to one row of logits ``[1, vocab]``."""
     logits = mx.array(logits)
     for processor in make_logits_processors(**options):
         logits = processor(mx.array(tokens), logits)
@@ -72,7 +72,7 @@ def mlx_lm_log_probabilities(tokens: Sequence[int], logits: mx.array, **options:
 
 
 def penalised_request(length: int, seed: int = 0, **options: Any) -> Request:
-    """A request of `length` tokens, many of them twice, that reports the whole distribution."""
+    """A request of `length` tokens, many repeated, that reports the whole distribution."""
     tokens = np.random.default_rng(seed).integers(VOCAB // 3, size=length).tolist()
     return request(prompt=tokens, logprobs=VOCAB, **options)
 
@@ -101,7 +101,7 @@ def test_rows_of_a_batch_have_their_own_options(dtype):
 
 
 def changing_batches(requests: Sequence[Request], steps: int) -> Iterator[list[Request]]:
-    """Some of `requests` in some order, for some steps each time."""
+    """Random subsets of `requests` in random order, each for a few steps."""
     rng = np.random.default_rng(3)
     while steps > 0:
         batch = [requests[i] for i in rng.permutation(len(requests))[: rng.integers(1, 9)]]
@@ -112,8 +112,8 @@ def changing_batches(requests: Sequence[Request], steps: int) -> Iterator[list[R
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["tokens known", "newest in flight"])
 def test_penalties_follow_requests_through_changing_batches(ahead):
-    """Each step is run once or twice. With `ahead` the newest tokens are not known, let alone
-    evaluated, when the next ones are chosen."""
+    """Each step runs once or twice. With `ahead` the newest tokens are not evaluated yet when the
+    next ones are chosen."""
     cases = list(OPTIONS.values())
     requests = [
         penalised_request(1 + 5 * i, seed=i, temperature=i % 2, **options)
@@ -157,7 +157,7 @@ def test_a_dropped_step_leaves_no_trace_in_the_windows():
 
 
 def test_prompt_tokens_beyond_the_vocabulary_count_as_its_last_token():
-    """Whatever the prompt holds, nothing beside the row is touched."""
+    """Such a prompt changes no other row."""
     options = {"repetition_penalty": 1.3, "frequency_penalty": 0.6}
     logits = random_logits(rows=3, seed=7)
     for prompt in ([3, VOCAB], [3, 10**9], [VOCAB + 1, 3], [10**9, 3]):
@@ -194,7 +194,7 @@ def test_a_biased_token_beyond_the_vocabulary_ends_its_row_alone():
 
 
 class Bigrams(nn.Module):
-    """A model whose logits depend on the last token alone."""
+    """A model whose logits depend only on the last token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Bigrams(nn.Module):
 
 
 class Recorder:
-    """A processor that notes what it was given, and makes later tokens likelier step by step."""
+    """A processor that records its tokens and raises the logits of larger ids in each step."""
 
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
@@ -219,7 +219,7 @@ class Recorder:
 @pytest.mark.parametrize("ahead", [False, True], ids=["tokens known", "newest in flight"])
 @pytest.mark.parametrize("max_tail", [3, 256])
 def test_processors_see_what_mlx_lm_shows_them(monkeypatch, ahead, max_tail):
-    """The prompt first, then a token more each time, after penalties and in the order given."""
+    """First the prompt, then one more token in each step, after penalties, in the given order."""
     monkeypatch.setattr(penalties, "MAX_TAIL", max_tail)
     prompt, steps, model = [5, 9, 9, 2, 30], 40, Bigrams()
     options: dict[str, Any] = {"logit_bias": {3: 1.0}, "repetition_penalty": 1.5}
@@ -253,7 +253,7 @@ def test_processors_see_what_mlx_lm_shows_them(monkeypatch, ahead, max_tail):
 
 
 class CountingTokens(list[int]):
-    """Tokens that note how many of them each slice takes."""
+    """Tokens that record the length of each slice."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         super().__init__(tokens)

@@ -57,7 +57,7 @@ def test_a_draw_depends_on_its_seed_and_number_only():
 
 @pytest.mark.parametrize("step", [1, SPLITMIX64_STEP], ids=["1", "the generator's own step"])
 def test_streams_of_different_seeds_do_not_overlap(step):
-    """A stream that were another one, shifted, would show as repeated pairs of draws."""
+    """If a stream were a shifted copy of another, pairs of draws would repeat."""
     seeds = [i * step % 2**64 for i in range(50)]
     streams = np.stack([uniform([seed] * 1000, range(1000)) for seed in seeds])
     pairs = {pair for row in streams for pair in pairwise(row.tolist())}
@@ -73,7 +73,7 @@ def splitmix64(state: int, index: int) -> int:
 
 
 def test_draws_are_the_upper_bits_of_splitmix64():
-    """The stream of a seed starts at the seed's own first output."""
+    """The first output of a seed is the initial state of its stream."""
     assert splitmix64(1234567, 0) == 6457827717110365317  # as published
     for seed in (0, 1, 2**64 - 1):
         for index in (0, 1, 12345):

@@ -1,4 +1,4 @@
-"""What a Sampler reports beside the tokens, what it keeps between steps, and what it costs."""
+"""What a Sampler reports besides tokens, what it keeps between steps, and what it costs."""
 
 import math
 import re
@@ -52,7 +52,7 @@ def test_nothing_is_reported_where_nobody_asks():
 
 
 def test_a_batch_of_other_requests_brings_its_own_options():
-    """The same sampler meets rows that join, leave, change places or look alike."""
+    """One sampler serves rows that join, leave, change places or have equal options."""
     logits, sampler = random_logits(rows=3, seed=22), Sampler()
     greedy, drawn, other = (request(seed=i, temperature=t) for i, t in enumerate((0.0, FLAT, FLAT)))
     alike = request(seed=1, temperature=0.0)
@@ -103,7 +103,7 @@ EVERY_OPTION: dict[str, Any] = {
 
 
 def test_choosing_evaluates_nothing():
-    """Neither the logits nor the tokens of the step before, both of many megabytes here."""
+    """Neither the logits nor the tokens of the step before; both take many megabytes here."""
     requests = [request(seed=i, **EVERY_OPTION) for i in range(8)]
     sampler = Sampler()
     before = mx.get_active_memory()
@@ -116,7 +116,7 @@ def test_choosing_evaluates_nothing():
 
 
 def primitives(directory: Path, *outputs: mx.array) -> set[str]:
-    """Names of the operations that `outputs` take."""
+    """Names of the operations in the graph of `outputs`."""
     mx.export_to_dot(str(directory / "graph.dot"), *outputs)
     return set(re.findall(r'label ="([^"]+)", shape=rect', (directory / "graph.dot").read_text()))
 

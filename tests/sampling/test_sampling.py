@@ -1,4 +1,4 @@
-"""The tokens that come out of a row of logits: filters as in mlx-lm, draws, log-probabilities."""
+"""The tokens chosen from a row of logits: filters as in mlx-lm, draws, log-probabilities."""
 
 import math
 from collections.abc import Iterable
@@ -109,7 +109,7 @@ def mlx_lm_survivors(
 
 
 def chi_square_bound(degrees: int, p: float = 1e-4) -> float:
-    """What a chi-square variable exceeds with probability `p` (Wilson and Hilferty 1931)."""
+    """A chi-square variable exceeds this with probability `p` (Wilson and Hilferty 1931)."""
     spread = 2 / (9 * degrees)
     return degrees * (1 - spread + NormalDist().inv_cdf(1 - p) * math.sqrt(spread)) ** 3
 
@@ -171,7 +171,7 @@ XTC_OPTIONS = {"xtc_probability": 0.3, "xtc_threshold": 0.05, "top_k": 4}
 
 
 def xtc_mixture(row: mx.array, options: dict[str, Any]) -> np.ndarray:
-    """Probabilities, float64 ``[vocab]``, of the tokens that come out when XTC acts at times."""
+    """Probabilities, float64 ``[vocab]``, of the tokens if XTC acts with its probability."""
     mixture = np.zeros(row.size)
     for weight, acts in ((options["xtc_probability"], 1.0), (1 - options["xtc_probability"], 0.0)):
         kept = list(mlx_lm_survivors(row, **options | {"xtc_probability": acts}))
@@ -269,7 +269,7 @@ def test_a_request_draws_anew_with_every_token():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 def test_log_probabilities_are_the_models_own(dtype):
-    """Those of the unfiltered distribution at temperature 1, to the rounding of its logsumexp."""
+    """They are those of the unfiltered distribution at temperature 1, up to rounding."""
     logits = random_logits(rows=32, seed=11).astype(dtype)
     requests = [request(seed=i, temperature=0.5 * (i % 4), top_k=i % 3) for i in range(32)]
     sampled = sample(logits, requests)
@@ -329,7 +329,7 @@ def test_a_vocabulary_of_one_token(options):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=DTYPE_IDS[1:])
 def test_half_precision_logits_are_filtered_in_float32(dtype):
-    """Masses summed up in half precision would cut the nucleus elsewhere."""
+    """Sums in half precision would give another nucleus."""
     row = random_logits(rows=1, vocab=500, spread=1.0, seed=16)[0].astype(dtype)
     logprobs = (row - mx.logsumexp(row)).astype(mx.float32)
     drawn = draws(row, 10_000, temperature=FLAT, top_p=0.8)

@@ -1,4 +1,4 @@
-"""What a request may ask for."""
+"""Valid and invalid sampling parameters."""
 
 from copy import deepcopy
 from dataclasses import replace

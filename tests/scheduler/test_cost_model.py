@@ -1,5 +1,6 @@
-"""Predicted seconds against machines whose true costs are known."""
+"""Predicted seconds, compared with machines whose true costs are known."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -9,14 +10,14 @@ import pytest
 from mlx_paged.scheduler.cost_model import CostModel, StepWork
 
 COSTS = np.array([4e-3, 1e-4, 2e-7, 1e-4, 1.5e-8])
-"""Seconds per step, decode row, its token of context, chunk token, its token of context."""
+"""Seconds per step, decode row, token of decode context, chunk token, token of chunk context."""
 
 BOUND = 0.05
 MINIMUM = 16
 
 
 class Machine:
-    """Takes known times, but for noise and rare long pauses."""
+    """Takes known times plus noise and rare long pauses."""
 
     def __init__(self, seed: int, noise: float = 0.05, pauses: float = 0.02) -> None:
         self.rng = np.random.default_rng(seed)
@@ -43,8 +44,8 @@ def decodes(rng: np.random.Generator) -> StepWork:
 def serve(
     model: CostModel, machine: Machine, num_steps: int, prompts: float = 0.3
 ) -> Iterator[tuple[StepWork, int]]:
-    """Steps of a server and the tokens chosen for each: a prompt starts with probability `prompts`
-    after the last one is done. Observed after they are yielded."""
+    """Yield steps of a server and the chunk sizes chosen for them; the model observes each step
+    afterwards. When no prompt is left, one starts with probability `prompts`."""
     rng = np.random.default_rng(1)
     start = stop = 0
     for _ in range(num_steps):
@@ -57,6 +58,13 @@ def serve(
             start += chosen
         yield work, chosen
         model.observe(work, machine.run(work))
+
+
+def trained(num_steps: int, **options: float) -> tuple[CostModel, Machine]:
+    """A model that observed so many steps of a machine."""
+    model, machine = CostModel(), Machine(0, **options)
+    deque(serve(model, machine, num_steps), maxlen=0)
+    return model, machine
 
 
 def relative_error(model: CostModel, machine: Machine, work: StepWork) -> float:
@@ -87,9 +95,7 @@ def test_chosen_chunks_use_the_bound_and_keep_to_it(seed, prompts):
 
 
 def test_without_noise_the_costs_are_found():
-    model, machine = CostModel(), Machine(0, noise=0, pauses=0)
-    for _ in serve(model, machine, 2000):
-        pass
+    model, machine = trained(2000, noise=0, pauses=0)
     for work in (StepWork(1, 100), StepWork(16, 40_000), StepWork(4, 4000, 300, 10**6)):
         assert relative_error(model, machine, work) < 1e-3
 
@@ -109,9 +115,7 @@ def test_a_change_of_speed_is_followed_within_fifty_steps(seed, factor):
 
 @pytest.mark.parametrize("factor, num_steps", [(2.0, 20), (0.5, 20), (1.1, 40)])
 def test_even_a_steady_machine_may_change_its_speed(factor, num_steps):
-    model, machine = CostModel(), Machine(0, noise=0, pauses=0)
-    for _ in serve(model, machine, 600):
-        pass
+    model, machine = trained(600, noise=0, pauses=0)
     machine.slowness = factor
     steps = serve(model, machine, num_steps)
     errors = [relative_error(model, machine, work) for work, _ in steps]
@@ -120,9 +124,7 @@ def test_even_a_steady_machine_may_change_its_speed(factor, num_steps):
 
 
 def test_a_change_of_one_cost_alone_is_learned():
-    model, machine = CostModel(), Machine(0, pauses=0)
-    for _ in serve(model, machine, 1000):
-        pass
+    model, machine = trained(1000, pauses=0)
     machine.costs = COSTS * [1, 1, 1.5, 1, 1]
     errors = [relative_error(model, machine, work) for work, _ in serve(model, machine, 400)]
     assert np.mean(errors[300:]) < 0.03
@@ -139,22 +141,16 @@ def test_a_step_that_should_take_no_time_is_no_outlier():
 
 
 def test_chunk_costs_follow_a_change_of_speed_seen_in_decodes_alone():
-    model, machine = CostModel(), Machine(0, pauses=0)
+    model, machine = trained(300, pauses=0)
     chunk = StepWork(4, 4000) + StepWork.chunk(1000, 200)
-    for _ in serve(model, machine, 300):
-        pass
     machine.slowness = 2.0
-    for _ in serve(model, machine, 50, prompts=0):
-        pass
+    deque(serve(model, machine, 50, prompts=0), maxlen=0)
     assert relative_error(model, machine, chunk) < 0.1
 
 
 def test_chunk_costs_stay_known_through_a_long_time_of_decoding():
-    model, machine = CostModel(), Machine(0)
-    for _ in serve(model, machine, 300):
-        pass
-    for _ in serve(model, machine, 5000, prompts=0):
-        pass
+    model, machine = trained(300)
+    deque(serve(model, machine, 5000, prompts=0), maxlen=0)
     for start in (0, 1000, 4000):
         chunk = StepWork(4, 4000) + StepWork.chunk(start, 200)
         assert relative_error(model, machine, chunk) < 0.1
@@ -162,9 +158,7 @@ def test_chunk_costs_stay_known_through_a_long_time_of_decoding():
 
 @pytest.mark.parametrize("times", [0.02, 50])
 def test_a_few_outliers_move_no_prediction_far(times):
-    model, machine = CostModel(), Machine(0, pauses=0)
-    for _ in serve(model, machine, 300):
-        pass
+    model, machine = trained(300, pauses=0)
     work = StepWork(8, 8000)
     before = model.predict(work)
     for _ in range(2):
@@ -245,9 +239,7 @@ BUSY = StepWork(64, 500_000, 1000, 10**7)
 
 
 def test_the_chosen_chunk_is_the_largest_within_the_bound():
-    model, machine = CostModel(), Machine(0)
-    for _ in serve(model, machine, 300):
-        pass
+    model, _ = trained(300)
     rng = np.random.default_rng(2)
     for _ in range(50):
         work, start = decodes(rng), int(rng.integers(3000))

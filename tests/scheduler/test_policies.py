@@ -25,7 +25,7 @@ def ids(queue: WaitingQueue) -> list[int]:
 
 
 def in_order(requests: list[Request], policy: Policy, now: float) -> list[int]:
-    """The policies, by their definition at time `now`."""
+    """Request ids in the order that the policy defines at time `now`."""
     ordered = sorted(requests, key=lambda r: r.id)
     if policy is Policy.SHORTEST:
         ordered.sort(key=lambda r: r.num_tokens - AGEING * (now - r.arrival_time))

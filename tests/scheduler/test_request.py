@@ -1,4 +1,4 @@
-"""The numbers that follow from a request's tokens."""
+"""The counts that a request derives from its tokens."""
 
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import SamplingParams

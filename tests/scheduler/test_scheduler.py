@@ -1,4 +1,4 @@
-"""What is computed in which step: decodes first, bounded prompt chunks, admission, preemption."""
+"""What each step computes: decodes first, bounded prefill chunks, admission, preemption."""
 
 import pytest
 
@@ -20,8 +20,16 @@ def make_scheduler(
     return Scheduler(BlockAllocator(num_blocks, block_size), max_running, prefill_chunk)
 
 
+def with_prompts(*lengths: int, **options: int) -> Scheduler:
+    """A scheduler where requests of these lengths wait."""
+    scheduler = make_scheduler(**options)
+    for request_id, length in enumerate(lengths):
+        scheduler.add(make_request(request_id, length))
+    return scheduler
+
+
 def compute(scheduler: Scheduler, step: Step) -> None:
-    """Pretend that the model ran: spans are computed, sampled requests get a token."""
+    """Act as if the model had computed the step: requests that sample get a token."""
     for span in step.spans:
         if span.samples:
             span.request.tokens.append(7)
@@ -63,9 +71,7 @@ def test_only_the_last_chunk_of_a_prompt_yields_a_token():
 
 
 def test_one_steps_budget_serves_several_short_prompts():
-    scheduler = make_scheduler(prefill_chunk=8)
-    for request_id, length in enumerate((3, 3, 6)):
-        scheduler.add(make_request(request_id, length))
+    scheduler = with_prompts(3, 3, 6, prefill_chunk=8)
     assert summary(scheduler.schedule()) == [(0, 0, 3), (1, 0, 3), (2, 0, 2)]
 
 
@@ -171,7 +177,7 @@ def test_mistakes_are_named(name):
 
 
 def test_samples_fork_off_even_where_one_token_of_the_prompt_was_left():
-    """Its last token is then computed like a decode."""
+    """The step computes this token like a decode."""
     scheduler = make_scheduler(prefill_chunk=8)
     leader, second, third = (make_request(i, 9) for i in range(3))
     leader.samples = [second, third]
@@ -206,9 +212,7 @@ def test_a_request_whose_last_token_is_under_way_is_computed_no_further():
 
 
 def test_shorter_prompts_get_half_of_each_step_beside_a_long_one():
-    scheduler = make_scheduler(prefill_chunk=64)
-    for request_id, length in enumerate((300, 20, 30, 140)):
-        scheduler.add(make_request(request_id, length))
+    scheduler = with_prompts(300, 20, 30, 140, prefill_chunk=64)
     assert summary(scheduler.schedule()) == [(0, 0, 64)]
     step = scheduler.schedule()
     assert summary(step) == [(0, 64, 108), (1, 0, 20)]
@@ -220,23 +224,19 @@ def test_shorter_prompts_get_half_of_each_step_beside_a_long_one():
 
 
 def test_prompts_of_like_length_are_computed_one_after_the_other():
-    scheduler = make_scheduler(prefill_chunk=64)
-    for request_id, length in enumerate((300, 130)):
-        scheduler.add(make_request(request_id, length))
+    scheduler = with_prompts(300, 130, prefill_chunk=64)
     steps = [summary(scheduler.schedule()) for _ in range(4)]
     assert steps[:2] == [[(0, 0, 64)], [(0, 64, 128)]]
     assert steps[2:] == [[(0, 128, 192)], [(0, 192, 256)]]
 
 
 def test_nobody_gives_way_to_those_for_whom_there_is_no_place():
-    scheduler = make_scheduler(prefill_chunk=64, max_running=1)
-    for request_id, length in enumerate((300, 20)):
-        scheduler.add(make_request(request_id, length))
+    scheduler = with_prompts(300, 20, prefill_chunk=64, max_running=1)
     assert [summary(scheduler.schedule()) for _ in range(2)] == [[(0, 0, 64)], [(0, 64, 128)]]
 
 
 def half_generated(request_id: int) -> Request:
-    """Five tokens of a prompt, three generated ones."""
+    """A request with five prompt tokens and three generated ones."""
     request = make_request(request_id, 5)
     request.tokens += [2] * 3
     return request

@@ -1,4 +1,4 @@
-"""Who waits for K/V that another request is computing."""
+"""Which requests wait for K/V that another request computes."""
 
 import pytest
 

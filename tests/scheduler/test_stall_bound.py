@@ -1,4 +1,4 @@
-"""A long prompt neither freezes running streams nor starves, on a machine whose costs are known."""
+"""A long prompt neither stalls running streams nor starves, on a machine with known costs."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ class Launched:
 
 
 class FakeMachine:
-    """A runner that takes a known time, with noise, and always says token 7."""
+    """A runner that takes a known time, with noise, and always samples token 7."""
 
     def __init__(self, clock: FakeClock, slowness: float = 1.0) -> None:
         self.clock = clock
@@ -48,9 +48,11 @@ class FakeMachine:
     def recover(self) -> None: ...
 
 
-def make_engine(max_stall: float | None, lookahead: bool = False) -> tuple[EngineCore, FakeClock]:
+def make_engine(
+    max_stall: float | None, lookahead: bool = False, prefill_chunk: int = 512
+) -> tuple[EngineCore, FakeClock]:
     clock = FakeClock()
-    scheduler = Scheduler(BlockAllocator(8000, 16), 16, 512, max_stall=max_stall)
+    scheduler = Scheduler(BlockAllocator(8000, 16), 16, prefill_chunk, max_stall=max_stall)
     stats = EngineStats(16, 1, 8000)
     machine = FakeMachine(clock)
     return EngineCore(scheduler, machine, stats, lookahead=lookahead, clock=clock), clock
@@ -59,7 +61,7 @@ def make_engine(max_stall: float | None, lookahead: bool = False) -> tuple[Engin
 def run_streams_and_a_long_prompt(
     engine: EngineCore, clock: FakeClock
 ) -> tuple[list[float], float]:
-    """Gaps between tokens of 8 streams while a 6,000-token prompt is computed; its TTFT."""
+    """The gaps between tokens of 8 streams while a 6,000-token prompt is computed, and its TTFT."""
     streams = [engine.add_request([1, 2, 3], max_tokens=4000) for _ in range(8)]
     warm_up = engine.add_request(list(range(2000)), max_tokens=1)
     while engine.has_work and engine.is_open(warm_up):
@@ -85,7 +87,7 @@ def test_streams_wait_no_longer_than_the_bound_and_one_minimal_chunk(bound, look
     gaps, _ = run_streams_and_a_long_prompt(engine, clock)
     minimal = MIN_CHUNK * (TOKEN + 6000 * CONTEXT)
     assert max(gaps) <= bound * 1.05 + minimal
-    assert np.median(gaps) >= 0.7 * bound, "the bound is not used: the prompt waits for nothing"
+    assert np.median(gaps) >= 0.7 * bound, "the bound is not used: the prompt waits without need"
 
 
 def test_without_a_bound_streams_wait_for_whole_chunks():
@@ -96,7 +98,7 @@ def test_without_a_bound_streams_wait_for_whole_chunks():
 def test_a_prompt_advances_even_if_streams_alone_break_the_bound():
     engine, clock = make_engine(max_stall=1e-3)
     gaps, ttft = run_streams_and_a_long_prompt(engine, clock)
-    assert len(gaps) >= 8 * 6000 // 512, "the streams were gone when the prompt was computed"
+    assert len(gaps) >= 8 * 6000 // 512, "the streams ended before the prompt was computed"
     steps = -(-6000 // MIN_CHUNK)
     step = BASE + 8 * (ROW + 1000 * CONTEXT) + MIN_CHUNK * (TOKEN + 6000 * CONTEXT)
     assert ttft <= steps * step * 1.05
@@ -127,8 +129,8 @@ def test_a_slower_machine_gets_smaller_chunks():
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-def test_nobody_is_let_in_for_a_few_tokens(lookahead):
-    """Prompts wait outside rather than hold blocks while each step gives them crumbs."""
+def test_no_request_is_admitted_for_a_few_tokens(lookahead):
+    """Otherwise prompts would hold blocks while each step computes few of their tokens."""
     engine, clock = make_engine(24e-3, lookahead)
     run_streams_and_a_long_prompt(engine, clock)
     prompts = [engine.add_request([i] * (100 + 3 * i), max_tokens=1) for i in range(8)]
@@ -142,11 +144,8 @@ def test_nobody_is_let_in_for_a_few_tokens(lookahead):
     assert min(first_chunks.values()) >= MIN_CHUNK
 
 
-def test_with_chunks_below_the_smallest_prompts_are_let_in():
-    clock = FakeClock()
-    scheduler = Scheduler(BlockAllocator(800, 16), 16, MIN_CHUNK // 2, max_stall=8e-3)
-    machine, stats = FakeMachine(clock), EngineStats(16, 1, 800)
-    engine = EngineCore(scheduler, machine, stats, lookahead=False, clock=clock)
+def test_with_chunks_below_the_minimum_prompts_are_admitted():
+    engine, _ = make_engine(8e-3, prefill_chunk=MIN_CHUNK // 2)
     for length in (40, 30, 5):
         engine.add_request([length] * length, max_tokens=60)
     for _ in range(80):
