@@ -11,16 +11,15 @@ import numpy as np
 
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.sequence import ContentKey, PagedSequence, SequencePool
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
-from mlx_paged.kv.growing_allocator import GrowingAllocator
-from mlx_paged.kv.growing_pool import GrowingPool
-from mlx_paged.kv.pool import KVShape, block_bytes
+from mlx_paged.kv.pool import KVPool, KVShape, block_bytes
 
 
 class LayeredPool(SequencePool, Protocol):
     """What a layer asks of its pool."""
 
-    allocator: GrowingAllocator
+    allocator: BlockAllocator
     lock: RLock
 
     @property
@@ -56,7 +55,7 @@ class PoolLayer:
         self.pool = pool
         self.index = index
         self.shape: KVShape | None = None
-        self._kv: GrowingPool | None = None
+        self._kv: KVPool | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PoolLayer:
         return self
@@ -71,12 +70,12 @@ class PoolLayer:
         return block_bytes([self.shape] if self.shape else [], self.pool.block_size)
 
     @property
-    def kv(self) -> GrowingPool:
+    def kv(self) -> KVPool:
         """The arrays, with as many blocks as the pool has."""
         assert self.shape is not None, "a layer is read before it is written"
         num_blocks = self.pool.allocator.num_blocks
         if self._kv is None:
-            self._kv = GrowingPool([self.shape], num_blocks, self.pool.block_size)
+            self._kv = KVPool([self.shape], num_blocks, self.pool.block_size)
         elif self._kv.num_blocks < num_blocks:
             self._kv.grow(num_blocks)
         return self._kv

@@ -13,8 +13,8 @@ import mlx.nn as nn
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import ContentKey, PagedSequence
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
-from mlx_paged.kv.growing_allocator import GrowingAllocator
 from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.pool import block_bytes
 
@@ -37,7 +37,7 @@ class SharedPool:
     def __init__(
         self, num_layers: int, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
     ) -> None:
-        self.allocator = GrowingAllocator(1, block_size)
+        self.allocator = BlockAllocator(1, block_size)
         self.num_layers = num_layers
         self.kv_memory = kv_memory
         self.lock = threading.RLock()

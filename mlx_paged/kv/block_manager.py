@@ -101,10 +101,6 @@ class KVBlockManager:
         return manager
 
     @property
-    def block_size(self) -> int:
-        return self.allocator.block_size
-
-    @property
     def k(self) -> list[mx.array]:
         """Keys of each layer, ``[n_kv_heads, max_blocks, block_size, head_dim]``."""
         return self.pool.k
@@ -290,18 +286,6 @@ class KVBlockManager:
         raise NotImplementedError("prefetch: nothing can be spilled yet, so nothing comes back")
 
     # Introspection
-
-    def blocks_needed(self, num_tokens: int) -> int:
-        return self.allocator.blocks_needed(num_tokens)
-
-    def can_allocate(self, num_tokens: int) -> bool:
-        """Whether a new sequence of this many tokens would fit now."""
-        return self.allocator.can_allocate(num_tokens)
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that could be handed out now."""
-        return self.allocator.num_available
 
     @property
     def blocks_in_use(self) -> int:

@@ -95,6 +95,13 @@ class BlockTables:
         self._entries[row, index] = block
         self._changed(row)
 
+    def truncate(self, row: int, length: int) -> list[int]:
+        """Keep the row's first `length` blocks; returns the others."""
+        removed: list[int] = self.row(row)[length:].tolist()
+        self._lengths[row] = length
+        self._changed(row)
+        return removed
+
     def copy_row(self, source: int, target: int) -> None:
         length = self.length(source)
         self._entries[target, :length] = self._entries[source, :length]
@@ -130,3 +137,7 @@ class SequenceBlocks:
     first_block: int = 0
     private_start: int = 0
     private_stop: int = 0
+
+    def prefix_hash(self, num_blocks: int) -> bytes:
+        """Hash of the first `num_blocks` blocks' tokens."""
+        return self.hashes[num_blocks - 1] if num_blocks else self.root

@@ -134,6 +134,20 @@ class KVPool:
             return k, _latents(k, self.shapes[layer])
         return k, _gather_heads(self.v[layer], block_ids)[:, :, :num_tokens]
 
+    def grow(self, num_blocks: int) -> None:
+        """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.
+
+        Arrays are copied one at a time, so that at most one is held twice.
+        """
+        assert num_blocks >= self.num_blocks
+        self._first_k, self._first_v = [], []  # otherwise they would keep the old arrays alive
+        for arrays in (self.k, self.v):
+            for layer in range(self.n_layers):
+                arrays[layer] = _longer(arrays[layer], num_blocks - self.num_blocks)
+                mx.eval(arrays[layer])
+        self.num_blocks = num_blocks
+        self._first_k, self._first_v = list(self.k), list(self.v)
+
     def reset_handles(self) -> None:
         """Give up writes that were never evaluated. What the pool holds is then not known, but it
         is the same memory."""
@@ -147,6 +161,15 @@ class KVPool:
 def _latents(keys: mx.array, shape: KVShape) -> mx.array:
     """The values of a latent layer, a view of its keys."""
     return keys[..., : shape.v_head_dim]
+
+
+def _longer(cache: mx.array, num_more: int) -> mx.array:
+    """A copy of one array with `num_more` blocks of zeros at its end."""
+    blocks = cache.transpose(1, 0, 2, 3)  # the order in memory: one run is copied
+    num_blocks, *block = blocks.shape
+    longer = ops.pool_zeros((num_blocks + num_more, *block), cache.dtype)
+    longer[:num_blocks] = blocks
+    return longer.transpose(1, 0, 2, 3)
 
 
 def _gather_heads(cache: mx.array, block_ids: mx.array) -> mx.array:

@@ -106,15 +106,16 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What is known of a prompt.
+    """The cached prefix of a prompt.
 
     Attributes:
-        blocks: full blocks, from the first on.
-        tail: the block after them that begins as the prompt goes on, if that is worth a copy.
-        num_tokens: leading tokens of the prompt that are in `blocks` and `tail`.
-        miss: why not more; None if all that can be reused are.
-        snapshot: of the recurrent states after these tokens, if the model has any.
-        branch: how far full blocks of the prompt are known beyond that, of no use without a state.
+        blocks: its full blocks.
+        tail: the block after them whose first tokens agree with the prompt, if it is worth a copy.
+        num_tokens: leading tokens of the prompt that `blocks` and `tail` hold.
+        miss: why the reuse ended there; None if all that can be reused is.
+        snapshot: the recurrent states after these tokens, if the model has any.
+        prefix_without_state: length of the known full blocks that cannot be used because no
+            recurrent state was kept there; 0: there is none.
     """
 
     blocks: list[CachedBlock]
@@ -122,7 +123,7 @@ class PrefixMatch:
     num_tokens: int
     miss: MissReason | None
     snapshot: Snapshot | None = None
-    branch: int = 0
+    prefix_without_state: int = 0
 
 
 class PrefixCache:

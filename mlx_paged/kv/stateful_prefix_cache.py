@@ -62,7 +62,7 @@ class StatefulPrefixCache(PrefixCache):
             num_tokens=position,
             miss=self._stateful_miss(position, known, stop, was_evicted, goes_on),
             snapshot=None if entry is None else self.snapshots.use(entry.block, kept),
-            branch=whole if whole > position else 0,
+            prefix_without_state=whole if whole > position else 0,
         )
 
     def forget(self, block: int) -> None:

@@ -330,7 +330,7 @@ class Scheduler:
                     return False
                 self._evict_parked(next(iter(self.parked.values())))
         step.copies += admission.copies
-        request.num_computed, request.branch = admission.num_cached, admission.branch
+        request.num_computed, request.branch = admission.num_cached, admission.prefix_without_state
         if admission.snapshot is not None:
             step.restores.append((request, admission.snapshot))
         if request.num_preempted == 0:

@@ -67,7 +67,7 @@ class TestWhatIsFound:
         allocator = make_allocator()
         known = finished(allocator, list(range(28)), *positions)
         admission = admitted(allocator, list(prompt))
-        assert (admission.num_cached, admission.branch, admission.miss) == (
+        assert (admission.num_cached, admission.prefix_without_state, admission.miss) == (
             num_cached,
             branch,
             miss,
