@@ -30,8 +30,7 @@ class Admission:
         copies: block copies to perform, in order, before any write.
         miss: why the reuse ended there; None if all that can be reused is.
         snapshot: the recurrent states after these tokens, if the model has any.
-        prefix_without_state: length of the cached prefix that cannot be used because no recurrent
-            state was kept there; 0: there is none.
+        prefix_without_state: length of a longer cached prefix that lacks its state; 0: none.
     """
 
     num_cached: int
@@ -164,25 +163,24 @@ class BlockAllocator:
         if num_tokens < 0:
             raise ValueError(f"[admit] num_tokens is {num_tokens}: expected >= 0")
         match = self._match(num_tokens, tokens, salt)
-        blocks = [entry.block for entry in match.blocks]
-        hashes = [entry.hash for entry in match.blocks]
+        blocks, hashes = [b.block for b in match.blocks], [b.hash for b in match.blocks]
         num_new = self.blocks_needed(num_tokens) - len(blocks)
         available = self.num_available - sum(map(self._store.prefixes.is_idle, blocks))
         self._store.require(num_new + spare, available)
 
-        sequence = SequenceBlocks(self.block_tables.add_row(), num_tokens, hashes, root_hash(salt))
-        self._sequences[seq_id] = sequence
+        row = self.block_tables.add_row()
+        self._sequences[seq_id] = SequenceBlocks(row, num_tokens, hashes, root_hash(salt))
         self._store.retain(blocks)
-        copies: list[BlockCopy] = []
+        copies = []
         if match.tail is not None:
             block = match.tail.block
             if num_new + spare == available and self._store.prefixes.is_idle(block):
-                blocks.append(self._store.evict(block))  # no block is left for a copy of it
+                blocks.append(self._store.take_idle(block))  # no block is left for a copy of it
             else:
                 copies.append(self._store.copy(block))
                 blocks.append(copies[0].dst)
             num_new -= 1
-        self.block_tables.extend(sequence.row, blocks + self._store.take(num_new))
+        self.block_tables.extend(row, blocks + self._store.take(num_new))
         self.prefix_hit_tokens += match.num_tokens
         return Admission(
             match.num_tokens, copies, match.miss, match.snapshot, match.prefix_without_state
@@ -220,10 +218,7 @@ class BlockAllocator:
 
     def append_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[BlockCopy]:
         """Call :meth:`make_writable` for one position of each sequence, all of them different.
-
-        Raises:
-            OutOfBlocksError: there are fewer blocks left than sequences; nothing changed.
-        """
+        Raise OutOfBlocksError, and change nothing, unless one block a sequence is available."""
         self._store.require(len(seq_ids))
         copies: list[BlockCopy] = []
         growing: list[SequenceBlocks] = []

@@ -7,7 +7,7 @@ from mlx_paged.kv.prefix_cache import PrefixCache
 
 
 class OutOfBlocksError(RuntimeError):
-    """The pool cannot give the blocks that were asked for; nothing was changed."""
+    """The pool has fewer available blocks than a call needs; the call changed nothing."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"{needed} KV blocks needed, {available} available")
@@ -17,7 +17,7 @@ class OutOfBlocksError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy-on-write: the content of block `src` goes to block `dst` before anything is written."""
+    """Copy-on-write: copy the content of block `src` to block `dst` before any write."""
 
     src: int
     dst: int
@@ -28,8 +28,8 @@ def ceil_div(a: int, b: int) -> int:
 
 
 class BlockStore:
-    """Hands out blocks and takes them back; those of known content stay, as long as nobody needs
-    their memory, for prompts that begin alike.
+    """Hands out blocks and takes them back. A released block whose content is known stays idle in
+    the prefix cache until its memory is needed.
 
     Attributes:
         free: a stack of free blocks; the last one is taken first.
@@ -37,8 +37,8 @@ class BlockStore:
         origins: for each block in a pending copy the block whose content it gets; a source maps to
             itself.
         prefixes: what is known of the blocks' content.
-        cow_clones: copies asked for so far.
-        evictions: known blocks handed out for other content so far.
+        cow_clones: copies so far.
+        evictions: idle blocks handed out for other content so far.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -71,18 +71,18 @@ class BlockStore:
         blocks = self.free[num_left:]
         del self.free[num_left:]
         blocks.reverse()
+        while len(blocks) < num_blocks:
+            blocks.append(self.prefixes.evict())
+            self.evictions += 1
         for block in blocks:
             self.counts[block] = 1
-        while len(blocks) < num_blocks:
-            blocks.append(self.evict())
         return blocks
 
-    def evict(self, block: int | None = None) -> int:
-        """Hand out an idle block with one reference, by default the one unused longest."""
-        block = self.prefixes.evict(block)
-        self.counts[block] = 1
+    def take_idle(self, block: int) -> int:
+        """Hand out this idle block with one reference."""
         self.evictions += 1
-        return block
+        self.counts[block] = 1
+        return self.prefixes.evict(block)
 
     def copy(self, block: int) -> BlockCopy:
         """Take a block for the content of another; both stay until the copy is performed."""

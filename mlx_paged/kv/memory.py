@@ -46,7 +46,7 @@ def memory_in_use() -> int:
     """Bytes of all evaluated arrays of this process, and of snapshots that are yet to be taken."""
     with _lock:
         promised = sum(
-            state_bytes * (snapshots.most - len(snapshots))
+            state_bytes * (snapshots.max_snapshots - len(snapshots))
             for allocator, state_bytes in _with_snapshots.items()
             if (snapshots := allocator.snapshots) is not None
         )
