@@ -1,4 +1,4 @@
-"""The per-layer K/V arrays that all sequences share."""
+"""The K/V arrays of each layer, which all sequences share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class KVShape:
     """What one layer stores for a token: `n_kv_heads` keys and values.
 
     Attributes:
-        latent: values are the first `v_head_dim` columns of the keys, stored once. Of these the
-            latent is written, and apart from it the rotary key that fills the other columns.
+        latent: values are the first `v_head_dim` columns of the keys and are stored once. The two
+            arrays written are the latent and the rotary key, which fills the other columns.
     """
 
     n_kv_heads: int
@@ -51,12 +51,11 @@ def block_bytes(shapes: Sequence[KVShape], block_size: int) -> int:
 class KVPool:
     """K and V of every layer, each ``[n_kv_heads, num_blocks, block_size, head_dim]``.
 
-    In memory the order is ``[num_blocks, n_kv_heads, block_size, head_dim]``: what one head reads
-    of a block is one contiguous run. On a CPU each array begins on a page, at a cost of 4 KiB, and
-    lies on huge pages where Linux gives them; its ends, which do not fill one, do not, so that no
-    huge page is held in part. ``k[layer]`` and ``v[layer]`` are handles: a write returns new
-    ones over the same buffer and the old ones must not be read again. In latent layers V is a view
-    of K.
+    In memory the order is ``[num_blocks, n_kv_heads, block_size, head_dim]``: one head's part of a
+    block is contiguous. On a CPU arrays are page-aligned, and Linux is asked for huge pages, whole
+    ones inside an array only. ``k[layer]`` and ``v[layer]`` are handles: a write returns new ones
+    over the same buffer, and the old ones must not be read again. In latent layers V is a view of
+    K.
     """
 
     def __init__(self, shapes: Sequence[KVShape], num_blocks: int, block_size: int) -> None:
@@ -88,16 +87,15 @@ class KVPool:
         return self.num_blocks * self.block_bytes
 
     def write_targets(self, layer: int) -> tuple[mx.array, mx.array]:
-        """The two arrays that rows are written to: K and V; of latent layers the two ranges of K's
-        columns, views of it."""
+        """The arrays that rows are written to: K and V, or in latent layers two views of K."""
         if not self.shapes[layer].latent:
             return self.k[layer], self.v[layer]
         latents, rotary_keys = mx.split(self.k[layer], [self.shapes[layer].v_head_dim], axis=-1)
         return latents, rotary_keys
 
     def write(self, layer: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
-        """Put K rows ``[T, n_kv_heads, head_dim]`` and V rows at their slots ``[T]``, in place. In
-        latent layers these are the latents and the rotary keys."""
+        """Write K rows ``[T, n_kv_heads, head_dim]`` and V rows to their slots ``[T]``, in place.
+        In latent layers these are the latents and the rotary keys."""
         self._replace(layer, ops.write_kv(k, v, *self.write_targets(layer), slot_mapping))
 
     def _replace(self, layer: int, written: tuple[mx.array, mx.array]) -> None:
@@ -110,13 +108,13 @@ class KVPool:
             self.set_keys(layer, mx.concatenate(list(written), axis=-1))
 
     def set_keys(self, layer: int, handle: mx.array) -> None:
-        """Let another handle over the same buffer take the place of a layer's keys."""
+        """Replace the handle of a layer's keys by another one over the same buffer."""
         self.k[layer] = handle
         if self.shapes[layer].latent:
             self.v[layer] = _latents(handle, self.shapes[layer])
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks in every layer, in place; part of the chain of handles."""
+        """Copy whole blocks in every layer, in place; the handles change as in a write."""
         if not copies:
             return
         pairs = mx.array([(copy.src, copy.dst) for copy in copies], mx.int32)
@@ -149,12 +147,11 @@ class KVPool:
         self._first_k, self._first_v = list(self.k), list(self.v)
 
     def reset_handles(self) -> None:
-        """Give up writes that were never evaluated. What the pool holds is then not known, but it
-        is the same memory."""
+        """Discard writes that were never evaluated. The content of their slots is then unknown."""
         self.k, self.v = list(self._first_k), list(self._first_v)
 
     def handles(self) -> list[mx.array]:
-        """Every layer's newest handles, to be evaluated once a step so that no graph piles up."""
+        """Every layer's newest handles. Evaluate them once a step: this bounds the graph."""
         return [*self.k, *self.v]
 
 
@@ -173,7 +170,7 @@ def _longer(cache: mx.array, num_more: int) -> mx.array:
 
 
 def _gather_heads(cache: mx.array, block_ids: mx.array) -> mx.array:
-    """Blocks of each head in a row, one copy: ``[1, n_kv_heads, n * block_size, head_dim]``."""
+    """The blocks of each head, one copy: ``[1, n_kv_heads, n * block_size, head_dim]``."""
     n_kv_heads, num_blocks, block_size, head_dim = cache.shape
     if head_dim == 0:
         return mx.zeros((1, n_kv_heads, block_ids.size * block_size, 0), cache.dtype)
