@@ -10,7 +10,13 @@ from mlx_paged import Engine, make_prompt_cache
 from mlx_paged.drop_in.caches import PagedKVCache
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv.blocks import OutOfBlocksError
-from mlx_paged.kv.memory import memory_in_use, num_blocks_for, physical_memory, spare_memory
+from mlx_paged.kv.memory import (
+    default_kv_memory,
+    memory_in_use,
+    num_blocks_for,
+    physical_memory,
+    spare_memory,
+)
 from mlx_paged.kv.pool import KVShape
 from mlx_paged.runner.model_probe import probe
 
@@ -80,6 +86,17 @@ def test_weights_that_are_not_computed_yet_count(m1, llama):
     engine = Engine(llama)
     assert weights > 4 * engine.manager.pool.block_bytes
     assert pool_bytes(engine) <= 4 * MIB - weights
+
+
+@pytest.mark.parametrize("in_use", [9, 13.5])
+def test_a_cpu_has_the_same_limit_and_a_small_default(monkeypatch, in_use):
+    gib = 2**30
+    monkeypatch.setattr("mlx_paged.kv.memory.physical_memory", lambda: 16 * gib)
+    monkeypatch.setattr(mx, "device_info", dict)
+    monkeypatch.setattr(mx, "get_active_memory", lambda: int(in_use * gib))
+    spare = int(0.85 * 16 * gib) - memory_in_use()
+    assert spare_memory() == spare > 0
+    assert default_kv_memory() == min(spare, gib // 2)
 
 
 class TestSeveralEngines:
