@@ -49,7 +49,9 @@ class KVBlockManager:
     arXiv:2309.06180, sections 4.2 to 4.4).
 
     Sequences are appended to, forked and freed. K/V is copied only when a sequence writes into a
-    block that it shares (copy-on-write).
+    block that it shares (copy-on-write). A method raises OutOfBlocksError if there are too few
+    blocks, and ValueError for an unknown sequence or an argument out of range. It changes nothing
+    then; only :meth:`prefill_into_kv` keeps what it has written.
 
     Args:
         n_layers: layers of the model.
@@ -118,10 +120,6 @@ class KVBlockManager:
 
         With `tokens` (the prompt's ids), the sequence reuses a cached prefix: the first
         ``cached_prefix(tokens)`` positions need no prefill.
-
-        Raises:
-            ValueError: `seq_id` is in use or no integer, or `prompt_len` is no integer >= 0.
-            OutOfBlocksError: too few blocks; nothing changed.
         """
         seq_id = integer("new_sequence", "seq_id", seq_id)
         prompt_len = integer("new_sequence", "prompt_len", prompt_len, 0)
@@ -135,12 +133,7 @@ class KVBlockManager:
         return self._view(child_seq_id)
 
     def ensure_tail_capacity(self, seq_id: int, n_tokens: int = 1) -> TailView:
-        """Append `n_tokens` positions: copy a shared tail block, add blocks as needed.
-
-        Raises:
-            ValueError: the sequence is unknown, or `n_tokens` is no integer >= 1.
-            OutOfBlocksError: too few blocks; nothing changed.
-        """
+        """Append `n_tokens` positions: copy a shared tail block, add blocks as needed."""
         n_tokens = integer("ensure_tail_capacity", "n_tokens", n_tokens, 1)
         start = self.allocator.num_tokens(seq_id)
         self.make_writable(seq_id, start, start + n_tokens)
@@ -150,20 +143,14 @@ class KVBlockManager:
     def make_writable(self, seq_id: int, start: int, stop: int) -> None:
         """Let a sequence write positions [start, stop): add blocks, copy shared ones.
 
-        Raises:
-            ValueError: the sequence is unknown, or the span is empty or leaves a hole.
-            OutOfBlocksError: too few blocks; nothing changed.
+        The span must not be empty, nor leave a hole before `start`.
         """
         start = integer("make_writable", "start", start, 0)
         stop = integer("make_writable", "stop", stop, start + 1)
         self._copy_blocks(self.allocator.make_writable(seq_id, start, stop))
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> None:
-        """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is written.
-
-        Raises:
-            ValueError: the sequence is unknown, or has fewer tokens, or `tokens` has.
-        """
+        """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is written."""
         num_tokens = min(len(tokens), self.allocator.num_tokens(seq_id))
         num_computed = integer("commit", "num_computed", num_computed, 0, num_tokens)
         self.allocator.register_prefix(seq_id, tokens, num_computed)
@@ -173,7 +160,7 @@ class KVBlockManager:
         return self.allocator.cached_prefix(tokens)
 
     def free(self, seq_id: int) -> None:
-        """End a sequence: release its blocks. Raise ValueError if it is unknown."""
+        """End a sequence: release its blocks."""
         self.allocator.free(seq_id)
 
     def table(self, seq_id: int) -> tuple[mx.array, int]:
@@ -203,11 +190,7 @@ class KVBlockManager:
         Args:
             k_chunk: ``[n_kv_heads, T, head_dim]``, with or without a leading axis of 1.
             v_chunk: ``[n_kv_heads, T, v_head_dim]``, likewise.
-
-        Raises:
-            ValueError: the sequence is unknown, `start_pos` leaves a hole, or `layer_idx`, a shape
-                or a dtype does not fit; nothing changed.
-            OutOfBlocksError: too few blocks; nothing changed.
+            start_pos: at most the number of tokens that the sequence has.
         """
         layer = self._layer(layer_idx)
         shape = self.pool.shapes[layer]
@@ -233,15 +216,11 @@ class KVBlockManager:
         Args:
             tokens: ``[n]`` prompt token ids.
             max_chunk_tokens: largest number of tokens in a chunk.
-            forward: takes a chunk's tokens ``[T]`` and its first position; returns each layer's
-                ``(k, v)`` as :meth:`write_prefill` takes them.
+            forward: takes a chunk's tokens ``[T]`` and its first position; returns ``(k, v)`` of
+                exactly these tokens for each layer, as :meth:`write_prefill` takes them.
 
         Yields:
             The positions just written. The caller runs its decode steps before the next chunk.
-
-        Raises:
-            ValueError: an argument is out of range, or `forward` returns K/V of another number of
-                layers or tokens.
         """
         max_chunk_tokens = integer("prefill_into_kv", "max_chunk_tokens", max_chunk_tokens, 1)
         if tokens.ndim != 1:

@@ -232,23 +232,20 @@ def uninstall_from_mlx() -> None:
 
 def _layers(k_cache: Cache, v_cache: Cache, layer_idx: int) -> tuple[mx.array, mx.array]:
     """One layer of both caches, without a copy."""
-    n_layers, n_value_layers = _num_layers("k_cache", k_cache), _num_layers("v_cache", v_cache)
-    if n_layers != n_value_layers or n_layers == 0:
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if isinstance(cache, mx.array) and cache.ndim != 5:
+            raise ValueError(
+                f"[paged_attention] {name} has shape {cache.shape}: expected (n_layers, n_kv_heads,"
+                " n_blocks, block_size, head_dim), or a list of arrays without the first axis"
+            )
+    n_layers = len(k_cache)
+    if len(v_cache) != n_layers or n_layers == 0:
         raise ValueError(
-            f"[paged_attention] v_cache has {n_value_layers} layers and k_cache {n_layers}:"
+            f"[paged_attention] v_cache has {len(v_cache)} layers and k_cache {n_layers}:"
             " expected the same number, at least 1"
         )
     layer = integer("paged_attention", "layer_idx", layer_idx, 0, n_layers - 1)
     return _layer(k_cache, layer), _layer(v_cache, layer)
-
-
-def _num_layers(name: str, cache: Cache) -> int:
-    if isinstance(cache, mx.array) and cache.ndim != 5:
-        raise ValueError(
-            f"[paged_attention] {name} has shape {cache.shape}: expected (n_layers, n_kv_heads,"
-            " n_blocks, block_size, head_dim), or a list of arrays without the first axis"
-        )
-    return len(cache)
 
 
 def _layer(cache: Cache, layer: int) -> mx.array:
