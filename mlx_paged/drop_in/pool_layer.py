@@ -11,8 +11,7 @@ import numpy as np
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.kv.block_tables import Int32Array
-from mlx_paged.kv.growing_pool import GrowingPool
-from mlx_paged.kv.pool import KVShape
+from mlx_paged.kv.pool import KVPool, KVShape
 
 if TYPE_CHECKING:
     from mlx_paged.drop_in.shared_pool import SharedPool
@@ -33,19 +32,19 @@ class PoolLayer:
         self.pool = pool
         self.index = index
         self.shape: KVShape | None = None
-        self._kv: GrowingPool | None = None
+        self._kv: KVPool | None = None
 
     @property
     def is_written(self) -> bool:
         return self._kv is not None
 
     @property
-    def kv(self) -> GrowingPool:
+    def kv(self) -> KVPool:
         """The arrays, with as many blocks as the pool has."""
         assert self.shape is not None, "a layer is read before it is written"
         num_blocks = self.pool.allocator.num_blocks
         if self._kv is None:
-            self._kv = GrowingPool([self.shape], num_blocks, self.pool.block_size)
+            self._kv = KVPool([self.shape], num_blocks, self.pool.block_size)
         elif self._kv.num_blocks < num_blocks:
             self._kv.grow(num_blocks)
         return self._kv

@@ -13,8 +13,8 @@ import mlx.nn as nn
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
-from mlx_paged.kv.growing_allocator import GrowingAllocator
 from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.pool import block_bytes
 
@@ -45,7 +45,7 @@ class SharedPool:
         kv_memory: int | None = None,
         model: ref[nn.Module] | None = None,
     ) -> None:
-        self.allocator = GrowingAllocator(1, block_size)
+        self.allocator = BlockAllocator(1, block_size)
         self.num_layers = num_layers
         self.block_size = block_size
         self.kv_memory = kv_memory

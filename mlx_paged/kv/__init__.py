@@ -1,1 +1,1 @@
-"""Which blocks each sequence owns, and the arrays that hold their keys and values."""
+"""The blocks of each sequence, and the arrays that hold their keys and values."""

@@ -26,12 +26,11 @@ class Admission:
     """What a new sequence found in the prefix cache.
 
     Attributes:
-        num_cached: leading tokens whose K/V is in its blocks once `copies` are performed.
-        copies: to perform, in order, before anything is written.
-        miss: why there are no more of them; None if all that can be reused are.
-        snapshot: what the sequence's recurrent states begin with.
-        prefix_without_state: tokens in known full blocks that cannot be used because no recurrent
-            state was saved there; 0 if there are none.
+        num_cached: leading tokens whose K/V is in its blocks after `copies`.
+        copies: block copies to perform, in order, before any write.
+        miss: why the reuse ended there; None if all that can be reused is.
+        snapshot: the recurrent states after these tokens, if the model has any.
+        prefix_without_state: length of a longer cached prefix that lacks its state; 0: none.
     """
 
     num_cached: int
@@ -44,29 +43,31 @@ class Admission:
 class BlockAllocator:
     """Bookkeeping of a pool of `num_blocks` blocks with `block_size` token slots each.
 
-    One verb changes what a sequence may write: :meth:`make_writable`. It allocates, appends and
-    copies on write, all or nothing. A block is free, or cached (no reference, content known), or
-    held by at least one sequence, or only by a copy that is still to be performed.
+    :meth:`make_writable` adds blocks and copies shared ones (copy-on-write), all or nothing. A
+    block is free, or cached (no reference, content known), or held by a sequence, or only part of
+    a copy that is not performed yet.
 
-    Copies are performed together, before anything is written, and reported by :meth:`copies_done`.
-    Until then no block that takes part in one is handed out again, and a copy of a copy names the
-    first one's source: the copies of a step may be performed in any order.
+    The caller performs all copies of a step before any write, and then calls :meth:`copies_done`.
+    Until then no block of a copy is handed out again. A copy of a copy names the first source, so
+    the copies of a step may be performed in any order.
+
+    Attributes:
+        block_tables: of all live sequences; :meth:`table_rows` says which row is whose.
+        prefix_hit_tokens: prompt tokens found in the prefix cache so far.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size = integer("BlockAllocator", "block_size", block_size, 1)
-        most = MAX_INT32 // block_size  # slots are int32
-        self.num_blocks = num_blocks = integer("BlockAllocator", "num_blocks", num_blocks, 1, most)
+        max_blocks = MAX_INT32 // block_size  # slots are int32
+        self.num_blocks = integer("BlockAllocator", "num_blocks", num_blocks, 1, max_blocks)
         self.prefix_hit_tokens = 0
-        self._store = BlockStore(num_blocks, block_size)
-        self._tables = BlockTables()
+        self.block_tables = BlockTables()
+        self._store = BlockStore(self.num_blocks, block_size)
         self._sequences: dict[int, SequenceBlocks] = {}
-
-    # Queries
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now: the free ones and the idle cached ones."""
+        """Blocks that can be handed out now: the free ones and the cached ones."""
         return self._store.num_available
 
     @property
@@ -85,28 +86,19 @@ class BlockAllocator:
 
     @property
     def evictions(self) -> int:
-        """Cached blocks whose memory was needed so far."""
+        """Cached blocks that were handed out for other content so far."""
         return self._store.evictions
 
     @property
     def refcount_histogram(self) -> dict[int, int]:
         """How many blocks have how many references; free and cached blocks count under 0."""
-        return self._store.refs.histogram
-
-    @property
-    def block_tables(self) -> BlockTables:
-        """The tables of all live sequences; :meth:`table_rows` says which row is whose."""
-        return self._tables
+        return dict(sorted(Counter(self._store.counts).items()))
 
     def blocks_needed(self, num_tokens: int) -> int:
         return ceil_div(num_tokens, self.block_size)
 
-    def can_allocate(self, num_tokens: int) -> bool:
-        """Whether a new sequence of this many tokens would fit now."""
-        return self.blocks_needed(num_tokens) <= self.num_available
-
     def cached_prefix(self, tokens: Seq[int], salt: bytes = ROOT) -> int:
-        """How many leading tokens :meth:`admit` would find computed."""
+        """How many leading tokens :meth:`admit` would find in the cache."""
         return self._match(len(tokens), tokens, salt).num_tokens
 
     def __contains__(self, seq_id: int) -> bool:
@@ -117,14 +109,12 @@ class BlockAllocator:
 
     def table(self, seq_id: int) -> Int32Array:
         """Physical block ids in logical order, ``[num_blocks_of_sequence]``: a view, not a copy."""
-        return self._tables.row(self._sequence(seq_id).row)
+        return self.block_tables.row(self._sequence(seq_id).row)
 
     def tables(self, seq_ids: Seq[int]) -> Int32Array:
-        """Block tables of several sequences, ``[len(seq_ids), longest]``; a copy.
-
-        Entries past a sequence's own blocks mean nothing and are never read by the kernels.
-        """
-        return self._tables.rows(self.table_rows(seq_ids))
+        """Copy of several block tables, ``[len(seq_ids), longest]``; the kernels never read the
+        entries past a sequence's own blocks."""
+        return self.block_tables.rows(self.table_rows(seq_ids))
 
     def table_rows(self, seq_ids: Seq[int]) -> Int32Array:
         """Which rows of the block tables are these sequences', ``[len(seq_ids)]``."""
@@ -138,15 +128,13 @@ class BlockAllocator:
 
     @property
     def snapshots(self) -> Snapshots | None:
-        """Of recurrent states; None unless they are required."""
+        """Snapshots of recurrent states; None without :meth:`require_states`."""
         return self._store.prefixes.snapshots
 
-    # Changes
-
-    def require_states(self, most_snapshots: int) -> None:
-        """From now on prefixes are found only up to where a snapshot of recurrent states is kept,
-        `most_snapshots` of which there are at most."""
-        self._store.prefixes = StatefulPrefixCache(self.num_blocks, self.block_size, most_snapshots)
+    def require_states(self, max_snapshots: int) -> None:
+        """Reuse prefixes only up to a kept snapshot of recurrent states, and keep at most
+        `max_snapshots`."""
+        self._store.prefixes = StatefulPrefixCache(self.num_blocks, self.block_size, max_snapshots)
 
     def admit(
         self,
@@ -156,16 +144,15 @@ class BlockAllocator:
         salt: bytes = ROOT,
         spare: int = 0,
     ) -> Admission:
-        """Start a sequence that owns positions [0, num_tokens), with what is cached of `tokens`.
+        """Start a sequence that owns positions [0, num_tokens) and reuses a cached prefix.
 
-        Full blocks of the same prefix are shared. Of one more block the leading tokens that agree
-        are copied, if they are worth it. The last token is always left out: somebody has to compute
-        it to get logits.
+        The sequence shares full blocks of the prefix. It copies one more block if enough leading
+        tokens agree. The last token is never reused: its logits have to be computed.
 
         Args:
-            tokens: the sequence's token ids; None: nothing is looked for.
-            salt: only sequences with the same one share K/V.
-            spare: blocks that must be left.
+            tokens: the sequence's token ids; None: reuse nothing.
+            salt: only sequences with the same salt share K/V.
+            spare: blocks that must stay available.
 
         Raises:
             ValueError: `seq_id` is in use or `num_tokens` is negative.
@@ -176,25 +163,24 @@ class BlockAllocator:
         if num_tokens < 0:
             raise ValueError(f"[admit] num_tokens is {num_tokens}: expected >= 0")
         match = self._match(num_tokens, tokens, salt)
-        blocks = [entry.block for entry in match.blocks]
-        hashes = [entry.hash for entry in match.blocks]
+        blocks, hashes = [b.block for b in match.blocks], [b.hash for b in match.blocks]
         num_new = self.blocks_needed(num_tokens) - len(blocks)
         available = self.num_available - sum(map(self._store.prefixes.is_idle, blocks))
         self._store.require(num_new + spare, available)
 
-        sequence = SequenceBlocks(self._tables.add_row(), num_tokens, hashes, root_hash(salt))
-        self._sequences[seq_id] = sequence
+        row = self.block_tables.add_row()
+        self._sequences[seq_id] = SequenceBlocks(row, num_tokens, hashes, root_hash(salt))
         self._store.retain(blocks)
-        copies: list[BlockCopy] = []
+        copies = []
         if match.tail is not None:
             block = match.tail.block
             if num_new + spare == available and self._store.prefixes.is_idle(block):
-                blocks += self._store.evict([block])  # nothing is left to copy it into
+                blocks.append(self._store.take_idle(block))  # no block is left for a copy of it
             else:
                 copies.append(self._store.copy(block))
                 blocks.append(copies[0].dst)
             num_new -= 1
-        self._tables.extend(sequence.row, blocks + self._store.take(num_new))
+        self.block_tables.extend(row, blocks + self._store.take(num_new))
         self.prefix_hit_tokens += match.num_tokens
         return Admission(
             match.num_tokens, copies, match.miss, match.snapshot, match.prefix_without_state
@@ -204,7 +190,7 @@ class BlockAllocator:
         """Let the sequence write positions [start, stop): append blocks, copy shared ones.
 
         Returns:
-            The block copies to perform, in order, before anything is written.
+            The block copies to perform, in order, before any write.
 
         Raises:
             ValueError: an unknown sequence, or a span that is empty or leaves a hole.
@@ -221,27 +207,18 @@ class BlockAllocator:
                 f"[make_writable] start is {start}, but sequence {seq_id} has "
                 f"{sequence.num_tokens} tokens: expected start <= {sequence.num_tokens}"
             )
-        assert start >= sequence.first_block * self.block_size, "the block was given up"
-        num_held = self.blocks_needed(sequence.num_tokens)
+        assert start >= sequence.first_block * self.block_size, "the block was released"
         first, last = start // self.block_size, self.blocks_needed(stop)
-        num_missing = max(0, last - num_held)
-        copies: list[BlockCopy] = []
-        if first < num_held:
-            copies = self._make_private(sequence, first, min(last, num_held), num_missing)
-        else:
-            self._store.require(num_missing)
-        if num_missing:
-            self._tables.extend(sequence.row, self._store.take(num_missing))
+        num_missing = max(0, last - self.block_tables.length(sequence.row))
+        copies = self._make_private(sequence, first, last, num_missing)
+        self.block_tables.extend(sequence.row, self._store.take(num_missing))
         sequence.num_tokens = max(sequence.num_tokens, stop)
         sequence.private_start, sequence.private_stop = start, last * self.block_size
         return copies
 
     def append_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[BlockCopy]:
-        """:meth:`make_writable` of one position of each sequence; no sequence comes twice.
-
-        Raises:
-            OutOfBlocksError: there are fewer blocks left than sequences; nothing changed.
-        """
+        """Call :meth:`make_writable` for one position of each sequence, all of them different.
+        Raise OutOfBlocksError, and change nothing, unless one block a sequence is available."""
         self._store.require(len(seq_ids))
         copies: list[BlockCopy] = []
         growing: list[SequenceBlocks] = []
@@ -258,32 +235,32 @@ class BlockAllocator:
             else:
                 copies += self.make_writable(seq_id, position, position + 1)
         if growing:
-            self._tables.append_each([s.row for s in growing], self._store.take(len(growing)))
+            self.block_tables.append_each([s.row for s in growing], self._store.take(len(growing)))
         return copies
 
     def copies_done(self) -> None:
-        """The copies asked for so far are performed, or queued ahead of all that comes later."""
+        """The caller performed all copies, or queued them ahead of every later write."""
         self._store.copies_done()
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
-        """Start a sequence that shares every block of its parent until one of them writes."""
+        """Start a sequence that shares each block with its parent until one of them writes it."""
         parent = self._sequence(parent_seq_id)
         if child_seq_id in self._sequences:
             raise ValueError(f"[fork] child_seq_id {child_seq_id} is in use: expected a new id")
         parent.private_stop = 0
-        child = replace(parent, row=self._tables.add_row(), hashes=list(parent.hashes))
+        child = replace(parent, row=self.block_tables.add_row(), hashes=list(parent.hashes))
         self._sequences[child_seq_id] = child
-        self._tables.copy_row(parent.row, child.row)
+        self.block_tables.copy_row(parent.row, child.row)
         self._store.retain(self._held(child))
 
     def register_prefix(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
-        """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is in the pool by now."""
+        """Make full blocks reusable; the K/V of ``tokens[:num_computed]`` is in the pool."""
         sequence = self._sequence(seq_id)
         assert num_computed <= min(len(tokens), sequence.num_tokens)
         if not sequence.is_reusable:
             return
-        parent = sequence.hashes[-1] if sequence.hashes else sequence.root
-        row, size = self._tables.row(sequence.row), self.block_size
+        parent = sequence.prefix_hash(len(sequence.hashes))
+        row, size = self.block_tables.row(sequence.row), self.block_size
         for i in range(len(sequence.hashes), num_computed // size):
             content = token_bytes(tokens, i * size, (i + 1) * size)
             if i < sequence.first_block:
@@ -294,65 +271,77 @@ class BlockAllocator:
             sequence.private_start = max(sequence.private_start, (i + 1) * size)
 
     def register_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
-        """As :meth:`register_prefix`, and also the last block, full or not.
+        """Make all blocks reusable, the last one even if it is not full.
 
-        For a sequence about to end: the next turn of a conversation begins with these tokens.
+        For a sequence that ends: the next turn of a conversation begins with these tokens.
         """
         self.register_prefix(seq_id, tokens, num_computed)
         sequence = self._sequence(seq_id)
         last, num_filled = divmod(num_computed, self.block_size)
         if not sequence.is_reusable or num_filled == 0:
             return
-        block = int(self._tables.row(sequence.row)[last])
-        parent = sequence.hashes[last - 1] if last else sequence.root
+        block = int(self.block_tables.row(sequence.row)[last])
         content = token_bytes(tokens, num_computed - num_filled, num_computed)
-        self._store.prefixes.register_tail(block, parent, content)
+        self._store.prefixes.register_tail(block, sequence.prefix_hash(last), content)
         sequence.private_stop = 0
 
     def attach_snapshot(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
-        """Keep a snapshot of the sequence's states, if the content of the block that it is in was
-        committed and no snapshot is kept there yet."""
+        """Keep a snapshot of the sequence's states if its block is registered and has no snapshot
+        at this position yet."""
         sequence, size = self._sequence(seq_id), self.block_size
         block = (snapshot.position - 1) // size
         if not sequence.is_reusable or len(sequence.hashes) < block:
             return False
-        parent = sequence.hashes[block - 1] if block else sequence.root
         content = token_bytes(tokens, block * size, snapshot.position)
         assert isinstance(self._store.prefixes, StatefulPrefixCache)
-        return self._store.prefixes.attach(parent, content, snapshot)
+        return self._store.prefixes.attach(sequence.prefix_hash(block), content, snapshot)
 
     def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
-        """Give up the blocks before `position`, as a sliding window moves on: no later token of the
-        sequence reads them. Its table keeps their entries, which mean nothing from now on. If it
-        `offers` its content for reuse, blocks that are not committed yet stay."""
+        """Release the blocks before `position`, which a sliding window has left. Their entries stay
+        in the table and mean nothing. With `offers`, blocks that are not registered yet stay."""
         sequence = self._sequence(seq_id)
         first = min(position, sequence.num_tokens) // self.block_size
         if offers and sequence.is_reusable:
             first = min(first, len(sequence.hashes))
         if first > sequence.first_block:
-            self._store.release(
-                self._tables.row(sequence.row)[sequence.first_block : first].tolist()
-            )
+            row = self.block_tables.row(sequence.row)
+            self._store.release(row[sequence.first_block : first].tolist())
             sequence.first_block = first
             sequence.private_start = max(sequence.private_start, first * self.block_size)
 
     def free(self, seq_id: int) -> None:
-        """End a sequence. Blocks it held alone become free, or cached if their content is known.
-
-        Later blocks go first, so that a cached prefix is evicted from its end.
-        """
+        """End a sequence. Blocks it held alone become free, or cached if their content is known."""
         sequence = self._sequence(seq_id)
-        self._store.release(self._held(sequence)[::-1])
-        self._tables.release_row(sequence.row)
+        self._store.release(self._held(sequence)[::-1])  # a cached prefix is evicted from its end
+        self.block_tables.release_row(sequence.row)
         del self._sequences[seq_id]
 
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        """Let the sequence own only positions [0, num_tokens); blocks past them are released."""
+        assert num_tokens >= 0
+        sequence = self._sequence(seq_id)
+        if num_tokens >= sequence.num_tokens:
+            return
+        kept = self.blocks_needed(num_tokens)
+        released = self.block_tables.truncate(sequence.row, kept)
+        sequence.num_tokens = num_tokens
+        sequence.private_start = sequence.private_stop = 0
+        del sequence.hashes[num_tokens // self.block_size :]
+        self._store.release(released[::-1])
+
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks until there are `num_blocks`; all others are used before them."""
+        assert num_blocks >= self.num_blocks
+        self._store.grow(num_blocks)
+        self.num_blocks = num_blocks
+
     def drop_cached(self) -> None:
-        """Forget all cached content that no sequence references."""
+        """Forget all cached content that no sequence holds."""
         self._store.drop_idle()
 
     def forget_prefixes(self) -> None:
-        """Forget all cached content, and that it was ever known: no K/V written so far is offered
-        again. Live sequences keep their blocks, but leave nothing for reuse."""
+        """Forget all cached content. No K/V written so far is reused; live sequences keep their
+        blocks."""
         self.drop_cached()
         self._store.prefixes = self._store.prefixes.emptied()
         for sequence in self._sequences.values():
@@ -362,19 +351,17 @@ class BlockAllocator:
         """Assert that every block is free, cached or held, and that every reference is counted."""
         held: Counter[int] = Counter()
         for sequence in self._sequences.values():
-            row = self._tables.row(sequence.row).tolist()
+            row = self.block_tables.row(sequence.row).tolist()
             assert len(row) == self.blocks_needed(sequence.num_tokens) >= sequence.first_block
             blocks = row[sequence.first_block :]
             assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
             first, last = sequence.private_start, sequence.private_stop
             for block in row[first // self.block_size : self.blocks_needed(last)]:
-                assert self._store.refs.counts[block] == 1 and block not in self._store.prefixes
+                assert self._store.counts[block] == 1 and block not in self._store.prefixes
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
             held.update(blocks)
-        assert self._tables.num_rows_taken == len(self._sequences), "a table row is lost"
+        assert self.block_tables.num_rows_taken == len(self._sequences), "a table row is lost"
         self._store.check_integrity(held)
-
-    # Helpers
 
     def _match(self, num_tokens: int, tokens: Seq[int] | None, salt: bytes) -> PrefixMatch:
         if tokens is None:
@@ -391,24 +378,22 @@ class BlockAllocator:
     def _make_private(
         self, sequence: SequenceBlocks, first: int, last: int, num_missing: int
     ) -> list[BlockCopy]:
-        """Let the sequence alone hold its blocks ``[first, last)``, their content unknown.
-
-        Raises:
-            OutOfBlocksError: no blocks for copies and `num_missing` more; nothing changed.
-        """
-        table: list[int] = self._tables.row(sequence.row)[first:last].tolist()
-        shared = [(i, b) for i, b in enumerate(table, first) if self._store.refs.counts[b] > 1]
-        owned = [block for block in table if self._store.refs.counts[block] == 1]
-        self._store.require(len(shared) + num_missing)
-        copies = [self._store.copy(block) for _, block in shared]
-        for (i, block), copy in zip(shared, copies, strict=True):
-            self._tables.replace(sequence.row, i, copy.dst)
-            self._store.release([block])
+        """Copy those of the sequence's blocks ``[first, last)`` that are shared; forget the others'
+        content. Raise OutOfBlocksError unless `num_missing` more blocks are available."""
+        store = self._store
+        table: list[int] = self.block_tables.row(sequence.row)[first:last].tolist()
+        shared = {i: block for i, block in enumerate(table, first) if store.counts[block] > 1}
+        owned = [block for block in table if store.counts[block] == 1]
+        store.require(len(shared) + num_missing)
+        copies = [store.copy(block) for block in shared.values()]
+        for i, copy in zip(shared, copies, strict=True):
+            self.block_tables.replace(sequence.row, i, copy.dst)
+        store.release(list(shared.values()))
         for block in owned:
-            self._store.prefixes.forget(block)
+            store.prefixes.forget(block)
         del sequence.hashes[first:]
         return copies
 
     def _held(self, sequence: SequenceBlocks) -> list[int]:
-        blocks: list[int] = self._tables.row(sequence.row)[sequence.first_block :].tolist()
+        blocks: list[int] = self.block_tables.row(sequence.row)[sequence.first_block :].tolist()
         return blocks

@@ -45,24 +45,26 @@ class TailView:
 
 
 class KVBlockManager:
-    """A pool of K/V blocks and the sequences that live in it.
+    """A pool of K/V blocks and the sequences in it (PagedAttention; Kwon et al. 2023,
+    arXiv:2309.06180, sections 4.2 to 4.4).
 
-    Sequences are appended to, forked and freed; no K/V byte moves except when a sequence writes
-    into a block that it shares (copy-on-write, at most the tail block). The method is
-    PagedAttention's (Kwon et al. 2023, arXiv:2309.06180, sections 4.2 to 4.4).
+    Sequences are appended to, forked and freed. K/V is copied only when a sequence writes into a
+    block that it shares (copy-on-write). A method raises OutOfBlocksError if there are too few
+    blocks, and ValueError for an unknown sequence or an argument out of range. It changes nothing
+    then; only :meth:`prefill_into_kv` keeps what it has written.
 
     Args:
         n_layers: layers of the model.
-        n_kv_heads: KV heads, one number or one a layer.
-        head_dim: of the keys, one number or one a layer.
+        n_kv_heads: KV heads, one number or one for each layer.
+        head_dim: head dimension of the keys, one number or one for each layer.
         block_size: token slots in a block.
-        max_blocks: blocks in the pool, of fewer than 2**31 slots together.
+        max_blocks: blocks in the pool; all together have fewer than 2**31 slots.
         dtype: of K and V: float32, float16 or bfloat16.
-        v_head_dim: of the values; default as the keys'.
+        v_head_dim: head dimension of the values; default `head_dim`.
 
     Raises:
-        ValueError: a size that is no integer or below 1, a list whose length is not `n_layers`,
-            more slots than 2**31 - 1, or another dtype.
+        ValueError: a size is no integer or out of range, a list's length is not `n_layers`, or the
+            dtype is another.
     """
 
     def __init__(
@@ -77,8 +79,7 @@ class KVBlockManager:
     ) -> None:
         n_layers = integer("KVBlockManager", "n_layers", n_layers, 1)
         block_size = integer("KVBlockManager", "block_size", block_size, 1, MAX_INT32)
-        most = MAX_INT32 // block_size
-        max_blocks = integer("KVBlockManager", "max_blocks", max_blocks, 1, most)
+        max_blocks = integer("KVBlockManager", "max_blocks", max_blocks, 1, MAX_INT32 // block_size)
         heads = _per_layer("n_kv_heads", n_kv_heads, n_layers)
         k_dims = _per_layer("head_dim", head_dim, n_layers)
         v_dims = k_dims if v_head_dim is None else _per_layer("v_head_dim", v_head_dim, n_layers)
@@ -101,10 +102,6 @@ class KVBlockManager:
         return manager
 
     @property
-    def block_size(self) -> int:
-        return self.allocator.block_size
-
-    @property
     def k(self) -> list[mx.array]:
         """Keys of each layer, ``[n_kv_heads, max_blocks, block_size, head_dim]``."""
         return self.pool.k
@@ -121,12 +118,8 @@ class KVBlockManager:
     ) -> BlockTableView:
         """Start a sequence with room for `prompt_len` tokens.
 
-        With `tokens` (the prompt's ids), a cached prefix is shared, and copied from where a block
-        differs: the first ``cached_prefix(tokens)`` positions need no prefill.
-
-        Raises:
-            ValueError: `seq_id` in use or no integer, a length that is none or negative.
-            OutOfBlocksError: too few blocks; nothing changed.
+        With `tokens` (the prompt's ids), the sequence reuses a cached prefix: the first
+        ``cached_prefix(tokens)`` positions need no prefill.
         """
         seq_id = integer("new_sequence", "seq_id", seq_id)
         prompt_len = integer("new_sequence", "prompt_len", prompt_len, 0)
@@ -134,18 +127,13 @@ class KVBlockManager:
         return self._view(seq_id)
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> BlockTableView:
-        """Start a sequence that shares all its parent's blocks; nothing is copied."""
+        """Start a sequence that shares all its parent's blocks, without a copy."""
         child_seq_id = integer("fork", "child_seq_id", child_seq_id)
         self.allocator.fork(parent_seq_id, child_seq_id)
         return self._view(child_seq_id)
 
     def ensure_tail_capacity(self, seq_id: int, n_tokens: int = 1) -> TailView:
-        """Append `n_tokens` positions: copy a shared tail block first, add blocks as needed.
-
-        Raises:
-            ValueError: unknown sequence, or `n_tokens` below 1.
-            OutOfBlocksError: too few blocks; nothing changed.
-        """
+        """Append `n_tokens` positions: copy a shared tail block, add blocks as needed."""
         n_tokens = integer("ensure_tail_capacity", "n_tokens", n_tokens, 1)
         start = self.allocator.num_tokens(seq_id)
         self.make_writable(seq_id, start, start + n_tokens)
@@ -153,36 +141,26 @@ class KVBlockManager:
         return TailView(seq_id, start, as_int32(slots))
 
     def make_writable(self, seq_id: int, start: int, stop: int) -> None:
-        """Let a sequence write positions [start, stop) and perform the block copies this takes.
+        """Let a sequence write positions [start, stop): add blocks, copy shared ones.
 
-        Raises:
-            ValueError: unknown sequence, a span that is empty or leaves a hole.
-            OutOfBlocksError: too few blocks; nothing changed.
+        The span must not be empty, nor leave a hole before `start`.
         """
         start = integer("make_writable", "start", start, 0)
         stop = integer("make_writable", "stop", stop, start + 1)
         self._copy_blocks(self.allocator.make_writable(seq_id, start, stop))
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> None:
-        """Offer full blocks for reuse: the K/V of ``tokens[:num_computed]`` is written by now.
-
-        Raises:
-            ValueError: unknown sequence, or more than it has tokens, or than there are `tokens`.
-        """
-        most = min(len(tokens), self.allocator.num_tokens(seq_id))
-        num_computed = integer("commit", "num_computed", num_computed, 0, most)
+        """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is written."""
+        num_tokens = min(len(tokens), self.allocator.num_tokens(seq_id))
+        num_computed = integer("commit", "num_computed", num_computed, 0, num_tokens)
         self.allocator.register_prefix(seq_id, tokens, num_computed)
 
     def cached_prefix(self, tokens: Sequence[int]) -> int:
-        """How many leading tokens a new sequence of these tokens would find computed."""
+        """How many leading tokens a new sequence would find in the prefix cache."""
         return self.allocator.cached_prefix(tokens)
 
     def free(self, seq_id: int) -> None:
-        """End a sequence; its blocks return to the pool unless others hold them.
-
-        Raises:
-            ValueError: unknown sequence.
-        """
+        """End a sequence: release its blocks."""
         self.allocator.free(seq_id)
 
     def table(self, seq_id: int) -> tuple[mx.array, int]:
@@ -191,10 +169,8 @@ class KVBlockManager:
         return view.block_ids, view.ctx_len
 
     def batch_tables(self, seq_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
-        """``(block_tables [B, max_blocks] int32, context_lens [B] int32)`` for the attention op.
-
-        Everything in them is in range by construction, so the kernels need not look again.
-        """
+        """``(block_tables [B, max_blocks] int32, context_lens [B] int32)`` for the attention op,
+        valid by construction."""
         lens = [self.allocator.num_tokens(seq_id) for seq_id in seq_ids]
         return as_int32(self.allocator.tables(seq_ids)), as_int32(lens)
 
@@ -209,16 +185,12 @@ class KVBlockManager:
     ) -> None:
         """Write one layer's K/V of prompt positions ``[start_pos, start_pos + T)``.
 
-        Blocks are added, and shared ones copied, as needed; keys come with RoPE applied.
+        Adds blocks and copies shared ones as needed. RoPE is already applied to the keys.
 
         Args:
-            k_chunk: ``[n_kv_heads, T, head_dim]``, or with a leading axis of 1 as mlx-lm has it.
+            k_chunk: ``[n_kv_heads, T, head_dim]``, with or without a leading axis of 1.
             v_chunk: ``[n_kv_heads, T, v_head_dim]``, likewise.
-
-        Raises:
-            ValueError: unknown sequence, a hole before `start_pos`, or a `layer_idx`, shape or
-                dtype that does not fit; nothing changed.
-            OutOfBlocksError: too few blocks; nothing changed.
+            start_pos: at most the number of tokens that the sequence has.
         """
         layer = self._layer(layer_idx)
         shape = self.pool.shapes[layer]
@@ -238,21 +210,17 @@ class KVBlockManager:
     def prefill_into_kv(
         self, seq_id: int, tokens: mx.array, max_chunk_tokens: int, forward: PrefillForward
     ) -> Iterator[range]:
-        """Write a prompt chunk by chunk, handing control back after each (chunked prefill;
-        Agrawal et al. 2024, arXiv:2403.02310, section 4.1).
+        """Write a prompt in chunks and yield after each (chunked prefill; Agrawal et al. 2024,
+        arXiv:2403.02310, section 4.1).
 
         Args:
             tokens: ``[n]`` prompt token ids.
-            max_chunk_tokens: tokens of a chunk at most.
-            forward: called with a chunk's tokens ``[T]`` and its first position; returns each
-                layer's ``(k, v)`` as :meth:`write_prefill` takes them.
+            max_chunk_tokens: largest number of tokens in a chunk.
+            forward: takes a chunk's tokens ``[T]`` and its first position; returns ``(k, v)`` of
+                exactly these tokens for each layer, as :meth:`write_prefill` takes them.
 
         Yields:
-            The positions just written: between two of them the caller runs its decode steps.
-
-        Raises:
-            ValueError: an argument out of range, or `forward` returns K/V of fewer or more layers
-                or tokens than it is asked for.
+            The positions just written. The caller runs its decode steps before the next chunk.
         """
         max_chunk_tokens = integer("prefill_into_kv", "max_chunk_tokens", max_chunk_tokens, 1)
         if tokens.ndim != 1:
@@ -288,20 +256,6 @@ class KVBlockManager:
     def prefetch(self, seq_id: int) -> None:
         """Bring a spilled sequence back. Not available yet."""
         raise NotImplementedError("prefetch: nothing can be spilled yet, so nothing comes back")
-
-    # Introspection
-
-    def blocks_needed(self, num_tokens: int) -> int:
-        return self.allocator.blocks_needed(num_tokens)
-
-    def can_allocate(self, num_tokens: int) -> bool:
-        """Whether a new sequence of this many tokens would fit now."""
-        return self.allocator.can_allocate(num_tokens)
-
-    @property
-    def num_available(self) -> int:
-        """Blocks that could be handed out now."""
-        return self.allocator.num_available
 
     @property
     def blocks_in_use(self) -> int:

@@ -12,14 +12,13 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class BlockTables:
-    """Rows of physical block ids, one row a sequence.
+    """Rows of physical block ids, one for each sequence.
 
-    A step takes the tables of its sequences with one fancy index instead of building them from
-    Python lists; appending a block writes one entry. Rows and columns double when they run out.
+    A step copies the tables of its sequences with one fancy index. Rows and columns double when
+    they are full.
 
     Attributes:
-        version: grows with every change but :meth:`extend`, which leaves what is known of a row
-            right as far as it goes.
+        version: grows with every change except appended blocks, which change no known entry.
     """
 
     def __init__(self, num_rows: int = 64, num_columns: int = 64) -> None:
@@ -59,20 +58,20 @@ class BlockTables:
         return self._lengths[rows]
 
     def changed_since(self, rows: Int32Array, version: int) -> npt.NDArray[np.bool_]:
-        """Which rows have other entries than they had at that version, those appended aside."""
+        """Which rows changed after that version, except by appended blocks."""
         return self._versions[rows] > version
 
     def row(self, row: int) -> Int32Array:
-        """The row's block ids, ``[length]``: a view that the next change may outdate."""
+        """The row's block ids, ``[length]``: a view, valid until the next change."""
         return self._entries[row, : self._lengths[row]]
 
     def rows(self, rows: Sequence[int] | Int32Array) -> Int32Array:
-        """A copy of several rows, ``[len(rows), longest]``; past a row's end they mean nothing."""
+        """A copy of several rows, ``[len(rows), longest]``; past a row's end is padding."""
         width = int(self._lengths[rows].max(initial=0))
         return self._entries[rows, :width]
 
     def entries(self, rows: Int32Array, columns: Int32Array) -> Int32Array:
-        """The entry of each row in a column of its own, ``[len(rows)]``."""
+        """One entry of each row, ``[len(rows)]``: the one in its column of `columns`."""
         return self._entries[rows, columns]
 
     def extend(self, row: int, blocks: list[int]) -> None:
@@ -95,6 +94,13 @@ class BlockTables:
         self._entries[row, index] = block
         self._changed(row)
 
+    def truncate(self, row: int, length: int) -> list[int]:
+        """Keep the row's first `length` blocks; returns the others."""
+        removed: list[int] = self.row(row)[length:].tolist()
+        self._lengths[row] = length
+        self._changed(row)
+        return removed
+
     def copy_row(self, source: int, target: int) -> None:
         length = self.length(source)
         self._entries[target, :length] = self._entries[source, :length]
@@ -111,15 +117,16 @@ class BlockTables:
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """A sequence and the state of its blocks, whose ids are in a row of the block tables.
+    """A sequence and the state of its blocks.
 
     Attributes:
+        row: the row of the block tables with its block ids.
         num_tokens: positions ``[0, num_tokens)`` belong to the sequence.
-        hashes: of its full blocks offered for reuse.
-        root: its first block's parent.
-        is_reusable: whether its K/V may be offered for reuse.
-        first_block: those before it were given up: no position will read them again.
-        private_start: positions ``[private_start, private_stop)`` may be written as they are.
+        hashes: of its registered full blocks.
+        root: the parent hash of its first block.
+        is_reusable: whether its K/V may be registered for reuse.
+        first_block: the blocks before it were released: no token reads them again.
+        private_start: positions ``[private_start, private_stop)`` may be written without a copy.
     """
 
     row: int
@@ -130,3 +137,7 @@ class SequenceBlocks:
     first_block: int = 0
     private_start: int = 0
     private_stop: int = 0
+
+    def prefix_hash(self, num_blocks: int) -> bytes:
+        """Hash of the first `num_blocks` blocks' tokens."""
+        return self.hashes[num_blocks - 1] if num_blocks else self.root

@@ -1,4 +1,4 @@
-"""How large the pool is when nobody says, and how large it can be."""
+"""How large a pool can be, and how large it is by default."""
 
 import os
 import threading
@@ -10,17 +10,17 @@ import mlx.core as mx
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.pool import KVShape, block_bytes
 
-GIB = 1 << 30
-HOST_LIMIT = GIB // 2
+HOST_LIMIT = 1 << 29
+"""Bytes of the largest default pool on a CPU."""
 GPU_SHARE = 0.85
 """Pools are sized so that all arrays together fill this part of the working set that Metal
 recommends. From 0.95 of it on, MLX releases cached buffers at every allocation that the cache
-cannot serve. The tenth in between is for the arrays of a step and for that cache."""
+cannot serve. The tenth between is for the arrays of a step and for that cache."""
 NUM_EMPTY_BLOCKS = 1 << 16
 SNAPSHOT_SHARE = 4
-"""Snapshots of recurrent states take one part in so many of the memory to spare at most."""
-SNAPSHOTS_PER_PLACE = 4
-"""As many for each request that can run: a chat leaves two a turn."""
+"""By default, snapshots of recurrent states take at most 1/4 of the pool's memory."""
+SNAPSHOTS_PER_REQUEST = 4
+"""Default snapshots for each request that can run: a chat leaves two a turn."""
 
 _with_snapshots: WeakKeyDictionary[BlockAllocator, int] = WeakKeyDictionary()
 _lock = threading.Lock()  # guards _with_snapshots
@@ -32,21 +32,21 @@ def physical_memory() -> int:
 
 
 def working_set() -> int | None:
-    """Bytes that Metal recommends to hold at most; None on a CPU."""
+    """Bytes of the largest working set that Metal recommends; None on a CPU."""
     size = mx.device_info().get("max_recommended_working_set_size")
     return None if size is None else int(size)
 
 
 def device_memory() -> int:
-    """Bytes that the default device can hold."""
+    """Bytes that the default device can hold: on a GPU the working set, on a CPU all memory."""
     return working_set() or physical_memory()
 
 
 def memory_in_use() -> int:
-    """Bytes of all evaluated arrays of this process, and of snapshots that are yet to be taken."""
+    """Bytes of all evaluated arrays of this process, and of promised snapshots not yet taken."""
     with _lock:
         promised = sum(
-            state_bytes * (snapshots.most - len(snapshots))
+            state_bytes * (snapshots.max_snapshots - len(snapshots))
             for allocator, state_bytes in _with_snapshots.items()
             if (snapshots := allocator.snapshots) is not None
         )
@@ -54,23 +54,23 @@ def memory_in_use() -> int:
 
 
 def spare_memory() -> int:
-    """Bytes that K/V may take on top of what is in use: on a GPU up to `GPU_SHARE` of the
-    recommended working set, on a CPU up to half of the memory."""
+    """Bytes that K/V may take beside what is in use: on a GPU up to `GPU_SHARE` of the working set,
+    on a CPU up to half of the memory."""
     recommended = working_set()
     limit = physical_memory() // 2 if recommended is None else int(GPU_SHARE * recommended)
     return max(0, limit - memory_in_use())
 
 
 def default_kv_memory() -> int:
-    """Bytes of a pool that is allocated at once: on a GPU all that can be spared, on a CPU a
-    quarter of the memory but at most half a GiB."""
+    """Bytes of a pool that is allocated at once: on a GPU all spare memory, on a CPU a quarter of
+    the memory but at most HOST_LIMIT."""
     if working_set() is None:
         return min(physical_memory() // 4, HOST_LIMIT)
     return spare_memory()
 
 
 def longest_pool(shapes: Sequence[KVShape], block_size: int) -> int:
-    """How many blocks a pool can have: Metal bounds the length of each array."""
+    """How many blocks a pool can have: Metal limits the bytes of each array."""
     max_length = mx.device_info().get("max_buffer_length")
     longest = block_size * max((shape.array_bytes for shape in shapes), default=0)
     return 1 << 62 if max_length is None or longest == 0 else int(max_length) // longest
@@ -79,21 +79,21 @@ def longest_pool(shapes: Sequence[KVShape], block_size: int) -> int:
 def num_blocks_for(
     shapes: Sequence[KVShape], block_size: int, kv_memory: int | None, reserved: int = 0
 ) -> int:
-    """How many blocks the budget in bytes holds. The weights must be evaluated before.
+    """How many blocks the budget in bytes holds. The caller evaluates the weights before.
 
     Args:
-        kv_memory: the budget; None: the default less `reserved`, as far as arrays can be that long.
+        kv_memory: the budget; None: the default less `reserved`, limited by `longest_pool`.
         reserved: bytes that snapshots are going to take.
 
     Raises:
-        ValueError: the budget holds not even one block, or the device cannot hold the budget.
+        ValueError: the budget holds no block, or the device cannot hold the budget.
     """
     one_block = block_bytes(shapes, block_size)
-    most = longest_pool(shapes, block_size)
+    max_blocks = longest_pool(shapes, block_size)
     if kv_memory is not None:
-        _check_held(kv_memory, most * one_block, reserved)
+        _check_held(kv_memory, max_blocks * one_block, reserved)
     budget = max(0, default_kv_memory() - reserved) if kv_memory is None else kv_memory
-    if one_block == 0:  # a model of recurrent layers only: blocks are mere bookkeeping
+    if one_block == 0:  # only recurrent layers: blocks just count tokens
         return NUM_EMPTY_BLOCKS
     if budget < one_block:
         source = "" if kv_memory is not None else f" by default ({memory_in_use()} are in use)"
@@ -101,7 +101,7 @@ def num_blocks_for(
             f"[Engine] kv_memory is {budget} bytes{source}, but one block of {block_size} tokens "
             f"takes {one_block}: expected at least that"
         )
-    return min(budget // one_block, most)
+    return min(budget // one_block, max_blocks)
 
 
 def _check_held(kv_memory: int, longest: int, reserved: int) -> None:
@@ -125,11 +125,11 @@ def num_snapshots_for(state_bytes: int, max_running: int, snapshot_memory: int |
     """How many snapshots of `state_bytes` each the budget in bytes holds.
 
     Raises:
-        ValueError: the budget is negative, or neither 0 nor enough for one.
+        ValueError: the budget is neither 0 nor enough for one snapshot.
     """
     if snapshot_memory is None:
         affordable = default_kv_memory() // SNAPSHOT_SHARE // max(1, state_bytes)
-        return max(1, min(SNAPSHOTS_PER_PLACE * max_running, affordable))
+        return max(1, min(SNAPSHOTS_PER_REQUEST * max_running, affordable))
     if snapshot_memory and snapshot_memory < state_bytes:
         raise ValueError(
             f"[Engine] snapshot_memory is {snapshot_memory} bytes, but the recurrent states of one "
@@ -139,17 +139,16 @@ def num_snapshots_for(state_bytes: int, max_running: int, snapshot_memory: int |
 
 
 def promise_snapshots(allocator: BlockAllocator, state_bytes: int) -> None:
-    """Count the snapshots that `allocator` has room for as in use before they are taken, while it
-    lives."""
+    """While `allocator` lives, count the memory of all snapshots that it may keep as in use."""
     with _lock:
         _with_snapshots[allocator] = state_bytes
 
 
 class _WiredLimit:
-    """MLX's wired limit, one for the process, and how many hold it up.
+    """MLX's wired limit, one for the process, and the number of its holders.
 
-    A holder can die, and release its hold, in the midst of :meth:`hold` on the same thread. So
-    that thread can take the lock again, and the new holder is counted before the limit changes.
+    The garbage collector may release a holder during :meth:`hold` on the same thread. So the lock
+    is reentrant, and the new holder is counted before the limit changes.
     """
 
     def __init__(self) -> None:
@@ -168,7 +167,7 @@ class _WiredLimit:
             self._holders -= 1
             if self._holders == 0 and self._before is not None:
                 try:
-                    mx.synchronize()  # the limit must not sink while the device computes
+                    mx.synchronize()  # do not lower the limit while the device computes
                 finally:
                     mx.set_wired_limit(self._before)
                     self._before = None
@@ -178,9 +177,8 @@ _limit = _WiredLimit()
 
 
 def hold_wired_limit(owner: object) -> Callable[[], object] | None:
-    """Let MLX keep as much memory wired as Metal recommends, until `owner` dies or the function
-    that this returns is called. When the last of several owners is gone, the limit is again what it
-    was before the first. On a CPU nothing happens, and None is returned.
+    """Raise MLX's wired limit to what Metal recommends, until `owner` dies or the returned function
+    is called. The last of several owners restores the limit. On a CPU do nothing; return None.
     """
     recommended = working_set()
     if recommended is None:

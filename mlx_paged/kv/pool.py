@@ -1,4 +1,4 @@
-"""The per-layer K/V arrays that all sequences share."""
+"""The K/V arrays of each layer, which all sequences share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class KVShape:
     """What one layer stores for a token: `n_kv_heads` keys and values.
 
     Attributes:
-        latent: values are the first `v_head_dim` columns of the keys, stored once. Of these the
-            latent is written, and apart from it the rotary key that fills the other columns.
+        latent: values are the first `v_head_dim` columns of the keys and are stored once. The two
+            arrays written are the latent and the rotary key, which fills the other columns.
     """
 
     n_kv_heads: int
@@ -51,12 +51,11 @@ def block_bytes(shapes: Sequence[KVShape], block_size: int) -> int:
 class KVPool:
     """K and V of every layer, each ``[n_kv_heads, num_blocks, block_size, head_dim]``.
 
-    In memory the order is ``[num_blocks, n_kv_heads, block_size, head_dim]``: what one head reads
-    of a block is one contiguous run. On a CPU each array begins on a page, at a cost of 4 KiB, and
-    lies on huge pages where Linux gives them; its ends, which do not fill one, do not, so that no
-    huge page is held in part. ``k[layer]`` and ``v[layer]`` are handles: a write returns new
-    ones over the same buffer and the old ones must not be read again. In latent layers V is a view
-    of K.
+    In memory the order is ``[num_blocks, n_kv_heads, block_size, head_dim]``: one head's part of a
+    block is contiguous. On a CPU arrays are page-aligned, and Linux is asked for huge pages, whole
+    ones inside an array only. ``k[layer]`` and ``v[layer]`` are handles: a write returns new ones
+    over the same buffer, and the old ones must not be read again. In latent layers V is a view of
+    K.
     """
 
     def __init__(self, shapes: Sequence[KVShape], num_blocks: int, block_size: int) -> None:
@@ -88,16 +87,15 @@ class KVPool:
         return self.num_blocks * self.block_bytes
 
     def write_targets(self, layer: int) -> tuple[mx.array, mx.array]:
-        """The two arrays that rows are written to: K and V; of latent layers the two ranges of K's
-        columns, views of it."""
+        """The arrays that rows are written to: K and V, or in latent layers two views of K."""
         if not self.shapes[layer].latent:
             return self.k[layer], self.v[layer]
         latents, rotary_keys = mx.split(self.k[layer], [self.shapes[layer].v_head_dim], axis=-1)
         return latents, rotary_keys
 
     def write(self, layer: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
-        """Put K rows ``[T, n_kv_heads, head_dim]`` and V rows at their slots ``[T]``, in place. In
-        latent layers these are the latents and the rotary keys."""
+        """Write K rows ``[T, n_kv_heads, head_dim]`` and V rows to their slots ``[T]``, in place.
+        In latent layers these are the latents and the rotary keys."""
         if self.shapes[layer].latent:
             self._replace(layer, ops.write_kv(k, v, *self.write_targets(layer), slot_mapping))
         else:
@@ -114,13 +112,13 @@ class KVPool:
             self.set_keys(layer, mx.concatenate(list(written), axis=-1))
 
     def set_keys(self, layer: int, handle: mx.array) -> None:
-        """Let another handle over the same buffer take the place of a layer's keys."""
+        """Replace the handle of a layer's keys by another one over the same buffer."""
         self.k[layer] = handle
         if self.shapes[layer].latent:
             self.v[layer] = _latents(handle, self.shapes[layer])
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy whole blocks in every layer, in place; part of the chain of handles."""
+        """Copy whole blocks in every layer, in place; the handles change as in a write."""
         if not copies:
             return
         pairs = mx.array([(copy.src, copy.dst) for copy in copies], mx.int32)
@@ -138,13 +136,26 @@ class KVPool:
             return k, _latents(k, self.shapes[layer])
         return k, _gather_heads(self.v[layer], block_ids)[:, :, :num_tokens]
 
+    def grow(self, num_blocks: int) -> None:
+        """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.
+
+        Arrays are copied one at a time, so that at most one is held twice.
+        """
+        assert num_blocks >= self.num_blocks
+        self._first_k, self._first_v = [], []  # otherwise they would keep the old arrays alive
+        for arrays in (self.k, self.v):
+            for layer in range(self.n_layers):
+                arrays[layer] = _longer(arrays[layer], num_blocks - self.num_blocks)
+                mx.eval(arrays[layer])
+        self.num_blocks = num_blocks
+        self._first_k, self._first_v = list(self.k), list(self.v)
+
     def reset_handles(self) -> None:
-        """Give up writes that were never evaluated. What the pool holds is then not known, but it
-        is the same memory."""
+        """Discard writes that were never evaluated. The content of their slots is then unknown."""
         self.k, self.v = list(self._first_k), list(self._first_v)
 
     def handles(self) -> list[mx.array]:
-        """Every layer's newest handles, to be evaluated once a step so that no graph piles up."""
+        """Every layer's newest handles. Evaluate them once a step: this bounds the graph."""
         return [*self.k, *self.v]
 
 
@@ -153,8 +164,17 @@ def _latents(keys: mx.array, shape: KVShape) -> mx.array:
     return keys[..., : shape.v_head_dim]
 
 
+def _longer(cache: mx.array, num_more: int) -> mx.array:
+    """A copy of one array with `num_more` blocks of zeros at its end."""
+    blocks = cache.transpose(1, 0, 2, 3)  # the order in memory: one run is copied
+    num_blocks, *block = blocks.shape
+    longer = ops.pool_zeros((num_blocks + num_more, *block), cache.dtype)
+    longer[:num_blocks] = blocks
+    return longer.transpose(1, 0, 2, 3)
+
+
 def _gather_heads(cache: mx.array, block_ids: mx.array) -> mx.array:
-    """Blocks of each head in a row, one copy: ``[1, n_kv_heads, n * block_size, head_dim]``."""
+    """The blocks of each head, one copy: ``[1, n_kv_heads, n * block_size, head_dim]``."""
     n_kv_heads, num_blocks, block_size, head_dim = cache.shape
     if head_dim == 0:
         return mx.zeros((1, n_kv_heads, block_ids.size * block_size, 0), cache.dtype)

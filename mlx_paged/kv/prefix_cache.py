@@ -16,29 +16,29 @@ ROOT = b""
 TOKEN_BYTES = 8
 
 MAX_SIBLINGS = 8
-"""Blocks after the same prefix that are compared with a prompt, the latest registered first: what
-bounds a look-up however many prompts go on from one system prompt."""
+"""A look-up compares a prompt with at most so many blocks after the same prefix, the latest first.
+Many prompts may continue one system prompt."""
 
 EVICTED_PER_BLOCK = 4
-"""Evicted blocks that are remembered, by their hash, for each block of the pool."""
+"""Hashes of evicted blocks that are kept for each block of the pool."""
 
 
 class MissReason(StrEnum):
     """Why the reuse of cached K/V ended where it did: the first of these that applies.
 
-    Full blocks are reused as far as they agree with the prompt, then a run of leading tokens of one
-    more block, but never the prompt's last token. Without a reason (None) nothing of a usable
-    length was left to look for.
+    A prompt reuses the full blocks that agree with it, then a run of leading tokens of one more
+    block, but never its own last token. There is no reason (None) if the rest of the prompt is
+    shorter than the smallest usable run.
 
     Attributes:
-        DISABLED: nobody looked.
+        DISABLED: the caller did not ask for reuse.
         TOO_SHORT: the prompt without its last token is shorter than the smallest usable run.
-        NO_STATE: known K/V agrees further, but the model has recurrent layers, and of their states
-            no snapshot is kept there.
-        EVICTED: the prompt's next full block was known, until its memory was needed.
-        UNSEEN: nothing was reused: no known text begins as this prompt does.
-        DIVERGED: some was reused; from there the known text that agrees longest goes on otherwise.
-        END: some was reused; there the known text ends, and the prompt's goes on.
+        NO_STATE: more K/V agrees, but the model has recurrent layers and no snapshot of their
+            states is kept there.
+        EVICTED: the prompt's next full block was cached and has been evicted.
+        UNSEEN: nothing was reused: no cached text begins like this prompt.
+        DIVERGED: the cached text that agrees longest continues differently.
+        END: the cached text ends there.
     """
 
     DISABLED = "disabled"
@@ -51,16 +51,13 @@ class MissReason(StrEnum):
 
 
 def chain_hash(parent: bytes, tokens: bytes) -> bytes:
-    """Hash of a block's tokens and of everything before them.
-
-    A block is reusable only after the very same prefix, so each hash takes in its parent's
-    (chained prefix hashes; Kwon et al. 2023, arXiv:2309.06180, section 4.4).
-    """
+    """Hash of a block's tokens and of all tokens before them (chained prefix hashes; Kwon et al.
+    2023, arXiv:2309.06180, section 4.4)."""
     return blake2b(tokens, digest_size=16, key=parent).digest()
 
 
 def root_hash(salt: bytes) -> bytes:
-    """The parent of a text's first block. Texts under different salts share nothing."""
+    """The parent hash of a text's first block. Texts with different salts share no block."""
     return blake2b(salt, digest_size=16, person=b"salt").digest() if salt else ROOT
 
 
@@ -70,18 +67,16 @@ def token_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
 
 
 def smallest_run(block_size: int) -> int:
-    """Tokens that a block must share with a prompt's rest to be copied for it.
+    """How many leading tokens of a block must agree with a prompt's rest before it is copied.
 
-    A copy moves a block's bytes once, whatever part of it is of use; a token that is computed
-    instead takes its share of a forward, which is more. A quarter of a block keeps prompts that
-    share a few tokens by chance, such as a template's first ones, from copying and filling the pool
-    with near-equal blocks.
+    To copy a block costs less than to compute a few tokens. But prompts that share a few tokens by
+    chance, such as a template's first ones, would fill the pool with near-equal blocks.
     """
     return max(1, block_size // 4)
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """How many leading tokens two texts share."""
+    """How many leading tokens two texts have in common."""
     length = min(len(a), len(b))
     differing = int.from_bytes(a[:length], "little") ^ int.from_bytes(b[:length], "little")
     if not differing:
@@ -95,7 +90,7 @@ class CachedBlock:
     """A block whose content is known: its tokens and the hash of the prefix they extend.
 
     Attributes:
-        tokens: as :func:`token_bytes`; fewer than the block has slots if it was a text's last one.
+        tokens: as :func:`token_bytes`; a text's last block may have fewer than `block_size`.
     """
 
     block: int
@@ -106,16 +101,15 @@ class CachedBlock:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What is known of a prompt.
+    """The cached prefix of a prompt.
 
     Attributes:
-        blocks: full blocks, from the first on.
-        tail: the block after them that begins as the prompt goes on, if that is worth a copy.
-        num_tokens: leading tokens of the prompt that are in `blocks` and `tail`.
-        miss: why not more; None if all that can be reused are.
-        snapshot: of the recurrent states after these tokens, if the model has any.
-        prefix_without_state: tokens in known full blocks that cannot be used because no recurrent
-            state was saved there; 0 if there are none.
+        blocks: its full blocks.
+        tail: the block after them whose first tokens agree with the prompt, if it is worth a copy.
+        num_tokens: leading tokens of the prompt that `blocks` and `tail` hold.
+        miss: why the reuse ended there; None if all that can be reused is.
+        snapshot: the recurrent states after these tokens, if the model has any.
+        prefix_without_state: length of a longer cached prefix that lacks its state; 0: none.
     """
 
     blocks: list[CachedBlock]
@@ -127,12 +121,12 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """Blocks of known content by chained hash, and the idle ones among them, least recent first.
+    """Blocks of known content by chained hash. Those that no sequence holds are idle.
 
-    Never wrong: a block counts as found only if its own tokens and its parent agree too.
+    A hash collision cannot return wrong K/V: a found block's tokens and parent are compared too.
 
     Attributes:
-        snapshots: of recurrent states; None where K/V is all that a prefix needs.
+        snapshots: of recurrent states; None for a model without recurrent layers.
     """
 
     snapshots: Snapshots | None = None
@@ -152,16 +146,16 @@ class PrefixCache:
         return block in self._by_block
 
     def emptied(self) -> Self:
-        """A new one that knows nothing, otherwise as this one."""
+        """An empty cache of the same kind and size."""
         return type(self)(self._num_blocks, self.block_size)
 
     @property
     def num_idle(self) -> int:
-        """Cached blocks that no sequence references: free for the taking, oldest first."""
+        """Known blocks that no sequence holds."""
         return len(self._idle)
 
     def register(self, block: int, parent: bytes, tokens: bytes) -> bytes:
-        """Remember a full block's content; the first block of equal content stays the known one."""
+        """Add a full block and return its hash. Of blocks with equal content the first stays."""
         key = chain_hash(parent, tokens)
         if key not in self._by_hash and block not in self._by_block:
             self._add(CachedBlock(block, key, parent, tokens))
@@ -169,8 +163,7 @@ class PrefixCache:
         return key
 
     def register_tail(self, block: int, parent: bytes, tokens: bytes) -> None:
-        """Remember the content of a text's last block, unless a known one begins with it or it is
-        too short to be of use."""
+        """Add a text's last block, unless it is too short or a known block begins with it."""
         if len(tokens) < self.min_run * TOKEN_BYTES or block in self._by_block:
             return
         key = chain_hash(parent, tokens)
@@ -179,7 +172,7 @@ class PrefixCache:
             self._add(CachedBlock(block, key, parent, tokens))
 
     def match(self, tokens: Sequence[int], stop: int, root: bytes = ROOT) -> PrefixMatch:
-        """What is known of ``tokens[:stop]`` after `root`."""
+        """The longest reusable prefix of ``tokens[:stop]`` after `root`."""
         blocks, was_evicted = self._known_blocks(tokens, stop, root)
         start = len(blocks) * self.block_size
         left = token_bytes(tokens, start, min(start + self.block_size, stop))
@@ -191,8 +184,7 @@ class PrefixCache:
         return PrefixMatch(blocks, tail, start + run, miss)
 
     def set_idle(self, blocks: Sequence[int]) -> list[int]:
-        """The last references are gone: keep what is known until the blocks are needed; returns
-        those of unknown content."""
+        """No sequence holds these blocks any more; returns those of unknown content."""
         known, idle = self._by_block, self._idle
         unknown = []
         for block in blocks:
@@ -203,14 +195,14 @@ class PrefixCache:
         return unknown
 
     def set_busy(self, block: int) -> None:
-        """The block is referenced again."""
+        """A sequence or a copy needs the block again."""
         self._idle.pop(block, None)
 
     def is_idle(self, block: int) -> bool:
         return block in self._idle
 
     def evict(self, block: int | None = None) -> int:
-        """Forget an idle block, by default the one unused longest, and hand it over."""
+        """Forget an idle block, by default the one unused longest, and return it."""
         if block is None:
             block, _ = self._idle.popitem(last=False)
         else:
@@ -224,7 +216,7 @@ class PrefixCache:
         return block
 
     def forget(self, block: int) -> None:
-        """The block's content is about to change."""
+        """Forget the block: its content is about to change."""
         entry = self._by_block.pop(block, None)
         if entry is None:
             return
@@ -235,7 +227,7 @@ class PrefixCache:
             del self._by_parent[entry.parent]
 
     def check_integrity(self) -> None:
-        """Assert that all indices tell of the same blocks and that nothing known is missing."""
+        """Assert that all indices hold the same blocks."""
         assert len(self._by_hash) == len(self._by_block)
         assert sum(map(len, self._by_parent.values())) == len(self._by_block)
         assert all(self._by_parent.values()), "a prefix without blocks is kept"
@@ -252,7 +244,7 @@ class PrefixCache:
     def _known_blocks(
         self, tokens: Sequence[int], stop: int, root: bytes
     ) -> tuple[list[CachedBlock], bool]:
-        """The full blocks that ``tokens[:stop]`` begins with; whether the next one was evicted."""
+        """The known full blocks at the start of ``tokens[:stop]``; whether the next was evicted."""
         blocks: list[CachedBlock] = []
         parent = root
         for start in range(0, stop - self.block_size + 1, self.block_size):
@@ -266,12 +258,12 @@ class PrefixCache:
         return blocks, False
 
     def _siblings(self, parent: bytes) -> Iterator[CachedBlock]:
-        """The known blocks right after a prefix, latest first, MAX_SIBLINGS at most."""
+        """The known blocks right after a prefix, latest first, at most MAX_SIBLINGS."""
         blocks = islice(reversed(self._by_parent.get(parent, {})), MAX_SIBLINGS)
         return map(self._by_block.__getitem__, blocks)
 
     def _longest_run(self, parent: bytes, tokens: bytes) -> tuple[CachedBlock | None, int]:
-        """The known block after `parent` that shares most leading tokens, and how many."""
+        """The known block after `parent` with most leading tokens in common, and how many."""
         best: CachedBlock | None = None
         longest = -1
         for entry in self._siblings(parent):
@@ -283,7 +275,7 @@ class PrefixCache:
     def _miss(
         self, start: int, stop: int, run: int, was_evicted: bool, goes_on: bool
     ) -> MissReason | None:
-        """Why of ``[0, stop)`` no more than full blocks up to `start` and a run after them."""
+        """Why the reuse of ``[0, stop)`` ended after full blocks up to `start` and a run."""
         if stop < self.min_run:
             return MissReason.TOO_SHORT
         if stop - start < self.min_run or start + run == stop:
@@ -295,7 +287,7 @@ class PrefixCache:
         return MissReason.DIVERGED if goes_on else MissReason.END
 
     def _add(self, entry: CachedBlock) -> None:
-        """Index a block. Idle ones that it begins with are of no further use: first to go."""
+        """Index a block. Idle blocks that it begins with are no longer useful: evict them first."""
         for shorter in self._siblings(entry.parent):
             if entry.tokens.startswith(shorter.tokens) and shorter.block in self._idle:
                 self._idle.move_to_end(shorter.block, last=False)

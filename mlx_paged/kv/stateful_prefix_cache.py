@@ -20,25 +20,25 @@ from mlx_paged.kv.snapshots import Snapshot, Snapshots
 
 
 class StatefulPrefixCache(PrefixCache):
-    """Blocks of known content, of use only up to where a snapshot of the recurrent states is kept.
+    """Blocks of known content, reusable only up to a snapshot of the recurrent states.
 
-    K/V can be read from its start to any point, a state is known at one point only. So a prefix
-    ends where there is a snapshot, within a block if need be; a run of any length is then worth a
-    copy. A model without K/V has blocks too, which hold nothing: they count its tokens.
+    K/V can be read from its start to any position, but a state exists at one position only. So a
+    reused prefix ends at a snapshot, within a block if necessary. A run of any length is then worth
+    a copy. The blocks of a model without K/V hold nothing and only count its tokens.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, most_snapshots: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_snapshots: int) -> None:
         super().__init__(num_blocks, block_size)
         self.min_run = 1
-        self.snapshots: Snapshots = Snapshots(most_snapshots)
+        self.snapshots: Snapshots = Snapshots(max_snapshots)
         self._min_copied_run = smallest_run(block_size)
 
     def emptied(self) -> Self:
-        return type(self)(self._num_blocks, self.block_size, self.snapshots.most)
+        return type(self)(self._num_blocks, self.block_size, self.snapshots.max_snapshots)
 
     def attach(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
-        """Keep a snapshot of the states after `tokens`, part of a block or all of one, that come
-        after `parent`; False if their K/V is not known or a snapshot is."""
+        """Keep a snapshot of the states after `tokens`, a block or its first tokens after `parent`.
+        Returns False if their K/V is not known or they have a snapshot."""
         entry = self._by_hash.get(chain_hash(parent, tokens))
         if entry is None:
             siblings = self._siblings(parent)
@@ -79,8 +79,8 @@ class StatefulPrefixCache(PrefixCache):
     def _latest_state(
         self, blocks: Sequence[CachedBlock], tokens: Sequence[int], stop: int, root: bytes
     ) -> tuple[int, CachedBlock | None, int]:
-        """The last snapshot on the prompt's way: how many whole blocks are before the one it is in,
-        that block, and how many of its tokens count. Without one: 0, None, 0."""
+        """The prompt's last snapshot: the number of full blocks before its block, that block, and
+        the number of the block's tokens before the snapshot. Without a snapshot: 0, None, 0."""
         for level in range(len(blocks), -1, -1):
             parent = blocks[level - 1].hash if level else root
             entries = chain(blocks[level : level + 1], self._siblings(parent))
@@ -101,7 +101,7 @@ class StatefulPrefixCache(PrefixCache):
     def _stateful_miss(
         self, position: int, known: int, stop: int, was_evicted: bool, goes_on: bool
     ) -> MissReason | None:
-        """Why of ``[0, stop)`` no more than `position`, where K/V is known up to `known`."""
+        """Why the reuse of ``[0, stop)`` ended at `position`, with K/V known up to `known`."""
         if stop < self._min_copied_run and position == 0:
             return MissReason.TOO_SHORT
         if stop - position < self._min_copied_run:

@@ -1,9 +1,7 @@
-"""The paged ops. Only this room touches the compiled module."""
+"""The paged ops. Only this folder imports the compiled module."""
 
 from mlx_paged._ext import gather_blocks, metal, pool_zeros, take_from_pool, view_as
 from mlx_paged.ops.paged import (
-    Cache,
-    Stream,
     copy_blocks,
     install_in_mlx,
     kernel_for,
@@ -13,8 +11,6 @@ from mlx_paged.ops.paged import (
 )
 
 __all__ = [
-    "Cache",
-    "Stream",
     "copy_blocks",
     "gather_blocks",
     "install_in_mlx",

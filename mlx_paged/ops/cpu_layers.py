@@ -1,9 +1,9 @@
-"""What MLX's CPU backend is slow at, diverted to one pass each: a model's layers, log-sum-exp.
+"""Faster CPU kernels for some layers of a model and for log-sum-exp.
 
-On CPUs MLX composes ``mx.fast.rms_norm``, ``mx.fast.rope`` and the activations of many operations,
-each a pass over memory with a thread to itself and, of exponentials, one call an element. While a
-model's forward runs in :meth:`CPULayers.diverted`, those go to :mod:`mlx_paged._ext.layers`: they
-give the same but for the last bits. GPUs have kernels of MLX's own, and keep them.
+On CPUs MLX composes ``mx.fast.rms_norm``, ``mx.fast.rope`` and the activations of many operations.
+Each of these is a pass over memory on one thread. Inside :meth:`CPULayers.diverted` the kernels of
+:mod:`mlx_paged._ext.layers` replace them. Their results may differ in the last bits. GPUs keep
+MLX's own kernels.
 """
 
 import sys
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock, get_ident
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -32,24 +31,21 @@ mlx_swiglu: Layer = activations.swiglu
 
 
 class Place(NamedTuple):
-    """A name under which models find a layer."""
+    """A module's attribute through which models call a layer."""
 
     module: Any
     name: str
     original: Layer
     fused: Layer
 
-    def put(self, layer: Layer) -> None:
-        setattr(self.module, self.name, layer)
-
 
 _lock = Lock()
-_threads: dict[int, int] = {}  # those inside, and how deep
+_threads: dict[int, int] = {}  # threads inside the context, and how many times
 _diverted: set[Place] = set()
 
 
 class CPULayers:
-    """A model's layers with a fused form, and where the model looks for them."""
+    """The layers of a model that have a fused kernel."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [
@@ -58,15 +54,16 @@ class CPULayers:
             Place(nn, "silu", mlx_silu, _silu),
             Place(nn, "gelu_approx", mlx_gelu_approx, _gelu_approx),
         ]
-        for module in _modules(model):
+        for name in sorted({type(layer).__module__ for layer in model.modules()}):
+            module = sys.modules.get(name)
             if getattr(module, "swiglu", None) is mlx_swiglu:
                 self._places.append(Place(module, "swiglu", mlx_swiglu, _swiglu))
 
     @contextmanager
     def diverted(self) -> Iterator[None]:
-        """Divert this thread's calls of these layers within this context, if its device is a CPU.
+        """Use the fused kernels for this thread's calls within the context, if its device is a CPU.
 
-        Contexts may nest and overlap in several threads; the last to leave restores MLX's own.
+        Contexts may nest, and overlap in several threads; the last one restores MLX's functions.
         """
         if mx.default_device() != mx.cpu:
             yield
@@ -76,7 +73,7 @@ class CPULayers:
             _threads[thread] = _threads.get(thread, 0) + 1
             _diverted.update(self._places)
             for place in self._places:
-                place.put(place.fused)
+                setattr(place.module, place.name, place.fused)
         try:
             yield
         finally:
@@ -86,18 +83,12 @@ class CPULayers:
                     del _threads[thread]
                 if not _threads:
                     for place in _diverted:
-                        place.put(place.original)
+                        setattr(place.module, place.name, place.original)
                     _diverted.clear()
 
 
-def _modules(model: nn.Module) -> list[ModuleType]:
-    """Where the classes of a model's layers are defined."""
-    names = {type(layer).__module__ for layer in model.modules()}
-    return [sys.modules[name] for name in sorted(names) if name in sys.modules]
-
-
 def _fits(x: Any, other: Any = None) -> bool:
-    """Whether this call is diverted: by its thread and by its arrays, alike where there are two."""
+    """Whether this thread is inside the context and the fused kernel takes these arrays."""
     if get_ident() not in _threads or not isinstance(x, mx.array) or x.dtype not in _DTYPES:
         return False
     return other is None or (isinstance(other, mx.array) and other.dtype == x.dtype)
@@ -165,7 +156,7 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 
 def log_sum_exp(x: mx.array) -> mx.array:
-    """``mx.logsumexp`` over the last axis, which stays: ``[..., 1]`` of ``[..., W]``."""
+    """``mx.logsumexp`` over the last axis, which is kept: ``[..., W]`` to ``[..., 1]``."""
     if x.dtype in _DTYPES and mx.default_device() == mx.cpu:
         return _ext.layers.log_sum_exp(x)
     return mx.logsumexp(x, axis=-1, keepdims=True)

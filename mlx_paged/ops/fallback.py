@@ -1,9 +1,8 @@
-"""The ops in plain MLX, vectorised: what answers where there is no compiled kernel.
+"""The ops in plain MLX, for devices without a compiled kernel.
 
-They take the arguments of ``mlx_paged._ext``, already validated, and mean the same; dimension
-letters as in ``mlx_paged.reference``. Attention gathers all of a batch's K/V, and a write is a
-functional scatter: MLX copies the pool whenever an old handle, or a reader in flight, still holds
-it. They run on the default stream.
+They take the validated arguments of ``mlx_paged._ext`` and compute the same; dimension letters as
+in ``mlx_paged.ops.paged``. Attention gathers all K/V of a batch. A write is a scatter: MLX copies
+the pool if an old handle or a pending read still holds it. They run on the default stream.
 """
 
 import mlx.core as mx
@@ -84,8 +83,8 @@ def write_kv(
 ) -> tuple[mx.array, mx.array]:
     """``mlx_paged.write_kv`` as a scatter into new arrays.
 
-    MLX's scatter checks no index, and so the slots are read on the host: this waits for a
-    `slot_mapping` that is not evaluated yet.
+    MLX's scatter does not check indices, so the host reads the slots: it waits until `slot_mapping`
+    is evaluated.
     """
     _, num_blocks, block_size, _ = k_cache.shape
     slots = np.array(slot_mapping)
@@ -108,7 +107,7 @@ def copy_blocks(
 ) -> tuple[mx.array, mx.array]:
     """``mlx_paged.copy_blocks`` as a scatter into new arrays; waits for `block_pairs`."""
     blocks = range(k_cache.shape[1])
-    origin: dict[int, int] = {}  # whose old content each destination ends up with
+    origin: dict[int, int] = {}  # by destination: the block whose old content it gets
     for source, destination in np.array(block_pairs).tolist():
         if source in blocks and destination in blocks:
             origin[destination] = origin.get(source, source)
@@ -127,8 +126,8 @@ def copy_blocks(
 def _visible_keys(
     position: mx.array, key: mx.array, context: mx.array, causal: bool, window: int | None
 ) -> mx.array:
-    """Which keys each query sees before any mask, ``[B, 1, L, keys]``; a window ends at the
-    query's own position."""
+    """Which keys each query sees before any mask, ``[B, 1, L, keys]``. A window ends at the query's
+    own position."""
     seen = (key < context) & (position >= 0)
     if causal or window is not None:
         seen = seen & (key <= position)
@@ -157,7 +156,7 @@ def _rotate(query: mx.array, angles: mx.array) -> mx.array:
 
 
 def _softmax(scores: mx.array, seen: mx.array, sinks: mx.array | None) -> mx.array:
-    """Softmax over the keys seen, zeros elsewhere; a sink joins the denominator only."""
+    """Softmax over the keys seen, zeros elsewhere; a sink is only in the denominator."""
     scores = mx.where(seen, scores, -mx.inf)
     highest = scores.max(axis=-1, keepdims=True)
     highest = mx.where(highest == -mx.inf, 0, highest)

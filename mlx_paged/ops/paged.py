@@ -1,22 +1,22 @@
-"""The public ops: which kernel answers, which layer is read, and the checks that need data.
+"""The public ops: they choose the kernel and the layer, and check the data.
 
 Dimensions: B sequences, L query tokens each, H query heads, H_kv KV heads, D key head dimension,
 D_v value head dimension, N blocks in the pool, S = block_size tokens per block, M columns of a
 block table, T rows to write, P block pairs, R rotated dimensions.
 
 One layer's pool is ``k_cache [H_kv, N, S, D]`` and ``v_cache [H_kv, N, S, D_v]``, both float32,
-float16 or bfloat16, in any layout whose last axis is dense; no op copies it. Ops that read take
-values that are columns of the keys, ``k_cache[..., :D_v]`` (latent attention). Ops that write take
-two arrays that share no memory: of such a pool ``k_cache[..., :D_v]`` and ``k_cache[..., D_v:]``.
+float16 or bfloat16, in any layout whose last axis is dense; no op copies it. In latent attention
+the values are columns of the keys: ops that read take ``k_cache[..., :D_v]`` as values, and ops
+that write take ``k_cache[..., :D_v]`` and ``k_cache[..., D_v:]``, which share no memory.
 
-MLX knows the layout of an array that is evaluated, and of slices, transposes and squeezed axes of
-such an array: these are checked when an op is called. Others are checked when the op is evaluated,
-before it reads or writes anything. Both raise ValueError.
+MLX knows the layout of an evaluated array and of its slices, transposes and squeezed axes: an op
+checks these when it is called. It checks the others when it is evaluated, before it reads or
+writes. Both raise ValueError.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -31,9 +31,9 @@ Cache = mx.array | Sequence[mx.array]
 def kernel_for(
     stream: Stream | None = None, head_dim: int = 64, v_head_dim: int = 64
 ) -> Literal["native", "reference"]:
-    """What answers on a stream or device: a compiled kernel, or the same in plain MLX.
+    """Whether a stream or device runs the compiled kernel ("native") or plain MLX ("reference").
 
-    CPUs have a kernel for any heads; GPUs have one where this build has Metal and the head
+    CPUs have a kernel for all head dimensions. GPUs have one if this build has Metal and the head
     dimensions are multiples of 4 up to 576.
     """
     if stream is None:
@@ -45,50 +45,6 @@ def kernel_for(
     return "native" if metal else "reference"
 
 
-@overload
-def paged_attention(
-    q: mx.array,
-    k_cache: Cache,
-    v_cache: Cache,
-    block_tables: mx.array,
-    context_lens: mx.array,
-    layer_idx: int = 0,
-    kv_head_mapping: mx.array | None = None,
-    rope_freqs: mx.array | None = None,
-    scale: float | None = None,
-    causal: bool = True,
-    attn_mask: mx.array | None = None,
-    return_attn: Literal[False] = False,
-    *,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    softcap: float | None = None,
-    alibi_slopes: mx.array | None = None,
-    check_tables: bool = True,
-    stream: Stream | None = None,
-) -> mx.array: ...
-@overload
-def paged_attention(
-    q: mx.array,
-    k_cache: Cache,
-    v_cache: Cache,
-    block_tables: mx.array,
-    context_lens: mx.array,
-    layer_idx: int = 0,
-    kv_head_mapping: mx.array | None = None,
-    rope_freqs: mx.array | None = None,
-    scale: float | None = None,
-    causal: bool = True,
-    attn_mask: mx.array | None = None,
-    *,
-    return_attn: Literal[True],
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    softcap: float | None = None,
-    alibi_slopes: mx.array | None = None,
-    check_tables: bool = True,
-    stream: Stream | None = None,
-) -> tuple[mx.array, mx.array]: ...
 def paged_attention(
     q: mx.array,
     k_cache: Cache,
@@ -109,42 +65,42 @@ def paged_attention(
     alibi_slopes: mx.array | None = None,
     check_tables: bool = True,
     stream: Stream | None = None,
-) -> mx.array | tuple[mx.array, mx.array]:
-    """Attention over keys and values scattered in a block pool, read through block tables.
+) -> mx.array | Any:  # a union with the pair of return_attn would make every caller narrow it
+    """Attention over keys and values in a pool of blocks, read through block tables.
 
     Softmax is streamed over blocks with a running maximum, denominator and accumulator in float32
     (Kwon et al. 2023, arXiv:2309.06180, section 4.3; Milakov & Gimelshein 2018, arXiv:1805.02867).
-    Nothing is written: see ``write_kv``.
+    The op only reads; ``write_kv`` writes.
 
     Args:
         q: ``[B, H, L, D]`` float32, float16 or bfloat16, not necessarily the pool's dtype. Query l
             of sequence b sits at position ``context_lens[b] - L + l``.
         k_cache: keys of all layers: a list of per-layer ``[H_kv, N, S, D]`` arrays, or one array
-            ``[n_layers, H_kv, N, S, D]``. The list is the better form: ``write_kv`` returns a new
-            handle of one layer, which takes the old one's place in a list, whereas MLX knows of no
-            order between that write and a read of the one array.
+            ``[n_layers, H_kv, N, S, D]``. Prefer the list: ``write_kv`` returns a new handle of
+            one layer, which replaces the old one in the list. MLX does not order that write before
+            a read of the one array.
         v_cache: values likewise, of as many layers, ``D_v`` in place of ``D``.
         block_tables: ``[B, M]`` int32, the physical block of each logical block. Entries past
             ``ceil(context_lens[b] / S)`` are never read.
-        context_lens: ``[B]`` int32, tokens of KV that sequence b has, these L included.
+        context_lens: ``[B]`` int32, the context length of each sequence, its L tokens included.
         layer_idx: the layer to read.
         kv_head_mapping: ``[H]`` int32, KV head of each query head. Default ``h // (H / H_kv)``,
             for which H must be a multiple of H_kv.
         rope_freqs: ``[B, L, R/2]`` floats, or ``[B, R/2]`` if L is 1: rotation angles in radians of
-            each query at its position. Dims ``(i, i + R/2)`` of q are rotated by angle i, dims from
-            R on pass through, and keys are taken as rotated already. Default: q is too.
+            each query at its position. The op rotates dims ``(i, i + R/2)`` of q by angle i and
+            leaves dims from R on. The keys must be rotated already. Default: so must q.
         scale: multiplies q.k; default ``D ** -0.5``.
         causal: a query sees the keys up to its own position; False: all ``context_lens[b]``.
-        attn_mask: broadcastable to ``[B, H, L, M * S]`` with a last axis of that size, which counts
-            key positions. bool (True: attend) or float (added to the score, last of all).
+        attn_mask: broadcastable to ``[B, H, L, M * S]``; its last axis, the key positions, has that
+            size. bool (True: attend) or float (added to the score after all else).
         return_attn: also return the softmax weights.
         window: at least 1; a query at position p sees keys in ``(p - window, p]`` only.
-        sinks: ``[H]`` floats, an extra logit of each head in the softmax denominator only.
+        sinks: ``[H]`` floats, an extra logit for each head, in the softmax denominator only.
         softcap: above 0; scores become ``softcap * tanh(scale * q.k / softcap)``.
         alibi_slopes: ``[H]`` floats; ``slope * (key position - query position)`` is added to the
             score, after softcap (Press et al. 2021, arXiv:2108.12409).
-        check_tables: False leaves out the checks of table and length values, for callers whose
-            tables are right by construction.
+        check_tables: False skips the checks of table and length values, for callers whose tables
+            are valid by construction.
         stream: stream or device; default the current one.
 
     Returns:
@@ -154,15 +110,15 @@ def paged_attention(
 
     Raises:
         ValueError: an argument's rank, shape or dtype does not fit, a number is out of range, the
-            caches have different numbers of layers, there is no layer `layer_idx`, a pool's last
-            axis is not dense, or, as far as these are evaluated already, a context is longer than
-            its table, a table names a block outside the pool that its context reads, or a head maps
-            to no KV head. Nothing waits for arrays that are not: lengths are then clamped to
-            ``[0, M * S]``, keys of such blocks are not attended and such heads yield zeros.
+            caches have different numbers of layers, there is no layer `layer_idx`, or a pool's last
+            axis is not dense. Also, if the arrays are evaluated: a context is longer than its
+            table, a context reads a block outside the pool, or a head maps to no KV head. The op
+            does not wait for arrays that are not evaluated: it clamps lengths to ``[0, M * S]``,
+            does not attend keys of such blocks, and yields zeros for such heads.
 
     Example:
         Blocks of 2 tokens; a context of 3 reads both slots of block 2 and the first of block 0.
-        Every key is zero, so that each value weighs a third: (1 + 2 + 6) / 3.
+        Every key is zero, so each value has a weight of 1/3: (1 + 2 + 6) / 3.
 
         >>> k_cache = mx.zeros((1, 3, 2, 4))
         >>> v_cache = mx.array([[[6.0], [-1.0]], [[-1.0], [-1.0]], [[1.0], [2.0]]])[None]
@@ -192,7 +148,6 @@ def paged_attention(
         "alibi_slopes": alibi_slopes,
         "return_attn": return_attn,
     }
-    result: mx.array | tuple[mx.array, mx.array]
     result = _ext.paged_attention(*arrays, **options, stream=stream)  # validates, computes nothing
     if not _is_native(stream, k_layer, v_layer):
         with _on(stream):
@@ -215,18 +170,18 @@ def write_kv(
     """Write rows of keys and values to their slots in one layer's pool, in place.
 
     Args:
-        k: ``[T, H_kv, D]`` in the pool's dtype, no view of memory that this call writes.
+        k: ``[T, H_kv, D]`` in the pool's dtype; not a view of memory that this call writes.
         v: ``[T, H_kv, D_v]`` likewise.
         k_cache: ``[H_kv, N, S, D]``.
         v_cache: ``[H_kv, N, S, D_v]``.
         slot_mapping: ``[T]`` int32, ``block * S + offset`` of each row. Rows with a slot outside
-            ``[0, N * S)`` are skipped: pad with -1.
+            ``[0, N * S)`` are skipped, so -1 is padding.
         stream: stream or device; default the current one.
 
     Returns:
-        New handles of both caches. They share the pool's buffers, whoever else refers to these, so
-        that the old handles must not be used again; order between ops comes from the new ones
-        alone. On a GPU without a kernel for these heads they are new arrays.
+        New handles of both caches. They share the pool's buffers. Do not use the old handles again:
+        only the new ones order later ops after this write. On a GPU without a kernel for these
+        heads they are new arrays.
 
     Raises:
         ValueError: an argument's rank, shape or dtype does not fit, a cache's last axis is not
@@ -270,32 +225,29 @@ def install_in_mlx() -> None:
 
 
 def uninstall_from_mlx() -> None:
-    """Undo ``install_in_mlx``; without it, do nothing."""
+    """Undo ``install_in_mlx``, if it was called."""
     if getattr(mx.fast, "paged_attention", None) is paged_attention:
         delattr(mx.fast, "paged_attention")
 
 
 def _layers(k_cache: Cache, v_cache: Cache, layer_idx: int) -> tuple[mx.array, mx.array]:
-    """One layer of both caches, never a copy of it."""
-    n_layers, n_value_layers = _num_layers("k_cache", k_cache), _num_layers("v_cache", v_cache)
-    if n_layers != n_value_layers or n_layers == 0:
+    """One layer of both caches, without a copy."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if isinstance(cache, mx.array) and cache.ndim != 5:
+            raise ValueError(
+                f"[paged_attention] {name} has shape {cache.shape}: expected (n_layers, n_kv_heads,"
+                " n_blocks, block_size, head_dim), or a list of arrays without the first axis"
+            )
+    n_layers = len(k_cache)
+    if len(v_cache) != n_layers or n_layers == 0:
         raise ValueError(
-            f"[paged_attention] v_cache has {n_value_layers} layers and k_cache {n_layers}:"
+            f"[paged_attention] v_cache has {len(v_cache)} layers and k_cache {n_layers}:"
             " expected the same number, at least 1"
         )
     layer = layer_idx
     if type(layer) is not int or not 0 <= layer < n_layers:
         layer = integer("paged_attention", "layer_idx", layer_idx, 0, n_layers - 1)
     return _layer(k_cache, layer), _layer(v_cache, layer)
-
-
-def _num_layers(name: str, cache: Cache) -> int:
-    if isinstance(cache, mx.array) and cache.ndim != 5:
-        raise ValueError(
-            f"[paged_attention] {name} has shape {cache.shape}: expected (n_layers, n_kv_heads,"
-            " n_blocks, block_size, head_dim), or a list of arrays without the first axis"
-        )
-    return len(cache)
 
 
 def _layer(cache: Cache, layer: int) -> mx.array:
@@ -305,7 +257,7 @@ def _layer(cache: Cache, layer: int) -> mx.array:
 
 
 def _is_native(stream: Stream | None, k_cache: mx.array, v_cache: mx.array) -> bool:
-    """Whether what the compiled op built may be evaluated on the stream."""
+    """Whether the stream can evaluate the compiled op for these caches."""
     return kernel_for(stream, k_cache.shape[-1], v_cache.shape[-1]) == "native"
 
 

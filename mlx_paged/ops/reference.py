@@ -1,12 +1,11 @@
-"""What the ops mean, in float64 NumPy: one sequence, head and query at a time.
+"""Reference implementation of the ops in float64 NumPy: one sequence, head and query at a time.
 
 Dimensions: B sequences, L query tokens each, H query heads, H_kv KV heads, D key head dimension,
 D_v value head dimension, N blocks in the pool, S = block_size tokens per block, M columns of a
 block table, T rows to write, P block pairs, R rotated dimensions, n keys of a contiguous context.
 
-K/V is gathered into a contiguous copy and the softmax is the textbook one, not streamed: a
-permutation of where rows live is all that paging adds to attention (Kwon et al. 2023,
-arXiv:2309.06180, section 4.3).
+K/V is gathered into a contiguous copy and the softmax is the plain one, not streamed. Paging only
+permutes the rows of K/V in memory (Kwon et al. 2023, arXiv:2309.06180, section 4.3).
 """
 
 from typing import Any
@@ -79,18 +78,14 @@ def paged_attention_numpy(
     block_tables: Array,
     context_lens: Array,
     *,
-    scale: float,
-    causal: bool = True,
-    kv_head_mapping: Array | None = None,
     rope_freqs: Array | None = None,
     attn_mask: Array | None = None,
-    window: int | None = None,
-    sinks: Array | None = None,
-    softcap: float | None = None,
-    alibi_slopes: Array | None = None,
     return_attn: bool = False,
+    **options: Any,
 ) -> Float64Array | tuple[Float64Array, Float64Array]:
-    """``mlx_paged.paged_attention`` on one layer's pool, argument by argument, in float64.
+    """``mlx_paged.paged_attention`` on one layer's pool, in float64.
+
+    The arguments are those of that function; ``options`` go to ``attention_numpy``.
 
     Returns:
         ``[B, H, L, D_v]``; with return_attn a pair of it and the weights ``[B, H, L, M * S]``.
@@ -112,15 +107,9 @@ def paged_attention_numpy(
             q[b],
             _gather(k_cache, slots, in_pool),
             _gather(v_cache, slots, in_pool),
-            scale=scale,
-            causal=causal,
-            kv_head_mapping=kv_head_mapping,
             rope_freqs=None if angles is None else angles[b],
             attn_mask=bias[b, ..., :context],
-            window=window,
-            sinks=sinks,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
+            **options,
         )
     return (out, attn) if return_attn else out
 
@@ -189,7 +178,7 @@ def _gather(cache: Array, slots: Int64Array, in_pool: NDArray[np.bool_]) -> Floa
 
 
 def _mask_bias(mask: Array | None, shape: tuple[int, ...]) -> Float64Array:
-    """What a mask adds to the scores; -inf hides a key."""
+    """The mask as numbers that are added to the scores; -inf hides a key."""
     if mask is None:
         return np.zeros(shape)
     bias = np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask.astype(np.float64)

@@ -288,7 +288,7 @@ class TestTheBound:
         for max_running, share in ((4, 0.0), (1000, 0.25)):
             engine = Engine(jamba, block_size=BLOCK, max_running=max_running)
             pool = engine.manager.pool
-            most = engine.manager.allocator.snapshots.most
+            most = engine.manager.allocator.snapshots.max_snapshots
             snapshots = most * self.state_bytes(jamba)
             total = pool.num_blocks * pool.block_bytes + snapshots
             assert limit - pool.block_bytes < total <= limit

@@ -161,7 +161,7 @@ def a_reference_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fork(allocator, parent, child):
         whole(allocator, parent, child)
-        allocator._store.refs.counts[int(allocator.table(child)[0])] -= 1
+        allocator._store.counts[int(allocator.table(child)[0])] -= 1
 
     monkeypatch.setattr(BlockAllocator, "fork", fork)
 
@@ -254,9 +254,9 @@ def more_snapshots_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Snapshots.add
 
     def add(snapshots, block, run, snapshot):
-        most, snapshots.most = snapshots.most, 10**9
+        most, snapshots.max_snapshots = snapshots.max_snapshots, 10**9
         is_wanted = whole(snapshots, block, run, snapshot)
-        snapshots.most = most
+        snapshots.max_snapshots = most
         return is_wanted
 
     monkeypatch.setattr(Snapshots, "add", add)

@@ -44,7 +44,7 @@ def test_freed_blocks_are_handed_out_again():
 def test_exhaustion_is_refused_and_ends_when_blocks_come_back():
     allocator = BlockAllocator(num_blocks=2, block_size=4)
     allocator.admit(0, 8)
-    assert allocator.num_available == 0 and not allocator.can_allocate(4)
+    assert allocator.num_available == 0
     with pytest.raises(OutOfBlocksError, match="1 KV blocks needed, 0 available"):
         allocator.admit(1, 4)
     assert 1 not in allocator
@@ -276,13 +276,13 @@ def test_one_more_token_each_takes_blocks_only_where_they_are_full():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda a: a._store.refs.counts.__setitem__(int(a.table(0)[0]), 2),
-        lambda a: a._store.refs.free.append(int(a.table(0)[0])),
-        lambda a: a._store.refs.free.pop(),
-        lambda a: a._store.refs.free.append(a._store.refs.free[-1]),
-        lambda a: a._tables.extend(a._sequences[0].row, [a._store.refs.free[-1]]),
-        lambda a: a._store.refs.origins.__setitem__(a._store.refs.free[-1], a._store.refs.free[-1]),
-        lambda a: a._store.refs.origins.__setitem__(int(a.table(0)[0]), int(a.table(0)[1])),
+        lambda a: a._store.counts.__setitem__(int(a.table(0)[0]), 2),
+        lambda a: a._store.free.append(int(a.table(0)[0])),
+        lambda a: a._store.free.pop(),
+        lambda a: a._store.free.append(a._store.free[-1]),
+        lambda a: a.block_tables.extend(a._sequences[0].row, [a._store.free[-1]]),
+        lambda a: a._store.origins.__setitem__(a._store.free[-1], a._store.free[-1]),
+        lambda a: a._store.origins.__setitem__(int(a.table(0)[0]), int(a.table(0)[1])),
     ],
     ids=[
         "ref count",
@@ -301,3 +301,51 @@ def test_check_integrity_sees_damage(damage):
     damage(allocator)
     with pytest.raises(AssertionError):
         allocator.check_integrity()
+
+
+def test_freed_blocks_are_used_before_those_added():
+    allocator = BlockAllocator(4, 2)
+    allocator.admit(0, 4)
+    allocator.admit(1, 4)
+    allocator.free(0)
+    allocator.grow(8)
+    allocator.admit(2, 12)
+    assert allocator.table(2).tolist() == [0, 1, 4, 5, 6, 7]
+    allocator.check_integrity()
+
+
+def test_a_sequence_cut_back_keeps_its_first_blocks_and_gives_back_the_others():
+    allocator = BlockAllocator(6, 2)
+    allocator.admit(0, 9)
+    allocator.truncate(0, 3)
+    assert allocator.table(0).tolist() == [0, 1] and allocator.num_tokens(0) == 3
+    allocator.truncate(0, 7)
+    assert allocator.num_tokens(0) == 3
+    allocator.admit(1, 8)
+    assert allocator.table(1).tolist() == [2, 3, 4, 5]
+    allocator.check_integrity()
+
+
+def test_what_was_cut_off_is_offered_no_more():
+    allocator = BlockAllocator(8, 2)
+    tokens = [1, 2, 3, 4, 5, 6]
+    allocator.admit(0, 6)
+    allocator.register_prefix(0, tokens, 6)
+    allocator.truncate(0, 4)
+    allocator.check_integrity()
+    allocator.make_writable(0, 4, 6)
+    allocator.register_prefix(0, [1, 2, 3, 4, 7, 8], 6)
+    allocator.check_integrity()
+    assert allocator.cached_prefix([1, 2, 3, 4, 7, 8, 9]) == 6
+
+
+def test_blocks_of_a_fork_outlive_the_cut():
+    allocator = BlockAllocator(8, 2)
+    allocator.admit(0, 6)
+    allocator.fork(0, 1)
+    allocator.truncate(0, 2)
+    (copy,) = allocator.make_writable(0, 1, 2)
+    allocator.copies_done()
+    assert (copy.src, allocator.table(1).tolist()) == (0, [0, 1, 2])
+    assert allocator.blocks_in_use == 4
+    allocator.check_integrity()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mlx_paged import _ext
-from mlx_paged.kv.growing_pool import GrowingPool
 from mlx_paged.kv.pool import KVPool, KVShape
 
 PAGE, HUGE = 2**12, 2**21
@@ -52,13 +51,13 @@ def is_advised(page: int) -> bool:
     return "hg" in re.findall(r"VmFlags:(.*)", mapping_of(page))[0].split()
 
 
-def pool(kind: type[KVPool], num_blocks: int) -> KVPool:
-    return kind([KVShape(2, 64, 64, mx.float32)], num_blocks, 16)  # blocks of 8 KiB
+def pool(num_blocks: int) -> KVPool:
+    return KVPool([KVShape(2, 64, 64, mx.float32)], num_blocks, 16)  # blocks of 8 KiB
 
 
 @on_huge_pages
 def test_every_whole_huge_page_of_a_pool_is_advised():
-    made = pool(KVPool, 1000)
+    made = pool(1000)
     for array in (made.k[0], made.v[0]):
         pages = whole_huge_pages(array)
         assert len(pages) >= 2
@@ -66,7 +65,7 @@ def test_every_whole_huge_page_of_a_pool_is_advised():
 
 
 def check_that_the_ends_are_not_advised() -> None:
-    made = pool(KVPool, 1000)
+    made = pool(1000)
     for array in (made.k[0], made.v[0]):
         pages, begin, end = whole_huge_pages(array), address(array), address(array) + array.nbytes
         ends = [p for p in (pages.start - PAGE, pages.stop) if begin <= p < end]
@@ -83,7 +82,7 @@ def test_the_ends_of_an_array_are_not():
 
 @on_huge_pages
 def test_a_pool_that_grew_is_advised_and_keeps_its_content():
-    growing = pool(GrowingPool, 100)
+    growing = pool(100)
     rows = mx.random.normal((32, 2, 64))
     growing.write(0, rows, rows, mx.arange(32, dtype=mx.int32))
     growing.grow(1000)
@@ -93,10 +92,10 @@ def test_a_pool_that_grew_is_advised_and_keeps_its_content():
     assert not k[0, :, 32:].any()
 
 
-@pytest.mark.parametrize("kind", [KVPool, GrowingPool])
-def test_arrays_begin_on_a_page(kind):
-    made = pool(kind, 100)
-    if kind is GrowingPool:
+@pytest.mark.parametrize("grows", [False, True])
+def test_arrays_begin_on_a_page(grows):
+    made = pool(100)
+    if grows:
         made.grow(150)
     assert [address(array) % PAGE for array in (made.k[0], made.v[0])] == [0, 0]
 

@@ -164,12 +164,14 @@ class TestHowManyAreKept:
         allocator.admit(1, 30, list(range(30)))
         allocator.forget_prefixes()
         assert allocator.snapshots is not None
-        assert (len(allocator.snapshots), allocator.snapshots.most) == (0, 8)
+        assert (len(allocator.snapshots), allocator.snapshots.max_snapshots) == (0, 8)
         assert not allocator.attach_snapshot(1, list(range(30)), Snapshot(24, states="s"))
         allocator.check_integrity()
 
     def test_at_least_one(self):
-        with pytest.raises(ValueError, match=r"\[Snapshots\] most is 0: expected >= 1"):
+        with pytest.raises(
+            ValueError, match=r"\[Snapshots\] max_snapshots is 0: expected an integer >= 1"
+        ):
             Snapshots(0)
 
 
@@ -180,7 +182,7 @@ def blocks_forgotten_alone(allocator: BlockAllocator) -> None:
 
 
 def too_many(allocator: BlockAllocator) -> None:
-    allocator.snapshots.most = 1
+    allocator.snapshots.max_snapshots = 1
 
 
 def past_its_block(allocator: BlockAllocator) -> None:

@@ -113,7 +113,7 @@ def write_noise(engine: Engine, blocks) -> None:
 
 
 def overwrite_free_blocks(engine: Engine, step: int, ids: list[int]) -> None:
-    write_noise(engine, engine.manager.allocator._store.refs.free)
+    write_noise(engine, engine.manager.allocator._store.free)
 
 
 def overwrite_all_kv(engine: Engine, step: int, ids: list[int]) -> None:
