@@ -45,9 +45,9 @@ constexpr const char* kPoolZerosDoc =
     R"(Zeros for a layer's pool.
 
 On a CPU the array begins at the start of a page, so no row begins inside a cache line. Under Linux,
-unless huge pages are switched off, every aligned stretch of 2 MiB inside the array is one huge page:
-reads of random blocks are faster. The array takes up to 4 KiB more memory than its size, and all of
-it at once, since zeros are written.
+unless huge pages are switched off, every aligned stretch of 2 MiB inside the array is one huge
+page: reads of random blocks are faster. The array takes up to 4 KiB more memory than its size, and
+all of it at once, since zeros are written.
 
 Args:
     shape: of the array.
@@ -67,8 +67,8 @@ Args:
     block_size: S, tokens per block.
 
 Raises:
-    ValueError: a shape or dtype does not fit, a context length is outside ``[0, M * S]``, or a block
-        id that a context reads is outside ``[0, N)``.)";
+    ValueError: a shape or dtype does not fit, a context length is outside ``[0, M * S]``, or a
+        block id that a context reads is outside ``[0, N)``.)";
 
 constexpr const char* kViewAsDoc =
     R"(The array as an instance of a subclass of ``mx.array``. Its ``__init__`` is not called.

@@ -41,7 +41,7 @@ Raises:
     ValueError: a shape or dtype does not fit.)";
 
 constexpr const char* kFrequenciesDoc =
-    R"(The frequencies that ``mx.fast.rope`` computes from a base, bit for bit: ``[dims / 2]`` float32.
+    R"(The frequencies ``[dims / 2]`` that ``mx.fast.rope`` computes from a base, bit for bit.
 
 Raises:
     ValueError: dims is not a positive even number.)";

@@ -219,7 +219,7 @@ MISTAKES = {
         ("rope_freqs", i32(B, L, 4), "rope_freqs of shape (2, 3, 4) has dtype int32"),
         ("attn_mask", f32(L, 7), "attn_mask has shape (3, 7): expected one that broadcasts to (2,"),
         ("attn_mask", f32(L, 1), "attn_mask has shape (3, 1): expected one that broadcasts to (2,"),
-        ("attn_mask", i32(M * S), "attn_mask of shape (8,) has dtype int32: expected bool or"),
+        ("attn_mask", i32(M * S), "attn_mask of shape (8,) has dtype int32: expected bool, fl"),
         ("window", 0, "window is 0: expected at least 1 key"),
         ("sinks", f32(3), "sinks has shape (3,): expected (4,)"),
         ("sinks", i32(H), "sinks of shape (4,) has dtype int32"),

@@ -31,21 +31,8 @@ struct TilePass {
   const KeyTile<T>& next;
 };
 
-// Outputs of few rows. The first block of rows prefetches the next tile.
-template <typename T>
-void accumulate_few(const TilePass<T>& pass, PrefetchCursor<T>& cursor, const float* rescale,
-                    const SoftmaxState& state) {
-  for_row_blocks(pass.rows.num_rows, [&]<int kRows>(int32_t r) {
-    const auto block = [&]<bool kAsk>() {
-      accumulate_rows<kRows, kAsk>(pass.tile, cursor, pass.args.value_dim,
-                                   pass.scratch.scores + r * kKeyTile, rescale + r,
-                                   state.o + r * state.o_stride, state.o_stride);
-    };
-    r == 0 ? block.template operator()<true>() : block.template operator()<false>();
-  });
-}
-
-// Fewer than kPackedRows rows: keys and values are read from the pool without packing.
+// Fewer than kPackedRows rows: keys and values are read from the pool without packing. The first
+// block of rows prefetches the next tile.
 template <typename T>
 struct FewRows {
   static void prepare(const AttentionArgs&, const RowTile&, const KernelScratch&, float*) {}
@@ -65,14 +52,24 @@ struct FewRows {
   }
 
   void accumulate(const TilePass<T>& pass, const float* rescale, const SoftmaxState& state) {
-    accumulate_few(pass, cursor, rescale, state);
+    for_row_blocks(pass.rows.num_rows, [&]<int kRows>(int32_t r) {
+      const auto block = [&]<bool kAsk>() {
+        accumulate_rows<kRows, kAsk>(pass.tile, cursor, pass.args.value_dim,
+                                     pass.scratch.scores + r * kKeyTile, rescale + r,
+                                     state.o + r * state.o_stride, state.o_stride);
+      };
+      r == 0 ? block.template operator()<true>() : block.template operator()<false>();
+    });
   }
 
   PrefetchCursor<T> cursor;
 };
 
 #if defined(__AVX512F__)
-struct InterleavedRows {
+// The same with the queries of several rows in one register.
+struct InterleavedRows : FewRows<float> {
+  using FewRows<float>::FewRows;
+
   static bool fits(const AttentionArgs& args) { return args.head_dim % Float32Dims::kDims == 0; }
 
   static void prepare(const AttentionArgs& args, const RowTile& rows, const KernelScratch&,
@@ -81,26 +78,19 @@ struct InterleavedRows {
                                         queries);
   }
 
-  explicit InterleavedRows(const TilePass<float>& pass)
-      : cursor(PrefetchCursor<float>(pass.next, pass.args.head_dim, pass.args.value_dim)) {}
-
   void score(const TilePass<float>& pass) {
     score_interleaved_rows<Float32Dims>(pass.queries, pass.rows.num_rows, pass.tile,
                                         pass.args.head_dim, 1, cursor, pass.scratch.scores);
   }
-
-  void accumulate(const TilePass<float>& pass, const float* rescale, const SoftmaxState& state) {
-    accumulate_few(pass, cursor, rescale, state);
-  }
-
-  PrefetchCursor<float> cursor;
 };
 #endif
 
 #if defined(__AVX512BF16__)
 // Keys, values and the caller's queries as pairs of bfloat16. Weights are rounded to bfloat16: from
 // kMinColumns columns on, the resulting error is on average below the rounding of the output.
-struct BFloat16Rows {
+struct BFloat16Rows : FewRows<BFloat16> {
+  using FewRows<BFloat16>::FewRows;
+
   static constexpr int32_t kMinColumns = 64;
 
   static bool fits(const AttentionArgs& args) {
@@ -116,9 +106,6 @@ struct BFloat16Rows {
     interleave_rows<BFloat16Dims::kDims>(given, args.head_dim, rows.num_rows, args.head_dim,
                                          reinterpret_cast<BFloat16*>(queries));
   }
-
-  explicit BFloat16Rows(const TilePass<BFloat16>& pass)
-      : cursor(PrefetchCursor<BFloat16>(pass.next, pass.args.head_dim, pass.args.value_dim)) {}
 
   void score(const TilePass<BFloat16>& pass) {
     const auto& [args, rows, scratch, queries, tile, next] = pass;
@@ -138,8 +125,6 @@ struct BFloat16Rows {
       r == 0 ? block.template operator()<true>() : block.template operator()<false>();
     });
   }
-
-  PrefetchCursor<BFloat16> cursor;
 };
 #endif
 

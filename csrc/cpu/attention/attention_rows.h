@@ -31,7 +31,7 @@ struct RowSpan {
   int32_t count;
 };
 
-// The range of keys that the rows of the span see together.
+// The smallest range that contains every key that a row of the span sees.
 KeyRange visible_keys(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span);
 
 // Fills `tile` for the span and writes its queries, rotated and scaled, to q [count, D].

@@ -8,7 +8,7 @@
 namespace mlx_paged::cpu::KERNEL_ISA {
 
 // scores[r][key] = q[r] . k[key] for kRows rows and as many keys as the accumulators allow.
-// Asks for as many lines cursor, if kAsk.
+// If kAsk, prefetches as many lines as it reads.
 template <int kRows, bool kAsk, typename T>
 [[gnu::always_inline]] inline void score_block(const float* q, int32_t q_stride, int32_t head_dim,
                                                const T* const* k, PrefetchCursor<T>& cursor,
