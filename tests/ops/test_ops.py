@@ -24,6 +24,7 @@ from paged_cases import (
 )
 
 from mlx_paged import ops
+from mlx_paged.ops import paged
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
@@ -186,8 +187,8 @@ class TestAttention:
         assert worst_error(out, case.expected()[0]) < 1e-4
 
     def test_worked_example(self):
-        assert doctest.testmod(ops).attempted
-        assert not doctest.testmod(ops).failed
+        assert doctest.testmod(paged).attempted
+        assert not doctest.testmod(paged).failed
 
     @settings(max_examples=150, deadline=None, derandomize=True)
     @given(data=st.data())
