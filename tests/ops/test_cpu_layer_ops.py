@@ -272,7 +272,10 @@ def test_an_array_that_is_still_needed_is_not_written_over():
 
 
 MISTAKES = [
-    (lambda: layers.rms_norm(mx.zeros(4, mx.int32), None, 1e-5), "x has dtype int32: expected fl"),
+    (
+        lambda: layers.rms_norm(mx.zeros(4, mx.int32), None, 1e-5),
+        "x of shape (4,) has dtype int32: expected fl",
+    ),
     (lambda: layers.rms_norm(mx.zeros((2, 4)), mx.zeros(3), 1e-5), "weight has 3 elements in 1"),
     (
         lambda: layers.rms_norm(mx.zeros((2, 4)), mx.zeros((1, 4)), 0.1),
@@ -292,7 +295,10 @@ MISTAKES = [
         "offset has 2 element",
     ),
     (lambda: layers.rope_frequencies(3, 1e4), "dims is 3: expected a positive even number"),
-    (lambda: layers.log_sum_exp(mx.zeros(4, mx.int32)), "x has dtype int32: expected float32"),
+    (
+        lambda: layers.log_sum_exp(mx.zeros(4, mx.int32)),
+        "x of shape (4,) has dtype int32: expected float32",
+    ),
     (lambda: layers.log_sum_exp(mx.zeros((2, 0))), "x has no elements on its last axis: expected"),
     (lambda: layers.silu(mx.zeros((2, 4)), mx.zeros(4)), "factor has 4 elements of float32: expec"),
     (lambda: layers.silu(mx.zeros(4), mx.zeros(4, mx.float16)), "factor has 4 elements of float16"),

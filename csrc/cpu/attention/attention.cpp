@@ -1,5 +1,3 @@
-#include "csrc/cpu/attention/attention.h"
-
 #include <algorithm>
 #include <cstdint>
 #include <utility>
@@ -16,7 +14,7 @@ namespace {
 // Below this many multiply-adds waking a thread costs more than it saves.
 constexpr int64_t kMinParallelWork = 1 << 19;
 
-// One thread's buffers, grown as needed and kept.
+// The buffers of one thread. They grow as needed and are reused.
 struct Workspace {
   KernelScratch kernel;
   std::vector<RowTile> tiles;
@@ -65,9 +63,9 @@ struct Workspace {
 };
 
 // One call in progress.
-class Run {
+class AttentionRun {
  public:
-  Run(const AttentionArgs& args, Plan& plan)
+  AttentionRun(const AttentionArgs& args, AttentionPlan& plan)
       : args_(args), plan_(plan), attend_(active_kernel().attend) {}
 
   void item(const WorkItem& item) const {
@@ -123,18 +121,18 @@ class Run {
   }
 
   const AttentionArgs& args_;
-  Plan& plan_;
-  AttendFunction attend_;
+  AttentionPlan& plan_;
+  Attend* attend_;
 };
 
 }  // namespace
 
 void paged_attention(const AttentionArgs& args) {
-  // One per stream of MLX; the threads of the pool reach it through `run`.
-  thread_local Plan stream_plan;
-  Plan& plan = stream_plan;
+  // One for each stream of MLX; the threads of the pool use it through `run`.
+  thread_local AttentionPlan stream_plan;
+  AttentionPlan& plan = stream_plan;
   plan.assign(args);
-  const Run run(args, plan);
+  const AttentionRun run(args, plan);
   const auto body = [&run, &plan](int64_t i) { run.item(plan.items()[i]); };
   const auto count = static_cast<int64_t>(plan.items().size());
   if (plan.multiply_adds() >= kMinParallelWork) {

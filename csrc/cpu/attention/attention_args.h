@@ -1,5 +1,5 @@
-// What the CPU attention kernel is given: plain pointers and numbers, so that the kernel can be
-// compiled for several instruction sets without a header that emits shared inline code.
+// The arguments of paged_attention on the CPU, as plain pointers and numbers. The kernel is
+// compiled for several instruction sets, so it may include no header that emits shared inline code.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace mlx_paged::cpu {
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kBool };
 
-// Dimension letters as in csrc/ops.h; strides in elements; optional arrays are null when absent.
+// Dimension letters: csrc/ops.h. Strides are in elements. An absent optional array is null.
 struct AttentionArgs {
   const void* q;  // [B, H, L, D]
   int64_t q_strides[4];
@@ -56,5 +56,7 @@ struct AttentionArgs {
   int32_t window;  // 0: none
   bool causal;
 };
+
+void paged_attention(const AttentionArgs& args);
 
 }  // namespace mlx_paged::cpu

@@ -20,60 +20,56 @@ void initialise(const SoftmaxState& state, int32_t num_rows) {
   __builtin_memset(state.o, 0, sizeof(float) * num_rows * state.o_stride);
 }
 
-// A key tile of some rows, and the tile after it, which is asked for meanwhile.
+// One key tile for the rows of one row tile. The next key tile is prefetched meanwhile.
 template <typename T>
-struct Pass {
+struct TilePass {
   const AttentionArgs& args;
   const RowTile& rows;
   const KernelScratch& scratch;
-  const float* queries;  // what `prepare` left
+  const float* queries;  // written by `prepare`
   KeyTile<T>& tile;
   const KeyTile<T>& next;
-  const KeyTile<T>& nowhere;  // without keys
 };
 
-// Outputs of few rows. The first block of rows asks for the next tile.
-template <typename T>
-void accumulate_few(const Pass<T>& pass, Ahead<T>& ahead, const float* rescale,
-                    const SoftmaxState& state) {
-  for_row_blocks(pass.rows.num_rows, [&]<int kRows>(int32_t r) {
-    const auto block = [&]<bool kAsk>() {
-      accumulate_rows<kRows, kAsk>(pass.tile, ahead, pass.args.value_dim,
-                                   pass.scratch.scores + r * kKeyTile, rescale + r,
-                                   state.o + r * state.o_stride, state.o_stride);
-    };
-    r == 0 ? block.template operator()<true>() : block.template operator()<false>();
-  });
-}
-
-// Rows below kPackedRows, straight from the cache.
+// Fewer than kPackedRows rows: keys and values are read from the pool without packing. The first
+// block of rows prefetches the next tile.
 template <typename T>
 struct FewRows {
   static void prepare(const AttentionArgs&, const RowTile&, const KernelScratch&, float*) {}
 
-  explicit FewRows(const Pass<T>& pass)
-      : ahead(Ahead<T>(pass.next, pass.args.head_dim, pass.args.value_dim)) {}
+  explicit FewRows(const TilePass<T>& pass)
+      : cursor(PrefetchCursor<T>(pass.next, pass.args.head_dim, pass.args.value_dim)) {}
 
-  void score(const Pass<T>& pass) {
-    const auto& [args, rows, scratch, queries, tile, next, nowhere] = pass;
+  void score(const TilePass<T>& pass) {
+    const auto& [args, rows, scratch, queries, tile, next] = pass;
     for_row_blocks(rows.num_rows, [&]<int kRows>(int32_t r) {
       const auto block = [&]<bool kAsk>() {
-        score_rows<kRows, kAsk>(tile, ahead, rows.q + r * rows.q_stride, rows.q_stride,
+        score_rows<kRows, kAsk>(tile, cursor, rows.q + r * rows.q_stride, rows.q_stride,
                                 args.head_dim, scratch.scores + r * kKeyTile);
       };
       r == 0 ? block.template operator()<true>() : block.template operator()<false>();
     });
   }
 
-  void accumulate(const Pass<T>& pass, const float* rescale, const SoftmaxState& state) {
-    accumulate_few(pass, ahead, rescale, state);
+  void accumulate(const TilePass<T>& pass, const float* rescale, const SoftmaxState& state) {
+    for_row_blocks(pass.rows.num_rows, [&]<int kRows>(int32_t r) {
+      const auto block = [&]<bool kAsk>() {
+        accumulate_rows<kRows, kAsk>(pass.tile, cursor, pass.args.value_dim,
+                                     pass.scratch.scores + r * kKeyTile, rescale + r,
+                                     state.o + r * state.o_stride, state.o_stride);
+      };
+      r == 0 ? block.template operator()<true>() : block.template operator()<false>();
+    });
   }
 
-  Ahead<T> ahead;
+  PrefetchCursor<T> cursor;
 };
 
 #if defined(__AVX512F__)
-struct InterleavedRows {
+// The same with the queries of several rows in one register.
+struct InterleavedRows : FewRows<float> {
+  using FewRows<float>::FewRows;
+
   static bool fits(const AttentionArgs& args) { return args.head_dim % Float32Dims::kDims == 0; }
 
   static void prepare(const AttentionArgs& args, const RowTile& rows, const KernelScratch&,
@@ -82,31 +78,24 @@ struct InterleavedRows {
                                         queries);
   }
 
-  explicit InterleavedRows(const Pass<float>& pass)
-      : ahead(Ahead<float>(pass.next, pass.args.head_dim, pass.args.value_dim)) {}
-
-  void score(const Pass<float>& pass) {
+  void score(const TilePass<float>& pass) {
     score_interleaved_rows<Float32Dims>(pass.queries, pass.rows.num_rows, pass.tile,
-                                        pass.args.head_dim, 1, ahead, pass.scratch.scores);
+                                        pass.args.head_dim, 1, cursor, pass.scratch.scores);
   }
-
-  void accumulate(const Pass<float>& pass, const float* rescale, const SoftmaxState& state) {
-    accumulate_few(pass, ahead, rescale, state);
-  }
-
-  Ahead<float> ahead;
 };
 #endif
 
 #if defined(__AVX512BF16__)
-// Keys and values as pairs of bfloat16, as the queries were given; weights are rounded to it. Over
-// kLeastColumns the errors that this leaves average out to less than what rounding the output does.
-struct BFloat16Rows {
-  static constexpr int32_t kLeastColumns = 64;
+// Keys, values and the caller's queries as pairs of bfloat16. Weights are rounded to bfloat16: from
+// kMinColumns columns on, the resulting error is on average below the rounding of the output.
+struct BFloat16Rows : FewRows<BFloat16> {
+  using FewRows<BFloat16>::FewRows;
+
+  static constexpr int32_t kMinColumns = 64;
 
   static bool fits(const AttentionArgs& args) {
     return args.q_dtype == DType::kBFloat16 && !args.rope_freqs &&
-           args.head_dim % BFloat16Dims::kDims == 0 && args.value_dim >= kLeastColumns &&
+           args.head_dim % BFloat16Dims::kDims == 0 && args.value_dim >= kMinColumns &&
            args.value_dim % (2 * kLanes) == 0;
   }
 
@@ -118,33 +107,28 @@ struct BFloat16Rows {
                                          reinterpret_cast<BFloat16*>(queries));
   }
 
-  explicit BFloat16Rows(const Pass<BFloat16>& pass)
-      : ahead(Ahead<BFloat16>(pass.next, pass.args.head_dim, pass.args.value_dim)) {}
-
-  void score(const Pass<BFloat16>& pass) {
-    const auto& [args, rows, scratch, queries, tile, next, nowhere] = pass;
+  void score(const TilePass<BFloat16>& pass) {
+    const auto& [args, rows, scratch, queries, tile, next] = pass;
     score_interleaved_rows<BFloat16Dims>(reinterpret_cast<const BFloat16*>(queries), rows.num_rows,
-                                         tile, args.head_dim, args.scale, ahead, scratch.scores);
+                                         tile, args.head_dim, args.scale, cursor, scratch.scores);
   }
 
-  void accumulate(const Pass<BFloat16>& pass, const float* rescale, const SoftmaxState& state) {
+  void accumulate(const TilePass<BFloat16>& pass, const float* rescale, const SoftmaxState& state) {
     auto* weights = reinterpret_cast<BFloat16*>(pass.scratch.packed);
     round_weights(pass.scratch.scores, pass.rows.num_rows, weights);
     for_row_blocks(pass.rows.num_rows, [&]<int kRows>(int32_t r) {
       const auto block = [&]<bool kAsk>() {
-        accumulate_pair_rows<kRows, kAsk>(pass.tile, ahead, pass.args.value_dim,
+        accumulate_pair_rows<kRows, kAsk>(pass.tile, cursor, pass.args.value_dim,
                                           weights + r * kKeyTile, rescale + r,
                                           state.o + r * state.o_stride, state.o_stride);
       };
       r == 0 ? block.template operator()<true>() : block.template operator()<false>();
     });
   }
-
-  Ahead<BFloat16> ahead;
 };
 #endif
 
-// Each block of rows asks for its share of `next`.
+// Rows from kPackedRows on. Each block of rows prefetches its share of `next`.
 template <typename T>
 struct ManyRows {
   static int32_t keys_of_block(const RowTile& rows) {
@@ -162,10 +146,10 @@ struct ManyRows {
 
   static void prepare(const AttentionArgs&, const RowTile&, const KernelScratch&, float*) {}
 
-  explicit ManyRows(const Pass<T>&) {}
+  explicit ManyRows(const TilePass<T>&) {}
 
-  void score(const Pass<T>& pass) {
-    const auto& [args, rows, scratch, queries, tile, next, nowhere] = pass;
+  void score(const TilePass<T>& pass) {
+    const auto& [args, rows, scratch, queries, tile, next] = pass;
     pack_keys(tile, args.head_dim, scratch.packed);
     multiply_packed(rows.q, rows.q_stride, rows.num_rows,
                     {scratch.packed, padded(args.head_dim), args.head_dim, kKeyTile}, nullptr,
@@ -174,8 +158,8 @@ struct ManyRows {
                     });
   }
 
-  void accumulate(const Pass<T>& pass, const float* rescale, const SoftmaxState& state) {
-    const auto& [args, rows, scratch, queries, tile, next, nowhere] = pass;
+  void accumulate(const TilePass<T>& pass, const float* rescale, const SoftmaxState& state) {
+    const auto& [args, rows, scratch, queries, tile, next] = pass;
     pack_values(tile, args.value_dim, scratch.packed);
     multiply_packed(scratch.scores, kKeyTile, rows.num_rows,
                     {scratch.packed, kKeyTile, tile.num_keys, padded(args.value_dim)}, rescale,
@@ -184,12 +168,12 @@ struct ManyRows {
                     });
   }
 
-  NothingAhead ahead;
+  NoPrefetch cursor;
 };
 
 template <typename Products, typename T>
-void attend_tile(const Pass<T>& pass, const SoftmaxState& state) {
-  const auto& [args, rows, scratch, queries, tile, next, nowhere] = pass;
+void attend_tile(const TilePass<T>& pass, const SoftmaxState& state) {
+  const auto& [args, rows, scratch, queries, tile, next] = pass;
   float* scores = scratch.scores;
   Products products(pass);
   products.score(pass);
@@ -201,14 +185,14 @@ void attend_tile(const Pass<T>& pass, const SoftmaxState& state) {
       __builtin_memcpy(rows.rows[r].attn + tile.begin, row_scores, sizeof(float) * tile.num_keys);
     }
   }
-  update_softmax(scores, rows.num_rows, tile.num_keys, state, rescale, products.ahead);
+  update_softmax(scores, rows.num_rows, tile.num_keys, state, rescale, products.cursor);
   if (args.mask) {
     drop_unattended(scores, rows.num_rows, static_cast<const T*>(scratch.zeros), tile);
   }
   products.accumulate(pass, rescale, state);
 }
 
-// The order in which key tiles are taken: at each position those of all row tiles.
+// The order of key tiles: position by position; at each position one for every row tile.
 struct Step {
   int32_t begin;
   int32_t tile;
@@ -237,9 +221,9 @@ void stream_keys(const AttentionArgs& args, const RowTile* tiles, int32_t num_ti
   }
   const T* zeros = static_cast<const T*>(scratch.zeros);
   KeyTile<T> located[2];
-  KeyTile<T> nowhere;
-  nowhere.num_keys = 0;
-  fill(nowhere, 0, kKeyTile, zeros);
+  KeyTile<T> empty_tile;
+  empty_tile.num_keys = 0;
+  fill(empty_tile, 0, kKeyTile, zeros);
   Step step = {key_begin / kKeyTile * kKeyTile, 0};
   Step next = step.next(num_tiles);
   locate(args, tiles[0], step.begin, key_begin, key_end, zeros, located[0]);
@@ -248,18 +232,18 @@ void stream_keys(const AttentionArgs& args, const RowTile* tiles, int32_t num_ti
   prefetch_rows(located[0].v, located[0].num_keys, args.value_dim);
   queries = scratch.queries;
   for (int current = 0; step.begin < key_end; current ^= 1) {
-    KeyTile<T>* ahead = &nowhere;
+    KeyTile<T>* next_tile = &empty_tile;
     if (next.begin < key_end) {
-      ahead = &located[current ^ 1];
+      next_tile = &located[current ^ 1];
       const int32_t num_heads = tiles[next.tile].kv_head - tiles[step.tile].kv_head;
-      if (next.begin != step.begin || !move_head(args, num_heads, located[current], *ahead)) {
-        locate(args, tiles[next.tile], next.begin, key_begin, key_end, zeros, *ahead);
+      if (next.begin != step.begin || !move_head(args, num_heads, located[current], *next_tile)) {
+        locate(args, tiles[next.tile], next.begin, key_begin, key_end, zeros, *next_tile);
       }
     }
     const Step after = next.next(num_tiles);
     prefetch_pages<T>(args, tiles[after.tile], after.begin, key_end);
     const RowTile& rows = tiles[step.tile];
-    attend_tile<Products, T>({args, rows, scratch, queries, located[current], *ahead, nowhere},
+    attend_tile<Products, T>({args, rows, scratch, queries, located[current], *next_tile},
                              states[step.tile]);
     queries = next.tile == 0 ? scratch.queries : queries + queries_size(args, rows);
     step = next;

@@ -8,13 +8,13 @@
 
 namespace mlx_paged::cpu {
 
-// Keys are taken in tiles that start at multiples of this position, whatever the batch, so that a
-// row's result does not depend on its neighbours.
+// Key tiles start at multiples of this position in every batch. So a row's result does not depend
+// on the other rows.
 inline constexpr int kKeyTile = 64;
-// Query rows, pairs of (token, head), that share one pass over the keys of their KV head.
+// The most query rows, pairs of (token, head), that share one pass over the keys of their KV head.
 inline constexpr int kMaxRows = 64;
-// From this many rows on, packing a key tile costs less than it saves. Such tiles add up a dot
-// product in another order than those with fewer rows.
+// From this many rows on, packing a key tile costs less than it saves. With fewer rows,
+// a dot product adds its terms in another order.
 inline constexpr int kPackedRows = 16;
 
 // One query of one head.
@@ -22,7 +22,7 @@ struct QueryRow {
   int32_t token;
   int32_t head;
   int32_t position;   // of the query in its sequence
-  int32_t key_begin;  // sees keys [key_begin, key_end), less those a mask or a bad block id hides
+  int32_t key_begin;  // it sees keys [key_begin, key_end), except masked keys and bad blocks
   int32_t key_end;
   float alibi_slope;
   const void* mask;  // of key 0, or null
@@ -35,12 +35,12 @@ struct RowTile {
   int32_t kv_head;
   int32_t num_rows;
   QueryRow rows[kMaxRows];
-  const float* q;  // [num_rows, D], rotated and scaled, in rows of q_stride, zeros behind D
+  const float* q;  // [num_rows, D], rotated and scaled; row stride q_stride; zeros after D
   int32_t q_stride;
 };
 
 // Softmax over the keys seen so far: for each row the running maximum m, the denominator l and
-// the accumulator o, which l divides at the end.
+// the accumulator o. The output is o / l.
 struct SoftmaxState {
   float* m;  // [num_rows]
   float* l;  // [num_rows]
@@ -53,35 +53,32 @@ static inline int32_t padded(int32_t width) { return (width + 15) / 16 * 16; }
 
 // Buffers of attend, one set per thread.
 struct KernelScratch {
-  const void* zeros;  // max(D, D_v) zero elements of any dtype: the row of a key not to be read
+  const void* zeros;  // max(D, D_v) zeros of any dtype: stands in for a key that is not read
   float* scores;      // [kMaxRows, kKeyTile]
   float* packed;      // [max(D, D_v) padded, kKeyTile]
-  float* queries;     // those of all tiles of a call, each tile's rows rounded up to 16, D padded
+  float* queries;     // of all tiles of a call; the rows of a tile are rounded up to 16, D padded
 };
 
-// Streams keys [key_begin, key_end) of one sequence through the states of tiles of rows, each of
-// another KV head, which it initialises. Several tiles have fewer than kPackedRows rows each; they
-// take turns at every key tile, since their keys are neighbours in memory. Writes scores to the
-// rows' attn if they have one.
-using AttendFunction = void (*)(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles,
-                                int32_t key_begin, int32_t key_end, const KernelScratch& scratch,
-                                const SoftmaxState* states);
+// Initialises the states of row tiles and updates them with keys [key_begin, key_end) of one
+// sequence. Each row tile has another KV head. If there are several, each has fewer than
+// kPackedRows rows; the loop over row tiles is inside the loop over key tiles, because the keys of
+// all heads at one position are neighbours in memory. Writes scores to the rows' attn if it is not
+// null.
+using Attend = void(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles,
+                    int32_t key_begin, int32_t key_end, const KernelScratch& scratch,
+                    const SoftmaxState* states);
 
 namespace baseline {
-void attend(const AttentionArgs&, const RowTile*, int32_t, int32_t, int32_t, const KernelScratch&,
-            const SoftmaxState*);
+Attend attend;
 }
 namespace avx2 {
-void attend(const AttentionArgs&, const RowTile*, int32_t, int32_t, int32_t, const KernelScratch&,
-            const SoftmaxState*);
+Attend attend;
 }
 namespace avx512 {
-void attend(const AttentionArgs&, const RowTile*, int32_t, int32_t, int32_t, const KernelScratch&,
-            const SoftmaxState*);
+Attend attend;
 }
 namespace avx512_bf16 {
-void attend(const AttentionArgs&, const RowTile*, int32_t, int32_t, int32_t, const KernelScratch&,
-            const SoftmaxState*);
+Attend attend;
 }
 
 }  // namespace mlx_paged::cpu

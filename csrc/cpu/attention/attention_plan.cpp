@@ -6,26 +6,26 @@ namespace mlx_paged::cpu {
 
 namespace {
 
-// 8 MiB. A call that would need more for its partial states gives each tile to one thread, which
-// folds the splits one after the other, with the same result.
+// 8 MiB. If the partial states of a call need more, one thread computes all splits of a tile, one
+// after the other. The result is the same.
 constexpr int64_t kMaxPartialFloats = 1 << 21;
 
-// This many items for each thread leave none idle for long at the end.
+// With this many items for each thread, no thread is idle for long at the end.
 constexpr int64_t kItemsPerThread = 4;
 
-// Tiles of one item: their queries and states fit the second-level cache beside the keys.
+// The most tiles of one item: queries, states and keys fit in the second-level cache.
 constexpr int64_t kMaxTiles = 16;
 
 }  // namespace
 
-void Plan::assign(const AttentionArgs& args) {
+void AttentionPlan::assign(const AttentionArgs& args) {
   o_stride_ = padded(args.value_dim);
   groups_.assign(args);
   add_tiles(args);
   add_items();
 }
 
-void Plan::add_tiles(const AttentionArgs& args) {
+void AttentionPlan::add_tiles(const AttentionArgs& args) {
   tiles_.clear();
   multiply_adds_ = 0;
   for (int32_t batch = 0; batch < args.batch; ++batch) {
@@ -42,7 +42,7 @@ void Plan::add_tiles(const AttentionArgs& args) {
   }
 }
 
-void Plan::add_items() {
+void AttentionPlan::add_items() {
   int64_t num_floats = 0;
   for (PlannedTile& tile : tiles_) {
     tile.partials = num_floats;
@@ -63,11 +63,11 @@ void Plan::add_items() {
   for (const PlannedTile& tile : tiles_) {
     num_splits += fold ? 1 : tile.num_splits();
   }
-  const int64_t most =
+  const int64_t max_tiles =
       std::clamp<int64_t>(num_splits / (kItemsPerThread * num_threads()), 1, kMaxTiles);
   items_.clear();
   for (int32_t first = 0; first < static_cast<int32_t>(tiles_.size());) {
-    const int32_t count = tiles_together(first, most);
+    const int32_t count = tiles_together(first, max_tiles);
     const int32_t splits = tiles_[first].num_splits();
     splits_left_[first].store(splits, std::memory_order_relaxed);
     if (fold || splits == 1) {
@@ -81,28 +81,28 @@ void Plan::add_items() {
   }
 }
 
-// How many tiles from this one on share an item. Results do not depend on it.
-int32_t Plan::tiles_together(int32_t first, int64_t most) const {
+// How many tiles, starting with `first`, share an item. Results do not depend on it.
+int32_t AttentionPlan::tiles_together(int32_t first, int64_t max_tiles) const {
   const PlannedTile& head = tiles_[first];
   const auto fits = [&](const PlannedTile& tile) {
     return tile.span.batch == head.span.batch && tile.span.count < kPackedRows &&
            tile.keys.begin == head.keys.begin && tile.keys.end == head.keys.end;
   };
   int32_t end = first + 1;
-  while (end < static_cast<int32_t>(tiles_.size()) && end - first < most && fits(head) &&
+  while (end < static_cast<int32_t>(tiles_.size()) && end - first < max_tiles && fits(head) &&
          fits(tiles_[end])) {
     ++end;
   }
   return end - first;
 }
 
-SoftmaxState Plan::partial(int32_t tile, int32_t split) {
+SoftmaxState AttentionPlan::partial(int32_t tile, int32_t split) {
   const auto& [span, keys, partials] = tiles_[tile];
   const int64_t offset = partials + split * state_floats(span.count, o_stride_);
   return state_at(aligned(partials_.data()) + offset, span.count, o_stride_);
 }
 
-bool Plan::finish_split(const WorkItem& item) {
+bool AttentionPlan::finish_split(const WorkItem& item) {
   return splits_left_[item.tile].fetch_sub(1, std::memory_order_acq_rel) == 1;
 }
 

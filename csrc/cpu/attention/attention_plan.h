@@ -1,4 +1,4 @@
-// How one call is divided into work items, and where they leave their intermediate results.
+// How one call is divided into work items, and where these store their intermediate results.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +12,14 @@
 namespace mlx_paged::cpu {
 
 // A context is split at multiples of this position and the parts are merged in order. Neither
-// depends on the batch or on the number of threads, and so no result does.
+// depends on the batch or on the number of threads, so no result does.
 inline constexpr int32_t kSplitKeys = 8 * kKeyTile;
 
-// Rows that share a pass over their KV head, and the keys that any of them sees.
+// Rows that share a pass over their KV head, and the keys that at least one of them sees.
 struct PlannedTile {
   RowSpan span;
   KeyRange keys;
-  int64_t partials;  // where its splits' states start, if each split is an item
+  int64_t partials;  // offset of the states of its splits, if each split is an item
 
   int32_t first_split() const { return keys.begin / kSplitKeys; }
   int32_t num_splits() const {
@@ -33,20 +33,20 @@ struct PlannedTile {
 
 inline constexpr int32_t kAllSplits = -1;
 
-// One thread's unit of work: tiles [tile, tile + num_tiles), of one sequence and the same keys.
+// A unit of work for one thread: tiles [tile, tile + num_tiles) of one sequence and the same keys.
 struct WorkItem {
   int32_t tile;
   int32_t num_tiles;
   int32_t split;  // or kAllSplits
 };
 
-// The first cache line that begins at or behind `memory`, at most 15 elements on.
+// The start of the first cache line at or after `memory`: at most 15 elements later.
 inline float* aligned(float* memory) {
   const auto at = reinterpret_cast<uintptr_t>(memory) / sizeof(float);
   return memory + (padded(static_cast<int32_t>(at % 16)) - at % 16);
 }
 
-// A multiple of a cache line, as its parts.
+// Size of a SoftmaxState in floats. It and its parts are multiples of a cache line.
 inline int64_t state_floats(int32_t num_rows, int32_t o_stride) {
   return 2 * padded(num_rows) + int64_t{num_rows} * o_stride;
 }
@@ -55,8 +55,8 @@ inline SoftmaxState state_at(float* memory, int32_t num_rows, int32_t o_stride) 
   return {memory, memory + padded(num_rows), memory + 2 * padded(num_rows), o_stride};
 }
 
-// Its vectors keep their capacity from call to call.
-class Plan {
+// The vectors keep their capacity from call to call.
+class AttentionPlan {
  public:
   void assign(const AttentionArgs& args);
 
@@ -65,23 +65,23 @@ class Plan {
   const PlannedTile* tiles(const WorkItem& item) const { return &tiles_[item.tile]; }
   int64_t multiply_adds() const { return multiply_adds_; }
 
-  // Where a split of a tile keeps its state.
+  // The state of one split of a tile.
   SoftmaxState partial(int32_t tile, int32_t split);
 
-  // Counts one split of the item's tiles as done; true if it was the last. What the other splits
-  // wrote is then visible.
+  // Marks one split of the item's tiles as done. Returns true if it was the last: then the states
+  // of the other splits are visible to this thread.
   bool finish_split(const WorkItem& item);
 
  private:
   void add_tiles(const AttentionArgs& args);
   void add_items();
-  int32_t tiles_together(int32_t first, int64_t most) const;
+  int32_t tiles_together(int32_t first, int64_t max_tiles) const;
 
   HeadGroups groups_;
   std::vector<PlannedTile> tiles_;
   std::vector<WorkItem> items_;
   std::vector<float> partials_;
-  std::unique_ptr<std::atomic<int32_t>[]> splits_left_;  // by an item's first tile
+  std::unique_ptr<std::atomic<int32_t>[]> splits_left_;  // index: the first tile of an item
   size_t num_counters_ = 0;
   int32_t o_stride_ = 0;
   int64_t multiply_adds_ = 0;

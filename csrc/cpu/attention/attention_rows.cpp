@@ -93,8 +93,8 @@ int64_t output_row(const AttentionArgs& args, int32_t batch, const QueryRow& row
   return (int64_t{batch} * args.num_heads + row.head) * args.num_tokens + row.token;
 }
 
-// Scores of `keys` to weights exp(score - m) * factor; no weight elsewhere, nor where a NaN made a
-// factor of NaN but the score says that the row does not see the key.
+// Turns the scores of `keys` into weights exp(score - m) * factor. Other keys get weight 0; so do
+// keys with score -inf, even if `factor` is NaN.
 void normalise_weights(const AttentionArgs& args, KeyRange keys, float m, float factor,
                        float* attn) {
   const int64_t longest = int64_t{args.max_blocks} * args.block_size;

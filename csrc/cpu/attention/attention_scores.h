@@ -1,5 +1,4 @@
-// From q.k to softmax weights, one row and one key tile at a time; see simd.h for the rules of
-// inclusion.
+// From q.k to softmax weights, for one row and one key tile. See simd.h for the rules of inclusion.
 #pragma once
 
 #include "csrc/cpu/attention/key_tile.h"
@@ -16,7 +15,7 @@ inline Floats lane_indices() {
   return lanes;
 }
 
-// Hides keys outside [first, end), and with them the lanes behind the last key.
+// Hides keys outside [first, end), and the lanes after the last key.
 inline void hide_outside(int32_t first, int32_t end, int32_t num_keys, float* scores) {
   if (first <= 0 && end >= (num_keys + kLanes - 1) / kLanes * kLanes) {
     return;
@@ -30,7 +29,7 @@ inline void hide_outside(int32_t first, int32_t end, int32_t num_keys, float* sc
   }
 }
 
-// What element `at` of a mask adds to a score: -inf for False.
+// The number that element `at` of a mask adds to a score: -inf for False.
 inline float mask_bias(const void* mask, DType dtype, int64_t at) {
   switch (dtype) {
     case DType::kBool:
@@ -48,12 +47,12 @@ inline void add_mask(const AttentionArgs& args, const void* mask, int32_t begin,
                      float* scores) {
   for (int32_t i = 0; i < num_keys; ++i) {
     const float bias = mask_bias(mask, args.mask_dtype, (begin + i) * args.mask_strides[3]);
-    // A masked key may hold anything, NaN too.
+    // A masked key may hold any value, also NaN.
     scores[i] = bias == -kInfinity ? bias : scores[i] + bias;
   }
 }
 
-// Everything that stands between q.k and the softmax.
+// All changes of a score between q.k and the softmax.
 template <typename T>
 void adjust_scores(const AttentionArgs& args, const QueryRow& row, const KeyTile<T>& tile,
                    float* scores) {
@@ -77,15 +76,15 @@ void adjust_scores(const AttentionArgs& args, const QueryRow& row, const KeyTile
   hide_outside(row.key_begin - tile.begin, row.key_end - tile.begin, tile.num_keys, scores);
 }
 
-// Lines ahead for each register of weights. The memory would else stand idle meanwhile; with more,
-// loads from the cache wait behind those that are asked for.
+// Cache lines to prefetch for each register of weights. With fewer, memory is idle meanwhile. With
+// more, loads from the cache wait for the prefetched lines.
 inline constexpr int kLinesOfWeights = 4;
 
-// Turns the scores of kRows rows into weights relative to their new running maxima, updates m and
-// l, and writes the factors that bring o to those maxima. Reads kLanes elements of m and l.
+// Turns the scores of kRows rows into weights relative to their new running maxima. Updates m and
+// l. Writes the factors that rescale o to those maxima. Reads kLanes elements of m and l.
 template <int kRows, typename Prefetch>
 [[gnu::noinline]] void update_softmax(float* scores, int32_t num_keys, float* m, float* l,
-                                      float* rescale, Prefetch& ahead) {
+                                      float* rescale, Prefetch& cursor) {
   Floats highest[kRows];
   for (int r = 0; r < kRows; ++r) {
     highest[r] = load(scores + r * kKeyTile);
@@ -95,7 +94,7 @@ template <int kRows, typename Prefetch>
   }
   const Floats old_m = load(m);
   const Floats new_m = maximum(old_m, max_each<kRows>(highest));
-  // Rows that have seen no key yet keep weights of 0.
+  // The weights of rows that have seen no key yet stay 0.
   const Floats shift = new_m == -kInfinity ? Floats{} : new_m;
   const Floats factor = exp(old_m - shift);
   float shifts[kLanes];
@@ -108,7 +107,7 @@ template <int kRows, typename Prefetch>
       store(scores + r * kKeyTile + i, weight);
       sum[r] += weight;
       for (int line = 0; line < kLinesOfWeights; ++line) {
-        ahead.ask();
+        cursor.ask();
       }
     }
   }
@@ -119,12 +118,12 @@ template <int kRows, typename Prefetch>
 
 template <typename Prefetch>
 void update_softmax(float* scores, int32_t num_rows, int32_t num_keys, const SoftmaxState& state,
-                    float* rescale, Prefetch& ahead) {
+                    float* rescale, Prefetch& cursor) {
   int32_t row = 0;
   const auto update = [&]<int kRows>() {
     for (; row + kRows <= num_rows; row += kRows) {
       update_softmax<kRows>(scores + row * kKeyTile, num_keys, state.m + row, state.l + row,
-                            rescale + row, ahead);
+                            rescale + row, cursor);
     }
   };
   update.template operator()<kLanes>();
@@ -132,7 +131,7 @@ void update_softmax(float* scores, int32_t num_rows, int32_t num_keys, const Sof
   update.template operator()<1>();
 }
 
-// Points the values of keys that no row attends to zeros: a weight of 0 does not hide a NaN.
+// Replaces the values of keys that no row attends to by zeros: a weight of 0 does not hide a NaN.
 template <typename T>
 void drop_unattended(const float* weights, int32_t num_rows, const T* zeros, KeyTile<T>& tile) {
   for (int32_t key = 0; key < tile.num_keys; ++key) {

@@ -1,5 +1,5 @@
-// Scores and outputs of a row tile with few rows in bfloat16, by instructions that multiply pairs
-// of bfloat16 and add the products up in float32. See simd.h for the rules of inclusion.
+// Scores and outputs of a row tile with few rows in bfloat16. The instructions multiply pairs of
+// bfloat16 and add the products in float32. See simd.h for the rules of inclusion.
 #pragma once
 
 #include "csrc/cpu/attention/interleaved_rows.h"
@@ -23,7 +23,7 @@ struct BFloat16Dims {
   }
 };
 
-// The queries of a row tile as they were given: neither rotated nor scaled.
+// The caller's queries of a row tile: neither rotated nor scaled.
 inline void given_queries(const AttentionArgs& args, const RowTile& rows, BFloat16* to) {
   for (int32_t r = 0; r < rows.num_rows; ++r) {
     const QueryRow& row = rows.rows[r];
@@ -47,7 +47,7 @@ inline void round_weights(const float* weights, int32_t num_rows, BFloat16* to) 
   }
 }
 
-// The elements of two registers in turns: of their first halves, or of their second ones.
+// Interleaves the elements of two registers: of their first halves, or of their second halves.
 template <int kFirst, size_t... kElement>
 inline __m512i alternate(__m512i a, __m512i b, std::index_sequence<kElement...>) {
   typedef uint16_t Elements __attribute__((vector_size(64)));
@@ -58,11 +58,12 @@ inline __m512i alternate(__m512i a, __m512i b, std::index_sequence<kElement...>)
 }
 
 // kRows rows of o = o * rescale + weights . v over the tile's keys, for kPairs registers of
-// columns, each of 2 * kLanes. Reads keys up to an even number: those behind the last have no
-// weight. Asks for `pace` lines ahead for each pair of keys, if kAsk, but not more than it reads.
+// columns, each of 2 * kLanes. Reads an even number of keys: the weight of a key after the last is
+// 0. If kAsk, prefetches `pace` lines for each pair of keys, but not more than it reads.
 template <int kRows, int kPairs, bool kAsk>
-[[gnu::noinline]] void accumulate_pairs(const KeyTile<BFloat16>& tile, Ahead<BFloat16>& ahead,
-                                        int32_t pace, int32_t column, const BFloat16* weights,
+[[gnu::noinline]] void accumulate_pairs(const KeyTile<BFloat16>& tile,
+                                        PrefetchCursor<BFloat16>& cursor, int32_t pace,
+                                        int32_t column, const BFloat16* weights,
                                         const float* rescale, float* o, int32_t o_stride) {
   constexpr int kColumns = 2 * kPairs;
   constexpr auto kElements = std::make_index_sequence<2 * kLanes>();
@@ -99,7 +100,7 @@ template <int kRows, int kPairs, bool kAsk>
 #pragma GCC unroll 4
       for (int line = r * kColumns / kRows; kAsk && line < (r + 1) * kColumns / kRows; ++line) {
         if (line < pace) {
-          ahead.ask();
+          cursor.ask();
         }
       }
     }
@@ -115,17 +116,17 @@ template <int kRows, int kPairs, bool kAsk>
 
 // The same for all columns, a multiple of 2 * kLanes.
 template <int kRows, bool kAsk>
-void accumulate_pair_rows(const KeyTile<BFloat16>& tile, Ahead<BFloat16>& ahead, int32_t value_dim,
-                          const BFloat16* weights, const float* rescale, float* o,
-                          int32_t o_stride) {
-  const int32_t pace = kAsk ? ahead.pace(4) : 0;
+void accumulate_pair_rows(const KeyTile<BFloat16>& tile, PrefetchCursor<BFloat16>& cursor,
+                          int32_t value_dim, const BFloat16* weights, const float* rescale,
+                          float* o, int32_t o_stride) {
+  const int32_t pace = kAsk ? cursor.pace(4) : 0;
   int32_t column = 0;
   for (; column + 4 * kLanes <= value_dim; column += 4 * kLanes) {
-    accumulate_pairs<kRows, 2, kAsk>(tile, ahead, pace, column, weights, rescale, o + column,
+    accumulate_pairs<kRows, 2, kAsk>(tile, cursor, pace, column, weights, rescale, o + column,
                                      o_stride);
   }
   for (; column < value_dim; column += 2 * kLanes) {
-    accumulate_pairs<kRows, 1, kAsk>(tile, ahead, pace, column, weights, rescale, o + column,
+    accumulate_pairs<kRows, 1, kAsk>(tile, cursor, pace, column, weights, rescale, o + column,
                                      o_stride);
   }
 }

@@ -1,5 +1,5 @@
-// Scores of a row tile with few rows whose queries lie side by side in a register: the sum over
-// lanes that ends a dot product then is short. See simd.h for the rules of inclusion.
+// Scores of a row tile with few rows. A register holds the queries of several rows side by side, so
+// the final sum over lanes is short. See simd.h for the rules of inclusion.
 #pragma once
 
 #include "csrc/cpu/attention/key_tile.h"
@@ -15,8 +15,8 @@ inline constexpr int kRowLanes = kLanes / kRowBlock;
 // This many keys share a load of queries.
 inline constexpr int kSharedKeys = 8;
 
-// The queries [num_rows, D] in rows of q_stride as [row block, D / kDims, kRowBlock, kDims], which
-// needs D to be a multiple of kDims. Rows that are missing in the last block are zeros.
+// Rearranges queries [num_rows, D], row stride q_stride, as [row block, D / kDims, kRowBlock,
+// kDims]. D must be a multiple of kDims. Missing rows of the last block are zeros.
 template <int kDims, typename Element>
 void interleave_rows(const Element* q, int32_t q_stride, int32_t num_rows, int32_t head_dim,
                      Element* to) {
@@ -48,7 +48,7 @@ void interleave_rows(const Element* q, int32_t q_stride, int32_t num_rows, int32
   }
 }
 
-// What a product of interleaved rows takes at a time: dimensions of each row.
+// A product of interleaved rows uses kDims dimensions of each row at a time.
 struct Float32Dims {
   using Element = float;
   static constexpr int kDims = kRowLanes;
@@ -58,11 +58,11 @@ struct Float32Dims {
   }
 };
 
-// scores[r][key] = q[r] . k[key] * scale for a block of rows and a group of keys. If kAsk, asks for
-// as many lines ahead as it reads.
+// scores[r][key] = q[r] . k[key] * scale for a block of rows and a group of keys. If kAsk,
+// prefetches as many lines as it reads.
 template <typename Dims, bool kAsk, typename T>
 [[gnu::noinline]] void score_interleaved(const typename Dims::Element* q, const T* const* k,
-                                         int32_t head_dim, float scale, Ahead<T>& ahead,
+                                         int32_t head_dim, float scale, PrefetchCursor<T>& cursor,
                                          float* scores) {
   constexpr int kLines = Dims::kDims * kSharedKeys * sizeof(T) / kCacheLine;
   Floats sum[kSharedKeys];
@@ -76,7 +76,7 @@ template <typename Dims, bool kAsk, typename T>
       sum[key] = Dims::multiply_add(sum[key], k[key] + d, q);
     }
     for (int line = 0; kAsk && line < kLines; ++line) {
-      ahead.ask();
+      cursor.ask();
     }
   }
   store_scores(sum, scale, scores);
@@ -85,12 +85,12 @@ template <typename Dims, bool kAsk, typename T>
 // The same for all rows and keys.
 template <typename Dims, typename T>
 void score_interleaved_rows(const typename Dims::Element* q, int32_t num_rows,
-                            const KeyTile<T>& tile, int32_t head_dim, float scale, Ahead<T>& ahead,
-                            float* scores) {
+                            const KeyTile<T>& tile, int32_t head_dim, float scale,
+                            PrefetchCursor<T>& cursor, float* scores) {
   for (int32_t key = 0; key < tile.num_keys; key += kSharedKeys) {
-    score_interleaved<Dims, true>(q, tile.k + key, head_dim, scale, ahead, scores + key);
+    score_interleaved<Dims, true>(q, tile.k + key, head_dim, scale, cursor, scores + key);
     for (int32_t r = kRowBlock; r < num_rows; r += kRowBlock) {
-      score_interleaved<Dims, false>(q + r * head_dim, tile.k + key, head_dim, scale, ahead,
+      score_interleaved<Dims, false>(q + r * head_dim, tile.k + key, head_dim, scale, cursor,
                                      scores + r * kKeyTile + key);
     }
   }

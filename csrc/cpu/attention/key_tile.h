@@ -1,5 +1,5 @@
-// The keys and values of one key tile, found through the block table; see simd.h for the rules of
-// inclusion.
+// Finds the keys and values of one key tile through the block table, and prefetches them. See
+// simd.h for the rules of inclusion.
 #pragma once
 
 #include "csrc/cpu/attention/attention_kernel.h"
@@ -10,8 +10,8 @@ namespace mlx_paged::cpu::KERNEL_ISA {
 inline constexpr float kInfinity = __builtin_inff();
 inline constexpr int kCacheLine = 64;
 
-// Scores are computed for up to this many keys at once, so that the pointers behind the last key
-// up to a multiple of it must be readable.
+// Scores are computed for up to this many keys at once. So the pointers after the last key must be
+// readable up to the next multiple.
 inline constexpr int kKeyGroup = 16;
 
 // Keys [begin, begin + num_keys) of one sequence and KV head. T is the cache's element type.
@@ -19,7 +19,7 @@ template <typename T>
 struct KeyTile {
   int32_t begin;
   int32_t num_keys;
-  bool is_full;    // no entry points to zeros
+  bool is_full;    // all entries point to keys of the pool
   bool has_holes;  // some keys are in blocks outside the pool
   const T* k[kKeyTile];
   const T* v[kKeyTile];
@@ -34,8 +34,8 @@ void fill(KeyTile<T>& tile, int32_t first, int32_t end, const T* zeros) {
   }
 }
 
-// The tile at `begin`, limited to keys [key_begin, key_end). Those before key_begin, those in holes
-// and the unused entries point to zeros.
+// The tile at `begin`, limited to keys [key_begin, key_end). All other entries, and keys in blocks
+// outside the pool, point to zeros.
 template <typename T>
 void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32_t key_begin,
             int32_t key_end, const T* zeros, KeyTile<T>& tile) {
@@ -79,8 +79,8 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
   fill(tile, i, kKeyTile, zeros);
 }
 
-// From the tile of one KV head to that of another at the same position, if all its keys are in the
-// pool.
+// Makes the tile of another KV head at the same position by moving the pointers. Returns false, and
+// does nothing, if not all entries point to keys of the pool.
 template <typename T>
 bool move_head(const AttentionArgs& args, int32_t num_heads, const KeyTile<T>& from,
                KeyTile<T>& to) {
@@ -98,23 +98,21 @@ bool move_head(const AttentionArgs& args, int32_t num_heads, const KeyTile<T>& f
   return true;
 }
 
-// Asks for a cache line in the second-level cache: a tile and its successor together would evict
-// each other from the first level.
+// Prefetches a cache line into the second-level cache. The first level is too small for two tiles.
 //
-// Always inlined, as its callers here are: gcc finds a function that does nothing else to have no
-// effect, and drops calls of it.
+// This function and its callers here are always inlined: gcc believes that a function that only
+// prefetches has no effect, and removes calls of it.
 [[gnu::always_inline]] inline void prefetch(const void* address) {
   __builtin_prefetch(address, 0, 2);
 }
 
-// Asks the second-level cache for a line that is about to be used. A load would wait there behind
-// the lines that the memory was asked for, and the products behind it.
+// Moves a line that is used soon from the second-level cache to the first. Otherwise its load would
+// wait for the lines that are prefetched from memory, and the products would wait for the load.
 [[gnu::always_inline]] inline void prefetch_soon(const void* address) {
   __builtin_prefetch(address, 0, 3);
 }
 
-// So many keys lie between a value that is used and the one asked for meanwhile: 2 KB of a panel of
-// 64 columns.
+// prefetch_soon runs this many keys ahead of the value in use: 2 KB of a panel of 64 columns.
 template <typename T>
 inline constexpr int kSoon = 32 / sizeof(T);
 
@@ -128,13 +126,13 @@ template <typename T>
   }
 }
 
-// Asks for a tile while another is used, a cache line at a time in the order in which they lie in
-// memory: the keys, then the values, then the last value over and over. The products ask as often
-// as they read lines, evenly, since a burst delays the loads behind it.
+// Prefetches one tile while another is in use: one cache line for each call of `ask`, in the order
+// of memory. Keys come first, then values; after the end it repeats the last value. The products
+// call `ask` once for each line that they read: a burst of prefetches would delay the next loads.
 template <typename T>
-class Ahead {
+class PrefetchCursor {
  public:
-  Ahead(const KeyTile<T>& tile, int32_t head_dim, int32_t value_dim)
+  PrefetchCursor(const KeyTile<T>& tile, int32_t head_dim, int32_t value_dim)
       : row_(tile.k),
         last_(tile.k + kKeyTile - 1),
         row_bytes_(head_dim * static_cast<int32_t>(sizeof(T))),
@@ -149,8 +147,8 @@ class Ahead {
     }
   }
 
-  // How many lines to ask for whenever `read` lines of values are read, so that those left last as
-  // long as the values.
+  // How many lines to prefetch for every `read` lines of values, so that the remaining lines are
+  // spread over all values.
   int32_t pace(int32_t read) const {
     const int32_t left = static_cast<int32_t>(last_ + 1 - row_) * row_bytes_ +
                          (values_ ? kKeyTile * value_bytes_ : 0);
@@ -175,16 +173,16 @@ class Ahead {
   const T* const* last_;
   int32_t offset_ = 0;
   int32_t row_bytes_;
-  const T* const* values_;  // if still to come
+  const T* const* values_;  // null once they have begun
   int32_t value_bytes_;
 };
 
-struct NothingAhead {
+struct NoPrefetch {
   void ask() {}
 };
 
-// Asks for one line of each block that holds keys of the tile at `begin`: the translation of its
-// page's address takes longer than the lines that follow.
+// Prefetches one line of each block that holds keys of the tile at `begin`. This translates the
+// page's address, which takes longer than loading the other lines.
 template <typename T>
 [[gnu::always_inline]] inline void prefetch_pages(const AttentionArgs& args, const RowTile& rows,
                                                   int32_t begin, int32_t key_end) {

@@ -1,6 +1,6 @@
-// Scores and outputs of a row tile with many rows: keys and values are first packed as float32 in
-// the order in which a matrix product reads them, which the rows then share. See simd.h for the
-// rules of inclusion.
+// Scores and outputs of a row tile with many rows. Keys and values are first packed as float32 in
+// the order in which a matrix product reads them; all rows share the packed form. See simd.h for
+// the rules of inclusion.
 #pragma once
 
 #include "csrc/cpu/attention/key_tile.h"
@@ -8,8 +8,8 @@
 
 namespace mlx_paged::cpu::KERNEL_ISA {
 
-// A packed matrix [depth, width] lies in panels of this many columns, each [depth, kPanel]. What is
-// left of the width, a multiple of kLanes, lies in panels of kLanes columns.
+// A packed matrix [depth, width] is stored in panels of this many columns, each [depth, kPanel].
+// The remaining columns, a multiple of kLanes, are stored in panels of kLanes columns.
 inline constexpr int32_t kPanel = kColumnBlock * kLanes;
 
 // The width of the panel that holds a column.
@@ -17,7 +17,7 @@ inline int32_t panel_width(int32_t width, int32_t column) {
   return column < width / kPanel * kPanel ? kPanel : kLanes;
 }
 
-// Where a column of a packed matrix of `depth` rows begins.
+// The start of a column of a packed matrix of `depth` rows.
 inline float* packed_column(float* packed, int32_t depth, int32_t width, int32_t column) {
   const int32_t in_panel = column % panel_width(width, column);
   return packed + depth * (column - in_panel) + in_panel;
@@ -59,8 +59,8 @@ template <typename T>
   }
 }
 
-// c = c * rescale + a . panel for kRows rows and kColumns registers of columns; c counts as zero
-// if `rescale` is null.
+// c = c * rescale + a . panel for kRows rows and kColumns registers of columns. If `rescale` is
+// null, c = a . panel.
 template <int kRows, int kColumns>
 [[gnu::noinline]] void multiply_panel(const float* a, int32_t a_stride, const float* panel,
                                       int32_t depth, const float* rescale, float* c,
@@ -90,7 +90,7 @@ template <int kRows, int kColumns>
   }
 }
 
-// A packed matrix, of whose `rows` only the first `depth` count.
+// A packed matrix of `rows` rows, of which a product uses the first `depth`.
 struct Packed {
   const float* data;
   int32_t rows;
@@ -98,7 +98,7 @@ struct Packed {
   int32_t width;
 };
 
-// c [num_rows, width] = c * rescale + a [num_rows, depth] . b. Calls after_block(row) behind each
+// c [num_rows, width] = c * rescale + a [num_rows, depth] . b. Calls after_block(row) after each
 // block of rows of the first panel.
 template <typename AfterBlock>
 void multiply_packed(const float* a, int32_t a_stride, int32_t num_rows, const Packed& b,

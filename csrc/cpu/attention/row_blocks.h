@@ -5,10 +5,10 @@
 
 namespace mlx_paged::cpu::KERNEL_ISA {
 
-// This many query rows share a load of keys or values; this many registers of columns share a load
-// of queries or weights; this many registers hold dot products in the making. The functions that
-// hold them are unrolled, but not inlined into anything larger: either way a compiler would keep
-// them in memory.
+// kRowBlock query rows share a load of keys or values. kColumnBlock registers of columns share a
+// load of queries or weights. kAccumulators registers hold unfinished dot products. The functions
+// that use them are unrolled, and are not inlined into larger functions: otherwise the compiler
+// would keep the accumulators in memory.
 inline constexpr int kRowBlock = 4;
 #if defined(__AVX512F__) || defined(__aarch64__)
 inline constexpr int kColumnBlock = 4;

@@ -1,6 +1,5 @@
-// Scores and outputs of a row tile with few rows, straight from the cache: lanes run over
-// dimensions, so that keys are read in the order in which they lie in memory. See simd.h for the
-// rules of inclusion.
+// Scores and outputs of a row tile with few rows, directly from the pool. Lanes are dimensions, so
+// keys are read in the order of memory. See simd.h for the rules of inclusion.
 #pragma once
 
 #include "csrc/cpu/attention/key_tile.h"
@@ -9,10 +8,11 @@
 namespace mlx_paged::cpu::KERNEL_ISA {
 
 // scores[r][key] = q[r] . k[key] for kRows rows and as many keys as the accumulators allow.
-// Asks for as many lines ahead, if kAsk.
+// If kAsk, prefetches as many lines as it reads.
 template <int kRows, bool kAsk, typename T>
 [[gnu::always_inline]] inline void score_block(const float* q, int32_t q_stride, int32_t head_dim,
-                                               const T* const* k, Ahead<T>& ahead, float* scores) {
+                                               const T* const* k, PrefetchCursor<T>& cursor,
+                                               float* scores) {
   constexpr int kKeys = kAccumulators / kRows;
   static_assert(kKeyGroup % kKeys == 0);
   Floats sum[kAccumulators];
@@ -29,7 +29,7 @@ template <int kRows, bool kAsk, typename T>
     for (int key = 0; key < kKeys; ++key) {
       const Floats k_d = load_key(k[key] + d);
       if (kAsk && d * sizeof(T) % kCacheLine == 0) {
-        ahead.ask();
+        cursor.ask();
       }
       for (int r = 0; r < kRows; ++r) {
         sum[r * kKeys + key] += k_d * q_d[r];
@@ -53,21 +53,22 @@ template <int kRows, bool kAsk, typename T>
 }
 
 template <int kRows, bool kAsk, typename T>
-[[gnu::noinline]] void score_rows(const KeyTile<T>& tile, Ahead<T>& ahead, const float* q,
+[[gnu::noinline]] void score_rows(const KeyTile<T>& tile, PrefetchCursor<T>& cursor, const float* q,
                                   int32_t q_stride, int32_t head_dim, float* scores) {
   constexpr int kKeys = kAccumulators / kRows;
   for (int32_t key = 0; key < tile.num_keys; key += kKeys) {
-    score_block<kRows, kAsk>(q, q_stride, head_dim, tile.k + key, ahead, scores + key);
+    score_block<kRows, kAsk>(q, q_stride, head_dim, tile.k + key, cursor, scores + key);
   }
 }
 
 // kRows rows of o = o * rescale + weights . v over the tile's keys, for kColumns registers of
 // columns. If kPartial, only the first `width` columns exist.
-// Asks for `pace` lines ahead for each key, if kAsk, but not more than it reads.
+// If kAsk, prefetches `pace` lines for each key, but not more than it reads.
 template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
-[[gnu::noinline]] void accumulate_block(const KeyTile<T>& tile, Ahead<T>& ahead, int32_t pace,
-                                        int32_t column, int32_t width, const float* weights,
-                                        const float* rescale, float* o, int32_t o_stride) {
+[[gnu::noinline]] void accumulate_block(const KeyTile<T>& tile, PrefetchCursor<T>& cursor,
+                                        int32_t pace, int32_t column, int32_t width,
+                                        const float* weights, const float* rescale, float* o,
+                                        int32_t o_stride) {
   constexpr int kLines = (kColumns * kLanes * sizeof(T) + kCacheLine - 1) / kCacheLine;
   Floats sum[kRows][kColumns];
   for (int r = 0; r < kRows; ++r) {
@@ -89,7 +90,7 @@ template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
 #pragma GCC unroll 4
     for (int line = 0; kAsk && line < kLines; ++line) {
       if (line < pace) {
-        ahead.ask();
+        cursor.ask();
       }
     }
     for (int r = 0; r < kRows; ++r) {
@@ -107,13 +108,13 @@ template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
 }
 
 template <int kRows, bool kAsk, typename T>
-void accumulate_rows(const KeyTile<T>& tile, Ahead<T>& ahead, int32_t value_dim,
+void accumulate_rows(const KeyTile<T>& tile, PrefetchCursor<T>& cursor, int32_t value_dim,
                      const float* weights, const float* rescale, float* o, int32_t o_stride) {
   constexpr int kPanelBytes = kColumnBlock * kLanes * sizeof(T);
-  const int32_t pace = kAsk ? ahead.pace((kPanelBytes + kCacheLine - 1) / kCacheLine) : 0;
+  const int32_t pace = kAsk ? cursor.pace((kPanelBytes + kCacheLine - 1) / kCacheLine) : 0;
   const auto panel = [&]<int kColumns, bool kPartial>(int32_t column) {
-    accumulate_block<kRows, kColumns, kPartial, kAsk>(tile, ahead, pace, column, value_dim - column,
-                                                      weights, rescale, o + column, o_stride);
+    accumulate_block<kRows, kColumns, kPartial, kAsk>(
+        tile, cursor, pace, column, value_dim - column, weights, rescale, o + column, o_stride);
   };
   int32_t column = 0;
   for (; column + kColumnBlock * kLanes <= value_dim; column += kColumnBlock * kLanes) {

@@ -50,7 +50,7 @@ float widened(float x) { return x; }
 float widened(BFloat16 x) { return load_partial(&x, 1)[0]; }
 float widened(Float16 x) { return load_partial(&x, 1)[0]; }
 
-// The first `count` lanes of x, the others of y.
+// The first `count` lanes of x, then the other lanes of y.
 Floats lanes_or(Floats x, int count, Floats y) {
   Ints lane;
   for (int i = 0; i < kLanes; ++i) {
@@ -157,7 +157,7 @@ void rotate_neighbours(const T* x, const float* sines, const float* cosines, int
   }
 }
 
-// The largest of a row, not a number if any is none.
+// The largest element of a row; NaN if any element is NaN.
 template <typename T>
 float largest(const T* x, int32_t width) {
   Floats best = broadcast(widened(x[0]));
@@ -175,7 +175,7 @@ float largest(const T* x, int32_t width) {
   return result;
 }
 
-// A float32 sum loses its last bits over more elements.
+// A float32 sum over more elements loses its last bits.
 constexpr int32_t kSummed = 4096;
 
 template <typename T>
@@ -196,7 +196,7 @@ void log_sum_exp_row(const T* x, int32_t width, T* out) {
   for (int32_t i = 0; i < width; i += kSummed) {
     total += sum_of_powers(x + i, width - i < kSummed ? width - i : kSummed, top);
   }
-  // Of an infinite largest element the differences are not numbers.
+  // If the largest element is infinite, the differences are NaN.
   const bool finite = top - top == 0;
   store_up_to(out, broadcast(finite ? top + static_cast<float>(__builtin_log(total)) : top), 1);
 }

@@ -1,8 +1,8 @@
-// Rows of a model's normalisations, rotary embeddings and activations. They are compiled once per
-// instruction set (layer_kernels.cpp) and chosen at run time (cpu_features.h).
+// Kernels for one row of a model's normalisations, rotary embeddings and activations. They are
+// compiled once per instruction set (layer_kernels.cpp) and chosen at run time (cpu_features.h).
 //
-// Elements are float32, float16 or bfloat16, sums and functions float32. All but log-sum-exp round
-// to the dtype wherever MLX's composition of operations does.
+// Elements are float32, float16 or bfloat16. Sums and functions are float32. All kernels except
+// log-sum-exp round to the dtype wherever MLX's composition of operations does.
 #pragma once
 
 #include <cstdint>

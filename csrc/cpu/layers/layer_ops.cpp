@@ -2,10 +2,10 @@
 
 #include <cmath>
 #include <memory>
-#include <sstream>
-#include <stdexcept>
 
 #include "csrc/cpu/layers/layer_primitives.h"
+#include "csrc/errors.h"
+#include "csrc/validate.h"
 #include "mlx/ops.h"
 
 namespace mlx_paged {
@@ -15,17 +15,8 @@ namespace {
 template <typename... Parts>
 void require(bool condition, const char* op, const Parts&... parts) {
   if (!condition) {
-    std::ostringstream message;
-    message << "[" << op << "] ";
-    (message << ... << parts);
-    throw std::invalid_argument(message.str());
+    fail(op, parts...);
   }
-}
-
-void check_dtype(const char* op, const char* argument, const mx::array& a) {
-  const mx::Dtype dtype = a.dtype();
-  require(dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16, op, argument,
-          " has dtype ", dtype, ": expected float32, float16 or bfloat16");
 }
 
 template <typename Primitive, typename... Config>
@@ -40,7 +31,7 @@ mx::array make(std::vector<mx::array> inputs, mx::StreamOrDevice stream, Config.
 
 mx::array rms_norm(const mx::array& x, const OptionalArray& weight, float eps,
                    mx::StreamOrDevice stream) {
-  check_dtype("rms_norm", "x", x);
+  check_floating("rms_norm", "x", x);
   require(x.ndim() >= 1, "rms_norm", "x is a scalar: expected at least one axis");
   std::vector<mx::array> inputs = {x};
   if (weight) {
@@ -56,7 +47,7 @@ mx::array rms_norm(const mx::array& x, const OptionalArray& weight, float eps,
 
 mx::array rope(const mx::array& x, const mx::array& offset, const mx::array& frequencies,
                float scale, bool traditional, mx::StreamOrDevice stream) {
-  check_dtype("rope", "x", x);
+  check_floating("rope", "x", x);
   require(x.ndim() == 3 || x.ndim() == 4, "rope", "x has ", x.ndim(), " axes: expected 3 or 4");
   require(frequencies.ndim() == 1 && frequencies.dtype() == mx::float32, "rope",
           "frequencies has dtype ", frequencies.dtype(), " and ", frequencies.ndim(),
@@ -84,7 +75,7 @@ mx::array rope_frequencies(int dims, float base, mx::StreamOrDevice stream) {
 
 mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activation activation,
                    mx::StreamOrDevice stream) {
-  check_dtype("activate", "x", x);
+  check_floating("activate", "x", x);
   std::vector<mx::array> inputs = {x};
   if (factor) {
     require(factor->shape() == x.shape() && factor->dtype() == x.dtype(), "activate", "factor has ",
@@ -96,7 +87,7 @@ mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activat
 }
 
 mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream) {
-  check_dtype("log_sum_exp", "x", x);
+  check_floating("log_sum_exp", "x", x);
   require(x.ndim() >= 1 && x.shape(-1) > 0, "log_sum_exp",
           "x has no elements on its last axis: expected at least one");
   return make<LogSumExp>({x}, stream);

@@ -7,16 +7,15 @@
 #include <utility>
 
 #include "csrc/cpu/layers/layer_rows.h"
+#include "csrc/cpu/mlx_args.h"
 #include "csrc/cpu/thread_pool.h"
-#include "csrc/dtypes.h"
 #include "mlx/allocator.h"
-#include "mlx/backend/cpu/encoder.h"
 
 namespace mlx_paged {
 
 namespace {
 
-// Below this many elements waking a thread costs more than it saves; a thread takes so many.
+// Elements of one task. For fewer elements, waking a thread costs more than it saves.
 constexpr int64_t kElementsOfTask = 1 << 16;
 
 // Computes all rows (layer_rows.h), on several threads if that pays.
@@ -30,13 +29,9 @@ void compute(const Rows& rows) {
 }
 
 template <typename Rows>
-void dispatch(mx::Stream stream, const std::vector<mx::array>& inputs, mx::array& out, Rows rows) {
-  auto& encoder = mx::cpu::get_command_encoder(stream);
-  for (const mx::array& input : inputs) {
-    encoder.set_input_array(input);
-  }
-  encoder.set_output_array(out);
-  encoder.dispatch([rows = std::move(rows)] { compute(rows); });
+void dispatch(mx::Stream stream, const std::vector<mx::array>& inputs,
+              std::vector<mx::array>& outputs, Rows rows) {
+  cpu::encoder_for(stream, inputs, outputs).dispatch([rows = std::move(rows)] { compute(rows); });
 }
 
 std::byte* allocate(mx::array& out) {
@@ -44,7 +39,7 @@ std::byte* allocate(mx::array& out) {
   return out.data<std::byte>();
 }
 
-// In the buffer of an input of the same size that nobody else needs, if there is one.
+// Reuses the buffer of an input of the same size, if nothing else needs that buffer.
 std::byte* allocate_in_place(const std::vector<mx::array>& inputs, mx::array& out) {
   for (const mx::array& input : inputs) {
     if (input.size() == out.size() && input.flags().row_contiguous && input.is_donatable()) {
@@ -75,8 +70,8 @@ bool RmsNorm::is_equivalent(const mx::Primitive& other) const {
 
 void RmsNorm::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   std::byte* out = allocate(outputs[0]);
-  dispatch(stream(), inputs, outputs[0],
-           cpu::RmsNormRows{.dtype = cpu_dtype(outputs[0].dtype()),
+  dispatch(stream(), inputs, outputs,
+           cpu::RmsNormRows{.dtype = cpu::dtype_of(outputs[0]),
                             .x = cpu::DenseRows(inputs[0]),
                             .weight = optional_rows(inputs, 1),
                             .eps = eps_,
@@ -92,8 +87,8 @@ void Rope::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>
   std::byte* out = allocate(outputs[0]);
   const mx::array& x = inputs[0];
   const mx::array& offsets = inputs[1];
-  dispatch(stream(), inputs, outputs[0],
-           cpu::RopeRows{.dtype = cpu_dtype(outputs[0].dtype()),
+  dispatch(stream(), inputs, outputs,
+           cpu::RopeRows{.dtype = cpu::dtype_of(outputs[0]),
                          .x = cpu::DenseRows(x),
                          .frequencies = cpu::DenseRows(inputs[2]),
                          .offsets = offsets.data<int32_t>(),
@@ -112,8 +107,8 @@ bool Activate::is_equivalent(const mx::Primitive& other) const {
 
 void Activate::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   std::byte* out = allocate_in_place(inputs, outputs[0]);
-  dispatch(stream(), inputs, outputs[0],
-           cpu::ActivateRows{.dtype = cpu_dtype(outputs[0].dtype()),
+  dispatch(stream(), inputs, outputs,
+           cpu::ActivateRows{.dtype = cpu::dtype_of(outputs[0]),
                              .activation = activation_,
                              .x = cpu::DenseRows(inputs[0]),
                              .factor = optional_rows(inputs, 1),
@@ -128,9 +123,9 @@ std::vector<mx::Shape> LogSumExp::output_shapes(const std::vector<mx::array>& in
 
 void LogSumExp::eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   std::byte* out = allocate(outputs[0]);
-  dispatch(stream(), inputs, outputs[0],
+  dispatch(stream(), inputs, outputs,
            cpu::LogSumExpRows{
-               .dtype = cpu_dtype(outputs[0].dtype()), .x = cpu::DenseRows(inputs[0]), .out = out});
+               .dtype = cpu::dtype_of(outputs[0]), .x = cpu::DenseRows(inputs[0]), .out = out});
 }
 
 }  // namespace mlx_paged

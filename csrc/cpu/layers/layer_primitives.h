@@ -10,9 +10,9 @@
 
 namespace mlx_paged {
 
-// One output, of the shape of the first input but for LogSumExp. Transformations are those of MLX's
-// own operations: a function that mx.compile traced while a model was served may be differentiated
-// later.
+// Each has one output. It has the shape of the first input, except for LogSumExp. Transformations
+// use MLX's own operations: a function that mx.compile traced while a model was served may be
+// differentiated later.
 class LayerPrimitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
@@ -30,13 +30,13 @@ class LayerPrimitive : public mx::Primitive {
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override;
 
  protected:
-  // The same in MLX's operations.
+  // The same result by MLX's own operations.
   virtual mx::array composed(const std::vector<mx::array>& inputs) = 0;
 
  private:
   using Function = std::function<std::vector<mx::array>(const std::vector<mx::array>&)>;
 
-  // `composed` as a function of some of its inputs.
+  // `composed` as a function of the inputs `argnums`.
   Function function_of(const std::vector<int>& argnums, const std::vector<mx::array>& inputs);
 };
 

@@ -1,12 +1,12 @@
-// The operands of the layer ops, and what one thread computes of each: a range of its rows. Inputs
-// have any layout, the output is dense.
+// The operands of the layer ops. `compute` computes the rows [begin, end): the work of one thread.
+// Inputs may have any layout; the output is dense.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 
-#include "csrc/cpu/attention/dense_rows.h"
+#include "csrc/cpu/layers/dense_rows.h"
 #include "csrc/cpu/layers/layer_kernels.h"
 
 namespace mlx_paged::cpu {
@@ -23,7 +23,7 @@ struct RmsNormRows {
   void compute(int64_t begin, int64_t end) const;
 };
 
-// Counted by tokens, over all sequences: the heads of one share its angles.
+// A row is one token of one sequence with all its heads, which share the angles.
 struct RopeRows {
   DType dtype;
   DenseRows x;             // [batch, heads, tokens]
@@ -45,7 +45,7 @@ struct RopeRows {
   float position(int64_t sequence, int64_t token) const;
 };
 
-// `out` may be the memory of x or of the factor, if that is dense.
+// `out` may be the memory of x or of the factor, if that array is dense.
 struct ActivateRows {
   DType dtype;
   Activation activation;
@@ -58,7 +58,7 @@ struct ActivateRows {
   void compute(int64_t begin, int64_t end) const;
 };
 
-// The output has one element a row.
+// The output has one element per row.
 struct LogSumExpRows {
   DType dtype;
   DenseRows x;

@@ -1,4 +1,4 @@
-// What MLX's transformations make of the primitives, in MLX's own operations.
+// Derivatives and vmap of the primitives, by MLX's own operations.
 #include <cmath>
 #include <numbers>
 

@@ -1,4 +1,4 @@
-// The rows of an array of any layout as dense runs of elements.
+// Gives the rows of an array of any layout as dense rows.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@
 
 namespace mlx_paged::cpu {
 
-// Holds a row that is not dense in memory; one per thread.
+// Holds the dense copy of a row. Each thread has its own.
 using RowBuffer = std::vector<std::byte>;
 
-// A view of an array [..., width]: rows are counted over all axes but the last. A scalar is one row
-// of one element.
+// A view of an array [..., width]. All axes except the last count rows. A scalar is one row of one
+// element.
 class DenseRows {
  public:
   explicit DenseRows(const mlx::core::array& a)
@@ -34,7 +34,7 @@ class DenseRows {
   int64_t itemsize() const { return itemsize_; }
   int64_t row_bytes() const { return width_ * itemsize_; }
 
-  // Row r, in the array or, where its elements lie apart, copied to `buffer`.
+  // Row r: in the array if it is dense there, otherwise a copy in `buffer`.
   const void* row(int64_t r, RowBuffer& buffer) const {
     const std::byte* from = data_ + offset(r) * itemsize_;
     if (step_ == 1 || width_ == 1) {
