@@ -127,7 +127,7 @@ inline Slot locate(int key, int end, const device int* table, constant Attention
 // This lane's vectors of one row of the pool; zeros if the slot is not valid.
 template <typename T, int DIM, int TEAM, int VECTORS>
 inline void load_row(
-    const device T* head, Slot slot, constant long* strides, int team_lane,
+    const device T* head, Slot slot, const constant long* strides, int team_lane,
     thread float4 (&result)[VECTORS]) {
   const long start = slot.block * strides[1] + slot.offset * strides[2];
   for (int c = 0; c < VECTORS; c++) {

@@ -258,8 +258,9 @@ class PagedCache(_BaseCache):
         if not keys or not values:
             return sequence
         k, v = (_contiguous(runs) for runs in (keys, values))
-        mx.eval(k, v)  # before any later write to their blocks: no graph would order the two
         self.layer.write([sequence], (sequence.id,), PaddedSpans.of([0], num_tokens), k, v)
+        # k and v may be views of other blocks, and no graph orders this read before later writes.
+        mx.eval(k, v, self.layer.kv.handles())
         return sequence
 
     # Content

@@ -131,7 +131,7 @@ class PoolLayer:
             blocks = mx.array(source._blocks(row, num_tokens))
             keys, values = source.kv.gather(0, blocks, num_tokens)
             # Before any later write to these blocks: no graph would order the two.
-            mx.async_eval(keys, values)  # type: ignore[no-untyped-call]
+            mx.eval(keys, values)
             self.write([child], (child.id,), PaddedSpans.of([0], num_tokens), keys, values)
         return child
 

@@ -160,3 +160,36 @@ def test_blocks_are_copied_in_whole_vectors(metal):
     for each in (lines[2], lines[3]):
         assert each.loaded == each.stored == rows
         assert moved_in_pairs(each, 2 * rows)
+
+
+def spread(array: mx.array) -> mx.array:
+    """The same values as every second element of memory of NaNs."""
+    values = np.full((*array.shape, 2), np.nan, np.float32)
+    values[..., 0] = as_numpy(array)
+    memory = mx.array(values).reshape(*array.shape[:-1], -1).astype(array.dtype)
+    mx.eval(memory)
+    return memory[..., ::2]
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("layout", ["every second", "one for all"])
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("sinks", "sinks"),
+        ("alibi", "alibi_slopes"),
+        ("rope", "rope_freqs"),
+        ("mapping", "kv_head_mapping"),
+    ],
+)
+def test_options_may_lie_anywhere(option, name, layout, split):
+    case = random_case([3000 if split else 45, 7], options=[option])
+    array = case.options[name]
+    if layout == "every second":
+        case.options[name] = spread(array)
+    else:
+        case.options[name] = mx.broadcast_to(array.flatten()[:1].squeeze(0), array.shape)
+    out = MetalRunner().paged_attention(
+        case.q, [case.k_cache], [case.v_cache], *case.arrays[3:], scale=case.scale, **case.options
+    )
+    assert worst_error(out, case.expected()[0]) <= TOLERANCE[case.q.dtype]
