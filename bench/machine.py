@@ -1,7 +1,9 @@
-"""What this machine is, and the fastest that it can read memory."""
+"""What this machine is, and how fast it reads memory and multiplies matrices."""
 
 import os
 import platform
+import resource
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +13,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-READ_BYTES = 128 * 2**20
-"""Far beyond any last-level cache."""
-
+READ_BYTES = 128 * 2**20  # far more than any last-level cache holds
 GB = 1e9
+GEMM_SIZE = 512
+SLOW_GFLOPS = 20.0  # A reference BLAS reaches about 4 on one core, an optimised one 50 or more
+
+STATM = Path("/proc/self/statm")
 
 
 def describe() -> dict[str, str | int]:
@@ -30,14 +34,14 @@ def describe() -> dict[str, str | int]:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def blas() -> str:
-    """The library that multiplies MLX's float32 matrices on the CPU, as far as it can be told."""
+    """The library that multiplies MLX's float32 matrices on the CPU, if it can be found out."""
     if platform.system() == "Darwin":
         return "Accelerate"
     try:
@@ -49,6 +53,14 @@ def blas() -> str:
     return ", ".join(sorted(preloaded)) or "the reference BLAS of MLX's wheel"
 
 
+def resident_bytes() -> int:
+    """Memory that the process has now. Where /proc is missing: the most that it ever had."""
+    if STATM.exists():
+        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
 class Clock(StrEnum):
     """How seconds are counted."""
 
@@ -56,9 +68,10 @@ class Clock(StrEnum):
     PROCESSOR = "processor"
 
     def seconds(self, run: Callable[[], object], num_threads: int) -> float:
-        """What `run` takes: the time that passes, or that processors work, an equal part for each
-        of so many threads. The latter is what a busy machine would need alone, if the work was
-        shared evenly: too good for work that one thread does, such as most of MLX's on a CPU.
+        """The wall time of `run`, or the processor time of all threads divided by `num_threads`.
+
+        Processor time tells what an idle machine would need, if the threads share the work evenly.
+        It is too short for work on one thread, such as most of MLX's on a CPU.
         """
         read = time.perf_counter if self is Clock.WALL else time.process_time
         started = read()
@@ -68,11 +81,10 @@ class Clock(StrEnum):
 
 
 class MemoryReader:
-    """Reads an array that no cache holds: on a CPU with so many threads, on a GPU with a kernel."""
+    """Reads an array that fits no cache: with threads on a CPU, with a kernel on a GPU."""
 
     def __init__(self, num_threads: int, num_bytes: int = READ_BYTES) -> None:
         self.num_bytes = num_bytes
-        self.num_threads = num_threads
         self._parts = np.array_split(np.ones(num_bytes // 8, np.int64), num_threads)
         self._threads = ThreadPoolExecutor(num_threads)
         self.read: Callable[[], None] = self._read_on_cpu
@@ -104,9 +116,39 @@ def measure_read(
     return rates
 
 
-def measure_gemm(clock: Clock = Clock.WALL, rounds: int = 20, size: int = 512) -> float:
+def gemm_gflops(clock: Clock = Clock.WALL, repeats: int = 3) -> float:
     """Best GFLOP/s of several products of square float32 matrices."""
-    a, b = mx.random.normal((2, size, size))
+    a, b = mx.random.normal((2, GEMM_SIZE, GEMM_SIZE))
     mx.eval(a, b)
-    best = min(clock.seconds(lambda: mx.eval(a @ b), cores()) for _ in range(rounds))
-    return round(2 * size**3 / best / 1e9, 1)
+    best = min(clock.seconds(lambda: mx.eval(a @ b), cores()) for _ in range(repeats))
+    return round(2 * GEMM_SIZE**3 / best / 1e9, 1)
+
+
+def check_machine() -> dict[str, float]:
+    """Measure the machine; warn on stderr about what makes times say little.
+
+    Returns:
+        "gemm_gflops", of float32, and "load_average", of the last minute.
+    """
+    gflops, load, num_cores = gemm_gflops(), os.getloadavg()[0], os.cpu_count() or 1
+    if gflops < SLOW_GFLOPS:
+        print(
+            f"slow BLAS: float32 GEMM at {gflops:.1f} GFLOP/s; on Linux preload OpenBLAS "
+            "(LD_PRELOAD=.../libopenblas.so.0)",
+            file=sys.stderr,
+        )
+    if load > num_cores / 2:
+        print(
+            f"busy machine: load average {load:.1f} on {num_cores} cores; other processes make"
+            " times longer",
+            file=sys.stderr,
+        )
+    return {"gemm_gflops": gflops, "load_average": round(load, 2)}
+
+
+def machine_text(machine: dict[str, float]) -> str:
+    """What :func:`check_machine` returned, for the first line of a bench."""
+    return (
+        f"float32 GEMM: {machine['gemm_gflops']:.0f} GFLOP/s;"
+        f" load average {machine['load_average']:.1f}"
+    )

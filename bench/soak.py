@@ -1,108 +1,44 @@
-"""Does an engine stay as it is? Many small requests of all kinds, and what grows meanwhile.
+"""Whether anything grows while an engine serves many small requests of all kinds.
 
     python -m bench.soak --requests 20000
 
-Requests arrive whether or not others have ended, at `--per-step` a step on average. The last line
-is one JSON object.
+Requests arrive whether or not others have ended, `--per-step` of them in each step on average. The
+ceiling: nothing grows, no step gets slower. The last line is one JSON object.
 """
 
+import argparse
 import gc
 import json
-import os
-import subprocess
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from statistics import median
 
 import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
+from bench.command import MIB, add_model, make_parser
+from bench.machine import resident_bytes
 from bench.models import SIZES, llama_model
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.common_args import Parser, number
+from mlx_paged.cli import number
 
-MIB = 2**20
 LEAST_BLOCKS = 16
-"""They hold the longest request: 75 tokens of prompt, 15 generated, and a fork of all that."""
+"""They hold the longest request: a prompt of 75 tokens, 15 outputs, and a fork of all that."""
 
-PREFIXES = 40
-"""Beginnings of prompts, such as system prompts, that requests share."""
-
-HISTORIES = 64
-"""Conversations that may go on."""
-
-KEPT = 8
-"""Ended requests whose blocks are held for forks at a time."""
-
-ABORTED = 0.05
-"""Part of the requests that their callers take back."""
+PREFIXES = 40  # beginnings of prompts, such as system prompts, that requests share
+HISTORIES = 64  # conversations that later requests may continue
+KEPT = 8  # ended requests whose blocks are held for forks at a time
+ABORTED = 0.05  # part of the requests that are aborted
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """What a process holds and how fast it is, at the end of a tenth of the requests.
+Footprint = dict[str, float]
+"""What the process holds and how fast it is, at the end of a tenth of the requests.
 
-    Attributes:
-        waiting: requests that have not been admitted: a load that can be served has few.
-        active_bytes: of MLX's arrays.
-        cache_bytes: of buffers that MLX keeps for arrays to come.
-        objects: that Python's garbage collector tracks.
-        step_ms: median over the tenth.
-    """
-
-    waiting: int
-    rss_bytes: int
-    active_bytes: int
-    cache_bytes: int
-    objects: int
-    step_ms: float
-
-    @classmethod
-    def now(cls, waiting: int, step_seconds: Sequence[float]) -> "Footprint":
-        gc.collect()
-        return cls(
-            waiting,
-            resident_bytes(),
-            mx.get_active_memory(),
-            mx.get_cache_memory(),
-            len(gc.get_objects()),
-            1000 * median(step_seconds),
-        )
-
-    def __str__(self) -> str:
-        return (
-            f"{self.waiting} requests wait, RSS {self.rss_bytes / MIB:.1f} MiB, "
-            f"MLX active {self.active_bytes} bytes and cached {self.cache_bytes}, "
-            f"{self.objects} Python objects, median step {self.step_ms:.2f} ms"
-        )
-
-
-@dataclass(frozen=True)
-class Report:
-    """From the end of the first tenth of the requests to the end of the last."""
-
-    requests: int
-    tokens: int
-    aborts: int
-    preemptions: int
-    cached_tokens: int
-    seconds: float
-    rss_growth_mb: float
-    active_growth_bytes: int
-    object_growth: int
-    step_ms_first_tenth: float
-    step_ms_last_tenth: float
-    ratio: float
-    leaked_blocks: int
-
-
-def resident_bytes() -> int:
-    """What the process has in memory now."""
-    command = ["ps", "-o", "rss=", "-p", str(os.getpid())]
-    return 1024 * int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+"waiting" requests are not admitted: few if the engine can serve the load. "objects" are those that
+Python's garbage collector tracks. "step_ms" is the median over the tenth.
+"""
 
 
 class Soak:
@@ -128,7 +64,7 @@ class Soak:
             count -= self._add()
 
     def step(self) -> None:
-        """One step, and what its callers make of it."""
+        """One step, and what callers do after it."""
         start = time.perf_counter()
         outputs = self.engine.step()
         self.step_seconds.append(time.perf_counter() - start)
@@ -143,13 +79,21 @@ class Soak:
                 self._end(request_id, done.tokens)
 
     def release(self) -> None:
-        """Let go of everything."""
+        """Release all kept requests."""
         while self._kept:
             self.engine.release(self._kept.popleft())
 
     def footprint(self) -> Footprint:
-        """At the end of a tenth; the next one begins."""
-        footprint = Footprint.now(len(self.engine.scheduler.waiting), self.step_seconds)
+        """At the end of a tenth; the next tenth begins."""
+        gc.collect()
+        footprint = {
+            "waiting": len(self.engine.scheduler.waiting),
+            "rss_mib": round(resident_bytes() / MIB, 2),
+            "mlx_active_bytes": mx.get_active_memory(),
+            "mlx_cache_bytes": mx.get_cache_memory(),
+            "objects": len(gc.get_objects()),
+            "step_ms": round(1000 * median(self.step_seconds), 3),
+        }
         self.step_seconds.clear()
         return footprint
 
@@ -204,7 +148,7 @@ class Soak:
 
 
 def run(soak: Soak, num_requests: int, per_step: float) -> list[Footprint]:
-    """Serve so many requests, or a few more; a footprint after every tenth of them."""
+    """Serve `num_requests`, or a few more; a footprint after every tenth of them."""
     footprints: list[Footprint] = []
     with tqdm(total=num_requests, unit="request", mininterval=1) as progress:
         while soak.num_added < num_requests or soak.engine.has_work:
@@ -215,25 +159,28 @@ def run(soak: Soak, num_requests: int, per_step: float) -> list[Footprint]:
             progress.update(soak.num_ended - ended)
             if soak.num_ended >= num_requests * (len(footprints) + 1) / 10:
                 footprints.append(soak.footprint())
-                tqdm.write(f"tenth {len(footprints)}: {footprints[-1]}")
+                text = ", ".join(f"{name} {value:.10g}" for name, value in footprints[-1].items())
+                tqdm.write(f"tenth {len(footprints)}: {text}")
     return footprints
 
 
-def make_parser() -> Parser:
-    parser = Parser(prog="bench.soak", description=(__doc__ or "").splitlines()[0])
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser("soak", __doc__)
+    add = parser.add_argument
     at_least_ten = number(int, 10, 2**31, "a whole number >= 10")
-    parser.add_argument("--requests", type=at_least_ten, default=20_000)
+    add("--requests", type=at_least_ten, default=20_000)
     rate = number(float, 0.01, 100, "a number from 0.01 to 100")
-    parser.add_argument("--per-step", type=rate, default=1.25, help="requests that come in a step")
+    add("--per-step", type=rate, default=1.25, help="requests that come in a step")
     blocks = number(int, LEAST_BLOCKS, 2**31, f"a whole number >= {LEAST_BLOCKS}")
-    parser.add_argument("--num-blocks", type=blocks, default=96, help="of 8 tokens, in the pool")
-    parser.add_argument("--model", choices=SIZES, default="tiny", help="shape of the model")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser
+    add("--num-blocks", type=blocks, default=96, help="of 8 tokens, in the pool")
+    add_model(parser, default="tiny")
+    add("--seed", type=int, default=0)
+    return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> Report:
-    args = make_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Returns what the last line says; growth is from the end of the first tenth to the last's."""
+    args = parse(argv)
     engine = Engine(
         llama_model(args.model),
         block_size=8,
@@ -249,22 +196,22 @@ def main(argv: Sequence[str] | None = None) -> Report:
     engine.manager.check_integrity()
 
     first, last = footprints[0], footprints[-1]
-    report = Report(
-        requests=soak.num_ended,
-        tokens=soak.num_tokens,
-        aborts=soak.num_aborts,
-        preemptions=engine.stats.preemptions,
-        cached_tokens=soak.cached_tokens,
-        seconds=round(seconds, 1),
-        rss_growth_mb=round((last.rss_bytes - first.rss_bytes) / MIB, 2),
-        active_growth_bytes=last.active_bytes - first.active_bytes,
-        object_growth=last.objects - first.objects,
-        step_ms_first_tenth=round(first.step_ms, 3),
-        step_ms_last_tenth=round(last.step_ms, 3),
-        ratio=round(last.step_ms / first.step_ms, 3),
-        leaked_blocks=engine.manager.blocks_in_use,
-    )
-    print(json.dumps(asdict(report)))
+    report: dict[str, float] = {
+        "requests": soak.num_ended,
+        "tokens": soak.num_tokens,
+        "aborts": soak.num_aborts,
+        "preemptions": engine.stats.preemptions,
+        "cached_tokens": soak.cached_tokens,
+        "seconds": round(seconds, 1),
+        "rss_growth_mb": round(last["rss_mib"] - first["rss_mib"], 2),
+        "active_growth_bytes": last["mlx_active_bytes"] - first["mlx_active_bytes"],
+        "object_growth": last["objects"] - first["objects"],
+        "step_ms_first_tenth": first["step_ms"],
+        "step_ms_last_tenth": last["step_ms"],
+        "ratio": round(last["step_ms"] / first["step_ms"], 3),
+        "leaked_blocks": engine.manager.blocks_in_use,
+    }
+    print(json.dumps(report))
     return report
 
 

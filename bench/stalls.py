@@ -1,64 +1,53 @@
-"""How long a long prompt holds up running streams: mlx_paged beside mlx-lm's BatchGenerator.
+"""How long a long prompt delays running streams: mlx_paged beside mlx-lm's BatchGenerator.
 
-Streams are decoding when one long prompt arrives. From then until its first token, the gaps between
-each stream's tokens are measured. Engines take turns in one process, made anew in every round.
+Streams decode when one long prompt arrives. The gaps between each stream's tokens are measured from
+then until the prompt's first token. Engines take turns in one process; each round makes new ones.
 
     python -m bench.stalls --streams 8 --prompt-tokens 6000 --max-stall-ms 150
 """
 
 import argparse
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator
 from tqdm import tqdm
 
-from bench.models import AT_LEAST_TWO, SIZES, check_machine, llama_model, random_prompts
+from bench.command import AT_LEAST_TWO, add_model, add_rounds, make_parser, print_result, table
+from bench.machine import check_machine, machine_text
+from bench.models import llama_model, random_prompts
 from mlx_paged import Engine
-from mlx_paged.chunk_budget import MIN_CHUNK
-from mlx_paged.common_args import COUNT, Parser, number
+from mlx_paged.cli import COUNT, MILLISECONDS
+from mlx_paged.scheduler.budget import MIN_CHUNK
 
-BASELINE_STEPS = 20
-"""Steps of decodes alone before the long prompt arrives."""
-
-SETTLING_STEPS = 3
-"""Steps after a request ended whose gaps belong to that event."""
-
+BASELINE_STEPS = 20  # steps of decodes alone before the long prompt arrives
+SETTLING_STEPS = 3  # steps after the end of a request whose gaps are not counted
 MIN_CHUNKS_TIMED = 10
 
 
-class Server(Protocol):
-    """An engine as its caller sees it."""
-
-    def add(self, prompt: list[int], max_tokens: int) -> int:
-        """Queue a prompt; returns its id."""
-
-    def step(self) -> list[int]:
-        """Ids of the requests that got a token."""
-
-
-class PagedServer:
+class Server:
     """mlx_paged's engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def add(self, prompt: list[int], max_tokens: int) -> int:
+        """Queue a prompt; returns its id."""
         return self.engine.add_request(prompt, max_tokens=max_tokens)
 
     def step(self) -> list[int]:
+        """Ids of the requests that got a token."""
         return [output.request_id for output in self.engine.step()]
 
 
-class MlxLmServer:
-    """mlx-lm's batch generator, with its defaults unless `options` say otherwise."""
+class MlxLmServer(Server):
+    """mlx-lm's batch generator; `options` replace its defaults."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self._generator = BatchGenerator(model, **options)
@@ -72,45 +61,26 @@ class MlxLmServer:
         return [response.uid for response in responses]
 
 
-@dataclass(frozen=True)
 class Scenario:
-    """Who decodes, and what arrives; all prompts are token ids.
+    """Prompts of the streams, of the request that arrives, and of one before it.
 
-    Attributes:
-        streams: prompts of the requests that decode throughout.
-        warm_up: a prompt that comes and goes before, so that the cost model has seen its chunks.
-        long: the prompt that arrives.
-        stream_max_tokens: more than any engine gives a stream before the end.
+    The one before is served once, so that the cost model has seen its chunks.
     """
 
-    streams: list[list[int]]
-    warm_up: list[int]
-    long: list[int]
-    stream_max_tokens: int
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> "Scenario":
-        [warm_up] = random_prompts(1, args.warm_up_tokens, args.model, seed=1)
-        [long] = random_prompts(1, args.prompt_tokens, args.model, seed=2)
-        num_steps = (len(warm_up) + len(long)) // min(
-            MIN_CHUNK, args.small_step, args.prefill_chunk
-        )
-        return cls(
-            random_prompts(args.streams, args.stream_tokens, args.model),
-            warm_up,
-            long,
-            num_steps + 4 * BASELINE_STEPS,
-        )
-
-    @property
-    def kv_tokens(self) -> int:
-        """K/V slots that all of it takes."""
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.streams = random_prompts(args.streams, args.stream_tokens, args.model)
+        [self.warm_up] = random_prompts(1, args.warm_up_tokens, args.model, seed=1)
+        [self.long] = random_prompts(1, args.prompt_tokens, args.model, seed=2)
+        chunk = min(MIN_CHUNK, args.small_step, args.prefill_chunk)
+        num_steps = (len(self.warm_up) + len(self.long)) // chunk
+        # More than any engine gives to a stream before the end.
+        self.stream_max_tokens = num_steps + 4 * BASELINE_STEPS
         streams = sum(len(prompt) + self.stream_max_tokens for prompt in self.streams)
-        return streams + len(self.warm_up) + 2 * len(self.long)
+        self.kv_tokens = streams + len(self.warm_up) + 2 * len(self.long)
 
 
 class Watch:
-    """Steps a server and notes when each request's tokens came, in seconds."""
+    """Steps a server and records when each request's tokens came, in seconds."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -135,12 +105,20 @@ class Watch:
         return self.times[request_id][0]
 
     def gaps_ms(self, request_ids: Iterable[int], since: float) -> list[float]:
-        """Milliseconds between tokens of each request, the one that `since` falls into included."""
+        """Milliseconds between tokens of each request; the first gap is the one around `since`."""
         gaps: list[float] = []
         for request_id in request_ids:
             times = np.array(self.times[request_id])
             gaps += (1000 * np.diff(times)[times[1:] > since]).tolist()
         return gaps
+
+    def start_streams(self, scenario: Scenario) -> list[int]:
+        """Ids of the requests that decode; each has a token."""
+        limit = scenario.stream_max_tokens
+        request_ids = [self.server.add(prompt, limit) for prompt in scenario.streams]
+        for request_id in request_ids:
+            self.await_first(request_id)
+        return request_ids
 
 
 @dataclass(frozen=True)
@@ -155,7 +133,7 @@ class Round:
 def play(server: Server, scenario: Scenario) -> Round:
     """Let the streams decode, then the long prompt arrive."""
     watch = Watch(server)
-    streams = start_streams(watch, scenario)
+    streams = watch.start_streams(scenario)
     watch.await_first(server.add(scenario.warm_up, 1))
     calm = watch.steps(SETTLING_STEPS)
     watch.steps(BASELINE_STEPS)
@@ -165,30 +143,13 @@ def play(server: Server, scenario: Scenario) -> Round:
     return Round(gaps_before, watch.gaps_ms(streams, arrival), first_token - arrival)
 
 
-def start_streams(watch: Watch, scenario: Scenario) -> list[int]:
-    limit = scenario.stream_max_tokens
-    request_ids = [watch.server.add(prompt, limit) for prompt in scenario.streams]
-    for request_id in request_ids:
-        watch.await_first(request_id)
-    return request_ids
+def measure_floor(engine: Engine, scenario: Scenario) -> tuple[float, float]:
+    """The least that any schedule takes, medians in milliseconds.
 
-
-@dataclass(frozen=True)
-class Floor:
-    """What no scheduling goes below, medians in milliseconds.
-
-    Attributes:
-        decode: a step of the streams' decodes alone.
-        min_chunk: what MIN_CHUNK tokens from the long prompt's end add to it.
+    A step of the streams' decodes alone; and what MIN_CHUNK tokens from the long prompt's end add.
     """
-
-    decode: float
-    min_chunk: float
-
-
-def measure_floor(engine: Engine, scenario: Scenario) -> Floor:
-    watch = Watch(PagedServer(engine))
-    streams = start_streams(watch, scenario)
+    watch = Watch(Server(engine))
+    streams = watch.start_streams(scenario)
     calm = watch.steps(SETTLING_STEPS)
     watch.steps(BASELINE_STEPS)
     decode = median(watch.gaps_ms(streams, calm))
@@ -199,82 +160,47 @@ def measure_floor(engine: Engine, scenario: Scenario) -> Floor:
     engine.scheduler.budget.prefill_chunk = MIN_CHUNK
     calm = watch.steps(SETTLING_STEPS)
     watch.await_first(engine.fork(parent, scenario.long[-num_tail:], max_tokens=1))
-    return Floor(decode, max(0.0, median(watch.gaps_ms(streams, calm)) - decode))
+    return decode, max(0.0, median(watch.gaps_ms(streams, calm)) - decode)
 
 
-@dataclass
-class Report:
-    """Rounds of one engine and what they come to; gaps in milliseconds.
+def summary(rounds: list[Round], bound_ms: float, promise_ms: float) -> dict[str, Any]:
+    """Medians over the rounds; the worst gap and the numbers of gaps are of all rounds together."""
+    gaps = [gap for each in rounds for gap in each.gaps]
 
-    Medians are over rounds; `worst` and the numbers of gaps are over all of them.
-    """
+    def percentile(q: float) -> float:
+        return round(median(float(np.percentile(each.gaps, q)) for each in rounds), 2)
 
-    name: str
-    rounds: list[Round] = field(default_factory=list)
-
-    def percentile(self, q: float) -> float:
-        return median(float(np.percentile(each.gaps, q)) for each in self.rounds)
-
-    def num_above(self, limit_ms: float) -> int:
-        return sum(gap > limit_ms for each in self.rounds for gap in each.gaps)
-
-    def as_dict(self, bound_ms: float, promise_ms: float) -> dict[str, Any]:
-        return {
-            "gap_before_ms": round(median(median(each.gaps_before) for each in self.rounds), 2),
-            "gap_p50_ms": round(self.percentile(50), 2),
-            "gap_p99_ms": round(self.percentile(99), 2),
-            "gap_max_ms": round(self.percentile(100), 2),
-            "gap_worst_ms": round(max(max(each.gaps) for each in self.rounds), 2),
-            "gaps": sum(len(each.gaps) for each in self.rounds),
-            "gaps_above_bound": self.num_above(bound_ms),
-            "gaps_above_promise": self.num_above(promise_ms),
-            "ttft_s": round(median(each.ttft_s for each in self.rounds), 3),
-        }
-
-
-def max_gap_ratio(slow: Report, fast: Report) -> float:
-    """Largest gap of one engine over that of another in the same round: the median of rounds."""
-    pairs = zip(slow.rounds, fast.rounds, strict=True)
-    return median(max(a.gaps) / max(b.gaps) for a, b in pairs)
-
-
-def make_parser() -> Parser:
-    parser = Parser(prog="bench.stalls", description=(__doc__ or "").splitlines()[0])
-    positive = number(float, 1e-3, 1e9, "a number of ms above 0")
-    parser.add_argument("--streams", type=COUNT, default=8, help="requests that decode")
-    parser.add_argument("--stream-tokens", type=COUNT, default=256, help="their prompts' tokens")
-    parser.add_argument(
-        "--prompt-tokens",
-        type=AT_LEAST_TWO,
-        default=6000,
-        help="of the long prompt",
-    )
-    parser.add_argument("--max-stall-ms", type=positive, default=150.0, help="the bound")
-    parser.add_argument(
-        "--warm-up-tokens", type=COUNT, default=1024, help="of the prompt that comes before"
-    )
-    parser.add_argument("--prefill-chunk", type=COUNT, default=512, help="of mlx_paged")
-    parser.add_argument("--small-step", type=COUNT, default=128, help="prefill step of mlx-lm")
-    parser.add_argument("--rounds", type=COUNT, default=3)
-    parser.add_argument("--model", choices=SIZES, default="reference", help="shape of the model")
-    return parser
-
-
-def servers(
-    args: argparse.Namespace, model: nn.Module, scenario: Scenario
-) -> dict[str, Callable[[], Server]]:
-    """By name, how to make each of them; the bounded one first, mlx-lm's defaults third."""
-
-    def paged(max_stall_ms: float | None) -> Server:
-        return PagedServer(make_engine(args, model, scenario, max_stall_ms))
-
-    bound, step = args.max_stall_ms, args.small_step
     return {
-        f"mlx_paged, bound {bound:g} ms": lambda: paged(bound),
-        f"mlx_paged, chunk {args.prefill_chunk}": lambda: paged(None),
-        "mlx_lm, defaults": lambda: MlxLmServer(model),
-        f"mlx_lm, prefill step {step}": lambda: MlxLmServer(model, prefill_step_size=step),
+        "gap_before_ms": round(median(median(each.gaps_before) for each in rounds), 2),
+        "gap_p50_ms": percentile(50),
+        "gap_p99_ms": percentile(99),
+        "gap_max_ms": percentile(100),
+        "gap_worst_ms": round(max(gaps), 2),
+        "gaps": len(gaps),
+        "gaps_above_bound": sum(gap > bound_ms for gap in gaps),
+        "gaps_above_promise": sum(gap > promise_ms for gap in gaps),
+        "ttft_s": round(median(each.ttft_s for each in rounds), 3),
     }
+
+
+def max_gap_ratio(slow: list[Round], fast: list[Round]) -> float:
+    """Largest gap of one engine over that of another in the same round: the median of rounds."""
+    return median(max(a.gaps) / max(b.gaps) for a, b in zip(slow, fast, strict=True))
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser("stalls", __doc__)
+    add = parser.add_argument
+    add("--streams", type=COUNT, default=8, help="requests that decode")
+    add("--stream-tokens", type=COUNT, default=256, help="their prompts' tokens")
+    add("--prompt-tokens", type=AT_LEAST_TWO, default=6000, help="of the long prompt")
+    add("--max-stall-ms", type=MILLISECONDS, default=150.0, help="the bound")
+    add("--warm-up-tokens", type=COUNT, default=1024, help="of the prompt that comes before")
+    add("--prefill-chunk", type=COUNT, default=512, help="of mlx_paged")
+    add("--small-step", type=COUNT, default=128, help="prefill step of mlx-lm")
+    add_rounds(parser, 3)
+    add_model(parser)
+    return parser.parse_args(argv)
 
 
 def make_engine(
@@ -289,58 +215,65 @@ def make_engine(
     )
 
 
-def print_table(rows: dict[str, dict[str, Any]]) -> None:
-    print(f"{'ms':26}{'before':>8}{'p50':>8}{'p99':>8}{'max':>8}{'worst':>8}", end="")
-    print(f"{'gaps':>8}{'> bound':>9}{'> promise':>11}{'TTFT s':>8}")
-    for name, row in rows.items():
-        times = [row[f"gap_{key}_ms"] for key in ("before", "p50", "p99", "max", "worst")]
-        print(f"{name:26}" + "".join(f"{value:8.1f}" for value in times), end="")
-        print(f"{row['gaps']:8}{row['gaps_above_bound']:9}{row['gaps_above_promise']:11}", end="")
-        print(f"{row['ttft_s']:8.2f}")
+def servers(
+    args: argparse.Namespace, model: nn.Module, scenario: Scenario
+) -> dict[str, Callable[[], Server]]:
+    """By name, how each is made; the first one has the bound, the third mlx-lm's defaults."""
+
+    def paged(max_stall_ms: float | None) -> Server:
+        return Server(make_engine(args, model, scenario, max_stall_ms))
+
+    bound, step = args.max_stall_ms, args.small_step
+    return {
+        f"mlx_paged, bound {bound:g} ms": lambda: paged(bound),
+        f"mlx_paged, chunk {args.prefill_chunk}": lambda: paged(None),
+        "mlx_lm, defaults": lambda: MlxLmServer(model),
+        f"mlx_lm, prefill step {step}": lambda: MlxLmServer(model, prefill_step_size=step),
+    }
+
+
+def gap_table(rows: dict[str, dict[str, Any]]) -> str:
+    head = ["ms", "before", "p50", "p99", "max", "worst", "gaps", "> bound", "> promise", "TTFT s"]
+    return table([head, *([name, *map(str, row.values())] for name, row in rows.items())])
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = make_parser().parse_args(argv)
+    args = parse(argv)
     machine = check_machine()
-    model, scenario = llama_model(args.model), Scenario.of(args)
+    model, scenario = llama_model(args.model), Scenario(args)
     print(
         f"{args.streams} streams with prompts of {args.stream_tokens} tokens decode, then a prompt"
-        f" of {args.prompt_tokens} arrives. Rounds: {args.rounds}; float32 GEMM:"
-        f" {machine['gemm_gflops']:.0f} GFLOP/s; load average {machine['load_average']:.1f}.\n"
-        f"Warm-up of every engine in every round: a prompt of {args.warm_up_tokens}"
-        " tokens beside the streams, from which the cost model learns what chunks cost."
+        f" of {args.prompt_tokens} arrives. Rounds: {args.rounds}; {machine_text(machine)}.\n"
+        f"Each engine first serves a prompt of {args.warm_up_tokens} tokens beside the streams:"
+        " the cost model learns from it."
     )
-    floor = measure_floor(make_engine(args, model, scenario, None), scenario)
-    promise_ms = args.max_stall_ms + floor.min_chunk
+    decode_ms, chunk_ms = measure_floor(make_engine(args, model, scenario, None), scenario)
+    promise_ms = args.max_stall_ms + chunk_ms
     print(
-        f"Floor: a step of decodes alone takes {floor.decode:.1f} ms; {MIN_CHUNK} tokens from the"
-        f" prompt's end add {floor.min_chunk:.1f} ms.\nPromise: {promise_ms:.1f} ms, the bound and"
+        f"Floor: a step of decodes alone takes {decode_ms:.1f} ms; {MIN_CHUNK} tokens from the"
+        f" prompt's end add {chunk_ms:.1f} ms.\nPromise: {promise_ms:.1f} ms, the bound plus"
         " such a chunk."
     )
     makers = servers(args, model, scenario)
-    reports = {name: Report(name) for name in makers}
-    with tqdm(total=args.rounds * len(makers), unit="run", disable=None) as progress:
-        for _ in range(args.rounds):
-            for name, make in makers.items():
-                progress.set_description(name)
-                reports[name].rounds.append(play(make(), scenario))
-                progress.update()
+    rounds: dict[str, list[Round]] = {name: [] for name in makers}
+    for _ in tqdm(range(args.rounds), unit="round", disable=None):
+        for name, make in makers.items():
+            rounds[name].append(play(make(), scenario))
 
-    rows = {name: report.as_dict(args.max_stall_ms, promise_ms) for name, report in reports.items()}
-    print_table(rows)
-    bounded, _, stock, _ = reports.values()
-    ratio = max_gap_ratio(stock, bounded)
-    print(f"Largest gap, {stock.name} over {bounded.name}: {ratio:.1f}x (median of rounds)")
+    rows = {name: summary(each, args.max_stall_ms, promise_ms) for name, each in rounds.items()}
+    print(gap_table(rows))
+    bounded, _, stock, _ = rounds
+    ratio = max_gap_ratio(rounds[stock], rounds[bounded])
+    print(f"Largest gap, {stock} over {bounded}: {ratio:.1f}x (median of rounds)")
     result = {
-        "bench": "stalls",
         **vars(args),
         **machine,
-        "floor_decode_ms": round(floor.decode, 2),
-        "floor_min_chunk_ms": round(floor.min_chunk, 2),
+        "floor_decode_ms": round(decode_ms, 2),
+        "floor_min_chunk_ms": round(chunk_ms, 2),
         "engines": rows,
         "max_gap_ratio": round(ratio, 2),
     }
-    print(json.dumps(result))
+    print_result("stalls", result)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,21 @@
 #include "csrc/pool_memory.h"
 
+#include <cstddef>
+#include <optional>
 #include <string_view>
 #include <vector>
 
+#include "csrc/errors.h"
 #include "mlx/primitives.h"
 
 namespace mlx_paged {
 
 namespace {
+
+struct Memory {
+  const std::byte* first;
+  mx::Strides strides;  // in elements
+};
 
 Memory sliced(Memory memory, const mx::array& view) {
   const auto [start, stop, step] = static_cast<const mx::Slice&>(view.primitive()).state();
@@ -42,8 +50,8 @@ Memory squeezed(Memory memory, const mx::array& view) {
   return {memory.first, strides};
 }
 
-}  // namespace
-
+// Known for an array that is evaluated or scheduled, and for slices, transposes and squeezed axes
+// of such an array. Any other array gets its memory when it is evaluated.
 std::optional<Memory> known_memory(const mx::array& a) {
   if (a.status() != mx::array::Status::unscheduled) {
     return Memory{a.data<std::byte>(), a.strides()};
@@ -58,6 +66,49 @@ std::optional<Memory> known_memory(const mx::array& a) {
                                           : nullptr;
   const std::optional<Memory> memory = view ? known_memory(a.inputs()[0]) : std::nullopt;
   return memory ? std::optional(view(*memory, a)) : std::nullopt;
+}
+
+// Throws if both are one array, or if their first rows overlap.
+void check_apart(const char* op, const mx::array& k_cache, const mx::array& v_cache) {
+  bool is_shared = k_cache.id() == v_cache.id();
+  const auto k = known_memory(k_cache), v = known_memory(v_cache);
+  if (k && v && k_cache.size() > 0) {
+    const auto row_bytes = [](const mx::array& cache) { return cache.shape(3) * cache.itemsize(); };
+    is_shared |=
+        k->first < v->first + row_bytes(v_cache) && v->first < k->first + row_bytes(k_cache);
+  }
+  if (is_shared) {
+    fail(op, "v_cache of shape ", text(v_cache.shape()), " shares memory with k_cache of shape ",
+         text(k_cache.shape()), ": expected two arrays, or columns of one that do not overlap");
+  }
+}
+
+}  // namespace
+
+void check_pool_layout(const char* op, const char* argument, const mx::array& pool, bool writable) {
+  const std::optional<Memory> memory = known_memory(pool);
+  if (!memory || pool.size() == 0) {
+    return;
+  }
+  if (pool.shape(3) > 1 && memory->strides[3] != 1) {
+    fail(op, argument, " of shape ", text(pool.shape()), " has stride ", memory->strides[3],
+         " on its last axis: expected 1");
+  }
+  for (int axis = 0; writable && axis < 3; ++axis) {
+    if (pool.shape(axis) > 1 && memory->strides[axis] == 0) {
+      fail(op, argument, " of shape ", text(pool.shape()), " is a broadcast view along axis ", axis,
+           ": expected memory of its own");
+    }
+  }
+}
+
+void check_pool_memory(const char* op, const mx::array& k_cache, const mx::array& v_cache,
+                       bool writable) {
+  check_pool_layout(op, "k_cache", k_cache, writable);
+  check_pool_layout(op, "v_cache", v_cache, writable);
+  if (writable) {
+    check_apart(op, k_cache, v_cache);
+  }
 }
 
 }  // namespace mlx_paged

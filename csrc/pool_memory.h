@@ -1,8 +1,5 @@
-// Where arrays lie in memory, as far as that is known before anything is computed.
+// Checks of a pool's memory.
 #pragma once
-
-#include <cstddef>
-#include <optional>
 
 #include "mlx/array.h"
 
@@ -10,13 +7,14 @@ namespace mlx_paged {
 
 namespace mx = mlx::core;
 
-struct Memory {
-  const std::byte* first;
-  mx::Strides strides;  // in elements
-};
+// Throws std::invalid_argument unless the last axis is dense and, if `writable`, no two indices
+// share an element (as they do in a broadcast view). Accepts a pool whose memory is not known yet.
+void check_pool_layout(const char* op, const char* argument, const mx::array& pool, bool writable);
 
-// Known of an array that is evaluated or on its way, and of slices, transposes and squeezed axes of
-// such an array; any other array gets its memory when it is evaluated.
-std::optional<Memory> known_memory(const mx::array& a);
+// Checks the layout of keys and values. If `writable`, also throws if the rows of both overlap. Ops
+// call this, and primitives call it again when they are evaluated: then the memory of all pools is
+// known.
+void check_pool_memory(const char* op, const mx::array& k_cache, const mx::array& v_cache,
+                       bool writable);
 
 }  // namespace mlx_paged

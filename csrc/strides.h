@@ -1,4 +1,4 @@
-// Strides of MLX arrays as plain numbers.
+// Strides of MLX arrays.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace mlx_paged {
 
-// The first strides of an array in elements, as many as there is room for.
+// Copies the first kCount strides of an array, in elements.
 template <size_t kCount>
 void copy_strides(const mlx::core::array& a, int64_t (&strides)[kCount]) {
   for (size_t axis = 0; axis < kCount; ++axis) {

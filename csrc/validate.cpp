@@ -2,33 +2,13 @@
 
 #include <cmath>
 #include <limits>
-#include <sstream>
-#include <stdexcept>
 
+#include "csrc/errors.h"
 #include "csrc/pool_memory.h"
 
 namespace mlx_paged {
 
 namespace {
-
-// A shape in Python's notation.
-std::string text(const mx::Shape& shape) {
-  std::ostringstream out;
-  out << "(";
-  for (size_t axis = 0; axis < shape.size(); ++axis) {
-    out << (axis ? ", " : "") << shape[axis];
-  }
-  out << (shape.size() == 1 ? ",)" : ")");
-  return out.str();
-}
-
-template <typename... Parts>
-[[noreturn]] void fail(const std::string& op, const Parts&... parts) {
-  std::ostringstream message;
-  message << "[" << op << "] ";
-  (message << ... << parts);
-  throw std::invalid_argument(message.str());
-}
 
 bool is_pool_dtype(mx::Dtype dtype) {
   return dtype == mx::float32 || dtype == mx::float16 || dtype == mx::bfloat16;
@@ -54,25 +34,10 @@ void check_int32(const char* op, const char* name, const mx::array& a) {
   }
 }
 
-void check_pool_dtype(const char* op, const char* name, const mx::array& a) {
-  if (!is_pool_dtype(a.dtype())) {
-    fail(op, name, " of shape ", text(a.shape()), " has dtype ", a.dtype(),
-         ": expected float32, float16 or bfloat16");
-  }
-}
-
-// float64 is refused: no GPU has it, and attention in mx.fast refuses it too.
-void check_floating(const char* op, const char* name, const mx::array& a) {
-  if (!is_pool_dtype(a.dtype())) {
-    fail(op, name, " of shape ", text(a.shape()), " has dtype ", a.dtype(),
-         ": expected float32, float16 or bfloat16");
-  }
-}
-
 void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cache, bool writable) {
   check_rank(op, "k_cache", k_cache, 4, "(num_kv_heads, num_blocks, block_size, head_dim)");
   check_rank(op, "v_cache", v_cache, 4, "(num_kv_heads, num_blocks, block_size, value_dim)");
-  check_pool_dtype(op, "k_cache", k_cache);
+  check_floating(op, "k_cache", k_cache);
   if (v_cache.dtype() != k_cache.dtype()) {
     fail(op, "v_cache of shape ", text(v_cache.shape()), " has dtype ", v_cache.dtype(),
          " but k_cache has ", k_cache.dtype(), ": expected the same");
@@ -92,22 +57,7 @@ void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cac
   check_pool_memory(op, k_cache, v_cache, writable);
 }
 
-// Throws if both are one array, or their first rows have elements in common.
-void check_apart(const char* op, const mx::array& k_cache, const mx::array& v_cache) {
-  bool is_shared = k_cache.id() == v_cache.id();
-  const auto k = known_memory(k_cache), v = known_memory(v_cache);
-  if (k && v && k_cache.size() > 0) {
-    const auto row_bytes = [](const mx::array& cache) { return cache.shape(3) * cache.itemsize(); };
-    is_shared |=
-        k->first < v->first + row_bytes(v_cache) && v->first < k->first + row_bytes(k_cache);
-  }
-  if (is_shared) {
-    fail(op, "v_cache of shape ", text(v_cache.shape()), " shares memory with k_cache of shape ",
-         text(k_cache.shape()), ": expected two arrays, or columns of one that do not overlap");
-  }
-}
-
-// The shape broadcasts to `target`, its last axis without being expanded.
+// Whether the shape broadcasts to `target` and has its last axis.
 bool is_mask_shape(const mx::Shape& shape, const mx::Shape& target) {
   if (shape.empty() || shape.size() > target.size() || shape.back() != target.back()) {
     return false;
@@ -141,7 +91,7 @@ void check_tables_shape(const char* op, const AttentionInputs& in) {
   }
 }
 
-// A mapping that is not evaluated yet is left alone.
+// Does not check a mapping that is not evaluated yet.
 void check_mapped_heads(const char* op, const mx::array& mapping, int num_kv_heads) {
   if (!mapping.is_available()) {
     return;
@@ -209,24 +159,31 @@ void check_mask(const char* op, const AttentionInputs& in) {
   }
 }
 
-void check_scalars(const char* op, const AttentionConfig& config) {
-  if (!std::isfinite(config.scale)) {
-    fail(op, "scale is ", config.scale, ": expected a finite number");
+void check_scalars(const char* op, const AttentionOptions& options) {
+  if (!std::isfinite(options.scale)) {
+    fail(op, "scale is ", options.scale, ": expected a finite number");
   }
-  if (config.window && *config.window < 1) {
-    fail(op, "window is ", *config.window, ": expected at least 1 key");
+  if (options.window && *options.window < 1) {
+    fail(op, "window is ", *options.window, ": expected at least 1 key");
   }
-  if (config.softcap && !(std::isfinite(*config.softcap) && *config.softcap > 0)) {
-    fail(op, "softcap is ", *config.softcap, ": expected a finite number above 0");
+  if (options.softcap && !(std::isfinite(*options.softcap) && *options.softcap > 0)) {
+    fail(op, "softcap is ", *options.softcap, ": expected a finite number above 0");
   }
 }
 
 }  // namespace
 
-void check_attention(const AttentionInputs& in, const AttentionConfig& config) {
+void check_floating(const char* op, const char* name, const mx::array& a) {
+  if (!is_pool_dtype(a.dtype())) {
+    fail(op, name, " of shape ", text(a.shape()), " has dtype ", a.dtype(),
+         ": expected float32, float16 or bfloat16");
+  }
+}
+
+void check_attention(const AttentionInputs& in, const AttentionOptions& options) {
   const char* op = "paged_attention";
   check_rank(op, "q", in.q, 4, "(batch, num_heads, num_tokens, head_dim)");
-  check_pool_dtype(op, "q", in.q);
+  check_floating(op, "q", in.q);
   check_pool(op, in.k_cache, in.v_cache, false);
   if (in.q.shape(3) != in.k_cache.shape(3)) {
     fail(op, "q has shape ", text(in.q.shape()), " but k_cache has ", text(in.k_cache.shape()),
@@ -240,7 +197,7 @@ void check_attention(const AttentionInputs& in, const AttentionConfig& config) {
   if (in.attn_mask) {
     check_mask(op, in);
   }
-  check_scalars(op, config);
+  check_scalars(op, options);
 }
 
 void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
@@ -270,32 +227,6 @@ void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::ar
   if (block_pairs.ndim() != 2 || block_pairs.shape(1) != 2) {
     fail(op, "block_pairs has shape ", text(block_pairs.shape()),
          ": expected (num_pairs, 2), each (source, destination)");
-  }
-}
-
-void check_pool_layout(const char* op, const char* argument, const mx::array& pool, bool writable) {
-  const std::optional<Memory> memory = known_memory(pool);
-  if (!memory || pool.size() == 0) {
-    return;
-  }
-  if (pool.shape(3) > 1 && memory->strides[3] != 1) {
-    fail(op, argument, " of shape ", text(pool.shape()), " has stride ", memory->strides[3],
-         " on its last axis: expected 1");
-  }
-  for (int axis = 0; writable && axis < 3; ++axis) {
-    if (pool.shape(axis) > 1 && memory->strides[axis] == 0) {
-      fail(op, argument, " of shape ", text(pool.shape()), " is a broadcast view along axis ", axis,
-           ": expected memory of its own");
-    }
-  }
-}
-
-void check_pool_memory(const char* op, const mx::array& k_cache, const mx::array& v_cache,
-                       bool writable) {
-  check_pool_layout(op, "k_cache", k_cache, writable);
-  check_pool_layout(op, "v_cache", v_cache, writable);
-  if (writable) {
-    check_apart(op, k_cache, v_cache);
   }
 }
 

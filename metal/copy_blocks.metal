@@ -1,6 +1,6 @@
 // Copies of whole blocks (source, destination), in order. Grid in threads: (max(k_vectors,
-// v_vectors), KV heads, block_size). A thread moves the same place of every pair, so that a block
-// may be the destination of one pair and the source of a later one.
+// v_vectors), KV heads, block_size). A thread moves the same place of every pair, so a block may
+// be the destination of one pair and the source of a later one.
 template <typename T>
 [[kernel]] void copy_blocks(
     const device int* block_pairs [[buffer(0)]],

@@ -26,12 +26,18 @@ template <typename Q, int DV>
   for (int split = 0; split < p.num_splits; split++) {
     const float scale = rescale(sums[2 * split], total_max);
     sum += sums[2 * split + 1] * scale;
-    for (int c = 0, d = int(lane); d < DV; c++, d += LANES) {
-      weighted[c] += outs[long(split) * DV + d] * scale;
+    for (int c = 0; c < ELEMENTS; c++) {
+      const int d = int(lane) + c * LANES;
+      if (d < DV) {
+        weighted[c] += outs[long(split) * DV + d] * scale;
+      }
     }
   }
   const float total = HAS_SINKS ? sum + weight_of(sink, total_max) : sum;
-  for (int c = 0, d = int(lane); d < DV; c++, d += LANES) {
-    out[long(row) * DV + d] = Q(sum != 0.0f ? weighted[c] / total : 0.0f);
+  for (int c = 0; c < ELEMENTS; c++) {
+    const int d = int(lane) + c * LANES;
+    if (d < DV) {
+      out[long(row) * DV + d] = Q(sum != 0.0f ? weighted[c] / total : 0.0f);
+    }
   }
 }

@@ -1,10 +1,11 @@
 // Attention of few query rows over a long paged context (decode).
 //
-// One threadgroup serves ROWS query rows that share a KV head, over one split of the context: every
-// key and value that it loads is used for all of them. A simdgroup is two teams of 16 lanes, or for
-// wide heads one of 32; a team takes one key at a time, a lane four neighbouring dimensions of it,
-// and further such vectors at intervals of the whole team. Each team streams its keys through a
-// softmax of its own; at the end the teams are merged, and the splits by a second kernel.
+// One threadgroup computes ROWS query rows that share a KV head, over one split of the context. It
+// uses every loaded key and value for all these rows. A simdgroup is two teams of 16 lanes, or, for
+// wide heads, one team of 32. A team takes one key at a time. A lane holds four neighbouring
+// dimensions of the key; wide heads need several such vectors, at intervals of the whole team. Each
+// team has its own streaming softmax. At the end the teams are merged; a second kernel merges the
+// splits.
 
 constant int BLOCK_SIZE [[function_constant(0)]];
 constant bool CAUSAL [[function_constant(1)]];
@@ -25,17 +26,17 @@ constant bool WHOLE = !SPLIT;
 constant constexpr int SIMDGROUPS = 8;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
 
-// Lanes that share a key, so that none holds more than 20 elements of it.
+// Lanes that share a key: no lane holds more than 20 elements of it.
 constexpr int team_size(int head_dim, int value_dim) {
   return head_dim > 256 || value_dim > 256 ? LANES : LANES / 2;
 }
 
-// Rows whose outputs lie in threadgroup memory together: 8 KiB of them, up to 256 wide.
+// Rows whose outputs are in threadgroup memory at once: 8 KiB, for widths up to 256.
 constexpr int merged_rows(int rows, int value_dim) {
   return value_dim * rows > 256 ? (value_dim > 128 ? 1 : 2) : rows;
 }
 
-// One query row and the keys [first, stop) that it sees, masks aside.
+// One query row and the keys [first, stop) that it sees without a mask.
 struct QueryRow {
   int head;
   int token;
@@ -45,7 +46,7 @@ struct QueryRow {
   long mask;  // offset of its mask
 };
 
-// Where a key lies in the pool; a key that is not attended has no place.
+// The place of a key in the pool. A key that is not attended has no place.
 struct Slot {
   bool is_valid;
   int block;
@@ -123,10 +124,10 @@ inline Slot locate(int key, int end, const device int* table, constant Attention
   return slot;
 }
 
-// This lane's vectors of one row of the pool, zeros where there is nothing.
+// This lane's vectors of one row of the pool; zeros if the slot is not valid.
 template <typename T, int DIM, int TEAM, int VECTORS>
 inline void load_row(
-    const device T* head, Slot slot, constant long* strides, int team_lane,
+    const device T* head, Slot slot, const constant long* strides, int team_lane,
     thread float4 (&result)[VECTORS]) {
   const long start = slot.block * strides[1] + slot.offset * strides[2];
   for (int c = 0; c < VECTORS; c++) {
@@ -138,8 +139,8 @@ inline void load_row(
   }
 }
 
-// The score of a key in units of log2, -inf if the row does not see it, which then may hold
-// anything. Seen keys with the lowest scores share the weights where the row sees no others.
+// The score of a key in units of log2; -inf if the row does not see the key, which may then hold
+// anything. If a row sees only keys with the lowest scores, these share the weights.
 inline float finish_score(
     float qk, QueryRow row, int key, bool is_valid, const device bool* bool_mask,
     const device float* float_mask, const device float* alibi_slopes, constant AttentionParams& p) {
@@ -163,8 +164,8 @@ inline float finish_score(
   return score * LOG2E;
 }
 
-// Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. With a mapping every
-// query head has threadgroups of its own in place of the KV heads.
+// Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. With a mapping, query
+// heads replace the KV heads.
 template <typename T, typename Q, int D, int DV, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void paged_attention(
     const device Q* q [[buffer(0)]],
@@ -217,7 +218,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
   for (int r = 0; r < ROWS; r++) {
     rows[r] = query_row(first_row + r, sequence, head_slot, has_keys ? context : 0, p);
     const bool sees_keys = rows[r].stop > 0;
-    // A row that sees no key starts no earlier than the tile's other rows, if those see any.
+    // A row that sees no key does not lower `begin`, unless no row sees a key.
     begin = min(begin, rows[r].first);
     end = max(end, rows[r].stop);
     const device Q* row = q + sequence * p.q_strides[0] + rows[r].head * p.q_strides[1] +
@@ -356,7 +357,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     return;
   }
 
-  // Once more over all keys, now that the denominators are known.
+  // Now the denominators are known. Compute the weights of all keys.
   for (int base = int(simdgroup) * TEAMS; base < max_keys; base += SIMDGROUPS * TEAMS) {
     const int key = base + team;
     const Slot slot = locate(key, end, table, p);

@@ -1,6 +1,7 @@
-// What the host tells the kernels, one struct a kernel. Included by csrc/ and by metal/.
+// The parameters that the host passes to the kernels: one struct for each kernel. csrc/ and metal/
+// include this file.
 //
-// Letters as in csrc/ops.h. Strides count elements. A query row is one head at one token; the rows
+// Dimension letters: csrc/ops.h. Strides count elements. A query row is one head at one token. Rows
 // that share a KV head are numbered token-major: row = token * group + head within the group.
 #ifndef MLX_PAGED_METAL_PARAMS_H
 #define MLX_PAGED_METAL_PARAMS_H
@@ -29,7 +30,7 @@ struct AttentionParams {
   int row_tiles;       // threadgroups that share the rows of a KV head
   int keys_per_split;  // a split covers keys [split * keys_per_split, (split + 1) * keys_per_split)
   int num_splits;
-  int window;      // keys a query sees at most
+  int window;      // the most keys that a query sees
   int rope_pairs;  // R / 2
   float scale;     // multiplies q.k
   float softcap;

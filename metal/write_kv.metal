@@ -1,7 +1,7 @@
 // Writes of new keys and values to the pool.
 
 constant int BLOCK_SIZE [[function_constant(15)]];
-constant bool WHOLE_VECTORS [[function_constant(16)]];  // new rows are as dense as the pool's
+constant bool WHOLE_VECTORS [[function_constant(16)]];  // new rows are as dense as rows of the pool
 
 // Four neighbouring elements of a new row.
 template <typename T>

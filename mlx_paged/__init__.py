@@ -2,12 +2,15 @@
 
 import mlx.core  # noqa: F401  registers the array type that the compiled module shares
 
-from mlx_paged.allocation import OutOfBlocksError
-from mlx_paged.batch_generator import BatchGenerator
-from mlx_paged.block_manager import KVBlockManager
-from mlx_paged.engine import Engine
-from mlx_paged.model_probe import UnsupportedModelError
-from mlx_paged.ops import (
+from mlx_paged.batch_generator.generator import BatchGenerator
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.patch import patch_mlx_lm, patched_mlx_lm, unpatch_mlx_lm
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.service import EngineService
+from mlx_paged.engine.ticket import Ticket
+from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv.blocks import OutOfBlocksError
+from mlx_paged.ops.paged import (
     copy_blocks,
     install_in_mlx,
     paged_attention,
@@ -15,12 +18,9 @@ from mlx_paged.ops import (
     write_kv,
 )
 from mlx_paged.outputs import Beam, Completion, TokenOutput
-from mlx_paged.patch import patch_mlx_lm, patched_mlx_lm, unpatch_mlx_lm
-from mlx_paged.prompt_cache import make_prompt_cache
 from mlx_paged.request import FinishReason
+from mlx_paged.runner.model_probe import UnsupportedModelError
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.service import EngineService
-from mlx_paged.ticket import Ticket
 
 __all__ = [
     "BatchGenerator",

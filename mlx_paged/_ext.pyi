@@ -1,14 +1,13 @@
 """Types of the compiled ops; python/bindings.cpp documents them."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 _Array = TypeVar("_Array", bound=mx.array)
 _Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
 
-@overload
 def paged_attention(
     q: mx.array,
     k_cache: mx.array,
@@ -25,49 +24,9 @@ def paged_attention(
     sinks: mx.array | None = None,
     softcap: float | None = None,
     alibi_slopes: mx.array | None = None,
-    return_attn: Literal[False] = False,
+    return_attn: bool = False,
     stream: _Stream = None,
-) -> mx.array: ...
-@overload
-def paged_attention(
-    q: mx.array,
-    k_cache: mx.array,
-    v_cache: mx.array,
-    block_tables: mx.array,
-    context_lens: mx.array,
-    *,
-    scale: float,
-    causal: bool = True,
-    kv_head_mapping: mx.array | None = None,
-    rope_freqs: mx.array | None = None,
-    attn_mask: mx.array | None = None,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    softcap: float | None = None,
-    alibi_slopes: mx.array | None = None,
-    return_attn: Literal[True],
-    stream: _Stream = None,
-) -> tuple[mx.array, mx.array]: ...
-@overload
-def paged_attention(
-    q: mx.array,
-    k_cache: mx.array,
-    v_cache: mx.array,
-    block_tables: mx.array,
-    context_lens: mx.array,
-    *,
-    scale: float,
-    causal: bool = True,
-    kv_head_mapping: mx.array | None = None,
-    rope_freqs: mx.array | None = None,
-    attn_mask: mx.array | None = None,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    softcap: float | None = None,
-    alibi_slopes: mx.array | None = None,
-    return_attn: bool,
-    stream: _Stream = None,
-) -> mx.array | tuple[mx.array, mx.array]: ...
+) -> mx.array | Any: ...  # the pair with return_attn
 def write_kv(
     k: mx.array,
     v: mx.array,
@@ -78,21 +37,13 @@ def write_kv(
     stream: _Stream = None,
 ) -> tuple[mx.array, mx.array]: ...
 def copy_blocks(
-    k_cache: mx.array,
-    v_cache: mx.array,
-    block_pairs: mx.array,
-    *,
-    stream: _Stream = None,
+    k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, *, stream: _Stream = None
 ) -> tuple[mx.array, mx.array]: ...
 def gather_blocks(cache: mx.array, block_tables: mx.array, num_tokens: int) -> mx.array: ...
 def take_from_pool(rows: mx.array, indices: mx.array) -> mx.array: ...
 def pool_zeros(shape: Sequence[int], dtype: mx.Dtype, *, stream: _Stream = None) -> mx.array: ...
 def check_tables(
-    op: str,
-    block_tables: mx.array,
-    context_lens: mx.array,
-    num_blocks: int,
-    block_size: int,
+    op: str, block_tables: mx.array, context_lens: mx.array, num_blocks: int, block_size: int
 ) -> None: ...
 def view_as(kind: type[_Array], array: mx.array) -> _Array: ...
 def cpu_features() -> str: ...
@@ -138,33 +89,11 @@ class metal:
     @staticmethod
     def unsupported(head_dim: int, value_dim: int) -> str: ...
     @staticmethod
-    def plan_attention(
-        q: mx.array,
-        k_cache: mx.array,
-        v_cache: mx.array,
-        block_tables: mx.array,
-        context_lens: mx.array,
-        *,
-        scale: float,
-        causal: bool = True,
-        kv_head_mapping: mx.array | None = None,
-        rope_freqs: mx.array | None = None,
-        attn_mask: mx.array | None = None,
-        window: int | None = None,
-        sinks: mx.array | None = None,
-        softcap: float | None = None,
-        alibi_slopes: mx.array | None = None,
-        return_attn: bool = False,
-    ) -> dict[str, Any]: ...
+    def plan_attention(*arrays: mx.array, **options: Any) -> dict[str, Any]:
+        """The arguments are those of :func:`paged_attention` without `stream`."""
     @staticmethod
-    def plan_write_kv(
-        k: mx.array,
-        v: mx.array,
-        k_cache: mx.array,
-        v_cache: mx.array,
-        slot_mapping: mx.array,
-    ) -> dict[str, Any]: ...
+    def plan_write_kv(*arrays: mx.array) -> dict[str, Any]:
+        """The arguments are those of :func:`write_kv` without `stream`."""
     @staticmethod
-    def plan_copy_blocks(
-        k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array
-    ) -> dict[str, Any]: ...
+    def plan_copy_blocks(*arrays: mx.array) -> dict[str, Any]:
+        """The arguments are those of :func:`copy_blocks` without `stream`."""

@@ -1,4 +1,4 @@
-"""Numbers that callers give. Knows no mlx."""
+"""Checks of numbers that callers give. Knows no mlx."""
 
 from numbers import Integral, Real
 
@@ -6,31 +6,28 @@ MAX_INT32 = 2**31 - 1
 
 
 def integer(
-    op: str, name: str, value: object, least: int | None = None, most: int | None = None
+    op: str, name: str, value: object, minimum: int | None = None, maximum: int | None = None
 ) -> int:
-    """`value` as an int: an int or an integer of numpy's, no bool.
-
-    Raises:
-        ValueError: it is no integer, or outside ``[least, most]``.
-    """
+    """`value` as an int. Raise ValueError if it is not an int or a numpy integer, if it is a bool,
+    or if it lies outside ``[minimum, maximum]``."""
     if type(value) is int:
         number = value
     elif isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
     else:
-        raise ValueError(f"[{op}] {name} is {value!r}: expected {_integers(least, most)}")
-    if (least is not None and number < least) or (most is not None and number > most):
-        raise ValueError(f"[{op}] {name} is {number}: expected {_integers(least, most)}")
+        raise ValueError(f"[{op}] {name} is {value!r}: expected {_integers(minimum, maximum)}")
+    if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
+        raise ValueError(f"[{op}] {name} is {number}: expected {_integers(minimum, maximum)}")
     return number
 
 
-def optional_integer(op: str, name: str, value: object, least: int) -> int | None:
-    """As :func:`integer`, or None."""
-    return None if value is None else integer(op, name, value, least)
+def optional_integer(op: str, name: str, value: object, minimum: int) -> int | None:
+    """As :func:`integer`; None stays None."""
+    return None if value is None else integer(op, name, value, minimum)
 
 
 def require_positive(op: str, name: str, value: object) -> None:
-    """ValueError unless `value` is None or a number above 0."""
+    """Raise ValueError unless `value` is None or a number above 0."""
     if value is None or (
         isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
     ):
@@ -38,7 +35,9 @@ def require_positive(op: str, name: str, value: object) -> None:
     raise ValueError(f"[{op}] {name} is {value!r}: expected a number > 0 or None")
 
 
-def _integers(least: int | None, most: int | None) -> str:
-    if least is None:
+def _integers(minimum: int | None, maximum: int | None) -> str:
+    if minimum is None:
         return "an integer"
-    return f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
+    if maximum is None:
+        return f"an integer >= {minimum}"
+    return f"an integer from {minimum} to {maximum}"

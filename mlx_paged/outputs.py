@@ -1,7 +1,8 @@
-"""What an engine gives back: tokens as they come, and the whole when a request ended."""
+"""What an engine returns: single tokens, and the completion when a request has ended."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from mlx_paged.request import FinishReason, Request
 
@@ -11,7 +12,7 @@ class Beam:
     """A hypothesis of a beam search.
 
     Attributes:
-        score: summed log-probability over length to the power of the length penalty.
+        score: sum of the log-probabilities divided by ``length ** length_penalty``.
         finish_reason: STOP or LENGTH.
     """
 
@@ -24,27 +25,26 @@ class Beam:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A request that ended.
+    """The result of a request that ended.
 
     Attributes:
         request_id: as :meth:`Engine.add_request` returned it.
-        prompt_tokens: how many tokens the prompt had.
-        tokens: what was generated, an end-of-sequence token included.
-        text: the same as text, without end-of-sequence token and stop string; empty without a
+        prompt_tokens: number of prompt tokens.
+        tokens: generated tokens, including an end-of-sequence token.
+        text: of these tokens, without end-of-sequence token and stop string; empty without a
             tokenizer.
-        logprobs: log-probability of each token under the model, before temperature and filters.
-        finish_reason: why it ended.
+        logprobs: log-probability of each token, before temperature and filters.
         top_logprobs: for each token the most likely ones, as in :class:`TokenOutput`; empty unless
-            asked for.
-        ttft_s: seconds from arrival to the first token; None if there was none.
+            requested.
+        ttft_s: seconds from arrival to the first token; None without a token.
         seconds: from arrival to the end.
-        cached_prompt_tokens: prompt tokens whose K/V another request had left.
-        preemptions: how often its K/V was given up and computed again.
-        prefix_miss: why no more prompt tokens were found cached, a :class:`MissReason`; None if
-            all that can be were.
-        error: what went wrong, for FinishReason.ERROR.
-        beams: all hypotheses of a beam search, best first; tokens, text and logprobs are the
-            best one's.
+        cached_prompt_tokens: prompt tokens found in the prefix cache.
+        preemptions: how often the request was preempted.
+        prefix_miss: why no more prompt tokens were found in the prefix cache, a
+            :class:`MissReason`; None if all reusable tokens were found.
+        error: the error message, for FinishReason.ERROR.
+        beams: all hypotheses of a beam search, best first; tokens, text and logprobs are those of
+            the first.
     """
 
     request_id: int
@@ -64,7 +64,7 @@ class Completion:
 
     @classmethod
     def of(cls, request: Request, text: str) -> "Completion":
-        """The result of a finished request."""
+        """The completion of a finished request."""
         assert request.finish_reason is not None and request.finish_time is not None
         first = request.first_token_time
         ended_badly = request.finish_reason is FinishReason.ERROR
@@ -87,14 +87,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """One more token of one request.
+    """The next token of one request.
 
     Attributes:
-        token: None in the last output of a request that ended without one: a beam search, an error.
-        text: text that became certain with this token; may be empty.
-        top_logprobs: the most likely tokens and their log-probabilities, best first, as many as
-            ``SamplingParams.logprobs``.
-        completion: set on a request's last output.
+        token: None in the last output of a beam search or of a request that failed.
+        text: text that is final with this token; may be empty.
+        top_logprobs: the ``SamplingParams.logprobs`` most likely tokens and their
+            log-probabilities, best first.
+        completion: None before the request's last output.
     """
 
     request_id: int
@@ -106,7 +106,7 @@ class TokenOutput:
 
     @classmethod
     def last(cls, completion: Completion) -> "TokenOutput":
-        """The end of a request that comes without a token."""
+        """The last output of a request, without a token."""
         return cls(completion.request_id, None, "", 0.0, completion=completion)
 
 
@@ -117,8 +117,4 @@ def describe(error: BaseException) -> str:
 
 def likeliest(completions: Sequence[Completion], n: int) -> list[Completion]:
     """The `n` with the highest mean log-probability, best first."""
-
-    def mean(completion: Completion) -> float:
-        return sum(completion.logprobs) / max(1, len(completion.logprobs))
-
-    return sorted(completions, key=mean, reverse=True)[:n]
+    return sorted(completions, key=lambda c: fmean(c.logprobs or (0.0,)), reverse=True)[:n]

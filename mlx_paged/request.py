@@ -1,11 +1,11 @@
-"""One sequence on its way through the engine. Knows no mlx."""
+"""One sequence that the engine generates. Knows no mlx."""
 
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.snapshots import Snapshot
 
 
 class FinishReason(StrEnum):
@@ -13,34 +13,34 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens reached
-    ABORT = "abort"  # taken back by the caller
-    ERROR = "error"  # its logits processor failed or left no token, or the model failed
+    ABORT = "abort"  # cancelled by the caller
+    ERROR = "error"  # its logits processor failed or forbade all tokens, or the model failed
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence on its way through the engine.
+    """One sequence that the engine generates.
 
-    ``tokens`` holds the prompt and everything generated since. ``num_computed`` positions have
-    their K/V in the pool, or will once the steps under way are done. Whatever lies between the two
-    is what the scheduler still has to compute: one token for a decode, more for a prompt or for a
-    request that was preempted.
+    ``tokens`` holds the prompt and the generated tokens. ``num_computed`` positions have their K/V
+    in the pool, or will once the steps under way are done. The scheduler still has to compute the
+    tokens after them: one for a decode, more for a prompt or a preempted request.
 
     Attributes:
-        id: grows with arrival.
+        id: a later request has a larger one.
         seed: of its random stream.
-        priority: lower numbers first, under that policy.
-        salt: only requests with the same one share K/V.
-        keep: its blocks stay when it has ended, for later forks.
-        synchronous: its next token is chosen on the host (a beam's), so no step is launched before.
-        samples: other samples of the same prompt; they fork off when the prompt is computed.
-        num_in_flight: tokens that steps under way are choosing, not in `tokens` yet.
+        priority: under `Policy.PRIORITY`, lower numbers come first.
+        salt: only requests with equal salts share K/V.
+        keep_blocks: its blocks stay after it ended, for later forks.
+        synchronous: its next token is chosen on the host (beam search), before the next step.
+        samples: other samples of the same prompt; they fork when the prompt is computed.
+        num_in_flight: tokens that steps under way choose; they are not in `tokens` yet.
         num_cached: prompt tokens found in the prefix cache at the first admission.
-        prefix_miss: why not more of them were found; None if all that can be were.
-        branch: where known K/V of its tokens ends for which no recurrent state was kept; 0: none.
-        snapshot: what its last recurrent states are to be kept as.
-        num_faults: failed steps it was part of.
-        error: what ends it, once something went wrong.
+        prefix_miss: why no more were found; None if all reusable tokens were found.
+        prefix_without_state: tokens of a known prefix that cannot be used because no recurrent
+            state was saved there; 0 if there are none.
+        snapshot: where its last recurrent states will be saved.
+        num_faults: number of failed steps that computed it.
+        error: the error that ends it.
     """
 
     id: int
@@ -49,14 +49,14 @@ class Request:
     seed: int
     priority: int = 0
     salt: bytes = b""
-    keep: bool = False
+    keep_blocks: bool = False
     synchronous: bool = False
     num_prompt: int = 0
     num_computed: int = 0
     num_in_flight: int = 0
     num_cached: int = 0
     prefix_miss: str | None = None
-    branch: int = 0
+    prefix_without_state: int = 0
     snapshot: Snapshot | None = None
     num_preempted: int = 0
     num_faults: int = 0
@@ -74,7 +74,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and those that steps under way are choosing."""
+        """Known tokens and those in flight."""
         return len(self.tokens) + self.num_in_flight
 
     @property
@@ -92,12 +92,12 @@ class Request:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no further token is wanted, those under way counted."""
+        """Whether it needs no further token after those in flight."""
         return self.num_generated >= self.params.max_tokens or self.error is not None
 
     @property
     def max_kv_tokens(self) -> int:
-        """K/V slots this request can come to need: the last generated token never needs one."""
+        """Largest number of K/V slots it can need: the last generated token needs none."""
         return self.num_prompt + self.params.max_tokens - 1
 
     @property

@@ -6,25 +6,15 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-PROBABILITIES = ("top_p", "min_p", "xtc_probability")
-COUNTS = (
-    "top_k",
-    "repetition_context_size",
-    "presence_context_size",
-    "frequency_context_size",
-    "logprobs",
-)
-ADDITIVE_PENALTIES = ("presence_penalty", "frequency_penalty")
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    What the model says about the next token passes through the options in mlx-lm's order: logit
-    bias, repetition, presence and frequency penalty and the caller's own processors change the
-    logits, of which a token's reported log-probability is made. Then top-p, min-p, XTC and top-k
-    drop tokens, and the temperature applies to those left. At temperature 0 nothing is dropped.
+    The options apply in mlx-lm's order. First logit bias, repetition, presence and frequency
+    penalty and the caller's own processors change the logits; a token's reported log-probability
+    is computed from these. Then top-p, min-p, XTC and top-k drop tokens, and the temperature
+    applies to the remaining ones. At temperature 0 nothing is dropped.
 
     Args:
         max_tokens: tokens to generate at most (>= 1).
@@ -32,36 +22,37 @@ class SamplingParams:
         top_p: nucleus mass in (0, 1]; 0 or 1 keeps everything (0 as in mlx-lm).
         top_k: how many of the most likely tokens are kept; 0 keeps everything.
         min_p: tokens below ``min_p`` times the largest probability are dropped; 0 keeps everything.
-        xtc_probability: how often XTC acts on a token; 0 never.
-        xtc_threshold: of the tokens more likely than this, in [0, 0.5], XTC keeps the least likely.
+        xtc_probability: probability that XTC acts on a token.
+        xtc_threshold: XTC keeps only the least likely of the tokens above this probability,
+            in [0, 0.5].
         xtc_special_tokens: tokens that XTC never drops.
-        repetition_penalty: divides the logits above 0 and multiplies those below 0 of tokens seen;
-            None, 0 or 1 is off.
+        repetition_penalty: divides the positive logits of tokens seen and multiplies the negative
+            ones; None, 0 or 1 is off.
         repetition_context_size: how many tokens back count as seen, prompt included; 0 takes all.
         presence_penalty: subtracted from the logits of tokens seen; None or 0 is off.
         presence_context_size: as `repetition_context_size`.
-        frequency_penalty: subtracted once for every time that a token was seen; None or 0 is off.
+        frequency_penalty: subtracted once for each time a token was seen; None or 0 is off.
         frequency_context_size: as `repetition_context_size`.
-        logit_bias: added to the logits of tokens, from token to number (-inf forbids the token), or
-            pairs of these; kept as a tuple of pairs.
-        logits_processors: called in turn as ``processor(tokens, logits)`` with the prompt and what
-            was generated since, ``[n]`` int32, and the next token's logits ``[1, vocab]``, both
-            mx.array; returns logits of the same shape. As in mlx-lm. One that raises, or leaves no
-            token but NaN and -inf, ends its request with an error. They should not evaluate
-            either: that makes the engine wait for the model.
-        sampler: chooses the token instead of temperature and filters, which must be left as they
-            are: called as ``sampler(logprobs)`` with log-probabilities ``[1, vocab]``, an mx.array,
-            returns the token id, an mx.array ``[1]`` of integers. As in mlx-lm. It should not
-            evaluate anything; where it draws, `seed` has no part in it.
-        seed: the request's own random stream. None takes one from the engine's. A seeded request
-            draws the same numbers whoever shares its batch.
+        logit_bias: number added to the logit of each token id, as a mapping or as pairs; -inf
+            forbids the token. Stored as a tuple of pairs.
+        logits_processors: each is called in order as ``processor(tokens, logits)``. `tokens` are
+            the prompt and the generated tokens, ``[n]`` int32; `logits` are the next token's,
+            ``[1, vocab]``; both are mx.array. It returns logits of the same shape, as in mlx-lm.
+            If one raises, or leaves only NaN and -inf, its request ends with an error. A processor
+            should not evaluate arrays: the engine would then wait for the model.
+        sampler: chooses the token in place of temperature and filters; `temperature` must be 0.
+            It is called as ``sampler(logprobs)`` with log-probabilities ``[1, vocab]``, an
+            mx.array, and returns the token id, an mx.array ``[1]`` of integers, as in mlx-lm. It
+            should not evaluate arrays. It does not use `seed`.
+        seed: of the request's random stream; None: the engine chooses one. A request with a seed
+            draws the same numbers in any batch.
         logprobs: how many of the most likely tokens are reported with each token.
         stop: strings that end the request; the text ends before the first of them.
-        stop_token_ids: tokens that end the request, beside the tokenizer's end-of-sequence tokens.
-        ignore_eos: go on past the tokenizer's end-of-sequence tokens.
+        stop_token_ids: tokens that end the request, in addition to the end-of-sequence tokens.
+        ignore_eos: continue after the tokenizer's end-of-sequence tokens.
 
     Raises:
-        ValueError: a value outside its range, naming the field and what would do.
+        ValueError: a value is outside its range; the message names the field and the range.
     """
 
     max_tokens: int = 256
@@ -88,19 +79,16 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        self._freeze_collections()
-        self._check_numbers()
-        self._check_collections()
-
-    def _freeze_collections(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
-        for name in ("stop", "logits_processors", "logit_bias"):
-            self._freeze(name, tuple)
-        for name in ("stop_token_ids", "xtc_special_tokens"):
-            self._freeze(name, frozenset)
+        for name, collection in COLLECTIONS.items():
+            self._freeze(name, collection)
+        for name, (is_valid, expected) in RANGES.items():
+            _require(is_valid(getattr(self, name)), self, name, expected)
+        one_choice = self.sampler is None or not self.temperature
+        _require(one_choice, self, "sampler", "None beside a temperature above 0")
 
     def _freeze(self, name: str, collection: Callable[[Iterable[Any]], object]) -> None:
         value = getattr(self, name)
@@ -108,62 +96,12 @@ class SamplingParams:
         _require(is_collection, self, name, "a collection")
         try:
             object.__setattr__(self, name, collection(value))
-        except TypeError:  # a set of what cannot be hashed
+        except TypeError:  # a set of values that cannot be hashed
             _require(False, self, name, "a collection of token ids")
-
-    def _check_numbers(self) -> None:
-        _require(is_count(self.max_tokens, 1), self, "max_tokens", "an integer >= 1")
-        for name in COUNTS:
-            _require(is_count(getattr(self, name)), self, name, "an integer >= 0")
-        _require(_is_within(self.temperature, 0), self, "temperature", ">= 0 and finite")
-        for name in PROBABILITIES:
-            _require(_is_within(getattr(self, name), 0, 1), self, name, "from 0 to 1")
-        _require(_is_within(self.xtc_threshold, 0, 0.5), self, "xtc_threshold", "from 0 to 0.5")
-        _require(
-            self.repetition_penalty is None or _is_within(self.repetition_penalty, 0),
-            self,
-            "repetition_penalty",
-            "None, or >= 0 and finite",
-        )
-        for name in ADDITIVE_PENALTIES:
-            penalty = getattr(self, name)
-            _require(penalty is None or _is_within(penalty), self, name, "None or a finite number")
-        _require(
-            self.seed is None or (is_count(self.seed) and self.seed < 2**64),
-            self,
-            "seed",
-            "an integer in [0, 2**64)",
-        )
-        _require(isinstance(self.ignore_eos, bool), self, "ignore_eos", "True or False")
-
-    def _check_collections(self) -> None:
-        _require(
-            all(isinstance(s, str) and s for s in self.stop), self, "stop", "non-empty strings"
-        )
-        for name in ("stop_token_ids", "xtc_special_tokens"):
-            _require(all(map(is_whole, getattr(self, name))), self, name, "token ids >= 0")
-        _require(
-            all(map(_is_bias, self.logit_bias)),
-            self,
-            "logit_bias",
-            "numbers below infinity by token id >= 0",
-        )
-        _require(all(map(callable, self.logits_processors)), self, "logits_processors", "callables")
-        _require(self.sampler is None or callable(self.sampler), self, "sampler", "a callable")
-        _require(
-            self.sampler is None or not self.temperature,
-            self,
-            "sampler",
-            "None beside a temperature above 0",
-        )
 
 
 def check_biases(params: SamplingParams, vocab: int) -> None:
-    """Refuse biases of tokens that do not exist.
-
-    Raises:
-        ValueError: naming the largest of them.
-    """
+    """Raise ValueError if `logit_bias` names a token that the vocabulary does not have."""
     largest = max(dict(params.logit_bias), default=0)
     if largest >= vocab:
         raise ValueError(
@@ -171,24 +109,24 @@ def check_biases(params: SamplingParams, vocab: int) -> None:
         )
 
 
-def is_count(value: object, least: int = 0) -> bool:
-    """Whether `value` is an integer that is not too small; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def is_count(value: object, minimum: int = 0) -> bool:
+    """Whether `value` is an int, not a bool, and at least `minimum`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def is_whole(value: object, least: int = 0) -> bool:
-    """As :func:`is_count`, and NumPy's integers count."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+def is_whole(value: object, minimum: int = 0) -> bool:
+    """As :func:`is_count`, but NumPy's integers count too."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum
 
 
 def is_real(value: object) -> bool:
-    """Whether `value` is a number; True and False are none."""
+    """Whether `value` is a number and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_within(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
     """Whether `value` is a finite number of ``[low, high]``."""
-    if not isinstance(value, Real) or not is_real(value):
+    if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
         number = float(value)
@@ -209,3 +147,45 @@ def _require(condition: bool, params: SamplingParams, name: str, expected: str) 
         raise ValueError(
             f"[SamplingParams] {name} is {getattr(params, name)!r}: expected {expected}"
         )
+
+
+COLLECTIONS: dict[str, Callable[[Iterable[Any]], object]] = {
+    "stop": tuple,
+    "logits_processors": tuple,
+    "logit_bias": tuple,
+    "stop_token_ids": frozenset,
+    "xtc_special_tokens": frozenset,
+}
+"""The type that a field's collection is stored as."""
+
+_Range = tuple[Callable[[Any], bool], str]
+_COUNT: _Range = (is_count, "an integer >= 0")
+_PROBABILITY: _Range = (lambda x: _is_within(x, 0, 1), "from 0 to 1")
+_PENALTY: _Range = (lambda x: x is None or _is_within(x), "None or a finite number")
+_TOKEN_IDS: _Range = (lambda ids: all(map(is_whole, ids)), "token ids >= 0")
+
+RANGES: dict[str, _Range] = {
+    "max_tokens": (lambda x: is_count(x, 1), "an integer >= 1"),
+    "temperature": (lambda x: _is_within(x, 0), ">= 0 and finite"),
+    "top_p": _PROBABILITY,
+    "top_k": _COUNT,
+    "min_p": _PROBABILITY,
+    "xtc_probability": _PROBABILITY,
+    "xtc_threshold": (lambda x: _is_within(x, 0, 0.5), "from 0 to 0.5"),
+    "xtc_special_tokens": _TOKEN_IDS,
+    "repetition_penalty": (lambda x: x is None or _is_within(x, 0), "None, or >= 0 and finite"),
+    "repetition_context_size": _COUNT,
+    "presence_penalty": _PENALTY,
+    "presence_context_size": _COUNT,
+    "frequency_penalty": _PENALTY,
+    "frequency_context_size": _COUNT,
+    "logit_bias": (lambda x: all(map(_is_bias, x)), "numbers below infinity by token id >= 0"),
+    "logits_processors": (lambda x: all(map(callable, x)), "callables"),
+    "sampler": (lambda x: x is None or callable(x), "a callable"),
+    "seed": (lambda x: x is None or (is_count(x) and x < 2**64), "an integer in [0, 2**64)"),
+    "logprobs": _COUNT,
+    "stop": (lambda x: all(isinstance(s, str) and s for s in x), "non-empty strings"),
+    "stop_token_ids": _TOKEN_IDS,
+    "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
+}
+"""For each field, whether a value is valid, and the valid values in words."""

@@ -1,22 +1,17 @@
-#include "python/layer_bindings.h"
-
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/variant.h>
 
-#include "csrc/layer_ops.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
+#include "csrc/cpu/layers/layer_ops.h"
+#include "python/bindings.h"
 
 namespace mlx_paged {
 
 namespace {
 
 constexpr const char* kDoc =
-    R"(Layers of a model that MLX's CPU backend composes of many passes, in one pass each.
+    R"(Layers of a model in one pass each; MLX's CPU backend needs several passes.
 
 Arrays are float32, float16 or bfloat16 of any layout. Norms and rotary embeddings are rounded where
-MLX's own are, activations once, at the end. The ops run on CPUs only.)";
+MLX rounds them. Activations are rounded once, at the end. The ops run on CPUs only.)";
 
 constexpr const char* kRmsNormDoc =
     R"(``mx.fast.rms_norm``: ``x / sqrt(mean(x^2) + eps) * weight`` over the last axis.
@@ -46,7 +41,7 @@ Raises:
     ValueError: a shape or dtype does not fit.)";
 
 constexpr const char* kFrequenciesDoc =
-    R"(The frequencies that ``mx.fast.rope`` computes from a base, bit for bit: ``[dims / 2]`` float32.
+    R"(The frequencies ``[dims / 2]`` that ``mx.fast.rope`` computes from a base, bit for bit.
 
 Raises:
     ValueError: dims is not a positive even number.)";

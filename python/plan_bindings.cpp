@@ -1,8 +1,5 @@
 // Launch plans as Python data, so that tests can execute them without a GPU.
-#include "python/plan_bindings.h"
-
 #include <nanobind/stl/array.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -10,9 +7,7 @@
 #include "csrc/metal/plans.h"
 #include "csrc/validate.h"
 #include "mlx/transforms.h"
-
-namespace nb = nanobind;
-using namespace nb::literals;
+#include "python/bindings.h"
 
 namespace mlx_paged {
 
@@ -74,17 +69,9 @@ nb::dict describe(const LaunchPlans& plans, const std::vector<mx::array>& inputs
   return call;
 }
 
-nb::dict describe_attention(const mx::array& q, const mx::array& k_cache, const mx::array& v_cache,
-                            const mx::array& block_tables, const mx::array& context_lens,
-                            float scale, bool causal, const OptionalArray& kv_head_mapping,
-                            const OptionalArray& rope_freqs, const OptionalArray& attn_mask,
-                            std::optional<int> window, const OptionalArray& sinks,
-                            std::optional<float> softcap, const OptionalArray& alibi_slopes,
-                            bool return_attn) {
+nb::dict describe_attention(AttentionInputs in, const AttentionOptions& options) {
   AttentionCall call =
-      attention_call(q, k_cache, v_cache, block_tables, context_lens, scale, causal,
-                     kv_head_mapping, rope_freqs, attn_mask, window, sinks, softcap, alibi_slopes,
-                     return_attn, mx::default_stream(mx::Device::cpu), true);
+      attention_call(std::move(in), options, mx::default_stream(mx::Device::cpu), true);
   mx::eval(call.inputs);
   nb::list outputs;
   for (size_t i = 0; i < call.shapes.size(); ++i) {
@@ -126,14 +113,9 @@ void bind_plans(nb::module_& m) {
       "scratch_bytes, launches (dicts).");
   metal.def("has_metal", &has_metal, "Whether this build can encode launches.");
   metal.def("unsupported", &unsupported_on_metal, "head_dim"_a, "value_dim"_a,
-            "Why the Metal kernels cannot take such heads; empty if they can.");
-  metal.attr("MOST_ROWS") = kMostRows;
-  metal.def("plan_attention", &describe_attention, "q"_a, "k_cache"_a, "v_cache"_a,
-            "block_tables"_a, "context_lens"_a, nb::kw_only(), "scale"_a, "causal"_a = true,
-            "kv_head_mapping"_a = nb::none(), "rope_freqs"_a = nb::none(),
-            "attn_mask"_a = nb::none(), "window"_a = nb::none(), "sinks"_a = nb::none(),
-            "softcap"_a = nb::none(), "alibi_slopes"_a = nb::none(), "return_attn"_a = false,
-            "The launches of paged_attention.");
+            "Why the Metal kernels do not support these head dimensions; empty if they do.");
+  metal.attr("MOST_ROWS") = kMaxSharedRows;
+  def_attention(metal, "plan_attention", &describe_attention, "The launches of paged_attention.");
   metal.def("plan_write_kv", &describe_write, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a,
             "slot_mapping"_a, "The launches of write_kv.");
   metal.def("plan_copy_blocks", &describe_copy, "k_cache"_a, "v_cache"_a, "block_pairs"_a,

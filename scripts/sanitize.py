@@ -20,10 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = "clang++-19"
 TESTS = (
-    "tests/test_ops.py",
-    "tests/test_pool_writes.py",
-    "tests/test_cpu_layer_ops.py",
-    "tests/test_cpu_layer_transforms.py",
+    "tests/ops/test_ops.py",
+    "tests/ops/test_pool_writes.py",
+    "tests/ops/test_cpu_layer_ops.py",
+    "tests/ops/test_cpu_layer_transforms.py",
 )
 SUPPRESSIONS = ROOT / "scripts" / "sanitize_thread.supp"
 

@@ -57,8 +57,6 @@ const Kernel& active_kernel() {
   return kernel;
 }
 
-std::string active_kernel_name() { return active_kernel().name; }
-
 std::vector<std::string> supported_kernel_names() {
   std::vector<std::string> names;
   for (const Kernel& kernel : supported_kernels()) {

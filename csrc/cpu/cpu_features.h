@@ -4,25 +4,23 @@
 #include <string>
 #include <vector>
 
-#include "csrc/cpu/attention_kernel.h"
-#include "csrc/cpu/layer_kernels.h"
+#include "csrc/cpu/attention/attention_kernel.h"
+#include "csrc/cpu/layers/layer_kernels.h"
 
 namespace mlx_paged::cpu {
 
 struct Kernel {
   // "baseline" (what the compiler targets: SSE2, NEON), "avx2", "avx512" or "avx512_bf16"
   const char* name;
-  AttendFunction attend;
+  Attend* attend;
   LayerKernels layers;
 };
 
-// The build in use: the one that MLX_PAGED_CPU names, else the fastest that this machine runs.
-// Throws std::invalid_argument if the variable names none that it runs.
+// The build in use: the one that MLX_PAGED_CPU names, else the fastest that this machine can run.
+// Throws std::invalid_argument if this machine cannot run the named build.
 const Kernel& active_kernel();
 
-std::string active_kernel_name();
-
-// Names of the builds that this machine runs, slowest first.
+// Names of the builds that this machine can run, slowest first.
 std::vector<std::string> supported_kernel_names();
 
 }  // namespace mlx_paged::cpu

@@ -1,4 +1,4 @@
-// In-place edits of one cache of the pool, [H_kv, N, S, D] in any layout with dense rows.
+// In-place edits of keys or values [H_kv, N, S, D] of a layer's pool: any layout with dense rows.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,9 @@
 // One register of float32 lanes, its loads from each cache dtype, and its reductions.
 //
-// Included only by translation units that are compiled once per instruction set; the namespace
-// KERNEL_ISA keeps their functions apart, so that no inline function built with AVX-512 can be
-// linked into code for a lesser machine. For the same reason nothing here calls the standard
-// library.
+// Only translation units that are compiled once for each instruction set include this file. The
+// namespace KERNEL_ISA keeps their functions apart: an inline function that was built with AVX-512
+// must not be linked into code for a machine without it. For the same reason nothing here calls the
+// standard library.
 #pragma once
 
 #include <stddef.h>
@@ -38,7 +38,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// x - 0 is x for every x, which compilers know; of 0 + x they must keep the addition.
+// Compilers know that x - 0 is x for every x. They would keep the addition in 0 + x.
 inline Floats broadcast(float x) { return x - Floats{}; }
 
 inline Floats load(const float* from) {
@@ -54,7 +54,7 @@ inline void store_first(float* to, Floats x) {
   __builtin_memcpy(to, &x, kCount * sizeof(float));
 }
 
-// kLanes 16-bit elements, zero-extended. gcc 12 takes the portable form apart into half registers.
+// kLanes 16-bit elements, zero-extended. gcc 12 splits the portable form into half registers.
 inline Words load_words(const void* from) {
 #if defined(__AVX512F__)
   const __m256i bits = _mm256_loadu_si256(static_cast<const __m256i*>(from));
@@ -75,7 +75,7 @@ inline Floats load(const BFloat16* from) {
 
 inline Floats load(const Float16* from) {
 #if defined(__AVX512F__)
-  // The masked form, because gcc 12 warns of an uninitialised variable in the plain one's header.
+  // The masked form: gcc 12 warns of an uninitialised variable in the header of the plain form.
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_maskz_cvtph_ps(0xffff, bits);
 #elif defined(__AVX2__)
@@ -95,7 +95,7 @@ inline Floats load(const Float16* from) {
 #endif
 }
 
-// The first `count` < kLanes elements, then zeros; reads nothing behind them.
+// The first `count` < kLanes elements, then zeros. Reads only these elements.
 template <typename T>
 Floats load_partial(const T* from, int count) {
   T elements[kLanes] = {};
@@ -103,7 +103,7 @@ Floats load_partial(const T* from, int count) {
   return load(elements);
 }
 
-// The first kLanes of `count` elements; zeros behind the last.
+// The first kLanes of `count` elements; zeros after the last.
 template <typename T>
 Floats load_up_to(const T* from, int count) {
   return count < kLanes ? load_partial(from, count) : load(from);
@@ -158,8 +158,8 @@ void store_up_to(T* to, Floats x, int count) {
 
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
-// Combines the halves of each pair of blocks of kHalf lanes: those of a in the first block, those
-// of b in the second.
+// Combines the halves of each pair of blocks of kHalf lanes: the halves of a in the first block,
+// the halves of b in the second.
 template <int kHalf, typename Combine, size_t... kLane>
 [[gnu::always_inline]] inline Floats fold(Floats a, Floats b, Combine combine,
                                           std::index_sequence<kLane...>) {

@@ -7,7 +7,7 @@
 namespace mlx_paged::cpu::KERNEL_ISA {
 
 // exp(x) = 2^n * (1 + p) with n the nearest integer to x / ln 2. Cody and Waite's two-part ln 2
-// keeps the remainder r exact; p is a minimax polynomial of e^r - 1 on |r| <= ln(2) / 2, whose
+// keeps the remainder r exact. p is a minimax polynomial of e^r - 1 on |r| <= ln(2) / 2: its
 // relative error of 3e-9 in e^r is below float32's rounding.
 struct Exponential {
   Floats p;
@@ -15,7 +15,7 @@ struct Exponential {
 };
 
 inline Exponential reduced_exp(Floats x) {
-  // Adding 1.5 * 2^23 rounds to an integer, which the low bits of the sum then hold.
+  // Adding 1.5 * 2^23 rounds to an integer, which is in the low bits of the sum.
   constexpr float kRound = 0x1.8p23f;
   const Floats shifted = x * 1.44269504f + kRound;
   const Floats n = shifted - kRound;
@@ -70,7 +70,7 @@ struct SineCosine {
 // pi / 2 in double precision, whose first part of 33 bits times an integer is exact; on the
 // remainder, at most pi / 4, the polynomials are Moshier's (Cephes, sinf and cosf).
 inline SineCosine sine_cosine(Floats x) {
-  constexpr double kRound = 0x1.8p52;  // adding it rounds to an integer, which the low bits hold
+  constexpr double kRound = 0x1.8p52;  // adding it rounds to an integer in the low bits
   const Doubles wide = __builtin_convertvector(x, Doubles);
   const Doubles shifted = wide * 0.63661977236758134 + kRound;
   const Doubles n = shifted - kRound;

@@ -37,7 +37,7 @@ class ThreadPool {
   }
 
   void run(int64_t count, const std::function<void(int64_t)>& body) {
-    // One job at a time: callers on other streams queue here.
+    // One job at a time: callers on other streams wait here.
     std::lock_guard one_job(job_mutex_);
     {
       std::lock_guard lock(mutex_);
@@ -49,8 +49,7 @@ class ThreadPool {
     }
     wake_.notify_all();
     drain(count, body);
-    // Waits for workers that are inside the job, not for all of them: one that has not woken up
-    // yet finds the job closed.
+    // Waits only for workers inside the job: a worker that wakes up later finds the job closed.
     std::unique_lock lock(mutex_);
     open_ = false;
     idle_.wait(lock, [this] { return num_inside_ == 0; });

@@ -6,14 +6,14 @@
 
 namespace mlx_paged::cpu {
 
-// Number of threads that parallel_for uses, the caller's included: MLX_PAGED_NUM_THREADS if set,
-// else the hardware's. Throws std::invalid_argument if the variable is not an integer from 1 to
-// 1024.
+// Number of threads that parallel_for uses, including the caller: MLX_PAGED_NUM_THREADS if set,
+// else the number of hardware threads. Throws std::invalid_argument if the variable is not an
+// integer from 1 to 1024.
 int num_threads();
 
-// Calls body(i) once for each i in [0, count), in no order, and returns when all are done. Threads
-// take the next index when they finish one, so uneven items balance and a descheduled thread delays
-// only its own item. Idle threads sleep. `body` must not throw.
+// Calls body(i) once for each i in [0, count), in any order, and returns when all are done. A
+// thread that finishes an index takes the next one: uneven items balance, and a thread without a
+// CPU delays only its own item. Idle threads sleep. `body` must not throw.
 void parallel_for(int64_t count, const std::function<void(int64_t)>& body);
 
 }  // namespace mlx_paged::cpu

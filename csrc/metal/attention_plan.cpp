@@ -1,8 +1,7 @@
 #include <algorithm>
 
-#include "csrc/metal/metal_types.h"
+#include "csrc/metal/arrays.h"
 #include "csrc/metal/plans.h"
-#include "csrc/metal/pool_layout.h"
 #include "csrc/strides.h"
 #include "metal/params.h"
 
@@ -14,22 +13,23 @@ constexpr int kThreads = 256;
 constexpr int kLanes = 32;
 constexpr int kMaxDim = 576;
 
-// Splitting pays while it fills the GPU and leaves each threadgroup a fair piece of the context.
-// Both numbers are the same on every machine, so that results are too.
+// A context is split until there are enough threadgroups for a GPU, but no split is shorter than
+// kMinKeysPerSplit. Both numbers are the same on every machine, so results are the same too.
 constexpr int kWantedThreadgroups = 128;
 constexpr int kMinKeysPerSplit = 256;
 constexpr int kKeysPerPass = 16;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Rows of a threadgroup: all there are, rounded up to a power of two, if the registers hold them.
+// Rows of a threadgroup: all rows, rounded up to a power of two, unless they need too many
+// registers.
 int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
-  const int most = std::max(head_dim, value_dim) > 128 ? 2 : kMostRows;
-  return num_rows > 2 ? most : num_rows;
+  const int max_rows = std::max(head_dim, value_dim) > 128 ? 2 : kMaxSharedRows;
+  return num_rows > 2 ? max_rows : num_rows;
 }
 
 struct Geometry {
-  int head_slots;  // KV heads, or with a mapping query heads
+  int head_slots;  // KV heads; with a mapping, query heads
   int group;       // query heads of a slot
   int rows;        // of a threadgroup
   int row_tiles;
@@ -37,10 +37,10 @@ struct Geometry {
   int keys_per_split;
 };
 
-Geometry geometry(const AttentionInputs& in, const AttentionConfig& config) {
+Geometry geometry(const AttentionInputs& in, const AttentionOptions& options) {
   Geometry g;
   const int num_heads = in.q.shape(1);
-  g.head_slots = config.has_kv_head_mapping ? num_heads : in.k_cache.shape(0);
+  g.head_slots = in.kv_head_mapping.has_value() ? num_heads : in.k_cache.shape(0);
   g.group = num_heads / g.head_slots;
   const int num_rows = g.group * in.q.shape(2);
   g.rows = rows_per_threadgroup(num_rows, in.q.shape(3), in.v_cache.shape(3));
@@ -49,13 +49,13 @@ Geometry geometry(const AttentionInputs& in, const AttentionConfig& config) {
   const int threadgroups = g.head_slots * g.row_tiles * in.q.shape(0);
   const int wanted =
       std::min(ceil_div(kWantedThreadgroups, threadgroups), ceil_div(max_keys, kMinKeysPerSplit));
-  const int splits = config.return_attn ? 1 : std::max(1, wanted);
+  const int splits = options.return_attn ? 1 : std::max(1, wanted);
   g.keys_per_split = std::max(1, ceil_div(ceil_div(max_keys, splits), kKeysPerPass)) * kKeysPerPass;
   g.num_splits = std::max(1, ceil_div(max_keys, g.keys_per_split));
   return g;
 }
 
-AttentionParams attention_params(const AttentionInputs& in, const AttentionConfig& config,
+AttentionParams attention_params(const AttentionInputs& in, const AttentionOptions& options,
                                  const Geometry& g) {
   AttentionParams p{};
   copy_strides(in.q, p.q_strides);
@@ -79,13 +79,13 @@ AttentionParams attention_params(const AttentionInputs& in, const AttentionConfi
   p.row_tiles = g.row_tiles;
   p.keys_per_split = g.keys_per_split;
   p.num_splits = g.num_splits;
-  p.window = config.window.value_or(0);
-  p.scale = config.scale;
-  p.softcap = config.softcap.value_or(0);
+  p.window = options.window.value_or(0);
+  p.scale = options.scale;
+  p.softcap = options.softcap.value_or(0);
   return p;
 }
 
-// Whether V is the memory of K's first columns, so that a loaded key has its value.
+// Whether V is the first columns of K in memory, so that a loaded key contains its value.
 bool values_in_keys(const AttentionInputs& in) {
   const mx::array &k = in.k_cache, &v = in.v_cache;
   if (v.shape(3) > k.shape(3) || v.data<char>() != k.data<char>()) {
@@ -99,22 +99,22 @@ bool values_in_keys(const AttentionInputs& in) {
   return true;
 }
 
-std::vector<FunctionConstant> constants(const AttentionInputs& in, const AttentionConfig& config,
+std::vector<FunctionConstant> constants(const AttentionInputs& in, const AttentionOptions& options,
                                         bool split) {
   using Type = FunctionConstant::Type;
   const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
   std::vector<FunctionConstant> all = {{0, Type::kInt, in.k_cache.shape(2)}};
-  const bool flags[] = {config.causal,
-                        config.window.has_value(),
-                        config.softcap.has_value(),
-                        config.has_alibi_slopes,
+  const bool flags[] = {options.causal,
+                        options.window.has_value(),
+                        options.softcap.has_value(),
+                        in.alibi_slopes.has_value(),
                         bool_mask,
-                        config.has_attn_mask && !bool_mask,
-                        config.has_sinks,
-                        config.has_rope_freqs,
-                        config.has_kv_head_mapping,
+                        in.attn_mask.has_value() && !bool_mask,
+                        in.sinks.has_value(),
+                        in.rope_freqs.has_value(),
+                        in.kv_head_mapping.has_value(),
                         split,
-                        config.return_attn,
+                        options.return_attn,
                         values_in_keys(in),
                         has_whole_vectors(in.q)};
   for (int i = 0; i < static_cast<int>(std::size(flags)); ++i) {
@@ -123,14 +123,14 @@ std::vector<FunctionConstant> constants(const AttentionInputs& in, const Attenti
   return all;
 }
 
-// Bindings of the optional inputs, which follow the five that every call has.
-void bind_optional(const AttentionInputs& in, const AttentionConfig& config, LaunchPlan& plan) {
+// Binds the optional inputs, which follow the five that every call has.
+void bind_optional(const AttentionInputs& in, LaunchPlan& plan) {
   const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
-  const std::pair<bool, int> optional[] = {{config.has_kv_head_mapping, 9},
-                                           {config.has_rope_freqs, 10},
-                                           {config.has_attn_mask, bool_mask ? 11 : 12},
-                                           {config.has_sinks, 13},
-                                           {config.has_alibi_slopes, 14}};
+  const std::pair<bool, int> optional[] = {{in.kv_head_mapping.has_value(), 9},
+                                           {in.rope_freqs.has_value(), 10},
+                                           {in.attn_mask.has_value(), bool_mask ? 11 : 12},
+                                           {in.sinks.has_value(), 13},
+                                           {in.alibi_slopes.has_value(), 14}};
   int which = 5;
   for (const auto& [present, index] : optional) {
     if (present) {
@@ -139,19 +139,20 @@ void bind_optional(const AttentionInputs& in, const AttentionConfig& config, Lau
   }
 }
 
-LaunchPlan merge_plan(const AttentionInputs& in, const AttentionConfig& config, const Geometry& g) {
+LaunchPlan merge_plan(const AttentionInputs& in, const Geometry& g) {
   using Role = BufferBinding::Role;
   const int value_dim = in.v_cache.shape(3);
   const int num_rows = in.q.shape(0) * in.q.shape(1) * in.q.shape(2);
   LaunchPlan plan;
   plan.kernel = "merge_splits_" + metal_type(in.q) + "_v" + std::to_string(value_dim);
   plan.instantiation = "merge_splits<" + metal_type(in.q) + ", " + std::to_string(value_dim) + ">";
-  plan.constants = {{14, FunctionConstant::Type::kBool, config.has_sinks}};
+  plan.constants = {{14, FunctionConstant::Type::kBool, in.sinks.has_value()}};
   plan.grid = {static_cast<uint32_t>(num_rows), 1, 1};
   plan.threadgroup = {kLanes, 1, 1};
   plan.buffers = {{0, Role::kScratch, 0}, {1, Role::kScratch, 1}, {3, Role::kOutput, 0}};
-  if (config.has_sinks) {
-    const int before = config.has_kv_head_mapping + config.has_rope_freqs + config.has_attn_mask;
+  if (in.sinks.has_value()) {
+    const int before =
+        in.kv_head_mapping.has_value() + in.rope_freqs.has_value() + in.attn_mask.has_value();
     plan.buffers.push_back({4, Role::kInput, 5 + before});
   }
   plan.set_params(2, MergeParams{num_rows, in.q.shape(1), in.q.shape(2), g.num_splits});
@@ -177,7 +178,7 @@ LaunchPlans plan_attention(const std::vector<mx::array>& inputs, const Attention
     return {};
   }
   if (!has_keys(in.k_cache, in.block_tables)) {  // a function compiled for any shape
-    throw std::runtime_error("[paged_attention] k_cache or block_tables is empty: expected a key");
+    fail<std::runtime_error>("paged_attention", "k_cache or block_tables is empty: expected a key");
   }
   check_metal_pool("paged_attention", "k_cache", in.k_cache, false);
   check_metal_pool("paged_attention", "v_cache", in.v_cache, false);
@@ -201,7 +202,7 @@ LaunchPlans plan_attention(const std::vector<mx::array>& inputs, const Attention
                   {3, Role::kInput, 3},
                   {4, Role::kInput, 4}};
   plan.set_params(5, attention_params(in, config, g));
-  bind_optional(in, config, plan);
+  bind_optional(in, plan);
   if (config.return_attn) {
     plan.buffers.push_back({15, Role::kOutput, 1});
   }
@@ -212,7 +213,7 @@ LaunchPlans plan_attention(const std::vector<mx::array>& inputs, const Attention
   plan.buffers.push_back({7, Role::kScratch, 0});
   plan.buffers.push_back({8, Role::kScratch, 1});
   const size_t partials = size_t{1} * in.q.shape(0) * in.q.shape(1) * in.q.shape(2) * g.num_splits;
-  return {{plan, merge_plan(in, config, g)},
+  return {{plan, merge_plan(in, g)},
           {partials * value_dim * sizeof(float), partials * 2 * sizeof(float)}};
 }
 

@@ -12,7 +12,7 @@ namespace mx = mlx::core;
 
 namespace {
 
-// The specialised pipeline; compiled at its first use, then looked up by name.
+// The specialised pipeline. It is compiled at its first use, and later found by name.
 MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const LaunchPlan& plan) {
   MTL::Library* library =
       device.get_library(library_name(plan), [&plan] { return library_source(plan); });
@@ -38,10 +38,10 @@ MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const LaunchPlan&
 
 MTL::Size size(const std::array<uint32_t, 3>& xyz) { return MTL::Size(xyz[0], xyz[1], xyz[2]); }
 
-// Notes a pool as an input and an output of MLX's present Metal encoder. An encoder waits for the
-// outputs of earlier ones only, so that a write could otherwise overtake a read that was encoded
-// before it. This must come before set_input_array, which adds up the elements of buffers that the
-// encoder does not know yet: MLX ends a command buffer at 40 M of them, and a pool may have more.
+// Registers a pool as an input and an output of MLX's current Metal encoder. An encoder waits only
+// for the outputs of earlier encoders: otherwise a write could run before a read that was encoded
+// earlier. Call this before set_input_array, which counts the elements of buffers that the encoder
+// does not know yet: MLX ends a command buffer at 40 M elements, and a pool may have more.
 void register_pool(mx::metal::CommandEncoder& encoder, const mx::array& pool, int index) {
   encoder.set_buffer(static_cast<const MTL::Buffer*>(pool.buffer().ptr()), index, pool.offset());
 }

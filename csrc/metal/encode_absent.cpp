@@ -11,7 +11,7 @@ void encode(const LaunchPlans&, const std::vector<mlx::core::array>&,
   throw std::runtime_error("[mlx_paged] this build has no Metal: use a CPU stream");
 }
 
-// Without Metal nothing writes to a pool in place on a GPU.
+// Without Metal no op writes to a pool in place on a GPU.
 void register_pool_read(const mlx::core::array&, mlx::core::Stream) {}
 
 }  // namespace mlx_paged

@@ -1,5 +1,4 @@
-// A kernel launch as plain data: made from shapes and strides by one function an op, encoded on a
-// GPU, executed by an emulator, compared in tests.
+// A kernel launch as plain data. A GPU encodes it, an emulator executes it, tests compare it.
 #pragma once
 
 #include <array>
@@ -18,8 +17,8 @@ struct FunctionConstant {
   int32_t value;
 };
 
-// What is bound at a buffer index: an input or output of the primitive, or scratch memory. Pools
-// have roles of their own, as they are written in place.
+// The array at a buffer index: an input or output of the primitive, or scratch memory. Pools have
+// roles of their own because they are written in place.
 struct BufferBinding {
   enum class Role { kInput, kOutput, kPoolRead, kPoolWrite, kScratch };
   int index;
@@ -38,8 +37,8 @@ struct LaunchPlan {
   int params_index;
   std::vector<std::byte> params;
 
-  // Name of the specialised pipeline in MLX's cache: two launches share it only if every function
-  // constant agrees. Values are unsigned in it, so that it holds letters, digits and '_' alone.
+  // Name of the specialised pipeline in MLX's cache. Two launches share it only if all function
+  // constants are equal. Values are unsigned, so the name contains only letters, digits and '_'.
   std::string pipeline_name() const {
     std::string name = kernel;
     for (const FunctionConstant& constant : constants) {

@@ -1,8 +1,7 @@
 #include <algorithm>
 
-#include "csrc/metal/metal_types.h"
+#include "csrc/metal/arrays.h"
 #include "csrc/metal/plans.h"
-#include "csrc/metal/pool_layout.h"
 #include "csrc/strides.h"
 #include "metal/params.h"
 
@@ -12,7 +11,7 @@ namespace {
 
 constexpr uint32_t kThreads = 256;
 
-// A threadgroup that covers the vectors of a row and as many heads as fit beside them.
+// A threadgroup covers the vectors of a row, and as many heads as fit.
 std::array<uint32_t, 3> threadgroup_for(const std::array<uint32_t, 3>& grid) {
   const uint32_t x = std::min(grid[0], kThreads);
   return {x, std::min(grid[1], std::max(1u, kThreads / x)), 1};

@@ -1,0 +1,307 @@
+"""What a decode step costs the host, part by part, and what the allocator's methods cost.
+
+The model computes nothing and the device's time is left out. Engines take turns in one process.
+
+    python -m bench.host_cost --rows 8 32 128 256 --blocks 512
+"""
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from tqdm import tqdm
+
+from bench.command import make_parser, print_result, table, text_of
+from bench.host_cost.block_costs import PUBLISHED, MakeManager, Manager, block_costs, nano_vllm
+from bench.host_cost.silent_engine import (
+    BLOCK_SIZE,
+    VOCAB,
+    decoding_engine,
+    silenced,
+    smallest_llama,
+)
+from bench.machine import Clock, check_machine
+from mlx_paged import Engine
+from mlx_paged.cli import COUNT, Parser, load_model
+from mlx_paged.engine.text import TextStream
+from mlx_paged.scheduler.runner_protocol import StepResult
+
+COUNTED = ("schedule", "tables", "sampling")
+PARTS = (*COUNTED, "launch", "results", "pipeline")
+"""A step from its schedule until the sampled tokens were read."""
+
+BESIDE = ("cost model", "outputs")
+"""What is not in that; outputs are what callers see of a token, after the step."""
+
+TARGET_US = {32: 300, 256: 1000}
+"""For the counted parts together."""
+
+VLLM_US = {8: 100, 32: 310, 256: 2500}
+"""vLLM V1's scheduler alone, `schedule` and `update_from_output`, measured on the same machine as
+the figures of :data:`bench.host_cost.block_costs.PUBLISHED`."""
+
+SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.95}}
+RECORDED_ROWS = 32
+RECORDING_BUDGET_US = 20.0  # more than that would show in the steps of a fast model
+
+
+class Stopwatch:
+    """Seconds of watched calls, by label, without the watched calls inside them."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._inner: list[float] = []  # of each call under way, seconds of watched calls inside
+
+    @contextmanager
+    def watching(self, *calls: tuple[Any, str, str]) -> Iterator[None]:
+        """Within this context watch calls, each an owner, the name of its attribute, a label."""
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in calls]
+        for (owner, name, original), (_, _, label) in zip(originals, calls, strict=True):
+            setattr(owner, name, self._timed(original, label))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+    def lap(self) -> dict[str, float]:
+        """Seconds since the last lap."""
+        seconds = dict(self.seconds)
+        self.seconds.clear()
+        return seconds
+
+    def _timed(self, call: Callable[..., Any], label: str) -> Callable[..., Any]:
+        clock, seconds, inner = time.perf_counter, self.seconds, self._inner
+
+        def timed(*args: Any, **options: Any) -> Any:
+            inner.append(0.0)
+            start = clock()
+            try:
+                return call(*args, **options)
+            finally:
+                took = clock() - start
+                seconds[label] += took - inner.pop()
+                if inner:
+                    inner[-1] += took
+
+        return timed
+
+
+@dataclass
+class Course:
+    """Steps of one engine."""
+
+    name: str
+    rows: int
+    engine: Engine
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    steps: list[dict[str, float]] = field(default_factory=list)
+
+    def run(self, num_steps: int) -> None:
+        """Watch some more steps."""
+        engine = self.engine
+        with (
+            silenced(engine, self.rows, VOCAB),
+            self.watch.watching(
+                (engine, "step", "outputs"),
+                (engine._pipeline, "advance", "pipeline"),
+                (engine.scheduler, "schedule", "schedule"),
+                (engine.scheduler, "commit", "schedule"),
+                (engine.scheduler.budget, "observe", "cost model"),
+                (engine.runner, "launch", "launch"),
+                (engine.runner, "_batches", "tables"),
+                (engine.runner, "model", "model"),
+                (engine.runner, "sampler", "sampling"),
+                (engine.runner, "collect", "results"),
+                (mx, "async_eval", "device"),
+                (mx, "eval", "device"),
+            ),
+        ):
+            for _ in range(num_steps):
+                outputs = engine.step()
+                assert len(outputs) == self.rows, "a step that is not a decode of all rows"
+                self.steps.append(self.watch.lap())
+
+    def microseconds(self) -> dict[str, float]:
+        """Medians over the steps: of each part, of the counted parts together, of all together.
+
+        "quiet" and "quiet step" are the quietest tenth of both sums, to which other processes added
+        least.
+        """
+        columns = {part: [lap[part] for lap in self.steps] for part in (*PARTS, *BESIDE)}
+        for name, parts in (("counted", COUNTED), ("step", PARTS)):
+            columns[name] = [sum(lap[part] for part in parts) for lap in self.steps]
+        seconds = {name: median(values) for name, values in columns.items()}
+        seconds["quiet"] = float(np.quantile(columns["counted"], 0.1))
+        seconds["quiet step"] = float(np.quantile(columns["step"], 0.1))
+        return {name: round(1e6 * value, 1) for name, value in seconds.items()}
+
+
+class NoRecorder:
+    """Records no tick and no statistics."""
+
+    def begin(self) -> None: ...
+    def results_ready(self) -> None: ...
+    def end(self, result: StepResult) -> None: ...
+
+
+def recording_engines(rows: int) -> list[Engine]:
+    """Two equal engines; only the first one records its steps."""
+    model = smallest_llama()
+    engines = [decoding_engine(model, VOCAB, rows, BLOCK_SIZE, lookahead=False) for _ in range(2)]
+    engines[1]._recorder = NoRecorder()  # type: ignore[assignment]
+    return engines
+
+
+def recording_us(rows: int, num_steps: int) -> dict[str, float]:
+    """Microseconds of a step with and without recording, in turns step by step: medians.
+
+    "recording_us" is the median difference of neighbouring steps.
+    """
+    engines = recording_engines(rows)
+    with silenced(engines[0], rows, VOCAB), silenced(engines[1], rows, VOCAB):
+        pairs = [[Clock.WALL.seconds(e.step, 1) for e in engines] for _ in range(num_steps)]
+    times = 1e6 * np.array(pairs)
+    with_us, without_us = np.median(times, axis=0).tolist()
+    return {
+        "rows": rows,
+        "step_us": round(with_us, 1),
+        "step_without_us": round(without_us, 1),
+        "recording_us": round(float(np.median(times[:, 0] - times[:, 1])), 1),
+        "budget_us": RECORDING_BUDGET_US,
+    }
+
+
+def floor_us(rows: int) -> dict[str, float]:
+    """The least that any code takes that looks at each row, in microseconds.
+
+    An empty loop over the rows, an object for each row, an operation of numpy on all rows, and one
+    such array for MLX.
+    """
+    indices, column = list(range(rows)), np.zeros(rows, np.int32)
+
+    def loop() -> None:
+        for _ in indices:
+            pass
+
+    actions: dict[str, Callable[[], object]] = {
+        "loop": loop,
+        "objects": lambda: [Course for _ in indices] and [slice(i, i) for i in indices],
+        "numpy": lambda: column + 1,
+        "mx.array": lambda: mx.array(column),
+    }
+    return {name: median_us(action, 200) for name, action in actions.items()}
+
+
+def median_us(action: Callable[[], object], repeats: int) -> float:
+    """Microseconds of one call, the median of several."""
+    return round(1e6 * median(Clock.WALL.seconds(action, 1) for _ in range(repeats)), 2)
+
+
+def detokenise_us(num_tokens: int = 2000) -> float:
+    """Microseconds to turn a token of the demo model into text."""
+    _, tokenizer = load_model()
+    ids = np.random.default_rng(0).integers(200, tokenizer.vocab_size, size=num_tokens)
+    tokens = iter(ids.tolist())
+    text = TextStream(tokenizer.detokenizer)
+    return median_us(lambda: text.push(next(tokens)), num_tokens)
+
+
+def add_arguments(parser: Parser) -> None:
+    add, rows = parser.add_argument, [8, 32, 128, 256]
+    add("--rows", type=COUNT, nargs="+", default=rows, help="running requests")
+    add("--blocks", type=COUNT, default=512, help="that each request holds")
+    add("--steps", type=COUNT, default=40, help="of each engine in a round")
+    add("--rounds", type=COUNT, default=5)
+    late = "read the tokens of each step before the next one is launched"
+    add("--no-lookahead", action="store_true", help=late)
+    nano = "a checkout of nano-vllm, to measure its block manager too"
+    add("--nano-vllm", type=Path, help=nano)
+
+
+def measure_steps(args: argparse.Namespace) -> list[Course]:
+    model, context = smallest_llama(), args.blocks * BLOCK_SIZE
+    courses = []
+    for rows in tqdm(args.rows, desc="engines", disable=None):
+        for name, options in SAMPLING.items():
+            options = options | {"lookahead": not args.no_lookahead}
+            courses.append(
+                Course(name, rows, decoding_engine(model, VOCAB, rows, context, **options))
+            )
+    for _ in tqdm(range(args.rounds), desc="rounds", disable=None):
+        for course in courses:
+            course.run(args.steps)
+    return courses
+
+
+def step_table(courses: Sequence[Course]) -> str:
+    columns = (*PARTS, "step", "quiet step", *BESIDE, "counted", "quiet")
+    rows = [["us a step", *columns, "target", "vLLM"]]
+    for course in courses:
+        costs = course.microseconds()
+        cells = [f"{costs[name]:.0f}" for name in columns]
+        cells += [text_of(each.get(course.rows), "d") for each in (TARGET_US, VLLM_US)]
+        rows.append([f"{course.rows} {course.name}", *cells])
+    return table(rows)
+
+
+def block_table(live: dict[str, dict[str, float]]) -> str:
+    columns = {f"{name}, elsewhere": figures for name, figures in PUBLISHED.items()} | live
+    rows = [["", *columns]]
+    for method in live["mlx_paged"]:
+        cells = [text_of(figures.get(method), "g") for figures in columns.values()]
+        rows.append([method, *cells])
+    return table(rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = make_parser("host_cost", __doc__)
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    managers: dict[str, MakeManager] = {"mlx_paged": Manager}
+    if args.nano_vllm is not None:
+        try:
+            managers["nano-vllm"] = nano_vllm(args.nano_vllm)
+        except ValueError as error:
+            parser.error(f"argument --nano-vllm: {error}")
+    machine = check_machine()
+    floors = {rows: floor_us(rows) for rows in args.rows}
+    print("Floor, us: code that looks at each row once.")
+    for rows, floor in floors.items():
+        print(f"{rows:6} rows  " + "  ".join(f"{name} {us:g}" for name, us in floor.items()))
+    courses = measure_steps(args)
+    print("", step_table(courses), sep="\n")
+    detokenise = detokenise_us()
+    print(f"A token of the demo model becomes text in {detokenise:g} us; no column includes that.")
+    recording = recording_us(RECORDED_ROWS, args.rounds * args.steps)
+    print(
+        f"Recording a step of {RECORDED_ROWS} rows takes {recording['recording_us']:g} us of"
+        f" {recording['step_us']:g}; ceiling: {RECORDING_BUDGET_US:g} us."
+    )
+    blocks = block_costs(managers, args.blocks)
+    print("", block_table(blocks), sep="\n")
+    steps = [{"rows": c.rows, "sampling options": c.name, **c.microseconds()} for c in courses]
+    result = {
+        **machine,
+        "blocks": args.blocks,
+        "lookahead": not args.no_lookahead,
+        "floor_us": floors,
+        "steps_us": steps,
+        "detokenise_us": detokenise,
+        "recording": recording,
+        "block_costs": blocks,
+        "published": PUBLISHED,
+    }
+    print_result("host_cost", result)
+
+
+if __name__ == "__main__":
+    main()

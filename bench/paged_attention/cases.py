@@ -1,0 +1,217 @@
+"""Cases of attention over a pool, and the ways to compute each case."""
+
+import argparse
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from bench.paged_attention.ggml import GgmlAttention
+from mlx_paged.attention.pool_attention import Chunk, PoolAttention, gather_rows
+from mlx_paged.attention.sdpa_hook import mlx_attention
+from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+BEYOND_CACHE = 128 * 2**20
+"""Bytes of K/V of all layers together. Layers take turns, so that no cache holds a layer's K/V."""
+
+MAX_LAYERS = 32
+
+Contender = Callable[[int], Any]
+"""Computes the attention of one layer; MLX's arrays are still to be evaluated."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCounts:
+    """Query heads, KV heads, head dimension; written as "32:8:128"."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def parse(cls, text: str) -> "HeadCounts":
+        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*):([1-9]\d*)", text)
+        if found is None or int(found[1]) % int(found[2]):
+            raise argparse.ArgumentTypeError(
+                "expected query heads, KV heads that divide them and dim, as 32:8:128, got"
+                f" {text!r}"
+            )
+        return cls(*map(int, found.groups()))
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def __str__(self) -> str:
+        return f"{self.num_heads}:{self.num_kv_heads}:{self.head_dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`batch` sequences with `context` tokens each, of which the last `length` are computed."""
+
+    heads: HeadCounts
+    dtype: str
+    length: int
+    batch: int
+    context: int
+    block_size: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Live K and V of one layer."""
+        slots = self.batch * self.context * self.heads.num_kv_heads
+        return 2 * slots * self.heads.head_dim * DTYPES[self.dtype].size
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions with the keys and values that the queries see."""
+        seen = self.length * self.context - self.length * (self.length - 1) // 2
+        return 4 * self.batch * self.heads.num_heads * self.heads.head_dim * seen
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that take turns: several for single tokens; one for a chunk, which reads its K/V
+        many times."""
+        if self.length > 1:
+            return 1
+        return min(MAX_LAYERS, ceil_div(BEYOND_CACHE, self.kv_bytes))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Estimate: pool, contiguous copies, float32 copies and scores of one call."""
+        scores = 4 * self.batch * self.heads.num_heads * self.length * self.context
+        single = self.kv_bytes * 4 // DTYPES[self.dtype].size
+        return 3 * self.num_layers * self.kv_bytes + 3 * single + 4 * scores
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"heads": str(self.heads)}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.heads!s:>9} {self.dtype:8} L {self.length:<3} B {self.batch:<2}"
+            f" S {self.context:<5} block {self.block_size:<2}"
+        )
+
+
+def decode_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """One token for each of a batch of sequences."""
+    for h, dtype, context, batch, block_size in product(
+        args.heads, args.dtypes, args.contexts, args.batches, args.block_sizes
+    ):
+        yield Case(h, dtype, 1, batch, context, block_size)
+
+
+def chunk_cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Chunks of one prompt: the first chunk, and later ones that end at these contexts."""
+    block_size = min(args.block_sizes, key=lambda size: abs(size - 16))
+    for h, dtype, length in product(args.heads, args.dtypes, args.chunk_lengths):
+        for context in sorted({length, *(c for c in args.chunk_contexts if c > length)}):
+            yield Case(h, dtype, length, 1, context, block_size)
+
+
+class Inputs:
+    """The arrays of a case, in a pool whose blocks are in random order."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case = case
+        heads, dtype = case.heads, DTYPES[case.dtype]
+        columns = ceil_div(case.context, case.block_size)
+        num_blocks = case.batch * columns
+        shape = KVShape(heads.num_kv_heads, heads.head_dim, heads.head_dim, dtype)
+        self.pool = KVPool([shape] * case.num_layers, num_blocks, case.block_size)
+        self.scale = heads.head_dim**-0.5
+        mx.random.seed(seed)
+        tables = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
+        self.tables = mx.array(tables.reshape(case.batch, columns))
+        self.context_lens = as_int32([case.context] * case.batch)
+        slots = as_int32(np.arange(num_blocks * case.block_size, dtype=np.int32))
+        rows = (slots.size, heads.num_kv_heads, heads.head_dim)
+        for layer in range(case.num_layers):
+            self.pool.write(layer, _random(rows, dtype), _random(rows, dtype), slots)
+            mx.eval(self.pool.k[layer], self.pool.v[layer])
+        self.q = mx.random.normal((case.batch, heads.num_heads, case.length, heads.head_dim))
+        self.q = self.q.astype(dtype)
+        self.contiguous = [
+            [mx.contiguous(x) for x in self.gather(layer)] for layer in range(case.num_layers)
+        ]
+        mx.eval(self.q, self.tables, self.context_lens, self.contiguous)
+
+    def gather(self, layer: int) -> tuple[mx.array, mx.array]:
+        k, v = gather_rows(self.pool, layer, self.tables)
+        return k[:, :, : self.case.context], v[:, :, : self.case.context]
+
+    def contenders(self) -> dict[str, Contender]:
+        """The paged op, the gather in front of MLX's attention, MLX's attention alone."""
+        mask = "causal" if self.case.length > 1 else None
+        layers = [
+            PoolAttention(self.pool, layer, self.scale, None, None)
+            for layer in range(self.case.num_layers)
+        ]
+        start = self.case.context - self.case.length
+        chunk = Chunk(0, start, self.case.length, self.tables[0])
+
+        def paged(layer: int) -> mx.array:
+            return layers[layer].through_tables(self.q, self.tables, self.context_lens)
+
+        def gather(layer: int) -> mx.array:
+            if self.case.length > 1:
+                return layers[layer].gathered_chunk(self.q, chunk)
+            return mlx_attention(self.q, *self.gather(layer), scale=self.scale)
+
+        def contiguous(layer: int) -> mx.array:
+            return mlx_attention(self.q, *self.contiguous[layer], scale=self.scale, mask=mask)
+
+        return {"paged": paged, "gather": gather, "contiguous": contiguous}
+
+    def ggml_contenders(self) -> dict[str, Contender]:
+        """ggml's flash attention on contiguous K/V, as llama.cpp computes it."""
+        layers = [GgmlAttention(self.q, k, v, self.scale) for k, v in self.contiguous]
+        return {"ggml": lambda layer: layers[layer]()}
+
+    def torch_contenders(self) -> dict[str, Contender]:
+        """Torch's attention on contiguous K/V: as it is, and with the query heads of a KV head as
+        rows of one matrix. Empty without torch."""
+        if importlib.util.find_spec("torch") is None:
+            return {}
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention as attention
+
+        case = self.case
+        dtype = getattr(torch, case.dtype)
+
+        def tensor(array: mx.array) -> Any:
+            return torch.from_numpy(np.array(array.astype(mx.float32))).to(dtype)
+
+        q = tensor(self.q)
+        kv = [(tensor(k), tensor(v)) for k, v in self.contiguous]
+        positions = torch.arange(case.context - case.length, case.context)
+        mask = torch.arange(case.context)[None] <= positions[:, None]
+        folded = q.reshape(case.batch, case.heads.num_kv_heads, -1, case.heads.head_dim)
+
+        def contender(queries: Any, mask: Any, is_folded: bool) -> Contender:
+            def attend(layer: int) -> Any:
+                options = {"attn_mask": mask if case.length > 1 else None}
+                with torch.inference_mode():
+                    return attention(queries, *kv[layer], **options, enable_gqa=not is_folded)
+
+            return attend
+
+        return {
+            "torch": contender(q, mask, False),
+            "torch_folded": contender(folded, mask.repeat(case.heads.group, 1), True),
+        }
+
+
+def _random(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Normal numbers, the same million repeated: times do not depend on them."""
+    size = int(np.prod(shape))
+    some = mx.random.normal((min(size, 2**20),)).astype(dtype)
+    return mx.tile(some, ceil_div(size, some.size))[:size].reshape(shape)

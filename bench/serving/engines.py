@@ -1,0 +1,136 @@
+"""The engines by name, how each is made for a workload, and the model that they run."""
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from bench.models import SIZES, llama_model
+from bench.serving.servers import BatchServer, PagedServer, SequentialServer, Server, StaticBatches
+from bench.serving.trace import Trace
+from mlx_paged.cli import load_model as load
+from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.kv.pool import block_bytes
+from mlx_paged.runner.model_probe import probe
+
+STATIC = "_static"  # ending of the name of an engine that runs batch after batch
+
+LLAMA_CPP = {
+    "llama_cpp": {"is_flash": True, "is_half": False},
+    "llama_cpp_f16": {"is_flash": True, "is_half": True},
+    "llama_cpp_no_flash": {"is_flash": False, "is_half": False},
+}
+"""How llama.cpp attends, by the engine's name: arguments of its context."""
+
+ENGINES = (
+    *("mlx_paged", "mlx_lm", "mlx_lm_static", "sequential", "mlx_paged_static"),
+    *(name + ending for name in LLAMA_CPP for ending in ("", STATIC)),
+)
+DEFAULT = ENGINES[:4]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the engines are given; all but `context` are also arguments of mlx_paged's engine.
+
+    `prefill_chunk` are prompt tokens computed at a time: of all sequences together in mlx_paged and
+    llama_cpp, of each sequence elsewhere. From `block_size` on, only mlx_paged has them.
+    """
+
+    max_running: int  # sequences side by side at most
+    prefill_chunk: int
+    context: int  # K/V tokens of the longest sequence; llama_cpp reserves so many for each place
+    block_size: int
+    num_blocks: int
+    max_stall_ms: float | None = None
+    policy: str = "fcfs"
+    prefix_cache: bool = True
+
+
+def load_model(name: str) -> tuple[nn.Module, int]:
+    """A model and the size of its vocabulary; ValueError if it cannot be loaded.
+
+    `name` is "demo", a key of :data:`bench.models.SIZES`, a directory or a hub id.
+    """
+    if name in SIZES:
+        return llama_model(name), int(SIZES[name]["vocab_size"])
+    model, tokenizer = load(None if name == "demo" else name)
+    args = getattr(model, "args", None)
+    return model, int(getattr(args, "vocab_size", None) or tokenizer.vocab_size)
+
+
+def check_engines(names: Sequence[str], model: nn.Module, max_running: int) -> None:
+    """Before anything is measured: ValueError if an engine is missing or cannot run the model."""
+    if not any(name.removesuffix(STATIC) in LLAMA_CPP for name in names):
+        return
+    if any(importlib.util.find_spec(module) is None for module in ("llama_cpp", "gguf")):
+        raise ValueError(
+            "--engines: llama_cpp: expected llama-cpp-python and gguf:"
+            " pip install 'mlx-paged[peers]'"
+        )
+    from bench.serving.llama_cpp import check_context
+
+    try:
+        check_context(model, max_running)
+    except ValueError as error:
+        raise ValueError(f"--engines: llama_cpp: {error}") from error
+
+
+def make_server(name: str, model: nn.Module, limits: Limits) -> Server:
+    """`name` is one of :data:`ENGINES` and has passed :func:`check_engines`."""
+    if name.endswith(STATIC):
+        inner = make_server(name.removesuffix(STATIC), model, limits)
+        return StaticBatches(inner, limits.max_running)
+    if name == "mlx_paged":
+        options = {key: value for key, value in vars(limits).items() if key != "context"}
+        return PagedServer(model, **options)
+    if name == "mlx_lm":
+        return BatchServer(model, limits.max_running, limits.prefill_chunk)
+    if name == "sequential":
+        return SequentialServer(model, limits.prefill_chunk)
+    return _llama_server(name, model, limits)
+
+
+def _llama_server(name: str, model: nn.Module, limits: Limits) -> Server:
+    from bench.serving.llama_cpp import LlamaContext, LlamaServer
+
+    llama = LlamaContext(
+        model,
+        num_sequences=limits.max_running,
+        context=limits.context,
+        max_tokens=limits.max_running + limits.prefill_chunk,
+        **LLAMA_CPP[name],
+    )
+    token_bytes = kv_token_bytes(model) // (2 if LLAMA_CPP[name]["is_half"] else 1)
+    return LlamaServer(llama, limits.prefill_chunk, token_bytes)
+
+
+def static_sibling(name: str) -> str | None:
+    """The same engine without top-up; None if there is none, or `name` is one."""
+    sibling = name + STATIC
+    return sibling if sibling in ENGINES else None
+
+
+def enough_blocks(trace: Trace, max_running: int, block_size: int) -> int:
+    """A pool in which the `max_running` largest sequences fit side by side, with a little room."""
+    blocks = sorted((b for b, n in _blocks(trace, block_size) for _ in range(n)), reverse=True)
+    needed = sum(blocks[:max_running])
+    return needed + needed // 50 + 2 * max_running
+
+
+def static_blocks(trace: Trace, max_running: int, block_size: int) -> int:
+    """Blocks of a static reservation: the longest sequence for every place."""
+    blocks = _blocks(trace, block_size)
+    places = min(max_running, sum(count for _, count in blocks))
+    return places * max(needed for needed, _ in blocks)
+
+
+def kv_token_bytes(model: nn.Module) -> int:
+    """K/V bytes of one token of one sequence in all layers."""
+    return block_bytes(probe(model).shapes, block_size=1)
+
+
+def _blocks(trace: Trace, block_size: int) -> list[tuple[int, int]]:
+    """For each job, blocks of one sample and the number of samples."""
+    return [(ceil_div(job.kv_tokens, block_size), job.samples) for job in trace]

@@ -1,0 +1,211 @@
+"""One HTML page with tables, phases, spikes and pictures; it needs no other file.
+
+Matplotlib is imported only when a picture is drawn.
+"""
+
+import base64
+import importlib
+import importlib.util
+import io
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.serving.measures import Summary, itls_ms, ttfts_ms
+from bench.serving.phases import Phases, split
+from bench.serving.results import TABLES, cells_of, phase_lines
+from bench.serving.run import Run
+
+Runs = Mapping[str, Run]
+"""The run of each engine that is drawn."""
+
+WIDTH_IN, DPI = 10.0, 100
+COLOURS = ("#0b6e99", "#c8553d", "#7a5c99", "#5b8c3e", "#8a6d1f")
+CAPTIONS = {
+    "blocks": "K/V memory held at the end of each step, in blocks (of engines without blocks: their"
+    " bytes in units of a block), and live K/V (dotted: the contexts of the running sequences)."
+    " Dashed: a reservation of the longest sequence for every place. Below: running sequences.",
+    "ticks": "Time of every step of every engine. A large point is a spike; its colour is its"
+    " likeliest cause.",
+    "latency": "Part of the streams that had their first token after so long, counted from the"
+    " scheduled arrival; part of the gaps between tokens that were so long.",
+}
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em }
+table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums }
+th, td { padding: .25em .7em; text-align: right; border-bottom: 1px solid #ddd }
+th:first-child, td:first-child { text-align: left }
+figure { margin: 2em 0 } img { max-width: 100%; height: auto } figcaption { color: #555 }
+pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: 13px }
+.partial { background: #fff3cd; padding: .5em 1em }
+"""
+
+
+def check_report(directory: Path) -> None:
+    """Before anything is measured: ValueError without matplotlib, OSError without a directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--report: expected matplotlib: pip install 'mlx-paged[bench]'")
+
+
+def write_report(
+    directory: Path, outcome: Mapping[str, Any], runs: Mapping[str, Sequence[Run]]
+) -> None:
+    """Write index.html, its pictures as files of their own, and result.json.
+
+    Pictures show the first round of each engine.
+    """
+    first = {name: next(r for r in runs[name] if r.ticks) for name in outcome["engines"]}
+    phases = {
+        name: split(run.ticks, outcome["target_active"], outcome["spike_threshold"])
+        for name, run in first.items()
+    }
+    pictures = draw(first, phases) if first else {}
+    for name, png in pictures.items():
+        (directory / f"{name}.png").write_bytes(png)
+    (directory / "index.html").write_text(_page(outcome, pictures), encoding="utf-8")
+    (directory / "result.json").write_text(json.dumps(outcome, indent=1) + "\n", encoding="utf-8")
+
+
+def _page(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
+    rows: dict[str, Summary] = outcome["engines"]
+    body = [f"<h1>Serving: {escape(', '.join(rows) or 'nothing measured')}</h1>", _about(outcome)]
+    if outcome["partial"]:
+        body.append('<p class="partial">Interrupted: this is what was measured so far.</p>')
+    body += [_table(cells_of(title, rows)) for title in TABLES]
+    for name, png in pictures.items():
+        data = base64.b64encode(png).decode()
+        body.append(
+            f'<figure><img alt="{name}" src="data:image/png;base64,{data}">'
+            f"<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
+        )
+    body.append("<h2>Phases and spikes</h2>")
+    for name, row in rows.items():
+        lines = "\n".join(phase_lines(row))
+        body.append(f"<h3>{escape(name)}</h3><pre>{escape(lines)}</pre>")
+    options = {key: value for key, value in outcome.items() if key not in ("engines", "ratios")}
+    text = json.dumps(options, indent=1)
+    body.append(f"<h2>Options and machine</h2><pre>{escape(text)}</pre>")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>Serving bench</title><style>{STYLE}</style></head><body>"
+        + "\n".join(body)
+        + "</body></html>\n"
+    )
+
+
+def _about(outcome: Mapping[str, Any]) -> str:
+    work = outcome["work"]
+    source = outcome["trace"] or outcome["preset"]
+    return (
+        f"<p>{escape(str(source))}: {work['requests']} requests, {work['prompt_tokens']} prompt and"
+        f" {work['output_tokens']} output tokens, {outcome['loop']} loop, model"
+        f" {escape(str(outcome['model']))}, seed {outcome['seed']}. Trace {work['digest']}.</p>"
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = []
+    for i, cells in enumerate(rows):
+        tag = "td" if i else "th"
+        text = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
+        lines.append(f"<tr>{text}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def draw(runs: Runs, phases: Mapping[str, Phases]) -> dict[str, bytes]:
+    """PNG files by name."""
+    colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(runs)}
+    return {
+        "blocks": _blocks(runs, colours),
+        "ticks": _ticks(runs, phases, colours),
+        "latency": _latency(runs, colours),
+    }
+
+
+def _blocks(runs: Runs, colours: Mapping[str, str]) -> bytes:
+    figure, (above, below) = _figure(2, 6.4, sharex=True)
+    for name, run in runs.items():
+        times, colour = [tick.end_s for tick in run.ticks], colours[name]
+        held = [tick.held_bytes / run.block_bytes for tick in run.ticks]
+        live = [tick.live_bytes / run.block_bytes for tick in run.ticks]
+        above.step(times, held, where="post", color=colour, label=name)
+        above.step(times, live, where="post", color=colour, linestyle=":")
+        running = [tick.running for tick in run.ticks]
+        below.step(times, running, where="post", color=colour)
+    static = max(run.static_blocks for run in runs.values())
+    label = f"static reservation ({static} blocks)"
+    above.axhline(static, color="#444444", linestyle="--", label=label)
+    above.set(ylabel="K/V held (blocks)", title="K/V blocks in use and sequences running")
+    most = max(tick.held_bytes / run.block_bytes for run in runs.values() for tick in run.ticks)
+    above.set_ylim(0, 1.35 * max(static, most))  # room for the legend
+    above.legend(fontsize=9)
+    below.set(ylabel="running (sequences)", xlabel="time (s)")
+    below.set_ylim(bottom=0)
+    return _png(figure)
+
+
+def _ticks(runs: Runs, phases: Mapping[str, Phases], colours: Mapping[str, str]) -> bytes:
+    figure, axes = _figure(len(runs), 1.2 + 1.9 * len(runs), sharex=True, sharey=True)
+    palette = importlib.import_module("matplotlib").colormaps["tab20"].colors
+    shown: dict[str, Any] = {}
+    for axis, (name, run) in zip(axes, runs.items(), strict=True):
+        times = [tick.start_s for tick in run.ticks]
+        axis.plot(times, [tick.tick_ms for tick in run.ticks], ".", ms=2.5, color=colours[name])
+        axis.axhline(1000 * phases[name].threshold_s, color="#999999", linestyle=":", linewidth=1)
+        for spike in phases[name].spikes:
+            cause = spike.causes[0]
+            shown.setdefault(cause, palette[len(shown) % len(palette)])
+            axis.plot(spike.start_s, spike.tick_ms, "o", ms=5, color=shown[cause])
+        axis.set_yscale("log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_ylabel("tick (ms)")
+        axis.set_title(name, loc="left", fontsize=10, color=colours[name])
+    for cause, colour in shown.items():
+        axes[0].plot([], [], "o", ms=5, color=colour, label=cause)
+    axes[-1].set_xlabel("time (s); dotted: spike threshold; points: spikes by likeliest cause")
+    figure.suptitle("Time of every engine step")
+    if shown:
+        figure.legend(loc="outside right upper", fontsize=9)
+    return _png(figure)
+
+
+def _latency(runs: Runs, colours: Mapping[str, str]) -> bytes:
+    figure, axes = _figure(2, 4.2, across=True)
+    kinds = (("time to first token", ttfts_ms, "streams"), ("inter-token latency", itls_ms, "gaps"))
+    for axis, (what, values_of, of_what) in zip(axes, kinds, strict=True):
+        for name, run in runs.items():
+            values = np.sort(values_of(run.streams))
+            ranks = np.arange(1, len(values) + 1) / len(values)
+            axis.step(values, ranks, where="post", color=colours[name], label=name)
+        axis.set(xlabel=f"{what} (ms)", title=what, ylabel=f"fraction of {of_what}")
+        axis.set_xscale("log")
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_ylim(0, 1)
+    axes[0].legend(fontsize=9)
+    return _png(figure)
+
+
+def _figure(count: int, height: float, *, across: bool = False, **options: Any) -> tuple[Any, Any]:
+    """A figure with `count` axes, one below the other unless `across`."""
+    importlib.import_module("matplotlib").use("Agg")
+    plt = importlib.import_module("matplotlib.pyplot")
+    rows, columns = (1, count) if across else (count, 1)
+    options |= {"figsize": (WIDTH_IN, height), "dpi": DPI, "layout": "constrained"}
+    figure, axes = plt.subplots(rows, columns, squeeze=False, **options)
+    for axis in axes.flat:
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes.flat
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    importlib.import_module("matplotlib.pyplot").close(figure)
+    return buffer.getvalue()

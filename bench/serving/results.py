@@ -1,0 +1,148 @@
+"""Results of a session: one plain dictionary, and the same as text."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from bench.command import print_result, table, text_of
+from bench.serving.engines import static_sibling
+from bench.serving.measures import PERCENTILES, Summary, merge, ratios, summarize
+from bench.serving.run import Run
+from bench.serving.session import Session
+
+SPIKES_SHOWN = 5  # of each engine, the longest
+
+Column = tuple[str, Callable[[Summary], Any], str]
+"""Heading, value, format."""
+
+
+def _at(key: str, *within: str) -> Callable[[Summary], Any]:
+    """Looks up a value of a row, or a value within it; None if there is none."""
+    if not within:
+        return lambda row: row[key]
+    return lambda row: None if row[key] is None else row[key][within[0]]
+
+
+def _percentiles(name: str, key: str) -> list[Column]:
+    return [(f"{name} {p}" if p == "p50" else p, _at(key, p), ".1f") for p in PERCENTILES]
+
+
+TABLES: dict[str, Sequence[Column]] = {
+    "output tokens/s": (
+        ("static", _at("static_tokens_per_sec"), ".1f"),
+        ("continuous", _at("continuous_tokens_per_sec"), ".1f"),
+        ("steady", _at("continuous_steady_tokens_per_sec"), ".1f"),
+        ("wall s", _at("wall_s"), ".2f"),
+        ("good tok/s", _at("goodput", "tokens_per_sec"), ".1f"),
+        ("in SLO", _at("goodput", "attainment"), ".1%"),
+        ("max rate/s", _at("max_rate"), ".2f"),
+    ),
+    "latency in ms": (*_percentiles("TTFT", "ttft_ms"), *_percentiles("TPOT", "tpot_ms")),
+    "pace in ms": (*_percentiles("ITL", "itl_ms"), *_percentiles("tick", "tick_ms")),
+    "K/V in MiB": (
+        ("held peak", _at("kv_held_peak_mib"), ".2f"),
+        ("mean", _at("kv_held_mean_mib"), ".2f"),
+        ("live peak", _at("kv_live_peak_mib"), ".2f"),
+        ("mean", _at("kv_live_mean_mib"), ".2f"),
+        ("held/live", _at("kv_held_over_live"), ".3f"),
+        ("pool", _at("kv_pool_mib"), ".1f"),
+        ("MLX peak", _at("peak_mlx_mib"), ".1f"),
+        ("RSS peak", _at("peak_rss_mib"), ".0f"),
+    ),
+}
+
+
+def cells_of(title: str, rows: Mapping[str, Summary]) -> list[list[str]]:
+    """A table, its head first: engines down, measures across."""
+    columns = TABLES[title]
+    lines = [[title, *(heading for heading, _, _ in columns)]]
+    for name, row in rows.items():
+        lines.append([name, *(text_of(value(row), form) for _, value, form in columns)])
+    return lines
+
+
+def phase_lines(row: Summary) -> list[str]:
+    """Of one engine: ramp, steady, tail, the longest spikes, and the runs of the rate search."""
+    phases = row["phases"]
+    spikes = phases["spikes"]
+    return [
+        *(
+            f"[phase {name}] ticks={phases[name]['ticks']} time={phases[name]['time_s']:.2f}s"
+            f" tokens={phases[name]['tokens']} tokens_per_sec={phases[name]['tokens_per_sec']:.1f}"
+            for name in ("ramp", "steady", "tail")
+        ),
+        f"[phase spikes] count={spikes['count']} time={spikes['time_s']:.2f}s"
+        f" threshold={spikes['threshold_s']:.4f}s",
+        *(
+            f"  tick {spike['tick']} at {spike['start_s']:.2f} s: {spike['tick_ms']:.1f} ms,"
+            f" {' + '.join(spike['causes'])}"
+            for spike in row["spikes"][:SPIKES_SHOWN]
+        ),
+        *(
+            "[rate {rate:.3f}] attainment={attainment:.3f} tokens_per_sec={tokens_per_sec:.1f}"
+            " good={good_tokens_per_sec:.1f}".format(**probe)
+            for probe in row.get("probes", ())
+        ),
+    ]
+
+
+def rows_of(session: Session) -> dict[str, list[Summary]]:
+    """Summaries of each engine that was asked for and ran, round by round.
+
+    An interrupted run counts only if its engine has no other.
+    """
+    args = session.args
+
+    def of(name: str) -> list[Summary]:
+        runs = [run for run in session.runs.get(name, ()) if run.ticks]
+        whole = [run for run in runs if not run.is_partial] or runs
+        return [summarize(run, args.target_active, args.slo, args.spike_threshold) for run in whole]
+
+    rows = {name: found for name in args.engines if (found := of(name))}
+    for name, summaries in rows.items():
+        first = session.runs[next(iter(rows))]
+        for summary, a, b in zip(summaries, session.runs[name], first, strict=False):
+            summary["streams_as_first"] = same_streams(a, b)
+        sibling = static_sibling(name)
+        static = summaries if sibling is None else rows.get(sibling) or of(sibling)
+        for summary, other in zip(summaries, static, strict=False):
+            summary["static_tokens_per_sec"] = other["output_tokens_per_sec"]
+    return rows
+
+
+def same_streams(run: Run, other: Run) -> int:
+    """Streams that got the same tokens in both, as far as both have tokens."""
+    pairs = zip(run.streams, other.streams, strict=False)
+    return sum(all(map(int.__eq__, a.tokens, b.tokens)) for a, b in pairs)
+
+
+def outcome_of(session: Session, about: Mapping[str, Any], *, is_partial: bool) -> dict[str, Any]:
+    """The content of the last line of the output."""
+    rounds = rows_of(session)
+    engines = {name: merge(each) | {"rounds": len(each)} for name, each in rounds.items()}
+    for name, row in engines.items():
+        row["max_rate"] = session.max_rate.get(name)
+        row["probes"] = session.probes.get(name, [])
+    return {
+        "bench": "serving",
+        **about,
+        "partial": is_partial,
+        "engines": engines,
+        "ratios": ratios(rounds) if len(rounds) > 1 else {},
+    }
+
+
+def print_outcome(outcome: dict[str, Any]) -> None:
+    """Tables, phases, spikes, ratios, and the JSON line."""
+    engines: dict[str, Summary] = outcome["engines"]
+    if outcome["partial"]:
+        print("partial: interrupted, this is what was measured so far\n")
+    for title in TABLES:
+        print(table(cells_of(title, engines)) + "\n")
+    for name, row in engines.items():
+        print(name, *phase_lines(row), sep="\n")
+    for name, row in list(engines.items())[1:]:
+        print(f"{name}: {row['streams_as_first']} of {row['streams']} streams got the same tokens")
+    for pair, values in outcome["ratios"].items():
+        text = ", ".join(f"{key} {value:.2f}x" for key, value in values.items())
+        print(f"{pair}: {text} (medians of rounds)")
+    print_result("serving", outcome)

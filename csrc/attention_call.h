@@ -1,0 +1,43 @@
+// A call of paged_attention between the op, its primitive and the kernels' launch plans.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "csrc/ops.h"
+
+namespace mlx_paged {
+
+// The options of a call, and which optional arrays it has, in the order of AttentionInputs.
+struct AttentionConfig : AttentionOptions {
+  std::array<bool, 5> has_optional;
+
+  bool operator==(const AttentionConfig&) const = default;
+};
+
+// A validated call: the primitive's inputs and config, and the shapes and dtypes of its outputs.
+// The inputs are the five arrays that every call has, then the optional ones that this call has.
+struct AttentionCall {
+  std::vector<mx::array> inputs;
+  AttentionConfig config;
+  std::vector<mx::Shape> shapes;
+  std::vector<mx::Dtype> dtypes;
+};
+
+// Validates the arguments of paged_attention and converts them to the form that the kernels read.
+AttentionCall attention_call(AttentionInputs in, const AttentionOptions& options, mx::Stream stream,
+                             bool for_metal);
+
+// The arrays of a call by name, from the primitive's inputs.
+AttentionInputs unflatten_inputs(const std::vector<mx::array>& arrays,
+                                 const AttentionConfig& config);
+
+std::vector<mx::Shape> attention_shapes(const mx::array& q, const mx::array& v_cache,
+                                        const mx::array& block_tables, bool return_attn);
+
+// Whether the pool and the block tables of a call can hold any key.
+inline bool has_keys(const mx::array& k_cache, const mx::array& block_tables) {
+  return k_cache.shape(1) > 0 && block_tables.shape(1) > 0;
+}
+
+}  // namespace mlx_paged

@@ -1,0 +1,84 @@
+// The inner part of CPU attention: one row tile against one range of keys. It is compiled once per
+// instruction set (attention_kernel.cpp) and chosen at run time (cpu_features.h).
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/cpu/attention/attention_args.h"
+
+namespace mlx_paged::cpu {
+
+// Key tiles start at multiples of this position in every batch. So a row's result does not depend
+// on the other rows.
+inline constexpr int kKeyTile = 64;
+// The most query rows, pairs of (token, head), that share one pass over the keys of their KV head.
+inline constexpr int kMaxRows = 64;
+// From this many rows on, packing a key tile costs less than it saves. With fewer rows,
+// a dot product adds its terms in another order.
+inline constexpr int kPackedRows = 16;
+
+// One query of one head.
+struct QueryRow {
+  int32_t token;
+  int32_t head;
+  int32_t position;   // of the query in its sequence
+  int32_t key_begin;  // it sees keys [key_begin, key_end), except masked keys and bad blocks
+  int32_t key_end;
+  float alibi_slope;
+  const void* mask;  // of key 0, or null
+  float* attn;       // of key 0, or null
+};
+
+// Rows of one sequence whose heads share a KV head.
+struct RowTile {
+  int32_t batch;
+  int32_t kv_head;
+  int32_t num_rows;
+  QueryRow rows[kMaxRows];
+  const float* q;  // [num_rows, D], rotated and scaled; row stride q_stride; zeros after D
+  int32_t q_stride;
+};
+
+// Softmax over the keys seen so far: for each row the running maximum m, the denominator l and
+// the accumulator o. The output is o / l.
+struct SoftmaxState {
+  float* m;  // [num_rows]
+  float* l;  // [num_rows]
+  float* o;  // [num_rows, o_stride]
+  int32_t o_stride;
+};
+
+// Rounds up so that every register width divides the result. Static: see simd.h.
+static inline int32_t padded(int32_t width) { return (width + 15) / 16 * 16; }
+
+// Buffers of attend, one set per thread.
+struct KernelScratch {
+  const void* zeros;  // max(D, D_v) zeros of any dtype: stands in for a key that is not read
+  float* scores;      // [kMaxRows, kKeyTile]
+  float* packed;      // [max(D, D_v) padded, kKeyTile]
+  float* queries;     // of all tiles of a call; the rows of a tile are rounded up to 16, D padded
+};
+
+// Initialises the states of row tiles and updates them with keys [key_begin, key_end) of one
+// sequence. Each row tile has another KV head. If there are several, each has fewer than
+// kPackedRows rows; the loop over row tiles is inside the loop over key tiles, because the keys of
+// all heads at one position are neighbours in memory. Writes scores to the rows' attn if it is not
+// null.
+using Attend = void(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles,
+                    int32_t key_begin, int32_t key_end, const KernelScratch& scratch,
+                    const SoftmaxState* states);
+
+namespace baseline {
+Attend attend;
+}
+namespace avx2 {
+Attend attend;
+}
+namespace avx512 {
+Attend attend;
+}
+namespace avx512_bf16 {
+Attend attend;
+}
+
+}  // namespace mlx_paged::cpu

@@ -1,0 +1,222 @@
+#include "csrc/cpu/attention/attention_rows.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+#include "mlx/types/half_types.h"
+
+namespace mlx_paged::cpu {
+
+namespace {
+
+namespace mx = mlx::core;
+
+// Calls body with a null pointer of the dtype's C++ type.
+template <typename Body>
+void dispatch_float(DType dtype, Body body) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return body(static_cast<mx::float16_t*>(nullptr));
+    case DType::kBFloat16:
+      return body(static_cast<mx::bfloat16_t*>(nullptr));
+    default:
+      return body(static_cast<float*>(nullptr));
+  }
+}
+
+int32_t context_length(const AttentionArgs& args, int32_t batch) {
+  const int64_t longest = int64_t{args.max_blocks} * args.block_size;
+  const int64_t given = args.context_lens[batch * args.context_lens_stride];
+  return static_cast<int32_t>(std::clamp<int64_t>(given, 0, longest));
+}
+
+KeyRange visible_keys(const AttentionArgs& args, int32_t context, int32_t position) {
+  if (position < 0) {
+    return {0, 0};
+  }
+  const int32_t begin = args.window > 0 ? std::max(0, position - args.window + 1) : 0;
+  return {begin, args.causal || args.window > 0 ? position + 1 : context};
+}
+
+// Rotates dims (i, i + R/2) by angle i.
+void rotate(const AttentionArgs& args, int32_t batch, int32_t token, float* q) {
+  const float* angles =
+      args.rope_freqs + batch * args.rope_strides[0] + token * args.rope_strides[1];
+  for (int32_t i = 0; i < args.rope_pairs; ++i) {
+    const float angle = angles[i * args.rope_strides[2]];
+    const float cosine = std::cos(angle);
+    const float sine = std::sin(angle);
+    const float x = q[i];
+    const float y = q[i + args.rope_pairs];
+    q[i] = x * cosine - y * sine;
+    q[i + args.rope_pairs] = x * sine + y * cosine;
+  }
+}
+
+void load_query(const AttentionArgs& args, int32_t batch, const QueryRow& row, float* q) {
+  const int64_t at =
+      batch * args.q_strides[0] + row.head * args.q_strides[1] + row.token * args.q_strides[2];
+  dispatch_float(args.q_dtype, [&]<typename T>(T*) {
+    const T* from = static_cast<const T*>(args.q) + at;
+    const int64_t stride = args.q_strides[3];
+    if (stride == 1) {
+      std::transform(from, from + args.head_dim, q, [](T x) { return static_cast<float>(x); });
+      return;
+    }
+    for (int32_t d = 0; d < args.head_dim; ++d) {
+      q[d] = static_cast<float>(from[d * stride]);
+    }
+  });
+  if (args.rope_freqs) {
+    rotate(args, batch, row.token, q);
+  }
+  for (int32_t d = 0; d < args.head_dim; ++d) {
+    q[d] *= args.scale;
+  }
+}
+
+const void* mask_row(const AttentionArgs& args, int32_t batch, const QueryRow& row) {
+  if (!args.mask) {
+    return nullptr;
+  }
+  const int64_t at = batch * args.mask_strides[0] + row.head * args.mask_strides[1] +
+                     row.token * args.mask_strides[2];
+  const int itemsize = args.mask_dtype == DType::kBool      ? 1
+                       : args.mask_dtype == DType::kFloat32 ? 4
+                                                            : 2;
+  return static_cast<const char*>(args.mask) + at * itemsize;
+}
+
+int64_t output_row(const AttentionArgs& args, int32_t batch, const QueryRow& row) {
+  return (int64_t{batch} * args.num_heads + row.head) * args.num_tokens + row.token;
+}
+
+// Turns the scores of `keys` into weights exp(score - m) * factor. Other keys get weight 0; so do
+// keys with score -inf, even if `factor` is NaN.
+void normalise_weights(const AttentionArgs& args, KeyRange keys, float m, float factor,
+                       float* attn) {
+  const int64_t longest = int64_t{args.max_blocks} * args.block_size;
+  std::fill(attn, attn + keys.begin, 0.0f);
+  for (int32_t key = keys.begin; key < keys.end; ++key) {
+    const bool has_weight = factor != 0 && attn[key] != -INFINITY;
+    attn[key] = has_weight ? std::exp(attn[key] - m) * factor : 0;
+  }
+  std::fill(attn + keys.end, attn + longest, 0.0f);
+}
+
+}  // namespace
+
+void HeadGroups::assign(const AttentionArgs& args) {
+  const int32_t none = args.num_kv_heads;
+  const auto kv_head = [&](int32_t head) {
+    if (!args.kv_head_mapping) {
+      return head / (args.num_heads / args.num_kv_heads);
+    }
+    const int32_t mapped = args.kv_head_mapping[head * args.kv_head_mapping_stride];
+    return mapped < 0 || mapped > none ? none : mapped;
+  };
+  heads.resize(args.num_heads);
+  std::iota(heads.begin(), heads.end(), 0);
+  if (args.kv_head_mapping) {
+    std::sort(heads.begin(), heads.end(), [&](int32_t a, int32_t b) {
+      return std::pair(kv_head(a), a) < std::pair(kv_head(b), b);
+    });
+  }
+  starts.clear();
+  auto next = heads.begin();
+  for (int32_t g = 0; g <= none; ++g) {
+    starts.push_back(static_cast<int32_t>(next - heads.begin()));
+    next = std::find_if(next, heads.end(), [&](int32_t head) { return kv_head(head) != g; });
+  }
+  starts.push_back(args.num_heads);
+}
+
+KeyRange visible_keys(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span) {
+  KeyRange keys = {0, 0};
+  if (span.kv_head == args.num_kv_heads) {
+    return keys;
+  }
+  const int32_t context = context_length(args, span.batch);
+  const int32_t group = groups.size(span.kv_head);
+  const int32_t last = (span.begin + span.count - 1) / group;
+  for (int32_t token = span.begin / group; token <= last; ++token) {
+    const KeyRange row = visible_keys(args, context, context - args.num_tokens + token);
+    if (row.begin < row.end) {
+      keys = {keys.begin < keys.end ? std::min(keys.begin, row.begin) : row.begin,
+              std::max(keys.end, row.end)};
+    }
+  }
+  return keys;
+}
+
+void load_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span, float* q,
+               RowTile& tile) {
+  const int32_t context = context_length(args, span.batch);
+  const int32_t group = groups.size(span.kv_head);
+  tile.batch = span.batch;
+  tile.kv_head = span.kv_head;
+  tile.num_rows = span.count;
+  tile.q = q;
+  tile.q_stride = padded(args.head_dim);
+  for (int32_t r = 0; r < span.count; ++r) {
+    QueryRow& row = tile.rows[r];
+    row.token = (span.begin + r) / group;
+    row.head = groups.heads[groups.starts[span.kv_head] + (span.begin + r) % group];
+    row.position = context - args.num_tokens + row.token;
+    const KeyRange keys = visible_keys(args, context, row.position);
+    row.key_begin = keys.begin;
+    row.key_end = keys.end;
+    row.alibi_slope = args.alibi_slopes ? args.alibi_slopes[row.head * args.alibi_stride] : 0;
+    row.mask = mask_row(args, span.batch, row);
+    row.attn = args.attn ? args.attn +
+                               output_row(args, span.batch, row) * args.max_blocks * args.block_size
+                         : nullptr;
+    load_query(args, span.batch, row, q + r * tile.q_stride);
+    std::fill(q + r * tile.q_stride + args.head_dim, q + (r + 1) * tile.q_stride, 0.0f);
+  }
+}
+
+void merge(const SoftmaxState& into, const SoftmaxState& from, int32_t num_rows) {
+  for (int32_t r = 0; r < num_rows; ++r) {
+    const float m = std::max(into.m[r], from.m[r]);
+    if (m == -INFINITY) {
+      continue;
+    }
+    const float keep = std::exp(into.m[r] - m);
+    const float add = std::exp(from.m[r] - m);
+    into.m[r] = m;
+    into.l[r] = into.l[r] * keep + from.l[r] * add;
+    float* o = into.o + r * into.o_stride;
+    const float* other = from.o + r * from.o_stride;
+    for (int32_t d = 0; d < into.o_stride; ++d) {
+      o[d] = o[d] * keep + other[d] * add;
+    }
+  }
+}
+
+void store_rows(const AttentionArgs& args, const RowTile& tile, KeyRange keys,
+                const SoftmaxState& state) {
+  for (int32_t r = 0; r < tile.num_rows; ++r) {
+    const QueryRow& row = tile.rows[r];
+    float l = state.l[r];
+    if (args.sinks && l != 0) {
+      l += std::exp(args.sinks[row.head * args.sinks_stride] - state.m[r]);
+    }
+    const float factor = l == 0 ? 0 : 1 / l;
+    const float* o = state.o + r * state.o_stride;
+    const int64_t at = output_row(args, tile.batch, row) * args.value_dim;
+    dispatch_float(args.q_dtype, [&]<typename T>(T*) {
+      T* out = static_cast<T*>(args.out) + at;
+      for (int32_t d = 0; d < args.value_dim; ++d) {
+        out[d] = static_cast<T>(o[d] * factor);
+      }
+    });
+    if (row.attn) {
+      normalise_weights(args, keys, state.m[r], factor, row.attn);
+    }
+  }
+}
+
+}  // namespace mlx_paged::cpu

@@ -1,0 +1,49 @@
+// Conversion between arrays and the kernel's row tiles.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/cpu/attention/attention_kernel.h"
+
+namespace mlx_paged::cpu {
+
+struct KeyRange {
+  int32_t begin;
+  int32_t end;
+};
+
+// Query heads, grouped by their KV head.
+struct HeadGroups {
+  std::vector<int32_t> heads;   // sorted by KV head
+  std::vector<int32_t> starts;  // where each KV head's group starts; group H_kv has no KV head
+
+  void assign(const AttentionArgs& args);
+  int32_t size(int32_t kv_head) const { return starts[kv_head + 1] - starts[kv_head]; }
+};
+
+// The rows of one tile: rows [begin, begin + count) of its sequence and KV head. Row number =
+// token * heads of the group + head within the group.
+struct RowSpan {
+  int32_t batch;
+  int32_t kv_head;
+  int32_t begin;
+  int32_t count;
+};
+
+// The smallest range that contains every key that a row of the span sees.
+KeyRange visible_keys(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span);
+
+// Fills `tile` for the span and writes its queries, rotated and scaled, to q [count, D].
+void load_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span, float* q,
+               RowTile& tile);
+
+// Merges `from` into `into`. Merging the splits of a context in order gives its state.
+void merge(const SoftmaxState& into, const SoftmaxState& from, int32_t num_rows);
+
+// Writes the outputs of the rows. If the call returns weights, turns the scores of `keys`, which
+// the kernel wrote, into softmax weights.
+void store_rows(const AttentionArgs& args, const RowTile& tile, KeyRange keys,
+                const SoftmaxState& state);
+
+}  // namespace mlx_paged::cpu

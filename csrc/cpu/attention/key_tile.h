@@ -1,0 +1,202 @@
+// Finds the keys and values of one key tile through the block table, and prefetches them. See
+// simd.h for the rules of inclusion.
+#pragma once
+
+#include "csrc/cpu/attention/attention_kernel.h"
+#include "csrc/cpu/simd.h"
+
+namespace mlx_paged::cpu::KERNEL_ISA {
+
+inline constexpr float kInfinity = __builtin_inff();
+inline constexpr int kCacheLine = 64;
+
+// Scores are computed for up to this many keys at once. So the pointers after the last key must be
+// readable up to the next multiple.
+inline constexpr int kKeyGroup = 16;
+
+// Keys [begin, begin + num_keys) of one sequence and KV head. T is the cache's element type.
+template <typename T>
+struct KeyTile {
+  int32_t begin;
+  int32_t num_keys;
+  bool is_full;    // all entries point to keys of the pool
+  bool has_holes;  // some keys are in blocks outside the pool
+  const T* k[kKeyTile];
+  const T* v[kKeyTile];
+  float hole_bias[kKeyTile];  // -inf for such keys, else 0; unset if there are none
+};
+
+// Points keys [first, kKeyTile) to zeros.
+template <typename T>
+void fill(KeyTile<T>& tile, int32_t first, int32_t end, const T* zeros) {
+  for (int32_t i = first; i < end; ++i) {
+    tile.k[i] = tile.v[i] = zeros;
+  }
+}
+
+// The tile at `begin`, limited to keys [key_begin, key_end). All other entries, and keys in blocks
+// outside the pool, point to zeros.
+template <typename T>
+void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32_t key_begin,
+            int32_t key_end, const T* zeros, KeyTile<T>& tile) {
+  tile.begin = begin;
+  tile.num_keys = key_end - begin < kKeyTile ? key_end - begin : kKeyTile;
+  tile.is_full = tile.num_keys == kKeyTile && key_begin <= begin;
+  tile.has_holes = false;
+  const T* k_head = static_cast<const T*>(args.k) + rows.kv_head * args.k_strides[0];
+  const T* v_head = static_cast<const T*>(args.v) + rows.kv_head * args.v_strides[0];
+  const int64_t k_stride = args.k_strides[2];
+  const int64_t v_stride = args.v_strides[2];
+  const int32_t* table = args.block_tables + rows.batch * args.block_tables_strides[0];
+
+  int32_t i = key_begin > begin ? key_begin - begin : 0;
+  fill(tile, 0, i, zeros);
+  while (i < tile.num_keys) {
+    const int32_t block = (begin + i) / args.block_size;
+    const int32_t offset = begin + i - block * args.block_size;
+    const int32_t left = args.block_size - offset;
+    const int32_t end = i + left < tile.num_keys ? i + left : tile.num_keys;
+    const int32_t id = table[block * args.block_tables_strides[1]];
+    if (id < 0 || id >= args.num_blocks) {
+      if (!tile.has_holes) {
+        tile.has_holes = true;
+        tile.is_full = false;
+        __builtin_memset(tile.hole_bias, 0, sizeof tile.hole_bias);
+      }
+      fill(tile, i, end, zeros);
+      for (; i < end; ++i) {
+        tile.hole_bias[i] = -kInfinity;
+      }
+      continue;
+    }
+    const T* k = k_head + id * args.k_strides[1] + offset * args.k_strides[2];
+    const T* v = v_head + id * args.v_strides[1] + offset * args.v_strides[2];
+    for (; i < end; ++i, k += k_stride, v += v_stride) {
+      tile.k[i] = k;
+      tile.v[i] = v;
+    }
+  }
+  fill(tile, i, kKeyTile, zeros);
+}
+
+// Makes the tile of another KV head at the same position by moving the pointers. Returns false, and
+// does nothing, if not all entries point to keys of the pool.
+template <typename T>
+bool move_head(const AttentionArgs& args, int32_t num_heads, const KeyTile<T>& from,
+               KeyTile<T>& to) {
+  if (!from.is_full) {
+    return false;
+  }
+  to.begin = from.begin;
+  to.num_keys = kKeyTile;
+  to.is_full = true;
+  to.has_holes = false;
+  for (int32_t i = 0; i < kKeyTile; ++i) {
+    to.k[i] = from.k[i] + num_heads * args.k_strides[0];
+    to.v[i] = from.v[i] + num_heads * args.v_strides[0];
+  }
+  return true;
+}
+
+// Prefetches a cache line into the second-level cache. The first level is too small for two tiles.
+//
+// This function and its callers here are always inlined: gcc believes that a function that only
+// prefetches has no effect, and removes calls of it.
+[[gnu::always_inline]] inline void prefetch(const void* address) {
+  __builtin_prefetch(address, 0, 2);
+}
+
+// Moves a line that is used soon from the second-level cache to the first. Otherwise its load would
+// wait for the lines that are prefetched from memory, and the products would wait for the load.
+[[gnu::always_inline]] inline void prefetch_soon(const void* address) {
+  __builtin_prefetch(address, 0, 3);
+}
+
+// prefetch_soon runs this many keys ahead of the value in use: 2 KB of a panel of 64 columns.
+template <typename T>
+inline constexpr int kSoon = 32 / sizeof(T);
+
+template <typename T>
+[[gnu::always_inline]] inline void prefetch_rows(const T* const* rows, int32_t count,
+                                                 int32_t width) {
+  for (int32_t i = 0; i < count; ++i) {
+    for (int32_t d = 0; d < width; d += kCacheLine / sizeof(T)) {
+      prefetch(rows[i] + d);
+    }
+  }
+}
+
+// Prefetches one tile while another is in use: one cache line for each call of `ask`, in the order
+// of memory. Keys come first, then values; after the end it repeats the last value. The products
+// call `ask` once for each line that they read: a burst of prefetches would delay the next loads.
+template <typename T>
+class PrefetchCursor {
+ public:
+  PrefetchCursor(const KeyTile<T>& tile, int32_t head_dim, int32_t value_dim)
+      : row_(tile.k),
+        last_(tile.k + kKeyTile - 1),
+        row_bytes_(head_dim * static_cast<int32_t>(sizeof(T))),
+        values_(tile.v),
+        value_bytes_(value_dim * static_cast<int32_t>(sizeof(T))) {}
+
+  [[gnu::always_inline]] void ask() {
+    prefetch(reinterpret_cast<const char*>(*row_) + offset_);
+    offset_ += kCacheLine;
+    if (offset_ >= row_bytes_) {
+      next_row();
+    }
+  }
+
+  // How many lines to prefetch for every `read` lines of values, so that the remaining lines are
+  // spread over all values.
+  int32_t pace(int32_t read) const {
+    const int32_t left = static_cast<int32_t>(last_ + 1 - row_) * row_bytes_ +
+                         (values_ ? kKeyTile * value_bytes_ : 0);
+    const int32_t all = kKeyTile * value_bytes_;
+    return left < all ? (read * left + all - 1) / all : read;
+  }
+
+ private:
+  [[gnu::always_inline]] void next_row() {
+    offset_ = 0;
+    if (row_ != last_) {
+      ++row_;
+    } else if (values_) {
+      row_ = values_;
+      last_ = values_ + kKeyTile - 1;
+      row_bytes_ = value_bytes_;
+      values_ = nullptr;
+    }
+  }
+
+  const T* const* row_;
+  const T* const* last_;
+  int32_t offset_ = 0;
+  int32_t row_bytes_;
+  const T* const* values_;  // null once they have begun
+  int32_t value_bytes_;
+};
+
+struct NoPrefetch {
+  void ask() {}
+};
+
+// Prefetches one line of each block that holds keys of the tile at `begin`. This translates the
+// page's address, which takes longer than loading the other lines.
+template <typename T>
+[[gnu::always_inline]] inline void prefetch_pages(const AttentionArgs& args, const RowTile& rows,
+                                                  int32_t begin, int32_t key_end) {
+  const T* k_head = static_cast<const T*>(args.k) + rows.kv_head * args.k_strides[0];
+  const T* v_head = static_cast<const T*>(args.v) + rows.kv_head * args.v_strides[0];
+  const int32_t* table = args.block_tables + rows.batch * args.block_tables_strides[0];
+  const int32_t end = key_end - begin < kKeyTile ? key_end : begin + kKeyTile;
+  for (int32_t key = begin; key < end; key += args.block_size) {
+    const int32_t id = table[key / args.block_size * args.block_tables_strides[1]];
+    if (id >= 0 && id < args.num_blocks) {
+      prefetch(k_head + id * args.k_strides[1]);
+      prefetch(v_head + id * args.v_strides[1]);
+    }
+  }
+}
+
+}  // namespace mlx_paged::cpu::KERNEL_ISA

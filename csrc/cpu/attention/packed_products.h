@@ -1,0 +1,125 @@
+// Scores and outputs of a row tile with many rows. Keys and values are first packed as float32 in
+// the order in which a matrix product reads them; all rows share the packed form. See simd.h for
+// the rules of inclusion.
+#pragma once
+
+#include "csrc/cpu/attention/key_tile.h"
+#include "csrc/cpu/attention/row_blocks.h"
+
+namespace mlx_paged::cpu::KERNEL_ISA {
+
+// A packed matrix [depth, width] is stored in panels of this many columns, each [depth, kPanel].
+// The remaining columns, a multiple of kLanes, are stored in panels of kLanes columns.
+inline constexpr int32_t kPanel = kColumnBlock * kLanes;
+
+// The width of the panel that holds a column.
+inline int32_t panel_width(int32_t width, int32_t column) {
+  return column < width / kPanel * kPanel ? kPanel : kLanes;
+}
+
+// The start of a column of a packed matrix of `depth` rows.
+inline float* packed_column(float* packed, int32_t depth, int32_t width, int32_t column) {
+  const int32_t in_panel = column % panel_width(width, column);
+  return packed + depth * (column - in_panel) + in_panel;
+}
+
+static_assert(kKeyTile % kPanel == 0);
+
+// Keys [kKeyTile, D], transposed to [D padded, kKeyTile].
+template <typename T>
+[[gnu::noinline]] void pack_keys(const KeyTile<T>& tile, int32_t head_dim, float* packed) {
+  const int32_t depth = padded(head_dim);
+  for (int32_t key = 0; key < kKeyTile; key += kLanes) {
+    for (int32_t d = 0; d < head_dim; d += kLanes) {
+      Floats rows[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        rows[i] = load_up_to(tile.k[key + i] + d, head_dim - d);
+      }
+      transpose(rows);
+      float* to = packed_column(packed, depth, kKeyTile, key) + d * kPanel;
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) {
+        store(to + i * kPanel, rows[i]);
+      }
+    }
+  }
+}
+
+// Values [kKeyTile, D_v padded].
+template <typename T>
+[[gnu::noinline]] void pack_values(const KeyTile<T>& tile, int32_t value_dim, float* packed) {
+  const int32_t width = padded(value_dim);
+  for (int32_t column = 0; column < value_dim; column += kLanes) {
+    float* to = packed_column(packed, kKeyTile, width, column);
+    const int32_t stride = panel_width(width, column);
+    for (int32_t key = 0; key < kKeyTile; ++key) {
+      store(to + key * stride, load_up_to(tile.v[key] + column, value_dim - column));
+    }
+  }
+}
+
+// c = c * rescale + a . panel for kRows rows and kColumns registers of columns. If `rescale` is
+// null, c = a . panel.
+template <int kRows, int kColumns>
+[[gnu::noinline]] void multiply_panel(const float* a, int32_t a_stride, const float* panel,
+                                      int32_t depth, const float* rescale, float* c,
+                                      int32_t c_stride) {
+  Floats sum[kRows][kColumns];
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kColumns; ++i) {
+      sum[r][i] = rescale ? load(c + r * c_stride + i * kLanes) * rescale[r] : Floats{};
+    }
+  }
+  for (int32_t k = 0; k < depth; ++k, panel += kColumns * kLanes) {
+    Floats b[kColumns];
+    for (int i = 0; i < kColumns; ++i) {
+      b[i] = load(panel + i * kLanes);
+    }
+    for (int r = 0; r < kRows; ++r) {
+      const Floats a_k = broadcast(a[r * a_stride + k]);
+      for (int i = 0; i < kColumns; ++i) {
+        sum[r][i] += a_k * b[i];
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kColumns; ++i) {
+      store(c + r * c_stride + i * kLanes, sum[r][i]);
+    }
+  }
+}
+
+// A packed matrix of `rows` rows, of which a product uses the first `depth`.
+struct Packed {
+  const float* data;
+  int32_t rows;
+  int32_t depth;
+  int32_t width;
+};
+
+// c [num_rows, width] = c * rescale + a [num_rows, depth] . b. Calls after_block(row) after each
+// block of rows of the first panel.
+template <typename AfterBlock>
+void multiply_packed(const float* a, int32_t a_stride, int32_t num_rows, const Packed& b,
+                     const float* rescale, float* c, int32_t c_stride, AfterBlock after_block) {
+  const auto panel = [&]<int kColumns>(int32_t column) {
+    for_row_blocks(num_rows, [&]<int kRows>(int32_t r) {
+      multiply_panel<kRows, kColumns>(a + r * a_stride, a_stride, b.data + b.rows * column, b.depth,
+                                      rescale ? rescale + r : nullptr, c + r * c_stride + column,
+                                      c_stride);
+      if (column == 0) {
+        after_block(r);
+      }
+    });
+  };
+  int32_t column = 0;
+  for (; column + kPanel <= b.width; column += kPanel) {
+    panel.template operator()<kColumnBlock>(column);
+  }
+  for (; column < b.width; column += kLanes) {
+    panel.template operator()<1>(column);
+  }
+}
+
+}  // namespace mlx_paged::cpu::KERNEL_ISA

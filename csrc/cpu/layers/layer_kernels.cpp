@@ -1,0 +1,247 @@
+#include "csrc/cpu/layers/layer_kernels.h"
+
+#include <type_traits>
+
+#include "csrc/cpu/simd_math.h"
+
+namespace mlx_paged::cpu::KERNEL_ISA {
+
+namespace {
+
+// Calls body with a null pointer of the elements' type.
+template <typename Body>
+void dispatch(DType dtype, Body body) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return body(static_cast<Float16*>(nullptr));
+    case DType::kBFloat16:
+      return body(static_cast<BFloat16*>(nullptr));
+    default:
+      return body(static_cast<float*>(nullptr));
+  }
+}
+
+// Calls body(i, number of elements from i on) for each register of a row.
+template <typename Body>
+[[gnu::always_inline]] inline void for_registers(int64_t count, Body body) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    body(i, kLanes);
+  }
+  if (i < count) {
+    body(i, static_cast<int>(count - i));
+  }
+}
+
+template <typename T>
+Floats rounded(Floats x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return __builtin_bit_cast(Floats, bfloat16_bits(x) << 16);
+  } else {
+    T elements[kLanes];
+    store(elements, x);
+    return load(elements);
+  }
+}
+
+float widened(float x) { return x; }
+float widened(BFloat16 x) { return load_partial(&x, 1)[0]; }
+float widened(Float16 x) { return load_partial(&x, 1)[0]; }
+
+// The first `count` lanes of x, then the other lanes of y.
+Floats lanes_or(Floats x, int count, Floats y) {
+  Ints lane;
+  for (int i = 0; i < kLanes; ++i) {
+    lane[i] = i;
+  }
+  return lane < count ? x : y;
+}
+
+float sum(Floats x) {
+  float total = 0;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    total += x[lane];
+  }
+  return total;
+}
+
+template <typename T>
+void rms_norm_row(const T* x, const T* weight, float eps, int32_t width, T* out) {
+  Floats squares[4] = {};
+  int64_t part = 0;
+  for_registers(width, [&](int64_t i, int count) {
+    const Floats value = load_up_to(x + i, count);
+    squares[part++ % 4] += value * value;
+  });
+  const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / width;
+  const Floats factor = broadcast(1.0f / __builtin_sqrtf(mean + eps));
+  for_registers(width, [&](int64_t i, int count) {
+    const Floats normal = rounded<T>(load_up_to(x + i, count) * factor);
+    store_up_to(out + i, weight ? normal * load_up_to(weight + i, count) : normal, count);
+  });
+}
+
+// x / (1 + e^-u)
+Floats times_sigmoid(Floats x, Floats u) {
+  const Floats e = exp(u < 0 ? u : -u);
+  return x * (u < 0 ? e : broadcast(1.0f)) / (e + 1.0f);
+}
+
+template <typename T>
+Floats silu(Floats x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return times_sigmoid(x, x);
+  } else {
+    const Floats e = rounded<T>(exp_of_positive(x < 0 ? -x : x));
+    const Floats y = 1.0f / (e + 1.0f);
+    return rounded<T>(x * rounded<T>(x < 0 ? y : 1.0f - y));
+  }
+}
+
+template <typename T>
+Floats gelu_approx(Floats x) {
+  if constexpr (std::is_same_v<T, float>) {
+    // 1/2 x (1 + tanh(y)) is x times the sigmoid of 2 y.
+    return times_sigmoid(x, (x + x * x * x * 0.044715f) * 1.5957691216057308f);
+  } else {
+    const Floats cube = rounded<T>(x * x * x) * rounded<T>(broadcast(0.044715f));
+    const Floats sum = rounded<T>(x + rounded<T>(cube));
+    const Floats argument = rounded<T>(sum * rounded<T>(broadcast(0.7978845608028654f)));
+    return rounded<T>(rounded<T>(x * 0.5f) * rounded<T>(rounded<T>(tanh(argument)) + 1.0f));
+  }
+}
+
+template <Activation kActivation, typename T>
+void activate_all(const T* x, const T* factor, int64_t size, T* out) {
+  for_registers(size, [&](int64_t i, int count) {
+    const Floats value = load_up_to(x + i, count);
+    const Floats active = kActivation == Activation::kSilu ? silu<T>(value) : gelu_approx<T>(value);
+    store_up_to(out + i, factor ? active * load_up_to(factor + i, count) : active, count);
+  });
+}
+
+template <typename T>
+void angles_of(float position, const float* frequencies, int32_t pairs, float* sines,
+               float* cosines) {
+  for_registers(pairs, [&](int64_t i, int count) {
+    const auto [sine, cosine] = sine_cosine(load_up_to(frequencies + i, count) * position);
+    store_up_to(sines + i, rounded<T>(sine), count);
+    store_up_to(cosines + i, rounded<T>(cosine), count);
+  });
+}
+
+template <typename T>
+void rotate_halves(const T* x, const float* sines, const float* cosines, int32_t pairs, T* out) {
+  for_registers(pairs, [&](int64_t i, int count) {
+    const Floats a = load_up_to(x + i, count);
+    const Floats b = load_up_to(x + i + pairs, count);
+    const Floats sine = load_up_to(sines + i, count);
+    const Floats cosine = load_up_to(cosines + i, count);
+    store_up_to(out + i, rounded<T>(a * cosine) - rounded<T>(b * sine), count);
+    store_up_to(out + i + pairs, rounded<T>(a * sine) + rounded<T>(b * cosine), count);
+  });
+}
+
+template <typename T>
+void rotate_neighbours(const T* x, const float* sines, const float* cosines, int32_t pairs,
+                       T* out) {
+  const auto put = [](T* to, float value) { store_up_to(to, broadcast(value), 1); };
+  const auto product = [](float a, float b) { return rounded<T>(broadcast(a * b))[0]; };
+  for (int32_t i = 0; i < pairs; ++i) {
+    const float a = widened(x[2 * i]);
+    const float b = widened(x[2 * i + 1]);
+    put(out + 2 * i, product(a, cosines[i]) - product(b, sines[i]));
+    put(out + 2 * i + 1, product(a, sines[i]) + product(b, cosines[i]));
+  }
+}
+
+// The largest element of a row; NaN if any element is NaN.
+template <typename T>
+float largest(const T* x, int32_t width) {
+  Floats best = broadcast(widened(x[0]));
+  Ints is_nan = {};
+  for_registers(width, [&](int64_t i, int count) {
+    const Floats value = load_up_to(x + i, count);
+    best = maximum(lanes_or(value, count, best), best);
+    is_nan |= value != value;
+  });
+  float result = best[0];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    result = best[lane] > result ? best[lane] : result;
+    result = is_nan[lane] ? __builtin_nanf("") : result;
+  }
+  return result;
+}
+
+// A float32 sum over more elements loses its last bits.
+constexpr int32_t kSummed = 4096;
+
+template <typename T>
+float sum_of_powers(const T* x, int32_t width, float top) {
+  Floats sums[4] = {};
+  int64_t part = 0;
+  for_registers(width, [&](int64_t i, int count) {
+    const Floats power = exp(load_up_to(x + i, count) - top);
+    sums[part++ % 4] += lanes_or(power, count, Floats{});
+  });
+  return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+template <typename T>
+void log_sum_exp_row(const T* x, int32_t width, T* out) {
+  const float top = largest(x, width);
+  double total = 0;
+  for (int32_t i = 0; i < width; i += kSummed) {
+    total += sum_of_powers(x + i, width - i < kSummed ? width - i : kSummed, top);
+  }
+  // If the largest element is infinite, the differences are NaN.
+  const bool finite = top - top == 0;
+  store_up_to(out, broadcast(finite ? top + static_cast<float>(__builtin_log(total)) : top), 1);
+}
+
+void rms_norm(DType dtype, const void* x, const void* weight, float eps, int32_t width, void* out) {
+  dispatch(dtype, [&]<typename T>(T*) {
+    rms_norm_row(static_cast<const T*>(x), static_cast<const T*>(weight), eps, width,
+                 static_cast<T*>(out));
+  });
+}
+
+void activate(DType dtype, Activation activation, const void* x, const void* factor, int64_t count,
+              void* out) {
+  dispatch(dtype, [&]<typename T>(T*) {
+    const auto all = activation == Activation::kSilu ? activate_all<Activation::kSilu, T>
+                                                     : activate_all<Activation::kGeluApprox, T>;
+    all(static_cast<const T*>(x), static_cast<const T*>(factor), count, static_cast<T*>(out));
+  });
+}
+
+void angles(DType dtype, float position, const float* frequencies, int32_t pairs, float* sines,
+            float* cosines) {
+  dispatch(dtype,
+           [&]<typename T>(T*) { angles_of<T>(position, frequencies, pairs, sines, cosines); });
+}
+
+void rotate(DType dtype, const void* x, const float* sines, const float* cosines, int32_t pairs,
+            int32_t width, bool traditional, void* out) {
+  dispatch(dtype, [&]<typename T>(T*) {
+    const T* from = static_cast<const T*>(x);
+    T* to = static_cast<T*>(out);
+    (traditional ? rotate_neighbours<T> : rotate_halves<T>)(from, sines, cosines, pairs, to);
+    const int32_t rotated = 2 * pairs;
+    __builtin_memcpy(to + rotated, from + rotated, sizeof(T) * (width - rotated));
+  });
+}
+
+void log_sum_exp(DType dtype, const void* x, int32_t width, void* out) {
+  dispatch(dtype, [&]<typename T>(T*) {
+    log_sum_exp_row(static_cast<const T*>(x), width, static_cast<T*>(out));
+  });
+}
+
+}  // namespace
+
+const LayerKernels kLayerKernels = {rms_norm, activate, angles, rotate, log_sum_exp};
+
+}  // namespace mlx_paged::cpu::KERNEL_ISA

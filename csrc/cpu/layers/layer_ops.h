@@ -1,0 +1,23 @@
+// Normalisations, rotary embeddings, activations and log-sum-exp on CPUs, in one pass each. MLX's
+// CPU backend needs several passes. python/layer_bindings.cpp documents the ops.
+#pragma once
+
+#include "csrc/cpu/layers/layer_kernels.h"
+#include "csrc/ops.h"
+
+namespace mlx_paged {
+
+mx::array rms_norm(const mx::array& x, const OptionalArray& weight, float eps,
+                   mx::StreamOrDevice stream);
+
+mx::array rope(const mx::array& x, const mx::array& offset, const mx::array& frequencies,
+               float scale, bool traditional, mx::StreamOrDevice stream);
+
+mx::array rope_frequencies(int dims, float base, mx::StreamOrDevice stream);
+
+mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activation activation,
+                   mx::StreamOrDevice stream);
+
+mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream);
+
+}  // namespace mlx_paged

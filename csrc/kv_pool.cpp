@@ -1,0 +1,271 @@
+// The ops that write, copy, read and allocate a layer's pool, and their primitives.
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+
+#include "csrc/cpu/mlx_args.h"
+#include "csrc/cpu/pool_ops.h"
+#include "csrc/cpu/thread_pool.h"
+#include "csrc/errors.h"
+#include "csrc/metal/encode.h"
+#include "csrc/metal/plans.h"
+#include "csrc/ops.h"
+#include "csrc/pool_memory.h"
+#include "csrc/validate.h"
+#include "mlx/allocator.h"
+#include "mlx/ops.h"
+#include "mlx/primitives.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace mlx_paged {
+
+namespace {
+
+using Arrays = std::vector<mx::array>;
+
+// Below this many bytes waking a thread costs more than it saves.
+constexpr int64_t kMinParallelBytes = 1 << 18;
+
+// A pool on a CPU begins at a multiple of this: rows then begin with a cache line, and blocks of
+// this size with a page.
+constexpr uintptr_t kPage = 4096;
+
+cpu::PoolView pool_view(mx::array& cache) {
+  const auto itemsize = static_cast<int64_t>(cache.itemsize());
+  return {cache.data<std::byte>(),
+          cache.strides(0) * itemsize,
+          cache.strides(1) * itemsize,
+          cache.strides(2) * itemsize,
+          cache.shape(0),
+          cache.shape(1),
+          cache.shape(2),
+          static_cast<int>(cache.shape(3) * itemsize)};
+}
+
+cpu::RowsView rows_view(const mx::array& rows) {
+  const auto itemsize = static_cast<int64_t>(rows.itemsize());
+  return {rows.data<std::byte>(),
+          rows.strides(0) * itemsize,
+          rows.strides(1) * itemsize,
+          rows.strides(2) * itemsize,
+          rows.shape(0),
+          static_cast<int>(itemsize)};
+}
+
+cpu::IndexView index_view(const mx::array& indices) {
+  return {indices.data<int32_t>(), indices.strides(0), indices.ndim() > 1 ? indices.strides(1) : 0};
+}
+
+// Inputs k, v, k_cache, v_cache, slot_mapping.
+struct WriteKV {
+  static constexpr const char* kOp = "write_kv";
+  static constexpr const char* kName = "WriteKV";
+  static constexpr int kCache = 2;
+  static constexpr auto plan = plan_write_kv;
+
+  static auto task(const Arrays& inputs, Arrays& outputs) {
+    return [k = rows_view(inputs[0]), v = rows_view(inputs[1]), k_pool = pool_view(outputs[0]),
+            v_pool = pool_view(outputs[1]), slots = index_view(inputs[4])] {
+      const int heads = k_pool.num_heads;
+      const auto write = [&](int64_t i) {
+        i < heads ? cpu::write_head(k_pool, k, slots, static_cast<int>(i))
+                  : cpu::write_head(v_pool, v, slots, static_cast<int>(i - heads));
+      };
+      const int64_t bytes = int64_t{k.num_tokens} * heads * (k_pool.row_bytes + v_pool.row_bytes);
+      if (bytes >= kMinParallelBytes) {
+        cpu::parallel_for(2 * heads, write);
+        return;
+      }
+      for (int i = 0; i < 2 * heads; ++i) {
+        write(i);
+      }
+    };
+  }
+};
+
+// Inputs k_cache, v_cache, block_pairs.
+struct CopyBlocks {
+  static constexpr const char* kOp = "copy_blocks";
+  static constexpr const char* kName = "CopyBlocks";
+  static constexpr int kCache = 0;
+  static constexpr auto plan = plan_copy_blocks;
+
+  static auto task(const Arrays& inputs, Arrays& outputs) {
+    return [k_pool = pool_view(outputs[0]), v_pool = pool_view(outputs[1]),
+            pairs = index_view(inputs[2]), num_pairs = inputs[2].shape(0)] {
+      if (num_pairs == 0) {
+        return;
+      }
+      const int heads = k_pool.num_heads;
+      cpu::parallel_for(2 * heads, [&](int64_t i) {
+        i < heads ? cpu::copy_head(k_pool, pairs, num_pairs, static_cast<int>(i))
+                  : cpu::copy_head(v_pool, pairs, num_pairs, static_cast<int>(i - heads));
+      });
+    };
+  }
+};
+
+// The primitive of an op that edits a pool in place. Inputs [Op::kCache] and [Op::kCache + 1] are
+// k_cache and v_cache; the outputs are the two caches and share their buffers.
+template <typename Op>
+class PoolEdit : public mx::Primitive {
+ public:
+  using mx::Primitive::Primitive;
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    share_buffers(inputs, outputs);
+    cpu::encoder_for(stream(), inputs, outputs).dispatch(Op::task(inputs, outputs));
+  }
+
+  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
+    share_buffers(inputs, outputs);
+    encode(Op::plan(inputs), inputs, outputs, stream());
+  }
+
+  const char* name() const override { return Op::kName; }
+
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    return {inputs[Op::kCache].shape(), inputs[Op::kCache + 1].shape()};
+  }
+
+ private:
+  static void share_buffers(const Arrays& inputs, Arrays& outputs) {
+    check_pool_memory(Op::kOp, inputs[Op::kCache], inputs[Op::kCache + 1], true);
+    outputs[0].copy_shared_buffer(inputs[Op::kCache]);
+    outputs[1].copy_shared_buffer(inputs[Op::kCache + 1]);
+  }
+};
+
+template <typename Op>
+ArrayPair edited(const Arrays& inputs, mx::StreamOrDevice stream) {
+  const mx::array &k_cache = inputs[Op::kCache], &v_cache = inputs[Op::kCache + 1];
+  auto outputs =
+      mx::array::make_arrays({k_cache.shape(), v_cache.shape()}, {k_cache.dtype(), v_cache.dtype()},
+                             std::make_shared<PoolEdit<Op>>(mx::to_stream(stream)), inputs);
+  return {outputs[0], outputs[1]};
+}
+
+// A primitive of MLX that reads a pool, which is its first input. MLX orders such a read before
+// later writes only if it knows that the memory is written in place.
+class PoolRead : public mx::Primitive {
+ public:
+  explicit PoolRead(std::shared_ptr<mx::Primitive> read)
+      : mx::Primitive(read->stream()), read_(std::move(read)) {}
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    read_->eval_cpu(inputs, outputs);
+  }
+
+  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
+    if (inputs[0].size() > 0) {
+      register_pool_read(inputs[0], stream());
+    }
+    read_->eval_gpu(inputs, outputs);
+  }
+
+  const char* name() const override { return "PoolRead"; }
+
+ private:
+  std::shared_ptr<mx::Primitive> read_;
+};
+
+// Asks Linux to back the huge pages (of x86-64, and of AArch64 with pages of 4 KiB) that lie wholly
+// within [data, data + size). Linux may refuse; other systems are not asked.
+void use_huge_pages([[maybe_unused]] std::byte* data, [[maybe_unused]] size_t size) {
+#if defined(__linux__)
+  constexpr uintptr_t kHugePage = 1 << 21;
+  const auto begin = reinterpret_cast<uintptr_t>(data);
+  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = (begin + size) / kHugePage * kHugePage;
+  if (first < end) {
+    madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+  }
+#endif
+}
+
+class PoolZeros : public mx::Primitive {
+ public:
+  using mx::Primitive::Primitive;
+
+  // The system chooses the size of a page when it is first touched.
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    mx::array& out = outputs[0];
+    mx::allocator::Data memory = mx::allocator::malloc(out.nbytes() + kPage);
+    const auto begin = reinterpret_cast<uintptr_t>(memory.buffer().raw_ptr());
+    const auto offset = static_cast<int64_t>((kPage - begin % kPage) % kPage);
+    out.set_data(std::move(memory), out.size(), out.strides(), out.flags(), offset);
+    cpu::encoder_for(stream(), inputs, outputs)
+        .dispatch([data = out.data<std::byte>(), size = out.nbytes()] {
+          use_huge_pages(data, size);
+          std::memset(data, 0, size);
+        });
+  }
+
+  void eval_gpu(const Arrays&, Arrays&) override {
+    throw std::logic_error("[pool_zeros] this primitive runs on CPUs only");
+  }
+
+  const char* name() const override { return "PoolZeros"; }
+
+  bool is_equivalent(const mx::Primitive&) const override { return true; }
+};
+
+}  // namespace
+
+ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
+                   const mx::array& v_cache, const mx::array& slot_mapping,
+                   mx::StreamOrDevice stream) {
+  check_write(k, v, k_cache, v_cache, slot_mapping);
+  return edited<WriteKV>({k, v, k_cache, v_cache, slot_mapping}, stream);
+}
+
+ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
+                      const mx::array& block_pairs, mx::StreamOrDevice stream) {
+  check_copy(k_cache, v_cache, block_pairs);
+  return edited<CopyBlocks>({k_cache, v_cache, block_pairs}, stream);
+}
+
+mx::array take_from_pool(const mx::array& rows, const mx::array& indices) {
+  mx::Shape one_row = rows.shape();
+  one_row[0] = 1;
+  const mx::array gathered = mx::gather(rows, indices, 0, one_row);
+  const mx::array read(gathered.shape(), gathered.dtype(),
+                       std::make_shared<PoolRead>(gathered.primitive_ptr()), gathered.inputs());
+  return mx::squeeze(read, static_cast<int>(indices.ndim()));
+}
+
+mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens) {
+  if (cache.ndim() != 4 || block_tables.ndim() != 2) {
+    fail("gather_blocks", "cache and block_tables have ", cache.ndim(), " and ",
+         block_tables.ndim(), " axes: expected 4 and 2");
+  }
+  const int heads = cache.shape(0), block_size = cache.shape(2), head_dim = cache.shape(3);
+  const int batch = block_tables.shape(0), columns = block_tables.shape(1);
+  const int64_t max_tokens = int64_t{columns} * block_size;
+  if (num_tokens < 0 || num_tokens > max_tokens) {
+    fail("gather_blocks", "num_tokens is ", num_tokens, ": expected 0 to ", max_tokens,
+         ", what the tables hold");
+  }
+  mx::array blocks = take_from_pool(mx::transpose(cache, {1, 0, 2, 3}), block_tables);
+  mx::array rows = mx::reshape(mx::transpose(blocks, {0, 2, 1, 3, 4}),
+                               {batch, heads, columns * block_size, head_dim});
+  return mx::slice(rows, {0, 0, 0, 0}, {batch, heads, num_tokens, head_dim});
+}
+
+mx::array pool_zeros(const std::vector<int>& sizes, mx::Dtype dtype, mx::StreamOrDevice stream) {
+  const mx::Shape shape(sizes.begin(), sizes.end());
+  const mx::Stream on = mx::to_stream(stream);
+  if (on.device == mx::Device::gpu) {
+    return mx::zeros(shape, dtype, on);
+  }
+  return mx::array(shape, dtype, std::make_shared<PoolZeros>(on), Arrays{});
+}
+
+}  // namespace mlx_paged

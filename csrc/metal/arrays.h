@@ -1,0 +1,52 @@
+// MLX arrays for the Metal kernels: the names of their types, and the layouts that kernels need.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "csrc/errors.h"
+#include "csrc/pool_memory.h"
+
+namespace mlx_paged {
+
+// Neighbouring elements that a lane moves at once.
+constexpr int kVector = 4;
+
+// The element type's name in Metal.
+inline std::string metal_type(const mx::array& a) {
+  switch (a.dtype()) {
+    case mx::float32:
+      return "float";
+    case mx::float16:
+      return "half";
+    case mx::bfloat16:
+      return "bfloat";
+    default:
+      throw std::logic_error("no Metal kernel for this dtype");
+  }
+}
+
+// Whether every row of an array begins at a multiple of kVector elements of its memory.
+inline bool has_whole_vectors(const mx::array& rows) {
+  const int last = static_cast<int>(rows.ndim()) - 1;
+  bool is_whole = rows.offset() % static_cast<int64_t>(kVector * rows.itemsize()) == 0;
+  is_whole &= rows.shape(last) <= 1 || rows.strides(last) == 1;
+  for (int axis = 0; axis < last; ++axis) {
+    is_whole &= rows.shape(axis) <= 1 || rows.strides(axis) % kVector == 0;
+  }
+  return is_whole;
+}
+
+// Throws unless check_pool_layout accepts the pool and has_whole_vectors is true.
+inline void check_metal_pool(const char* op, const char* argument, const mx::array& pool,
+                             bool writable) {
+  check_pool_layout(op, argument, pool, writable);
+  if (!has_whole_vectors(pool)) {
+    fail<std::runtime_error>(
+        op, argument, " begins at element ", pool.offset() / static_cast<int64_t>(pool.itemsize()),
+        " of its memory, with strides ", pool.strides(0), ", ", pool.strides(1), " and ",
+        pool.strides(2), ": expected multiples of ", kVector);
+  }
+}
+
+}  // namespace mlx_paged

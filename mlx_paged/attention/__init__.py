@@ -1,0 +1,1 @@
+"""How one layer attends over the pool."""

@@ -1,0 +1,74 @@
+"""Compile the GPU pipelines of an engine before the first request needs them."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged import ops
+from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+
+NUM_BLOCKS = 2
+LENGTHS = range(1, ops.metal.MOST_ROWS + 1)
+"""Tokens of a sequence. Longer chunks use the pipeline of the longest: its threadgroup is full."""
+
+LONG_CONTEXT = 8192
+"""Tokens of a context that few sequences split over threadgroups."""
+
+MANY_SEQUENCES = 128
+"""So many sequences split no context."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """The properties of a layer that select its attention pipelines."""
+
+    shape: KVShape
+    num_heads: int
+    q_dtype: mx.Dtype
+    window: int | None
+    has_sinks: bool
+
+
+def prewarm(kinds: Sequence[AttentionKind], block_size: int) -> float | None:
+    """Dispatch every pipeline once: attention of single tokens and of chunks, with whole and with
+    split contexts; writes and copies.
+
+    A pipeline is compiled at its first dispatch, which takes tenths of a second on a GPU.
+
+    Returns:
+        Seconds it took; None if the default device is a CPU, which compiles nothing at run time.
+    """
+    if mx.default_device() == mx.Device(mx.cpu):
+        return None
+    started = time.perf_counter()
+    for kind in kinds:
+        if ops.kernel_for(None, kind.shape.head_dim, kind.shape.v_head_dim) == "native":
+            _dispatch(kind, block_size)
+    return time.perf_counter() - started
+
+
+def _dispatch(kind: AttentionKind, block_size: int) -> None:
+    shape = kind.shape
+    pool = KVPool([shape], NUM_BLOCKS, block_size)
+    k, v = (mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in shape.row_dims)
+    pool.write(0, k, v, as_int32([0]))
+    pool.copy_blocks([BlockCopy(0, 1)])
+    sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None
+    options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
+    columns = 1, max(1, LONG_CONTEXT // block_size)
+    dispatched: set[str] = set()
+    for batch, num_blocks, length in product((1, MANY_SEQUENCES), columns, LENGTHS):
+        q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
+        q = mx.broadcast_to(q, (batch, *q.shape[1:]))
+        tables = mx.zeros((batch, num_blocks), mx.int32), mx.ones((batch,), mx.int32)
+        call = ops.metal.plan_attention(q, pool.k[0], pool.v[0], *tables, **options)
+        pipelines = {launch["pipeline"] for launch in call["launches"]}
+        if not pipelines <= dispatched:
+            mx.eval(ops.paged_attention(q, pool.k, pool.v, *tables, **options))
+            dispatched |= pipelines
+    mx.eval(pool.handles())

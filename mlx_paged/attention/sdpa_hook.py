@@ -1,0 +1,200 @@
+"""The one place that diverts a model's attention to its cache.
+
+Models of mlx-lm call ``mx.fast.scaled_dot_product_attention(q, k, v, ...)``. While the hook is
+active, a call whose keys and values are the two handles of one cache goes to that cache. Every
+other call goes to MLX unchanged.
+
+Latent attention (MLA) passes a cache's latents as keys and as values. It passes the scores of the
+rotary keys, another product with that cache, as the mask. Such a call goes to the cache too.
+``mx.where`` is diverted only to check that these scores are masked by the causal mask and nothing
+else.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, Protocol, Self
+
+import mlx.core as mx
+
+from mlx_paged.ops import view_as
+
+mlx_attention = mx.fast.scaled_dot_product_attention
+mlx_where = mx.where
+
+
+class AttendingCache(Protocol):
+    """A cache that can attend without gathering its keys and values."""
+
+    def attend(
+        self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Attention of `q` over the cache's K/V; None: use the gathered arrays."""
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> "CausalMask":
+        """The mask that attention over the gathered arrays needs."""
+
+
+class LatentCache(AttendingCache, Protocol):
+    """A cache that also attends to latents."""
+
+    def attend_latents(
+        self,
+        q: mx.array,
+        rotary_q: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        """Attention over the latents as keys and as values. The score of a token is
+        ``scale * q . latent + rotary_q . rotary key``. None: use the gathered arrays."""
+
+
+class KVHandle(mx.array):
+    """Keys or values as a lazy array with a tag.
+
+    The hook recognises the tag and asks `cache`; the array is then never evaluated. Any other use
+    of the handle gets the array.
+    """
+
+    cache: AttendingCache
+    role: str  # "keys" or "values"
+
+    @classmethod
+    def of(cls, array: mx.array, cache: AttendingCache, role: str) -> Self:
+        handle = view_as(cls, array)
+        handle.cache = cache
+        handle.role = role
+        return handle
+
+
+class CausalMask(mx.array):
+    """A causal mask as a tagged lazy array: the hook reads only `window`."""
+
+    window: int | None
+
+    @classmethod
+    def of(cls, array: mx.array, window: int | None) -> Self:
+        mask = view_as(cls, array)
+        mask.window = window
+        return mask
+
+
+class RotaryScores(mx.array):
+    """Products of queries and a cache's rotary keys as a lazy array that keeps its factors.
+
+    Attributes:
+        queries: ``[B, H, L, rope]``, scaled already.
+        window: of the causal mask that was applied to the scores.
+    """
+
+    cache: LatentCache
+    queries: mx.array
+    window: int | None
+
+    @classmethod
+    def of(
+        cls, array: mx.array, cache: LatentCache, queries: mx.array, window: int | None = None
+    ) -> Self:
+        scores = view_as(cls, array)
+        scores.cache = cache
+        scores.queries = queries
+        scores.window = window
+        return scores
+
+
+_lock = Lock()
+_active = 0
+
+
+@contextmanager
+def attention_hook() -> Iterator[None]:
+    """Divert attention within this context.
+
+    Contexts may nest, and overlap in several threads. MLX's functions return when all have ended.
+    """
+    global _active
+    with _lock:
+        _active += 1
+        mx.fast.scaled_dot_product_attention = _attention
+        mx.where = _where
+    try:
+        yield
+    finally:
+        with _lock:
+            _active -= 1
+            if _active == 0:
+                mx.fast.scaled_dot_product_attention = mlx_attention
+                mx.where = mlx_where
+
+
+def _attention(
+    q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, **kwargs: Any
+) -> mx.array:
+    out = None
+    if isinstance(k, KVHandle):
+        if mask is None or isinstance(mask, str):
+            mask = k.cache.make_mask(q.shape[2])
+        sinks = kwargs.get("sinks")
+        if isinstance(mask, CausalMask) and _is_pair(k, v):
+            out = k.cache.attend(q, scale, mask.window, sinks)
+        elif isinstance(mask, RotaryScores) and _is_latent(q, k, v, mask):
+            out = mask.cache.attend_latents(q, mask.queries, scale, mask.window, sinks)
+    return mlx_attention(q, k, v, scale=scale, mask=mask, **kwargs) if out is None else out
+
+
+def _is_pair(k: KVHandle, v: mx.array) -> bool:
+    """Whether these are the keys and the values of one cache, in these roles."""
+    return isinstance(v, KVHandle) and k.cache is v.cache and (k.role, v.role) == ("keys", "values")
+
+
+def _is_latent(q: mx.array, k: KVHandle, v: mx.array, scores: RotaryScores) -> bool:
+    """Whether `k` is both keys and values, and `scores` belong to the same cache and queries."""
+    is_latents = k is v and k.role == "keys" and k.cache is scores.cache
+    return is_latents and q.shape[:3] == scores.queries.shape[:3]
+
+
+def _where(condition: Any, x: Any, y: Any, /, **kwargs: Any) -> mx.array:
+    result = mlx_where(condition, x, y, **kwargs)
+    is_masking = isinstance(x, RotaryScores) and isinstance(condition, CausalMask)
+    if is_masking and x.window is None and _is_lowest(y, x.dtype):
+        return RotaryScores.of(result, x.cache, x.queries, condition.window)
+    return result
+
+
+def _is_lowest(value: Any, dtype: mx.Dtype) -> bool:
+    """Whether this number marks a score as "not attended"."""
+    if isinstance(value, mx.array):
+        if value.size != 1:
+            return False
+        value = value.item()
+    return bool(value <= mx.finfo(dtype).min)
+
+
+class RotaryHandle(KVHandle):
+    """Rotary keys ``[B, 1, S, rope]``, which a layer caches as its values.
+
+    Their product with queries is ``queries @ handle.swapaxes(-1, -2)``.
+    """
+
+    cache: LatentCache
+
+    def swapaxes(self, axis1: int, axis2: int, **kwargs: Any) -> mx.array:
+        swapped = mx.swapaxes(self, axis1, axis2, **kwargs)
+        if {axis1 % self.ndim, axis2 % self.ndim} != {self.ndim - 1, self.ndim - 2}:
+            return swapped
+        columns = view_as(_RotaryColumns, swapped)
+        columns.cache = self.cache
+        return columns
+
+
+class _RotaryColumns(mx.array):
+    """Rotary keys ``[B, 1, rope, S]``."""
+
+    cache: LatentCache
+
+    def __rmatmul__(self, queries: mx.array) -> RotaryScores:
+        """Python calls this before the left operand's own product: this is a subclass."""
+        return RotaryScores.of(mx.matmul(queries, self), self.cache, queries)

@@ -1,0 +1,1 @@
+"""mlx-lm's BatchGenerator on the engine."""

@@ -1,0 +1,392 @@
+"""BatchGenerator: mlx-lm's batch generator on a paged engine."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import StopSequences, generation_stream
+from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
+from mlx_lm.sample_utils import greedy_sampler
+
+from mlx_paged.batch_generator.contiguous_caches import contiguous_caches
+from mlx_paged.batch_generator.recorder import Recording, StepRecorder
+from mlx_paged.batch_generator.sequences import (
+    BatchSequence,
+    Caches,
+    HeldBlocks,
+    LogitsProcessor,
+    NextResult,
+    PromptResponse,
+    Response,
+    Sampler,
+    boundaries,
+    require_one_each,
+    require_tokens_of,
+    row_params,
+)
+from mlx_paged.engine.engine import Engine
+from mlx_paged.outputs import TokenOutput
+from mlx_paged.request import FinishReason, Request
+from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.sampling_params import SamplingParams
+
+
+class BatchGenerator:
+    """Continuous batching with the calls and responses of mlx-lm's BatchGenerator.
+
+    Sequences share a pool of K/V blocks: nothing is padded, joined or copied when a sequence enters
+    or leaves. Prompts share the blocks of a common prefix, and a prompt that does not fit waits.
+    Every step computes one token of each generating sequence beside one prefill chunk. Greedy
+    sequences, and those with `params`, choose their tokens in one batch. Other samplers and
+    processors are called row by row; one that raises ends its own sequence with "error".
+
+    Differences: `max_kv_size` is refused if it would have an effect. Caches given to :meth:`insert`
+    need `all_tokens`: their K/V is found in the pool or computed again. A cache's content that is
+    not made of tokens (images, soft prompts) is lost.
+
+    Args:
+        model: an mlx-lm model.
+        max_tokens: of sequences without a number of their own.
+        stop_tokens: token sequences that end a sequence without stop sequences of its own.
+        sampler: of sequences without a sampler; default greedy.
+        logits_processors: of sequences without processors.
+        completion_batch_size: the largest number of sequences that are computed together.
+        prefill_batch_size: the same, if it is larger.
+        prefill_step_size: the largest number of prompt tokens in a step, of all prompts together.
+        max_kv_size: of rotating caches.
+        stream: computes everything.
+        engine_options: further arguments of :class:`Engine`, such as `kv_memory`, `block_size`,
+            `max_stall_ms`, `prefix_cache`, `seed`.
+
+    Raises:
+        UnsupportedModelError: results for this model could be wrong.
+        ValueError: an argument out of range or without support.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        max_tokens: int = 128,
+        stop_tokens: Sequence[Sequence[int]] | None = None,
+        sampler: Sampler | None = None,
+        logits_processors: list[LogitsProcessor] | None = None,
+        completion_batch_size: int = 32,
+        prefill_batch_size: int = 8,
+        prefill_step_size: int = 2048,
+        max_kv_size: int | None = None,
+        stream: Any = None,
+        **engine_options: Any,
+    ) -> None:
+        if max_kv_size is not None and not hasattr(model, "make_cache"):
+            raise ValueError(
+                f"[BatchGenerator] max_kv_size is {max_kv_size}: expected None, rotating caches "
+                "of a given size are not supported"
+            )
+        self.model = model
+        self.max_tokens = max_tokens
+        self.sampler = sampler or greedy_sampler
+        self.logits_processors = logits_processors or []
+        self.prefill_step_size = prefill_step_size
+        self.prefill_batch_size = prefill_batch_size
+        self.completion_batch_size = max(completion_batch_size, prefill_batch_size)
+        self.max_kv_size = max_kv_size
+        self._stream = stream or generation_stream
+        self._default_stop = StopSequences(stop_tokens or None)
+        with mx.stream(self._stream):
+            self._engine = Engine(
+                model,
+                max_running=self.completion_batch_size,
+                prefill_chunk=prefill_step_size,
+                **engine_options,
+            )
+        assert isinstance(self._engine.runner, ModelRunner)
+        self._recorder = self._engine.runner = StepRecorder(self._engine.runner)
+        self._uid_count = 0
+        # By uid, until a response has reported their end.
+        self._sequences: dict[int, BatchSequence] = {}
+        self._by_request: dict[int, BatchSequence] = {}  # by request id, until they end
+        self._results: deque[NextResult] = deque()
+        self._returned: deque[int] = deque()  # ids of kept requests whose HeldBlocks are gone
+        self._counters = BatchCounters()
+
+    @property
+    def stream(self) -> Any:
+        return self._stream
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        """Bytes of the blocks in use; blocks that sequences share count once."""
+        self._give_back()
+        return self._engine.manager.blocks_in_use * self._engine.manager.pool.block_bytes
+
+    def close(self) -> None:
+        """Release MLX's wired limit. Sequences stay as they are."""
+        self._engine.close(self._stream)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_engine"):
+            self.close()
+
+    @contextlib.contextmanager
+    def stats(self) -> Iterator[BatchStats]:
+        """The work of the steps within this context. The time of a step is divided between prompt
+        tokens and generated tokens in proportion to their numbers."""
+        stats = BatchStats()
+        start = BatchCountersSnapshot(**asdict(self._counters))
+        try:
+            yield stats
+        finally:
+            end = BatchCountersSnapshot(**asdict(self._counters))
+            stats += BatchCountersSnapshot.between(start, end)
+
+    # Sequences
+
+    def insert(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[int]:
+        """:meth:`insert_segments` with prompts of one segment each; the same arguments."""
+        return self.insert_segments([[prompt] for prompt in prompts], *args, **options)
+
+    def insert_segments(
+        self,
+        segments: Sequence[Sequence[Sequence[int]]],
+        max_tokens: Sequence[int] | None = None,
+        caches: Sequence[Caches | None] | None = None,
+        all_tokens: Sequence[Sequence[int]] | None = None,
+        samplers: Sequence[Sampler | None] | None = None,
+        logits_processors: Sequence[Sequence[LogitsProcessor] | None] | None = None,
+        stop_sequences: Sequence[StopSequences] | None = None,
+        *,
+        params: Sequence[SamplingParams] | None = None,
+    ) -> list[int]:
+        """Add all sequences or, if an argument is wrong, none.
+
+        Every argument has an entry for each sequence.
+
+        Args:
+            segments: each prompt in pieces; responses report the end of every piece.
+            max_tokens: the largest number of generated tokens.
+            caches: K/V of `all_tokens`, or None.
+            all_tokens: tokens before the prompt.
+            samplers: called with log-probabilities ``[1, vocab]``; None: the generator's sampler.
+            logits_processors: called with tokens and logits; None: no processors.
+            stop_sequences: that end the sequence.
+            params: all sampling options, seeds included, instead of `max_tokens`, `samplers` and
+                `logits_processors`.
+
+        Returns:
+            The sequences' uids.
+
+        Raises:
+            ValueError: an argument of another length, an empty prompt, a token outside the
+                vocabulary, more tokens than the pool can hold, caches without their tokens.
+        """
+        n = len(segments)
+        all_tokens = all_tokens or [[]] * n
+        caches = caches or [None] * n
+        stops = stop_sequences or [self._default_stop] * n
+        rows = self._params(n, max_tokens, samplers, logits_processors, params)
+        require_one_each(n, caches=caches, all_tokens=all_tokens, stop_sequences=stops, params=rows)
+        require_tokens_of(caches, all_tokens)
+        added: list[BatchSequence] = []
+        try:
+            for pieces, context, row, cache, stop in zip(
+                segments, all_tokens, rows, caches, stops, strict=True
+            ):
+                uid = self._uid_count + len(added)
+                added.append(self._add(uid, pieces, context, row, cache, stop))
+        except BaseException:
+            for sequence in added:
+                self._end(sequence)
+            raise
+        self._uid_count += n
+        self._sequences |= {sequence.uid: sequence for sequence in added}
+        return [sequence.uid for sequence in added]
+
+    def remove(
+        self, uids: Collection[int], return_prompt_caches: bool = False
+    ) -> dict[int, tuple[Caches, list[int]]]:
+        """Remove sequences in any state and free their blocks; unknown uids are ignored.
+
+        Returns:
+            If `return_prompt_caches`, the result of :meth:`extract_cache`; else nothing.
+        """
+        extracted = self.extract_cache(uids) if return_prompt_caches else {}
+        gone = set(uids)
+        for uid in gone:
+            sequence = self._sequences.pop(uid, None)
+            if sequence is not None:
+                self._end(sequence)
+        self._results = deque(r for result in self._results if (r := result.without(gone)))
+        return extracted
+
+    def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[Caches, list[int]]]:
+        """By uid of each known sequence: a copy of its K/V as mlx-lm's caches, and the tokens that
+        they hold, which are those that the responses so far have reported."""
+        extracted = {}
+        for uid in uids:
+            sequence = self._sequences.get(uid)
+            if sequence is not None:
+                tokens = sequence.request.tokens[: sequence.num_reported]
+                caches = sequence.caches
+                if caches is None:
+                    caches = self._caches_of(sequence.request, tokens)
+                extracted[uid] = caches, tokens
+        return extracted
+
+    # Steps
+
+    def next(self) -> tuple[list[PromptResponse], list[Response]]:
+        """Compute until there is a response, usually one step.
+
+        Returns:
+            The progress of prompts, at most one response for each sequence, and the next tokens.
+            Both are empty only if no sequence is left.
+        """
+        self._give_back()
+        with mx.stream(self._stream):
+            while not self._results and self._engine.has_work:
+                self._step()
+        if not self._results:
+            return [], []
+        result = self._results.popleft()
+        self._note_reported(result)
+        return result.prompts, result.tokens
+
+    def next_generated(self) -> list[Response]:
+        """The next tokens; empty only if no sequence is left."""
+        while True:
+            prompts, tokens = self.next()
+            if tokens or not prompts:
+                return tokens
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        outputs = self._engine.step()
+        seconds = time.perf_counter() - start
+        recording = self._recorder.take()
+        progress = self._progress(recording)
+        recording.count(self._counters, len(outputs), seconds)
+        results = [NextResult() for _ in range(1 + max(map(len, progress.values()), default=0))]
+        for responses in progress.values():
+            for result, response in zip(results, responses, strict=False):
+                result.prompts.append(response)
+        for output in outputs:
+            sequence = self._by_request.get(output.request_id)
+            if sequence is not None:
+                num_before = len(progress.get(sequence.uid, ()))
+                results[num_before].tokens.append(self._response(sequence, output, recording))
+        self._results.extend(filter(None, results))
+
+    def _progress(self, recording: Recording) -> dict[int, list[PromptResponse]]:
+        """By uid, the responses for prompts: the end of each segment, or of the computed part."""
+        progress: dict[int, list[PromptResponse]] = {}
+        for span in recording.spans:
+            sequence = self._by_request.get(span.request.id)
+            if sequence is not None:
+                done = min(span.stop - sequence.num_context, sequence.num_prompt)
+                if responses := sequence.advance(done):
+                    progress[sequence.uid] = responses
+        return progress
+
+    def _response(
+        self, sequence: BatchSequence, output: TokenOutput, recording: Recording
+    ) -> Response:
+        completion, reason = output.completion, None
+        if completion is not None:
+            reason = str(completion.finish_reason)
+        if output.token is not None and sequence.matcher.advance(output.token):
+            reason = str(FinishReason.STOP)
+        tokens = sequence.request.tokens
+        logprobs = recording.logprobs.get(output.request_id)
+        if logprobs is None:
+            logprobs = mx.full((max(tokens) + 1,), mx.nan)
+        token = tokens[-1] if output.token is None else output.token
+        response = Response(sequence.uid, token, logprobs, reason, None, None)
+        if reason is not None:
+            self._engine.abort(output.request_id)  # no effect if it has ended
+            del self._by_request[output.request_id]
+            response.all_tokens = list(tokens)
+            if output.token is not None:
+                make = partial(self._caches_of, sequence.request, response.all_tokens)
+                response.prompt_cache = HeldBlocks(output.request_id, make, self._returned)
+            response.error = completion.error if completion is not None else None
+        return response
+
+    def _note_reported(self, result: NextResult) -> None:
+        for prompt in result.prompts:
+            sequence = self._sequences[prompt.uid]
+            sequence.num_reported = sequence.num_context + prompt.progress[0]
+            sequence.caches = None
+        for token in result.tokens:
+            if token.finish_reason is None:
+                self._sequences[token.uid].num_reported += 1
+            else:
+                del self._sequences[token.uid]
+
+    # Caches
+
+    def _caches_of(self, request: Request, tokens: Sequence[int]) -> Caches:
+        with mx.stream(self._stream):
+            return contiguous_caches(self._recorder.runner, request, tokens, self.prefill_step_size)
+
+    def _give_back(self) -> None:
+        """Free the blocks of ended sequences whose responses are deleted."""
+        while self._returned:
+            self._engine.release(self._returned.popleft())
+
+    # Arguments
+
+    def _params(
+        self,
+        n: int,
+        max_tokens: Sequence[int] | None,
+        samplers: Sequence[Sampler | None] | None,
+        processors: Sequence[Sequence[LogitsProcessor] | None] | None,
+        params: Sequence[SamplingParams] | None,
+    ) -> Sequence[SamplingParams]:
+        if params is None:
+            max_tokens = max_tokens or [self.max_tokens] * n
+            samplers = samplers or [None] * n
+            processors = processors or [self.logits_processors] * n
+            require_one_each(
+                n, max_tokens=max_tokens, samplers=samplers, logits_processors=processors
+            )
+            return row_params(max_tokens, [s or self.sampler for s in samplers], processors)
+        if max_tokens or samplers or processors:
+            raise ValueError(
+                "[insert] params is given beside max_tokens, samplers or logits_processors: "
+                "expected these options as fields of the params"
+            )
+        return params
+
+    def _add(
+        self,
+        uid: int,
+        segments: Sequence[Sequence[int]],
+        context: Sequence[int],
+        params: SamplingParams,
+        caches: Caches | None,
+        stop: StopSequences,
+    ) -> BatchSequence:
+        prompt = [token for segment in segments for token in segment]
+        if not prompt:
+            raise ValueError(f"[insert] prompt {uid} is empty: expected at least one token")
+        request_id = self._engine.add_request([*context, *prompt], params, keep=True)
+        request = self._engine.request(request_id)
+        assert request is not None
+        sequence = BatchSequence(
+            uid, request, len(context), boundaries(segments), stop.matcher(), caches
+        )
+        self._by_request[request_id] = sequence
+        return sequence
+
+    def _end(self, sequence: BatchSequence) -> None:
+        if self._by_request.pop(sequence.request.id, None) is not None:
+            self._engine.abort(sequence.request.id)
+            self._engine.release(sequence.request.id)

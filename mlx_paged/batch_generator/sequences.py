@@ -1,0 +1,179 @@
+"""The sequences of a BatchGenerator, their responses, and checks of its arguments."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
+from mlx_lm.sample_utils import greedy_sampler
+
+from mlx_paged.request import Request
+from mlx_paged.runner.model_probe import leaves
+from mlx_paged.sampling_params import SamplingParams
+
+Caches = list[Any]
+"""mlx-lm's caches, one for each layer."""
+
+
+class HeldBlocks:
+    """Makes the caches of an ended sequence on demand; its blocks are held as long as this lives.
+
+    Args:
+        request_id: of the sequence; the engine keeps this request.
+        make: makes the caches.
+        returned: takes the id when this object is deleted, which may happen in any thread.
+    """
+
+    def __init__(self, request_id: int, make: Callable[[], Caches], returned: deque[int]) -> None:
+        self._request_id = request_id
+        self.make = make
+        self._returned = returned
+
+    def __del__(self) -> None:
+        self._returned.append(self._request_id)
+
+
+class Response(GenerationBatch.Response):
+    """mlx-lm's response: one more token of one sequence.
+
+    Attributes:
+        uid: of the sequence.
+        token: its next token.
+        logprobs: ``[vocab]``, the log-probabilities for this token.
+        finish_reason: "stop", "length", or "error" if a processor or sampler raised or the model
+            failed; `token` and `logprobs` then have no meaning. None while the sequence continues.
+        all_tokens: of an ended sequence: its prompt and its generated tokens.
+        prompt_cache: of an ended sequence: mlx-lm's caches of `all_tokens`. The first access makes
+            them, which costs a copy. Access them in the thread of the generator.
+        error: the error of a sequence that ended with one.
+    """
+
+    error: str | None = None
+    _prompt_cache: Caches | HeldBlocks | None
+
+    @property
+    def prompt_cache(self) -> Caches | None:
+        if isinstance(self._prompt_cache, HeldBlocks):
+            self._prompt_cache = self._prompt_cache.make()
+        return self._prompt_cache
+
+    @prompt_cache.setter
+    def prompt_cache(self, cache: "Caches | HeldBlocks | None") -> None:
+        self._prompt_cache = cache
+
+    def __repr__(self) -> str:
+        return f"Response(uid={self.uid}, token={self.token}, finish_reason={self.finish_reason!r})"
+
+
+PromptResponse: TypeAlias = PromptProcessingBatch.Response
+
+
+@dataclass(slots=True)
+class BatchSequence:
+    """A prompt that was inserted.
+
+    Attributes:
+        num_context: tokens before the prompt.
+        boundaries: ends of the prompt's segments, in tokens of the prompt.
+        matcher: of its stop sequences.
+        caches: the caller's caches of the context.
+        num_computed: prompt tokens that are computed and that a response reports or will report.
+        num_reported: tokens, from the first token of the context, that responses have reported.
+    """
+
+    uid: int
+    request: Request
+    num_context: int
+    boundaries: set[int]
+    matcher: StopSequences.Matcher
+    caches: Caches | None = None
+    num_computed: int = 0
+    num_reported: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_reported = self.num_context
+
+    @property
+    def num_prompt(self) -> int:
+        return self.request.num_prompt - self.num_context
+
+    def advance(self, done: int) -> list[PromptResponse]:
+        """Responses for the prompt when `done` of its tokens are computed, one for each end."""
+        if done <= self.num_computed:
+            return []
+        ends = {end for end in self.boundaries if self.num_computed < end <= done}
+        self.num_computed = done
+        return [
+            PromptResponse(
+                self.uid, (stop, self.num_prompt), stop in self.boundaries, stop == self.num_prompt
+            )
+            for stop in sorted(ends | {done})
+        ]
+
+
+@dataclass(slots=True)
+class NextResult:
+    """The responses that one call of `next` returns."""
+
+    prompts: list[PromptResponse] = field(default_factory=list)
+    tokens: list[Response] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.prompts or self.tokens)
+
+    def without(self, uids: Collection[int]) -> "NextResult":
+        return NextResult(
+            [response for response in self.prompts if response.uid not in uids],
+            [response for response in self.tokens if response.uid not in uids],
+        )
+
+
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+Sampler = Callable[[mx.array], mx.array]
+
+
+def row_params(
+    max_tokens: Sequence[int],
+    samplers: Sequence[Sampler],
+    processors: Sequence[Sequence[LogitsProcessor] | None],
+) -> list[SamplingParams]:
+    """The params of each sequence; a greedy one needs no sampler of its own."""
+    return [
+        SamplingParams(
+            max_tokens=limit,
+            sampler=None if sampler is greedy_sampler else sampler,
+            logits_processors=tuple(own or ()),
+        )
+        for limit, sampler, own in zip(max_tokens, samplers, processors, strict=True)
+    ]
+
+
+def boundaries(segments: Sequence[Sequence[int]]) -> set[int]:
+    """Ends of segments; as in mlx-lm, the last token of a prompt is a segment of its own."""
+    ends = set(accumulate(map(len, segments)))
+    return ends | {max(ends) - 1}
+
+
+def require_one_each(n: int, **arguments: Sequence[Any] | None) -> None:
+    """ValueError unless every argument has `n` entries or is None."""
+    for name, values in arguments.items():
+        if values is not None and len(values) != n:
+            raise ValueError(f"[insert] {name} has {len(values)} entries: expected {n}")
+
+
+def require_tokens_of(caches: Sequence[Caches | None], all_tokens: Sequence[Sequence[int]]) -> None:
+    """ValueError if a cache that is not empty comes without exactly the tokens that it holds."""
+    for i, (cache, tokens) in enumerate(zip(caches, all_tokens, strict=True)):
+        layers = list(leaves(cache or []))
+        if all(layer.empty() for layer in layers):
+            continue
+        held = max((layer.offset for layer in layers if hasattr(layer, "offset")), default=None)
+        if not tokens or held not in (None, len(tokens)):
+            raise ValueError(
+                f"[insert] caches[{i}] holds {held or 'some'} tokens and all_tokens[{i}] has "
+                f"{len(tokens)}: expected exactly the tokens that the caches hold; their K/V is "
+                "found in the pool or computed"
+            )

@@ -1,0 +1,156 @@
+"""What the commands share: the parser, groups of arguments, and how a model is loaded."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NoReturn
+
+import mlx.nn as nn
+from mlx_lm import load
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
+
+GB = 10**9
+KV_BLOCK_SIZES = (8, 16, 32)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows the default of an option after its help text."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        has_none = action.default in (None, "", [], argparse.SUPPRESS) or action.default is False
+        return text if has_none or "(default" in text else f"{text} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def number(
+    parse: Callable[[str], float], low: float, high: float, expected: str
+) -> Callable[[str], float]:
+    """An argument type: a number in [low, high]."""
+
+    def convert(text: str) -> float:
+        try:
+            value = parse(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return convert
+
+
+COUNT = number(int, 1, 2**31, "a whole number >= 1")
+COUNT_OR_NONE = number(int, 0, 2**31, "a whole number >= 0")
+FRACTION = number(float, 0, 1, "a number from 0 to 1")
+MILLISECONDS = number(float, 1e-3, 1e9, "a number of milliseconds above 0")
+
+
+def add_model(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--model", help="model directory or Hugging Face id (default: the built-in demo model)")
+    add("--adapter-path", metavar="DIR", help="directory with trained adapter weights")
+    remote = "let the tokenizer run code that comes with the model"
+    add("--trust-remote-code", action="store_true", help=remote)
+
+
+def add_sampling(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    greedy = "sampling temperature; 0 is greedy decoding"
+    temperature = number(float, 0, 1e6, "a number >= 0")
+    add("--temp", type=temperature, default=0.0, metavar="T", help=greedy)
+    top_p = "sample from the most likely tokens whose probabilities add up to this; 1 is off"
+    add("--top-p", type=FRACTION, default=1.0, metavar="P", help=top_p)
+    top_k = "sample from the K most likely tokens; 0 is off"
+    add("--top-k", type=COUNT_OR_NONE, default=0, metavar="K", help=top_k)
+    min_p = "drop tokens below this fraction of the highest probability; 0 is off"
+    add("--min-p", type=FRACTION, default=0.0, metavar="P", help=min_p)
+    seed = "seed for requests that have none of their own (default: random)"
+    whole = number(int, 0, 2**63, "a whole number >= 0")
+    add("--seed", type=whole, metavar="N", help=seed)
+
+
+def add_engine(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    memory = number(float, 1e-9, 1e6, "a number of GB above 0")
+    pool = "memory for the KV pool (default: what the device can spare)"
+    add("--kv-memory", type=memory, metavar="GB", help=pool)
+    stall = "limit for the time of a step while requests are decoding (default: no limit)"
+    add("--max-stall-ms", type=MILLISECONDS, metavar="MS", help=stall)
+    waiting = "order in which waiting requests start"
+    add("--policy", choices=[*map(str, Policy)], default=str(Policy.FCFS), help=waiting)
+    add(
+        "--preempt",
+        choices=[*map(str, PreemptionPolicy)],
+        default=str(PreemptionPolicy.NEWEST),
+        help="request that loses its KV blocks when the pool is full",
+    )
+    prefixes = "do not share K/V between prompts with a common prefix"
+    add("--no-prefix-cache", action="store_true", help=prefixes)
+
+
+def add_metrics(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--metrics-jsonl", metavar="FILE", help="write one JSON line after each step")
+    spike = "count longer steps as spikes (default: 3 times the usual step, at least 50)"
+    add("--spike-ms", type=MILLISECONDS, metavar="MS", help=spike)
+    profile = "time each phase of every step; this makes steps slower"
+    add("--profile", action="store_true", help=profile)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of :class:`Engine` whose flags are the same in both commands."""
+    names = ("max_stall_ms", "policy", "preempt", "seed", "metrics_jsonl", "spike_ms", "profile")
+    return {
+        "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
+        "prefix_cache": not args.no_prefix_cache,
+        **{name: getattr(args, name) for name in names},
+    }
+
+
+def demo_model_path() -> Path:
+    """Directory of the demo model: a small model of Python code, part of the package."""
+    return Path(str(files("mlx_paged") / "demo_model"))
+
+
+def load_model(
+    name: str | None = None, adapter_path: str | None = None, trust_remote_code: bool = False
+) -> tuple[nn.Module, TokenizerWrapper]:
+    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model.
+
+    Raises:
+        ValueError: the model or the adapter does not exist or cannot be loaded.
+    """
+    path = str(demo_model_path()) if name is None else name
+    if adapter_path is not None and not Path(adapter_path).is_dir():
+        raise ValueError(f"adapter {adapter_path}: no such directory")
+    if not Path(path).exists() and not _may_be_hub_id(path):
+        raise ValueError(f"model {path}: no such directory")
+    try:
+        model, tokenizer, *_ = load(
+            path,
+            adapter_path=adapter_path,
+            tokenizer_config={"trust_remote_code": trust_remote_code},
+            trust_remote_code=trust_remote_code,
+        )
+    except Exception as error:
+        kind = "cannot be loaded" if Path(path).exists() else "not here and not from the hub"
+        detail = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"model {path}: {kind} ({type(error).__name__}: {detail})") from error
+    return model, tokenizer
+
+
+def _may_be_hub_id(name: str) -> bool:
+    owner, _, repo = name.partition("/")
+    return bool(owner and repo) and "/" not in repo and not name.startswith((".", "~"))

@@ -1,0 +1,1 @@
+"""Paged caches under mlx-lm's own functions."""

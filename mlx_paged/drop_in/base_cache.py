@@ -1,0 +1,309 @@
+"""The part that the paged caches of one sequence and of a batch share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import _BaseCache
+
+from mlx_paged.attention.pool_attention import FEW_QUERIES, PoolAttention, narrowest
+from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle
+from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
+from mlx_paged.drop_in.pool_layer import PoolLayer
+from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.drop_in.shared_pool import ContentKey
+from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.pool import KVPool
+from mlx_paged.ops import view_as
+
+
+@dataclass(frozen=True, eq=False)
+class LayerView:
+    """One layer's K/V at the end of a step: the cache that its handles name.
+
+    Attributes:
+        kv: the layer's arrays, a pool of one layer.
+        step: the step that wrote last.
+        window: tokens that a query of this layer sees at most, itself included.
+    """
+
+    kv: KVPool
+    step: PaddedBatch
+    window: int | None
+
+    def handles(self) -> tuple[KVHandle, KVHandle]:
+        """Handles to all K/V of the step's sequences, ``[B, H_kv, S, D]``."""
+        return (
+            KVHandle.of(self.step.gathered(self.kv.k[0]), self, "keys"),
+            KVHandle.of(self.step.gathered(self.kv.v[0]), self, "values"),
+        )
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> CausalMask:
+        """``[B, 1, N, S]`` bool for each row's last N tokens."""
+        window, spans = narrowest(window_size, self.window), self.step.spans
+        if spans.columns != N:
+            spans = PaddedSpans.of(spans.stops - np.int32(N), N)
+        return CausalMask.of(spans.mask(window), window)
+
+    def attend(
+        self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Attention of ``q [B, H, N, D]`` over the pool; outputs of padding have no meaning.
+
+        None if `q` has another number of columns than the step.
+        """
+        if q.shape[2] != self.step.spans.columns:
+            return None
+        step, window = self.step, narrowest(window, self.window)
+        attention = PoolAttention(self.kv, 0, scale, window, sinks, step.max_paged_queries)
+        if q.shape[2] <= max(FEW_QUERIES, step.max_paged_queries):
+            return attention.rows(q, step.tables, step.context_lens)
+        return self._row_by_row(q, attention)
+
+    def _row_by_row(self, q: mx.array, attention: PoolAttention) -> mx.array:
+        """MLX's own attention, one row after the other, each over its own context."""
+        rows = []
+        for i, chunk in enumerate(self.step.chunks):
+            if chunk is None:
+                rows.append(mx.zeros((1, *q.shape[1:3], self.kv.shapes[0].v_head_dim), q.dtype))
+                continue
+            first, stop = chunk.first_row, chunk.first_row + chunk.length
+            out = attention.gathered_chunk(q[i : i + 1, :, first:stop], chunk)
+            padding = [(0, 0), (0, 0), (first, q.shape[2] - stop), (0, 0)]
+            rows.append(out if chunk.length == q.shape[2] else mx.pad(out, padding))
+        return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=0)
+
+
+RowState = tuple[list[mx.array] | None, list[mx.array] | None, int, ContentKey]
+State = tuple[list[RowState], int | None, int]
+
+
+class StateView(mx.array):
+    """K or V in a `state`: a view of blocks, which are not freed while it exists."""
+
+    sequence: PagedSequence
+    layer: PoolLayer
+
+    @classmethod
+    def of(cls, view: mx.array, sequence: PagedSequence, layer: PoolLayer) -> StateView:
+        state = view_as(cls, view)
+        state.sequence, state.layer = sequence, layer
+        return state
+
+
+class PagedCache(_BaseCache):
+    """One layer's K/V of some sequences, with the cache protocol of mlx-lm 0.32.
+
+    Merging, extending, filtering, extracting, copying and trimming change block tables. K/V is
+    copied only when a shared block is written (the tail block of a fork) and when caches of
+    different pools join (made in another thread, or for K/V of another type).
+
+    Evaluate a forward's result, or begin its evaluation, before its cache is trimmed or deleted:
+    other sequences may then write to the blocks.
+
+    Args:
+        layer: the layer that holds the K/V.
+        rows: the sequences, none twice.
+        starts: ``[B]``, tokens of each sequence in this layer.
+        window: tokens that a query sees at most, itself included (sliding-window layers).
+    """
+
+    starts: Int32Array
+    _remaining: Int32Array | None = None  # tokens before each row's right padding
+
+    def __init__(
+        self,
+        layer: PoolLayer,
+        rows: Sequence[PagedSequence],
+        starts: Int32Array | Sequence[int],
+        window: int | None = None,
+    ) -> None:
+        self.layer = layer
+        self.window = window
+        self._set_rows(rows, starts)
+
+    def _set_rows(self, rows: Sequence[PagedSequence], starts: Int32Array | Sequence[int]) -> None:
+        for row in rows:
+            row.layers.add(self.layer.index)
+        self.rows = tuple(rows)
+        self.ids = tuple(row.id for row in rows)
+        self.starts = np.array(starts, np.int32)
+        self._latest: LayerView | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A fork. The layers that are copied with one `memo` share its rows."""
+        fork = copy.copy(self)
+        fork._set_rows([copy.deepcopy(row, memo) for row in self.rows], self.starts)
+        return fork
+
+    # A forward
+
+    def _spans(self, columns: int) -> PaddedSpans:
+        """The positions that a forward of so many columns computes."""
+        return PaddedSpans.of(self.starts, columns, self._remaining)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write a forward's K/V, ``[B, H_kv, N, D]``; return lazy handles of all K/V.
+
+        The first K/V of a cache may have any shape and type; later K/V is cast to that type.
+
+        Raises:
+            ValueError: the number of rows, heads or dimensions is not that of before.
+            OutOfBlocksError: the pool is full and may not grow; nothing was written.
+        """
+        if keys.shape[0] != len(self.rows):
+            raise ValueError(
+                f"[update_and_fetch] keys have {keys.shape[0]} rows: expected {len(self.rows)}"
+            )
+        if self._latest is None and self.empty():
+            self._start_in(self.layer.layer_for(keys, values))
+        spans = self._spans(keys.shape[2])
+        step = self.layer.write(self.rows, self.ids, spans, keys, values)
+        self.starts = spans.stops
+        if self._remaining is not None:
+            self._remaining = self._remaining - np.int32(spans.columns)
+        self._latest = LayerView(self.layer.kv, step, self.window)
+        return self._latest.handles()
+
+    def _start_in(self, layer: PoolLayer) -> None:
+        """Let that layer hold the K/V of this empty cache."""
+        if layer is not self.layer:
+            self.layer = layer
+            self._set_rows([row.fork_for(layer) for row in self.rows], self.starts)
+
+    def rows_in(self, layer: PoolLayer) -> list[PagedSequence]:
+        """Forks of the rows into another layer, with their K/V."""
+        starts = self.starts.tolist()
+        return [layer.fork_from(r, self.layer, n) for r, n in zip(self.rows, starts, strict=True)]
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Handles of all K/V, ``[B, H_kv, S, D]``, for a layer that reuses this layer's K/V."""
+        if self.empty():
+            raise ValueError("[keys_and_values] the cache is empty: expected one with tokens")
+        if self._latest is None:
+            step = self.layer.pool.step(self.rows, self.ids, PaddedSpans.of(self.starts, 0))
+            self._latest = LayerView(self.layer.kv, step, self.window)
+        return self._latest.handles()
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> CausalMask:
+        """``[B, 1, N, S]`` bool, lazy; its window is the smaller one of two."""
+        window = narrowest(window_size, self.window)
+        return CausalMask.of(self._spans(N).mask(window), window)
+
+    # The handles that pipeline-parallel models replace by dependent ones
+
+    @property
+    def keys(self) -> mx.array | None:
+        """The layer's keys in the pool, ``[H_kv, num_blocks, block_size, D]``; None if empty."""
+        return self.layer.kv.k[0] if self.layer.is_written else None
+
+    @keys.setter
+    def keys(self, handle: mx.array) -> None:
+        self.layer.kv.k[0] = _checked("keys", handle, self.keys)
+
+    @property
+    def values(self) -> mx.array | None:
+        """The layer's values in the pool, as `keys`."""
+        return self.layer.kv.v[0] if self.layer.is_written else None
+
+    @values.setter
+    def values(self, handle: mx.array) -> None:
+        self.layer.kv.v[0] = _checked("values", handle, self.values)
+
+    # State
+
+    @property
+    def state(self) -> State:
+        """``(rows, window, layer)``; a row is ``(key views, value views, tokens, key)``.
+
+        The views are of the pool, ``[n, H_kv, tokens, D]`` for each run of adjacent blocks. To
+        evaluate them evaluates the writes and copies nothing. Their content does not change.
+        mlx-lm's own `save_prompt_cache` refuses the key and so writes no paged cache to a file.
+        """
+        states = [self._row_state(i) for i in range(len(self.rows))]
+        return states, self.window, self.layer.index
+
+    @state.setter
+    def state(self, state: State) -> None:
+        rows, self.window, _ = state
+        self._set_rows([self._restored(row) for row in rows], [row[2] for row in rows])
+
+    def _row_state(self, i: int) -> RowState:
+        row, num_tokens = self.rows[i], int(self.starts[i])
+        key = row.pool, row.id, row.version
+        if num_tokens <= 0:
+            return None, None, num_tokens, key
+        fork = row.fork_for(self.layer, is_frozen=True)
+        k, v = self.layer.runs(fork, num_tokens)
+        return self._views(k, fork), self._views(v, fork), num_tokens, key
+
+    def _views(self, runs: list[mx.array], sequence: PagedSequence) -> list[mx.array]:
+        return [StateView.of(run, sequence, self.layer) for run in runs]
+
+    def _restored(self, state: RowState) -> PagedSequence:
+        """A fork of the sequence that the views show, or a new one with a copy of their content."""
+        keys, values, num_tokens, key = state
+        if keys and isinstance(keys[0], StateView) and keys[0].layer is self.layer:
+            return keys[0].sequence.fork_for(self.layer)
+        sequence = self.layer.pool.sequence_for(key, self.layer.index)
+        if not keys or not values:
+            return sequence
+        k, v = (_contiguous(runs) for runs in (keys, values))
+        self.layer.write([sequence], (sequence.id,), PaddedSpans.of([0], num_tokens), k, v)
+        # k and v may be views of other blocks, and no graph orders this read before later writes.
+        mx.eval(k, v, self.layer.kv.handles())
+        return sequence
+
+    # Content
+
+    def is_trimmable(self) -> bool:
+        return not any(row.lacks_start for row in self.rows)
+
+    def trim(self, n: int) -> int:
+        """Forget the last `n` tokens of every row, at most what the shortest row has.
+
+        Returns:
+            How many tokens of each row were forgotten.
+        """
+        n = max(0, min(n, int(self.starts.min()))) if self.rows else 0
+        self.starts = self.starts - np.int32(n)
+        self._latest = None
+        for row, start in zip(self.rows, self.starts.tolist(), strict=True):
+            row.rewind(self.layer.index, start)
+        return n
+
+    def size(self) -> int:
+        """Tokens of the longest row."""
+        return int(self.starts.max(initial=0))
+
+    def empty(self) -> bool:
+        return self.size() == 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks that hold these rows; a shared block counts once."""
+        return self.layer.nbytes(self.rows, np.maximum(self.starts, 0).tolist())
+
+
+def _checked(name: str, handle: mx.array, present: mx.array | None) -> mx.array:
+    if present is None or handle.shape != present.shape:
+        raise ValueError(
+            f"[PagedCache] {name} is set to an array of shape {handle.shape}: expected the "
+            f"present {name} with a dependency added; set `state` to replace content"
+        )
+    return handle
+
+
+def _contiguous(runs: Sequence[mx.array]) -> mx.array:
+    """Views of blocks ``[n, H_kv, tokens, D]`` as ``[1, H_kv, all tokens, D]``."""
+    parts = [run.transpose(1, 0, 2, 3).flatten(1, 2)[None] for run in runs]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

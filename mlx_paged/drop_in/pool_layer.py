@@ -1,0 +1,149 @@
+"""One layer of a shared pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
+from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.pool import KVPool, KVShape
+
+if TYPE_CHECKING:
+    from mlx_paged.drop_in.shared_pool import SharedPool
+
+
+class PoolLayer:
+    """K/V of one layer.
+
+    The first K/V written determine its shape: under tensor parallelism only the layer knows it.
+
+    Attributes:
+        pool: the pool whose blocks all layers share.
+        index: which layer it is.
+        shape: None until it is known.
+    """
+
+    def __init__(self, pool: SharedPool, index: int) -> None:
+        self.pool = pool
+        self.index = index
+        self.shape: KVShape | None = None
+        self._kv: KVPool | None = None
+
+    @property
+    def is_written(self) -> bool:
+        return self._kv is not None
+
+    @property
+    def kv(self) -> KVPool:
+        """The arrays, with as many blocks as the pool has."""
+        assert self.shape is not None, "a layer is read before it is written"
+        num_blocks = self.pool.allocator.num_blocks
+        if self._kv is None:
+            self._kv = KVPool([self.shape], num_blocks, self.pool.block_size)
+        elif self._kv.num_blocks < num_blocks:
+            self._kv.grow(num_blocks)
+        return self._kv
+
+    def layer_for(self, keys: mx.array, values: mx.array) -> PoolLayer:
+        """The layer for the first K/V of a sequence: this one, or the same layer of another pool if
+        this one holds K/V of another shape or type."""
+        shape, layer = _shape_of(keys, values), self
+        while layer.shape not in (None, shape):
+            layer = layer.pool.successor().layer(self.index)
+        return layer
+
+    def write(
+        self,
+        rows: Sequence[PagedSequence],
+        ids: tuple[int, ...],
+        spans: PaddedSpans,
+        keys: mx.array,
+        values: mx.array,
+    ) -> PaddedBatch:
+        """Write K/V, ``[B, H_kv, N, D]`` each, of the rows' spans.
+
+        Raises:
+            ValueError: keys and values have different types, or another shape than before.
+            OutOfBlocksError: the pool is full and may not grow; nothing was written.
+        """
+        with self.pool.lock:
+            dtype = self._checked(keys, values).dtype
+            step = self.pool.step(rows, ids, spans)
+            k = keys.astype(dtype).transpose(0, 2, 1, 3).flatten(0, 1)
+            v = values.astype(dtype).transpose(0, 2, 1, 3).flatten(0, 1)
+            self.kv.write(0, k, v, step.slots)
+        return step
+
+    def _checked(self, keys: mx.array, values: mx.array) -> KVShape:
+        if keys.dtype != values.dtype:
+            raise ValueError(
+                f"[update_and_fetch] keys are {keys.dtype} but values {values.dtype}: "
+                "expected one type"
+            )
+        shape = _shape_of(keys, values)
+        if self.shape is None:
+            self.shape = shape
+        if _dims(shape) != _dims(self.shape):
+            raise ValueError(
+                f"[update_and_fetch] K/V have (heads, head_dim, v_head_dim) = {_dims(shape)}: "
+                f"expected {_dims(self.shape)} as before"
+            )
+        return self.shape
+
+    def runs(self, row: PagedSequence, num_tokens: int) -> tuple[list[mx.array], list[mx.array]]:
+        """K and V of a sequence as views of the pool, each ``[n, H_kv, tokens, D]``.
+
+        There is one view for every run of adjacent blocks and one for a last block that is not
+        full. Evaluating them copies nothing.
+        """
+        size = self.pool.block_size
+        blocks, rest = self._blocks(row, num_tokens), num_tokens % size
+        ends_run = np.diff(blocks) != 1
+        ends_run[-1:] |= rest > 0
+        runs = np.split(blocks, np.flatnonzero(ends_run) + 1)
+        spans = [(int(run[0]), int(run[-1]) + 1, size) for run in runs]
+        spans[-1] = *spans[-1][:2], rest or size
+        return _views(self.kv.k[0], spans), _views(self.kv.v[0], spans)
+
+    def _blocks(self, row: PagedSequence, num_tokens: int) -> Int32Array:
+        allocator = self.pool.allocator
+        return np.array(allocator.table(row.id)[: allocator.blocks_needed(num_tokens)])
+
+    def nbytes(self, rows: Sequence[PagedSequence], num_tokens: Sequence[int]) -> int:
+        """Bytes of the blocks with these sequences' first tokens; a shared block counts once."""
+        held: set[int] = set()
+        for row, count in zip(rows, num_tokens, strict=True):
+            held.update(self._blocks(row, count).tolist())
+        return len(held) * self.kv.block_bytes if held else 0
+
+    def fork_from(self, row: PagedSequence, source: PoolLayer, num_tokens: int) -> PagedSequence:
+        """A sequence of this layer's pool with the content of `row` in layer `source`.
+
+        In the same pool it shares every block; from another pool the K/V is copied.
+        """
+        child = row.fork_for(self)
+        if source.pool is not self.pool and num_tokens > 0:
+            blocks = mx.array(source._blocks(row, num_tokens))
+            keys, values = source.kv.gather(0, blocks, num_tokens)
+            # Before any later write to these blocks: no graph would order the two.
+            mx.eval(keys, values)
+            self.write([child], (child.id,), PaddedSpans.of([0], num_tokens), keys, values)
+        return child
+
+
+def _shape_of(keys: mx.array, values: mx.array) -> KVShape:
+    return KVShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+
+
+def _dims(shape: KVShape) -> tuple[int, int, int]:
+    return shape.n_kv_heads, shape.head_dim, shape.v_head_dim
+
+
+def _views(cache: mx.array, spans: list[tuple[int, int, int]]) -> list[mx.array]:
+    blocks = cache.transpose(1, 0, 2, 3)
+    return [blocks[first:stop, :, :tokens] for first, stop, tokens in spans]

@@ -1,0 +1,92 @@
+"""One sequence of a shared pool, which exists as long as caches refer to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    from mlx_paged.drop_in.padded_batch import PaddedBatch
+    from mlx_paged.drop_in.pool_layer import PoolLayer
+    from mlx_paged.drop_in.shared_pool import SharedPool
+
+
+class PagedSequence:
+    """A block table that the caches of all layers of one sequence share.
+
+    The pool frees it when the last of these caches is deleted. Every layer writes through it to the
+    same positions, each in its own K/V arrays.
+
+    Attributes:
+        pool: the pool that has the blocks.
+        id: of the sequence in the pool's allocator.
+        layers: the layers whose caches show it.
+        step: the forward that wrote it last.
+        version: how often it was written.
+        is_frozen: whether a state keeps it; no cache may write it then.
+        lacks_start: whether layers with a window hold zeros for tokens that no query sees any more.
+    """
+
+    def __init__(self, pool: SharedPool, seq_id: int) -> None:
+        self.pool = pool
+        self.id = seq_id
+        self.layers: set[int] = set()
+        self.step: PaddedBatch | None = None
+        self.version = 0
+        self.is_frozen = False
+        self.lacks_start = False
+        self._forks: WeakValueDictionary[int, PagedSequence] = WeakValueDictionary()
+        self._forked_version = 0
+        self._rewound: dict[int, int] = {}
+        self._companions: list[PagedSequence] = []
+
+    def __del__(self) -> None:
+        self.pool.release_later(self.id)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
+        return self.pool.fork(self)
+
+    def fork_for(self, layer: PoolLayer, is_frozen: bool = False) -> PagedSequence:
+        """A sequence of the layer's pool with the same content, one for the caches of all layers.
+
+        Caches are forked layer by layer. The first layer makes the fork and the others get the
+        same one; a layer that asks again gets another. A fork into another pool has no content
+        yet: each layer copies its own.
+        """
+        if self._forked_version != self.version:
+            self._forks, self._forked_version = WeakValueDictionary(), self.version
+        for fork in list(self._forks.values()):  # in the order in which they were made
+            is_alike = fork.pool is layer.pool and fork.is_frozen == is_frozen
+            if is_alike and layer.index not in fork.layers:
+                fork.layers.add(layer.index)
+                return fork
+        fork = layer.pool.fork(self) if layer.pool is self.pool else layer.pool.new_sequence()
+        fork.is_frozen = is_frozen
+        fork.lacks_start = self.lacks_start
+        fork.layers.add(layer.index)
+        self._forks[id(fork)] = fork
+        return fork
+
+    def with_companions(self, count: int) -> tuple[PagedSequence, ...]:
+        """This sequence and empty ones, `count` in all. Every layer gets the same ones."""
+        while len(self._companions) < count - 1:
+            self._companions.append(self.pool.new_sequence())
+        return self, *self._companions[: count - 1]
+
+    def rewind(self, layer: int, num_tokens: int) -> None:
+        """Note that this layer keeps only its first `num_tokens`."""
+        self._rewound[layer] = num_tokens
+
+    def begin_step(self, start: int) -> int | None:
+        """Begin a step that writes from `start`; the step before becomes invalid.
+
+        Returns:
+            The length to cut the sequence to if every layer was trimmed at least that far.
+        """
+        if self.step is not None:
+            self.step.valid = False
+        rewound, self._rewound = self._rewound, {}
+        self.version += 1
+        if self.layers <= rewound.keys() and max(rewound.values(), default=start + 1) <= start:
+            return start
+        return None

@@ -1,0 +1,220 @@
+"""The blocks of all paged caches of one model, in a pool that grows with them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Sequence
+from weakref import WeakValueDictionary, ref
+
+import mlx.nn as nn
+
+from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
+from mlx_paged.drop_in.pool_layer import PoolLayer
+from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
+from mlx_paged.kv.memory import longest_pool, spare_memory
+from mlx_paged.kv.pool import block_bytes
+
+ContentKey = tuple["SharedPool", int, int]
+"""A sequence at one time: its pool, its id and its version."""
+
+FIRST_BLOCKS = 16
+BLOCK_SIZE = 16
+
+
+class SharedPool:
+    """Sequences of K/V whose layers are written one after the other, as mlx-lm's caches are.
+
+    It begins small and doubles whenever it is full; growing copies it once. Only one thread may
+    use it at a time, because MLX evaluates a graph only on the thread that made it.
+
+    Args:
+        num_layers: how many layers will be written.
+        block_size: token slots in a block.
+        kv_memory: bytes of K/V at most; default what the device has left when the pool grows.
+        model: whose pool it is.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        block_size: int = BLOCK_SIZE,
+        kv_memory: int | None = None,
+        model: ref[nn.Module] | None = None,
+    ) -> None:
+        self.allocator = BlockAllocator(1, block_size)
+        self.num_layers = num_layers
+        self.block_size = block_size
+        self.kv_memory = kv_memory
+        self.model = model
+        self.lock = threading.RLock()
+        self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
+        self._by_key: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
+        self._new_ids = itertools.count()
+        self._dropped: deque[int] = deque()
+        self._successor: ref[SharedPool] | None = None
+
+    def layer(self, index: int) -> PoolLayer:
+        """A layer; its K/V exists as long as caches refer to it."""
+        layer = self._layers.get(index)
+        if layer is None:
+            layer = self._layers[index] = PoolLayer(self, index)
+        return layer
+
+    def successor(self) -> SharedPool:
+        """The pool for K/V of another shape. The model's new caches begin in it from now on."""
+        with self.lock:
+            pool = self._successor() if self._successor else None
+            if pool is None:
+                pool = SharedPool(self.num_layers, self.block_size, self.kv_memory, self.model)
+                self._successor = ref(pool)
+                for key in [key for key, known in _pools.of_models.items() if known is self]:
+                    _pools.of_models[key] = pool
+        return pool
+
+    def _written_layers(self) -> list[PoolLayer]:
+        return [layer for layer in list(self._layers.values()) if layer.is_written]
+
+    # Sequences
+
+    def new_sequence(self) -> PagedSequence:
+        """An empty sequence."""
+        with self.lock:
+            sequence = PagedSequence(self, next(self._new_ids))
+            self.allocator.admit(sequence.id, 0)
+        return sequence
+
+    def sequence_for(self, key: ContentKey, layer: int) -> PagedSequence:
+        """An empty sequence. Layers that ask with one key get the same one, each of them once."""
+        sequence = self._by_key.get(key)
+        if sequence is None or layer in sequence.layers:
+            sequence = self._by_key[key] = self.new_sequence()
+        sequence.layers.add(layer)
+        return sequence
+
+    def fork(self, parent: PagedSequence) -> PagedSequence:
+        """A sequence that shares every block of its parent until one of them writes."""
+        with self.lock:
+            child = PagedSequence(self, next(self._new_ids))
+            self.allocator.fork(parent.id, child.id)
+            child.lacks_start = parent.lacks_start
+            if parent.step is not None:
+                parent.step.valid = False
+        return child
+
+    def release_later(self, seq_id: int) -> None:
+        """Free a deleted sequence at the next operation.
+
+        Python may call this at any moment, also within an operation of the pool.
+        """
+        self._dropped.append(seq_id)
+
+    def release_dropped(self) -> None:
+        """Give back the blocks of the deleted sequences."""
+        with self.lock:
+            while self._dropped:
+                seq_id = self._dropped.popleft()
+                if seq_id in self.allocator:
+                    self.allocator.free(seq_id)
+
+    # Steps
+
+    def step(
+        self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
+    ) -> PaddedBatch:
+        """Let the rows write their spans; the layers of one forward get the same step.
+
+        Args:
+            rows: sequences of this pool, each once.
+            ids: their ids.
+
+        Raises:
+            OutOfBlocksError: the pool is full and may not grow; no token is lost.
+        """
+        latest = rows[0].step if rows else None
+        if latest is not None and latest.serves(ids, spans):
+            return latest
+        with self.lock:
+            return self._new_step(rows, ids, spans)
+
+    def _new_step(
+        self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
+    ) -> PaddedBatch:
+        self.release_dropped()
+        copies: list[BlockCopy] = []
+        try:
+            for row, start, stop in zip(
+                rows, spans.starts.tolist(), spans.stops.tolist(), strict=True
+            ):
+                if stop > max(start, 0):
+                    copies += self._make_writable(row, max(start, 0), stop)
+        finally:
+            for layer in self._written_layers() if copies else []:
+                layer.kv.copy_blocks(copies)
+            self.allocator.copies_done()
+        step = PaddedBatch(ids, spans, self.allocator.tables(ids), self.block_size)
+        for row in rows:
+            row.step = step
+        return step
+
+    def _make_writable(self, row: PagedSequence, start: int, stop: int) -> list[BlockCopy]:
+        kept = row.begin_step(start)
+        if kept is not None:
+            self.allocator.truncate(row.id, kept)
+        try:
+            return self.allocator.make_writable(row.id, start, stop)
+        except OutOfBlocksError as error:
+            self._grow(error)
+            return self.allocator.make_writable(row.id, start, stop)
+
+    # Memory
+
+    def _grow(self, error: OutOfBlocksError) -> None:
+        """Double the pool, or more if that is not enough, within what memory allows."""
+        have = self.allocator.num_blocks
+        needed = have + error.needed - error.available
+        max_blocks = max(have, self._max_blocks())
+        if needed > max_blocks:
+            raise OutOfBlocksError(error.needed, error.available + max_blocks - have)
+        self.allocator.grow(min(max_blocks, max(needed, 2 * have, FIRST_BLOCKS)))
+
+    def _max_blocks(self) -> int:
+        """How many blocks memory allows."""
+        shapes = [layer.shape for layer in list(self._layers.values()) if layer.shape is not None]
+        if not shapes:
+            return 1 << 62
+        of_known = block_bytes(shapes, self.block_size)
+        one_block = of_known * max(self.num_layers, len(shapes)) // len(shapes)
+        budget = self.nbytes + spare_memory() if self.kv_memory is None else self.kv_memory
+        return min(budget // one_block, longest_pool(shapes, self.block_size))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool's K/V arrays."""
+        return sum(layer.kv.nbytes for layer in self._written_layers())
+
+
+class _Pools(threading.local):
+    """The existing pools of one thread, by the model's address and the options."""
+
+    def __init__(self) -> None:
+        self.of_models: WeakValueDictionary[tuple[int, int, int | None], SharedPool]
+        self.of_models = WeakValueDictionary()
+
+
+_pools = _Pools()
+
+
+def pool_of(
+    model: nn.Module, num_layers: int, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
+) -> SharedPool:
+    """The pool that this thread's new caches of `model` share; it exists as long as they do."""
+    key = (id(model), block_size, kv_memory)
+    pool = _pools.of_models.get(key)
+    if pool is None or pool.model is None or pool.model() is not model:
+        pool = SharedPool(num_layers, block_size, kv_memory, ref(model))
+        _pools.of_models[key] = pool
+    return pool

@@ -1,0 +1,70 @@
+"""Checks of the arguments of an engine's calls, before anything is added. Knows no mlx."""
+
+import math
+from typing import Any
+
+from mlx_paged.arguments import integer
+from mlx_paged.engine.text import PromptEncoder
+from mlx_paged.sampling_params import SamplingParams, check_biases, is_real
+
+
+def checked_params(
+    caller: str, params: SamplingParams | None, options: dict[str, Any], encoder: PromptEncoder
+) -> SamplingParams:
+    """`params`, or new ones made of `options`.
+
+    Raises:
+        ValueError: both are given, `params` is something else, or this tokenizer and vocabulary do
+            not allow them.
+    """
+    if params is not None and options:
+        raise ValueError(f"[{caller}] both params and options are given: expected one")
+    params = SamplingParams(**options) if params is None else params
+    is_params = isinstance(params, SamplingParams)
+    _require(is_params, caller, "params", params, "SamplingParams or None")
+    if params.stop and encoder.tokenizer is None:
+        raise ValueError(f"[{caller}] stop strings are given: expected a tokenizer")
+    if encoder.vocab_size is not None:
+        check_biases(params, encoder.vocab_size)
+    return params
+
+
+def check_place(caller: str, priority: object, cache_salt: object, keep: object = False) -> None:
+    """ValueError unless all are of the right kind."""
+    is_ordered = is_real(priority) and priority == priority  # NaN has no place in an order
+    _require(is_ordered, caller, "priority", priority, "a number")
+    _require(isinstance(cache_salt, str), caller, "cache_salt", cache_salt, "a string")
+    check_flag(caller, "keep", keep)
+
+
+def check_beams(
+    params: SamplingParams,
+    num_beams: int,
+    length_penalty: float,
+    early_stopping: bool,
+    max_beams: int,
+) -> None:
+    """ValueError unless a beam search can be done with these arguments."""
+    caller = "add_beam_search"
+    if params.temperature > 0 or params.stop or params.sampler is not None:
+        raise ValueError(
+            f"[{caller}] temperature, stop or sampler is given: expected none of them, a"
+            " beam search takes the likeliest continuations and ends at tokens"
+        )
+    integer(caller, "num_beams", num_beams, 1, max_beams)
+    # A larger penalty makes max_tokens ** length_penalty leave the range of floats.
+    limit = 1000 / max(1.0, math.log2(params.max_tokens))
+    is_finite = is_real(length_penalty) and abs(length_penalty) <= limit
+    expected = f"{-limit:g} to {limit:g} for max_tokens {params.max_tokens}"
+    _require(is_finite, caller, "length_penalty", length_penalty, expected)
+    check_flag(caller, "early_stopping", early_stopping)
+
+
+def check_flag(caller: str, name: str, value: object) -> None:
+    """ValueError unless `value` is True or False."""
+    _require(isinstance(value, bool), caller, name, value, "True or False")
+
+
+def _require(condition: bool, caller: str, name: str, value: object, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"[{caller}] {name} is {value!r:.80}: expected {expected}")

@@ -1,0 +1,268 @@
+"""Beam search: which hypotheses live on, and the requests that compute them. Knows no mlx."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.outputs import Beam, Completion
+from mlx_paged.request import FinishReason, Request
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.runner_protocol import Runner, SampledToken
+from mlx_paged.scheduler.scheduler import Scheduler
+
+
+class Candidates(NamedTuple):
+    """The likeliest next tokens of H live hypotheses, K of each, in any order.
+
+    Log-probabilities refer to the whole vocabulary. A token whose log-probability is not finite is
+    no candidate.
+    """
+
+    tokens: npt.ArrayLike  # [H, K] int
+    logprobs: npt.ArrayLike  # [H, K] float
+
+
+class Survivor(NamedTuple):
+    """A live hypothesis after a step: its parent from before the step and one more token."""
+
+    parent: int  # index among the hypotheses given to `advance`
+    token: int
+    logprob: float  # of that token
+
+
+class BeamGroup:
+    """Ranks the hypotheses of one beam search.
+
+    Each step ranks the candidates of all live hypotheses together, by summed log-probability. Among
+    equal sums the earlier hypothesis comes first, then the earlier candidate. A stop token among
+    the best `num_beams` candidates finishes its hypothesis; a stop token below them is dropped. The
+    best `num_beams` other candidates live on. Finished hypotheses are ranked by
+    ``sum_logprob / length ** length_penalty``, where the length counts the stop token. Among equal
+    scores the hypothesis that finished first comes first.
+
+    Args:
+        num_beams: the largest number of live hypotheses, and of finished ones that are kept.
+        max_tokens: live hypotheses finish, too, when they have generated so many tokens.
+        length_penalty: above 0 favours long hypotheses, below 0 short ones.
+        early_stopping: end as soon as `num_beams` hypotheses have finished. Otherwise the search
+            ends as soon as no live hypothesis can be among the best `num_return`: then stopping
+            changes no answer.
+        stop_token_ids: tokens that finish a hypothesis. Such a token is its last one.
+        num_return: how many hypotheses :meth:`best` returns at most; None for `num_beams`.
+    """
+
+    def __init__(
+        self,
+        num_beams: int,
+        max_tokens: int,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        stop_token_ids: Collection[int] = frozenset(),
+        num_return: int | None = None,
+    ) -> None:
+        self.num_beams = num_beams
+        self.max_tokens = max_tokens
+        self.length_penalty = length_penalty
+        self.early_stopping = early_stopping
+        self.stop_token_ids = frozenset(stop_token_ids)
+        self.num_return = num_beams if num_return is None else num_return
+        self.done = False
+        self._length = 0  # tokens of every live hypothesis
+        self._sums = [0.0]  # summed logprobs of the live hypotheses, best first
+        self._finished: list[Beam] = []  # best first, at most num_beams
+
+    @property
+    def num_candidates(self) -> int:
+        """How many candidates each hypothesis needs, if the vocabulary has so many: then
+        `num_beams` live on even if every stop token is a candidate of each hypothesis."""
+        return self.num_beams * max(2, 1 + len(self.stop_token_ids))
+
+    def advance(self, hypotheses: Sequence[Request], candidates: Candidates) -> list[Survivor]:
+        """One step of the search.
+
+        Args:
+            hypotheses: the H live ones. In the first step: the prompt alone. Later: the survivors
+                of the last step in their order, with their tokens appended.
+            candidates: of each of these hypotheses in turn.
+
+        Returns:
+            The hypotheses that live on, best first; none if the search is done. The caller drops
+            every parent that is not among them.
+        """
+        assert not self.done, "a step after the end of the search"
+        lengths = [len(hypothesis.logprobs) for hypothesis in hypotheses]
+        assert lengths == [self._length] * len(self._sums), "not the survivors of the last step"
+        tokens = np.asarray(candidates.tokens)
+        # A logprob above 0 is a rounding error, and the search relies on sums that only fall.
+        logprobs = np.minimum(np.asarray(candidates.logprobs, np.float64), 0.0)
+        assert tokens.shape == logprobs.shape == (len(hypotheses), tokens.shape[-1])
+        sums = np.array(self._sums)[:, None] + logprobs
+        self._length += 1
+        survivors: list[Survivor] = []
+        self._sums = []
+        finished: list[Beam] = []
+        for rank, (parent, column) in enumerate(_best_first(sums)):
+            if len(survivors) == self.num_beams:
+                break
+            last = Survivor(parent, int(tokens[parent, column]), float(logprobs[parent, column]))
+            total = float(sums[parent, column])
+            if last.token not in self.stop_token_ids:
+                survivors.append(last)
+                self._sums.append(total)
+            elif rank < self.num_beams:
+                finished.append(self._finish(hypotheses[parent], last, total, FinishReason.STOP))
+        self._keep(finished)
+        self.done = not survivors or self._is_settled()
+        if not self.done and self._length == self.max_tokens:
+            self._keep(
+                self._finish(hypotheses[last.parent], last, total, FinishReason.LENGTH)
+                for last, total in zip(survivors, self._sums, strict=True)
+            )
+            self.done = True
+        return [] if self.done else survivors
+
+    def best(self) -> list[Beam]:
+        """The finished hypotheses, best first, at most `num_return`. Their texts are empty."""
+        return self._finished[: self.num_return]
+
+    def _finish(
+        self, parent: Request, last: Survivor, sum_logprob: float, reason: FinishReason
+    ) -> Beam:
+        tokens, logprobs = [*parent.generated, last.token], [*parent.logprobs, last.logprob]
+        return Beam(tokens, "", logprobs, self._score(sum_logprob, self._length), reason)
+
+    def _keep(self, finished: Iterable[Beam]) -> None:
+        ranked = sorted([*self._finished, *finished], key=lambda h: h.score, reverse=True)
+        self._finished = ranked[: self.num_beams]
+
+    def _score(self, sum_logprob: float, length: int) -> float:
+        return sum_logprob / math.pow(length, self.length_penalty)
+
+    def _is_settled(self) -> bool:
+        """Whether no live hypothesis can change the answer any more; there is at least one.
+
+        S <= 0 is the largest sum of the live hypotheses. Sums only fall, so a hypothesis that
+        finishes later, or now at `max_tokens`, has a sum <= S. Its length n is from ``length + 1``
+        to `max_tokens`. So its score is at most S / n ** length_penalty for the n with the largest
+        divisor: the largest n if length_penalty >= 0, else the smallest. A hypothesis that
+        continues with probability 1 reaches this bound, so no smaller bound is safe.
+        """
+        if self.early_stopping:
+            return len(self._finished) == self.num_beams
+        if len(self._finished) < self.num_return:
+            return False
+        shortest = min(self._length + 1, self.max_tokens)
+        length = self.max_tokens if self.length_penalty >= 0 else shortest
+        return self._score(self._sums[0], length) <= self._finished[self.num_return - 1].score
+
+
+def _best_first(totals: npt.NDArray[np.float64]) -> list[tuple[int, int]]:
+    """Row and column of every finite entry of `totals` [H, K], largest first, ties as they lie."""
+    order = np.argsort(-totals, axis=None, kind="stable")
+    order = order[np.isfinite(totals.ravel()[order])]
+    rows, columns = np.unravel_index(order, totals.shape)
+    return list(zip(rows.tolist(), columns.tolist(), strict=True))
+
+
+class BeamSearch:
+    """The requests of one beam search, each of them a live hypothesis.
+
+    They advance together: a hypothesis that has its candidates is parked until all others have
+    theirs. The first survivor of a hypothesis is the same request, the others are forks of it. So
+    hypotheses share the blocks of the tokens that they have in common.
+
+    Args:
+        root: the prompt; its id is the search's.
+        group: decides which hypotheses survive.
+        searches: searches under way by the request id of each hypothesis; takes new hypotheses.
+        make_request: makes a request of tokens, params, a seed, a priority and a salt.
+        vocab_size: tokens that can be candidates; None: unknown.
+    """
+
+    def __init__(
+        self,
+        root: Request,
+        group: BeamGroup,
+        searches: "dict[int, BeamSearch]",
+        make_request: Callable[[list[int], SamplingParams, int, int, bytes], Request],
+        vocab_size: int | None,
+    ) -> None:
+        num_candidates = min(group.num_candidates, vocab_size or group.num_candidates)
+        root.params = replace(root.params, logprobs=num_candidates)
+        root.synchronous = True
+        self.root = root
+        self.group = group
+        self._live = [root]
+        self._searches = searches
+        self._make_request = make_request
+        self._candidates: dict[int, tuple[tuple[int, float], ...]] = {}  # by request id
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of the best hypothesis; STOP if no continuation is possible at all."""
+        best = self.group.best()
+        return best[0].finish_reason if best else FinishReason.STOP
+
+    def append(self, choice: SampledToken, scheduler: Scheduler, runner: Runner[Any]) -> None:
+        """Take the candidates of one hypothesis; advance when all hypotheses have theirs."""
+        scheduler.park(choice.request)
+        self._candidates[choice.request.id] = choice.top[: self.root.params.logprobs]
+        if len(self._candidates) == len(self._live):
+            self._advance(scheduler, runner)
+
+    def end(self, scheduler: Scheduler, runner: Runner[Any]) -> None:
+        """Drop all hypotheses; the root gets the tokens of the best finished one, if any."""
+        for request_id in [i for i, search in self._searches.items() if search is self]:
+            del self._searches[request_id]
+        for request in self._live:
+            scheduler.complete(request)
+            runner.drop(request)
+        best = self.group.best()
+        self.root.tokens[self.root.num_prompt :] = best[0].tokens if best else []
+        self.root.logprobs = best[0].logprobs if best else []
+
+    def result(self, root: Completion, text_of: Callable[[list[int]], str]) -> Completion:
+        """The completion of the root with all finished hypotheses, best first."""
+        beams = tuple(replace(beam, text=text_of(beam.tokens)) for beam in self.group.best())
+        return replace(root, beams=beams, text=beams[0].text if beams else "")
+
+    def _advance(self, scheduler: Scheduler, runner: Runner[Any]) -> None:
+        """Let the best hypotheses live on, fork those with several survivors, drop the rest."""
+        found = [self._candidates[request.id] for request in self._live]
+        self._candidates.clear()
+        candidates = Candidates(
+            [[token for token, _ in row] for row in found],
+            [[logprob for _, logprob in row] for row in found],
+        )
+        survivors = self.group.advance(self._live, candidates)
+        first: dict[int, Survivor] = {}  # by parent: the survivor that stays the same request
+        for survivor in survivors:
+            first.setdefault(survivor.parent, survivor)
+        live = [
+            self._live[s.parent] if first[s.parent] is s else self._fork(s, scheduler, runner)
+            for s in survivors
+        ]
+        for index, request in enumerate(self._live):
+            if index in first:
+                request.tokens.append(first[index].token)
+                request.logprobs.append(first[index].logprob)
+                scheduler.unpark(request)
+            else:
+                scheduler.complete(request)
+                runner.drop(request)
+        self._live = live
+
+    def _fork(self, survivor: Survivor, scheduler: Scheduler, runner: Runner[Any]) -> Request:
+        parent, root = self._live[survivor.parent], self.root
+        tokens = [*parent.tokens, survivor.token]
+        child = self._make_request(tokens, root.params, 0, root.priority, root.salt)
+        child.num_prompt, child.logprobs = root.num_prompt, [*parent.logprobs, survivor.logprob]
+        child.synchronous = True
+        self._searches[child.id] = self
+        scheduler.fork(parent, child)
+        runner.fork(parent, child)
+        return child

@@ -1,0 +1,400 @@
+"""EngineCore: requests in, tokens out, over any runner. Knows no mlx."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mlx_paged.arguments import integer
+from mlx_paged.engine.arguments import check_beams, check_flag, check_place, checked_params
+from mlx_paged.engine.beams import BeamGroup, BeamSearch
+from mlx_paged.engine.one_thread import Occupancy, exclusive
+from mlx_paged.engine.pipeline import StepPipeline, deferred_interrupts
+from mlx_paged.engine.text import OutputProcessor, Prompt, PromptEncoder, Tokenizer
+from mlx_paged.metrics.recorder import RecorderConfig, TickRecorder
+from mlx_paged.metrics.stats import EngineStats
+from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.request import FinishReason, Request
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.runner_protocol import Fault, Runner, SampledToken
+from mlx_paged.scheduler.scheduler import Scheduler
+
+
+class EngineCore:
+    """The engine without a model: queues requests, runs steps through a runner, returns tokens.
+
+    One thread uses it at a time; meanwhile every other thread gets a RuntimeError. A failure ends
+    the requests that caused it and no others. The engine can go on after any exception, Ctrl-C
+    included. A call that adds requests adds all of them or, if it raises, none.
+
+    Args:
+        scheduler: decides what is computed.
+        runner: computes it.
+        tokenizer: for text prompts, stop strings and text output.
+        vocab_size: token ids are below it; None: unknown.
+        seed: of the random streams of requests that have no seed.
+        lookahead: launch each step before the step before it has been read.
+        instruments: to measure its steps with.
+
+    Attributes:
+        ticks: the latest steps, newest last.
+        ready: outputs that the next :meth:`step` returns.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner[Any],
+        stats: EngineStats,
+        *,
+        tokenizer: Tokenizer | None = None,
+        vocab_size: int | None = None,
+        seed: int | None = None,
+        lookahead: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+        instruments: RecorderConfig | None = None,
+    ) -> None:
+        instruments = instruments or RecorderConfig()
+        self.occupancy = Occupancy()
+        self.scheduler = scheduler
+        self.stats = stats
+        self.ticks = instruments.log
+        self.tokenizer = tokenizer
+        self.lookahead = lookahead
+        self.ready: list[TokenOutput] = []
+        self._encode = PromptEncoder(tokenizer, vocab_size)
+        self._clock = clock
+        self._recorder = TickRecorder(scheduler, stats, clock, instruments)
+        self._pipeline = StepPipeline(scheduler, runner, self._recorder.working_clock)
+        self._outputs = OutputProcessor(tokenizer, clock)
+        self._rng = np.random.default_rng(seed)
+        self._next_id = 0
+        self._requests: dict[int, Request] = {}
+        self._kept: dict[int, Request] = {}
+        self._beams: dict[int, BeamSearch] = {}  # by request id of every hypothesis
+
+    @property
+    def runner(self) -> Runner[Any]:
+        """What computes the steps. It may be replaced while no step is under way."""
+        return self._pipeline.runner
+
+    @runner.setter
+    def runner(self, runner: Runner[Any]) -> None:
+        self._pipeline.runner = runner
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has anything to give."""
+        return bool(self._requests or self.ready)
+
+    def request(self, request_id: int) -> Request | None:
+        """A request under way, or an ended one that is kept; None if it is neither."""
+        return self._requests.get(request_id) or self._kept.get(request_id)
+
+    def is_open(self, request_id: int) -> bool:
+        """Whether :meth:`step` has more outputs of this request to give."""
+        return request_id in self._requests or any(o.request_id == request_id for o in self.ready)
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters and levels of the engine as plain JSON values: see docs/metrics.md."""
+        return self._recorder.metrics()
+
+    @exclusive
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        keep: bool = False,
+        **options: Any,
+    ) -> int:
+        """Queue a prompt (text or token ids); returns the request's id.
+
+        Args:
+            priority: lower numbers first, if the engine's policy is "priority".
+            cache_salt: K/V is shared only among requests with the same salt, e.g. a tenant's name.
+            keep: hold the blocks after the end of the request, for :meth:`fork`, until
+                :meth:`release` or until other requests need them.
+            options: fields of :class:`SamplingParams`, instead of `params`.
+
+        Raises:
+            ValueError: an empty prompt, a token or a bias outside the vocabulary, an argument of a
+                wrong kind or out of range, or a request that the pool could never hold.
+        """
+        check_place("add_request", priority, cache_salt, keep)
+        params = checked_params("add_request", params, options, self._encode)
+        salt = cache_salt.encode()
+        request = self._make_request(self._encode(prompt), params, params.seed, priority, salt)
+        request.keep_blocks = keep
+        self._admit([request], lambda: self.scheduler.add(request))
+        return request.id
+
+    @exclusive
+    def add_samples(
+        self,
+        prompt: Prompt,
+        n: int,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        **options: Any,
+    ) -> list[int]:
+        """Queue `n` samples of one prompt, which is computed once; returns their ids.
+
+        Sample i of a request with seed s draws the same as a request with seed ``s + i``.
+
+        Raises:
+            ValueError: `n` below 1, or as :meth:`add_request`.
+        """
+        n = integer("add_samples", "n", n, 1)
+        check_place("add_samples", priority, cache_salt)
+        params = checked_params("add_samples", params, options, self._encode)
+        tokens, salt = self._encode(prompt), cache_salt.encode()
+        seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(n)]
+        requests = [self._make_request(list(tokens), params, s, priority, salt) for s in seeds]
+        leader = requests[0]
+        leader.samples = requests[1:]
+        self._admit(requests, lambda: self.scheduler.add(leader))
+        return [request.id for request in requests]
+
+    @exclusive
+    def add_beam_search(
+        self,
+        prompt: Prompt,
+        num_beams: int,
+        params: SamplingParams | None = None,
+        *,
+        length_penalty: float = 1.0,
+        early_stopping: bool = False,
+        priority: int = 0,
+        cache_salt: str = "",
+        **options: Any,
+    ) -> int:
+        """Queue a beam search. Its one output has a completion with all hypotheses as `beams`.
+
+        Args:
+            num_beams: live hypotheses, and returned ones; at most the size of the vocabulary.
+            length_penalty: above 0 favours long hypotheses, below 0 short ones.
+            early_stopping: end with the first `num_beams` finished hypotheses, the best or not.
+
+        Raises:
+            ValueError: as :meth:`add_request`, or an option that a beam search cannot use.
+        """
+        check_place("add_beam_search", priority, cache_salt)
+        params = checked_params("add_beam_search", params, options, self._encode)
+        vocab_size = self._encode.vocab_size
+        # Each live hypothesis writes into a block of its own.
+        max_beams = vocab_size or self.scheduler.allocator.num_blocks
+        check_beams(params, num_beams, length_penalty, early_stopping, max_beams)
+        root = self._make_request(self._encode(prompt), params, 0, priority, cache_salt.encode())
+        stop = self._outputs.stop_token_ids(root)
+        group = BeamGroup(num_beams, params.max_tokens, length_penalty, early_stopping, stop)
+        search = BeamSearch(root, group, self._beams, self._make_request, vocab_size)
+        self._beams[root.id] = search
+        self._admit([root], lambda: self.scheduler.add(root))
+        return root.id
+
+    @exclusive
+    def fork(
+        self,
+        request_id: int,
+        suffix: Prompt = (),
+        params: SamplingParams | None = None,
+        *,
+        keep: bool = False,
+        **options: Any,
+    ) -> int:
+        """Start a request that continues another one and shares its blocks; returns its id.
+
+        Nothing is computed. A block is copied only when one of the two requests writes into a block
+        that they share: at most the last one. All tokens of the parent are prompt of the child.
+
+        Args:
+            request_id: a request under way, or an ended one that was kept.
+            suffix: prompt tokens of the child that follow those of the parent.
+            params: of the child; default: the parent's, without its seed.
+
+        Raises:
+            ValueError: no such request, a beam search, or as :meth:`add_request`.
+        """
+        parent = self.request(request_id)
+        if parent is None or parent.synchronous:
+            raise ValueError(
+                f"[fork] request_id is {request_id}: expected a request under way, or an ended one"
+                " that was added with keep=True"
+            )
+        check_flag("fork", "keep", keep)
+        inherits = params is None and not options
+        given = parent.params if inherits else checked_params("fork", params, options, self._encode)
+        continuation = self._encode(suffix, continues=True)
+        self._settle()
+        tokens, seed = parent.tokens + continuation, None if inherits else given.seed
+        child = self._make_request(tokens, given, seed, parent.priority, parent.salt)
+        child.keep_blocks = keep
+        self.scheduler.check_fits(child)
+
+        def share() -> None:
+            self.scheduler.fork(parent, child)
+            self.runner.fork(parent, child)
+
+        self._admit([child], share, context=parent.generated)
+        return child.id
+
+    @exclusive
+    def abort(self, request_id: int) -> Completion | None:
+        """End a request early and free its blocks; None if it has ended already."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._finish(request, FinishReason.ABORT)
+
+    @exclusive
+    def release(self, request_id: int) -> None:
+        """Give up the blocks of an ended request that was kept; no effect on other requests."""
+        request = self._kept.pop(request_id, None)
+        if request is not None:
+            self.scheduler.release(request)
+            self.runner.drop(request)
+
+    @exclusive
+    def reset_prefix_cache(self) -> None:
+        """Forget the K/V that finished requests left for reuse."""
+        self.scheduler.allocator.drop_cached()
+
+    @exclusive
+    def step(self) -> list[TokenOutput]:
+        """Compute one step; return its tokens, at most one of each request.
+
+        Ctrl-C takes effect after the step; the next call then returns the outputs.
+        """
+        if not self.ready:
+            with deferred_interrupts():
+                self._advance(ahead=self.lookahead and not self._beams)
+        outputs, self.ready = self.ready, []
+        return outputs
+
+    # Adding
+
+    def _make_request(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        seed: int | None,
+        priority: int,
+        salt: bytes,
+    ) -> Request:
+        seed = int(self._rng.integers(2**63)) if seed is None else seed
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        now = self._clock()
+        return Request(request_id, tokens, params, seed, priority, salt, arrival_time=now)
+
+    def _admit(
+        self, requests: Sequence[Request], queue: Callable[[], None], context: Sequence[int] = ()
+    ) -> None:
+        """Add requests, which `queue` gives to the scheduler: all or, if anything fails, none."""
+        try:
+            for request in requests:
+                self._requests[request.id] = request
+                self._outputs.add(request, context)
+            queue()
+        except BaseException:
+            for request in requests:
+                request.samples, request.keep_blocks = [], False
+                self.scheduler.complete(request)
+                if request.id in self.scheduler.allocator:  # of a fork, shared before the failure
+                    self.scheduler.allocator.free(request.id)
+                self.runner.drop(request)
+                self._outputs.forget(request)
+                self._beams.pop(request.id, None)
+                self._requests.pop(request.id, None)
+            raise
+
+    # Steps
+
+    def _settle(self) -> None:
+        """Read the step under way, so that every token is known. Its outputs become `ready`."""
+        with deferred_interrupts():
+            while self._pipeline.busy:
+                self._advance(ahead=False)
+
+    def _advance(self, ahead: bool) -> None:
+        self._recorder.begin()
+        result = self._pipeline.advance(ahead)
+        self._recorder.results_ready()
+        try:
+            if result.prompt_tokens:  # a first token comes with the prompt's last one
+                self._note_first_tokens(result.choices)
+            for choice in result.choices:
+                output = self._append(choice)
+                if output is not None:
+                    self.ready.append(output)
+            if result.fault is not None:
+                self._recover(result.fault)
+        finally:
+            self._recorder.end(result)
+
+    def _note_first_tokens(self, choices: Sequence[SampledToken]) -> None:
+        for choice in choices:
+            request = choice.request
+            if request.synchronous and request.id in self._beams:
+                request = self._beams[request.id].root
+            if request.first_token_time is None:
+                request.first_token_time = self._clock()
+                self.stats.ttfts.append(request.first_token_time - request.arrival_time)
+
+    def _append(self, choice: SampledToken) -> TokenOutput | None:
+        """Give a request its next token; None if there is no output yet, or no more."""
+        request = choice.request
+        if request.is_finished or (request.synchronous and request.id not in self._beams):
+            return None  # it ended earlier in this very step
+        if choice.error is not None:
+            return self._fail(request, choice.error)
+        self.scheduler.clear(request)
+        if request.synchronous:
+            search = self._beams[request.id]
+            search.append(choice, self.scheduler, self.runner)
+            if not search.group.done:
+                return None
+            return TokenOutput.last(self._finish(search.root, search.finish_reason))
+        try:
+            output, reason = self._outputs.append(choice)
+        except Exception as error:  # the tokenizer's
+            return self._fail(request, error)
+        if reason is None:
+            return output
+        return replace(output, completion=self._finish(request, reason))
+
+    def _recover(self, fault: Fault) -> None:
+        self.stats.faults += 1
+        for request in self._pipeline.recover(fault):
+            self.ready.append(self._fail(request, fault.error))
+        if not isinstance(fault.error, Exception):
+            raise fault.error
+
+    def _fail(self, request: Request, error: BaseException) -> TokenOutput:
+        """End a request, or the beam search that it is a hypothesis of, with an error."""
+        if request.id in self._beams:
+            request = self._beams[request.id].root
+        request.error = error
+        return TokenOutput.last(self._finish(request, FinishReason.ERROR))
+
+    def _finish(self, request: Request, reason: FinishReason) -> Completion:
+        search = self._beams.get(request.id)
+        if search is not None:
+            search.end(self.scheduler, self.runner)
+        self.scheduler.complete(request)
+        if request.keep_blocks and reason is not FinishReason.ERROR:
+            self._kept[request.id] = request
+        else:
+            request.keep_blocks = False
+            self.scheduler.release(request)
+            self.runner.drop(request)
+        del self._requests[request.id]
+        completion = self._outputs.finish(request, reason)
+        self.stats.requests_finished += 1
+        self.stats.cached_prompt_tokens += min(request.num_cached, request.num_prompt)
+        self.stats.blocks_in_use = self.scheduler.allocator.blocks_in_use
+        return completion if search is None else search.result(completion, self._outputs.text_of)

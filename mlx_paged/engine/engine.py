@@ -1,0 +1,344 @@
+"""Engine: many requests generated at once from one paged pool."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from os import PathLike
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.arguments import MAX_INT32, integer, optional_integer, require_positive
+from mlx_paged.attention.prewarm import prewarm as compile_pipelines
+from mlx_paged.engine.core import EngineCore
+from mlx_paged.engine.one_thread import exclusive
+from mlx_paged.engine.text import Prompt
+from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.kv.memory import (
+    hold_wired_limit,
+    num_blocks_for,
+    num_snapshots_for,
+    promise_snapshots,
+)
+from mlx_paged.metrics.recorder import RecorderConfig, TickWriter
+from mlx_paged.metrics.stats import EngineStats, KVReads
+from mlx_paged.metrics.tick_log import TickLog
+from mlx_paged.metrics.timers import PhaseTimes
+from mlx_paged.outputs import Completion, TokenOutput, likeliest
+from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.profiling import ProfilingRunner
+from mlx_paged.sampling_params import SamplingParams, is_whole
+from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
+from mlx_paged.scheduler.scheduler import Scheduler
+
+OnOutput = Callable[[TokenOutput], None]
+
+WATERMARK = 0.01
+"""Part of the pool that must stay free when a request is admitted while others run."""
+
+
+class Engine(EngineCore):
+    """Continuous batching over a pool of K/V blocks.
+
+    Any number of requests may be added at any time. Each :meth:`step` gives every running request
+    its next token and computes a bounded piece of the prompts that are still waiting.
+
+    Args:
+        model: an mlx-lm model, e.g. the first value of ``mlx_lm.load``.
+        tokenizer: the second value. Without it prompts are token ids and outputs have no text.
+        block_size: token slots in a block.
+        kv_memory: bytes for the pool; default: what the device can spare.
+        num_blocks: size of the pool in blocks, instead of `kv_memory`.
+        max_kv_tokens: if neither is given, the pool has room for no more than these tokens.
+        max_running: the largest number of requests that are computed together.
+        prefill_chunk: the largest number of prompt tokens in a step, beside the running requests.
+        max_stall_ms: the longest time of a step while streams run, so that a long prompt does not
+            delay them longer. A cost model, which learns from every step, keeps to it. None: only
+            `prefill_chunk` limits a step, and its tokens do not depend on the clock.
+        policy: order of waiting requests: "fcfs", "priority" or "shortest".
+        preempt: which request is preempted when no block is free: "newest", "longest" or
+            "fewest-generated". Its tokens are computed again, with the same result.
+        seed: of the random streams of requests that have no seed.
+        prefix_cache: share the K/V of prompts that start with the same tokens.
+        snapshot_memory: bytes for copies of the states of recurrent layers. Models with such layers
+            need these copies to share prefixes; 0: they do not share them. Default: four copies for
+            each running request, but at most a quarter of the memory that the device can spare.
+        lookahead: launch each step before the step before it has been read. The device then hardly
+            waits for the host, and every token is seen one step later.
+        prewarm: compile the GPU pipelines now, so that the first requests do not wait for them.
+            ``stats.prewarm_seconds`` says how long it took; None on a CPU, which needs none.
+        profile: synchronise between the phases of every step and time each phase, without
+            lookahead. All steps are slower then.
+        metrics_jsonl: write one line for every tick to this file.
+        spike_ms: longer steps are listed as spikes; default: three times the usual time.
+
+    Raises:
+        UnsupportedModelError: results for this model could be wrong.
+        ValueError: an argument out of range.
+        OSError: `metrics_jsonl` cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: TokenizerWrapper | None = None,
+        *,
+        block_size: int = 16,
+        kv_memory: int | None = None,
+        num_blocks: int | None = None,
+        max_kv_tokens: int | None = None,
+        max_running: int = 32,
+        prefill_chunk: int = 512,
+        max_stall_ms: float | None = None,
+        policy: Policy | str = Policy.FCFS,
+        preempt: PreemptionPolicy | str = PreemptionPolicy.NEWEST,
+        seed: int | None = None,
+        prefix_cache: bool = True,
+        snapshot_memory: int | None = None,
+        lookahead: bool = True,
+        prewarm: bool = True,
+        profile: bool = False,
+        metrics_jsonl: str | PathLike[str] | None = None,
+        spike_ms: float | None = None,
+    ) -> None:
+        block_size = integer("Engine", "block_size", block_size, 1, MAX_INT32)
+        kv_memory = optional_integer("Engine", "kv_memory", kv_memory, 1)
+        num_blocks = optional_integer("Engine", "num_blocks", num_blocks, 1)
+        max_kv_tokens = optional_integer("Engine", "max_kv_tokens", max_kv_tokens, 1)
+        max_running = integer("Engine", "max_running", max_running, 1)
+        prefill_chunk = integer("Engine", "prefill_chunk", prefill_chunk, 1)
+        require_positive("Engine", "max_stall_ms", max_stall_ms)
+        seed = optional_integer("Engine", "seed", seed, 0)
+        snapshot_memory = optional_integer("Engine", "snapshot_memory", snapshot_memory, 0)
+        require_positive("Engine", "spike_ms", spike_ms)
+        log = TickLog(spike_ms=spike_ms, profile=profile)
+        writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
+        mx.eval(model.state)  # only the thread that made an array can compute it
+        probed = probe(model)
+        most_snapshots = 0
+        if probed.recurrent and prefix_cache:
+            most_snapshots = num_snapshots_for(probed.state_bytes, max_running, snapshot_memory)
+        if num_blocks is None:
+            num_blocks = num_blocks_for(
+                probed.shapes, block_size, kv_memory, most_snapshots * probed.state_bytes
+            )
+            if kv_memory is None and max_kv_tokens is not None:
+                num_blocks = min(num_blocks, ceil_div(max_kv_tokens, block_size))
+        self.manager = KVBlockManager.from_shapes(probed.shapes, block_size, num_blocks)
+        scheduler = Scheduler(
+            self.manager.allocator,
+            max_running,
+            prefill_chunk,
+            prefix_cache=prefix_cache,
+            policy=Policy(policy),
+            victims=PreemptionPolicy(preempt),
+            max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
+            watermark=int(WATERMARK * num_blocks),
+            rewinds=not probed.recurrent,
+            max_snapshots=most_snapshots,
+            window=probed.window,
+        )
+        promise_snapshots(self.manager.allocator, probed.state_bytes)
+        phases = PhaseTimes() if profile else None
+        if phases is None:
+            runner = ModelRunner(model, self.manager, probed)
+        else:
+            runner = ProfilingRunner(model, self.manager, probed, phases)
+        reads = KVReads.of(
+            zip(probed.windows, (shape.token_bytes for shape in probed.shapes), strict=True),
+            block_size,
+        )
+        super().__init__(
+            scheduler,
+            runner,
+            EngineStats(block_size, self.manager.pool.block_bytes, num_blocks),
+            tokenizer=tokenizer,
+            vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
+            seed=seed,
+            lookahead=lookahead and not profile,
+            instruments=RecorderConfig(log, reads, phases, writer),
+        )
+        if prewarm:
+            self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size)
+        self._streams: dict[int, deque[TokenOutput]] = {}
+        self._awaited: dict[int, Completion | None] = {}
+        self._dropped: deque[int] = deque()  # ids of streams that have no reader any more
+        self._unwire = hold_wired_limit(self)
+
+    def close(self, stream: Any = None) -> None:
+        """Release MLX's wired limit now, not only when the engine is collected. The engine can go
+        on.
+
+        Args:
+            stream: computes the steps, if it is not the default stream.
+        """
+        if self._unwire is not None:
+            mx.synchronize(stream)
+            self._unwire()
+            self._unwire = None
+
+    def step(self) -> list[TokenOutput]:
+        if self._dropped:
+            self._abort_dropped()
+        outputs = super().step()
+        for output in outputs:
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+        return outputs
+
+    def abort(self, request_id: int) -> Completion | None:
+        completion = super().abort(request_id)
+        if completion is not None and request_id in self._awaited:
+            self._awaited[request_id] = completion
+        return completion
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_output: OnOutput | None = None,
+        **options: Any,
+    ) -> list[Completion]:
+        """Complete all prompts; return the completions in the order of the prompts.
+
+        Args:
+            params: for all prompts, or a sequence with one entry for each prompt.
+            on_output: called with every token when it is known.
+
+        Raises:
+            ValueError: as :meth:`add_request`; no prompt is computed then.
+        """
+        each = params if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"[generate] {len(prompts)} prompts but {len(each)} params: expected one each"
+            )
+        return self._complete(
+            (
+                [self.add_request(prompt, param, **options)]
+                for prompt, param in zip(prompts, each, strict=True)
+            ),
+            on_output,
+        )
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams | None = None,
+        best_of: int | None = None,
+        on_output: OnOutput | None = None,
+        **options: Any,
+    ) -> list[list[Completion]]:
+        """`n` completions of each prompt, e.g. for policy-gradient methods such as GRPO.
+
+        Every prompt is computed once and its K/V is shared. With a seed s, completion i of each
+        prompt draws the same as a request with seed ``s + i``.
+
+        Args:
+            best_of: generate this many and return the `n` completions with the highest mean
+                log-probability, best first.
+
+        Raises:
+            ValueError: `n` above `best_of`, or as :meth:`add_samples`; nothing is computed then.
+        """
+        count = n if best_of is None else best_of
+        if not (is_whole(n, 1) and is_whole(count, n)):
+            raise ValueError(f"[sample] n is {n} and best_of {best_of}: expected 1 <= n <= best_of")
+        done = self._complete(
+            (self.add_samples(prompt, count, params, **options) for prompt in prompts), on_output
+        )
+        groups = [done[i : i + count] for i in range(0, len(done), count)]
+        if best_of is None:
+            return groups
+        return [likeliest(group, n) for group in groups]
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        num_beams: int,
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> Completion:
+        """The best continuation that a beam search finds; ``.beams`` has all of them.
+
+        Arguments and errors are those of :meth:`add_beam_search`.
+        """
+        ids = ([self.add_beam_search(prompt, num_beams, params, **options)] for _ in range(1))
+        return self._complete(ids, None)[0]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Generator[TokenOutput]:
+        """Add a request and yield each of its tokens; other requests advance meanwhile.
+
+        This call adds the request, not the first ``next``. Closing the iterator or dropping the
+        last reference to it aborts the request, also before the first ``next``.
+
+        Raises:
+            ValueError: as :meth:`add_request`, at once.
+        """
+        request_id = self.add_request(prompt, params, **options)
+        outputs = self._stream_outputs(request_id)
+        next(outputs)  # a generator that was never started would not reach its `finally`
+        return outputs
+
+    @exclusive
+    def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
+        """Add requests and wait for all of them; :meth:`step` returns the outputs of others."""
+        ids: list[int] = []
+        unread: list[TokenOutput] = []
+        try:
+            for batch in added:
+                ids += batch
+                self._awaited |= dict.fromkeys(batch)
+            while any(self._awaited[request_id] is None for request_id in ids):
+                for output in self.step():
+                    if output.request_id not in self._awaited:
+                        if output.request_id not in self._streams:
+                            unread.append(output)
+                        continue
+                    if output.completion is not None:
+                        self._awaited[output.request_id] = output.completion
+                    if on_output is not None:
+                        on_output(output)
+            return [self._awaited[request_id] for request_id in ids]  # type: ignore[misc]
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        finally:
+            self.ready = [o for o in unread + self.ready if o.request_id not in self._awaited]
+            for request_id in ids:
+                del self._awaited[request_id]
+            self._abort_dropped()
+
+    def _stream_outputs(self, request_id: int) -> Generator[Any]:
+        """First None, when the stream is ready; then the outputs of the request."""
+        outputs = self._streams[request_id] = deque()
+        try:
+            yield
+            while True:
+                while outputs:
+                    output = outputs.popleft()
+                    yield output
+                    if output.completion is not None:
+                        return
+                if not self.is_open(request_id):  # aborted by another caller
+                    return
+                self.step()
+        finally:
+            del self._streams[request_id]
+            self._dropped.append(request_id)
+            # The garbage collector may run this inside any other call, in any thread. Then the
+            # next step aborts the request.
+            if self.occupancy.thread is None:
+                self._abort_dropped()
+
+    @exclusive
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            self.abort(self._dropped.popleft())

@@ -1,0 +1,47 @@
+"""One thread at a time in an engine. Knows no mlx."""
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+class Occupancy:
+    """Which thread is inside an object's :func:`exclusive` methods; None: no thread."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.thread: int | None = None
+
+
+def exclusive(method: _Method) -> _Method:
+    """A method that refuses a thread while another thread is inside any exclusive method of the
+    same object. It does not wait for the other thread. The thread that is inside may enter again.
+    The object has an :class:`Occupancy` as ``occupancy``.
+
+    Raises:
+        RuntimeError: another thread is inside.
+    """
+
+    @wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        occupancy: Occupancy = self.occupancy
+        thread = threading.get_ident()
+        outer = occupancy.thread
+        if outer is not None and outer != thread:
+            raise RuntimeError(
+                f"[Engine] {method.__name__} is called while another thread uses the engine: "
+                "expected one thread at a time; an EngineService lets several threads share one"
+            )
+        # Two threads that find it free at the same time enter one after the other. No statement
+        # between the entry and `try` can be interrupted by Ctrl-C.
+        with occupancy.lock:
+            occupancy.thread = thread
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                occupancy.thread = outer
+
+    return cast(_Method, guarded)

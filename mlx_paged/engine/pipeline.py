@@ -1,0 +1,154 @@
+"""Launches each step while the device still computes the step before. Knows no mlx."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Generic
+
+from mlx_paged.request import Request
+from mlx_paged.scheduler.runner_protocol import Fault, LaunchedT, Runner, StepResult
+from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.step import Step
+
+MAX_FAULTS = 3
+"""A request ends with an error after so many failed steps, even if it never ran alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay(Generic[LaunchedT]):
+    launched: LaunchedT
+    step: Step
+    seconds: float  # to schedule and launch it
+    prompt_tokens: int
+    blocks_in_use: int
+
+
+class StepPipeline(Generic[LaunchedT]):
+    """Runs the scheduler's steps, one step ahead of the tokens that have been read.
+
+    While the device computes a step, the host schedules and launches the next step. The inputs of
+    the next step are the tokens that the device is still choosing. If one of these tokens ends its
+    request, the next step computes one token too many, which is dropped. The blocks of that request
+    are free at once, because the device computes steps in order.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner[LaunchedT], clock: Callable[[], float]
+    ) -> None:
+        self._scheduler = scheduler
+        self.runner = runner
+        self._clock = clock
+        self._under_way: _UnderWay[LaunchedT] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way."""
+        return self._under_way is not None
+
+    def advance(self, ahead: bool) -> StepResult:
+        """Finish one step. If `ahead`, launch the next step first.
+
+        A failure of the model is not raised; it is the result's fault. The caller first uses the
+        choices and then calls :meth:`recover`.
+        """
+        result = StepResult()
+        current, self._under_way = self._under_way, None
+        if current is None:
+            current = self._launch(None, result)
+        if current is None:
+            return result
+        if ahead:
+            self._under_way = self._launch(current, result)
+        self._collect(current, result)
+        return result
+
+    def recover(self, fault: Fault) -> list[Request]:
+        """Start again after a failure; return the requests that end because of it."""
+        self._under_way = None
+        self.runner.recover()
+        alive = [request for request in fault.requests if not request.is_finished]
+        self._scheduler.recover(alive)
+        if not isinstance(fault.error, Exception):  # no request causes a KeyboardInterrupt
+            return []
+        for request in alive:
+            request.num_faults += 1
+        was_alone = len(fault.requests) == 1
+        return [r for r in alive if was_alone or r.num_faults >= MAX_FAULTS]
+
+    def _launch(
+        self, before: _UnderWay[LaunchedT] | None, result: StepResult
+    ) -> _UnderWay[LaunchedT] | None:
+        started = self._clock()
+        step = self._scheduler.schedule()
+        scheduled = self._clock()
+        result.schedule_seconds += scheduled - started
+        try:
+            if not step.spans:
+                assert not step.copies, "copies without a step that performs them"
+                return None
+            launched = self.runner.launch(step, before.launched if before else None)
+        except BaseException as error:
+            result.fault = Fault(step.everyone, error)
+            return None
+        finally:
+            self._scheduler.allocator.copies_done()
+        launched_at = self._clock()
+        self._scheduler.commit(step)
+        committed_at = self._clock()
+        for request in launched.requests:
+            request.num_in_flight += not request.synchronous
+        for index, cause in launched.errors.items():
+            launched.requests[index].error = cause
+        in_use = self._scheduler.allocator.blocks_in_use
+        prompt_tokens = step.prompt_tokens
+        result.launched.append(step)
+        result.launched_prompt_tokens += prompt_tokens
+        ended = self._clock()
+        result.schedule_seconds += committed_at - launched_at
+        result.launch_seconds += launched_at - scheduled + ended - committed_at
+        return _UnderWay(launched, step, ended - started, prompt_tokens, in_use)
+
+    def _collect(self, current: _UnderWay[LaunchedT], result: StepResult) -> None:
+        started = self._clock()
+        try:
+            choices = self.runner.collect(current.launched)
+        except BaseException as error:
+            later = self._under_way.step.everyone if self._under_way else []
+            result.fault = Fault(list(dict.fromkeys(current.step.everyone + later)), error)
+            return
+        result.wait_seconds = self._clock() - started
+        result.step = current.step
+        result.seconds = current.seconds + result.wait_seconds
+        result.prompt_tokens = current.prompt_tokens
+        result.blocks_in_use = current.blocks_in_use
+        for request in current.launched.requests:
+            request.num_in_flight -= not request.synchronous
+        result.choices = [choice for choice in choices if not choice.request.is_finished]
+        committing = self._clock()
+        self._scheduler.commit(current.step)
+        self._scheduler.budget.observe(current.step.work, result.seconds)
+        result.schedule_seconds += self._clock() - committing
+
+
+@contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Hold back SIGINT until the end of this context, so that it cannot stop halfway.
+
+    Only Python's own handlers can be held back, and only the main thread gets the signal. So this
+    does nothing in other threads, or if SIGINT is ignored.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if caught:
+            handler(*caught[0])

@@ -1,0 +1,1 @@
+"""python -m mlx_paged.generate: generates text for many prompts at once."""

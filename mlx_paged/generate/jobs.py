@@ -1,0 +1,158 @@
+"""Encodes and checks the prompts of the command line, and adds them to an engine."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.engine.engine import Engine
+from mlx_paged.generate.prompts_file import NUMBERS, PromptSpec, read_prompts
+from mlx_paged.outputs import Completion, likeliest
+from mlx_paged.sampling_params import SamplingParams
+
+SAMPLING_FLAGS = [name for name in NUMBERS if name not in ("temperature", "seed")]
+"""Fields of SamplingParams that have a flag of the same name. The engine takes --seed itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prompt that is ready for the engine.
+
+    Attributes:
+        n: number of completions to return.
+        best_of: number of completions to generate; None means `n`.
+        beams: number of beams of a beam search; None means sampling.
+    """
+
+    spec: PromptSpec
+    tokens: list[int]
+    params: SamplingParams
+    n: int = 1
+    best_of: int | None = None
+    beams: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+
+    @property
+    def count(self) -> int:
+        """Sequences that run at the same time."""
+        return self.beams or self.best_of or self.n
+
+    def max_kv_tokens(self, block_size: int) -> int:
+        """Upper bound of the K/V slots that this job needs, unused slots of blocks included."""
+        return len(self.tokens) + self.count * (self.params.max_tokens + 2 * block_size)
+
+    def add(self, engine: Engine) -> list[int]:
+        """Queue the job. Returns the ids of its requests."""
+        priority = self.spec.priority
+        if self.beams is None:
+            return engine.add_samples(self.tokens, self.count, self.params, priority=priority)
+        request_id = engine.add_beam_search(
+            self.tokens,
+            self.beams,
+            self.params,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            priority=priority,
+        )
+        return [request_id]
+
+    def select(self, completions: Sequence[Completion]) -> list[Completion]:
+        """The `n` completions to return."""
+        return list(completions) if self.best_of is None else likeliest(completions, self.n)
+
+
+def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
+    """The prompts of the command line, then those of the prompts file.
+
+    Raises:
+        ValueError: there is no prompt, or a line of the file is wrong.
+        OSError: the file cannot be read.
+    """
+    specs = [PromptSpec(_prompt_text(prompt)) for prompt in args.prompt]
+    if args.prompts_file is not None:
+        try:
+            with Path(args.prompts_file).open(encoding="utf-8") as lines:
+                specs += read_prompts(lines, args.prompts_file)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{args.prompts_file}: not UTF-8: {error.reason}") from error
+    if not specs:
+        raise ValueError("no prompt: give --prompt or --prompts-file")
+    return specs
+
+
+def make_job(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namespace) -> Job:
+    """Encode a prompt and check its options.
+
+    Raises:
+        ValueError: names the source of the prompt and what is wrong with it.
+    """
+    options: dict[str, Any] = {name: getattr(args, name) for name in SAMPLING_FLAGS}
+    options |= {
+        "temperature": args.temp,
+        "xtc_special_tokens": tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
+        "stop": tuple(args.stop),
+    }
+    try:
+        params = SamplingParams(**(options | spec.options))
+        tokens = _encode(spec, tokenizer, args)
+        if not tokens:
+            raise ValueError("the prompt is empty")
+        n = args.n if spec.n is None else spec.n
+        if args.best_of is not None and n > args.best_of:
+            raise ValueError(f"n is {n}: expected at most --best-of {args.best_of}")
+        if args.beams is not None and (n > 1 or args.best_of is not None):
+            raise ValueError("n or --best-of is given with --beams: expected one of them")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{spec.source}: {one_line(error)}") from error
+    beam_search = (args.beams, args.length_penalty, args.early_stopping)
+    return Job(spec, tokens, params, n, args.best_of, *beam_search)
+
+
+def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
+    """Queue all jobs. Returns the request ids of each job.
+
+    Raises:
+        ValueError: names the source of a prompt that the engine refuses, and the reason.
+    """
+    ids = []
+    for job in jobs:
+        try:
+            ids.append(job.add(engine))
+        except ValueError as error:
+            raise ValueError(f"{job.spec.source}: {one_line(error)}") from error
+    return ids
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error on one line."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+def _prompt_text(prompt: str) -> str:
+    """As in mlx_lm.generate: '-' reads stdin, and a typed \\n or \\t becomes the character."""
+    if prompt == "-":
+        return sys.stdin.read()
+    return prompt.replace("\\n", "\n").replace("\\t", "\t")
+
+
+def _encode(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namespace) -> list[int]:
+    chat = not args.ignore_chat_template and tokenizer.has_chat_template
+    if spec.messages is not None and not chat:
+        raise ValueError('"messages" need a chat template, which is absent or ignored')
+    if not chat:
+        return list(tokenizer.encode(spec.prompt))
+    messages = spec.messages or [{"role": "user", "content": spec.prompt}]
+    if args.system_prompt is not None and messages[0].get("role") != "system":
+        messages = [{"role": "system", "content": args.system_prompt}, *messages]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template can raise anything
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    return list(tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,136 @@
+"""Reads prompts from a JSONL file, one request per line. Does not import mlx."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+ALIASES = {"temp": "temperature"}
+
+NUMBERS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "xtc_probability",
+    "xtc_threshold",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+)
+"""Keys of a line that set a numeric field of SamplingParams."""
+
+KEYS = (*NUMBERS, *ALIASES, "stop", "logit_bias", "n", "priority")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpec:
+    """The request of one line or of one --prompt.
+
+    Attributes:
+        prompt: the text; None if `messages` are given.
+        messages: a chat for the model's chat template.
+        options: fields of SamplingParams that replace those of the command line.
+        source: file and line, or the flag; error messages start with it.
+        id: the "id" of the line; the result repeats it.
+        n: number of completions; None means the value of the command line.
+        priority: the policy "priority" starts lower numbers first.
+    """
+
+    prompt: str | None
+    messages: list[dict[str, Any]] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    source: str = "--prompt"
+    id: Any = None
+    n: int | None = None
+    priority: int = 0
+
+    @property
+    def title(self) -> str:
+        """The prompt, or the last message, on one line."""
+        text = self.prompt if self.messages is None else str(self.messages[-1].get("content", ""))
+        return " ".join((text or "").split())
+
+
+def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
+    """Parse JSONL. Blank lines are skipped.
+
+    Raises:
+        ValueError: names the file, the line number and the mistake.
+    """
+    specs = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        source = f"{name} line {number}"
+        try:
+            specs.append(_parse(json.loads(line), source))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{source}: not valid JSON: {error.msg}") from None
+        except RecursionError:
+            raise ValueError(f"{source}: not valid JSON: nested too deep") from None
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+    if not specs:
+        raise ValueError(f"{name}: no prompts in it")
+    return specs
+
+
+def _parse(entry: Any, source: str) -> PromptSpec:
+    if not isinstance(entry, dict):
+        raise ValueError('expected an object such as {"prompt": "..."}')
+    entry = dict(entry)
+    prompt, messages = entry.pop("prompt", None), entry.pop("messages", None)
+    request_id = entry.pop("id", None)
+    if (prompt is None) == (messages is None):
+        raise ValueError('expected exactly one of "prompt" and "messages"')
+    if prompt is not None and not isinstance(prompt, str):
+        raise ValueError('"prompt" must be a string')
+    if messages is not None and not _is_chat(messages):
+        raise ValueError('"messages" must be a list of {"role": ..., "content": ...}')
+    unknown = sorted(entry.keys() - set(KEYS))
+    if unknown:
+        raise ValueError(f'unknown key "{unknown[0]}": expected one of {", ".join(KEYS)}')
+    n, priority = (_whole(entry, key) for key in ("n", "priority"))
+    options = {ALIASES.get(key, key): _option(key, value) for key, value in entry.items()}
+    return PromptSpec(prompt, messages, options, source, request_id, n, priority or 0)
+
+
+def _whole(entry: dict[str, Any], key: str) -> int | None:
+    """Remove a whole number from the entry and return it."""
+    value = entry.pop(key, None)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise ValueError(f'"{key}" must be a whole number')
+    if key == "n" and value is not None and value < 1:
+        raise ValueError('"n" must be at least 1')
+    return value
+
+
+def _is_chat(messages: Any) -> bool:
+    if not isinstance(messages, list) or not messages:
+        return False
+    return all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
+
+
+def _option(key: str, value: Any) -> Any:
+    if key == "stop":
+        strings = [value] if isinstance(value, str) else value
+        if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
+            raise ValueError('"stop" must be a string or a list of strings')
+        return tuple(strings)
+    if key == "logit_bias":
+        return _logit_bias(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(f'"{key}" must be a number')
+    return value
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """JSON has no integer keys, so {"42": -1.5} means token 42."""
+    try:
+        return {int(token): float(bias) for token, bias in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError('"logit_bias" must be an object such as {"42": -1.5}') from None

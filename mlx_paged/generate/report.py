@@ -1,0 +1,133 @@
+"""Prints the texts and the statistics, and writes the results."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_paged.cli import GB
+from mlx_paged.engine.engine import Engine
+from mlx_paged.generate.jobs import Job
+from mlx_paged.metrics.tick import PHASES
+from mlx_paged.outputs import Beam, Completion
+
+RULE = "=" * 10
+MB = 10**6
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished prompt; `number` is its place in the input, from 1."""
+
+    number: int
+    job: Job
+    completions: list[Completion]
+
+    @property
+    def answers(self) -> Sequence[Completion | Beam]:
+        """The beams of a beam search, else the completions."""
+        return self.completions[0].beams or self.completions
+
+
+def print_results(results: Sequence[Result], total: int) -> None:
+    """Print every text under a heading with the number of its prompt."""
+    for result in results:
+        count = len(result.answers)
+        for index, answer in enumerate(result.answers, start=1):
+            which = f" ({index}/{count})" if count > 1 else ""
+            print(f"{RULE} {result.number}/{total}{which}: {result.job.spec.title[:70]}")
+            print(answer.text)
+    sys.stdout.flush()  # stdout and stderr may be one file: the statistics must come last
+
+
+def print_stats(engine: Engine, prewarm: bool) -> None:
+    """Print speeds, latencies and memory on stderr."""
+    print(RULE, *_stats(engine, prewarm), sep="\n", file=sys.stderr)
+
+
+def _stats(engine: Engine, prewarm: bool) -> Iterator[str]:
+    stats = engine.stats.as_dict()
+    yield (
+        f"Prompt: {stats['prompt_tokens']} tokens, "
+        f"{stats['prompt_tokens_per_sec']:.3f} tokens-per-sec"
+    )
+    yield (
+        f"Generation: {stats['generation_tokens']} tokens, "
+        f"{stats['generation_tokens_per_sec']:.3f} tokens-per-sec"
+    )
+    if stats["ttft_median_s"] is not None:
+        yield f"TTFT: median {stats['ttft_median_s']:.3f} s, max {stats['ttft_max_s']:.3f} s"
+    yield from _ticks(engine.ticks.summary())
+    if (seconds := stats["prewarm_seconds"]) is not None:
+        yield f"Pre-warm: GPU pipelines compiled in {seconds:.3f} s"
+    else:
+        yield f"Pre-warm: {'nothing to compile on a CPU' if prewarm else 'skipped'}"
+    yield (
+        f"KV: peak {stats['peak_blocks_in_use']} of {stats['num_blocks']} blocks "
+        f"({stats['peak_kv_bytes'] / MB:.3f} MB; "
+        f"live tokens {stats['peak_live_kv_bytes'] / MB:.3f}, "
+        f"one cache a sequence {stats['contiguous_kv_bytes'] / MB:.3f}, "
+        f"padded batch {stats['padded_kv_bytes'] / MB:.3f}), {stats['blocks_in_use']} in use now"
+    )
+    yield f"Peak memory: {mx.get_peak_memory() / GB:.3f} GB"
+
+
+def _ticks(ticks: dict[str, Any]) -> Iterator[str]:
+    """Times of steps, causes of spikes, and the times of phases if the engine profiles."""
+    decode, prefill = ticks["decode_tick_ms"], ticks["prefill_chunk_ms"]
+    causes = ", ".join(f"{count} {cause}" for cause, count in ticks["spike_causes"].items())
+    yield (
+        f"Ticks: decode p50 {decode['p50']:.3f}, p95 {decode['p95']:.3f}, p99 {decode['p99']:.3f}"
+        f" ms; prefill chunk p50 {prefill['p50']:.3f} ms; spikes: {causes or 'none'}"
+    )
+    if ticks["profile"]:
+        phases = ", ".join(
+            f"{name.removesuffix('_ms')} {ticks[name]['p50']:.3f}" for name in PHASES
+        )
+        yield f"Profile: median ms of {phases}; synchronised, slower than a normal run"
+
+
+def write_results(results: Sequence[Result], path: str) -> None:
+    """Write one JSON object per line and completion, in input order."""
+    with Path(path).open("w", encoding="utf-8") as file:
+        for result in results:
+            for record in _records(result):
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _records(result: Result) -> Iterator[dict[str, Any]]:
+    spec, first = result.job.spec, result.completions[0]
+    for index, answer in enumerate(result.answers):
+        completion = answer if isinstance(answer, Completion) else first
+        record: dict[str, Any] = {} if spec.id is None else {"id": spec.id}
+        if spec.messages is None:
+            record["prompt"] = spec.prompt
+        else:
+            record["messages"] = spec.messages
+        record |= {
+            "text": answer.text,
+            "finish_reason": answer.finish_reason,
+            "generation_tokens": len(answer.tokens),
+            "tokens": answer.tokens,
+            "logprobs": answer.logprobs,
+        }
+        if isinstance(answer, Beam):
+            record["score"] = answer.score
+        record |= {
+            "prompt_tokens": completion.prompt_tokens,
+            "cached_prompt_tokens": completion.cached_prompt_tokens,
+            "prefix_miss": completion.prefix_miss,
+            "ttft_s": completion.ttft_s,
+            "seconds": completion.seconds,
+        }
+        if completion.top_logprobs:
+            record["top_logprobs"] = completion.top_logprobs
+        if completion.error is not None:
+            record["error"] = completion.error
+        if len(result.answers) > 1:
+            record["index"] = index
+        yield record

@@ -1,0 +1,1 @@
+"""The blocks of each sequence, and the arrays that hold their keys and values."""

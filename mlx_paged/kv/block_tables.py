@@ -1,0 +1,143 @@
+"""The block tables of all live sequences in one array. Knows no mlx."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.kv.prefix_cache import ROOT
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class BlockTables:
+    """Rows of physical block ids, one for each sequence.
+
+    A step copies the tables of its sequences with one fancy index. Rows and columns double when
+    they are full.
+
+    Attributes:
+        version: grows with every change except appended blocks, which change no known entry.
+    """
+
+    def __init__(self, num_rows: int = 64, num_columns: int = 64) -> None:
+        self.version = 0
+        self._entries: Int32Array = np.zeros((num_rows, num_columns), np.int32)
+        self._lengths: Int32Array = np.zeros(num_rows, np.int32)
+        self._versions = np.zeros(num_rows, np.int64)  # of each row's latest such change
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_rows_taken(self) -> int:
+        return len(self._lengths) - len(self._free_rows)
+
+    def add_row(self) -> int:
+        """Take an empty row."""
+        if not self._free_rows:
+            num_rows = len(self._lengths)
+            self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
+            self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
+            self._versions = np.concatenate([self._versions, np.zeros_like(self._versions)])
+            self._free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
+        row = self._free_rows.pop()
+        self._changed(row)
+        return row
+
+    def release_row(self, row: int) -> None:
+        self._lengths[row] = 0
+        self._changed(row)
+        self._free_rows.append(row)
+
+    def length(self, row: int) -> int:
+        """Blocks in this row."""
+        return int(self._lengths[row])
+
+    def lengths(self, rows: Int32Array) -> Int32Array:
+        """Blocks in each of several rows, a copy."""
+        return self._lengths[rows]
+
+    def changed_since(self, rows: Int32Array, version: int) -> npt.NDArray[np.bool_]:
+        """Which rows changed after that version, except by appended blocks."""
+        return self._versions[rows] > version
+
+    def row(self, row: int) -> Int32Array:
+        """The row's block ids, ``[length]``: a view, valid until the next change."""
+        return self._entries[row, : self._lengths[row]]
+
+    def rows(self, rows: Sequence[int] | Int32Array) -> Int32Array:
+        """A copy of several rows, ``[len(rows), longest]``; past a row's end is padding."""
+        width = int(self._lengths[rows].max(initial=0))
+        return self._entries[rows, :width]
+
+    def entries(self, rows: Int32Array, columns: Int32Array) -> Int32Array:
+        """One entry of each row, ``[len(rows)]``: the one in its column of `columns`."""
+        return self._entries[rows, columns]
+
+    def extend(self, row: int, blocks: list[int]) -> None:
+        start = self.length(row)
+        stop = start + len(blocks)
+        while stop > self._entries.shape[1]:
+            self._widen()
+        self._entries[row, start:stop] = blocks
+        self._lengths[row] = stop
+
+    def append_each(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Append a block to each of several rows, all of them different."""
+        columns = self._lengths[rows]
+        if columns.max() == self._entries.shape[1]:
+            self._widen()
+        self._entries[rows, columns] = blocks
+        self._lengths[rows] = columns + 1
+
+    def replace(self, row: int, index: int, block: int) -> None:
+        self._entries[row, index] = block
+        self._changed(row)
+
+    def truncate(self, row: int, length: int) -> list[int]:
+        """Keep the row's first `length` blocks; returns the others."""
+        removed: list[int] = self.row(row)[length:].tolist()
+        self._lengths[row] = length
+        self._changed(row)
+        return removed
+
+    def copy_row(self, source: int, target: int) -> None:
+        length = self.length(source)
+        self._entries[target, :length] = self._entries[source, :length]
+        self._lengths[target] = length
+        self._changed(target)
+
+    def _widen(self) -> None:
+        self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=1)
+
+    def _changed(self, row: int) -> None:
+        self.version += 1
+        self._versions[row] = self.version
+
+
+@dataclass(slots=True)
+class SequenceBlocks:
+    """A sequence and the state of its blocks.
+
+    Attributes:
+        row: the row of the block tables with its block ids.
+        num_tokens: positions ``[0, num_tokens)`` belong to the sequence.
+        hashes: of its registered full blocks.
+        root: the parent hash of its first block.
+        is_reusable: whether its K/V may be registered for reuse.
+        first_block: the blocks before it were released: no token reads them again.
+        private_start: positions ``[private_start, private_stop)`` may be written without a copy.
+    """
+
+    row: int
+    num_tokens: int = 0
+    hashes: list[bytes] = field(default_factory=list)
+    root: bytes = ROOT
+    is_reusable: bool = True
+    first_block: int = 0
+    private_start: int = 0
+    private_stop: int = 0
+
+    def prefix_hash(self, num_blocks: int) -> bytes:
+        """Hash of the first `num_blocks` blocks' tokens."""
+        return self.hashes[num_blocks - 1] if num_blocks else self.root

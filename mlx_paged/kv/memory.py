@@ -1,0 +1,189 @@
+"""How large a pool can be, and how large it is by default."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary, finalize
+
+import mlx.core as mx
+
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.pool import KVShape, block_bytes
+
+HOST_LIMIT = 1 << 29
+"""Bytes of the largest default pool on a CPU."""
+GPU_SHARE = 0.85
+"""Pools are sized so that all arrays together fill this part of the working set that Metal
+recommends. From 0.95 of it on, MLX releases cached buffers at every allocation that the cache
+cannot serve. The tenth between is for the arrays of a step and for that cache."""
+NUM_EMPTY_BLOCKS = 1 << 16
+SNAPSHOT_SHARE = 4
+"""By default, snapshots of recurrent states take at most 1/4 of the pool's memory."""
+SNAPSHOTS_PER_REQUEST = 4
+"""Default snapshots for each request that can run: a chat leaves two a turn."""
+
+_with_snapshots: WeakKeyDictionary[BlockAllocator, int] = WeakKeyDictionary()
+_lock = threading.Lock()  # guards _with_snapshots
+
+
+def physical_memory() -> int:
+    """Bytes of memory in this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def working_set() -> int | None:
+    """Bytes of the largest working set that Metal recommends; None on a CPU."""
+    size = mx.device_info().get("max_recommended_working_set_size")
+    return None if size is None else int(size)
+
+
+def device_memory() -> int:
+    """Bytes that the default device can hold: on a GPU the working set, on a CPU all memory."""
+    return working_set() or physical_memory()
+
+
+def memory_in_use() -> int:
+    """Bytes of all evaluated arrays of this process, and of promised snapshots not yet taken."""
+    with _lock:
+        promised = sum(
+            state_bytes * (snapshots.max_snapshots - len(snapshots))
+            for allocator, state_bytes in _with_snapshots.items()
+            if (snapshots := allocator.snapshots) is not None
+        )
+    return mx.get_active_memory() + promised
+
+
+def spare_memory() -> int:
+    """Bytes that K/V may take beside what is in use: on a GPU up to `GPU_SHARE` of the working set,
+    on a CPU up to half of the memory."""
+    recommended = working_set()
+    limit = physical_memory() // 2 if recommended is None else int(GPU_SHARE * recommended)
+    return max(0, limit - memory_in_use())
+
+
+def default_kv_memory() -> int:
+    """Bytes of a pool that is allocated at once: on a GPU all spare memory, on a CPU a quarter of
+    the memory but at most HOST_LIMIT."""
+    if working_set() is None:
+        return min(physical_memory() // 4, HOST_LIMIT)
+    return spare_memory()
+
+
+def longest_pool(shapes: Sequence[KVShape], block_size: int) -> int:
+    """How many blocks a pool can have: Metal limits the bytes of each array."""
+    max_length = mx.device_info().get("max_buffer_length")
+    longest = block_size * max((shape.array_bytes for shape in shapes), default=0)
+    return 1 << 62 if max_length is None or longest == 0 else int(max_length) // longest
+
+
+def num_blocks_for(
+    shapes: Sequence[KVShape], block_size: int, kv_memory: int | None, reserved: int = 0
+) -> int:
+    """How many blocks the budget in bytes holds. The caller evaluates the weights before.
+
+    Args:
+        kv_memory: the budget; None: the default less `reserved`, limited by `longest_pool`.
+        reserved: bytes that snapshots are going to take.
+
+    Raises:
+        ValueError: the budget holds no block, or the device cannot hold the budget.
+    """
+    one_block = block_bytes(shapes, block_size)
+    max_blocks = longest_pool(shapes, block_size)
+    if kv_memory is not None:
+        _check_held(kv_memory, max_blocks * one_block, reserved)
+    budget = max(0, default_kv_memory() - reserved) if kv_memory is None else kv_memory
+    if one_block == 0:  # only recurrent layers: blocks just count tokens
+        return NUM_EMPTY_BLOCKS
+    if budget < one_block:
+        source = "" if kv_memory is not None else f" by default ({memory_in_use()} are in use)"
+        raise ValueError(
+            f"[Engine] kv_memory is {budget} bytes{source}, but one block of {block_size} tokens "
+            f"takes {one_block}: expected at least that"
+        )
+    return min(budget // one_block, max_blocks)
+
+
+def _check_held(kv_memory: int, longest: int, reserved: int) -> None:
+    """Raise ValueError if the device cannot hold a pool of `kv_memory` bytes."""
+    in_use = memory_in_use() + reserved
+    left = max(0, device_memory() - in_use)
+    if kv_memory > left:
+        raise ValueError(
+            f"[Engine] kv_memory is {kv_memory} bytes, but the device can hold {device_memory()} "
+            f"and {in_use} are in use: expected at most {left}"
+        )
+    if kv_memory > longest > 0:
+        raise ValueError(
+            f"[Engine] kv_memory is {kv_memory} bytes, but an array of the pool would exceed "
+            f"{mx.device_info()['max_buffer_length']}, the device's limit: expected at most "
+            f"{longest}"
+        )
+
+
+def num_snapshots_for(state_bytes: int, max_running: int, snapshot_memory: int | None) -> int:
+    """How many snapshots of `state_bytes` each the budget in bytes holds.
+
+    Raises:
+        ValueError: the budget is neither 0 nor enough for one snapshot.
+    """
+    if snapshot_memory is None:
+        affordable = default_kv_memory() // SNAPSHOT_SHARE // max(1, state_bytes)
+        return max(1, min(SNAPSHOTS_PER_REQUEST * max_running, affordable))
+    if snapshot_memory and snapshot_memory < state_bytes:
+        raise ValueError(
+            f"[Engine] snapshot_memory is {snapshot_memory} bytes, but the recurrent states of one "
+            f"sequence take {state_bytes}: expected at least that, or 0 for no snapshots"
+        )
+    return snapshot_memory // max(1, state_bytes)
+
+
+def promise_snapshots(allocator: BlockAllocator, state_bytes: int) -> None:
+    """While `allocator` lives, count the memory of all snapshots that it may keep as in use."""
+    with _lock:
+        _with_snapshots[allocator] = state_bytes
+
+
+class _WiredLimit:
+    """MLX's wired limit, one for the process, and the number of its holders.
+
+    The garbage collector may release a holder during :meth:`hold` on the same thread. So the lock
+    is reentrant, and the new holder is counted before the limit changes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holders = 0
+        self._before: int | None = None  # the limit to restore; None: it is not raised
+
+    def hold(self, recommended: int) -> None:
+        with self._lock:
+            self._holders += 1
+            if self._before is None:
+                self._before = mx.set_wired_limit(recommended)
+
+    def release(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0 and self._before is not None:
+                try:
+                    mx.synchronize()  # do not lower the limit while the device computes
+                finally:
+                    mx.set_wired_limit(self._before)
+                    self._before = None
+
+
+_limit = _WiredLimit()
+
+
+def hold_wired_limit(owner: object) -> Callable[[], object] | None:
+    """Raise MLX's wired limit to what Metal recommends, until `owner` dies or the returned function
+    is called. The last of several owners restores the limit. On a CPU do nothing; return None.
+    """
+    recommended = working_set()
+    if recommended is None:
+        return None
+    _limit.hold(recommended)
+    release = finalize(owner, _limit.release)
+    release.atexit = False
+    return release

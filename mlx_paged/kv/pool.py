@@ -1,0 +1,188 @@
+"""The K/V arrays of each layer, which all sequences share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.blocks import BlockCopy
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one layer stores for a token: `n_kv_heads` keys and values.
+
+    Attributes:
+        latent: values are the first `v_head_dim` columns of the keys and are stored once. The two
+            arrays written are the latent and the rotary key, which fills the other columns.
+    """
+
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: mx.Dtype
+    latent: bool = False
+
+    @property
+    def row_dims(self) -> tuple[int, int]:
+        """Columns of the two rows that are written for a token and head."""
+        if self.latent:
+            return self.v_head_dim, self.head_dim - self.v_head_dim
+        return self.head_dim, self.v_head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        return self.n_kv_heads * sum(self.row_dims) * self.dtype.size
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of a token in the larger one of the layer's arrays."""
+        return self.n_kv_heads * max(self.head_dim, self.v_head_dim) * self.dtype.size
+
+
+def block_bytes(shapes: Sequence[KVShape], block_size: int) -> int:
+    """Bytes of one block over all layers, keys and values together."""
+    return block_size * sum(shape.token_bytes for shape in shapes)
+
+
+class KVPool:
+    """K and V of every layer, each ``[n_kv_heads, num_blocks, block_size, head_dim]``.
+
+    In memory the order is ``[num_blocks, n_kv_heads, block_size, head_dim]``: one head's part of a
+    block is contiguous. On a CPU arrays are page-aligned, and Linux is asked for huge pages, whole
+    ones inside an array only. ``k[layer]`` and ``v[layer]`` are handles: a write returns new ones
+    over the same buffer, and the old ones must not be read again. In latent layers V is a view of
+    K.
+    """
+
+    def __init__(self, shapes: Sequence[KVShape], num_blocks: int, block_size: int) -> None:
+        self.shapes = tuple(shapes)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.k = [self._zeros(s.n_kv_heads, s.head_dim, s.dtype) for s in self.shapes]
+        self.v = [
+            _latents(k, s) if s.latent else self._zeros(s.n_kv_heads, s.v_head_dim, s.dtype)
+            for k, s in zip(self.k, self.shapes, strict=True)
+        ]
+        mx.eval(self.k, self.v)
+        self._first_k, self._first_v = list(self.k), list(self.v)
+
+    def _zeros(self, n_kv_heads: int, head_dim: int, dtype: mx.Dtype) -> mx.array:
+        shape = (self.num_blocks, n_kv_heads, self.block_size, head_dim)
+        return ops.pool_zeros(shape, dtype).transpose(1, 0, 2, 3)
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.shapes)
+
+    @property
+    def block_bytes(self) -> int:
+        return block_bytes(self.shapes, self.block_size)
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    def write_targets(self, layer: int) -> tuple[mx.array, mx.array]:
+        """The arrays that rows are written to: K and V, or in latent layers two views of K."""
+        if not self.shapes[layer].latent:
+            return self.k[layer], self.v[layer]
+        latents, rotary_keys = mx.split(self.k[layer], [self.shapes[layer].v_head_dim], axis=-1)
+        return latents, rotary_keys
+
+    def write(self, layer: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
+        """Write K rows ``[T, n_kv_heads, head_dim]`` and V rows to their slots ``[T]``, in place.
+        In latent layers these are the latents and the rotary keys."""
+        if self.shapes[layer].latent:
+            self._replace(layer, ops.write_kv(k, v, *self.write_targets(layer), slot_mapping))
+        else:
+            targets = self.k[layer], self.v[layer]
+            self.k[layer], self.v[layer] = ops.write_kv(k, v, *targets, slot_mapping)
+
+    def _replace(self, layer: int, written: tuple[mx.array, mx.array]) -> None:
+        shape = self.shapes[layer]
+        if not shape.latent:
+            self.k[layer], self.v[layer] = written
+        elif ops.kernel_for(None, *shape.row_dims) == "native":  # written in place
+            self.set_keys(layer, mx.depends([self.k[layer]], list(written))[0])
+        else:
+            self.set_keys(layer, mx.concatenate(list(written), axis=-1))
+
+    def set_keys(self, layer: int, handle: mx.array) -> None:
+        """Replace the handle of a layer's keys by another one over the same buffer."""
+        self.k[layer] = handle
+        if self.shapes[layer].latent:
+            self.v[layer] = _latents(handle, self.shapes[layer])
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy whole blocks in every layer, in place; the handles change as in a write."""
+        if not copies:
+            return
+        pairs = mx.array([(copy.src, copy.dst) for copy in copies], mx.int32)
+        for layer in range(self.n_layers):
+            self._replace(layer, ops.copy_blocks(*self.write_targets(layer), pairs))
+
+    def gather(self, layer: int, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
+        """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.
+
+        Args:
+            block_ids: ``[n]`` int32, the sequence's blocks in logical order.
+        """
+        k = _gather_heads(self.k[layer], block_ids)[:, :, :num_tokens]
+        if self.shapes[layer].latent:
+            return k, _latents(k, self.shapes[layer])
+        return k, _gather_heads(self.v[layer], block_ids)[:, :, :num_tokens]
+
+    def grow(self, num_blocks: int) -> None:
+        """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.
+
+        Arrays are copied one at a time, so that at most one is held twice.
+        """
+        assert num_blocks >= self.num_blocks
+        self._first_k, self._first_v = [], []  # otherwise they would keep the old arrays alive
+        for arrays in (self.k, self.v):
+            for layer in range(self.n_layers):
+                arrays[layer] = _longer(arrays[layer], num_blocks - self.num_blocks)
+                mx.eval(arrays[layer])
+        self.num_blocks = num_blocks
+        self._first_k, self._first_v = list(self.k), list(self.v)
+
+    def reset_handles(self) -> None:
+        """Discard writes that were never evaluated. The content of their slots is then unknown."""
+        self.k, self.v = list(self._first_k), list(self._first_v)
+
+    def handles(self) -> list[mx.array]:
+        """Every layer's newest handles. Evaluate them once a step: this bounds the graph."""
+        return [*self.k, *self.v]
+
+
+def _latents(keys: mx.array, shape: KVShape) -> mx.array:
+    """The values of a latent layer, a view of its keys."""
+    return keys[..., : shape.v_head_dim]
+
+
+def _longer(cache: mx.array, num_more: int) -> mx.array:
+    """A copy of one array with `num_more` blocks of zeros at its end."""
+    blocks = cache.transpose(1, 0, 2, 3)  # the order in memory: one run is copied
+    num_blocks, *block = blocks.shape
+    longer = ops.pool_zeros((num_blocks + num_more, *block), cache.dtype)
+    longer[:num_blocks] = blocks
+    return longer.transpose(1, 0, 2, 3)
+
+
+def _gather_heads(cache: mx.array, block_ids: mx.array) -> mx.array:
+    """The blocks of each head, one copy: ``[1, n_kv_heads, n * block_size, head_dim]``."""
+    n_kv_heads, num_blocks, block_size, head_dim = cache.shape
+    if head_dim == 0:
+        return mx.zeros((1, n_kv_heads, block_ids.size * block_size, 0), cache.dtype)
+    runs = cache.transpose(1, 0, 2, 3).reshape(num_blocks * n_kv_heads, block_size * head_dim)
+    rows = block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
+    return ops.take_from_pool(runs, rows).reshape(1, n_kv_heads, -1, head_dim)
+
+
+def as_int32(values: Sequence[int] | Int32Array) -> mx.array:
+    """Host integers as an int32 array."""
+    return mx.array(np.asarray(values, np.int32))

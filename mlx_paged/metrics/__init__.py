@@ -1,0 +1,1 @@
+"""What steps cost. Knows no mlx."""

@@ -1,0 +1,25 @@
+"""The paged ops. Only this folder imports the compiled module."""
+
+from mlx_paged._ext import gather_blocks, metal, pool_zeros, take_from_pool, view_as
+from mlx_paged.ops.paged import (
+    copy_blocks,
+    install_in_mlx,
+    kernel_for,
+    paged_attention,
+    uninstall_from_mlx,
+    write_kv,
+)
+
+__all__ = [
+    "copy_blocks",
+    "gather_blocks",
+    "install_in_mlx",
+    "kernel_for",
+    "metal",
+    "paged_attention",
+    "pool_zeros",
+    "take_from_pool",
+    "uninstall_from_mlx",
+    "view_as",
+    "write_kv",
+]

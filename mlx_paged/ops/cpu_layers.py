@@ -1,0 +1,162 @@
+"""Faster CPU kernels for some layers of a model and for log-sum-exp.
+
+On CPUs MLX composes ``mx.fast.rms_norm``, ``mx.fast.rope`` and the activations of many operations.
+Each of these is a pass over memory on one thread. Inside :meth:`CPULayers.diverted` the kernels of
+:mod:`mlx_paged._ext.layers` replace them. Their results may differ in the last bits. GPUs keep
+MLX's own kernels.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from threading import Lock, get_ident
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import activations
+
+from mlx_paged import _ext
+
+Layer = Callable[..., mx.array]
+
+_DTYPES = frozenset((mx.float32, mx.float16, mx.bfloat16))
+
+mlx_rms_norm: Layer = mx.fast.rms_norm
+mlx_rope: Layer = mx.fast.rope
+mlx_silu: Layer = nn.silu
+mlx_gelu_approx: Layer = nn.gelu_approx
+mlx_swiglu: Layer = activations.swiglu
+
+
+class Place(NamedTuple):
+    """A module's attribute through which models call a layer."""
+
+    module: Any
+    name: str
+    original: Layer
+    fused: Layer
+
+
+_lock = Lock()
+_threads: dict[int, int] = {}  # threads inside the context, and how many times
+_diverted: set[Place] = set()
+
+
+class CPULayers:
+    """The layers of a model that have a fused kernel."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            Place(mx.fast, "rms_norm", mlx_rms_norm, _rms_norm),
+            Place(mx.fast, "rope", mlx_rope, _rope),
+            Place(nn, "silu", mlx_silu, _silu),
+            Place(nn, "gelu_approx", mlx_gelu_approx, _gelu_approx),
+        ]
+        for name in sorted({type(layer).__module__ for layer in model.modules()}):
+            module = sys.modules.get(name)
+            if getattr(module, "swiglu", None) is mlx_swiglu:
+                self._places.append(Place(module, "swiglu", mlx_swiglu, _swiglu))
+
+    @contextmanager
+    def diverted(self) -> Iterator[None]:
+        """Use the fused kernels for this thread's calls within the context, if its device is a CPU.
+
+        Contexts may nest, and overlap in several threads; the last one restores MLX's functions.
+        """
+        if mx.default_device() != mx.cpu:
+            yield
+            return
+        thread = get_ident()
+        with _lock:
+            _threads[thread] = _threads.get(thread, 0) + 1
+            _diverted.update(self._places)
+            for place in self._places:
+                setattr(place.module, place.name, place.fused)
+        try:
+            yield
+        finally:
+            with _lock:
+                _threads[thread] -= 1
+                if _threads[thread] == 0:
+                    del _threads[thread]
+                if not _threads:
+                    for place in _diverted:
+                        setattr(place.module, place.name, place.original)
+                    _diverted.clear()
+
+
+def _fits(x: Any, other: Any = None) -> bool:
+    """Whether this thread is inside the context and the fused kernel takes these arrays."""
+    if get_ident() not in _threads or not isinstance(x, mx.array) or x.dtype not in _DTYPES:
+        return False
+    return other is None or (isinstance(other, mx.array) and other.dtype == x.dtype)
+
+
+def _rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None) -> mx.array:
+    if not _fits(x, weight):
+        return mlx_rms_norm(x, weight, eps, stream=stream)
+    return _ext.layers.rms_norm(x, weight, eps, stream=stream)
+
+
+def _rope(
+    a: mx.array,
+    dims: int,
+    *,
+    traditional: bool,
+    base: float | None,
+    scale: float,
+    offset: int | mx.array,
+    freqs: mx.array | None = None,
+    stream: Any = None,
+) -> mx.array:
+    given_once = (base is None) != (freqs is None)
+    fits_freqs = freqs is None or freqs.shape == (dims // 2,)
+    if not (_fits(a) and a.ndim in (3, 4) and given_once and fits_freqs):
+        return mlx_rope(
+            a,
+            dims,
+            traditional=traditional,
+            base=base,
+            scale=scale,
+            offset=offset,
+            freqs=freqs,
+            stream=stream,
+        )
+    if freqs is None:
+        assert base is not None
+        frequencies = _frequencies(dims, base)
+    else:
+        frequencies = mx.reciprocal(freqs.astype(mx.float32), stream=stream)
+    return _ext.layers.rope(
+        a, offset, frequencies, scale=scale, traditional=traditional, stream=stream
+    )
+
+
+@cache
+def _frequencies(dims: int, base: float) -> mx.array:
+    frequencies = _ext.layers.rope_frequencies(dims, base)
+    mx.eval(frequencies)
+    return frequencies
+
+
+def _silu(x: mx.array) -> mx.array:
+    return _ext.layers.silu(x) if _fits(x) else mlx_silu(x)
+
+
+def _gelu_approx(x: mx.array) -> mx.array:
+    return _ext.layers.gelu_approx(x) if _fits(x) else mlx_gelu_approx(x)
+
+
+def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    if _fits(gate, x) and gate.shape == x.shape:
+        return _ext.layers.silu(gate, x)
+    return mlx_swiglu(gate, x)
+
+
+def log_sum_exp(x: mx.array) -> mx.array:
+    """``mx.logsumexp`` over the last axis, which is kept: ``[..., W]`` to ``[..., 1]``."""
+    if x.dtype in _DTYPES and mx.default_device() == mx.cpu:
+        return _ext.layers.log_sum_exp(x)
+    return mx.logsumexp(x, axis=-1, keepdims=True)

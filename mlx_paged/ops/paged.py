@@ -1,0 +1,266 @@
+"""The public ops: they choose the kernel and the layer, and check the data.
+
+Dimensions: B sequences, L query tokens each, H query heads, H_kv KV heads, D key head dimension,
+D_v value head dimension, N blocks in the pool, S = block_size tokens per block, M columns of a
+block table, T rows to write, P block pairs, R rotated dimensions.
+
+One layer's pool is ``k_cache [H_kv, N, S, D]`` and ``v_cache [H_kv, N, S, D_v]``, both float32,
+float16 or bfloat16, in any layout whose last axis is dense; no op copies it. In latent attention
+the values are columns of the keys: ops that read take ``k_cache[..., :D_v]`` as values, and ops
+that write take ``k_cache[..., :D_v]`` and ``k_cache[..., D_v:]``, which share no memory.
+
+MLX knows the layout of an evaluated array and of its slices, transposes and squeezed axes: an op
+checks these when it is called. It checks the others when it is evaluated, before it reads or
+writes. Both raise ValueError.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from mlx_paged import _ext
+from mlx_paged.arguments import MAX_INT32, integer
+from mlx_paged.ops import fallback
+
+Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
+Cache = mx.array | Sequence[mx.array]
+
+
+def kernel_for(
+    stream: Stream | None = None, head_dim: int = 64, v_head_dim: int = 64
+) -> Literal["native", "reference"]:
+    """Whether a stream or device runs the compiled kernel ("native") or plain MLX ("reference").
+
+    CPUs have a kernel for all head dimensions. GPUs have one if this build has Metal and the head
+    dimensions are multiples of 4 up to 576.
+    """
+    if stream is None:
+        stream = mx.default_device()
+    device = stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
+    if device == mx.cpu:
+        return "native"
+    metal = _ext.metal.has_metal() and not _ext.metal.unsupported(head_dim, v_head_dim)
+    return "native" if metal else "reference"
+
+
+def paged_attention(
+    q: mx.array,
+    k_cache: Cache,
+    v_cache: Cache,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    layer_idx: int = 0,
+    kv_head_mapping: mx.array | None = None,
+    rope_freqs: mx.array | None = None,
+    scale: float | None = None,
+    causal: bool = True,
+    attn_mask: mx.array | None = None,
+    return_attn: bool = False,
+    *,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    alibi_slopes: mx.array | None = None,
+    check_tables: bool = True,
+    stream: Stream | None = None,
+) -> mx.array | Any:  # a union with the pair of return_attn would make every caller narrow it
+    """Attention over keys and values in a pool of blocks, read through block tables.
+
+    Softmax is streamed over blocks with a running maximum, denominator and accumulator in float32
+    (Kwon et al. 2023, arXiv:2309.06180, section 4.3; Milakov & Gimelshein 2018, arXiv:1805.02867).
+    The op only reads; ``write_kv`` writes.
+
+    Args:
+        q: ``[B, H, L, D]`` float32, float16 or bfloat16, not necessarily the pool's dtype. Query l
+            of sequence b sits at position ``context_lens[b] - L + l``.
+        k_cache: keys of all layers: a list of per-layer ``[H_kv, N, S, D]`` arrays, or one array
+            ``[n_layers, H_kv, N, S, D]``. Prefer the list: ``write_kv`` returns a new handle of
+            one layer, which replaces the old one in the list. MLX does not order that write before
+            a read of the one array.
+        v_cache: values likewise, of as many layers, ``D_v`` in place of ``D``.
+        block_tables: ``[B, M]`` int32, the physical block of each logical block. Entries past
+            ``ceil(context_lens[b] / S)`` are never read.
+        context_lens: ``[B]`` int32, the context length of each sequence, its L tokens included.
+        layer_idx: the layer to read.
+        kv_head_mapping: ``[H]`` int32, KV head of each query head. Default ``h // (H / H_kv)``,
+            for which H must be a multiple of H_kv.
+        rope_freqs: ``[B, L, R/2]`` floats, or ``[B, R/2]`` if L is 1: rotation angles in radians of
+            each query at its position. The op rotates dims ``(i, i + R/2)`` of q by angle i and
+            leaves dims from R on. The keys must be rotated already. Default: so must q.
+        scale: multiplies q.k; default ``D ** -0.5``.
+        causal: a query sees the keys up to its own position; False: all ``context_lens[b]``.
+        attn_mask: broadcastable to ``[B, H, L, M * S]``; its last axis, the key positions, has that
+            size. bool (True: attend) or float (added to the score after all else).
+        return_attn: also return the softmax weights.
+        window: at least 1; a query at position p sees keys in ``(p - window, p]`` only.
+        sinks: ``[H]`` floats, an extra logit for each head, in the softmax denominator only.
+        softcap: above 0; scores become ``softcap * tanh(scale * q.k / softcap)``.
+        alibi_slopes: ``[H]`` floats; ``slope * (key position - query position)`` is added to the
+            score, after softcap (Press et al. 2021, arXiv:2108.12409).
+        check_tables: False skips the checks of table and length values, for callers whose tables
+            are valid by construction.
+        stream: stream or device; default the current one.
+
+    Returns:
+        ``[B, H, L, D_v]`` in q's dtype; with return_attn a pair of it and the softmax weights
+        ``[B, H, L, M * S]`` float32, zero where not attended. A query at a negative position, or
+        one that sees no key, yields zeros.
+
+    Raises:
+        ValueError: an argument's rank, shape or dtype does not fit, a number is out of range, the
+            caches have different numbers of layers, there is no layer `layer_idx`, or a pool's last
+            axis is not dense. Also, if the arrays are evaluated: a context is longer than its
+            table, a context reads a block outside the pool, or a head maps to no KV head. The op
+            does not wait for arrays that are not evaluated: it clamps lengths to ``[0, M * S]``,
+            does not attend keys of such blocks, and yields zeros for such heads.
+
+    Example:
+        Blocks of 2 tokens; a context of 3 reads both slots of block 2 and the first of block 0.
+        Every key is zero, so each value has a weight of 1/3: (1 + 2 + 6) / 3.
+
+        >>> k_cache = mx.zeros((1, 3, 2, 4))
+        >>> v_cache = mx.array([[[6.0], [-1.0]], [[-1.0], [-1.0]], [[1.0], [2.0]]])[None]
+        >>> block_tables, context_lens = mx.array([[2, 0]]), mx.array([3])
+        >>> q = mx.ones((1, 1, 1, 4))
+        >>> paged_attention(q, [k_cache], [v_cache], block_tables, context_lens).item()
+        3.0
+    """
+    k_layer, v_layer = _layers(k_cache, v_cache, layer_idx)
+    if window is not None:
+        window = integer("paged_attention", "window", window, 1, MAX_INT32)
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if isinstance(value, bool):
+            raise ValueError(f"[paged_attention] {name} is {value}: expected a number")
+    if scale is None:
+        scale = max((1, *q.shape[-1:])) ** -0.5
+    arrays = q, k_layer, v_layer, block_tables, context_lens
+    options: dict[str, Any] = {
+        "scale": scale,
+        "causal": causal,
+        "kv_head_mapping": kv_head_mapping,
+        "rope_freqs": rope_freqs,
+        "attn_mask": attn_mask,
+        "window": window,
+        "sinks": sinks,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "return_attn": return_attn,
+    }
+    result = _ext.paged_attention(*arrays, **options, stream=stream)  # validates, computes nothing
+    if not _is_native(stream, k_layer, v_layer):
+        with _on(stream):
+            result = fallback.paged_attention(*arrays, **options)
+    if check_tables:
+        _, num_blocks, block_size, _ = k_layer.shape
+        _ext.check_tables("paged_attention", block_tables, context_lens, num_blocks, block_size)
+    return result
+
+
+def write_kv(
+    k: mx.array,
+    v: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    slot_mapping: mx.array,
+    *,
+    stream: Stream | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Write rows of keys and values to their slots in one layer's pool, in place.
+
+    Args:
+        k: ``[T, H_kv, D]`` in the pool's dtype; not a view of memory that this call writes.
+        v: ``[T, H_kv, D_v]`` likewise.
+        k_cache: ``[H_kv, N, S, D]``.
+        v_cache: ``[H_kv, N, S, D_v]``.
+        slot_mapping: ``[T]`` int32, ``block * S + offset`` of each row. Rows with a slot outside
+            ``[0, N * S)`` are skipped, so -1 is padding.
+        stream: stream or device; default the current one.
+
+    Returns:
+        New handles of both caches. They share the pool's buffers. Do not use the old handles again:
+        only the new ones order later ops after this write. On a GPU without a kernel for these
+        heads they are new arrays.
+
+    Raises:
+        ValueError: an argument's rank, shape or dtype does not fit, a cache's last axis is not
+            dense, a cache is a broadcast view, or the caches are one array or their rows overlap.
+    """
+    written = _ext.write_kv(k, v, k_cache, v_cache, slot_mapping, stream=stream)
+    if _is_native(stream, k_cache, v_cache):
+        return written
+    with _on(stream):
+        return fallback.write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def copy_blocks(
+    k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, *, stream: Stream | None = None
+) -> tuple[mx.array, mx.array]:
+    """Copy whole blocks within one layer's pool, in place: the copy of copy-on-write.
+
+    Args:
+        k_cache: ``[H_kv, N, S, D]``.
+        v_cache: ``[H_kv, N, S, D_v]``.
+        block_pairs: ``[P, 2]`` int32, (source, destination) physical blocks, copied in order. Pairs
+            with an id outside ``[0, N)`` are skipped.
+        stream: stream or device; default the current one.
+
+    Returns:
+        New handles of both caches, as from ``write_kv``.
+
+    Raises:
+        ValueError: as from ``write_kv``.
+    """
+    copied = _ext.copy_blocks(k_cache, v_cache, block_pairs, stream=stream)
+    if _is_native(stream, k_cache, v_cache):
+        return copied
+    with _on(stream):
+        return fallback.copy_blocks(k_cache, v_cache, block_pairs)
+
+
+def install_in_mlx() -> None:
+    """Make ``paged_attention`` available as ``mx.fast.paged_attention``."""
+    setattr(mx.fast, "paged_attention", paged_attention)  # noqa: B010  unknown to the type stubs
+
+
+def uninstall_from_mlx() -> None:
+    """Undo ``install_in_mlx``, if it was called."""
+    if getattr(mx.fast, "paged_attention", None) is paged_attention:
+        delattr(mx.fast, "paged_attention")
+
+
+def _layers(k_cache: Cache, v_cache: Cache, layer_idx: int) -> tuple[mx.array, mx.array]:
+    """One layer of both caches, without a copy."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if isinstance(cache, mx.array) and cache.ndim != 5:
+            raise ValueError(
+                f"[paged_attention] {name} has shape {cache.shape}: expected (n_layers, n_kv_heads,"
+                " n_blocks, block_size, head_dim), or a list of arrays without the first axis"
+            )
+    n_layers = len(k_cache)
+    if len(v_cache) != n_layers or n_layers == 0:
+        raise ValueError(
+            f"[paged_attention] v_cache has {len(v_cache)} layers and k_cache {n_layers}:"
+            " expected the same number, at least 1"
+        )
+    layer = layer_idx
+    if type(layer) is not int or not 0 <= layer < n_layers:
+        layer = integer("paged_attention", "layer_idx", layer_idx, 0, n_layers - 1)
+    return _layer(k_cache, layer), _layer(v_cache, layer)
+
+
+def _layer(cache: Cache, layer: int) -> mx.array:
+    if isinstance(cache, mx.array):
+        return cache[layer : layer + 1].squeeze(0)  # cache[layer] is a gather: a copy
+    return cache[layer]
+
+
+def _is_native(stream: Stream | None, k_cache: mx.array, v_cache: mx.array) -> bool:
+    """Whether the stream can evaluate the compiled op for these caches."""
+    return kernel_for(stream, k_cache.shape[-1], v_cache.shape[-1]) == "native"
+
+
+def _on(stream: Stream | None) -> AbstractContextManager[object]:
+    """A context in which `stream` is the current one."""
+    return nullcontext() if stream is None else mx.stream(stream)

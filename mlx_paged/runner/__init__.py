@@ -1,0 +1,1 @@
+"""One step on an mlx-lm model."""

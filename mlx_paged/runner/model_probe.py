@@ -1,0 +1,285 @@
+"""Trace a model once to find what its layers store and how its tokens may be batched."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as stock
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_paged.attention.prewarm import AttentionKind
+from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle, RotaryHandle, attention_hook
+from mlx_paged.kv.pool import KVPool, KVShape
+from mlx_paged.runner.layer_cache import UntrimmedCache, layer_cache, storable
+from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows
+
+REFUSED = {
+    "phi3small": (
+        "its sparse layers in mlx-lm add the mask to the scores: tokens see later tokens"
+    ),
+    "plamo3": "in mlx-lm its decode and its full forward use different sliding windows",
+}
+ONE_AT_A_TIME = {
+    "afm7": "layers that reuse K/V take their rotary offset from the shape of gathered keys",
+    "minimax_m3_vl": "its sparse layers place every query at the end of the longest sequence",
+}
+TRACE_ROWS = 11
+"""Rows of the batched trace: no usual number of heads, so that a wrong mask shape raises."""
+SAMPLED_ROWS = (0, 1, 3, 4, 6, 8, 10)
+"""The rows of that trace that the last layer computes; their number is as unusual."""
+
+
+class UnsupportedModelError(ValueError):
+    """The model would give wrong results; the message says why."""
+
+
+class Batching(StrEnum):
+    """Which tokens may share a forward."""
+
+    MIXED = "mixed"  # any: prompt chunks and decodes, a row each
+    ALTERNATE = "alternate"  # all decodes together, every prompt chunk alone
+    SINGLE = "single"  # one sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """How the engine runs a model.
+
+    Attributes:
+        shapes: K/V of each attention layer, in the order of the cache's leaves. If a layer's
+            decodes attend to a latent as keys and as values, the layer stores the latent once.
+        batching: MIXED if every layer attends through the hook. Some layers need ALTERNATE:
+            recurrent layers need consecutive tokens, layers that read gathered K/V would gather
+            once for each row, and latent attention would apply its up-projections to each row of a
+            chunk. SINGLE if the model cannot compute a ragged batch.
+        recurrent: some layers keep a state instead of K/V, so that a sequence cannot be rewound.
+        state_bytes: bytes of a sequence's states in all recurrent layers.
+        attentions: the kinds of attention of its layers, each once.
+        window: tokens that any layer sees at most; None: some layer sees all.
+        windows: the same for each entry of `shapes`; 0 where nothing is stored.
+        last_layer_narrows: the last layer can compute only the sampled tokens of a MIXED batch.
+    """
+
+    shapes: tuple[KVShape, ...]
+    batching: Batching
+    recurrent: bool
+    state_bytes: int
+    attentions: tuple[AttentionKind, ...]
+    window: int | None
+    windows: tuple[int | None, ...]
+    last_layer_narrows: bool
+
+
+class _Recorder(UntrimmedCache):
+    """An empty cache that records what a layer stores and whether its attention can be diverted."""
+
+    def __init__(self, rows: int, window: int | None) -> None:
+        self.rows = rows
+        self.window = window
+        self.shape: KVShape | None = None
+        self.attention: AttentionKind | None = None
+        self.windows: set[int | None] = set()  # of all layers that attend to it
+        self.offset: int | mx.array = 0 if rows == 1 else mx.zeros(rows, mx.int32)
+        self._is_narrowed = False
+
+    def narrow(self, rows: int) -> None:
+        """From now on calls have only so many rows; their masks still have all rows."""
+        self.rows = rows
+        self.offset = mx.zeros(rows, mx.int32)
+        self._is_narrowed = True
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
+        if values.dtype != keys.dtype:
+            raise UnsupportedModelError(f"keys are {keys.dtype} but values {values.dtype}")
+        values = storable(values)
+        self.shape = KVShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        self.keys, self.values = keys, values
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
+        return KVHandle.of(self.keys, self, "keys"), RotaryHandle.of(self.values, self, "values")
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> CausalMask:
+        mask = mx.broadcast_to(mx.tri(N, dtype=mx.bool_), (self.rows, 1, N, N))
+        return CausalMask.of(mask, window_size)
+
+    def attend(
+        self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
+    ) -> mx.array | None:
+        assert self.shape is not None
+        window = window or self.window
+        self.windows.add(window)
+        self.attention = AttentionKind(self.shape, q.shape[1], q.dtype, window, sinks is not None)
+        return mx.zeros((*q.shape[:3], self.shape.v_head_dim)) if self._is_narrowed else None
+
+    def attend_latents(
+        self,
+        q: mx.array,
+        rotary_q: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array | None:
+        assert self.shape is not None
+        rank, rope = self.shape.row_dims
+        heads, dtype = self.shape.n_kv_heads, self.shape.dtype
+        self.shape = KVShape(heads, rank + rope, rank, dtype, latent=True)
+        return self.attend(q, scale, window, sinks)
+
+    def size(self) -> int:
+        return 0
+
+    def empty(self) -> bool:
+        return True
+
+
+class _NarrowedTrace:
+    """The recorders of a batched trace in which the last layer computes some of the rows."""
+
+    num_tokens = TRACE_ROWS
+
+    def __init__(self, recorders: Sequence[_Recorder]) -> None:
+        self._recorders = recorders
+        self.narrowed = False
+
+    def store_only(self) -> None:
+        """Do nothing: a trace stores nothing."""
+
+    def attend_only(self) -> None:
+        self.narrowed = True
+        self._num_written = self._count_written()
+        for recorder in self._recorders:
+            recorder.narrow(len(SAMPLED_ROWS))
+
+    @property
+    def was_last(self) -> bool:
+        """Whether a layer was narrowed and no layer after it stored anything."""
+        return self.narrowed and self._num_written == self._count_written()
+
+    def _count_written(self) -> int:
+        return sum(recorder.shape is not None for recorder in self._recorders)
+
+
+def probe(model: nn.Module) -> ModelProfile:
+    """Trace forwards of a chunk and of batches, without evaluating them.
+
+    Raises:
+        UnsupportedModelError: the model or one of its caches would give wrong results.
+    """
+    name = model_type(model)
+    if name in REFUSED:
+        raise UnsupportedModelError(f"model type {name} is refused: {REFUSED[name]}")
+    caches = list(leaves(_trace(model, rows=1, length=2)))
+    chunk = _recorders(caches)
+    states = [leaf for leaf in caches if isinstance(leaf, stock.ArraysCache)]
+    recurrent = bool(states)
+    diverted = all(leaf.attention is not None for leaf in chunk if leaf.shape is not None)
+    decode = None if name in ONE_AT_A_TIME else _decode_trace(model)
+    if decode is None:
+        batching = Batching.SINGLE
+    else:
+        batching = Batching.MIXED if diverted and not recurrent else Batching.ALTERNATE
+    layers = [_latent_or(*pair) for pair in zip(decode or chunk, chunk, strict=True)]
+    unused = KVShape(1, 1, 1, mx.float32)
+    kinds = [leaf.attention for leaf in layers if leaf.shape is not None]
+    return ModelProfile(
+        shapes=tuple(leaf.shape or unused for leaf in layers),
+        batching=batching,
+        recurrent=recurrent,
+        state_bytes=sum(a.nbytes for leaf in states for a in leaf.cache if a is not None),
+        attentions=tuple(dict.fromkeys(kind for kind in kinds if kind is not None)),
+        window=_widest(chunk) if diverted else None,
+        windows=tuple(_widest([leaf]) if leaf.shape else 0 for leaf in layers),
+        last_layer_narrows=batching is Batching.MIXED and _narrows(model),
+    )
+
+
+def _latent_or(decode: _Recorder, chunk: _Recorder) -> _Recorder:
+    """A layer's record of decodes if these attend to latents, else its record of the chunk."""
+    return decode if decode.shape is not None and decode.shape.latent else chunk
+
+
+def _recorders(caches: Sequence[Any]) -> list[_Recorder]:
+    return [leaf for leaf in leaves(caches) if isinstance(leaf, _Recorder)]
+
+
+def _widest(recorders: Sequence[_Recorder]) -> int | None:
+    windows = {window for recorder in recorders for window in recorder.windows}
+    return max((w for w in windows if w is not None), default=None) if None not in windows else None
+
+
+def model_type(model: nn.Module) -> str:
+    """mlx-lm's name of the architecture."""
+    return str(getattr(model, "model_type", type(model).__module__.rsplit(".", 1)[-1]))
+
+
+def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
+    """Build the graph of one forward on recording caches; return the caches."""
+    caches = _recording_caches(model, rows)
+    with attention_hook():
+        model(mx.zeros((rows, length), mx.int32), cache=caches)
+    return caches
+
+
+def _recording_caches(model: nn.Module, rows: int) -> list[Any]:
+    return [_convert(c, lambda window: _Recorder(rows, window)) for c in make_prompt_cache(model)]
+
+
+def _narrows(model: nn.Module) -> bool:
+    """Whether the model's last layer and its head can compute some of a batch's rows."""
+    caches = _recording_caches(model, TRACE_ROWS)
+    trace = _NarrowedTrace(_recorders(caches))
+    rows = LogitRows.of(model).only(mx.array(SAMPLED_ROWS), 0)
+    try:
+        with attention_hook(), rows, LastLayer.of(model).narrowed(trace):
+            model(mx.zeros((TRACE_ROWS, 1), mx.int32), cache=caches)
+    except (ValueError, TypeError):
+        return False
+    return trace.was_last
+
+
+def _decode_trace(model: nn.Module) -> list[_Recorder] | None:
+    """The records of a batch of decodes; None if the model's shapes do not allow each row its own
+    position and mask."""
+    try:
+        return _recorders(_trace(model, rows=TRACE_ROWS, length=1))
+    except (ValueError, TypeError):
+        return None
+
+
+def make_caches(model: nn.Module, pool: KVPool) -> list[Any]:
+    """The model's cache list with every K/V leaf replaced by a layer of the pool."""
+    layers: Iterator[int] = iter(range(pool.n_layers))
+    return [
+        _convert(cache, lambda window: layer_cache(pool, next(layers), window))
+        for cache in make_prompt_cache(model)
+    ]
+
+
+def leaves(caches: Sequence[Any]) -> Iterator[Any]:
+    """The caches of single layers, also those within lists of caches."""
+    for cache in caches:
+        if isinstance(cache, stock.CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def _convert(cache: Any, make: Any) -> Any:
+    """`cache` with each K/V leaf replaced by ``make(window)``; recurrent states stay."""
+    kind = type(cache)
+    if kind is stock.CacheList:
+        return stock.CacheList(*(_convert(c, make) for c in cache.caches))
+    if kind is stock.ArraysCache:
+        return cache
+    if kind in (stock.KVCache, stock.ConcatenateKVCache, stock.ChunkedKVCache):
+        return make(None)
+    if kind is stock.RotatingKVCache and cache.keep == 0:
+        return make(cache.max_size)
+    name = f"{kind.__name__}(keep={cache.keep})" if hasattr(cache, "keep") else kind.__name__
+    raise UnsupportedModelError(f"cache class {name} cannot be paged")

@@ -1,0 +1,252 @@
+"""One step on the model: lay out the batch, bind the caches, run the model, sample."""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import ArraysCache
+
+from mlx_paged.attention.sdpa_hook import attention_hook
+from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.snapshots import Snapshot
+from mlx_paged.ops.cpu_layers import CPULayers
+from mlx_paged.request import Request
+from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
+from mlx_paged.runner.layer_cache import PagedLayerCache
+from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
+from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of
+from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
+from mlx_paged.sampling.sampler import Sampled, Sampler
+from mlx_paged.scheduler.runner_protocol import SampledToken
+from mlx_paged.scheduler.step import Span, Step
+
+TopLogprobs = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedStep:
+    """A step that the device is computing.
+
+    Attributes:
+        requests: the requests that get a token.
+        sampled: their tokens, which may not be computed yet; None if there are none.
+        pending: all arrays that the step computes.
+    """
+
+    requests: list[Request]
+    sampled: Sampled | None
+    pending: list[mx.array] = field(default_factory=list)
+
+    @property
+    def errors(self) -> dict[int, Exception]:
+        return {} if self.sampled is None else self.sampled.errors
+
+    @property
+    def coming(self) -> PendingTokens | None:
+        return None if self.sampled is None else PendingTokens(self.requests, self.sampled.tokens)
+
+
+class ModelRunner:
+    """Runs steps on an mlx-lm model whose K/V lives in `manager`'s pool."""
+
+    def __init__(self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile) -> None:
+        self.model = model
+        self.manager = manager
+        self.batching = profile.batching
+        self.caches = make_caches(model, manager.pool)
+        self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
+        self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
+        self._is_recurrent = profile.recurrent
+        self.logit_rows = LogitRows.of(model)
+        self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
+        self.cpu_layers = CPULayers(model)
+        self.sampler = Sampler()
+        self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
+        self._tables = BatchTables(manager.allocator)
+
+    def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
+        """Build a step's graph and start it on the device, without waiting for it."""
+        self.manager.pool.copy_blocks(step.copies)
+        for request, snapshot in step.restores:
+            self.states.restore(request.id, cast(States, snapshot.states))
+        coming = None if before is None else before.coming
+        requests: list[Request] = []
+        logits: list[mx.array] = []
+        newest: list[mx.array] = []
+        lengths: list[Int32Array] = []
+        for spans, batch in self._batches(step.spans, coming):
+            rows = self._forward(batch)
+            if self._is_recurrent:
+                for span in spans:
+                    for snapshot in span.snapshots:
+                        self._fill(snapshot, span.request)
+            if batch.sampled:
+                requests += batch.sampled
+                logits.append(rows if batch.logits_of is None else rows[batch.logits_of])
+                newest.append(batch.newest)
+                lengths.append(batch.sampled_lengths)
+        pending = self.manager.pool.handles()
+        if self._is_recurrent:
+            for span in step.spans:
+                for fork in span.forks:
+                    self.states.fork(span.request.id, fork.id)
+            pending += self.states.arrays([request.id for request in step.everyone])
+            pending += self._copied
+            self._copied = []
+        sampled = None
+        if requests:
+            args = _joined(logits), requests, _joined(newest), np.concatenate(lengths)
+            sampled = self.sampler(*args)
+            arrays = (sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
+            pending += [array for array in arrays if array is not None]
+        mx.async_eval(pending)  # type: ignore[no-untyped-call]
+        return LaunchedStep(requests, sampled, pending)
+
+    def collect(self, launched: LaunchedStep) -> list[SampledToken]:
+        """Wait for a step and read its tokens."""
+        mx.eval(launched.pending)
+        if launched.sampled is None:
+            return []
+        tokens, logprobs, tops = _on_host(launched.sampled)
+        errors = _empty_rows(launched.sampled, logprobs) | launched.errors
+        rows = zip(launched.requests, tokens, logprobs, tops, strict=True)
+        return [SampledToken(*row, errors.get(index)) for index, row in enumerate(rows)]
+
+    def drop(self, request: Request) -> None:
+        """Forget a request's recurrent states, after filling the snapshot that it leaves."""
+        if request.snapshot is not None:
+            self._fill(request.snapshot, request)
+            request.snapshot = None
+            mx.async_eval(self._copied)  # type: ignore[no-untyped-call]
+            self._copied = []  # evaluated by this thread: another one may launch the next step
+        self.states.drop(request.id)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let a child start with its parent's recurrent states."""
+        self.states.fork(parent.id, child.id)
+
+    def recover(self) -> None:
+        """Give up the steps under way: reset the pool's handles and forget every state."""
+        with suppress(Exception):  # another step under way may raise, too
+            mx.synchronize()
+        self.manager.pool.reset_handles()
+        self.states.clear()
+        self._copied = []
+        self.sampler = Sampler()
+        self._tables = BatchTables(self.manager.allocator)
+
+    def _fill(self, snapshot: Snapshot, request: Request) -> None:
+        """Copy a request's current states into a snapshot."""
+        states = self.states.copy(request.id)
+        if states is not None:
+            snapshot.states = states
+            self._copied += arrays_of(states)
+
+    def _batches(
+        self, spans: Sequence[Span], coming: PendingTokens | None
+    ) -> list[tuple[Sequence[Span], Batch]]:
+        """A step's forwards and their spans: one forward of rows for all tokens that may share it,
+        and one for each other chunk. A chunk is cut where a snapshot needs its states."""
+        allocator = self.manager.allocator
+        together, alone = self._shared_and_alone(spans)
+        batches: list[tuple[Sequence[Span], Batch]] = []
+        if together:
+            batch = Batch(together, allocator, coming=coming, tables=self._tables)
+            batches.append((together, batch))
+        pieces = [piece for span in alone for piece in span.pieces()]
+        return batches + [([p], Batch([p], allocator, Layout.CHUNK, coming)) for p in pieces]
+
+    def _shared_and_alone(self, spans: Sequence[Span]) -> tuple[Sequence[Span], Sequence[Span]]:
+        """Spans that may share a forward of rows, and spans that each need their own."""
+        if self.batching is Batching.MIXED:
+            return spans, ()
+        if self.batching is Batching.SINGLE:
+            return (), spans
+        decodes = [span for span in spans if span.start > 0 and len(span) == 1]
+        if self._is_recurrent:
+            alike = self.states.alike(span.request.id for span in decodes)
+            decodes = [span for span in decodes if span.request.id in alike]
+        shared = {span.request.id for span in decodes}
+        return decodes, [span for span in spans if span.request.id not in shared]
+
+    def _narrowed(self, batch: Batch) -> AbstractContextManager[None]:
+        """A context in which the last layer computes only the sampled rows, if that saves time."""
+        num_skipped = batch.num_tokens - batch.num_sampled_rows
+        is_worth_it = batch.num_sampled_rows > 0 and num_skipped >= WORTH_SKIPPING
+        if self.last_layer is None or not is_worth_it:
+            return nullcontext()
+        return self.last_layer.narrowed(_Caches(self.layers, batch))
+
+    def _forward(self, batch: Batch) -> mx.array:
+        """Logits ``[R, vocab]`` of the batch's sampled rows."""
+        for layer in self.layers:
+            layer.bind(batch)
+        if self._is_recurrent:
+            if batch.start == 0 and batch.layout is Layout.CHUNK:  # new or preempted
+                self.states.drop(batch.seq_ids[0])
+            self.states.load(batch.seq_ids)
+        axis = 0 if batch.layout is Layout.ROWS else 1
+        rows = None if batch.samples_all else batch.sampled_rows
+        selected = self.logit_rows.only(rows, axis)
+        with attention_hook(), self.cpu_layers.diverted(), selected, self._narrowed(batch):
+            logits: mx.array = self.model(batch.inputs, cache=self.caches)
+        if self._is_recurrent:
+            self.states.store(batch.seq_ids)
+        if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
+            logits = mx.take(logits, rows, axis=axis)
+        return logits.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Caches:
+    """The caches of a forward of a batch of rows."""
+
+    layers: list[PagedLayerCache]
+    batch: Batch
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch.num_tokens
+
+    def store_only(self) -> None:
+        for layer in self.layers:
+            layer.store_only()
+
+    def attend_only(self) -> None:
+        rows = self.batch.sampled_alone()
+        for layer in self.layers:
+            layer.attend_only(rows)
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def _empty_rows(sampled: Sampled, logprobs: Sequence[float]) -> dict[int, Exception]:
+    """Errors of rows in which the caller's options leave no token: all logits are NaN or -inf."""
+    return {
+        row: ValueError(
+            "[SamplingParams] logits_processors or logit_bias leave no token: "
+            "expected at least one finite logit, and no NaN"
+        )
+        for row in sampled.may_be_empty
+        if math.isnan(logprobs[row])
+    }
+
+
+def _on_host(sampled: Sampled) -> tuple[list[int], list[float], list[TopLogprobs]]:
+    """Every row's token, its log-probability and the most likely tokens."""
+    tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
+    logprobs: list[float] = sampled.logprobs.tolist()  # type: ignore[assignment]
+    if sampled.top_tokens is None or sampled.top_logprobs is None:
+        return tokens, logprobs, [()] * len(tokens)
+    top_tokens: list[list[int]] = sampled.top_tokens.tolist()  # type: ignore[assignment]
+    top_logprobs: list[list[float]] = sampled.top_logprobs.tolist()  # type: ignore[assignment]
+    rows = zip(top_tokens, top_logprobs, strict=True)
+    return tokens, logprobs, [tuple(zip(*row, strict=True)) for row in rows]

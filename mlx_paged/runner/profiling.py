@@ -1,0 +1,97 @@
+"""A runner that synchronises between the phases of a step, so that each can be timed.
+
+A profiled step is slower than a normal one: nothing overlaps, and every phase of every layer waits
+for the device.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.metrics.timers import PhaseTimes
+from mlx_paged.request import Request
+from mlx_paged.runner.batch import Batch
+from mlx_paged.runner.model_probe import ModelProfile
+from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
+from mlx_paged.sampling.sampler import Sampled, Sampler
+from mlx_paged.scheduler.step import Step
+
+WRAPPED = {"gather": "gather", "write": "kv_write", "copy_blocks": "kv_write"}
+"""Methods of the pool and the phase that each belongs to."""
+
+
+class ProfilingRunner(ModelRunner):
+    """Computes the same steps and records in `phases` how long each phase took.
+
+    Methods are wrapped only on this runner's pool and layers, so other runners stay fast.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        manager: KVBlockManager,
+        profile: ModelProfile,
+        phases: PhaseTimes,
+    ) -> None:
+        super().__init__(model, manager, profile)
+        self._phases = phases
+        self.sampler = TimedSampler(phases)
+        pool = manager.pool
+        for name, phase in WRAPPED.items():
+            setattr(pool, name, self._timed(phase, getattr(pool, name)))
+        for layer in self.layers:
+            layer.attend = self._timed("attention", layer.attend)  # type: ignore[method-assign]
+
+    def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
+        """Compute a step, after waiting for the step before."""
+        if before is not None:
+            mx.eval(before.pending)
+        return super().launch(step, before)
+
+    def recover(self) -> None:
+        super().recover()
+        self.sampler = TimedSampler(self._phases)
+
+    def _forward(self, batch: Batch) -> mx.array:
+        with self._phases.measure("forward"):
+            logits = super()._forward(batch)
+            mx.eval(logits, self.manager.pool.handles())
+        return logits
+
+    def _timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, timed: its inputs are evaluated before, its results within the phase."""
+        pool = self.manager.pool
+
+        def timed(*args: Any) -> Any:
+            mx.eval([arg for arg in args if isinstance(arg, mx.array)], pool.handles())
+            with self._phases.measure(phase):
+                result = function(*args)
+                mx.eval(result, pool.handles())
+            return result
+
+        return timed
+
+
+class TimedSampler(Sampler):
+    """A sampler that waits for its tokens."""
+
+    def __init__(self, phases: PhaseTimes) -> None:
+        super().__init__()
+        self._phases = phases
+
+    def __call__(
+        self,
+        logits: mx.array,
+        requests: Sequence[Request],
+        newest: mx.array,
+        lengths: Int32Array | None = None,
+    ) -> Sampled:
+        mx.eval(logits, newest)
+        with self._phases.measure("sample"):
+            sampled = super().__call__(logits, requests, newest, lengths)
+            mx.eval(sampled.tokens, sampled.logprobs)
+        return sampled

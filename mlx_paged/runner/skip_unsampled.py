@@ -1,0 +1,157 @@
+"""Compute only the sampled rows where the others are not needed: logits and the last layer."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import local
+from typing import Any, Protocol, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+
+HEAD_NAMES = {"lm_head", "embed_out", "output", "head"}
+_Kept = TypeVar("_Kept")
+
+
+class _Wanted(local):
+    """Rows of the projection's input that each thread needs; None: all of them."""
+
+    rows: mx.array | None = None
+    axis = 0
+
+
+class LogitRows:
+    """Makes a model's output projection compute only some rows.
+
+    The projection (or the tied embedding) gets a subclass that first takes these rows of its input.
+    Parameters and the module tree do not change. The subclass acts only within :meth:`only`, and
+    only in that thread.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._wanted = _Wanted()
+        for name, module in model.named_modules():
+            is_head = name.rsplit(".", 1)[-1] in HEAD_NAMES
+            if is_head and isinstance(module, nn.Linear | nn.QuantizedLinear):
+                override(module, "__call__", self._project)
+            elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
+                override(module, "as_linear", self._project)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "LogitRows":
+        """The model's own; engines on the same model share it."""
+        return attached_to(model, "logit_rows", cls)
+
+    @contextmanager
+    def only(self, rows: mx.array | None, axis: int) -> Iterator[None]:
+        """Within this context the projection computes only `rows` ``[R]`` of its input's `axis`;
+        None: all of them."""
+        self._wanted.rows, self._wanted.axis = rows, axis
+        try:
+            yield
+        finally:
+            self._wanted.rows = None
+
+    def take(self, x: mx.array) -> mx.array:
+        """The rows of `x` that are needed. The projection then takes its whole input."""
+        rows, self._wanted.rows = self._wanted.rows, None
+        return x if rows is None else mx.take(x, rows, axis=self._wanted.axis)
+
+    def _project(self, projection: Callable[..., mx.array], x: mx.array) -> mx.array:
+        rows = self._wanted.rows
+        return projection(x if rows is None else mx.take(x, rows, axis=self._wanted.axis))
+
+
+def attached_to(model: nn.Module, name: str, make: Callable[[nn.Module], _Kept]) -> _Kept:
+    """The object that is kept on the model under this name; it is made at the first call."""
+    attribute = f"_mlx_paged_{name}"
+    if not hasattr(model, attribute):
+        object.__setattr__(model, attribute, make(model))
+    kept: _Kept = getattr(model, attribute)
+    return kept
+
+
+def override(module: nn.Module, method: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method of this one module by ``replacement(original, *args, **kwargs)``. The
+    module's class becomes a subclass of its class."""
+    base = type(module)
+    original = getattr(base, method)
+
+    def overridden(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original.__get__(self), *args, **kwargs)
+
+    members = {method: overridden, "__module__": base.__module__}
+    module.__class__ = type(base.__name__, (base,), members)
+
+
+WORTH_SKIPPING = 16
+"""Skipping the last layer of fewer tokens saves less time than a second call of it costs."""
+
+
+class Caches(Protocol):
+    """All caches of a forward whose last layer is called twice."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the forward, each a row."""
+
+    def store_only(self) -> None:
+        """The next call of a layer only stores K/V; its output is not used."""
+
+    def attend_only(self) -> None:
+        """The next call computes the sampled tokens. Their K/V is stored already."""
+
+
+class _Forward(local):
+    """Each thread's forward."""
+
+    caches: Caches | None = None
+
+
+class LastLayer:
+    """Makes a model's last layer compute only the sampled tokens.
+
+    Only sampled tokens need the last layer's output; the others need only their K/V. So the layer
+    is called twice: first with all tokens, of which only the K/V is ever evaluated because arrays
+    are lazy; then with the sampled ones, whose output goes to the model's head. The layer gets a
+    subclass for that. Parameters and the module tree do not change. The subclass acts only within
+    :meth:`narrowed`, and only in that thread.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._forward = _Forward()
+        self._logit_rows = LogitRows.of(model)
+        layer = _last(model)
+        if layer is not None:
+            override(layer, "__call__", self._call)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "LastLayer":
+        """The model's own; engines on the same model share it."""
+        return attached_to(model, "last_layer", cls)
+
+    @contextmanager
+    def narrowed(self, caches: Caches) -> Iterator[None]:
+        """Within this context the last layer computes only the rows that :class:`LogitRows` is told
+        to compute."""
+        self._forward.caches = caches
+        try:
+            yield
+        finally:
+            self._forward.caches = None
+
+    def _call(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        caches = self._forward.caches
+        if caches is None or not args or args[0].shape[0] != caches.num_tokens:
+            return layer(*args, **kwargs)
+        caches.store_only()
+        layer(*args, **kwargs)
+        caches.attend_only()
+        return layer(self._logit_rows.take(args[0]), *args[1:], **kwargs)
+
+
+def _last(model: nn.Module) -> nn.Module | None:
+    """The last layer, if the model lists its layers."""
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, list) or not layers or not isinstance(layers[-1], nn.Module):
+        return None
+    return layers[-1]

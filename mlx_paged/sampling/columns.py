@@ -1,0 +1,207 @@
+"""The options of a batch's rows as columns, built once for each batch composition."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams, check_biases
+
+MIN_TEMPERATURE = 1e-30
+"""Smaller temperatures have the same effect but would be zero in float32."""
+
+ALL_MASS = 2.0
+"""A top-p that keeps everything even if rounding makes the probabilities' sum exceed 1."""
+
+
+class Subset:
+    """Some rows of arrays ``[R, ...]``. A subset of all rows copies nothing."""
+
+    def __init__(self, rows: Sequence[int], num_rows: int) -> None:
+        self.rows = np.array(rows, np.int32)
+        self.index = None if len(rows) == num_rows else mx.array(self.rows)
+
+    def take(self, array: mx.array) -> mx.array:
+        return array if self.index is None else array[self.index]
+
+    def put(self, array: mx.array, values: mx.array) -> mx.array:
+        """`array` with `values` in these rows."""
+        if self.index is None:
+            return values
+        result = mx.array(array)  # shares the values; the assignment does not reach `array`
+        result[self.index] = values
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class RankFilters:
+    """Rows with top-p or top-k."""
+
+    subset: Subset
+    top_p: mx.array  # [N, 1] float32
+    top_k: mx.array  # [N, 1] int32
+
+
+@dataclass(frozen=True, slots=True)
+class XTC:
+    """Rows with XTC."""
+
+    subset: Subset
+    probability: npt.NDArray[np.float32]  # [N]
+    threshold: mx.array  # [N, 1] float32
+    special: tuple[mx.array, mx.array] | None  # rows, tokens int32 that XTC never drops
+    ranks: RankFilters | None  # top-k acts after XTC
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRows:
+    """Rows with a temperature. The subsets in `ranks` and `xtc` index into these rows."""
+
+    subset: Subset
+    seeds: npt.NDArray[np.uint64]  # [N]
+    num_prompt: npt.NDArray[np.int32]  # [N]
+    temperature: mx.array  # [N, 1] float32
+    log_min_p: mx.array | None  # [N, 1] float32
+    ranks: RankFilters | None
+    xtc: XTC | None
+
+
+class SamplingRows:
+    """The options of the rows of one batch composition, for logits ``[R, vocab]``.
+
+    A member is None or empty if no row has the option; the option then costs nothing in a step.
+    The requests may get tokens while the columns are in use, but their options may not change.
+    """
+
+    def __init__(self, requests: Sequence[Request], vocab: int) -> None:
+        params = [request.params for request in requests]
+        reported = [i for i, p in enumerate(params) if p.logprobs]
+        self.requests = list(requests)
+        self.vocab = vocab
+        self.drawn = _drawn(requests, params, vocab)
+        self.biases, self.errors = _biases(params, vocab)
+        self.penalised = [i for i, p in enumerate(params) if any(penalties_of(p))]
+        self.processed = [i for i, p in enumerate(params) if p.logits_processors]
+        self.samplers = {i: p.sampler for i, p in enumerate(params) if p.sampler is not None}
+        self.reported = Subset(reported, len(params)) if reported else None
+        self.num_reported = min(max((p.logprobs for p in params), default=0), vocab)
+        self.may_be_empty = [i for i, request in enumerate(requests) if _may_be_empty(request)]
+
+    def belong_to(self, requests: Sequence[Request], vocab: int) -> bool:
+        """Whether the columns are those of exactly these requests, compared by identity."""
+        return self.vocab == vocab and self.requests == list(requests)
+
+
+def _drawn(
+    requests: Sequence[Request], params: Sequence[SamplingParams], vocab: int
+) -> DrawnRows | None:
+    rows = [i for i, p in enumerate(params) if p.temperature > 0]
+    if not rows:
+        return None
+    drawn = [params[i] for i in rows]
+    log_min_p = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in drawn]
+    return DrawnRows(
+        subset=Subset(rows, len(params)),
+        seeds=np.array([requests[i].seed for i in rows], np.uint64),
+        num_prompt=np.array([requests[i].num_prompt for i in rows], np.int32),
+        temperature=column([max(p.temperature, MIN_TEMPERATURE) for p in drawn]),
+        log_min_p=column(log_min_p) if any(p.min_p > 0 for p in drawn) else None,
+        ranks=_ranks(
+            [p.top_p if 0 < p.top_p < 1 else ALL_MASS for p in drawn],
+            [vocab if p.xtc_probability > 0 else _top_k(p, vocab) for p in drawn],
+            vocab,
+        ),
+        xtc=_xtc(drawn, vocab),
+    )
+
+
+def _xtc(params: Sequence[SamplingParams], vocab: int) -> XTC | None:
+    rows = [i for i, p in enumerate(params) if p.xtc_probability > 0]
+    if not rows:
+        return None
+    special = [
+        (row, token)
+        for row, i in enumerate(rows)
+        for token in params[i].xtc_special_tokens
+        if token < vocab
+    ]
+    return XTC(
+        subset=Subset(rows, len(params)),
+        probability=np.array([params[i].xtc_probability for i in rows], np.float32),
+        threshold=column([params[i].xtc_threshold for i in rows]),
+        special=_indices(special) if special else None,
+        ranks=_ranks(
+            [ALL_MASS] * len(params),
+            [_top_k(p, vocab) if p.xtc_probability > 0 else vocab for p in params],
+            vocab,
+        ),
+    )
+
+
+def _ranks(top_p: Sequence[float], top_k: Sequence[int], vocab: int) -> RankFilters | None:
+    rows = [i for i, (p, k) in enumerate(zip(top_p, top_k, strict=True)) if p < 1 or k < vocab]
+    if not rows:
+        return None
+    return RankFilters(
+        Subset(rows, len(top_p)),
+        column([top_p[i] for i in rows]),
+        mx.array(np.array([[top_k[i]] for i in rows], np.int32)),
+    )
+
+
+def _top_k(params: SamplingParams, vocab: int) -> int:
+    return params.top_k if 0 < params.top_k < vocab else vocab
+
+
+def _biases(
+    params: Sequence[SamplingParams], vocab: int
+) -> tuple[tuple[mx.array, mx.array, mx.array] | None, dict[int, Exception]]:
+    """Rows and tokens ``[N]`` int32 of all biases with their numbers ``[N]`` float32, and errors
+    by row."""
+    places: list[tuple[int, int]] = []
+    values: list[float] = []
+    errors: dict[int, Exception] = {}
+    for row, p in enumerate(params):
+        if not p.logit_bias:
+            continue
+        try:
+            check_biases(p, vocab)
+        except ValueError as error:
+            errors[row] = error.with_traceback(None)  # it references every caller
+            continue
+        bias = dict(p.logit_bias)
+        places += [(row, token) for token in bias]
+        values += bias.values()
+    if not places:
+        return None, errors
+    return (*_indices(places), mx.array(np.array(values, np.float32))), errors
+
+
+def _may_be_empty(request: Request) -> bool:
+    """Whether the caller may forbid every token; a beam search drops such a hypothesis."""
+    params = request.params
+    forbids = -math.inf in dict(params.logit_bias).values()
+    return (forbids or bool(params.logits_processors)) and not request.synchronous
+
+
+def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
+    """Repetition, presence and frequency penalty; 0 is off."""
+    repetition = params.repetition_penalty or 0.0
+    return (
+        0.0 if repetition == 1 else repetition,
+        params.presence_penalty or 0.0,
+        params.frequency_penalty or 0.0,
+    )
+
+
+def column(values: Sequence[float]) -> mx.array:
+    return mx.array(np.array(values, np.float32)[:, None])
+
+
+def _indices(places: Sequence[tuple[int, int]]) -> tuple[mx.array, mx.array]:
+    rows, columns = np.array(places, np.int32).T
+    return mx.array(rows), mx.array(columns)

@@ -1,0 +1,196 @@
+"""How logits change before a token is chosen: penalties and the callers' processors.
+
+The numbers are mlx-lm's, in the type of the logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.request import Request
+from mlx_paged.sampling.columns import Subset, column, penalties_of
+
+NO_TOKEN = -1
+MAX_TAIL = 256
+"""Tokens that a `TokenHistory` converts in each step at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Penalty:
+    """One kind of penalty: its strength ``[P, 1]`` float32, and a mask ``[P, W]`` bool of the
+    tokens of each window that it counts."""
+
+    strength: mx.array
+    counted: mx.array
+
+
+class Penalties:
+    """Repetition, presence and frequency penalties of one batch composition.
+
+    A row's window is its last W tokens, the newest last. The windows stay on the device and move
+    by the newest token in each step. The host may not know that token yet.
+
+    Args:
+        requests: all requests of the batch.
+        rows: those with penalties.
+    """
+
+    def __init__(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
+        self._subset = Subset(rows, len(requests))
+        self._row_indices = mx.array(self._subset.rows[:, None])
+        self._requests = [requests[row] for row in rows]
+        # [P, 3]: repetition, presence, frequency
+        strengths = np.array([penalties_of(request.params) for request in self._requests])
+        contexts = np.array([_contexts(request) for request in self._requests])
+        self._width = int((contexts * (strengths != 0)).max())
+        self._repetition = self._penalty(strengths[:, 0], contexts[:, 0], neutral=1.0)
+        self._presence = self._penalty(strengths[:, 1], contexts[:, 1])
+        self._frequency = self._penalty(strengths[:, 2], contexts[:, 2])
+        self._past = mx.zeros((len(rows), 0), mx.int32)  # windows without the newest token
+        self._num_tokens = np.zeros(0, np.int32)  # the lengths that `_past` belongs to
+
+    def __call__(
+        self, logits: mx.array, newest: mx.array, lengths: npt.NDArray[np.int32]
+    ) -> mx.array:
+        """Logits ``[R, vocab]`` after the penalties. `lengths` ``[R]`` counts each request's
+        tokens; `newest` ``[R]`` int32 is the last of them."""
+        windows = self._windows(self._subset.take(newest), lengths[self._subset.rows])
+        windows = mx.minimum(windows, logits.shape[-1] - 1)  # prompts may hold ids >= vocab
+        rows, dtype = self._row_indices, logits.dtype
+        logits = mx.array(logits)  # shares the values; assignments do not reach the caller's array
+        if (penalty := self._repetition) is not None:
+            tokens, _ = _counted(windows, penalty)
+            strength, seen = penalty.strength.astype(dtype), logits[rows, tokens]
+            logits[rows, tokens] = mx.where(seen < 0, seen * strength, seen / strength)
+        if (penalty := self._presence) is not None:
+            tokens, _ = _counted(windows, penalty)
+            logits[rows, tokens] = logits[rows, tokens] - penalty.strength.astype(dtype)
+        if (penalty := self._frequency) is not None:
+            tokens, counted = _counted(windows, penalty)
+            logits = logits.at[rows, tokens].subtract(mx.where(counted, penalty.strength, 0))
+        return logits
+
+    def _penalty(
+        self,
+        strengths: npt.NDArray[np.float64],
+        contexts: npt.NDArray[np.int64],
+        neutral: float = 0,
+    ) -> Penalty | None:
+        """The penalty of all rows; `neutral` has no effect on a row where it is off."""
+        if not strengths.any():
+            return None
+        counted = np.arange(self._width) >= self._width - contexts[:, None]
+        return Penalty(
+            column(np.where(strengths == 0, neutral, strengths).tolist()), mx.array(counted)
+        )
+
+    def _windows(self, newest: mx.array, num_tokens: npt.NDArray[np.int32]) -> mx.array:
+        """The rows' last tokens ``[P, W]`` int32, `NO_TOKEN` before the first."""
+        # Compared: a step that was dropped or run again must not shift the windows.
+        if not np.array_equal(num_tokens, self._num_tokens):
+            self._past = self._known_past(num_tokens)
+        windows = mx.concatenate([self._past, newest[:, None]], axis=1)
+        self._past = windows[:, 1:]
+        self._num_tokens = num_tokens + np.int32(1)
+        return windows
+
+    def _known_past(self, num_tokens: npt.NDArray[np.int32]) -> mx.array:
+        """The windows before the newest token ``[P, W - 1]``, from tokens that the host knows."""
+        width = self._width - 1
+        past = np.full((len(self._requests), width), NO_TOKEN, np.int32)
+        for row, request, length in zip(past, self._requests, num_tokens, strict=True):
+            stop = int(length) - 1
+            tokens = request.tokens[max(0, stop - width) : stop]
+            row[width - len(tokens) :] = tokens
+        return mx.array(past)
+
+
+def _contexts(request: Request) -> tuple[int, int, int]:
+    """How many tokens each penalty looks back, at most the request's final length."""
+    params, longest = request.params, request.num_prompt + request.params.max_tokens
+    return (
+        min(params.repetition_context_size or longest, longest),
+        min(params.presence_context_size or longest, longest),
+        min(params.frequency_context_size or longest, longest),
+    )
+
+
+def _counted(windows: mx.array, penalty: Penalty) -> tuple[mx.array, mx.array]:
+    """The windows and a mask of the tokens that the penalty counts. The newest token, which always
+    counts, replaces the others."""
+    counted = penalty.counted & (windows > NO_TOKEN)
+    return mx.where(counted, windows, windows[:, -1:]), counted
+
+
+class Processors:
+    """The callers' logits processors of one batch composition, called row by row.
+
+    Args:
+        requests: all requests of the batch.
+        rows: those with processors.
+    """
+
+    def __init__(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
+        self._subset = Subset(rows, len(requests))
+        self._histories = {row: TokenHistory(requests[row]) for row in rows}
+
+    def __call__(
+        self, logits: mx.array, newest: mx.array, errors: dict[int, Exception]
+    ) -> mx.array:
+        """Logits ``[R, vocab]`` after the processors. If a row's processor raises, the exception
+        goes into `errors` and the row's logits do not change."""
+        processed = []
+        for row, history in self._histories.items():
+            one = slice(row, row + 1)
+            try:
+                processed.append(_process(history, logits[one], newest[one]))
+            except Exception as error:
+                errors[row] = error.with_traceback(None)  # it references every caller
+                processed.append(logits[one])
+        return self._subset.put(logits, mx.concatenate(processed))
+
+
+class TokenHistory:
+    """The tokens of one request as an array. Most steps convert only the latest tokens."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._head = mx.array([], mx.int32)
+
+    def up_to(self, newest: mx.array) -> mx.array:
+        """Prompt and generated tokens ``[n]`` int32, ending with `newest` ``[1]``."""
+        tokens, stop = self.request.tokens, self.request.num_tokens - 1
+        if not 0 <= stop - self._head.size <= MAX_TAIL:
+            self._head = mx.array(tokens[:stop], mx.int32)
+        return mx.concatenate(
+            [self._head, mx.array(tokens[self._head.size : stop], mx.int32), newest]
+        )
+
+
+def _process(history: TokenHistory, logits: mx.array, newest: mx.array) -> mx.array:
+    """Logits ``[1, vocab]`` after the request's processors."""
+    tokens, shape, dtype = history.up_to(newest), logits.shape, logits.dtype
+    for i, processor in enumerate(history.request.params.logits_processors):
+        returned = processor(tokens, logits)
+        logits = checked_array(f"logits_processors[{i}]", returned, mx.floating, shape)
+    return logits.astype(dtype)
+
+
+def checked_array(
+    name: str, returned: object, kind: mx.DtypeCategory, shape: tuple[int, ...]
+) -> mx.array:
+    """What a caller's function returned; ValueError if it is no array of this kind and shape."""
+    if not isinstance(returned, mx.array):
+        found = f"a {type(returned).__name__}"
+    elif returned.shape == shape and mx.issubdtype(returned.dtype, kind):
+        return returned
+    else:
+        found = f"an array of {returned.dtype} of shape {returned.shape}"
+    numbers = "floats" if kind == mx.floating else "integers"
+    raise ValueError(
+        f"[SamplingParams] {name} returned {found}: "
+        f"expected an mx.array of {numbers} of shape {shape}"
+    )

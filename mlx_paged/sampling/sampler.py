@@ -1,0 +1,246 @@
+"""The next token of every row, each with its own options and random stream."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.ops.cpu_layers import log_sum_exp
+from mlx_paged.request import Request
+from mlx_paged.sampling.columns import XTC, DrawnRows, RankFilters, SamplingRows, Subset
+from mlx_paged.sampling.penalties import Penalties, Processors, checked_array
+
+XTC_STREAM = 0xA0761D6478BD642F
+"""Draw n of the stream of ``seed ^ XTC_STREAM`` decides whether XTC acts on the n-th token."""
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token chosen for each row, not evaluated yet.
+
+    Log-probabilities include bias, penalties and processors, but neither filters nor temperature.
+
+    Attributes:
+        tokens: ``[R]`` int32.
+        logprobs: of the tokens, ``[R]`` float32.
+        distributions: of all tokens ``[R, vocab]``, in the type of the logits.
+        top_tokens: the most likely tokens ``[R, K]`` int32, best first. K is the largest number
+            that a row asks for; a row that asks for none holds zeros. None if no row asks.
+        top_logprobs: of those tokens, ``[R, K]`` float32; -inf in a row that asks for none.
+        errors: by row, why it has no token; its entry of `tokens` is then meaningless.
+        may_be_empty: rows that have no token if their log-probability is NaN.
+    """
+
+    tokens: mx.array
+    logprobs: mx.array
+    distributions: mx.array
+    top_tokens: mx.array | None = None
+    top_logprobs: mx.array | None = None
+    errors: dict[int, Exception] = field(default_factory=dict)
+    may_be_empty: Sequence[int] = ()
+
+
+class Sampler:
+    """Chooses tokens as mlx-lm does, for all rows at once.
+
+    Between steps it keeps what depends only on the batch's composition.
+    """
+
+    def __init__(self) -> None:
+        self._compose((), 0)
+
+    def __call__(
+        self,
+        logits: mx.array,
+        requests: Sequence[Request],
+        newest: mx.array,
+        lengths: npt.NDArray[np.int32] | None = None,
+    ) -> Sampled:
+        """Choose a token for each row, evaluating nothing.
+
+        Args:
+            logits: ``[R, vocab]``.
+            requests: one for each row, all different.
+            newest: the last token ``[R]`` int32 of each request. A token in flight is not in
+                ``request.tokens`` yet.
+            lengths: ``num_tokens`` ``[R]`` of each request; None: read from the requests.
+        """
+        assert len(requests) == len(logits) == len(newest), "one row for each request"
+        if not self._rows.belong_to(requests, logits.shape[-1]):
+            self._compose(requests, logits.shape[-1])
+        if lengths is None:
+            lengths = np.array([request.num_tokens for request in requests], np.int32)
+        errors = dict(self._rows.errors)
+        logits = self._processed(logits, newest, lengths, errors)
+        logprobs = logits - log_sum_exp(logits)
+        tokens = _choose(logprobs, self._rows.drawn, lengths)
+        if self._rows.samplers:
+            tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)
+        chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
+        top_tokens = top_logprobs = None
+        if self._rows.reported is not None:
+            top_tokens, top_logprobs = _most_likely(
+                logprobs, self._rows.reported, self._rows.num_reported
+            )
+        may_be_empty = self._rows.may_be_empty
+        return Sampled(tokens, chosen, logprobs, top_tokens, top_logprobs, errors, may_be_empty)
+
+    def _compose(self, requests: Sequence[Request], vocab: int) -> None:
+        rows = self._rows = SamplingRows(requests, vocab)
+        self._penalties = Penalties(requests, rows.penalised) if rows.penalised else None
+        self._processors = Processors(requests, rows.processed) if rows.processed else None
+
+    def _processed(
+        self,
+        logits: mx.array,
+        newest: mx.array,
+        lengths: npt.NDArray[np.int32],
+        errors: dict[int, Exception],
+    ) -> mx.array:
+        if self._rows.biases is not None:
+            rows, tokens, values = self._rows.biases
+            logits = logits.at[rows, tokens].add(values)
+        if self._penalties is not None:
+            logits = self._penalties(logits, newest, lengths)
+        if self._processors is not None:
+            logits = self._processors(logits, newest, errors)
+        return logits
+
+
+def uniform(seeds: npt.ArrayLike, indices: npt.ArrayLike) -> npt.NDArray[np.float32]:
+    """Draw number `index` of the random stream of `seed`, for each pair: ``[R]`` in [0, 1).
+
+    SplitMix64 (Steele et al. 2014, section 5). Its n-th number needs no state, so a request draws
+    the same numbers whatever its batch, its chunks and its preemptions are.
+    """
+    state = _mix64(np.asarray(seeds, np.uint64)) + np.asarray(indices, np.uint64) * _GAMMA
+    return ((_mix64(state) >> np.uint64(41)).astype(np.float32)) * np.float32(2.0**-23)
+
+
+def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = z + _GAMMA
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _choose(
+    logprobs: mx.array, drawn: DrawnRows | None, lengths: npt.NDArray[np.int32]
+) -> mx.array:
+    """Tokens ``[R]`` int32: the most likely one, or a drawn one."""
+    if drawn is None:
+        return mx.argmax(logprobs, axis=-1).astype(mx.int32)
+    # Computed from the lengths: a request draws the same number if the step is run again.
+    indices = (lengths[drawn.subset.rows] - drawn.num_prompt).astype(np.uint64)
+    tokens = _draw(drawn.subset.take(logprobs).astype(mx.float32), drawn, indices)
+    if drawn.subset.index is None:
+        return tokens
+    return drawn.subset.put(mx.argmax(logprobs, axis=-1).astype(mx.int32), tokens)
+
+
+def _choose_by_callers(
+    tokens: mx.array,
+    logprobs: mx.array,
+    samplers: Mapping[int, Callable[..., object]],
+    errors: dict[int, Exception],
+) -> mx.array:
+    """`tokens` ``[R]`` with the choices of callers' samplers.
+
+    If a sampler raises, the exception goes into `errors`. A row that already has an error keeps
+    its token.
+    """
+    rows, chosen = [], []
+    for row, sampler in samplers.items():
+        if row in errors:
+            continue
+        try:
+            sampled = sampler(logprobs[row : row + 1])
+            token = checked_array("sampler", sampled, mx.integer, (1,))
+            # Not known yet, so an id outside the vocabulary is clipped, not refused.
+            chosen.append(mx.clip(token, 0, logprobs.shape[-1] - 1).astype(mx.int32))
+            rows.append(row)
+        except Exception as error:
+            errors[row] = error.with_traceback(None)  # it references every caller
+    return Subset(rows, len(tokens)).put(tokens, mx.concatenate(chosen)) if rows else tokens
+
+
+def _draw(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint64]) -> mx.array:
+    """Inverse transform sampling: the first token whose cumulated probability exceeds a draw.
+    `indices` ``[N]`` is the number of the draw in each row's stream."""
+    kept = _filtered(logprobs, drawn, indices)
+    scaled = (kept - kept.max(axis=-1, keepdims=True)) / drawn.temperature
+    cumulated = mx.cumsum(mx.exp(scaled), axis=-1)
+    draws = mx.array(uniform(drawn.seeds, indices)[:, None])
+    passed = cumulated > draws * cumulated[:, -1:]
+    return mx.argmax(passed & (kept > -mx.inf), axis=-1).astype(mx.int32)
+
+
+def _filtered(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint64]) -> mx.array:
+    """`logprobs` with -inf where a row's top-p, min-p, XTC or top-k drops the token.
+
+    The filters use probabilities at temperature 1. A token must pass all of them.
+    """
+    kept = logprobs if drawn.ranks is None else _rank_filtered(logprobs, drawn.ranks)
+    if drawn.log_min_p is not None:
+        floor = logprobs.max(axis=-1, keepdims=True) + drawn.log_min_p
+        kept = mx.where(logprobs < floor, -mx.inf, kept)
+    if drawn.xtc is not None:
+        kept = _xtc_filtered(kept, drawn.xtc, drawn.seeds, indices)
+    return kept
+
+
+def _rank_filtered(logprobs: mx.array, ranks: RankFilters) -> mx.array:
+    """`logprobs` with -inf where a row's top-p or top-k drops the token."""
+    before = ranks.subset.take(logprobs)
+    descending = mx.sort(before, axis=-1)[:, ::-1]
+    probs = mx.exp(descending)
+    mass_before = mx.cumsum(probs, axis=-1) - probs
+    nucleus = mass_before < ranks.top_p * probs.sum(axis=-1, keepdims=True)
+    in_nucleus = nucleus.sum(axis=-1, keepdims=True)
+    last = mx.maximum(mx.minimum(in_nucleus, ranks.top_k), 1) - 1
+    floor = mx.take_along_axis(descending, last, axis=-1)
+    return ranks.subset.put(logprobs, mx.where(before < floor, -mx.inf, before))
+
+
+def _xtc_filtered(
+    kept: mx.array,
+    xtc: XTC,
+    seeds: npt.NDArray[np.uint64],
+    indices: npt.NDArray[np.uint64],
+) -> mx.array:
+    """`kept` after XTC and the top-k of its rows. Where XTC acts, it drops all tokens above the
+    threshold but the least likely of them."""
+    rows = xtc.subset.rows
+    draws = uniform(seeds[rows] ^ np.uint64(XTC_STREAM), indices[rows])
+    acts = mx.array((draws < xtc.probability)[:, None])
+    before = xtc.subset.take(kept)
+    probs = mx.softmax(before, axis=-1)
+    likely = mx.where(probs > xtc.threshold, probs, mx.inf)
+    dropped = (probs > likely.min(axis=-1, keepdims=True)) & acts
+    if xtc.special is not None:
+        dropped[xtc.special] = False
+    after = xtc.subset.put(kept, mx.where(dropped, -mx.inf, before))
+    return after if xtc.ranks is None else _rank_filtered(after, xtc.ranks)
+
+
+def _most_likely(logprobs: mx.array, rows: Subset, count: int) -> tuple[mx.array, mx.array]:
+    """Of `rows`: tokens ``[R, count]`` int32 and log-probabilities float32, most likely first;
+    equally likely tokens are ordered by id."""
+    of_rows = rows.take(logprobs)
+    tokens = mx.argpartition(-of_rows, count - 1, axis=-1)[:, :count]
+    tokens = mx.sort(tokens, axis=-1)
+    values = mx.take_along_axis(of_rows, tokens, axis=-1)
+    order = mx.argsort(-values, axis=-1)
+    shape = (len(logprobs), count)
+    return (
+        rows.put(mx.zeros(shape, mx.int32), _ordered(tokens, order).astype(mx.int32)),
+        rows.put(mx.full(shape, -mx.inf), _ordered(values, order).astype(mx.float32)),
+    )
+
+
+def _ordered(array: mx.array, order: mx.array) -> mx.array:
+    return mx.take_along_axis(array, order, axis=-1)

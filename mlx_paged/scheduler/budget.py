@@ -1,0 +1,103 @@
+"""How many prompt tokens a step computes besides its decodes. Knows no mlx."""
+
+from collections.abc import Iterable
+
+from mlx_paged.request import Request
+from mlx_paged.scheduler.cost_model import CostModel, StepWork
+from mlx_paged.scheduler.step import Span, Step
+
+MIN_CHUNK = 16
+"""Prompt tokens that each step computes even if it exceeds `max_stall`. So the first prompt of the
+queue, of P tokens, takes at most P / MIN_CHUNK steps."""
+
+
+class ChunkBudget:
+    """Limits the prompt tokens of a step and, if it has decodes, its predicted time.
+
+    Attributes:
+        prefill_chunk: prompt tokens of a step at most.
+        max_stall: predicted seconds of a step with decodes at most; MIN_CHUNK tokens may exceed
+            it. None: no such bound.
+        cost: predicts the time of a step.
+
+    Raises:
+        ValueError: `prefill_chunk` or `max_stall` is not above 0.
+    """
+
+    def __init__(self, prefill_chunk: int, max_stall: float | None) -> None:
+        if prefill_chunk < 1:
+            raise ValueError(f"[Scheduler] prefill_chunk is {prefill_chunk}: expected >= 1")
+        if max_stall is not None and not max_stall > 0:
+            raise ValueError(f"[Scheduler] max_stall is {max_stall}: expected > 0 or None")
+        self.prefill_chunk = prefill_chunk
+        self.max_stall = max_stall
+        self.cost = CostModel()
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from the time of a step; does nothing without `max_stall`."""
+        if self.max_stall is not None and seconds > 0:
+            self.cost.observe(work, seconds)
+
+    def left(self, step: Step, request: Request, behind: Iterable[Request] = ()) -> int:
+        """How many prompt tokens of `request` the step can still compute.
+
+        The prompts `behind` it go first if they are less than half as long as the rest of this
+        one. They get at most half of the tokens that are left.
+        """
+        room = self._room(step, request)
+        if room <= MIN_CHUNK or request.num_pending <= room:
+            return min(room, request.num_pending)
+        shorter = [r.num_pending for r in behind if 2 * r.num_pending < request.num_pending]
+        return max(room - sum(shorter), room // 2, MIN_CHUNK)
+
+    def min_to_admit(self, request: Request) -> int:
+        """A waiting request is admitted only if the step can compute so many of its tokens.
+
+        With `max_stall`, steps often have time left for a few tokens. Requests admitted for these
+        would hold blocks for whole prompts and would not finish earlier.
+        """
+        if self.max_stall is None:
+            return 1
+        return min(MIN_CHUNK, self.prefill_chunk, request.num_pending)
+
+    def _room(self, step: Step, request: Request) -> int:
+        """As `left`, without other prompts."""
+        wanted = min(request.num_pending, self.prefill_chunk - step.chunk_tokens)
+        if self.max_stall is None or step.decode_rows == 0 or wanted <= 0:
+            return wanted
+        return self.cost.chunk_within(
+            self.max_stall,
+            step.work,
+            start=request.num_computed,
+            wanted=wanted,
+            minimum=max(0, MIN_CHUNK - step.chunk_tokens),
+        )
+
+
+def is_under_way(request: Request, step: Step, budget: int, block_size: int) -> bool:
+    """Whether `step` already computes, for another request, half of what `request` would compute.
+
+    Then the request should wait. After the step it finds these blocks in the prefix cache, and the
+    step's budget goes to other prompts.
+
+    Args:
+        budget: prompt tokens that the step can still compute.
+    """
+    for span in step.spans:
+        if len(span) > 1 and span.request.salt == request.salt:
+            own = min(len(request.tokens) - span.start, budget)  # with hits up to the span
+            if 2 * _shared_tokens(request, span, block_size) >= max(1, own):
+                return True
+    return False
+
+
+def _shared_tokens(request: Request, span: Span, block_size: int) -> int:
+    """Number of the request's tokens in full blocks that the span computes."""
+    ours, theirs = request.tokens, span.request.tokens
+    start = stop = span.start // block_size * block_size
+    if ours[:start] != theirs[:start]:
+        return 0
+    last = min(span.stop, len(ours))
+    while stop + block_size <= last and ours[stop : (end := stop + block_size)] == theirs[stop:end]:
+        stop = end
+    return stop - start

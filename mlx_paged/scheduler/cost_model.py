@@ -1,0 +1,234 @@
+"""Predicts how long a step takes from the times of earlier steps. Knows no mlx."""
+
+import math
+from bisect import bisect_right
+from collections import deque
+from dataclasses import dataclass
+from operator import add, mul
+from statistics import median
+
+FORGETTING = 0.98
+"""Weight of an observation relative to the next one: about the last 50 of each kind count."""
+
+SWEEPS = 4
+"""Sweeps of coordinate descent per observation, each from the previous coefficients."""
+
+TOKENS_GROWTH = 2
+"""A chunk has at most so many times the tokens of the largest chunk so far."""
+
+CONTEXT_GROWTH = 8
+"""The same for its context, which grows faster than its tokens."""
+
+WARM_UP = 8
+"""Before so many observations of a kind, none of them is an outlier."""
+
+NOVELTY = 1.25
+"""Work more than so many times as large as any before is never an outlier: its cost is unknown."""
+
+# The difference of an observation from its prediction is log(seconds / predicted).
+
+CLIP = 4.0
+"""Outliers differ by more than so many times the usual difference."""
+
+MARGIN = 2.5
+"""A bound leaves room for so many usual differences."""
+
+LARGEST_MARGIN = 1.3
+"""Upper limit of the margin, for a machine whose times vary a lot."""
+
+USUAL_RATE = 0.05
+"""Rate per observation at which the usual difference follows the latest ones."""
+
+MIN_USUAL = 0.01
+"""Lower limit of the usual difference."""
+
+DRIFT_RATE = 0.05
+"""Rate per observation at which the drift follows the differences."""
+
+CHANGE = 0.2
+"""The drift follows smaller differences; larger ones may mean a change of speed."""
+
+CHANGE_STEPS = 10
+"""The speed changed if all but one of so many differences are large and of the same sign. Pauses
+and compilations are shorter, and a single one of them does not hide the change."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes.
+
+    Attributes:
+        decode_rows: requests that compute one token.
+        decode_context: sum of the context lengths of these rows.
+        chunk_tokens: tokens of prefill chunks.
+        chunk_context: sum of the context lengths of these tokens; position p has p + 1.
+    """
+
+    decode_rows: int = 0
+    decode_context: int = 0
+    chunk_tokens: int = 0
+    chunk_context: int = 0
+
+    @classmethod
+    def chunk(cls, start: int, num_tokens: int) -> "StepWork":
+        """A prefill chunk of `num_tokens` tokens from position `start`."""
+        return cls(0, 0, num_tokens, num_tokens * start + num_tokens * (num_tokens + 1) // 2)
+
+    def __add__(self, other: "StepWork") -> "StepWork":
+        return StepWork(
+            self.decode_rows + other.decode_rows,
+            self.decode_context + other.decode_context,
+            self.chunk_tokens + other.chunk_tokens,
+            self.chunk_context + other.chunk_context,
+        )
+
+    @property
+    def features(self) -> list[float]:
+        """The inputs of the linear function that predicts seconds."""
+        decodes = (self.decode_rows, self.decode_context)
+        return [1.0, *decodes, self.chunk_tokens, self.chunk_context]
+
+
+NUM_FEATURES = len(StepWork().features)
+
+
+class NormalEquations:
+    """Least squares of ``row @ coefficients = 1`` over the latest rows. Each row has `FORGETTING`
+    times the weight of the next one."""
+
+    def __init__(self) -> None:
+        self.matrix = [[0.0] * NUM_FEATURES for _ in range(NUM_FEATURES)]  # sum of outer(row, row)
+        self.target = [0.0] * NUM_FEATURES  # sum of row
+        self.num_rows = 0
+
+    def add(self, row: list[float]) -> None:
+        self.matrix = [
+            [FORGETTING * old + a * b for old, b in zip(line, row, strict=True)]
+            for line, a in zip(self.matrix, row, strict=True)
+        ]
+        self.target = [FORGETTING * old + a for old, a in zip(self.target, row, strict=True)]
+        self.num_rows += 1
+
+
+class CostModel:
+    """Seconds of a step as a linear function of its work, with coefficients >= 0.
+
+    The coefficients minimise the relative errors of the latest steps: a row of the equations is a
+    step's features divided by its seconds. Steps with and without chunks have separate equations,
+    so that many decodes do not make the model forget the cost of chunks. An outlier is clipped to
+    the edge of the usual differences. A change of the machine's speed usually affects all work.
+    `drift` follows a small change until the coefficients have adapted; `slowness` follows a large
+    change once the last `CHANGE_STEPS` steps agree on it. Memory and the time of a call are
+    constant.
+    """
+
+    def __init__(self) -> None:
+        self.coefficients = [0.0] * NUM_FEATURES  # seconds per unit of feature, divided by slowness
+        self.slowness = 1.0  # the equations hold seconds divided by the slowness then
+        self.drift = 1.0  # latest seconds relative to the coefficients' prediction
+        self._decodes = NormalEquations()  # steps without chunks
+        self._chunks = NormalEquations()  # steps with chunks
+        self._largest = [0.0] * NUM_FEATURES  # largest value of each feature so far
+        self._usual = 10 * MIN_USUAL  # running mean of abs(difference)
+        self._differences: deque[float] = deque(maxlen=CHANGE_STEPS)  # the latest, without drift
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn from the time of a step.
+
+        Raises:
+            ValueError: `seconds` is not a finite number > 0.
+        """
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"[observe] seconds is {seconds}: expected a finite number > 0")
+        features = work.features
+        equations = self._chunks if work.chunk_tokens else self._decodes
+        if equations.num_rows >= WARM_UP and self._is_familiar(features):
+            seconds = self._without_outlier(work, seconds)
+        scale = self.slowness / seconds
+        equations.add([feature * scale for feature in features])
+        self._largest = list(map(max, self._largest, features))
+        self._descend()
+
+    def predict(self, work: StepWork) -> float:
+        """Seconds that a step will take; 0 before the first observation."""
+        seconds: float = sum(map(mul, self.coefficients, work.features))
+        return self.slowness * self.drift * seconds
+
+    @property
+    def margin(self) -> float:
+        """Factor from predicted seconds, which are typical, to seconds that few steps exceed."""
+        return min(math.exp(MARGIN * self._usual), LARGEST_MARGIN)
+
+    def chunk_within(
+        self, bound_seconds: float, work: StepWork, start: int, wanted: int, minimum: int
+    ) -> int:
+        """How many tokens of a prompt a step can compute in addition to `work`.
+
+        Above the minimum, `TOKENS_GROWTH` and `CONTEXT_GROWTH` limit how fast chunks grow, because
+        small chunks may not show what large ones cost.
+
+        Args:
+            bound_seconds: limit of the predicted seconds, including the margin.
+            start: position of the first token.
+            wanted: number of tokens left to compute.
+            minimum: number of tokens to compute at any cost, so that the prompt advances.
+
+        Returns:
+            The largest number of tokens within these limits, from ``min(minimum, wanted)`` to
+            `wanted`.
+        """
+        *_, largest_tokens, largest_context = self._largest
+
+        def is_too_much(num_tokens: int) -> bool:
+            total = work + StepWork.chunk(start, num_tokens)
+            return (
+                total.chunk_tokens > TOKENS_GROWTH * largest_tokens
+                or total.chunk_context > CONTEXT_GROWTH * largest_context
+                or self.predict(total) * self.margin > bound_seconds
+            )
+
+        minimum = min(minimum, wanted)
+        return minimum + bisect_right(range(minimum + 1, wanted + 1), False, key=is_too_much)
+
+    def _is_familiar(self, features: list[float]) -> bool:
+        pairs = zip(features, self._largest, strict=True)
+        return all(feature <= NOVELTY * largest for feature, largest in pairs)
+
+    def _without_outlier(self, work: StepWork, seconds: float) -> float:
+        """The seconds, clipped to the usual difference from the prediction."""
+        predicted = self.predict(work)
+        if predicted == 0:
+            return seconds
+        self._differences.append(math.log(seconds / predicted * self.drift))
+        if self._is_change_of_speed():
+            self.slowness *= math.exp(median(self._differences))
+            self.drift = 1.0
+            self._differences.clear()
+            predicted = self.predict(work)
+        edge = CLIP * self._usual
+        clipped = min(max(math.log(seconds / predicted), -edge), edge)
+        self._usual += USUAL_RATE * (max(abs(clipped), MIN_USUAL) - self._usual)
+        self.drift *= math.exp(DRIFT_RATE * clipped)
+        return predicted * math.exp(clipped)
+
+    def _is_change_of_speed(self) -> bool:
+        if len(self._differences) < CHANGE_STEPS:
+            return False
+        _, low, *_, high, _ = sorted(self._differences)
+        return low > CHANGE or high < -CHANGE
+
+    def _descend(self) -> None:
+        """Lower the sum of squares: set one coefficient at a time to its best value >= 0.
+
+        Coefficients that the data do not determine keep their values. The scale of a feature does
+        not matter.
+        """
+        coefficients = self.coefficients
+        decodes, chunks = self._decodes, self._chunks
+        matrix = [list(map(add, a, b)) for a, b in zip(decodes.matrix, chunks.matrix, strict=True)]
+        target = list(map(add, decodes.target, chunks.target))
+        for _ in range(SWEEPS):
+            for i, line in enumerate(matrix):
+                if line[i] > 0:
+                    gradient = sum(map(mul, line, coefficients)) - target[i]
+                    coefficients[i] = max(0.0, coefficients[i] - gradient / line[i])

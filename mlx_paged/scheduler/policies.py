@@ -1,0 +1,143 @@
+"""Which waiting request is admitted next, and which running one is preempted. Knows no mlx."""
+
+import math
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple, Never
+
+from mlx_paged.request import Request
+
+
+class Policy(StrEnum):
+    """The order in which waiting requests are admitted."""
+
+    FCFS = "fcfs"  # first come, first served
+    PRIORITY = "priority"  # lower numbers first, then by arrival
+    SHORTEST = "shortest"  # shorter prompts first; waiting makes a prompt count as shorter
+
+    @classmethod
+    def _missing_(cls, value: object) -> Never:
+        expected = ", ".join(cls)
+        raise ValueError(f"[WaitingQueue] policy is {value!r}: expected one of {expected}")
+
+
+class _Entry(NamedTuple):
+    key: tuple[float, ...]  # smallest first
+    serial: int  # number of the push; a removed entry has an old one
+    request: Request
+
+
+class WaitingQueue:
+    """Waiting requests in the order of a policy.
+
+    Preempted requests come first, oldest first; under `Policy.PRIORITY` they come first among those
+    of the same priority. The caller may already have read some of their tokens.
+
+    Under `Policy.SHORTEST` a prompt's length counts as `ageing` tokens less for each second that it
+    waits. Only requests that arrive less than n / ageing seconds later can overtake a prompt of n
+    tokens. All waiting requests age at the same rate, so ``num_tokens + ageing * arrival_time``,
+    which never changes, gives the same order as ``num_tokens - ageing * waited``.
+
+    The order is fixed when a request is pushed; to change its priority, remove it and push it
+    again. A removed entry stays in the heap until it is on top, or until most entries are removed
+    ones. `peek` is O(1), the other methods O(log n) amortised.
+
+    Args:
+        policy: the order.
+        ageing: tokens per second, >= 0, for `Policy.SHORTEST`. At 0 a long prompt may wait forever.
+
+    Raises:
+        ValueError: the policy is unknown, or `ageing` is negative or not finite.
+    """
+
+    def __init__(self, policy: Policy = Policy.FCFS, ageing: float = 1000.0) -> None:
+        if not 0 <= ageing < math.inf:
+            raise ValueError(f"[WaitingQueue] ageing is {ageing}: expected a finite number >= 0")
+        self.policy = Policy(policy)
+        self.ageing = ageing
+        self._heap: list[_Entry] = []  # its first entry is live
+        self._live: dict[int, int] = {}  # request id -> serial of its entry
+        self._num_pushed = 0
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._live
+
+    def __iter__(self) -> Iterator[Request]:
+        """Waiting requests in the order of admission. Sorts them: too slow for each step."""
+        return (entry.request for entry in sorted(filter(self._is_live, self._heap)))
+
+    def push(self, request: Request) -> None:
+        """Add a new or preempted request; ValueError if it waits already."""
+        if request in self:
+            raise ValueError(
+                f"[WaitingQueue] request is {request.id}, which waits already: "
+                "expected one that does not"
+            )
+        self._num_pushed += 1
+        self._live[request.id] = self._num_pushed
+        heappush(self._heap, _Entry(self._key(request), self._num_pushed, request))
+
+    def peek(self) -> Request:
+        """The request to admit next; IndexError if none waits."""
+        return self._heap[0].request
+
+    def pop(self) -> Request:
+        """Remove the request to admit next and return it; IndexError if none waits."""
+        request = heappop(self._heap).request
+        del self._live[request.id]
+        self._drop_removed()
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Remove any waiting request; ValueError if it does not wait."""
+        if self._live.pop(request.id, None) is None:
+            raise ValueError(
+                f"[WaitingQueue] request is {request.id}, which does not wait: "
+                "expected one that does"
+            )
+        self._drop_removed()
+
+    def _key(self, request: Request) -> tuple[float, ...]:
+        ran = -(request.num_preempted > 0)
+        if self.policy is Policy.PRIORITY:
+            return (request.priority, ran, request.id)
+        if self.policy is Policy.SHORTEST and not ran:
+            aged = request.num_tokens + self.ageing * request.arrival_time
+            return (ran, aged, request.id)
+        return (ran, 0, request.id)
+
+    def _is_live(self, entry: _Entry) -> bool:
+        return self._live.get(entry.request.id) == entry.serial
+
+    def _drop_removed(self) -> None:
+        """Drop removed entries on top of the heap, and all of them once they are the majority."""
+        if len(self._heap) > 2 * len(self._live):
+            self._heap = list(filter(self._is_live, self._heap))
+            heapify(self._heap)
+        while self._heap and not self._is_live(self._heap[0]):
+            heappop(self._heap)
+
+
+class PreemptionPolicy(StrEnum):
+    """Which running request is preempted. It is computed again later, with the same result."""
+
+    NEWEST = "newest"  # the last to arrive: repeats the fewest steps, and no request starves
+    LONGEST = "longest"  # the most tokens in the pool: causes the fewest preemptions
+    FEWEST_GENERATED = "fewest-generated"  # delays the request with the least visible progress
+
+
+_RANK: dict[PreemptionPolicy, Callable[[Request], int]] = {
+    PreemptionPolicy.NEWEST: lambda request: 0,
+    PreemptionPolicy.LONGEST: lambda request: request.num_computed,
+    PreemptionPolicy.FEWEST_GENERATED: lambda request: -request.num_generated,
+}
+
+
+def choose_preempted(candidates: list[Request], policy: PreemptionPolicy) -> Request:
+    """The request to preempt: largest priority number first, then by policy, then the newest."""
+    rank = _RANK[policy]
+    return max(candidates, key=lambda request: (request.priority, rank(request), request.id))

@@ -1,0 +1,99 @@
+"""What the engine and a runner exchange: steps, sampled tokens, results. Knows no mlx."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
+
+from mlx_paged.request import Request
+from mlx_paged.scheduler.step import Step
+
+
+class SampledToken(NamedTuple):
+    """The next token of one request. A beam search uses only `top`.
+
+    Attributes:
+        logprob: of the token, after penalties, before temperature and filters.
+        top: the most likely tokens and their log-probabilities, best first.
+        error: why there is no token.
+    """
+
+    request: Request
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    error: Exception | None = None
+
+
+class Launched(Protocol):
+    """A step that a runner has started."""
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests that get a token."""
+
+    @property
+    def errors(self) -> dict[int, Exception]:
+        """Known errors by index into `requests`."""
+
+
+LaunchedT = TypeVar("LaunchedT", bound=Launched)
+
+
+class Runner(Protocol[LaunchedT]):
+    """Computes steps: the model, or a fake one in tests."""
+
+    def launch(self, step: Step, before: LaunchedT | None) -> LaunchedT:
+        """Start a step. Input tokens that are not known yet come from `before`.
+
+        Recurrent states are restored before the spans are computed. The spans' snapshots are
+        filled as soon as their states are computed.
+        """
+
+    def collect(self, launched: LaunchedT) -> list[SampledToken]:
+        """Wait for a step; return one token for each of its requests, in order."""
+
+    def drop(self, request: Request) -> None:
+        """Drop a request's recurrent states; if it has a snapshot, they move there."""
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let a child start with its parent's recurrent states."""
+
+    def recover(self) -> None:
+        """Discard the steps under way and all states that they may have damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A step that failed: its requests and the exception."""
+
+    requests: list[Request]
+    error: BaseException
+
+
+@dataclass(slots=True)
+class StepResult:
+    """The step that ended in a call, and the steps that the call launched.
+
+    Attributes:
+        step: None if there was nothing to compute.
+        seconds: host time of `step`: launch plus wait. Summed over all steps it equals wall time.
+        schedule_seconds: of the call, for any step; so are the next two.
+        launch_seconds: building and submitting the graph.
+        wait_seconds: waiting for the device.
+        prompt_tokens: of `step`.
+        launched: the steps launched in the call.
+        launched_prompt_tokens: of these steps.
+        blocks_in_use: when `step` was launched.
+        fault: `step` or a launched one failed. The choices are still valid.
+    """
+
+    step: Step | None = None
+    choices: list[SampledToken] = field(default_factory=list)
+    seconds: float = 0.0
+    schedule_seconds: float = 0.0
+    launch_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    prompt_tokens: int = 0
+    launched: list[Step] = field(default_factory=list)
+    launched_prompt_tokens: int = 0
+    blocks_in_use: int = 0
+    fault: Fault | None = None

@@ -1,0 +1,120 @@
+"""What one forward pass of the model computes. Knows no mlx."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+
+from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.snapshots import Snapshot
+from mlx_paged.request import Request
+from mlx_paged.scheduler.cost_model import StepWork
+
+
+@dataclass(slots=True, eq=False)  # not frozen, which would double the time to make one
+class Span:
+    """Token positions ``[start, stop)`` of one request that this step computes.
+
+    Attributes:
+        samples: whether the step samples the request's next token, because all known tokens are
+            then computed.
+        forks: other samples of the same prompt; each draws its first token in this step.
+        snapshots: of the request's recurrent states within the span, ordered by position.
+    """
+
+    request: Request
+    start: int
+    stop: int
+    samples: bool
+    forks: tuple[Request, ...] = ()
+    snapshots: tuple[Snapshot, ...] = ()
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def pieces(self) -> list["Span"]:
+        """The span cut at its snapshots: each snapshot is the state after a piece."""
+        if not self.snapshots:
+            return [self]
+        pieces, start = [], self.start
+        for snapshot in self.snapshots:
+            is_last = snapshot.position == self.stop
+            samples, forks = self.samples and is_last, self.forks if is_last else ()
+            pieces.append(Span(self.request, start, snapshot.position, samples, forks, (snapshot,)))
+            start = snapshot.position
+        if start < self.stop:
+            pieces.append(Span(self.request, start, self.stop, self.samples, self.forks))
+        return pieces
+
+
+def sort_by_pending(
+    requests: Iterable[Request],
+) -> tuple[list[Request], list[Request], list[Request]]:
+    """Requests with one token to compute, with several, and with no further token to generate."""
+    decodes, chunks, exhausted = [], [], []
+    for request in requests:  # all requests in each step: properties would double the time
+        num_tokens = len(request.tokens) + request.num_in_flight
+        limit = request.num_prompt + request.params.max_tokens
+        if num_tokens >= limit or request.error is not None:
+            exhausted.append(request)
+        elif num_tokens - request.num_computed == 1:
+            decodes.append(request)
+        elif num_tokens > request.num_computed:
+            chunks.append(request)
+    return decodes, chunks, exhausted
+
+
+@dataclass(slots=True)
+class Step:
+    """The spans that one forward pass computes.
+
+    Attributes:
+        copies: block copies to perform before any K/V is written.
+        restores: snapshots from which requests' recurrent states start.
+        requests: ids of all requests that are computed, forked or preempted in this step.
+        prompt_tokens: prompt tokens computed, also those that are computed again.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    restores: list[tuple[Request, Snapshot]] = field(default_factory=list)
+    requests: set[int] = field(default_factory=set)
+    decode_rows: int = 0
+    decode_context: int = 0
+    chunk_tokens: int = 0
+    chunk_context: int = 0
+    prompt_tokens: int = 0
+
+    def add(self, span: Span) -> None:
+        self.spans.append(span)
+        self.requests.add(span.request.id)
+        self.requests.update(fork.id for fork in span.forks)
+        self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - span.start)
+        if len(span) == 1:
+            self.decode_rows += 1
+            self.decode_context += span.stop
+        else:
+            self.chunk_tokens += len(span)
+            self.chunk_context += (span.stop * (span.stop + 1) - span.start * (span.start + 1)) // 2
+
+    def add_decodes(self, requests: Sequence[Request], positions: Sequence[int]) -> None:
+        """Compute the last token of each request and sample the next one."""
+        stops = [position + 1 for position in positions]
+        self.spans += map(Span, requests, positions, stops, repeat(True))
+        for request, stop in zip(requests, stops, strict=True):
+            request.num_computed = stop
+            self.prompt_tokens += stop <= request.num_prompt
+        self.requests.update([request.id for request in requests])
+        self.decode_rows += len(stops)
+        self.decode_context += sum(stops)
+
+    @property
+    def everyone(self) -> list[Request]:
+        """All requests that are computed or get a token."""
+        return [request for span in self.spans for request in (span.request, *span.forks)]
+
+    @property
+    def work(self) -> StepWork:
+        """The step's work as the cost model counts it."""
+        return StepWork(
+            self.decode_rows, self.decode_context, self.chunk_tokens, self.chunk_context
+        )

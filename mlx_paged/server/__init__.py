@@ -1,0 +1,1 @@
+"""python -m mlx_paged.server: an OpenAI-compatible HTTP server on the engine."""

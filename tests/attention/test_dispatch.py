@@ -1,0 +1,189 @@
+"""Both paths of attention give mlx-lm's answer; the device and the environment decide."""
+
+import warnings
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from attention_paths import attending_by
+from mlx_lm.generate import generate_step
+from paged_cases import TOLERANCE, random_case, worst_error
+from tiny_models import VOCAB, solo_greedy, tiny_model
+
+from mlx_paged import Engine
+from mlx_paged.attention.pool_attention import (
+    ANY_NUMBER,
+    FEW_QUERIES,
+    PATHS,
+    Chunk,
+    PoolAttention,
+    causal_mask,
+    max_paged_queries,
+    path_counts,
+)
+from mlx_paged.drop_in.base_cache import LayerView
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
+from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.kv.pool import KVPool, KVShape
+
+BLOCK = 4
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (40, 5, 33)]
+
+
+def pool_of(case) -> KVPool:
+    """The case's K/V as a pool; where a table means nothing it names block 0, as in an engine."""
+    heads, num_blocks, block_size, head_dim = case.k_cache.shape
+    shape = KVShape(heads, head_dim, case.v_cache.shape[3], case.k_cache.dtype)
+    pool = KVPool([shape], num_blocks, block_size)
+    pool.k[0], pool.v[0] = case.k_cache, case.v_cache
+    tables = np.array(case.block_tables)
+    case.block_tables = mx.array(np.where((tables >= 0) & (tables < num_blocks), tables, 0))
+    return pool
+
+
+def attention_of(case) -> PoolAttention:
+    window, sinks = (case.options.get(name) for name in ("window", "sinks"))
+    return PoolAttention(pool_of(case), 0, case.scale, window, sinks, max_paged_queries())
+
+
+def assert_like_float64(out, case) -> None:
+    expected, _ = case.expected()
+    assert worst_error(out, expected) <= TOLERANCE[out.dtype]
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("window_21",), ("sinks",), ("window_21", "sinks")], ids=str
+)
+@pytest.mark.parametrize("length", [2, 9, 37])
+@pytest.mark.parametrize("path", PATHS)
+def test_both_paths_attend_a_chunk_as_float64_does(path, length, options):
+    case = random_case([37], num_tokens=length, block_size=BLOCK, options=options)
+    with attending_by(path):
+        attention = attention_of(case)
+        blocks = case.block_tables[0, : -(-37 // BLOCK)]
+        out = attention.chunk(case.q, Chunk(0, 37 - length, length, blocks))
+    assert path_counts == {path: 1}
+    assert_like_float64(out, case)
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("window_21",), ("sinks",), ("window_21", "sinks")], ids=str
+)
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("path", PATHS)
+def test_both_paths_attend_ragged_rows_as_float64_does(path, length, options):
+    case = random_case([3, 29, 16], num_tokens=length, block_size=BLOCK, options=options)
+    with attending_by(path):
+        attention = attention_of(case)
+        out = attention.rows(case.q, case.block_tables, case.context_lens)
+    assert path_counts == {path: 1}
+    assert_like_float64(out, case)
+
+
+@pytest.mark.parametrize(
+    ("path", "columns", "num_calls"),
+    [("paged", 2, 1), ("paged", 9, 1), ("gather", 2, 1), ("gather", 9, 3)],
+)
+def test_rows_of_a_padded_forward_are_gathered_one_by_one_if_long(path, columns, num_calls):
+    contexts = np.array([12, 29, 16], np.int32)
+    case = random_case(contexts.tolist(), num_tokens=columns, block_size=BLOCK)
+    pool = pool_of(case)
+    spans = PaddedSpans.of(contexts - np.int32(columns), columns)
+    with attending_by(path):
+        step = PaddedBatch((0, 1, 2), spans, np.array(case.block_tables), BLOCK)
+        out = LayerView(pool, step, None).attend(case.q, case.scale, None, None)
+    assert path_counts == {path: num_calls}
+    assert_like_float64(out, case)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_an_engine_gives_mlx_lms_tokens_on_a_forced_path(model_type, path):
+    model = tiny_model(model_type)
+    expected = [solo_greedy(model, prompt, 12) for prompt in PROMPTS]
+    with attending_by(path):
+        engine = Engine(model, block_size=BLOCK, num_blocks=100, prefill_chunk=16)
+        done = engine.generate(PROMPTS, max_tokens=12)
+    assert [completion.tokens for completion in done] == expected
+    assert set(path_counts) == {path}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
+def test_drop_in_caches_give_mlx_lms_tokens_on_a_forced_path(model_type, path):
+    model, [prompt, *_] = tiny_model(model_type), PROMPTS
+    expected = solo_greedy(model, prompt, 12)
+    with patched_mlx_lm(block_size=BLOCK), attending_by(path):
+        cache = make_prompt_cache(model, block_size=BLOCK)
+        steps = generate_step(
+            mx.array(prompt), model, max_tokens=12, prompt_cache=cache, prefill_step_size=13
+        )
+        assert [int(token) for token, _ in steps] == expected
+    assert set(path_counts) == {path}
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+
+
+def test_on_a_cpu_the_paged_op_always_answers():
+    with attending_by(""):
+        assert max_paged_queries() == ANY_NUMBER
+
+
+def test_on_a_gpu_few_queries_take_the_paged_op(on_a_gpu):
+    with attending_by(""):
+        assert max_paged_queries() == FEW_QUERIES == 8
+
+
+@pytest.mark.parametrize(("path", "expected"), [("paged", ANY_NUMBER), ("gather", 0)])
+def test_the_environment_overrides_the_device(path, expected, on_a_gpu):
+    with attending_by(path):
+        assert max_paged_queries() == expected
+
+
+@pytest.mark.parametrize(("length", "path"), [(1, "paged"), (8, "paged"), (9, "gather")])
+def test_longer_chunks_than_the_limit_are_gathered(length, path):
+    case = random_case([37], num_tokens=length, block_size=BLOCK)
+    attention = PoolAttention(pool_of(case), 0, case.scale, None, None, FEW_QUERIES)
+    path_counts.clear()
+    attention.chunk(case.q, Chunk(0, 37 - length, length, case.block_tables[0, :10]))
+    attention.rows(case.q, case.block_tables, case.context_lens)
+    assert path_counts == {path: 2}
+
+
+def test_an_engine_gathers_long_chunks_on_a_gpu(monkeypatch):
+    monkeypatch.setattr("mlx_paged.runner.layer_cache.max_paged_queries", lambda: FEW_QUERIES)
+    model, [prompt, *_] = tiny_model("llama"), PROMPTS
+    engine = Engine(model, block_size=BLOCK, num_blocks=64, prefill_chunk=64)
+    path_counts.clear()
+    [done] = engine.generate([prompt], max_tokens=12)
+    n_layers = len(engine.manager.k)
+    # the last layer computes only the last token of the prompt, a row like a decode
+    assert path_counts == {"gather": n_layers - 1, "paged": n_layers * 11 + 1}
+    assert done.tokens == solo_greedy(model, prompt, 12)
+
+
+def test_an_unknown_path_costs_one_warning_and_nothing_else():
+    model = tiny_model("llama")
+    with warnings.catch_warnings(record=True) as caught, attending_by("fast"):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            [done] = Engine(model, num_blocks=16).generate([PROMPTS[0]], max_tokens=4)
+    assert done.tokens == solo_greedy(model, PROMPTS[0], 4)
+    assert set(path_counts) == {"paged"}
+    [warning] = caught
+    assert str(warning.message) == (
+        "MLX_PAGED_ATTENTION is 'fast': expected paged or gather; ignored"
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("first", [0, 4])
+def test_a_mask_shows_the_keys_up_to_a_query_and_within_its_window(window, first):
+    queries, keys = np.arange(5, 11)[:, None], np.arange(first, 11)[None]
+    expected = (keys <= queries) & (keys > queries - (window or 100))
+    mask = causal_mask(mx.array(queries), 11, window, first)
+    np.testing.assert_array_equal(np.array(mask), expected)

@@ -1,0 +1,108 @@
+"""Pre-warming dispatches every pipeline that an engine will use, and says when there are none."""
+
+from itertools import product
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_runner import MetalRunner
+from tiny_models import VOCAB, tiny_model
+
+from mlx_paged import Engine, _ext, ops
+from mlx_paged.attention import prewarm
+from mlx_paged.kv.pool import KVShape
+from mlx_paged.runner.model_probe import probe
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> None:
+    """Let this build take itself for one with Metal."""
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(_ext.metal, "has_metal", lambda: True)
+
+
+def test_a_cpu_compiles_nothing_and_says_so():
+    engine = Engine(tiny_model("llama"), num_blocks=8)
+    assert engine.stats.prewarm_seconds is None
+    assert prewarm.prewarm(probe(tiny_model("llama")).attentions, 16) is None
+
+
+def test_layers_that_share_a_pipeline_count_once():
+    (kind,) = probe(tiny_model("llama")).attentions
+    assert (kind.num_heads, kind.shape.n_kv_heads, kind.window, kind.has_sinks) == (
+        4,
+        2,
+        None,
+        False,
+    )
+    kinds = probe(tiny_model("gpt_oss")).attentions
+    assert {(kind.window, kind.has_sinks) for kind in kinds} == {(12, True), (None, True)}
+
+
+def pipelines(call: dict[str, Any]) -> set[str]:
+    return {launch["pipeline"] for launch in call["launches"]}
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 512], ids="S{}".format)
+@pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256], ids="D{}".format)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8], ids="G{}".format)
+def test_every_plan_of_attention_was_dispatched(
+    group, head_dim, latent, block_size, gpu, monkeypatch
+):
+    """Whatever the number of sequences, of tokens of each and of columns of the tables."""
+    kv_heads = 1 if latent else 2
+    shape = KVShape(kv_heads, head_dim, head_dim - 16 * latent, mx.float16, latent)
+    kind = prewarm.AttentionKind(shape, kv_heads * group, mx.float16, None, False)
+    dispatched: list[dict[str, Any]] = []
+
+    def attention(q, k_cache, v_cache, *arrays, **options):
+        call = _ext.metal.plan_attention(q, k_cache[0], v_cache[0], *arrays, **options)
+        dispatched.append(call)
+        return q
+
+    monkeypatch.setattr(ops, "paged_attention", attention)
+    prewarm.prewarm([kind], block_size)
+    warmed = set().union(*(pipelines(call) for call in dispatched))
+    pool = prewarm.KVPool([shape], 1, block_size)
+    for batch, length, columns in product((1, 2, 5, 64, 200), range(1, 10), (1, 2, 40, 600)):
+        call = _ext.metal.plan_attention(
+            mx.zeros((batch, kind.num_heads, length, head_dim), mx.float16),
+            *(pool.k[0], pool.v[0]),
+            *(mx.zeros((batch, columns), mx.int32), mx.zeros((batch,), mx.int32)),
+            scale=1.0,
+        )
+        assert pipelines(call) <= warmed, (batch, length, columns)
+    assert len(dispatched) <= len(warmed)
+
+
+def test_heads_without_a_kernel_have_nothing_to_dispatch(gpu, monkeypatch):
+    monkeypatch.delattr(ops, "paged_attention")
+    shape = KVShape(1, 65, 65, mx.float16)
+    kind = prewarm.AttentionKind(shape, 1, mx.float16, None, False)
+    assert prewarm.prewarm([kind], 16) is not None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "deepseek_v3"])
+def test_an_engine_uses_only_pipelines_that_were_dispatched(model_type, gpu, monkeypatch):
+    model = tiny_model(model_type, num_hidden_layers=2)
+    metal = MetalRunner()
+    metal.install(monkeypatch)
+    seconds = prewarm.prewarm(probe(model).attentions, 4)
+    monkeypatch.undo()
+    metal.install(monkeypatch)
+    assert seconds is not None and seconds > 0
+    warmed = set(metal.trace.pipelines)
+    assert {name.split("_float")[0] for name in warmed} == {
+        "paged_attention",
+        "merge_splits",
+        "write_kv",
+        "copy_blocks",
+    }
+
+    metal.trace.pipelines.clear()
+    engine = Engine(model, block_size=4, num_blocks=64, prefill_chunk=8)
+    prompts = [np.random.default_rng(0).integers(0, VOCAB, n).tolist() for n in (5, 19)]
+    engine.generate(prompts, max_tokens=3)
+    assert set(metal.trace.pipelines) <= warmed

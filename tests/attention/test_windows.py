@@ -1,0 +1,137 @@
+"""Blocks that fell out of every layer's sliding window are given up, and never read again."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from tiny_models import VOCAB, solo_greedy, tiny_model
+
+from mlx_paged import Engine
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.runner.model_probe import probe
+
+BLOCK, WINDOW = 4, 12
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (50, 7, 31)]
+
+
+def windowed(*windows: int | None):
+    """A llama whose layers see only so many tokens."""
+    model = tiny_model("llama", num_hidden_layers=len(windows))
+    model.make_cache = lambda: [RotatingKVCache(w) if w else KVCache() for w in windows]
+    return model
+
+
+def poison_free_blocks(engine: Engine) -> None:
+    """NaN into every slot that nobody may read any more."""
+    manager = engine.manager
+    blocks = np.array(manager.allocator._store.free, np.int32)
+    slots = mx.array((blocks[:, None] * BLOCK + np.arange(BLOCK, dtype=np.int32)).ravel())
+    for layer, shape in enumerate(manager.pool.shapes):
+        rows = mx.full((slots.size, shape.n_kv_heads, shape.head_dim), mx.nan, shape.dtype)
+        manager.pool.write(layer, rows, rows, slots)
+    mx.eval(manager.pool.handles())
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"), [((12, 12), 12), ((12, 20), 20), ((12, None), None), ((None,), None)]
+)
+def test_the_widest_window_counts_and_a_full_layer_ends_all(windows, expected):
+    assert probe(windowed(*windows)).window == expected
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+@pytest.mark.parametrize("prefill_chunk", [5, 16, 64])
+def test_what_is_given_up_is_never_read_again(prefill_chunk, lookahead):
+    model = windowed(WINDOW, WINDOW)
+    engine = Engine(
+        model,
+        block_size=BLOCK,
+        num_blocks=64,
+        prefill_chunk=prefill_chunk,
+        lookahead=lookahead,
+        prefix_cache=False,
+    )
+    ids = [engine.add_request(prompt, max_tokens=40) for prompt in PROMPTS]
+    done = {}
+    while engine.has_work:
+        done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
+        engine.manager.check_integrity()
+        if not engine._pipeline.busy:
+            poison_free_blocks(engine)
+    assert [done[i].tokens for i in ids] == [solo_greedy(model, p, 40) for p in PROMPTS]
+    assert engine.manager.blocks_in_use == 0
+
+
+def test_a_long_generation_holds_no_more_than_its_window():
+    model = windowed(WINDOW, WINDOW)
+    engine = Engine(model, block_size=BLOCK, num_blocks=128, prefill_chunk=8)
+    request = engine.add_request(PROMPTS[0], max_tokens=200)
+    for _ in range(10):
+        engine.step()
+    held = []
+    while engine.has_work:
+        engine.step()
+        held.append(engine.manager.blocks_in_use)
+    assert max(held) <= WINDOW // BLOCK + 2
+    assert engine.request(request) is None
+
+
+def test_forks_and_prefixes_work_beyond_the_window():
+    model = windowed(WINDOW, WINDOW)
+    engine = Engine(model, block_size=BLOCK, num_blocks=128, prefill_chunk=16)
+    root = engine.add_request(PROMPTS[0], max_tokens=30, keep=True)
+    trunk = []
+    while engine.has_work:
+        trunk += [output.token for output in engine.step()]
+    history = PROMPTS[0] + trunk
+    branch = engine.fork(root, [1, 2, 3], max_tokens=10)
+    again = engine.add_request([*history, 9, 8], max_tokens=10)
+    samples = engine.add_samples(PROMPTS[0][:40], 3, max_tokens=20)
+    done = {}
+    while engine.has_work:
+        done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
+        engine.manager.check_integrity()
+    assert done[branch].tokens == solo_greedy(model, [*history, 1, 2, 3], 10)
+    assert done[again].tokens == solo_greedy(model, [*history, 9, 8], 10)
+    assert done[again].cached_prompt_tokens > len(PROMPTS[0])
+    for sample in samples:
+        assert done[sample].tokens == solo_greedy(model, PROMPTS[0][:40], 20)
+    engine.release(root)
+    assert engine.manager.blocks_in_use == 0
+
+
+def test_a_full_layer_keeps_all_blocks():
+    engine = Engine(windowed(WINDOW, None), block_size=BLOCK, num_blocks=64)
+    engine.generate(PROMPTS[:1], max_tokens=30)
+    assert engine.stats.peak_blocks_in_use == -(-79 // BLOCK)
+
+
+def test_trimmed_blocks_are_free_or_cached_and_their_content_is_still_found():
+    allocator = BlockAllocator(num_blocks=8, block_size=BLOCK)
+    tokens = list(range(20))
+    allocator.admit(0, 20)
+    allocator.make_writable(0, 0, 20)
+    allocator.register_prefix(0, tokens, 8)
+    allocator.trim(0, 11)
+    assert (allocator.blocks_in_use, allocator.num_cached) == (3, 2)
+    allocator.register_prefix(0, tokens, 20)
+    allocator.trim(0, 5)  # never back
+    allocator.fork(0, 1)
+    allocator.trim(1, 16)
+    allocator.check_integrity()
+    assert allocator.cached_prefix([*tokens, 99]) == 20
+    allocator.free(0)
+    allocator.free(1)
+    allocator.check_integrity()
+    assert allocator.blocks_in_use == 0
+
+
+def test_blocks_trimmed_before_they_were_offered_are_not_offered():
+    allocator = BlockAllocator(num_blocks=8, block_size=BLOCK)
+    tokens = list(range(16))
+    allocator.admit(0, 16)
+    allocator.trim(0, 8)
+    allocator.admit(1, 8)
+    allocator.register_prefix(0, tokens, 16)
+    allocator.check_integrity()
+    assert allocator.cached_prefix([*tokens, 99]) == 0

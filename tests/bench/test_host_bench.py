@@ -1,0 +1,125 @@
+"""The host-cost and scaling benches: arguments, what they count, and the JSON line; never times."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bench import scaling
+from bench.host_cost import __main__ as host_cost
+from bench.host_cost.__main__ import Stopwatch
+from bench.scaling import Point, growth_of
+
+HOST = ["--rows", "2", "3", "--blocks=3", "--steps=4", "--rounds=2"]
+SCALING = ["--model=tiny", "--rows", "2", "4", "--contexts", "20", "40", "--steps=3", "--rounds=2"]
+
+
+@pytest.mark.parametrize(
+    ("bench", "options", "message"),
+    [
+        (host_cost, ["--rows", "0"], "--rows: expected a whole number >= 1, got '0'"),
+        (host_cost, ["--blocks", "x"], "--blocks: expected a whole number >= 1, got 'x'"),
+        (host_cost, ["--nano-vllm", "nowhere"], "--nano-vllm: nowhere: expected a checkout of"),
+        (scaling, ["--contexts", "0"], "--contexts: expected a whole number >= 1, got '0'"),
+        (scaling, ["--model", "gpt"], "--model: invalid choice: 'gpt'"),
+    ],
+)
+def test_a_wrong_argument_is_reported_in_one_line(bench, options, message, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        bench.main(options)
+    out, err = capsys.readouterr()
+    assert exit_info.value.code == 2 and out == ""
+    command = bench.__name__.removesuffix(".__main__")
+    assert err.startswith(f"{command}: error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def result_of(bench: Any, options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    bench.main(options)
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("mode", [[], ["--no-lookahead"]], ids=["ahead", "not ahead"])
+def test_host_cost_covers_every_part_of_every_step(mode, capsys):
+    result = result_of(host_cost, [*HOST, *mode], capsys)
+    assert result["lookahead"] == (mode == [])
+    measured = [(each["rows"], each["sampling options"]) for each in result["steps_us"]]
+    assert measured == [(rows, name) for rows in (2, 3) for name in ("greedy", "drawn")]
+    for each in result["steps_us"]:
+        assert all(each[part] > 0 for part in (*host_cost.PARTS, "outputs"))
+        assert each["step"] >= max(each[part] for part in host_cost.PARTS)
+        assert each["counted"] <= each["step"]
+        assert each["quiet step"] <= each["step"] and each["quiet"] <= each["counted"]
+    assert all(cost > 0 for cost in result["block_costs"]["mlx_paged"].values())
+    assert set(result["floor_us"]) == {"2", "3"}
+    recording = result["recording"]
+    assert recording["step_us"] > 0 and recording["step_without_us"] > 0
+    assert "recording_us" in recording and recording["rows"] == host_cost.RECORDED_ROWS
+
+
+def test_only_one_of_two_engines_records():
+    engines = host_cost.recording_engines(2)
+    num_ticks = [engine.ticks.num_ticks for engine in engines]
+    for engine in engines:
+        assert len(engine.step()) == 2
+    grown = [e.ticks.num_ticks - n for e, n in zip(engines, num_ticks, strict=True)]
+    assert grown == [1, 0]
+
+
+def test_a_call_inside_another_counts_for_itself_alone(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+
+    def spend(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    owner = SimpleNamespace(inner=lambda: spend(2.0))
+
+    def outer() -> None:
+        spend(1.0)
+        owner.inner()
+        owner.inner()
+        spend(4.0)
+
+    owner.outer = outer
+    watch = Stopwatch()
+    with watch.watching((owner, "outer", "a"), (owner, "inner", "b")):
+        owner.outer()
+        assert watch.lap() == {"a": 5.0, "b": 4.0}
+    owner.outer()
+    assert watch.lap() == {} and owner.outer is outer
+
+
+def test_scaling_measures_every_point_and_the_crowd(capsys):
+    result = result_of(scaling, [*SCALING, "--waiting=9"], capsys)
+    sizes = [(point["rows"], point["context"]) for point in result["points"]]
+    assert sizes == [(2, 20), (2, 40), (4, 20), (4, 40)]
+    assert {name: len(ratios) for name, ratios in result["doublings"].items()} == {
+        "rows": 2,
+        "context": 2,
+    }
+    assert [point["waiting"] for point in result["crowd"]] == [0, 9]
+
+
+def test_scaling_draws_what_it_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    points = [Point(2, context, None, step_ms=[1.0, 2.0]) for context in (20, 40)]
+    scaling.plot(tmp_path / "scaling.png", points, growth_of(points), points)
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_growth_finds_the_line_that_points_lie_on():
+    points = [
+        Point(rows, context, None, step_ms=[3 + 0.5 * rows + 0.002 * rows * context])
+        for rows in (8, 16, 32)
+        for context in (256, 512)
+    ]
+    growth = growth_of(points)
+    assert growth["fixed_ms"] == pytest.approx(3)
+    assert growth["us_a_row"] == pytest.approx(500)
+    assert growth["us_a_token"] == pytest.approx(2)
+    by_rows = (3 + 16 + 0.002 * 32 * 512) / (3 + 8 + 0.002 * 16 * 512)
+    assert growth["worst_doubling"] == pytest.approx(by_rows, abs=1e-3)
+    assert 0 < growth["exponent"] < 1

@@ -1,0 +1,230 @@
+"""The patch of mlx-lm is scoped, reversible, and says which versions it knows."""
+
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm import batch_generate, generate, stream_generate
+from mlx_lm.models import cache as stock
+from mlx_lm.sample_utils import make_sampler
+from tiny_models import tiny_model
+
+from mlx_paged import Engine
+from mlx_paged.attention import sdpa_hook
+from mlx_paged.attention.pool_attention import path_counts
+from mlx_paged.attention.sdpa_hook import mlx_attention
+from mlx_paged.cli import load_model
+from mlx_paged.drop_in.caches import PagedKVCache, stock_make_prompt_cache
+from mlx_paged.drop_in.patch import (
+    TESTED_VERSIONS,
+    UntestedVersionError,
+    _replace,
+    patch_mlx_lm,
+    patched_mlx_lm,
+    stock_insert_segments,
+    stock_prompt,
+    stock_save_prompt_cache,
+    unpatch_mlx_lm,
+)
+
+GENERATE = sys.modules["mlx_lm.generate"]
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load_model()
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    yield
+    unpatch_mlx_lm()
+    assert not is_patched()
+
+
+def is_patched() -> bool:
+    """Whether everything is patched; fails if only some of it is."""
+    signs = {
+        stock.make_prompt_cache is not stock_make_prompt_cache,
+        GENERATE.make_prompt_cache is not stock_make_prompt_cache,
+        mx.fast.scaled_dot_product_attention is not mlx_attention,
+        stock.save_prompt_cache is not stock_save_prompt_cache,
+        GENERATE.BatchGenerator.insert_segments is not stock_insert_segments,
+        GENERATE.PromptProcessingBatch.prompt is not stock_prompt,
+    }
+    assert len(signs) == 1
+    return signs.pop()
+
+
+def test_a_scope_patches_and_restores_even_after_an_error():
+    with patched_mlx_lm():
+        assert is_patched()
+    assert not is_patched()
+    with pytest.raises(RuntimeError), patched_mlx_lm():
+        raise RuntimeError
+    assert not is_patched()
+
+
+def test_the_lasting_patch_is_idempotent():
+    unpatch_mlx_lm()
+    patch_mlx_lm()
+    patch_mlx_lm()
+    assert is_patched()
+    unpatch_mlx_lm()
+    assert not is_patched() and sdpa_hook._active == 0
+    unpatch_mlx_lm()
+
+
+def test_scopes_nest_within_each_other_and_the_lasting_patch():
+    with patched_mlx_lm():
+        with patched_mlx_lm():
+            patch_mlx_lm()
+        unpatch_mlx_lm()
+        assert is_patched()
+    assert not is_patched()
+    patch_mlx_lm()
+    with patched_mlx_lm():
+        pass
+    assert is_patched()
+
+
+def test_scopes_overlap_in_threads():
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with patched_mlx_lm():
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with patched_mlx_lm():
+        thread.start()
+        assert entered.wait(10)
+    assert is_patched()
+    leave.set()
+    thread.join()
+
+
+def test_the_innermost_options_hold():
+    model = tiny_model("llama")
+
+    def block_size() -> int:
+        return GENERATE.make_prompt_cache(model)[0].layer.pool.block_size
+
+    patch_mlx_lm(block_size=2)
+    with patched_mlx_lm(block_size=4):
+        with patched_mlx_lm(block_size=8):
+            assert block_size() == 8
+        assert block_size() == 4
+    assert block_size() == 2
+    patch_mlx_lm(block_size=32)
+    assert block_size() == 32
+    first, second = patched_mlx_lm(block_size=4), patched_mlx_lm(block_size=8)
+    with first, ExitStack() as overlapping:
+        overlapping.enter_context(second)
+        leaving = overlapping.pop_all()
+    assert block_size() == 8
+    leaving.close()
+    assert block_size() == 32
+
+
+def test_what_others_replace_meanwhile_is_left_to_them(monkeypatch):
+    patch_mlx_lm()
+    theirs = stock.make_prompt_cache
+    monkeypatch.setattr(stock, "make_prompt_cache", lambda *args: theirs(*args))
+    patch_mlx_lm()
+    assert sdpa_hook._active == 1
+    unpatch_mlx_lm()
+    assert sdpa_hook._active == 0 and stock.save_prompt_cache is stock_save_prompt_cache
+    monkeypatch.undo()
+    assert type(stock.make_prompt_cache(tiny_model("llama"))[0]) is stock.KVCache
+    _replace(theirs, stock_make_prompt_cache)
+
+
+def test_a_module_imported_meanwhile_is_restored_too(tmp_path):
+    code = (
+        "import sys; from mlx_paged.drop_in.patch import patched_mlx_lm\n"
+        "with patched_mlx_lm():\n"
+        "    import mlx_lm.server, mlx_lm.models.cache as cache\n"
+        "    assert mlx_lm.server.make_prompt_cache is cache.make_prompt_cache\n"
+        "    held = cache.make_prompt_cache\n"
+        "    save = cache.save_prompt_cache\n"
+        "assert mlx_lm.server.make_prompt_cache is cache.make_prompt_cache is not held\n"
+        "class Model: layers = [0]\n"
+        "assert type(held(Model())[0]) is cache.KVCache\n"
+        "with patched_mlx_lm():\n"
+        "    paged = held(Model())\n"
+        "save(sys.argv[1], paged)\n"
+        "assert type(cache.load_prompt_cache(sys.argv[1])[0]) is cache.KVCache\n"
+    )
+    file = str(tmp_path / "cache.safetensors")
+    subprocess.run([sys.executable, "-c", code, file], check=True)
+
+
+def test_an_untested_mlx_lm_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(mlx_lm, "__version__", "0.99.0")
+    with pytest.raises(UntestedVersionError, match=rf"0\.99\.0.*{TESTED_VERSIONS[0]}"):
+        patch_mlx_lm()
+    with pytest.raises(UntestedVersionError), patched_mlx_lm():
+        raise AssertionError
+    assert not is_patched()
+    monkeypatch.setenv("MLX_PAGED_ALLOW_UNTESTED_MLX_LM", "1")
+    with patched_mlx_lm():
+        assert is_patched()
+
+
+def test_the_installed_mlx_lm_is_tested():
+    assert mlx_lm.__version__ in TESTED_VERSIONS
+
+
+@pytest.mark.parametrize("option", ["block_size", "kv_memory"])
+def test_mistaken_options_patch_nothing(option):
+    with pytest.raises(ValueError, match=f"{option} is 0"):
+        patch_mlx_lm(**{option: 0})
+    assert not is_patched()
+
+
+def test_scripts_get_the_text_of_stock_caches(demo):
+    """generate, stream_generate with a draft model, and batch_generate with a sampler."""
+    model, tokenizer = demo
+    prompts = ["def add(a, b):\n", "import os\n\n\ndef main():\n    path", "class A"]
+
+    def run() -> list:
+        mx.random.seed(3)
+        encoded = [tokenizer.encode(prompt) for prompt in prompts]
+        drafted = stream_generate(
+            model, tokenizer, prompts[1], draft_model=tiny_draft, max_tokens=24
+        )
+        return [
+            generate(model, tokenizer, prompts[0], max_tokens=24),
+            "".join(response.text for response in drafted),
+            batch_generate(model, tokenizer, encoded, max_tokens=[9, 20, 3]).texts,
+            generate(model, tokenizer, prompts[2], max_tokens=9, sampler=make_sampler(temp=0.7)),
+        ]
+
+    tiny_draft = model
+    expected = run()
+    with patched_mlx_lm():
+        path_counts.clear()
+        assert run() == expected
+        assert path_counts["paged"] > 0
+
+
+def test_the_prompt_cache_is_paged_where_mlx_lm_makes_it(demo):
+    model, tokenizer = demo
+    with patched_mlx_lm():
+        (cache,) = batch_generate(
+            model, tokenizer, [[1, 2, 3]], max_tokens=2, return_prompt_caches=True
+        ).caches
+    assert {type(c) for c in cache} == {PagedKVCache}
+
+
+def test_an_engine_may_be_made_while_mlx_lm_is_patched():
+    with patched_mlx_lm():
+        engine = Engine(tiny_model("qwen3"), block_size=4, num_blocks=32)
+    (done,) = engine.generate([[1, 2, 3]], max_tokens=3)
+    assert len(done.tokens) == 3

@@ -1,0 +1,228 @@
+"""What callers add: arguments are checked before anything happens, and all is added or nothing."""
+
+import math
+from functools import partial
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import VOCAB, solo_greedy, tiny_model
+
+from mlx_paged import Engine, SamplingParams
+
+PROMPT = [5, 9, 77, 3, 21, 64, 8]
+OTHER = PROMPT[::-1]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def engine(model):
+    return Engine(model, block_size=4, num_blocks=64, prefill_chunk=16, policy="priority")
+
+
+def add_fork(engine: Engine, prompt=(), **options):
+    return engine.fork(0, prompt, **options)
+
+
+ADDERS = {
+    "add_request": Engine.add_request,
+    "add_samples": partial(Engine.add_samples, n=3),
+    "add_beam_search": partial(Engine.add_beam_search, num_beams=3),
+    "fork": add_fork,
+}
+
+
+def assert_only_the_parent_is_there(model, engine: Engine, parent: int) -> None:
+    """And others can be added, in their order."""
+    assert list(engine._requests) == [parent] and not engine._beams
+    assert list(engine._outputs._stop_ids) == list(engine._outputs._texts or [parent]) == [parent]
+    other = engine.add_request(OTHER, max_tokens=8)
+    done = {}
+    while engine.has_work:
+        done |= {o.request_id: o.completion for o in engine.step() if o.completion}
+        engine.manager.check_integrity()
+    assert list(done) == [parent, other]
+    assert done[parent].tokens == solo_greedy(model, PROMPT, 8)
+    assert done[other].tokens == solo_greedy(model, OTHER, 8)
+    assert engine.manager.blocks_in_use == 0 and not engine.scheduler.parked
+
+
+BAD_OPTIONS = [
+    ({"priority": "a"}, "priority is 'a': expected a number"),
+    ({"priority": None}, "priority is None: expected a number"),
+    ({"priority": True}, "priority is True: expected a number"),
+    ({"priority": float("nan")}, "priority is nan: expected a number"),
+    ({"cache_salt": 5}, "cache_salt is 5: expected a string"),
+    ({"cache_salt": b"x"}, "cache_salt is b'x': expected a string"),
+    ({"keep": "no"}, "keep is 'no': expected True or False"),
+    ({"params": {"max_tokens": 4}}, "params is {'max_tokens': 4}: expected SamplingParams"),
+    ({"params": SamplingParams(), "top_k": 3}, "both params and options"),
+    ({"logit_bias": {VOCAB: 1.0}}, f"names token {VOCAB}: expected token ids below {VOCAB}"),
+    ({"max_tokens": 10**6}, "expected a shorter prompt"),
+]
+TAKES = {
+    "add_request": {"priority", "cache_salt", "keep"},
+    "add_samples": {"priority", "cache_salt"},
+    "add_beam_search": {"priority", "cache_salt"},
+    "fork": {"keep"},
+}
+BAD_CALLS = [
+    (name, options, message)
+    for name, takes in TAKES.items()
+    for options, message in BAD_OPTIONS
+    if options.keys() <= takes or options.keys().isdisjoint({"priority", "cache_salt", "keep"})
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    BAD_CALLS,
+    ids=[f"{name} {next(iter(options))} {i}" for i, (name, options, _) in enumerate(BAD_CALLS)],
+)
+def test_a_bad_argument_adds_nothing(model, engine, name, options, message):
+    parent = engine.add_request(PROMPT, max_tokens=8)
+    with pytest.raises(ValueError) as error:
+        ADDERS[name](engine, PROMPT, **options)
+    assert message in str(error.value)
+    assert_only_the_parent_is_there(model, engine, parent)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda e: e.add_samples(PROMPT, "3"), "n is '3': expected an integer >= 1"),
+        (lambda e: e.add_samples(PROMPT, True), "n is True: expected an integer >= 1"),
+        (lambda e: e.add_samples(PROMPT, 2.0), "n is 2.0: expected an integer >= 1"),
+        (lambda e: e.sample([PROMPT], "3"), "n is 3 and best_of None"),
+        (lambda e: e.add_beam_search(PROMPT, 10**6), f"an integer from 1 to {VOCAB}"),
+        (lambda e: e.add_beam_search(PROMPT, VOCAB + 1), f"an integer from 1 to {VOCAB}"),
+        (lambda e: e.add_beam_search(PROMPT, True), "num_beams is True"),
+        (lambda e: e.add_beam_search(PROMPT, "2"), "num_beams is '2'"),
+        (lambda e: e.add_beam_search(PROMPT, 2, length_penalty="x"), "length_penalty is 'x'"),
+        (lambda e: e.add_beam_search(PROMPT, 2, length_penalty=math.nan), "length_penalty is nan"),
+        (
+            lambda e: e.add_beam_search(PROMPT, 2, length_penalty=251, max_tokens=16),
+            "length_penalty is 251: expected -250 to 250 for max_tokens 16",
+        ),
+        (lambda e: e.add_beam_search(PROMPT, 2, early_stopping="no"), "early_stopping is 'no'"),
+    ],
+)
+def test_mistakes_of_samples_and_beams_are_named(model, engine, call, message):
+    parent = engine.add_request(PROMPT, max_tokens=8)
+    with pytest.raises(ValueError, match=message):
+        call(engine)
+    assert_only_the_parent_is_there(model, engine, parent)
+
+
+def test_as_many_beams_as_tokens_can_be_searched(model):
+    engine = Engine(model, block_size=4, num_blocks=2 * VOCAB)
+    completion = engine.beam_search(PROMPT, VOCAB, max_tokens=2)
+    assert len(completion.beams) == VOCAB
+
+
+def test_without_a_known_vocabulary_the_pool_bounds_the_beams(engine):
+    engine._encode.vocab_size = None
+    with pytest.raises(ValueError, match="num_beams is 65: expected an integer from 1 to 64"):
+        engine.add_beam_search(PROMPT, 65)
+
+
+class Failure(Exception):
+    pass
+
+
+FAILING_PARTS = {
+    "the queue": lambda engine: (engine.scheduler, "add"),
+    "the tokenizer": lambda engine: (engine._outputs, "add"),
+    "the fork of its blocks": lambda engine: (engine.scheduler.allocator, "fork"),
+    "the fork of its states": lambda engine: (engine.runner, "fork"),
+}
+FAILURES = [(name, "the tokenizer") for name in ADDERS] + [
+    ("add_request", "the queue"),
+    ("add_samples", "the queue"),
+    ("add_beam_search", "the queue"),
+    ("fork", "the fork of its blocks"),
+    ("fork", "the fork of its states"),
+]
+
+
+@pytest.mark.parametrize(("name", "part"), FAILURES)
+@pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
+def test_a_failure_half_way_adds_nothing(model, engine, monkeypatch, name, part, error):
+    """Each part has done its work when it fails."""
+    parent = engine.add_request(PROMPT, max_tokens=8)
+    while not engine.scheduler.running:
+        engine.step()
+    owner, method = FAILING_PARTS[part](engine)
+    whole = getattr(owner, method)
+
+    def fail(*arguments, **options):
+        whole(*arguments, **options)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, fail)
+        with pytest.raises(error):
+            ADDERS[name](engine, [] if name == "fork" else OTHER, max_tokens=8)
+    assert_only_the_parent_is_there(model, engine, parent)
+
+
+# Prompts
+
+NO_PROMPTS = {
+    "a fraction": ([1.9], "prompt has token 1.9: expected integers"),
+    "a whole float": ([1, 2.0], "prompt has token 2.0: expected integers"),
+    "strings": (["17", "3"], "prompt has token '17': expected integers"),
+    "a flag": ([True], "prompt has token True: expected integers"),
+    "nothing": ([1, None], "prompt has token None: expected integers"),
+    "prompts": ([[1, 2], [3]], "prompt has token [1, 2]: expected integers"),
+    "an array of floats": (np.array([1.5]), "prompt has token 1.5: expected integers"),
+    "an array of flags": (np.array([True]), "prompt has token True: expected integers"),
+    "an mx.array of floats": (mx.array([1.5]), "prompt has token 1.5: expected integers"),
+    "a matrix": (mx.array([[1, 2]]), "prompt has token [1, 2]: expected integers"),
+    "bytes": (b"abc", "prompt is of type bytes: expected text or a sequence of token ids"),
+    "a bytearray": (bytearray(b"abc"), "prompt is of type bytearray: expected"),
+    "a set": ({3, 4}, "prompt is of type set: expected"),
+    "a mapping": ({3: 4}, "prompt is of type dict: expected"),
+    "a number": (3, "prompt is of type int: expected"),
+    "no prompt": (None, "prompt is of type NoneType: expected"),
+}
+
+
+@pytest.mark.parametrize(("prompt", "message"), NO_PROMPTS.values(), ids=NO_PROMPTS)
+@pytest.mark.parametrize("name", ADDERS)
+def test_what_is_no_prompt_is_named(model, engine, name, prompt, message):
+    parent = engine.add_request(PROMPT, max_tokens=8)
+    with pytest.raises(ValueError) as error:
+        ADDERS[name](engine, prompt, max_tokens=8)
+    assert message in str(error.value)
+    assert_only_the_parent_is_there(model, engine, parent)
+
+
+PROMPTS = {
+    "a list": PROMPT,
+    "a tuple": tuple(PROMPT),
+    "an array": np.array(PROMPT),
+    "unsigned numbers": np.array(PROMPT, np.uint16),
+    "NumPy's numbers": list(np.array(PROMPT)),
+    "an mx.array": mx.array(PROMPT),
+    "an mx.array's numbers": list(mx.array(PROMPT)),
+    "an iterator": iter(PROMPT),
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_integers_of_all_kinds_are_token_ids(model, engine, prompt):
+    (completion,) = engine.generate([prompt], max_tokens=4)
+    assert completion.tokens == solo_greedy(model, PROMPT, 4)
+
+
+@pytest.mark.parametrize("suffix", [(), "", [], np.array([], np.int32), mx.array([7, 3])])
+def test_a_fork_may_begin_with_what_its_parent_has(engine, suffix):
+    parent = engine.add_request(PROMPT, max_tokens=4)
+    child = engine.fork(parent, suffix)
+    assert engine.request(child).tokens[: len(PROMPT)] == PROMPT
+    assert len(engine.request(child).tokens) == len(PROMPT) + len(suffix)

@@ -1,0 +1,107 @@
+"""An engine serves one thread at a time: another one is refused, one after the other is fine."""
+
+import threading
+
+import pytest
+from tiny_models import solo_greedy, tiny_model
+
+from mlx_paged import Engine
+
+PROMPT = [5, 9, 77, 3, 21, 64, 8]
+OTHER = PROMPT[::-1]
+TIMEOUT = 60
+
+CALLS = {
+    "step": lambda e: e.step(),
+    "add_request": lambda e: e.add_request(OTHER),
+    "add_samples": lambda e: e.add_samples(OTHER, 2),
+    "add_beam_search": lambda e: e.add_beam_search(OTHER, 2),
+    "fork": lambda e: e.fork(0),
+    "abort": lambda e: e.abort(0),
+    "release": lambda e: e.release(0),
+    "reset_prefix_cache": lambda e: e.reset_prefix_cache(),
+    "generate": lambda e: e.generate([OTHER], max_tokens=3),
+    "sample": lambda e: e.sample([OTHER], 2, max_tokens=3),
+    "beam_search": lambda e: e.beam_search(OTHER, 2, max_tokens=3),
+    "stream": lambda e: e.stream(OTHER, max_tokens=3),
+}
+
+
+class Gate:
+    """A logits processor in which the thread that steps waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.inside = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, tokens, logits):
+        self.inside.set()
+        assert self.opened.wait(TIMEOUT)
+        return logits
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def engine(model):
+    return Engine(model, block_size=4, num_blocks=64, prefill_chunk=16)
+
+
+def elsewhere(function):
+    """What a function returns in a thread of its own."""
+    returned = []
+    thread = threading.Thread(target=lambda: returned.append(function()))
+    thread.start()
+    thread.join(TIMEOUT)
+    return returned[0]
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_second_thread_is_refused_while_the_first_is_inside(model, engine, call):
+    gate, done = Gate(), []
+    first = threading.Thread(
+        target=lambda: done.extend(
+            engine.generate([PROMPT], max_tokens=8, logits_processors=[gate])
+        )
+    )
+    first.start()
+    try:
+        assert gate.inside.wait(TIMEOUT)
+        with pytest.raises(RuntimeError, match=r"another thread uses the engine.* EngineService"):
+            call(engine)
+    finally:
+        gate.opened.set()
+        first.join(TIMEOUT)
+    assert done[0].tokens == solo_greedy(model, PROMPT, 8)
+    assert not engine.has_work and engine.manager.blocks_in_use == 0
+    assert engine.generate([OTHER], max_tokens=8)[0].tokens == solo_greedy(model, OTHER, 8)
+
+
+def test_threads_may_use_an_engine_one_after_the_other(model):
+    expected = solo_greedy(model, PROMPT, 12)
+    engine = elsewhere(lambda: Engine(model, block_size=4, num_blocks=64))
+    engine.add_request(PROMPT, max_tokens=12)
+    tokens = []
+    while engine.has_work:
+        tokens += [output.token for output in elsewhere(engine.step)]
+        if engine.has_work:
+            tokens += [output.token for output in engine.step()]
+    assert tokens == expected
+
+
+def test_the_thread_that_is_inside_may_enter_again(model, engine):
+    doomed = engine.add_request(OTHER, max_tokens=50)
+    (completion,) = engine.generate(
+        [PROMPT], max_tokens=8, on_output=lambda output: engine.abort(doomed)
+    )
+    assert completion.tokens == solo_greedy(model, PROMPT, 8)
+    assert engine.request(doomed) is None
+
+
+def test_an_error_inside_lets_the_next_thread_in(engine):
+    with pytest.raises(ValueError, match="prompt is empty"):
+        engine.generate([[]])
+    assert elsewhere(lambda: engine.add_request(PROMPT, max_tokens=3)) >= 0

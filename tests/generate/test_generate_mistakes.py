@@ -1,0 +1,193 @@
+"""Mistakes on the command line of mlx_paged.generate: one line on stderr, status 2, no output."""
+
+import io
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from generate_runs import (
+    FUNCTION,
+    LONG,
+    ROOT,
+    Result,
+    command,
+    jsonl,
+    model_copy,
+)
+
+from mlx_paged import cli as model_loader
+from mlx_paged.cli import demo_model_path
+
+pytest_plugins = ["generate_fixtures"]
+
+
+def assert_one_line_mistake(result: Result, message: str) -> None:
+    assert result.status == 2
+    assert result.out == ""
+    assert result.err.startswith("mlx_paged.generate: error: ")
+    assert result.err.count("\n") == 1 and result.err.endswith("\n")
+    assert message in result.err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv-block-size", 12], "--kv-block-size: invalid choice: 12 (choose from 8, 16, 32)"),
+        (["--kv-block-size", "x"], "--kv-block-size: invalid int value: 'x'"),
+        (["--kv-memory", 0], "--kv-memory: expected a number of GB above 0, got '0'"),
+        (["--kv-memory", "nan"], "--kv-memory: expected a number of GB above 0, got 'nan'"),
+        (["--temp", -1], "--temp: expected a number >= 0, got '-1'"),
+        (["--temp", "inf"], "--temp: expected a number >= 0, got 'inf'"),
+        (["--top-p", 1.5], "--top-p: expected a number from 0 to 1, got '1.5'"),
+        (["--min-p", -0.5], "--min-p: expected a number from 0 to 1, got '-0.5'"),
+        (["--top-k", -1], "--top-k: expected a whole number >= 0, got '-1'"),
+        (["--seed", "dice"], "--seed: expected a whole number >= 0, got 'dice'"),
+        (["--max-tokens", 0], "--max-tokens/-m: expected a whole number >= 1, got '0'"),
+        (["--max-tokens", 2.5], "--max-tokens/-m: expected a whole number >= 1, got '2.5'"),
+        (["--max-running", 0], "--max-running: expected a whole number >= 1, got '0'"),
+        (["--prefill-chunk", 0], "--prefill-chunk: expected a whole number >= 1, got '0'"),
+        (["--n", 0], "--n: expected a whole number >= 1, got '0'"),
+        (["--n", 3, "--best-of", 2], "--prompt: n is 3: expected at most --best-of 2"),
+        (["--beams", 2, "--n", 2], "n or --best-of is given with --beams: expected one of them"),
+        (
+            ["--beams", 10**6],
+            "--prompt: [add_beam_search] num_beams is 1000000: expected",
+        ),
+        (["--beams", 2, "--temp", 1], "temperature, stop or sampler is given: expected none"),
+        (["--max-stall-ms", 0], "--max-stall-ms: expected a number of milliseconds above 0"),
+        (["--policy", "lifo"], "invalid choice: 'lifo' (choose from 'fcfs', 'priority', 'short"),
+        (["--preempt", "all"], "invalid choice: 'all' (choose from 'newest', 'longest', 'fewest"),
+        (["--xtc-threshold", 0.9], "--xtc-threshold: expected a number from 0 to 0.5, got '0.9'"),
+        (["--repetition-penalty", -1], "repetition_penalty is -1.0: expected None, or >= 0"),
+        (["--logprobs", "all"], "--logprobs: expected a whole number >= 0, got 'all'"),
+        (["--stop", ""], "--prompt: [SamplingParams] stop is ('',): expected non-empty strings"),
+        (["--blocks", 3], "unrecognized arguments: --blocks 3"),
+        (["--prompt"], "--prompt/-p: expected one argument"),
+        (["--prompt", ""], "--prompt: the prompt is empty"),
+        (["--kv-memory", 1e-6], "kv_memory is 1000 bytes, but one block of 16 tokens takes "),
+        (["--kv-memory", 10**6], "kv_memory is 1000000000000000 bytes, but "),
+        (["-p", LONG * 30, "--kv-memory", 0.005], "--prompt: [add_request] "),
+        (["--max-tokens", 10**6], "expected a shorter prompt, fewer max_tokens or a larger pool"),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:30].strip() if isinstance(value, list) else "",
+)
+def test_a_wrong_option_is_one_line(run, options, message):
+    assert_one_line_mistake(run("-p", FUNCTION, *options), message)
+
+
+def test_no_prompt_is_a_mistake(run):
+    assert_one_line_mistake(run("-m", 3), "no prompt: give --prompt or --prompts-file")
+
+
+def test_an_empty_stdin_is_a_mistake(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert_one_line_mistake(run("-p", "-"), "--prompt: the prompt is empty")
+
+
+def test_a_missing_model_is_a_mistake(run, tmp_path):
+    for path in ("nowhere", tmp_path / "no" / "model"):
+        assert_one_line_mistake(run("-p", "x", "--model", path), f"model {path}: no such directory")
+
+
+def test_something_that_is_no_model_is_a_mistake(run, tmp_path):
+    (tmp_path / "file").write_text("not a model")
+    (tmp_path / "empty").mkdir()
+    model_copy(tmp_path / "odd", config={"model_type": "unheard_of"})
+    for name in ("file", "empty", "odd"):
+        path = tmp_path / name
+        assert_one_line_mistake(
+            run("-p", "x", "--model", path), f"model {path}: cannot be loaded ("
+        )
+
+
+def test_a_model_that_the_hub_does_not_give_is_a_mistake(run, monkeypatch):
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("no route\nand a second line")
+
+    monkeypatch.setattr(model_loader, "load", unreachable)
+    result = run("-p", "x", "--model", "someone/something")
+    message = "model someone/something: not here and not from the hub (ConnectionError: no route)"
+    assert_one_line_mistake(result, message)
+
+
+def test_a_model_that_cannot_be_paged_is_a_mistake(run, demo, monkeypatch):
+    monkeypatch.setattr(demo[0], "model_type", "plamo3")
+    assert_one_line_mistake(run("-p", "x"), "model type plamo3 is refused: ")
+
+
+def test_a_missing_adapter_is_a_mistake(run, tmp_path):
+    path = tmp_path / "adapter"
+    result = run("-p", "x", "--model", demo_model_path(), "--adapter-path", path)
+    assert_one_line_mistake(result, f"adapter {path}: no such directory")
+
+
+def test_a_prompts_file_that_cannot_be_read_is_a_mistake(run, tmp_path):
+    missing = tmp_path / "missing.jsonl"
+    assert_one_line_mistake(run("--prompts-file", missing), f"{missing}: No such file")
+    assert_one_line_mistake(run("--prompts-file", tmp_path), f"{tmp_path}: Is a directory")
+
+
+def test_a_prompts_file_in_another_encoding_is_named(run, tmp_path):
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"prompt": "caf\u00e9"}\n'.encode("latin-1"))
+    assert_one_line_mistake(run("--prompts-file", path), str(path))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": ', "not valid JSON"),
+        ({"prompt": "x", "top_q": 1}, 'unknown key "top_q"'),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "x", "top_p": 2}, "[SamplingParams] top_p is 2: expected from 0 to 1"),
+        (
+            {"prompt": "x", "logit_bias": {"99999": 1}},
+            "[SamplingParams] logit_bias names token 99",
+        ),
+        ({"prompt": "x", "max_tokens": 10**6}, "[add_request] 1 prompt tokens and max_tokens"),
+        ({"messages": [{"role": "user", "content": "x"}]}, '"messages" need a chat template'),
+    ],
+    ids=[
+        "not JSON",
+        "unknown key",
+        "empty prompt",
+        "out of range",
+        "unknown token",
+        "too long",
+        "no template",
+    ],
+)
+def test_a_bad_line_is_reported_with_its_number(run, tmp_path, line, message):
+    path = jsonl(tmp_path / "prompts.jsonl", [{"prompt": "fine"}, line])
+    assert_one_line_mistake(run("--prompts-file", path), f"error: {path} line 2: {message}")
+
+
+def test_a_chat_that_the_template_refuses_is_reported_with_its_number(run, chat_model, tmp_path):
+    lines = [{"messages": [{"role": role, "content": "hi"}]} for role in ("user", "robot")]
+    path = jsonl(tmp_path / "prompts.jsonl", lines)
+    result = run("--model", chat_model, "--prompts-file", path)
+    assert_one_line_mistake(
+        result, f"{path} line 2: the chat template refuses the messages: no robots here"
+    )
+
+
+@pytest.mark.parametrize("option", ["--output", "--stats-json"])
+def test_a_file_that_cannot_be_written_is_noticed_before_the_work(run, option, tmp_path):
+    path = tmp_path / "no" / "such" / "directory" / "file"
+    result = run("-p", FUNCTION, option, path)
+    assert_one_line_mistake(result, f"{path}: No such file or directory")
+
+
+def test_a_mistake_leaves_the_results_of_an_earlier_run(run, tmp_path):
+    path = tmp_path / "results.jsonl"
+    path.write_text("earlier\n")
+    assert_one_line_mistake(run("-p", FUNCTION, "--output", path, "--model", "nowhere"), "nowhere")
+    assert path.read_text() == "earlier\n"
+
+
+def test_the_command_ends_with_status_2_after_a_mistake():
+    done = subprocess.run(
+        command("--max-tokens", 0), capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert_one_line_mistake(Result(done.returncode, done.stdout, done.stderr), "--max-tokens")

@@ -1,0 +1,195 @@
+"""How large pools are by default, and which are refused, on Macs of several sizes."""
+
+import mlx.core as mx
+import pytest
+from fake_macs import GB, MACS, FakeMac, fake_mac
+from mlx.utils import tree_flatten, tree_map
+from tiny_models import tiny_model
+
+from mlx_paged import Engine, make_prompt_cache
+from mlx_paged.drop_in.caches import PagedKVCache
+from mlx_paged.drop_in.shared_pool import SharedPool
+from mlx_paged.kv.blocks import OutOfBlocksError
+from mlx_paged.kv.memory import memory_in_use, num_blocks_for, physical_memory, spare_memory
+from mlx_paged.kv.pool import KVShape
+from mlx_paged.runner.model_probe import probe
+
+MIB = 2**20
+BLOCK = 16
+LLAMA_8B = [KVShape(8, 128, 128, mx.bfloat16)] * 32
+LLAMA_8B_BLOCK = BLOCK * 131_072
+MARGINS = {"M1, 8 GB": 0.57 * GB, "M4 Pro, 24 GB": 1.7 * GB, "M3 Ultra, 512 GB": 41 * GB}
+
+
+@pytest.fixture
+def jamba():
+    return tiny_model("jamba")
+
+
+@pytest.fixture
+def llama():
+    return tiny_model("llama")
+
+
+@pytest.fixture(params=MACS)
+def mac(monkeypatch, request) -> FakeMac:
+    return fake_mac(monkeypatch, request.param)
+
+
+@pytest.fixture
+def m1(monkeypatch) -> FakeMac:
+    return fake_mac(monkeypatch, "M1, 8 GB")
+
+
+def leave(mac: FakeMac, spare: int) -> None:
+    """Let others use so much of the memory that `spare` bytes can be spared."""
+    mac.others = 0
+    mac.others = spare_memory() - spare
+
+
+def pool_bytes(engine: Engine) -> int:
+    return engine.manager.pool.nbytes
+
+
+@pytest.mark.parametrize("name", MACS)
+def test_the_default_leaves_room_below_the_limit_from_which_mlx_gives_memory_back(
+    monkeypatch, name
+):
+    mac = fake_mac(monkeypatch, name)
+    mac.others = int(4.5 * GB)
+    weights = mx.get_active_memory()
+    pool = num_blocks_for(LLAMA_8B, BLOCK, None) * LLAMA_8B_BLOCK
+    room = 0.95 * mac.working_set - (weights + pool)
+    assert MARGINS[name] <= room <= 1.05 * MARGINS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"), [("M1, 8 GB", 0.36), ("M4 Pro, 24 GB", 10.1), ("M3 Ultra, 512 GB", 346)]
+)
+def test_the_default_beside_the_weights_of_an_8b_model_in_4_bits(monkeypatch, name, gigabytes):
+    fake_mac(monkeypatch, name).others = int(4.5 * GB)
+    pool = num_blocks_for(LLAMA_8B, BLOCK, None) * LLAMA_8B_BLOCK
+    assert pool / GB == pytest.approx(gigabytes, rel=0.02)
+
+
+def test_weights_that_are_not_computed_yet_count(m1, llama):
+    others = llama.parameters()
+    llama.update(tree_map(lambda weight: weight + 1, others))
+    weights = sum(array.nbytes for _, array in tree_flatten(others))
+    leave(m1, 4 * MIB)
+    engine = Engine(llama)
+    assert weights > 4 * engine.manager.pool.block_bytes
+    assert pool_bytes(engine) <= 4 * MIB - weights
+
+
+class TestSeveralEngines:
+    def test_the_second_gets_what_the_first_left(self, mac, llama):
+        leave(mac, 8 * MIB)
+        first = Engine(llama, kv_memory=3 * MIB)
+        second = Engine(llama)
+        total = pool_bytes(first) + pool_bytes(second)
+        assert total <= 8 * MIB < total + 4 * second.manager.pool.block_bytes
+
+    def test_where_nothing_is_left_an_error_says_so(self, mac, llama):
+        leave(mac, 8 * MIB)
+        first = Engine(llama)
+        in_use = rf"\({mx.get_active_memory()} are in use\)"
+        with pytest.raises(ValueError, match=rf"kv_memory is \d+ bytes by default {in_use}, but"):
+            Engine(llama)
+        size = pool_bytes(first)
+        del first
+        assert pool_bytes(Engine(llama)) == size
+
+    def test_paged_caches_get_what_an_engine_left(self, m1, llama):
+        leave(m1, 8 * MIB)
+        engine = Engine(llama)
+        with pytest.raises(OutOfBlocksError):
+            llama(mx.zeros((1, 200), mx.int32), cache=make_prompt_cache(llama))
+        del engine
+        llama(mx.zeros((1, 200), mx.int32), cache=make_prompt_cache(llama))
+
+    def test_snapshots_count_before_they_are_taken(self, m1, jamba):
+        in_use = memory_in_use()
+        engine = Engine(jamba, num_blocks=64, block_size=BLOCK, max_running=2)
+        snapshots = engine.manager.allocator.snapshots
+        state_bytes = probe(jamba).state_bytes
+        assert memory_in_use() - mx.get_active_memory() == 8 * state_bytes > 0
+        engine.generate([[1] * 40], max_tokens=2)
+        assert len(snapshots) > 0
+        yet_to_come = memory_in_use() - mx.get_active_memory()
+        assert yet_to_come == (8 - len(snapshots)) * state_bytes
+        del engine, snapshots
+        assert memory_in_use() < in_use + MIB
+
+
+class TestTooMuch:
+    def test_more_than_is_left_is_refused(self, mac):
+        mac.others = 3 * GB
+        in_use = mx.get_active_memory()
+        left = mac.working_set - in_use
+        message = (
+            rf"\[Engine\] kv_memory is {left + 1} bytes, but the device can hold "
+            rf"{mac.working_set} and {in_use} are in use: expected at most {left}$"
+        )
+        with pytest.raises(ValueError, match=message):
+            num_blocks_for(LLAMA_8B, BLOCK, left + 1)
+        assert num_blocks_for(LLAMA_8B, BLOCK, left) == left // LLAMA_8B_BLOCK
+
+    def test_snapshots_that_are_to_come_are_not_left(self, m1):
+        left = m1.working_set - mx.get_active_memory()
+        assert num_blocks_for(LLAMA_8B, BLOCK, left - GB, reserved=GB)
+        with pytest.raises(ValueError, match=f"expected at most {left - GB}$"):
+            num_blocks_for(LLAMA_8B, BLOCK, left - GB + 1, reserved=GB)
+
+    def test_paged_caches_are_refused_more_than_the_device_holds(self, mac, llama):
+        make_prompt_cache(llama, kv_memory=mac.working_set)
+        message = f"kv_memory is {mac.working_set + 1} bytes: expected at most {mac.working_set}"
+        with pytest.raises(ValueError, match=message):
+            make_prompt_cache(llama, kv_memory=mac.working_set + 1)
+
+    def test_on_a_cpu_memory_is_the_machines(self):
+        if mx.default_device() != mx.Device(mx.cpu):
+            pytest.skip("there is a GPU")
+        with pytest.raises(ValueError, match=f"the device can hold {physical_memory()} and"):
+            num_blocks_for(LLAMA_8B, BLOCK, physical_memory() + 1)
+
+
+LAYERS = {
+    "wide values": (KVShape(8, 128, 192, mx.bfloat16), 8 * 192 * 2),
+    "wide keys": (KVShape(8, 192, 128, mx.bfloat16), 8 * 192 * 2),
+    "latents": (KVShape(1, 576, 512, mx.bfloat16, latent=True), 576 * 2),
+}
+
+
+class TestLongArrays:
+    """A single layer, whose keys are as long as Metal lets an array be."""
+
+    @pytest.mark.parametrize("kind", LAYERS)
+    def test_bound_the_default(self, mac, kind):
+        shape, token_bytes = LAYERS[kind]
+        mac.longest_buffer = GB
+        num_blocks = num_blocks_for([shape], BLOCK, None)
+        assert num_blocks == GB // (BLOCK * token_bytes)
+
+    def test_do_not_matter_where_memory_ends_before(self, mac):
+        assert num_blocks_for(LLAMA_8B, BLOCK, None) == spare_memory() // LLAMA_8B_BLOCK
+
+    @pytest.mark.parametrize("kind", LAYERS)
+    def test_are_refused(self, mac, kind):
+        shape, token_bytes = LAYERS[kind]
+        mac.longest_buffer = GB
+        most = GB // (BLOCK * token_bytes) * BLOCK * shape.token_bytes
+        assert num_blocks_for([shape], BLOCK, most) == GB // (BLOCK * token_bytes)
+        message = rf"kv_memory is {most + 1} bytes, but an array .* {GB}, .* at most {most}$"
+        with pytest.raises(ValueError, match=message):
+            num_blocks_for([shape], BLOCK, most + 1)
+
+    @pytest.mark.parametrize("kv_memory", [None, MIB])
+    def test_bound_a_pool_that_grows(self, m1, kv_memory):
+        m1.longest_buffer = 10 * 2 * BLOCK * 16 * 4  # ten blocks of 2 heads of 16 float32
+        layer = SharedPool(1, BLOCK, kv_memory).layer(0)
+        cache = PagedKVCache(layer, [layer.pool.new_sequence()], [0])
+        cache.update_and_fetch(*[mx.zeros((1, 2, 10 * BLOCK, 16))] * 2)
+        assert layer.pool.allocator.num_blocks == 10
+        with pytest.raises(OutOfBlocksError):
+            cache.update_and_fetch(*[mx.zeros((1, 2, 1, 16))] * 2)

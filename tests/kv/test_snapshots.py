@@ -1,0 +1,289 @@
+"""Snapshots of recurrent states: where they are kept, how many, and what they are found for."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_paged.kv.allocator import Admission, BlockAllocator
+from mlx_paged.kv.prefix_cache import PrefixCache
+from mlx_paged.kv.snapshots import Snapshot, Snapshots
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.step import Span
+
+BLOCK = 8
+
+
+def make_allocator(num_blocks: int = 16, most: int = 8) -> BlockAllocator:
+    allocator = BlockAllocator(num_blocks, BLOCK)
+    allocator.require_states(most)
+    return allocator
+
+
+def finished(allocator: BlockAllocator, tokens: list[int], *positions: int) -> list[Snapshot]:
+    """Let a sequence come and go that leaves its K/V, and states at these positions."""
+    snapshots = [Snapshot(position, states=f"after {position}") for position in positions]
+    allocator.admit(-1, len(tokens), tokens)
+    allocator.copies_done()
+    allocator.register_tail(-1, tokens, len(tokens))
+    for snapshot in snapshots:
+        allocator.attach_snapshot(-1, tokens, snapshot)
+    allocator.free(-1)
+    allocator.check_integrity()
+    return snapshots
+
+
+def admitted(allocator: BlockAllocator, tokens: list[int]) -> Admission:
+    """What a sequence with these tokens would find."""
+    admission = allocator.admit(-2, len(tokens), tokens)
+    allocator.copies_done()
+    allocator.free(-2)
+    allocator.check_integrity()
+    return admission
+
+
+class TestWhatIsFound:
+    @pytest.mark.parametrize(
+        ("positions", "prompt", "num_cached", "prefix_without_state", "miss"),
+        [
+            ((), range(30), 0, 24, "no_state"),
+            ((16,), range(30), 16, 24, "no_state"),
+            ((16, 24), range(30), 24, 0, "no_state"),
+            ((28,), range(30), 28, 0, None),
+            ((16, 28), range(28), 16, 24, "no_state"),
+            ((27,), range(28), 27, 0, None),
+            ((16, 28), [*range(27), 99, 99], 16, 24, "no_state"),
+            ((3, 16), [*range(12), 99, 99, 99], 3, 8, "no_state"),
+            ((3, 11), [*range(12), 99, 99, 99], 11, 0, "diverged"),
+            ((24,), [*range(24), 99, 99, 99], 24, 0, "diverged"),
+            ((24,), [*range(24), 99, 99], 24, 0, None),
+            ((28,), [*range(28), *range(50, 60)], 28, 0, "end"),
+            ((8,), [99, 98, 97], 0, 0, "unseen"),
+            ((8,), [0], 0, 0, "too_short"),
+        ],
+    )
+    def test_ends_where_states_are_kept(
+        self, positions, prompt, num_cached, prefix_without_state, miss
+    ):
+        allocator = make_allocator()
+        known = finished(allocator, list(range(28)), *positions)
+        admission = admitted(allocator, list(prompt))
+        assert (admission.num_cached, admission.prefix_without_state, admission.miss) == (
+            num_cached,
+            prefix_without_state,
+            miss,
+        )
+        assert admission.snapshot in (known if num_cached else [None])
+        assert admission.snapshot is None or admission.snapshot.position == num_cached
+
+    def test_a_state_within_a_block_comes_with_a_copy_of_the_block(self):
+        allocator = make_allocator()
+        finished(allocator, list(range(13)), 13)
+        admission = allocator.admit(1, 20, [*range(13), *range(50, 57)])
+        assert admission.num_cached == 13 and len(admission.copies) == 1
+
+    def test_one_that_is_not_filled_yet_is_not_there(self):
+        allocator = make_allocator()
+        (snapshot,) = finished(allocator, list(range(16)), 16)
+        snapshot.states = None
+        assert admitted(allocator, list(range(20))).num_cached == 0
+
+    def test_a_longer_text_takes_over_what_its_beginning_left(self):
+        """Whose own block is of no further use then, and the first to be evicted."""
+        allocator = make_allocator(num_blocks=3)
+        finished(allocator, list(range(11)), 11)
+        finished(allocator, list(range(14)), 14)
+        assert allocator.num_cached == 3
+        admitted(allocator, [99])
+        assert allocator.num_cached == 2
+        assert admitted(allocator, [*range(11), 99]).num_cached == 11
+        assert admitted(allocator, [*range(14), 99]).num_cached == 14
+
+    def test_a_shorter_text_leaves_its_states_with_a_longer_one(self):
+        allocator = make_allocator()
+        finished(allocator, list(range(14)), 14)
+        finished(allocator, list(range(11)), 11)
+        assert admitted(allocator, [*range(11), 99]).num_cached == 11
+
+    @given(
+        texts=st.lists(
+            st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=20), st.integers(1, 20)),
+            max_size=8,
+        ),
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+    )
+    def test_is_the_longest_beginning_with_a_state(self, texts, prompt):
+        allocator = BlockAllocator(256, 3)
+        allocator.require_states(100)
+        kept = set()
+        for tokens, position in texts:
+            position = min(position, len(tokens))
+            finished(allocator, tokens, position)
+            kept.add(tuple(tokens[:position]))
+        lengths = [n for n in range(len(prompt)) if tuple(prompt[:n]) in kept]
+        admission = admitted(allocator, prompt)
+        assert admission.num_cached == max(lengths, default=0)
+
+
+class TestHowManyAreKept:
+    def test_the_one_unused_longest_goes_first(self):
+        snapshots = Snapshots(3)
+        for block in range(3):
+            snapshots.add(block, BLOCK, Snapshot(BLOCK, states="s"))
+        snapshots.use(0, BLOCK)
+        snapshots.add(3, BLOCK, Snapshot(BLOCK, states="s"))
+        assert [block for block in range(4) if block in snapshots] == [0, 2, 3]
+
+    def test_a_spare_one_takes_nobodys_place_and_gives_its_own(self):
+        snapshots = Snapshots(2)
+        assert snapshots.add(0, BLOCK, Snapshot(BLOCK, states="s"))
+        assert snapshots.add(1, BLOCK, Snapshot(BLOCK, is_spare=True, states="s"))
+        assert not snapshots.add(2, BLOCK, Snapshot(BLOCK, is_spare=True, states="s"))
+        assert snapshots.add(3, BLOCK, Snapshot(BLOCK, states="s"))
+        assert [block for block in range(4) if block in snapshots] == [0, 3]
+
+    def test_a_second_one_of_the_same_place_is_not_wanted(self):
+        snapshots = Snapshots(2)
+        first = Snapshot(BLOCK, states="s")
+        assert snapshots.add(0, BLOCK, first)
+        assert not snapshots.add(0, BLOCK, Snapshot(BLOCK, states="t"))
+        assert snapshots.use(0, BLOCK) is first and len(snapshots) == 1
+
+    def test_one_goes_with_its_block(self):
+        allocator = make_allocator(num_blocks=4)
+        finished(allocator, list(range(28)), 8, 16, 28)
+        admitted(allocator, [99] * 15)  # takes the two blocks that were unused longest
+        assert allocator.snapshots is not None and len(allocator.snapshots) == 2
+        allocator.drop_cached()
+        assert len(allocator.snapshots) == 0
+
+    def test_none_survives_a_fault(self):
+        allocator = make_allocator()
+        finished(allocator, list(range(28)), 8, 16, 28)
+        allocator.admit(1, 30, list(range(30)))
+        allocator.forget_prefixes()
+        assert allocator.snapshots is not None
+        assert (len(allocator.snapshots), allocator.snapshots.max_snapshots) == (0, 8)
+        assert not allocator.attach_snapshot(1, list(range(30)), Snapshot(24, states="s"))
+        allocator.check_integrity()
+
+    def test_at_least_one(self):
+        with pytest.raises(
+            ValueError, match=r"\[Snapshots\] max_snapshots is 0: expected an integer >= 1"
+        ):
+            Snapshots(0)
+
+
+def blocks_forgotten_alone(allocator: BlockAllocator) -> None:
+    prefixes = allocator._store.prefixes
+    PrefixCache.forget(prefixes, next(iter(prefixes._by_block)))
+    prefixes._idle.clear()
+
+
+def too_many(allocator: BlockAllocator) -> None:
+    allocator.snapshots.max_snapshots = 1
+
+
+def past_its_block(allocator: BlockAllocator) -> None:
+    block, _ = next(iter(allocator.snapshots._by_place))
+    allocator.snapshots.add(block, BLOCK + 1, Snapshot(BLOCK + 1, states="s"))
+
+
+def at_another_position(allocator: BlockAllocator) -> None:
+    next(iter(allocator.snapshots._by_place.values())).position += 1
+
+
+def twice(allocator: BlockAllocator) -> None:
+    place, _ = allocator.snapshots._by_place.popitem()
+    allocator.snapshots._by_place[place] = next(iter(allocator.snapshots._by_place.values()))
+
+
+def lost(allocator: BlockAllocator) -> None:
+    allocator.snapshots._by_place.popitem()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [blocks_forgotten_alone, too_many, past_its_block, at_another_position, twice, lost],
+    ids=lambda damage: damage.__name__,
+)
+def test_damaged_books_are_noticed(damage):
+    allocator = make_allocator()
+    finished(allocator, list(range(20)), 8, 16)
+    damage(allocator)
+    with pytest.raises(AssertionError, match="snapshot"):
+        allocator.check_integrity()
+
+
+class TestWhereTheyAreTaken:
+    @staticmethod
+    def spans(num_prompt: int, prefill_chunk: int, most: int = 100, **options) -> list[Span]:
+        """The spans that compute a prompt."""
+        allocator = BlockAllocator(64, BLOCK)
+        scheduler = Scheduler(
+            allocator, 4, prefill_chunk, rewinds=False, max_snapshots=most, **options
+        )
+        request = Request(0, list(range(num_prompt)), SamplingParams(max_tokens=40), seed=0)
+        scheduler.add(request)
+        spans = []
+        while request.num_computed < num_prompt:
+            spans += scheduler.schedule().spans
+        return spans
+
+    @staticmethod
+    def taken(spans: list[Span]) -> list[tuple[int, list[int]]]:
+        return [(span.stop, [s.position for s in span.snapshots]) for span in spans]
+
+    @pytest.mark.parametrize(
+        ("num_prompt", "expected"),
+        [
+            (7, [(7, [])]),
+            (8, [(8, [])]),
+            (9, [(9, [8])]),
+            (16, [(16, [8])]),
+            (17, [(17, [16])]),
+            (20, [(20, [16])]),
+            (50, [(24, [24]), (50, [48])]),
+        ],
+    )
+    def test_after_the_last_whole_block_and_at_the_ends_of_chunks(self, num_prompt, expected):
+        spans = self.spans(num_prompt, prefill_chunk=27)
+        assert self.taken(spans) == expected
+        spare = [s.position for span in spans for s in span.snapshots if s.is_spare]
+        assert spare == ([24] if num_prompt == 50 else [])
+
+    def test_chunks_smaller_than_a_block_advance_all_the_same(self):
+        assert [span.stop for span in self.spans(20, prefill_chunk=5)] == [5, 8, 13, 16, 20]
+        assert [span.stop for span in self.spans(6, prefill_chunk=1)] == [1, 2, 3, 4, 5, 6]
+
+    def test_not_of_decodes(self):
+        spans = self.spans(9, prefill_chunk=32)
+        request = spans[0].request
+        allocator = BlockAllocator(64, BLOCK)
+        scheduler = Scheduler(allocator, 4, 32, rewinds=False, max_snapshots=4)
+        request.num_computed = 0
+        scheduler.add(request)
+        scheduler.schedule()
+        for _ in range(20):
+            request.tokens.append(1)
+            (span,) = scheduler.schedule().spans
+            assert len(span) == 1 and not span.snapshots
+
+    def test_nowhere_without_a_prefix_cache(self):
+        spans = self.spans(50, prefill_chunk=27, prefix_cache=False)
+        assert self.taken(spans) == [(27, []), (50, [])]
+
+    def test_a_span_is_cut_at_its_snapshots(self):
+        request = Request(0, list(range(30)), SamplingParams(), seed=0)
+        snapshots = (Snapshot(8), Snapshot(24))
+        fork = Request(1, list(range(30)), SamplingParams(), seed=0)
+        pieces = Span(request, 3, 30, True, (fork,), snapshots).pieces()
+        assert [(p.start, p.stop, p.samples, p.forks) for p in pieces] == [
+            (3, 8, False, ()),
+            (8, 24, False, ()),
+            (24, 30, True, (fork,)),
+        ]
+        assert [p.snapshots for p in pieces] == [snapshots[:1], snapshots[1:], ()]
+        (whole,) = Span(request, 3, 24, False, (), snapshots[1:]).pieces()
+        assert (whole.start, whole.stop, whole.snapshots) == (3, 24, snapshots[1:])

@@ -1,0 +1,154 @@
+"""MLX's wired limit: raised while engines live, and restored."""
+
+import gc
+
+import mlx.core as mx
+import pytest
+from fake_macs import FakeMac, fake_mac
+from mlx_lm.generate import generation_stream, wired_limit
+from tiny_models import tiny_model
+
+import mlx_paged.kv.memory as wired_limit_module
+from mlx_paged import BatchGenerator, Engine, EngineService
+from mlx_paged.kv.memory import hold_wired_limit
+
+BEFORE = 12345
+
+
+class Owner:
+    """Something that can die."""
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def mac(monkeypatch) -> FakeMac:
+    mac = fake_mac(monkeypatch, "M4 Pro, 24 GB")
+    mac.wired = BEFORE
+    return mac
+
+
+def make_engine(llama) -> Engine:
+    return Engine(llama, num_blocks=32)
+
+
+def test_it_is_raised_while_an_engine_lives(mac, llama):
+    engine = make_engine(llama)
+    engine.generate([[1, 2, 3]], max_tokens=3)
+    assert mac.calls == [mac.working_set]
+    del engine
+    gc.collect()
+    assert mac.calls == [mac.working_set, ("synchronize", None), BEFORE]
+
+
+def test_the_last_of_several_engines_restores_it(mac, llama):
+    first, second = make_engine(llama), make_engine(llama)
+    third = make_engine(llama)
+    del first
+    gc.collect()
+    third.close()
+    assert mac.wired == mac.working_set and mac.calls.count(mac.working_set) == 1
+    second.close()
+    assert mac.wired == BEFORE
+
+
+def test_an_engine_made_later_raises_it_again(mac, llama):
+    make_engine(llama).close()
+    assert mac.wired == BEFORE
+    engine = make_engine(llama)
+    assert mac.wired == mac.working_set
+    engine.close()
+    assert mac.wired == BEFORE
+
+
+def test_a_closed_engine_goes_on_and_gives_nothing_back_twice(mac, llama):
+    engine, other = make_engine(llama), make_engine(llama)
+    engine.close()
+    engine.close()
+    engine.generate([[1, 2, 3]], max_tokens=3)
+    del engine
+    gc.collect()
+    assert mac.wired == mac.working_set
+    other.close()
+    assert mac.wired == BEFORE
+
+
+def test_it_is_raised_in_a_service(mac, llama):
+    with EngineService(make_engine(llama)) as service:
+        service.submit([1, 2, 3], max_tokens=3).result()
+        assert service.call(lambda engine: mac.wired) == mac.working_set
+    del service
+    gc.collect()
+    assert mac.wired == BEFORE
+
+
+@pytest.mark.parametrize("how", ["closed", "collected"])
+def test_a_batch_generator_restores_it_when_its_stream_is_done(mac, llama, how):
+    generator = BatchGenerator(llama, num_blocks=32)
+    generator.insert([[1, 2, 3]], [3])
+    generator.next()
+    assert mac.calls == [mac.working_set]
+    if how == "closed":
+        generator.close()
+    del generator
+    gc.collect()
+    assert mac.calls[1] == ("synchronize", generation_stream)
+    assert mac.calls[-1] == mac.wired == BEFORE and mac.calls.count(BEFORE) == 1
+
+
+def test_mlx_lms_own_limit_within_leaves_it_raised(mac, llama):
+    engine = make_engine(llama)
+    with wired_limit(llama):
+        make_engine(llama).close()
+        assert mac.wired == mac.working_set
+    assert mac.wired == mac.working_set
+    engine.close()
+    assert mac.wired == BEFORE
+
+
+def test_it_is_restored_where_the_device_fails(mac, monkeypatch):
+    def fail(stream=None) -> None:
+        raise RuntimeError("device error")
+
+    owner = Owner()
+    release = hold_wired_limit(owner)
+    monkeypatch.setattr(mx, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="device error"):
+        release()
+    assert mac.wired == BEFORE
+
+
+def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
+    """The garbage collector runs at any moment."""
+    owners = [Owner()]
+    hold_wired_limit(owners[0])
+    limit = wired_limit_module._limit
+    lock = limit._lock
+
+    class CollectingLock:
+        def __enter__(self) -> None:
+            assert lock.acquire(timeout=5)
+            owners.clear()
+
+        def __exit__(self, *exception: object) -> None:
+            lock.release()
+
+    monkeypatch.setattr(limit, "_lock", CollectingLock())
+    owner = Owner()
+    hold_wired_limit(owner)
+    assert not owners and mac.wired == mac.working_set
+    del owner
+    assert mac.wired == BEFORE
+
+
+def test_on_a_cpu_nothing_is_set(monkeypatch, llama):
+    calls = []
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
+    monkeypatch.setattr(mx, "set_wired_limit", calls.append)
+    make_engine(llama).close()
+    with mx.stream(mx.cpu):
+        BatchGenerator(llama, num_blocks=32).close()
+    assert calls == []

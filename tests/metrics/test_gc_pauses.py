@@ -1,0 +1,79 @@
+"""Garbage collections are timed by thread, and only while a timer lives."""
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+from fake_model import FakeClock
+
+from mlx_paged.metrics.timers import GcPauses
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def slow_collections(clock) -> Iterator[None]:
+    """Each collection takes two seconds; none starts by itself."""
+
+    def spend(phase: str, info: dict[str, int]) -> None:
+        clock.now += phase == "start"
+        clock.now += phase == "stop"
+
+    gc.disable()
+    yield gc.callbacks.append(spend)
+    gc.callbacks.remove(spend)
+    gc.enable()
+
+
+@pytest.mark.usefixtures("slow_collections")
+def test_a_collection_is_counted_on_its_thread(clock):
+    pauses = GcPauses(clock)
+    gc.collect()
+    assert (pauses.seconds, pauses.elsewhere) == (1, 0)  # the last second is after the stop
+    thread = threading.Thread(target=gc.collect)
+    thread.start()
+    thread.join()
+    assert (pauses.seconds, pauses.elsewhere) == (1, 1)
+
+
+@pytest.mark.usefixtures("slow_collections")
+def test_the_thread_that_watches_is_the_one_that_matters(clock):
+    pauses = GcPauses(clock)
+
+    def work() -> None:
+        pauses.watch()
+        gc.collect()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert (pauses.seconds, pauses.elsewhere) == (1, 0)
+
+
+@pytest.mark.usefixtures("slow_collections")
+def test_the_working_clock_stands_still_meanwhile(clock):
+    pauses = GcPauses(clock)
+    before = pauses.working()
+    gc.collect()
+    clock.now += 5
+    assert pauses.working() - before == 5 + 1
+
+
+def test_nothing_is_left_when_it_is_gone(clock):
+    callbacks = list(gc.callbacks)
+    pauses = GcPauses(clock)
+    assert len(gc.callbacks) == len(callbacks) + 1
+    del pauses
+    assert gc.callbacks == callbacks
+
+
+def test_it_can_be_closed_more_than_once(clock):
+    callbacks = list(gc.callbacks)
+    pauses = GcPauses(clock)
+    pauses.close()
+    pauses.close()
+    assert gc.callbacks == callbacks

@@ -1,0 +1,144 @@
+"""The Metal sources and names that MLX gets: what Apple's compiler refuses is not in them."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from metal_emulator import require_emulator, typecheck
+from metal_emulator.language.translation import translate
+from metal_emulator.preprocess import preprocess
+from paged_cases import OPTIONS, random_case
+
+from mlx_paged import _ext
+from scripts.metal.sources import DTYPES, Launch, launches
+
+ROOT = Path(__file__).resolve().parents[2]
+DECLARED = re.compile(r"constant \w+ \w+ \[\[function_constant\((\d+)\)\]\];")
+INCLUDED = re.compile(r"^\s*#\s*include\s+(\S+)", re.MULTILINE)
+KERNELS = ("paged_attention", "merge_splits", "write_kv", "copy_blocks")
+
+LAUNCHES = {launch["kernel"]: launch for launch in launches()}
+
+
+def declared(launch: Launch) -> list[int]:
+    """Indices of the function constants that a launch's source declares."""
+    return [int(index) for index in DECLARED.findall(launch["source"])]
+
+
+def launches_with_options() -> list[Launch]:
+    """One launch for each option of attention, whole and split."""
+    found = []
+    for option in OPTIONS:
+        for context in (5, 500):
+            case = random_case([context], num_tokens=2, options=[option])
+            call = _ext.metal.plan_attention(*case.arrays, scale=1.0, **case.options)
+            found += call["launches"]
+    return found
+
+
+class TestSources:
+    def test_every_kernel_is_there_in_every_dtype(self):
+        found = Counter(name for kernel in LAUNCHES for name in KERNELS if kernel.startswith(name))
+        assert found.keys() == set(KERNELS)
+        assert min(found.values()) >= len(DTYPES)
+
+    @pytest.mark.parametrize("kernel", LAUNCHES)
+    def test_no_function_constants_share_an_index(self, kernel):
+        indices = declared(LAUNCHES[kernel])
+        assert len(indices) == len(set(indices))
+
+    def test_no_function_constants_of_two_files_share_an_index(self):
+        files = (ROOT / "metal").iterdir()
+        indices = Counter(index for file in files for index in DECLARED.findall(file.read_text()))
+        assert set(indices.values()) == {1}
+
+    def test_a_launch_sets_the_constants_that_its_source_declares(self):
+        for launch in [*LAUNCHES.values(), *launches_with_options()]:
+            assert sorted(launch["constants"]) == sorted(declared(launch)), launch["kernel"]
+
+    @pytest.mark.parametrize("kernel", LAUNCHES)
+    def test_a_kernel_can_reach_every_constant_of_its_source(self, kernel):
+        """What it cannot reach would make pipelines that differ in nothing but their names."""
+        require_emulator()
+        text = preprocess(LAUNCHES[kernel]["source"], f"{kernel}.metal", [])
+        reached = {constant.index for constant in translate(text).kernels[kernel].constants}
+        assert reached == set(declared(LAUNCHES[kernel]))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """What the script writes, by name."""
+    directory = tmp_path_factory.mktemp("sources") / "new"
+    command = [sys.executable, "-m", "scripts.metal.sources", str(directory)]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    paths = sorted(directory.iterdir())
+    assert json.loads(done.stdout) == [str(path) for path in paths]
+    return {path.name: path.read_text(encoding="ascii") for path in paths}
+
+
+class TestWrittenFiles:
+    def test_each_is_the_source_of_its_kernel(self, files):
+        assert files == {f"{kernel}.metal": each["source"] for kernel, each in LAUNCHES.items()}
+
+    def test_each_includes_headers_of_the_system_only(self, files):
+        """Of these <cstdint> is where params.h is the host's."""
+        for source in files.values():
+            assert set(INCLUDED.findall(source)) == {
+                "<cstdint>",
+                "<metal_simdgroup>",
+                "<metal_stdlib>",
+            }
+
+    @pytest.mark.parametrize("kernel", LAUNCHES)
+    def test_each_compiles_alone(self, files, kernel):
+        require_emulator()
+        source = files[f"{kernel}.metal"]
+        assert source.count(f'[[host_name("{kernel}")]]') == 1
+        assert typecheck(source) == []
+
+
+class TestNames:
+    def test_names_are_words(self):
+        for launch in [*LAUNCHES.values(), *launches_with_options()]:
+            for name in ("kernel", "pipeline", "library"):
+                assert re.fullmatch(r"[A-Za-z0-9_]+", launch[name]), launch[name]
+
+    def test_launches_with_other_sources_have_other_libraries(self):
+        by_name = {each["library"]: each["source"] for each in LAUNCHES.values()}
+        assert len(by_name) == len(set(by_name.values())) == len(LAUNCHES)
+
+    def test_pipelines_with_other_constants_have_other_names(self, tmp_path):
+        """Negative ones too, which no plan has so far."""
+        compiler = shutil.which("c++")
+        if compiler is None:
+            pytest.skip("there is no C++ compiler")
+        lists = [
+            *([(0, value)] for value in (0, 1, -1, 10, -10, 2**31 - 1, -(2**31))),
+            *([(0, a), (1, b)] for a in (1, -1, 10) for b in (0, 1, -1, 10)),
+            *([(1, 0)], [(10, 1)], [(1, 1), (10, 1)], []),
+        ]
+        constants = (
+            "{" + ", ".join(f"{{{i}, Type::kInt, int32_t({v}LL)}}" for i, v in each) + "}"
+            for each in lists
+        )
+        program = tmp_path / "names.cpp"
+        program.write_text(
+            '#include <iostream>\n#include "csrc/metal/launch_plan.h"\n'
+            "int main() {\n  using namespace mlx_paged;\n  using Type = FunctionConstant::Type;\n"
+            "  const std::vector<std::vector<FunctionConstant>> lists = {"
+            + ", ".join(constants)
+            + "};\n  for (const auto& constants : lists) {\n    LaunchPlan plan;\n"
+            '    plan.kernel = "write_kv_half";\n    plan.constants = constants;\n'
+            "    std::cout << plan.pipeline_name() << '\\n';\n  }\n}\n"
+        )
+        binary = tmp_path / "names"
+        command = [compiler, "-std=c++20", f"-I{ROOT}", str(program), "-o", str(binary)]
+        subprocess.run(command, check=True)
+        names = subprocess.run([binary], check=True, capture_output=True, text=True).stdout.split()
+        assert len(set(names)) == len(lists)
+        assert all(re.fullmatch(r"[A-Za-z0-9_]+", name) for name in names)

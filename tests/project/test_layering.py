@@ -1,0 +1,127 @@
+"""Rooms import in one direction, and the bookkeeping knows no mlx."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlx_paged
+
+PACKAGE = Path(mlx_paged.__file__).parent
+
+REQUESTS = {"arguments", "request", "sampling_params", "outputs"}
+MAY_IMPORT = {
+    "server": {"engine", "metrics", "cli", *REQUESTS},
+    "generate": {"engine", "metrics", "cli", *REQUESTS},
+    "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
+    "auto_patch": {"drop_in"},
+    "drop_in": {"arguments", "runner", "attention", "kv", "ops"},
+    "engine": {"runner", "metrics", "scheduler", "attention", "kv", *REQUESTS},
+    "cli": {"scheduler"},
+    "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
+    "sampling": {"ops", *REQUESTS},
+    "metrics": {"scheduler", "kv", *REQUESTS},
+    "scheduler": {"kv", *REQUESTS},
+    "attention": {"kv", "ops"},
+    "outputs": {"request", "sampling_params"},
+    "request": {"kv", "sampling_params"},
+    "sampling_params": {"arguments"},
+    "kv": {"arguments", "ops"},
+    "ops": {"_ext", "arguments"},
+    "arguments": set[str](),
+}
+"""A room (folder or module of the package) and the rooms that it may import."""
+
+NO_MLX = [
+    *(f"{room}.*" for room in ("scheduler", "metrics")),
+    *("arguments", "outputs", "request", "sampling_params"),
+    *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
+    *("kv.stateful_prefix_cache", "generate.prompts_file"),
+    *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
+    *("server.disconnects", "server.request_body"),
+]
+"""Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
+
+
+def modules() -> list[Path]:
+    """Every module but the package itself, relative to it."""
+    found = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+    return sorted(path for path in found if path != Path("__init__.py"))
+
+
+def rooms_imported_by(module: Path) -> set[str]:
+    """Other rooms of this package that a module imports."""
+    rooms: set[str] = set()
+    for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "mlx_paged":
+            rooms |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlx_paged."):
+            rooms.add(str(node.module).split(".")[1])
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            rooms |= {name.split(".")[1] for name in names if name.startswith("mlx_paged.")}
+    return rooms - {room_of(module)}
+
+
+def room_of(module: Path) -> str:
+    return Path(module.parts[0]).stem
+
+
+@pytest.mark.parametrize("module", modules(), ids=str)
+def test_a_module_imports_only_what_its_room_may(module):
+    assert rooms_imported_by(module) <= MAY_IMPORT[room_of(module)]
+
+
+def test_the_rule_has_no_circle():
+    left = dict(MAY_IMPORT)
+    while left:
+        grounded = [room for room, below in left.items() if not below & left.keys()]
+        assert grounded, f"a circle among {sorted(left)}"
+        for room in grounded:
+            del left[room]
+
+
+def test_bookkeeping_imports_without_mlx():
+    names = []
+    for pattern in NO_MLX:
+        paths = PACKAGE.glob(pattern.replace(".", "/") + ".py")
+        found = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in paths]
+        assert found, f"{pattern} names no module"
+        names += [name.removesuffix(".__init__") for name in found]
+    code = (
+        "import sys, types; sys.modules['mlx'] = sys.modules['mlx.core'] = None;"
+        f"package = types.ModuleType('mlx_paged'); package.__path__ = [{str(PACKAGE)!r}];"
+        "sys.modules['mlx_paged'] = package;"
+        + "".join(f"import mlx_paged.{name};" for name in sorted(names))
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_public_names_are_the_contract():
+    assert sorted(mlx_paged.__all__) == [
+        "BatchGenerator",
+        "Beam",
+        "Completion",
+        "Engine",
+        "EngineService",
+        "FinishReason",
+        "KVBlockManager",
+        "OutOfBlocksError",
+        "SamplingParams",
+        "Ticket",
+        "TokenOutput",
+        "UnsupportedModelError",
+        "copy_blocks",
+        "install_in_mlx",
+        "make_prompt_cache",
+        "paged_attention",
+        "patch_mlx_lm",
+        "patched_mlx_lm",
+        "uninstall_from_mlx",
+        "unpatch_mlx_lm",
+        "write_kv",
+    ]
+    for name in mlx_paged.__all__:
+        assert getattr(mlx_paged, name).__doc__, f"{name} has no documentation"

@@ -1,0 +1,153 @@
+"""A long prompt neither stalls running streams nor starves, on a machine with known costs."""
+
+import numpy as np
+import pytest
+from fake_model import FakeClock
+
+from mlx_paged.engine.core import EngineCore
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.metrics.stats import EngineStats
+from mlx_paged.request import Request
+from mlx_paged.scheduler.budget import MIN_CHUNK
+from mlx_paged.scheduler.runner_protocol import SampledToken
+from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.step import Step
+
+BASE, ROW, TOKEN, CONTEXT = 5e-3, 1e-3, 0.2e-3, 1e-7
+
+
+class Launched:
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.requests = [span.request for span in step.spans if span.samples]
+        self.errors: dict[int, Exception] = {}
+
+
+class FakeMachine:
+    """A runner that takes a known time, with noise, and always samples token 7."""
+
+    def __init__(self, clock: FakeClock, slowness: float = 1.0) -> None:
+        self.clock = clock
+        self.slowness = slowness
+        self.noise = np.random.default_rng(0)
+
+    def cost(self, step: Step) -> float:
+        context = step.decode_context + step.chunk_context
+        work = ROW * step.decode_rows + TOKEN * step.chunk_tokens + CONTEXT * context
+        return self.slowness * (BASE + work)
+
+    def launch(self, step: Step, before: Launched | None) -> Launched:
+        return Launched(step)
+
+    def collect(self, launched: Launched) -> list[SampledToken]:
+        self.clock.now += self.cost(launched.step) * self.noise.uniform(0.97, 1.03)
+        return [SampledToken(request, 7, -1.0) for request in launched.requests]
+
+    def drop(self, request: Request) -> None: ...
+    def fork(self, parent: Request, child: Request) -> None: ...
+    def recover(self) -> None: ...
+
+
+def make_engine(
+    max_stall: float | None, lookahead: bool = False, prefill_chunk: int = 512
+) -> tuple[EngineCore, FakeClock]:
+    clock = FakeClock()
+    scheduler = Scheduler(BlockAllocator(8000, 16), 16, prefill_chunk, max_stall=max_stall)
+    stats = EngineStats(16, 1, 8000)
+    machine = FakeMachine(clock)
+    return EngineCore(scheduler, machine, stats, lookahead=lookahead, clock=clock), clock
+
+
+def run_streams_and_a_long_prompt(
+    engine: EngineCore, clock: FakeClock
+) -> tuple[list[float], float]:
+    """The gaps between tokens of 8 streams while a 6,000-token prompt is computed, and its TTFT."""
+    streams = [engine.add_request([1, 2, 3], max_tokens=4000) for _ in range(8)]
+    warm_up = engine.add_request(list(range(2000)), max_tokens=1)
+    while engine.has_work and engine.is_open(warm_up):
+        engine.step()
+    for _ in range(50):
+        engine.step()
+    arrival = clock.now
+    long = engine.add_request(list(range(6000)), max_tokens=1)
+    last = dict.fromkeys(streams, clock.now)
+    gaps = []
+    while True:
+        for output in engine.step():
+            if output.request_id == long:
+                return gaps, clock.now - arrival
+            gaps.append(clock.now - last[output.request_id])
+            last[output.request_id] = clock.now
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("bound", [0.03, 0.06])
+def test_streams_wait_no_longer_than_the_bound_and_one_minimal_chunk(bound, lookahead):
+    engine, clock = make_engine(bound, lookahead)
+    gaps, _ = run_streams_and_a_long_prompt(engine, clock)
+    minimal = MIN_CHUNK * (TOKEN + 6000 * CONTEXT)
+    assert max(gaps) <= bound * 1.05 + minimal
+    assert np.median(gaps) >= 0.7 * bound, "the bound is not used: the prompt waits without need"
+
+
+def test_without_a_bound_streams_wait_for_whole_chunks():
+    gaps, _ = run_streams_and_a_long_prompt(*make_engine(None))
+    assert max(gaps) > 0.1
+
+
+def test_a_prompt_advances_even_if_streams_alone_break_the_bound():
+    engine, clock = make_engine(max_stall=1e-3)
+    gaps, ttft = run_streams_and_a_long_prompt(engine, clock)
+    assert len(gaps) >= 8 * 6000 // 512, "the streams ended before the prompt was computed"
+    steps = -(-6000 // MIN_CHUNK)
+    step = BASE + 8 * (ROW + 1000 * CONTEXT) + MIN_CHUNK * (TOKEN + 6000 * CONTEXT)
+    assert ttft <= steps * step * 1.05
+
+
+def test_nothing_is_held_back_while_no_stream_runs():
+    engine, _ = make_engine(max_stall=1e-3)
+    engine.add_request(list(range(1024)), max_tokens=1)
+    while engine.has_work:
+        engine.step()
+    assert engine.stats.steps == 2
+
+
+def test_a_slower_machine_gets_smaller_chunks():
+    engine, clock = make_engine(0.06)
+    run_streams_and_a_long_prompt(engine, clock)
+    engine.runner.slowness = 2.0
+    for _ in range(60):
+        engine.step()
+    gaps = []
+    engine.add_request(list(range(5000)), max_tokens=1)
+    for _ in range(60):
+        before = clock.now
+        engine.step()
+        gaps.append(clock.now - before)
+    minimal = 2 * MIN_CHUNK * (TOKEN + 6000 * CONTEXT)
+    assert max(gaps) <= 0.06 * 1.05 + minimal
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_no_request_is_admitted_for_a_few_tokens(lookahead):
+    """Otherwise prompts would hold blocks while each step computes few of their tokens."""
+    engine, clock = make_engine(24e-3, lookahead)
+    run_streams_and_a_long_prompt(engine, clock)
+    prompts = [engine.add_request([i] * (100 + 3 * i), max_tokens=1) for i in range(8)]
+    first_chunks: dict[int, int] = {}
+    while any(engine.is_open(prompt) for prompt in prompts):
+        engine.step()
+        for request in engine.scheduler.running.values():
+            if request.id in prompts and request.num_computed:
+                first_chunks.setdefault(request.id, request.num_computed)
+    assert len(first_chunks) == len(prompts)
+    assert min(first_chunks.values()) >= MIN_CHUNK
+
+
+def test_with_chunks_below_the_minimum_prompts_are_admitted():
+    engine, _ = make_engine(8e-3, prefill_chunk=MIN_CHUNK // 2)
+    for length in (40, 30, 5):
+        engine.add_request([length] * length, max_tokens=60)
+    for _ in range(80):
+        engine.step()
+    assert not engine.has_work

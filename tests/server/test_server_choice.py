@@ -1,0 +1,76 @@
+"""A choice finds text, reasoning and tool calls, whatever the pieces of text are."""
+
+import json
+
+import pytest
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.server import ToolCallFormatter
+
+from mlx_paged.outputs import Completion, TokenOutput
+from mlx_paged.request import FinishReason
+from mlx_paged.server.choices import CompletionChoice, Delta
+
+MACHINE = TextStateMachine(
+    {
+        "normal": [("<think>", "reasoning"), ("<tool>", "tool")],
+        "reasoning": [("</think>", "normal"), ("<tool>", "tool")],
+        "tool": [("</tool>", "normal")],
+    }
+)
+
+
+def call(name, a):
+    return json.dumps({"name": name, "arguments": {"a": a}})
+
+
+def ended(reason):
+    return Completion(0, 1, [], "", [], reason, None, 0.0, 0, 0)
+
+
+def read(text, width, state="normal", reason=FinishReason.STOP):
+    """The sum of all deltas of a text that arrives `width` characters at a time."""
+    tools = ToolCallFormatter(lambda text, tools: json.loads(text), None, streaming=True)
+    choice, whole = CompletionChoice(0, MACHINE, state, tools), Delta()
+    pieces = [text[i : i + width] for i in range(0, len(text), width)]
+    for i, piece in enumerate(pieces):
+        assert choice.finish_reason is None
+        last = ended(reason) if i == len(pieces) - 1 else None
+        whole += choice.add(TokenOutput(0, 1, piece, 0.0, completion=last))
+    return whole, choice.finish_reason
+
+
+def calls_of(delta):
+    return [
+        (c["index"], c["function"]["name"], json.loads(c["function"]["arguments"]))
+        for c in delta.tool_calls
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 3, 1000])
+def test_reasoning_text_and_tool_calls_are_told_apart(width):
+    text = f"<think>Hm.</think>Well: <tool>{call('f', 1)}</tool><tool>{call('g', 2)}</tool> so"
+    delta, reason = read(text, width)
+    assert (delta.reasoning, delta.text, reason) == ("Hm.", "Well:  so", "tool_calls")
+    assert calls_of(delta) == [(0, "f", {"a": 1}), (1, "g", {"a": 2})]
+
+
+@pytest.mark.parametrize("width", [1, 1000])
+def test_a_prompt_may_leave_the_model_reasoning(width):
+    delta, reason = read(f"so<tool>{call('f', 1)}</tool>", width, state="reasoning")
+    assert (delta.reasoning, delta.text, reason) == ("so", "", "tool_calls")
+    assert len(delta.tool_calls) == 1
+
+
+@pytest.mark.parametrize("width", [1, 1000])
+@pytest.mark.parametrize("reason", [FinishReason.STOP, FinishReason.LENGTH])
+def test_text_that_only_begins_a_marker_is_not_lost_at_the_end(width, reason):
+    delta, found = read("a <thi", width, reason=reason)
+    assert (delta.text, found) == ("a <thi", str(reason))
+
+
+@pytest.mark.parametrize("width", [1, 1000])
+def test_a_tool_call_that_the_end_cuts_off_counts_if_it_is_whole(width):
+    delta, reason = read(f"<tool>{call('f', 1)}", width)
+    assert calls_of(delta) == [(0, "f", {"a": 1})] and reason == "tool_calls"
+    delta, reason = read('<tool>{"name"', width, reason=FinishReason.LENGTH)
+    assert not delta and reason == "length"

@@ -1,0 +1,81 @@
+"""The server's /metrics shows the metrics of its engine."""
+
+import math
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server_harness import CODE, exchange, live, post
+
+from mlx_paged.metrics.tick import PARTS, PHASES
+from mlx_paged.metrics.tick_log import BUCKETS_MS
+from mlx_paged.server import arguments
+from mlx_paged.server.__main__ import main
+
+BUCKET = "mlx_paged_decode_tick_seconds_bucket"
+
+
+def samples(server) -> dict[tuple[str, ...], float]:
+    """Values by name and labels."""
+    text = exchange(server, "GET", "/metrics")[2].decode()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_metrics_tell_what_the_engine_counted():
+    with live("--kv-block-size", "4", "--spike-ms", "0.001") as server:
+        for _ in range(2):
+            assert post(server, {"prompt": CODE * 3, "max_tokens": 6, "n": 3})[0] == 200
+        engine = server.backend.service._engine
+        found, stats, ticks = samples(server), engine.stats, list(engine.ticks)
+    for name in ("cow_clones", "evictions", "decode_tokens", "prefix_hit_tokens", "kv_bytes_read"):
+        assert found[f"mlx_paged_{name}_total",] == getattr(stats, name)
+    assert found["mlx_paged_kv_blocks_touched_total",] == stats.blocks_touched
+    assert stats.cow_clones and stats.prefix_hit_tokens and stats.kv_bytes_read
+    num_prefills = sum(tick.has_prompt_tokens for tick in ticks)
+    assert found["mlx_paged_prefill_chunk_seconds_count",] == num_prefills > 0
+    assert found["mlx_paged_decode_tick_seconds_count",] == len(ticks) - num_prefills > 0
+    assert found["mlx_paged_decode_tick_seconds_sum",] == pytest.approx(
+        sum(tick.tick_ms for tick in ticks if not tick.has_prompt_tokens) / 1000
+    )
+    buckets = {float(key[1]): value for key, value in found.items() if key[0] == BUCKET}
+    assert buckets == {
+        ms / 1000: sum(t.tick_ms <= ms for t in ticks if not t.has_prompt_tokens)
+        for ms in (*BUCKETS_MS, math.inf)
+    }
+    for part in PARTS:
+        assert found["mlx_paged_tick_seconds_total", part.removesuffix("_ms")] == pytest.approx(
+            sum(getattr(tick, part) for tick in ticks) / 1000
+        )
+    spikes = {key[1]: value for key, value in found.items() if key[0] == "mlx_paged_spikes_total"}
+    assert sum(spikes.values()) == len(ticks)
+    assert found["mlx_paged_kv_blocks_referenced", "0"] == engine.manager.allocator.num_blocks
+    assert found["mlx_paged_profiling",] == 0
+    assert ("mlx_paged_tick_seconds_total", "forward") not in found
+
+
+def test_a_profiling_server_says_so_and_tells_the_phases(tmp_path):
+    path = tmp_path / "ticks.jsonl"
+    with live("--profile", "--metrics-jsonl", str(path)) as server:
+        post(server, {"prompt": CODE, "max_tokens": 3})
+        found = samples(server)
+    assert found["mlx_paged_profiling",] == 1
+    assert {phase.removesuffix("_ms") for phase in PHASES} < {
+        key[1] for key in found if key[0] == "mlx_paged_tick_seconds_total"
+    }
+    assert len(path.read_text().splitlines()) == 3
+
+
+def test_a_file_that_cannot_be_written_is_one_line(capsys, tmp_path):
+    path = tmp_path / "no" / "directory"
+    assert main(["--port", "0", "--metrics-jsonl", str(path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mlx_paged.server: error: ") and str(path) in line
+
+
+def test_metrics_flags_become_options_of_the_engine():
+    args = arguments.parse(["--profile", "--spike-ms", "7", "--metrics-jsonl", "x"])
+    options = arguments.engine_options(args)
+    assert (options["profile"], options["spike_ms"], options["metrics_jsonl"]) == (True, 7, "x")

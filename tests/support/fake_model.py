@@ -1,0 +1,313 @@
+"""A model of hashes that computes steps without mlx, and notices every wrong slot of its pool.
+
+What it keeps for a token depends, as real K/V does, on the token, its position and on everything
+before it as read through the block table; the salt counts too, so that tenants cannot share. A
+stale copy, a wrong table or a prefix that was never computed all change the tokens to come.
+"""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.cost_model import StepWork
+from mlx_paged.scheduler.runner_protocol import SampledToken
+from mlx_paged.scheduler.step import Span, Step
+
+VOCAB = 24
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+_MASK = 2**64 - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_OF_TOKEN = np.arange(VOCAB, dtype=np.uint64) * np.uint64(_GAMMA)
+
+
+def mixed(z: int) -> int:
+    """A hash of 64 bits."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & _MASK
+    return z ^ (z >> 31)
+
+
+def empty_context(salt: bytes) -> int:
+    """What a sequence is before its first token."""
+    return int.from_bytes(blake2b(salt, digest_size=8).digest(), "little")
+
+
+def kv_of(context: int, token: int, position: int) -> int:
+    """What is kept for a token that comes after `context`."""
+    return mixed((context + (token + 1) * _GAMMA + position) & _MASK)
+
+
+def extended(context: int, kv: int, position: int) -> int:
+    """The context with one more token, whose weight depends on where it is."""
+    return (context + kv * (2 * position + 1)) & _MASK
+
+
+def context_of(tokens: list[int], salt: bytes) -> int:
+    """The context of a whole sequence, from plain lists."""
+    context = empty_context(salt)
+    for position, token in enumerate(tokens):
+        context = extended(context, kv_of(context, token, position), position)
+    return context
+
+
+def logprobs_of(context: int) -> FloatArray:
+    """A number below 0 for each token ``[VOCAB]``; they need not sum to a probability of 1."""
+    z = np.uint64(mixed(context)) + _OF_TOKEN
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return -0.1 - 6.0 * ((z >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def next_token(context: int, params: SamplingParams, seed: int, index: int) -> int:
+    """Token number `index` of a request: the likeliest, or one that hangs on the seed too."""
+    if params.temperature == 0:
+        return int(logprobs_of(context).argmax())
+    return mixed(context ^ mixed((seed + index * _GAMMA) & _MASK)) % VOCAB
+
+
+class FakePool:
+    """Slots of a token, its position and its K/V; ``violations`` are reads of anything wrong."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        shape = (num_blocks, block_size)
+        self.tokens = np.full(shape, -1)
+        self.positions = np.full(shape, -1)
+        self.kv = np.zeros(shape, np.uint64)
+        self.violations: list[str] = []
+
+    def poison(self) -> None:
+        """Nothing in it can be trusted."""
+        self.tokens[:] = self.positions[:] = -1
+
+    def copy(self, copies: list[BlockCopy]) -> None:
+        """Copy blocks as a device does that performs all copies of a step at once."""
+        src, dst = [c.src for c in copies], [c.dst for c in copies]
+        if set(src) & set(dst) or len(set(dst)) < len(dst):
+            self.violations.append(f"copies depend on their order: {copies}")
+        for array in (self.tokens, self.positions, self.kv):
+            array[dst] = array[src]
+
+    def write(self, slots: IntArray, start: int, tokens: list[int], kv: list[int]) -> None:
+        self.tokens.ravel()[slots] = tokens
+        self.positions.ravel()[slots] = np.arange(start, start + len(tokens))
+        self.kv.ravel()[slots] = np.array(kv, np.uint64)
+
+    def read(self, slots: IntArray, tokens: list[int], salt: bytes) -> int:
+        """The context of a sequence that ought to have these `tokens` in its `slots`."""
+        positions = np.arange(len(slots))
+        found = self.tokens.ravel()[slots]
+        if (found != tokens).any() or (self.positions.ravel()[slots] != positions).any():
+            self.violations.append(f"slots {slots} hold {found}, not {tokens}")
+        weights = 2 * positions.astype(np.uint64) + np.uint64(1)
+        total = int((self.kv.ravel()[slots] * weights).sum(dtype=np.uint64))
+        return (empty_context(salt) + total) & _MASK
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """A recurrent state after `position` tokens; `context` is known once it is computed."""
+
+    position: int
+    context: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class FakeSpan:
+    """A span as the device gets it: nothing in it changes when the host goes on."""
+
+    wave: int  # pieces of a span come one after another
+    start: int
+    tokens: list[int]  # of the sequence, from its start, as far as they were known
+    coming: tuple["FakeLaunch", int] | None  # whose choice is the last token, and which
+    slots: IntArray  # of all positions up to the span's end
+    salt: bytes
+    draws: list[tuple[Request, int]]  # requests that get a token, and its number
+    before: State | None
+    after: State
+
+    def known_tokens(self) -> list[int]:
+        if self.coming is None:
+            return self.tokens
+        launch, row = self.coming
+        return [*self.tokens, launch.choices[row].token]
+
+
+@dataclass(slots=True, eq=False)
+class FakeLaunch:
+    """A step under way; `choices` are there once the device got to it."""
+
+    requests: list[Request]
+    errors: dict[int, Exception]
+    spans: list[FakeSpan]
+    copies: list[BlockCopy]
+    work: StepWork
+    choices: list[SampledToken] = field(default_factory=list)
+
+
+class FakeClock:
+    """Seconds that pass only where something is computed."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def spend(self, work: StepWork) -> None:
+        seconds = (1e-3, 1e-4, 1e-6, 5e-5, 1e-7)
+        self.now += sum(s * f for s, f in zip(seconds, work.features, strict=True))
+
+
+class FakeRunner:
+    """Computes steps on a :class:`FakePool`, in order, some time between launch and collect.
+
+    Args:
+        recurrent: the model has a state beside its K/V, which must agree with it.
+        rng: decides whether the device is ahead of the host or behind.
+    """
+
+    def __init__(
+        self, allocator: BlockAllocator, clock: FakeClock, rng: random.Random, recurrent: bool
+    ) -> None:
+        self.allocator = allocator
+        self.pool = FakePool(allocator.num_blocks, allocator.block_size)
+        self.states: dict[int, State] = {}
+        self.recurrent = recurrent
+        self._clock = clock
+        self._rng = rng
+        self._queue: deque[FakeLaunch] = deque()
+
+    def launch(self, step: Step, before: FakeLaunch | None) -> FakeLaunch:
+        for request, snapshot in step.restores:
+            assert isinstance(snapshot.states, State)
+            self.states[request.id] = snapshot.states
+        spans = [
+            self._span(piece, wave, before)
+            for span in step.spans
+            for wave, piece in enumerate(span.pieces())
+        ]
+        requests = [request for span in spans for request, _ in span.draws]
+        launch = FakeLaunch(requests, _errors(requests), spans, list(step.copies), step.work)
+        self._queue.append(launch)
+        if self._rng.random() < 0.3:
+            self._compute_until(launch)
+        return launch
+
+    def collect(self, launched: FakeLaunch) -> list[SampledToken]:
+        self._compute_until(launched)
+        self._clock.spend(launched.work)
+        return launched.choices
+
+    def drop(self, request: Request) -> None:
+        if request.snapshot is not None:
+            request.snapshot.states = self.states.get(request.id)
+            request.snapshot = None
+        self.states.pop(request.id, None)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        if parent.id in self.states:
+            self.states[child.id] = self.states[parent.id]
+
+    def recover(self) -> None:
+        self._queue.clear()
+        self.states.clear()
+        self.pool.poison()
+
+    # On the host
+
+    def _span(self, span: Span, wave: int, before: FakeLaunch | None) -> FakeSpan:
+        request = span.request
+        tokens = request.tokens[: span.stop]
+        coming = None
+        if len(tokens) < span.stop:
+            assert before is not None and len(span) == 1, "a token nobody chooses, or in a chunk"
+            coming = (before, before.requests.index(request))
+        draws = [(r, r.num_generated) for r in (request, *span.forks) if span.samples]
+        state, after = self.states.get(request.id), State(span.stop)
+        if self.recurrent:
+            if span.start and (state is None or state.position != span.start):
+                self.pool.violations.append(f"{state} before the span from {span.start}")
+            self.states |= {r.id: after for r in (request, *span.forks)}
+        for snapshot in span.snapshots:
+            snapshot.states = after
+        return FakeSpan(
+            wave=wave,
+            start=span.start,
+            tokens=tokens,
+            coming=coming,
+            slots=self.allocator.slots(request.id, 0, span.stop).astype(np.int64),
+            salt=request.salt,
+            draws=draws,
+            before=state if self.recurrent and span.start else None,
+            after=after,
+        )
+
+    # On the device
+
+    def _compute_until(self, launch: FakeLaunch) -> None:
+        while launch in self._queue:
+            self._compute(self._queue.popleft())
+
+    def _compute(self, launch: FakeLaunch) -> None:
+        self.pool.copy(launch.copies)
+        written = np.concatenate([span.slots[span.start :] for span in launch.spans])
+        if len(np.unique(written)) < len(written):
+            self.pool.violations.append("two spans of a step write the same slot")
+        for wave in range(1 + max(span.wave for span in launch.spans)):
+            spans = [span for span in launch.spans if span.wave == wave]
+            kv = [self._kv(span) for span in spans]
+            for span, values in zip(spans, kv, strict=True):
+                new = span.known_tokens()[span.start :]
+                self.pool.write(span.slots[span.start :], span.start, new, values)
+        count = max((request.params.logprobs for request in launch.requests), default=0)
+        for span in launch.spans:
+            context = self.pool.read(span.slots, span.known_tokens(), span.salt)
+            launch.choices += [_choice(context, *draw, count) for draw in span.draws]
+        for row, error in launch.errors.items():
+            launch.choices[row] = SampledToken(launch.requests[row], 0, 0.0, error=error)
+
+    def _kv(self, span: FakeSpan) -> list[int]:
+        tokens = span.known_tokens()
+        context = self.pool.read(span.slots[: span.start], tokens[: span.start], span.salt)
+        if span.before is not None and span.before.context != context:
+            self.pool.violations.append(f"{span.before} disagrees with the pool")
+        values = []
+        for position in range(span.start, len(tokens)):
+            values.append(kv_of(context, tokens[position], position))
+            context = extended(context, values[-1], position)
+        span.after.context = context
+        return values
+
+
+def _choice(context: int, request: Request, index: int, count: int) -> SampledToken:
+    """A request's token; with it `count` likely ones if it asked for any, else as many of none."""
+    logprobs = logprobs_of(context)
+    token = next_token(context, request.params, request.seed, index)
+    best = np.argsort(-logprobs, kind="stable")[:count].tolist()
+    top = tuple((candidate, float(logprobs[candidate])) for candidate in best)
+    if not request.params.logprobs:
+        top = ((0, -np.inf),) * len(top)
+    return SampledToken(request, token, float(logprobs[token]), top)
+
+
+def _errors(requests: list[Request]) -> dict[int, Exception]:
+    """What the requests' processors raise, by row; they see how many tokens there are."""
+    errors: dict[int, Exception] = {}
+    for row, request in enumerate(requests):
+        try:
+            for processor in request.params.logits_processors:
+                processor(range(request.num_tokens), None)
+        except Exception as error:
+            errors[row] = error
+    return errors

@@ -1,0 +1,88 @@
+"""A live server on the demo model, clients for it, and what mlx-lm gives alone."""
+
+import http.client
+import json
+import threading
+import time
+from contextlib import contextmanager
+from functools import lru_cache
+
+from mlx_lm import stream_generate
+from openai import OpenAI
+
+from mlx_paged.cli import load_model
+from mlx_paged.server import arguments
+from mlx_paged.server.__main__ import serving
+
+MODEL = "default_model"
+TIMEOUT = 60
+CODE = "def main():\n"
+
+
+@lru_cache
+def demo():
+    return load_model()
+
+
+@lru_cache
+def solo(prompt, max_tokens):
+    """Text, tokens and log-probabilities that mlx-lm generates for this prompt alone."""
+    model, tokenizer = demo()
+    responses = list(stream_generate(model, tokenizer, prompt, max_tokens=max_tokens))
+    tokens = [response.token for response in responses]
+    logprobs = [response.logprobs[response.token].item() for response in responses]
+    return "".join(response.text for response in responses), tokens, logprobs
+
+
+@contextmanager
+def live(*flags):
+    """A server on a free port; its thread and its blocks are gone afterwards."""
+    args = arguments.parse(["--port", "0", "--kv-memory", "0.05", *flags])
+    with serving(args) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+            wait_until(lambda: server.backend.taken == 0)
+            wait_until(lambda: not metric(server, "mlx_paged_kv_blocks_in_use", args.api_key))
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def client(server, key="none"):
+    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    return OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=0)
+
+
+def exchange(server, method, path, body=None, headers=()):
+    """Status, headers and body of one answer, without any client's help."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=TIMEOUT)
+    connection.request(method, path, body, dict(headers))
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, response.headers, content
+
+
+def post(server, body, path="/v1/completions", headers=()):
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    status, found, content = exchange(server, "POST", path, raw, headers)
+    return status, found, json.loads(content)
+
+
+def metric(server, name, key=None):
+    """The value of a metric, labels included in its name; None if there is none."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    _, _, content = exchange(server, "GET", "/metrics", headers=headers)
+    for line in content.decode().splitlines():
+        if line.startswith(name + " "):
+            return float(line.split()[-1])
+    return None
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,367 @@
+"""Random lives of an engine, each checked token by token against requests that run alone.
+
+    python tests/support/simulation.py --schedules 1000 --seed 0 [--model tiny]
+
+Schedule i of a seed is the same wherever it runs. What fails is printed with the command that runs
+it again; the last line is one JSON object with what was counted.
+"""
+
+import json
+import random
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import tiny_models
+from fake_model import VOCAB, FakeClock, FakeRunner
+from fault_injection import FaultyRunner
+from random_calls import RandomCalls, Setting
+from solo_checks import SoloChecks, Ticket
+from solo_runs import BeamOptions, FakeSolo, MlxLmSolo, SoloModel
+
+from mlx_paged import Engine
+from mlx_paged.cli import COUNT, Parser, number
+from mlx_paged.engine.core import EngineCore
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.metrics.stats import EngineStats
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.scheduler import Scheduler
+
+COUNTED = (
+    *("schedules", "requests", "tokens", "steps", "preemptions", "forks", "samples", "beams"),
+    *("aborts", "releases", "refused", "faults", "errors", "cow_clones", "cached_tokens"),
+    *("restored", "near_ties", "mismatches", "violations", "leaked_blocks", "failures"),
+)
+STEPS_A_TOKEN = 20
+"""A request that took more steps a token, preemptions and failures included, would never end."""
+
+
+class Simulation:
+    """One schedule: random calls of an engine between its steps, and what must hold after each."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        engine: EngineCore,
+        runner: FaultyRunner,
+        solo: SoloModel,
+        rng: random.Random,
+    ) -> None:
+        self.setting = setting
+        self.engine = engine
+        self.runner = runner
+        self.rng = rng
+        self.calls = RandomCalls(setting, rng, solo.vocab)
+        self.counts: Counter[str] = Counter(schedules=1)
+        self.checks = SoloChecks(solo, runner, self.counts)
+        self.tickets: dict[int, Ticket] = {}
+        self._num_arrivals = setting.num_arrivals
+        self._num_aborts = rng.randint(0, setting.num_arrivals)  # so that they hide no hang
+        self._steps_left = 100
+
+    def run(self) -> None:
+        """Live through it; AssertionError, or whatever the engine raises, if something is wrong."""
+        while self._num_arrivals or self.engine.has_work:
+            while self.rng.random() < 0.4:
+                self._call()
+            self._step()
+            self._steps_left -= 1
+            assert self._steps_left, "no end in sight"
+        for request_id in self.tickets:
+            self.engine.release(request_id)
+        self._check_end()
+
+    def result(self) -> Counter[str]:
+        """What happened."""
+        scheduler = self.engine.scheduler
+        self.counts["steps"] = self.engine.stats.steps
+        self.counts["faults"] = self.runner.num_raised
+        self.counts["preemptions"] = scheduler.num_preemptions
+        self.counts["cow_clones"] = scheduler.allocator.cow_clones
+        return self.counts
+
+    # What callers do
+
+    def _call(self) -> None:
+        adding = (self._add_request,) * 3 + (self._fork,) * 2 + (self._add_samples, self._add_beams)
+        others = (self._release, self._reset, *[self._abort] * (self._num_aborts > 0))
+        adds = self._num_arrivals > 0 and self.rng.random() < 0.6
+        self._num_arrivals -= adds
+        with suppress(KeyboardInterrupt):  # a fork waits for the step under way
+            self.rng.choice(adding if adds else others)()
+
+    def _add_request(self) -> None:
+        prompt, salt = self.calls.prompt()
+        params, options = self.calls.params(len(prompt)), self._options(salt)
+        keep = self.rng.random() < 0.4
+        self._added(
+            prompt,
+            params,
+            salt,
+            lambda: [self.engine.add_request(prompt, params, keep=keep, **options)],
+        )
+
+    def _add_samples(self) -> None:
+        prompt, salt = self.calls.prompt()
+        params, options = self.calls.params(len(prompt)), self._options(salt)
+        n = self.rng.randint(1, 5)
+        self.counts["samples"] += self._added(
+            prompt, params, salt, lambda: self.engine.add_samples(prompt, n, params, **options)
+        )
+
+    def _add_beams(self) -> None:
+        prompt, salt = self.calls.prompt()
+        (params, beams), options = self.calls.beams(), self._options(salt)
+        options |= vars(beams)
+        self.counts["beams"] += self._added(
+            prompt,
+            params,
+            salt,
+            lambda: [self.engine.add_beam_search(prompt, params=params, **options)],
+            beams,
+        )
+
+    def _options(self, salt: str) -> dict[str, Any]:
+        return {"priority": self.rng.randint(-1, 1), "cache_salt": salt}
+
+    def _fork(self) -> None:
+        living = [i for i, t in self.tickets.items() if self.engine.request(i) and t.beams is None]
+        if not living:
+            return
+        ended = [i for i in living if self._is_kept(i)]
+        parent_id = self.rng.choice(ended if ended and self.rng.random() < 0.5 else living)
+        parent, ticket = self.engine.request(parent_id), self.tickets[parent_id]
+        assert parent is not None
+        suffix = self.calls.tokens(self.rng.choice((0, 0, 1, 3, 9)))
+        params = self.calls.params(len(parent.tokens)) if self.rng.random() < 0.6 else None
+        keep = self.rng.random() < 0.4
+        try:
+            child_id = self.engine.fork(parent_id, suffix, params, keep=keep)
+        except ValueError:
+            length = len(parent.tokens) + len(suffix)
+            assert not self.setting.fits(length, (params or parent.params).max_tokens)
+            self.counts["refused"] += 1
+            return
+        child = self.engine.request(child_id)
+        assert child is not None
+        tokens = list(child.tokens)
+        assert len(tokens) == len(parent.tokens) + len(suffix), "not all that its parent has"
+        assert parent.is_finished or not parent.num_in_flight, "a token under way is left out"
+        self.checks.fork(ticket, tokens, suffix)
+        self.counts["forks"] += 1
+        self._admit(child_id, tokens, ticket.salt)
+
+    def _abort(self) -> None:
+        self._num_aborts -= 1
+        for request_id in self._anyone():
+            completion, ticket = self.engine.abort(request_id), self.tickets[request_id]
+            if completion is not None:
+                assert ticket.completion is None, "it ended before"
+                ticket.aborted = True
+                self.counts["aborts"] += 1
+                self.checks.completion(ticket, completion)
+
+    def _release(self) -> None:
+        for request_id in self._anyone():
+            self.engine.release(request_id)
+            self.counts["releases"] += 1
+
+    def _reset(self) -> None:
+        if self.rng.random() < 0.2:
+            self.engine.reset_prefix_cache()
+
+    def _anyone(self) -> list[int]:
+        return [self.rng.choice(list(self.tickets))] if self.tickets else []
+
+    def _is_kept(self, request_id: int) -> bool:
+        request = self.engine.request(request_id)
+        return request is not None and request.is_finished
+
+    def _added(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        salt: str,
+        add: Callable[[], list[int]],
+        beams: BeamOptions | None = None,
+    ) -> int:
+        """How many requests were added: none if they can never fit, and only then."""
+        try:
+            ids = add()
+        except ValueError:
+            ids = []
+        assert bool(ids) is self.setting.fits(len(prompt), params.max_tokens), f"added {ids}"
+        self.counts["refused"] += not ids
+        for i, request_id in enumerate(ids):
+            self._admit(request_id, prompt, salt, beams)
+            seed = None if params.seed is None else (params.seed + i) % 2**64
+            assert seed in (None, self.tickets[request_id].seed), "a seed is not the one given"
+        return len(ids)
+
+    def _admit(
+        self, request_id: int, prompt: list[int], salt: str, beams: BeamOptions | None = None
+    ) -> None:
+        request = self.engine.request(request_id)
+        assert request is not None
+        ticket = Ticket(prompt, request.params, request.seed, salt, beams)
+        lengths = [processor.length for processor in ticket.params.logits_processors]
+        length = self.calls.breaking_length(len(prompt), ticket.params.max_tokens)
+        if length is not None and beams is None:
+            self.runner.bad[request_id] = length
+            lengths.append(length)
+        ticket.breaks_at = min(lengths, default=None)
+        self.tickets[request_id] = ticket
+        self.counts["requests"] += 1
+        width = beams.num_beams if beams else 1
+        self._steps_left += STEPS_A_TOKEN * width * (len(prompt) + ticket.params.max_tokens)
+
+    # What must hold
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except KeyboardInterrupt:
+            outputs = []
+        self.engine.scheduler.allocator.check_integrity()
+        violations = getattr(getattr(self.runner.inner, "pool", None), "violations", [])
+        self.counts["violations"] += len(violations)
+        assert not violations, violations[0]
+        ids = [output.request_id for output in outputs if output.token is not None]
+        assert len(set(ids)) == len(ids), "two tokens of one request in a step"
+        for output in outputs:
+            ticket = self.tickets[output.request_id]
+            self.checks.output(ticket, output)
+            if ticket.completion is not None and ticket.completion.error is not None:
+                assert not self._is_kept(output.request_id), "kept in spite of an error"
+            if output.completion is not None:
+                is_hit = self.setting.recurrent and output.completion.cached_prompt_tokens > 0
+                self.counts["restored"] += is_hit
+                history = (ticket.salt, ticket.prompt + output.completion.tokens)
+                self.calls.histories.append(history)
+
+    def _check_end(self) -> None:
+        engine, scheduler = self.engine, self.engine.scheduler
+        self.counts["leaked_blocks"] += scheduler.allocator.blocks_in_use
+        unended = [i for i, ticket in self.tickets.items() if ticket.completion is None]
+        assert not unended, f"requests {unended} never ended"
+        waiting = [request.id for request in scheduler.waiting]
+        assert not waiting, f"{waiting} still wait"
+        for left in (scheduler.running, scheduler.parked, scheduler._isolated):
+            assert not left, f"the scheduler still has {list(left)}"
+        for left in (engine._requests, engine._kept, engine._beams, engine._outputs._texts):
+            assert not left, f"the engine still has {list(left)}"
+        references = scheduler.allocator.refcount_histogram
+        assert references == {0: self.setting.num_blocks}, f"blocks by references: {references}"
+        states = getattr(self.runner.inner, "states", {})
+        states = getattr(states, "_states", states)
+        assert not states, f"states of {list(states)} are left"
+
+
+def fake_simulation(seed: int, index: int) -> Simulation:
+    """Schedule `index` of `seed` on the model of hashes."""
+    rng = random.Random(f"{seed}:{index}")
+    setting = Setting.drawn(rng, small=False)
+    allocator = BlockAllocator(setting.num_blocks, setting.block_size)
+    scheduler = Scheduler(
+        allocator,
+        setting.max_running,
+        setting.prefill_chunk,
+        prefix_cache=setting.prefix_cache,
+        policy=setting.policy,
+        victims=setting.victims,
+        max_stall=setting.max_stall,
+        watermark=setting.watermark,
+        rewinds=not setting.recurrent,
+        max_snapshots=setting.most_snapshots,
+    )
+    clock = FakeClock()
+    inner = FakeRunner(allocator, clock, random.Random(index), setting.recurrent)
+    runner = FaultyRunner(inner, rng, setting.fault_rate)
+    engine = EngineCore(
+        scheduler,
+        runner,
+        EngineStats(setting.block_size, 1, setting.num_blocks),
+        vocab_size=VOCAB,
+        seed=index,
+        lookahead=setting.lookahead,
+        clock=clock,
+    )
+    return Simulation(setting, engine, runner, FakeSolo(), rng)
+
+
+def tiny_simulation(seed: int, index: int) -> Simulation:
+    """Schedule `index` of `seed` on a tiny llama, or on a hybrid model if a state is to be kept."""
+    rng = random.Random(f"{seed}:{index}:tiny")
+    setting = Setting.drawn(rng, small=True)
+    solo = tiny_solo("jamba" if setting.recurrent else "llama")
+    engine = Engine(
+        solo.model,
+        block_size=setting.block_size,
+        num_blocks=setting.num_blocks,
+        prefill_chunk=setting.prefill_chunk,
+        max_running=setting.max_running,
+        max_stall_ms=None if setting.max_stall is None else 1000 * setting.max_stall,
+        policy=setting.policy,
+        preempt=setting.victims,
+        seed=index,
+        prefix_cache=setting.prefix_cache,
+        lookahead=setting.lookahead,
+        prewarm=False,
+    )
+    runner = engine.runner = FaultyRunner(engine.runner, rng, setting.fault_rate)
+    return Simulation(setting, engine, runner, solo, rng)
+
+
+@cache
+def tiny_solo(model_type: str) -> MlxLmSolo:
+    """A tiny model of an architecture of mlx-lm."""
+    return MlxLmSolo(tiny_models.tiny_model(model_type), tiny_models.VOCAB)
+
+
+MODELS = {"fake": fake_simulation, "tiny": tiny_simulation}
+
+
+def run_schedule(model: str, seed: int, index: int) -> tuple[Counter[str], Exception | None]:
+    """Run one schedule; what was counted, and what went wrong."""
+    simulation = MODELS[model](seed, index)
+    failure: Exception | None = None
+    try:
+        simulation.run()
+    except Exception as error:
+        failure = error
+        simulation.counts["failures"] += 1
+    return simulation.result(), failure
+
+
+def make_parser() -> Parser:
+    parser = Parser(prog="simulation.py", description="Random lives of an engine, checked.")
+    parser.add_argument("--schedules", type=COUNT, default=1000, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    index = number(int, 0, 2**31, "a whole number >= 0")
+    parser.add_argument("--only", type=index, metavar="I", help="run schedule I alone")
+    parser.add_argument("--model", choices=sorted(MODELS), default="fake")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    totals: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+    for index in range(args.schedules) if args.only is None else [args.only]:
+        counts, failure = run_schedule(args.model, args.seed, index)
+        totals.update(counts)
+        if failure is not None:
+            if args.only is not None:
+                traceback.print_exception(failure)
+            print(f"schedule {index} of seed {args.seed}: {type(failure).__name__}: {failure}")
+            replay = f"--seed {args.seed} --only {index} --model {args.model}"
+            print(f"python tests/support/simulation.py {replay}", flush=True)
+    print(json.dumps({name: totals[name] for name in COUNTED}))
+    return int(totals["failures"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

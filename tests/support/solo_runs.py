@@ -1,0 +1,159 @@
+"""What a request has to yield, computed for it alone: no cache, no batch, no blocks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import fake_model
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.generate import generate_step
+
+from mlx_paged.request import FinishReason
+from mlx_paged.sampling.sampler import uniform
+from mlx_paged.sampling_params import SamplingParams
+
+Logprobs = Callable[[list[int]], npt.NDArray[np.float64]]
+
+
+class Solo(NamedTuple):
+    """A request's tokens, why it ends, and by how little another token was missed each time."""
+
+    tokens: list[int]
+    margins: list[float]
+    reason: FinishReason
+
+
+class SoloModel(Protocol):
+    """A model that runs requests alone."""
+
+    vocab: int
+
+    def tokens(
+        self, prompt: list[int], params: SamplingParams, seed: int, salt: bytes
+    ) -> tuple[list[int], list[float]]:
+        """``params.max_tokens`` tokens and their margins."""
+
+    def logprobs(self, salt: bytes) -> Logprobs:
+        """Log-probabilities of what comes after given tokens."""
+
+
+def solo_run(
+    model: SoloModel, prompt: list[int], params: SamplingParams, seed: int, salt: bytes
+) -> Solo:
+    """The request on its own, up to its first stop token."""
+    tokens, margins = model.tokens(prompt, params, seed, salt)
+    for index, token in enumerate(tokens):
+        if token in params.stop_token_ids:
+            return Solo(tokens[: index + 1], margins[: index + 1], FinishReason.STOP)
+    return Solo(tokens, margins, FinishReason.LENGTH)
+
+
+class FakeSolo:
+    """The model of hashes on plain lists."""
+
+    vocab = fake_model.VOCAB
+
+    def tokens(
+        self, prompt: list[int], params: SamplingParams, seed: int, salt: bytes
+    ) -> tuple[list[int], list[float]]:
+        tokens = list(prompt)
+        context = fake_model.context_of(tokens, salt)
+        for index in range(params.max_tokens):
+            token = fake_model.next_token(context, params, seed, index)
+            kv = fake_model.kv_of(context, token, len(tokens))
+            context = fake_model.extended(context, kv, len(tokens))
+            tokens.append(token)
+        return tokens[len(prompt) :], [np.inf] * params.max_tokens
+
+    def logprobs(self, salt: bytes) -> Logprobs:
+        return lambda tokens: fake_model.logprobs_of(fake_model.context_of(tokens, salt))
+
+
+class MlxLmSolo:
+    """A real model, run by mlx-lm."""
+
+    def __init__(self, model: nn.Module, vocab: int) -> None:
+        self.model = model
+        self.vocab = vocab
+
+    def tokens(
+        self, prompt: list[int], params: SamplingParams, seed: int, salt: bytes
+    ) -> tuple[list[int], list[float]]:
+        margins: list[float] = []
+
+        def sampler(logprobs: mx.array) -> mx.array:
+            row = np.array(logprobs[0], np.float64)
+            draw = uniform([seed], [len(margins)])[0] if params.temperature > 0 else None
+            token, margin = _pick(row, params.temperature, draw)
+            margins.append(margin)
+            return mx.array([token], mx.uint32)
+
+        steps = generate_step(
+            mx.array(prompt), self.model, max_tokens=params.max_tokens, sampler=sampler
+        )
+        tokens = [int(token) for token, _ in steps]
+        return tokens, margins[: len(tokens)]
+
+    def logprobs(self, salt: bytes) -> Logprobs:
+        def of(tokens: list[int]) -> npt.NDArray[np.float64]:
+            logits = np.array(self.model(mx.array([tokens]))[0, -1], np.float64)
+            shifted = logits - logits.max()
+            return shifted - np.log(np.exp(shifted).sum())
+
+        return of
+
+
+def _pick(
+    logprobs: npt.NDArray[np.float64], temperature: float, draw: np.float32 | None
+) -> tuple[int, float]:
+    """A token and the distance to choosing another one."""
+    if draw is None:
+        second, first = np.sort(logprobs)[-2:]
+        return int(logprobs.argmax()), float(first - second)
+    cumulated = np.cumsum(np.exp((logprobs - logprobs.max()) / temperature))
+    cumulated /= cumulated[-1]
+    token = int(np.searchsorted(cumulated, draw, side="right"))
+    return token, float(np.abs(cumulated - draw).min())
+
+
+@dataclass(frozen=True)
+class BeamOptions:
+    """The options of a beam search."""
+
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool
+
+
+class _Beam(NamedTuple):
+    total: float
+    tokens: list[int]
+
+
+def plain_beam_search(
+    logprobs: Logprobs, prompt: Sequence[int], params: SamplingParams, options: BeamOptions
+) -> list[list[int]]:
+    """The best hypotheses' tokens, best first, looking at every token of the vocabulary and going
+    on for as long as it may make a difference, `options.early_stopping` apart."""
+    width = options.num_beams
+    live = [_Beam(0.0, [])]
+    finished: list[_Beam] = []
+    for length in range(1, params.max_tokens + 1):
+        pool: list[_Beam] = []
+        for beam in live:
+            row = logprobs([*prompt, *beam.tokens])
+            order = np.argsort(-row, kind="stable").tolist()
+            pool += [_Beam(beam.total + float(row[t]), [*beam.tokens, t]) for t in order]
+        pool.sort(key=lambda beam: -beam.total)
+        ends = [beam.tokens[-1] in params.stop_token_ids for beam in pool]
+        finished += [beam for beam, end in zip(pool[:width], ends, strict=False) if end]
+        live = [beam for beam, end in zip(pool, ends, strict=True) if not end][:width]
+        if options.early_stopping and len(finished) >= width:
+            break
+        if length == params.max_tokens:
+            finished += live
+    finished.sort(key=lambda beam: -beam.total / len(beam.tokens) ** options.length_penalty)
+    return [beam.tokens for beam in finished[:width]]
