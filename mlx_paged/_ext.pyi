@@ -1,4 +1,4 @@
-"""Types of the compiled ops; python/bindings.cpp documents them."""
+"""Types of the compiled ops; mlx_paged/ops/paged.py and python/bindings.cpp document them."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
