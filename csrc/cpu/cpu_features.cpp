@@ -22,9 +22,6 @@ std::vector<Kernel> find_kernels() {
   if (avx512) {
     kernels.push_back({"avx512", avx512::attend, avx512::kLayerKernels});
   }
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) {
-    kernels.push_back({"avx512_bf16", avx512_bf16::attend, avx512_bf16::kLayerKernels});
-  }
 #endif
   return kernels;
 }

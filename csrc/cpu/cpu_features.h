@@ -10,7 +10,7 @@
 namespace mlx_paged::cpu {
 
 struct Kernel {
-  // "baseline" (what the compiler targets: SSE2, NEON), "avx2", "avx512" or "avx512_bf16"
+  // "baseline" (what the compiler targets: SSE2, NEON), "avx2" or "avx512"
   const char* name;
   Attend* attend;
   LayerKernels layers;

@@ -32,8 +32,7 @@ struct Workspace {
       rows += padded(planned[t].span.count);
     }
     const int64_t queries = rows * padded(args.head_dim);
-    const int64_t size =
-        15 + zeros + scores + packed + 2 * queries + 2 * state_floats(rows, o_stride);
+    const int64_t size = 15 + zeros + scores + packed + queries + 2 * state_floats(rows, o_stride);
     if (static_cast<int64_t>(memory_.size()) < size) {
       memory_.resize(size);
     }
@@ -44,7 +43,6 @@ struct Workspace {
     kernel.zeros = zero_row;
     kernel.scores = take(scores);
     kernel.packed = take(packed);
-    kernel.queries = take(queries);
 
     tiles.resize(num_tiles);
     q.resize(num_tiles);

@@ -1,10 +1,6 @@
 #include "csrc/cpu/attention/attention_kernel.h"
 
-#include <type_traits>
-
 #include "csrc/cpu/attention/attention_scores.h"
-#include "csrc/cpu/attention/bfloat16_rows.h"
-#include "csrc/cpu/attention/interleaved_rows.h"
 #include "csrc/cpu/attention/packed_products.h"
 #include "csrc/cpu/attention/row_products.h"
 
@@ -26,7 +22,6 @@ struct TilePass {
   const AttentionArgs& args;
   const RowTile& rows;
   const KernelScratch& scratch;
-  const float* queries;  // written by `prepare`
   KeyTile<T>& tile;
   const KeyTile<T>& next;
 };
@@ -35,13 +30,11 @@ struct TilePass {
 // block of rows prefetches the next tile.
 template <typename T>
 struct FewRows {
-  static void prepare(const AttentionArgs&, const RowTile&, const KernelScratch&, float*) {}
-
   explicit FewRows(const TilePass<T>& pass)
       : cursor(PrefetchCursor<T>(pass.next, pass.args.head_dim, pass.args.value_dim)) {}
 
   void score(const TilePass<T>& pass) {
-    const auto& [args, rows, scratch, queries, tile, next] = pass;
+    const auto& [args, rows, scratch, tile, next] = pass;
     for_row_blocks(rows.num_rows, [&]<int kRows>(int32_t r) {
       const auto block = [&]<bool kAsk>() {
         score_rows<kRows, kAsk>(tile, cursor, rows.q + r * rows.q_stride, rows.q_stride,
@@ -65,69 +58,6 @@ struct FewRows {
   PrefetchCursor<T> cursor;
 };
 
-#if defined(__AVX512F__)
-// The same with the queries of several rows in one register.
-struct InterleavedRows : FewRows<float> {
-  using FewRows<float>::FewRows;
-
-  static bool fits(const AttentionArgs& args) { return args.head_dim % Float32Dims::kDims == 0; }
-
-  static void prepare(const AttentionArgs& args, const RowTile& rows, const KernelScratch&,
-                      float* queries) {
-    interleave_rows<Float32Dims::kDims>(rows.q, rows.q_stride, rows.num_rows, args.head_dim,
-                                        queries);
-  }
-
-  void score(const TilePass<float>& pass) {
-    score_interleaved_rows<Float32Dims>(pass.queries, pass.rows.num_rows, pass.tile,
-                                        pass.args.head_dim, 1, cursor, pass.scratch.scores);
-  }
-};
-#endif
-
-#if defined(__AVX512BF16__)
-// Keys, values and the caller's queries as pairs of bfloat16. Weights are rounded to bfloat16: from
-// kMinColumns columns on, the resulting error is on average below the rounding of the output.
-struct BFloat16Rows : FewRows<BFloat16> {
-  using FewRows<BFloat16>::FewRows;
-
-  static constexpr int32_t kMinColumns = 64;
-
-  static bool fits(const AttentionArgs& args) {
-    return args.q_dtype == DType::kBFloat16 && !args.rope_freqs &&
-           args.head_dim % BFloat16Dims::kDims == 0 && args.value_dim >= kMinColumns &&
-           args.value_dim % (2 * kLanes) == 0;
-  }
-
-  static void prepare(const AttentionArgs& args, const RowTile& rows, const KernelScratch& scratch,
-                      float* queries) {
-    auto* given = reinterpret_cast<BFloat16*>(scratch.packed);
-    given_queries(args, rows, given);
-    interleave_rows<BFloat16Dims::kDims>(given, args.head_dim, rows.num_rows, args.head_dim,
-                                         reinterpret_cast<BFloat16*>(queries));
-  }
-
-  void score(const TilePass<BFloat16>& pass) {
-    const auto& [args, rows, scratch, queries, tile, next] = pass;
-    score_interleaved_rows<BFloat16Dims>(reinterpret_cast<const BFloat16*>(queries), rows.num_rows,
-                                         tile, args.head_dim, args.scale, cursor, scratch.scores);
-  }
-
-  void accumulate(const TilePass<BFloat16>& pass, const float* rescale, const SoftmaxState& state) {
-    auto* weights = reinterpret_cast<BFloat16*>(pass.scratch.packed);
-    round_weights(pass.scratch.scores, pass.rows.num_rows, weights);
-    for_row_blocks(pass.rows.num_rows, [&]<int kRows>(int32_t r) {
-      const auto block = [&]<bool kAsk>() {
-        accumulate_pair_rows<kRows, kAsk>(pass.tile, cursor, pass.args.value_dim,
-                                          weights + r * kKeyTile, rescale + r,
-                                          state.o + r * state.o_stride, state.o_stride);
-      };
-      r == 0 ? block.template operator()<true>() : block.template operator()<false>();
-    });
-  }
-};
-#endif
-
 // Rows from kPackedRows on. Each block of rows prefetches its share of `next`.
 template <typename T>
 struct ManyRows {
@@ -144,12 +74,10 @@ struct ManyRows {
     prefetch_rows(next + first, left < share ? left : share, width);
   }
 
-  static void prepare(const AttentionArgs&, const RowTile&, const KernelScratch&, float*) {}
-
   explicit ManyRows(const TilePass<T>&) {}
 
   void score(const TilePass<T>& pass) {
-    const auto& [args, rows, scratch, queries, tile, next] = pass;
+    const auto& [args, rows, scratch, tile, next] = pass;
     pack_keys(tile, args.head_dim, scratch.packed);
     multiply_packed(rows.q, rows.q_stride, rows.num_rows,
                     {scratch.packed, padded(args.head_dim), args.head_dim, kKeyTile}, nullptr,
@@ -159,7 +87,7 @@ struct ManyRows {
   }
 
   void accumulate(const TilePass<T>& pass, const float* rescale, const SoftmaxState& state) {
-    const auto& [args, rows, scratch, queries, tile, next] = pass;
+    const auto& [args, rows, scratch, tile, next] = pass;
     pack_values(tile, args.value_dim, scratch.packed);
     multiply_packed(scratch.scores, kKeyTile, rows.num_rows,
                     {scratch.packed, kKeyTile, tile.num_keys, padded(args.value_dim)}, rescale,
@@ -173,7 +101,7 @@ struct ManyRows {
 
 template <typename Products, typename T>
 void attend_tile(const TilePass<T>& pass, const SoftmaxState& state) {
-  const auto& [args, rows, scratch, queries, tile, next] = pass;
+  const auto& [args, rows, scratch, tile, next] = pass;
   float* scores = scratch.scores;
   Products products(pass);
   products.score(pass);
@@ -202,19 +130,12 @@ struct Step {
   }
 };
 
-inline int32_t queries_size(const AttentionArgs& args, const RowTile& rows) {
-  return (rows.num_rows + kPackedRows - 1) / kPackedRows * kPackedRows * padded(args.head_dim);
-}
-
 template <typename Products, typename T>
 void stream_keys(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles,
                  int32_t key_begin, int32_t key_end, const KernelScratch& scratch,
                  const SoftmaxState* states) {
-  float* queries = scratch.queries;
   for (int32_t t = 0; t < num_tiles; ++t) {
     initialise(states[t], tiles[t].num_rows);
-    Products::prepare(args, tiles[t], scratch, queries);
-    queries += queries_size(args, tiles[t]);
   }
   if (key_begin >= key_end) {
     return;
@@ -230,7 +151,6 @@ void stream_keys(const AttentionArgs& args, const RowTile* tiles, int32_t num_ti
   prefetch_pages<T>(args, tiles[next.tile], next.begin, key_end);
   prefetch_rows(located[0].k, located[0].num_keys, args.head_dim);
   prefetch_rows(located[0].v, located[0].num_keys, args.value_dim);
-  queries = scratch.queries;
   for (int current = 0; step.begin < key_end; current ^= 1) {
     KeyTile<T>* next_tile = &empty_tile;
     if (next.begin < key_end) {
@@ -242,10 +162,8 @@ void stream_keys(const AttentionArgs& args, const RowTile* tiles, int32_t num_ti
     }
     const Step after = next.next(num_tiles);
     prefetch_pages<T>(args, tiles[after.tile], after.begin, key_end);
-    const RowTile& rows = tiles[step.tile];
-    attend_tile<Products, T>({args, rows, scratch, queries, located[current], *next_tile},
+    attend_tile<Products, T>({args, tiles[step.tile], scratch, located[current], *next_tile},
                              states[step.tile]);
-    queries = next.tile == 0 ? scratch.queries : queries + queries_size(args, rows);
     step = next;
     next = after;
   }
@@ -260,20 +178,6 @@ void attend(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles, 
   if (tiles[0].num_rows >= kPackedRows) {
     return stream.template operator()<ManyRows<T>>();
   }
-#if defined(__AVX512F__)
-  if constexpr (std::is_same_v<T, float>) {
-    if (InterleavedRows::fits(args)) {
-      return stream.template operator()<InterleavedRows>();
-    }
-  }
-#endif
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    if (BFloat16Rows::fits(args)) {
-      return stream.template operator()<BFloat16Rows>();
-    }
-  }
-#endif
   stream.template operator()<FewRows<T>>();
 }
 

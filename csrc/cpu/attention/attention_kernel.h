@@ -56,7 +56,6 @@ struct KernelScratch {
   const void* zeros;  // max(D, D_v) zeros of any dtype: stands in for a key that is not read
   float* scores;      // [kMaxRows, kKeyTile]
   float* packed;      // [max(D, D_v) padded, kKeyTile]
-  float* queries;     // of all tiles of a call; the rows of a tile are rounded up to 16, D padded
 };
 
 // Initialises the states of row tiles and updates them with keys [key_begin, key_end) of one
@@ -75,9 +74,6 @@ namespace avx2 {
 Attend attend;
 }
 namespace avx512 {
-Attend attend;
-}
-namespace avx512_bf16 {
 Attend attend;
 }
 

@@ -51,8 +51,5 @@ extern const LayerKernels kLayerKernels;
 namespace avx512 {
 extern const LayerKernels kLayerKernels;
 }
-namespace avx512_bf16 {
-extern const LayerKernels kLayerKernels;
-}
 
 }  // namespace mlx_paged::cpu
