@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from metal_emulator import Mode, require_emulator, typecheck
 from metal_runner import MetalRunner
+from numpy_reference import copy_blocks_numpy, write_kv_numpy
 from paged_cases import (
     FLOAT32_ERROR,
     MANY_OPTIONS,
@@ -22,7 +23,6 @@ from paged_cases import (
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, _ext
-from mlx_paged.ops.reference import copy_blocks_numpy, write_kv_numpy
 
 WAYS = {
     "in order": (Mode.FAST, None),

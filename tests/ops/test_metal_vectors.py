@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from metal_emulator import LaunchStats, Lines, Mode
 from metal_runner import MetalRunner
+from numpy_reference import copy_blocks_numpy, write_kv_numpy
 from paged_cases import TOLERANCE, Case, as_numpy, random_case, worst_error
 
 from mlx_paged import _ext
-from mlx_paged.ops.reference import copy_blocks_numpy, write_kv_numpy
 
 HEADS, TOKENS, DIM = 2, 6, 64
 PAIRS = mx.array([[0, 1], [2, 0]], mx.int32)

@@ -9,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy_reference import paged_attention_numpy
 
 from mlx_paged import ops
 from mlx_paged.ops import paged
-from mlx_paged.ops.reference import paged_attention_numpy
 
 LAYOUTS = {"HNSD": (0, 1, 2, 3), "NHSD": (1, 0, 2, 3), "NSHD": (1, 2, 0, 3)}
 """Physical orders of a pool, as axes of the logical ``[H_kv, N, S, D]``."""

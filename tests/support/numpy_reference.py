@@ -1,4 +1,4 @@
-"""Reference implementation of the ops in float64 NumPy: one sequence, head and query at a time.
+"""The ops in float64 NumPy: one sequence, head and query at a time.
 
 Dimensions: B sequences, L query tokens each, H query heads, H_kv KV heads, D key head dimension,
 D_v value head dimension, N blocks in the pool, S = block_size tokens per block, M columns of a
