@@ -9,14 +9,9 @@ import numpy as np
 from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.kv.block_tables import BlockTables, Int32Array, SequenceBlocks
 from mlx_paged.kv.blocks import BlockCopy, BlockStore, ceil_div
-from mlx_paged.kv.prefix_cache import (
-    ROOT,
-    MissReason,
-    PrefixMatch,
-    chain_hash,
-    root_hash,
-    token_bytes,
-)
+from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
+from mlx_paged.kv.prefix_cache import ROOT, chain_hash, root_hash, token_bytes
+from mlx_paged.kv.prefix_match import MissReason, PrefixMatch, match_prefix
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
 
@@ -43,26 +38,41 @@ class Admission:
 class BlockAllocator:
     """Bookkeeping of a pool of `num_blocks` blocks with `block_size` token slots each.
 
-    :meth:`make_writable` adds blocks and copies shared ones (copy-on-write), all or nothing. A
-    block is free, or cached (no reference, content known), or held by a sequence, or only part of
-    a copy that is not performed yet.
+    Every layer group has a block table of each sequence. :meth:`make_writable` adds entries and
+    copies shared ones (copy-on-write), all or nothing. An entry is held by a sequence, or cached
+    (no reference, content known), or only part of a copy that is not performed yet; all other
+    blocks are free. Groups with a window let go of entries behind it: :meth:`trim`.
 
     The caller performs all copies of a step before any write, and then calls :meth:`copies_done`.
     Until then no block of a copy is handed out again. A copy of a copy names the first source, so
     the copies of a step may be performed in any order.
+
+    Args:
+        groups: the layer groups.
+        chunk: tokens that a sequence computes in a step at most.
 
     Attributes:
         block_tables: of all live sequences; :meth:`table_rows` says which row is whose.
         prefix_hit_tokens: prompt tokens found in the prefix cache so far.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        groups: Seq[LayerGroup] = ONE_GROUP,
+        chunk: int = 0,
+    ) -> None:
         self.block_size = block_size = integer("BlockAllocator", "block_size", block_size, 1)
         max_blocks = MAX_INT32 // block_size  # slots are int32
         self.num_blocks = integer("BlockAllocator", "num_blocks", num_blocks, 1, max_blocks)
+        self.groups = tuple(groups)
+        self.chunk = chunk
         self.prefix_hit_tokens = 0
-        self.block_tables = BlockTables()
-        self._store = BlockStore(self.num_blocks, block_size)
+        self.block_tables = BlockTables(len(self.groups))
+        self._width = sum(group.width for group in self.groups)
+        self._has_windows = any(group.window is not None for group in self.groups)
+        self._store = BlockStore(self.num_blocks, block_size, self.groups)
         self._sequences: dict[int, SequenceBlocks] = {}
 
     @property
@@ -73,7 +83,7 @@ class BlockAllocator:
     @property
     def num_cached(self) -> int:
         """Blocks without a reference whose content is kept for reuse."""
-        return self._store.prefixes.num_idle
+        return self._store.num_idle
 
     @property
     def blocks_in_use(self) -> int:
@@ -81,21 +91,34 @@ class BlockAllocator:
 
     @property
     def cow_clones(self) -> int:
-        """Blocks copied on write so far."""
+        """Entries copied on write so far."""
         return self._store.cow_clones
 
     @property
     def evictions(self) -> int:
-        """Cached blocks that were handed out for other content so far."""
+        """Cached entries that were handed out for other content so far."""
         return self._store.evictions
 
     @property
     def refcount_histogram(self) -> dict[int, int]:
         """How many blocks have how many references; free and cached blocks count under 0."""
-        return dict(sorted(Counter(self._store.counts).items()))
+        return self._store.refcount_histogram()
 
     def blocks_needed(self, num_tokens: int) -> int:
+        """Entries that hold so many tokens in one group."""
         return ceil_div(num_tokens, self.block_size)
+
+    def max_blocks(self, num_tokens: int) -> int:
+        """Blocks that a sequence of so many tokens holds at one time, at most."""
+        size = self.block_size
+        return sum(
+            group.width * ceil_div(group.max_tokens(num_tokens, self.chunk, size), size)
+            for group in self.groups
+        )
+
+    def blocks_to_append(self, num_sequences: int) -> int:
+        """Blocks that so many sequences need for one token each, at most."""
+        return num_sequences * self._width
 
     def cached_prefix(self, tokens: Seq[int], salt: bytes = ROOT) -> int:
         """How many leading tokens :meth:`admit` would find in the cache."""
@@ -107,9 +130,9 @@ class BlockAllocator:
     def num_tokens(self, seq_id: int) -> int:
         return self._sequence(seq_id).num_tokens
 
-    def table(self, seq_id: int) -> Int32Array:
+    def table(self, seq_id: int, group: int = 0) -> Int32Array:
         """Physical block ids in logical order, ``[num_blocks_of_sequence]``: a view, not a copy."""
-        return self.block_tables.row(self._sequence(seq_id).row)
+        return self.block_tables.row(self._sequence(seq_id).row, group)
 
     def tables(self, seq_ids: Seq[int]) -> Int32Array:
         """Copy of several block tables, ``[len(seq_ids), longest]``; the kernels never read the
@@ -120,6 +143,10 @@ class BlockAllocator:
         """Which rows of the block tables are these sequences', ``[len(seq_ids)]``."""
         return np.array([self._sequence(seq_id).row for seq_id in seq_ids], np.int32)
 
+    def blocks_of(self, entries: Int32Array, group: int) -> Int32Array:
+        """All pool blocks of a group's entries, ``[width, *entries.shape]``."""
+        return self._store.blocks(entries, group)
+
     def slots(self, seq_id: int, start: int, stop: int) -> Int32Array:
         """Slot of each position in [start, stop): ``block * block_size + offset``."""
         positions = np.arange(start, stop, dtype=np.int32)
@@ -129,12 +156,14 @@ class BlockAllocator:
     @property
     def snapshots(self) -> Snapshots | None:
         """Snapshots of recurrent states; None without :meth:`require_states`."""
-        return self._store.prefixes.snapshots
+        return self._store.prefixes[0].snapshots
 
     def require_states(self, max_snapshots: int) -> None:
         """Reuse prefixes only up to a kept snapshot of recurrent states, and keep at most
-        `max_snapshots`."""
-        self._store.prefixes = StatefulPrefixCache(self.num_blocks, self.block_size, max_snapshots)
+        `max_snapshots`. All layers are in one group then."""
+        assert len(self.groups) == 1
+        args = self.num_blocks, self.block_size, self._store.idle, max_snapshots
+        self._store.prefixes = [StatefulPrefixCache(*args)]
 
     def admit(
         self,
@@ -147,7 +176,8 @@ class BlockAllocator:
         """Start a sequence that owns positions [0, num_tokens) and reuses a cached prefix.
 
         The sequence shares full blocks of the prefix. It copies one more block if enough leading
-        tokens agree. The last token is never reused: its logits have to be computed.
+        tokens agree. The last token is never reused: its logits have to be computed. Groups with a
+        window get blocks for their window and a chunk; :meth:`make_writable` adds the others.
 
         Args:
             tokens: the sequence's token ids; None: reuse nothing.
@@ -162,26 +192,42 @@ class BlockAllocator:
             raise ValueError(f"[admit] seq_id {seq_id} is in use: expected a new id")
         if num_tokens < 0:
             raise ValueError(f"[admit] num_tokens is {num_tokens}: expected >= 0")
-        match = self._match(num_tokens, tokens, salt)
-        blocks, hashes = [b.block for b in match.blocks], [b.hash for b in match.blocks]
-        num_new = self.blocks_needed(num_tokens) - len(blocks)
-        available = self.num_available - sum(map(self._store.prefixes.is_idle, blocks))
-        self._store.require(num_new + spare, available)
+        match, store = self._match(num_tokens, tokens, salt), self._store
+        num_full = len(match.hashes)
+        blocks = [[entry.block for entry in entries] for entries in match.blocks]
+        stops = [
+            self.blocks_needed(group.reach(match.num_tokens, num_tokens, self.chunk))
+            for group in self.groups
+        ]
+        needed = sum(
+            group.width * (stop - num_full) for group, stop in zip(self.groups, stops, strict=True)
+        )
+        shared = [block for of_group in blocks for block in of_group if block in store.idle]
+        available = self.num_available - sum(map(store.width_of, shared))
+        store.require(needed + spare, available)
 
         row = self.block_tables.add_row()
-        self._sequences[seq_id] = SequenceBlocks(row, num_tokens, hashes, root_hash(salt))
-        self._store.retain(blocks)
-        copies = []
-        if match.tail is not None:
-            block = match.tail.block
-            if num_new + spare == available and self._store.prefixes.is_idle(block):
-                blocks.append(self._store.take_idle(block))  # no block is left for a copy of it
-            else:
-                copies.append(self._store.copy(block))
-                blocks.append(copies[0].dst)
-            num_new -= 1
-        self.block_tables.extend(row, blocks + self._store.take(num_new))
+        firsts = [num_full - len(of_group) for of_group in blocks]
+        self._sequences[seq_id] = SequenceBlocks(
+            row, firsts, num_tokens, match.hashes, root_hash(salt)
+        )
+        for of_group in blocks:
+            store.retain(of_group)
+        idle_tails = [tail.block for tail in match.tails if tail.block in store.idle]
+        can_copy = needed + spare + sum(map(store.width_of, idle_tails)) <= available
+        copied = []
+        for group, (of_group, stop) in enumerate(zip(blocks, stops, strict=True)):
+            if match.tails:
+                tail = match.tails[group].block
+                if can_copy or tail not in idle_tails:
+                    of_group.append(store.copy(tail, group))
+                    copied.append(of_group[-1])
+                else:
+                    of_group.append(store.take_idle(tail))  # no block is left for a copy of it
+            of_group += store.take(stop - firsts[group] - len(of_group), group)
+            self.block_tables.extend(row, of_group, group, firsts[group])
         self.prefix_hit_tokens += match.num_tokens
+        copies = store.copies_to(copied)
         return Admission(
             match.num_tokens, copies, match.miss, match.snapshot, match.prefix_without_state
         )
@@ -207,21 +253,21 @@ class BlockAllocator:
                 f"[make_writable] start is {start}, but sequence {seq_id} has "
                 f"{sequence.num_tokens} tokens: expected start <= {sequence.num_tokens}"
             )
-        assert start >= sequence.first_block * self.block_size, "the block was released"
         first, last = start // self.block_size, self.blocks_needed(stop)
-        num_missing = max(0, last - self.block_tables.length(sequence.row))
-        copies = self._make_private(sequence, first, last, num_missing)
-        self.block_tables.extend(sequence.row, self._store.take(num_missing))
+        assert first >= max(sequence.first_entries), "the block was released"
+        copies = self._make_private(sequence, first, last)
         sequence.num_tokens = max(sequence.num_tokens, stop)
         sequence.private_start, sequence.private_stop = start, last * self.block_size
         return copies
 
     def append_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[BlockCopy]:
         """Call :meth:`make_writable` for one position of each sequence, all of them different.
-        Raise OutOfBlocksError, and change nothing, unless one block a sequence is available."""
-        self._store.require(len(seq_ids))
+        Raise OutOfBlocksError, and change nothing, unless the blocks for an entry of each sequence
+        and group are available."""
+        self._store.require(self.blocks_to_append(len(seq_ids)))
         copies: list[BlockCopy] = []
-        growing: list[SequenceBlocks] = []
+        rows: list[int] = []
+        columns: list[int] = []
         sequences, size = self._sequences, self.block_size
         for seq_id, position in zip(seq_ids, positions, strict=True):
             sequence = sequences[seq_id]
@@ -231,11 +277,14 @@ class BlockAllocator:
             elif position == sequence.num_tokens and position % size == 0:
                 sequence.num_tokens += 1
                 sequence.private_start, sequence.private_stop = position, position + size
-                growing.append(sequence)
+                rows.append(sequence.row)
+                columns.append(position // size)
             else:
                 copies += self.make_writable(seq_id, position, position + 1)
-        if growing:
-            self.block_tables.append_each([s.row for s in growing], self._store.take(len(growing)))
+        if rows:
+            for group in range(len(self.groups)):
+                taken = self._store.take(len(rows), group)
+                self.block_tables.append_each(rows, taken, columns, group)
         return copies
 
     def copies_done(self) -> None:
@@ -248,10 +297,24 @@ class BlockAllocator:
         if child_seq_id in self._sequences:
             raise ValueError(f"[fork] child_seq_id {child_seq_id} is in use: expected a new id")
         parent.private_stop = 0
-        child = replace(parent, row=self.block_tables.add_row(), hashes=list(parent.hashes))
+        child = replace(
+            parent,
+            row=self.block_tables.add_row(),
+            first_entries=list(parent.first_entries),
+            hashes=list(parent.hashes),
+        )
         self._sequences[child_seq_id] = child
         self.block_tables.copy_row(parent.row, child.row)
-        self._store.retain(self._held(child))
+        for group in range(len(self.groups)):
+            self._store.retain(self._held(child, group))
+
+    def can_continue(self, seq_id: int, position: int) -> bool:
+        """Whether the sequence still has all tokens that a query at `position` sees."""
+        first_entries = self._sequence(seq_id).first_entries
+        return all(
+            group.window is None or first * self.block_size <= max(0, position - group.window + 1)
+            for group, first in zip(self.groups, first_entries, strict=True)
+        )
 
     def register_prefix(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """Make full blocks reusable; the K/V of ``tokens[:num_computed]`` is in the pool."""
@@ -260,15 +323,18 @@ class BlockAllocator:
         if not sequence.is_reusable:
             return
         parent = sequence.prefix_hash(len(sequence.hashes))
-        row, size = self.block_tables.row(sequence.row), self.block_size
+        size = self.block_size
+        tables = [self.block_tables.row(sequence.row, g) for g in range(len(self.groups))]
         for i in range(len(sequence.hashes), num_computed // size):
             content = token_bytes(tokens, i * size, (i + 1) * size)
-            if i < sequence.first_block:
-                parent = chain_hash(parent, content)
-            else:
-                parent = self._store.prefixes.register(int(row[i]), parent, content)
-            sequence.hashes.append(parent)
+            key = chain_hash(parent, content)
+            for group, first in enumerate(sequence.first_entries):
+                if i >= first:
+                    block = int(tables[group][i])
+                    self._store.prefixes[group].register(block, key, parent, content)
+            sequence.hashes.append(key)
             sequence.private_start = max(sequence.private_start, (i + 1) * size)
+            parent = key
 
     def register_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """Make all blocks reusable, the last one even if it is not full.
@@ -280,9 +346,10 @@ class BlockAllocator:
         last, num_filled = divmod(num_computed, self.block_size)
         if not sequence.is_reusable or num_filled == 0:
             return
-        block = int(self.block_tables.row(sequence.row)[last])
         content = token_bytes(tokens, num_computed - num_filled, num_computed)
-        self._store.prefixes.register_tail(block, sequence.prefix_hash(last), content)
+        for group, prefixes in enumerate(self._store.prefixes):
+            block = int(self.block_tables.row(sequence.row, group)[last])
+            prefixes.register_tail(block, sequence.prefix_hash(last), content)
         sequence.private_stop = 0
 
     def attach_snapshot(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
@@ -293,26 +360,33 @@ class BlockAllocator:
         if not sequence.is_reusable or len(sequence.hashes) < block:
             return False
         content = token_bytes(tokens, block * size, snapshot.position)
-        assert isinstance(self._store.prefixes, StatefulPrefixCache)
-        return self._store.prefixes.attach(sequence.prefix_hash(block), content, snapshot)
+        (prefixes,) = self._store.prefixes
+        assert isinstance(prefixes, StatefulPrefixCache)
+        return prefixes.attach(sequence.prefix_hash(block), content, snapshot)
 
     def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
-        """Release the blocks before `position`, which a sliding window has left. Their entries stay
-        in the table and mean nothing. With `offers`, blocks that are not registered yet stay."""
+        """The sequence's next token is at `position`: release the blocks that groups with a window
+        do not keep. Their entries stay in the table and mean nothing. With `offers`, blocks that
+        are not registered yet stay."""
+        if not self._has_windows:
+            return
         sequence = self._sequence(seq_id)
-        first = min(position, sequence.num_tokens) // self.block_size
-        if offers and sequence.is_reusable:
-            first = min(first, len(sequence.hashes))
-        if first > sequence.first_block:
-            row = self.block_tables.row(sequence.row)
-            self._store.release(row[sequence.first_block : first].tolist())
-            sequence.first_block = first
-            sequence.private_start = max(sequence.private_start, first * self.block_size)
+        for group_index, group in enumerate(self.groups):
+            first = group.kept_from(min(position, sequence.num_tokens)) // self.block_size
+            if offers and sequence.is_reusable:
+                first = min(first, len(sequence.hashes))
+            before = sequence.first_entries[group_index]
+            if first > before:
+                row = self.block_tables.row(sequence.row, group_index)
+                self._store.release(row[before:first].tolist())
+                sequence.first_entries[group_index] = first
+                sequence.private_start = max(sequence.private_start, first * self.block_size)
 
     def free(self, seq_id: int) -> None:
         """End a sequence. Blocks it held alone become free, or cached if their content is known."""
         sequence = self._sequence(seq_id)
-        self._store.release(self._held(sequence)[::-1])  # a cached prefix is evicted from its end
+        for group in range(len(self.groups)):  # a cached prefix is evicted from its end
+            self._store.release(self._held(sequence, group)[::-1])
         self.block_tables.release_row(sequence.row)
         del self._sequences[seq_id]
 
@@ -323,11 +397,12 @@ class BlockAllocator:
         if num_tokens >= sequence.num_tokens:
             return
         kept = self.blocks_needed(num_tokens)
-        released = self.block_tables.truncate(sequence.row, kept)
+        assert kept >= max(sequence.first_entries), "the block was released"
+        for group in range(len(self.groups)):
+            self._store.release(self.block_tables.truncate(sequence.row, kept, group)[::-1])
         sequence.num_tokens = num_tokens
         sequence.private_start = sequence.private_stop = 0
         del sequence.hashes[num_tokens // self.block_size :]
-        self._store.release(released[::-1])
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are `num_blocks`; all others are used before them."""
@@ -343,7 +418,7 @@ class BlockAllocator:
         """Forget all cached content. No K/V written so far is reused; live sequences keep their
         blocks."""
         self.drop_cached()
-        self._store.prefixes = self._store.prefixes.emptied()
+        self._store.prefixes = [prefixes.emptied() for prefixes in self._store.prefixes]
         for sequence in self._sequences.values():
             sequence.is_reusable = False
 
@@ -351,23 +426,30 @@ class BlockAllocator:
         """Assert that every block is free, cached or held, and that every reference is counted."""
         held: Counter[int] = Counter()
         for sequence in self._sequences.values():
-            row = self.block_tables.row(sequence.row).tolist()
-            assert len(row) == self.blocks_needed(sequence.num_tokens) >= sequence.first_block
-            blocks = row[sequence.first_block :]
-            assert len(set(blocks)) == len(blocks), "a sequence holds a block twice"
-            first, last = sequence.private_start, sequence.private_stop
-            for block in row[first // self.block_size : self.blocks_needed(last)]:
-                assert self._store.counts[block] == 1 and block not in self._store.prefixes
+            num_full = self.blocks_needed(sequence.num_tokens)
+            first_private = sequence.private_start // self.block_size
+            last_private = self.blocks_needed(sequence.private_stop)
+            for group, first in enumerate(sequence.first_entries):
+                row = self.block_tables.row(sequence.row, group).tolist()
+                assert first <= len(row) <= num_full, "a table is too long or too short"
+                assert len(row) == num_full or self.groups[group].window is not None
+                assert len(set(row[first:])) == len(row[first:]), "a sequence holds a block twice"
+                for block in row[first_private:last_private]:
+                    assert self._store.counts[block] == 1
+                    assert block not in self._store.prefixes[group]
+                held.update(row[first:])
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
-            held.update(blocks)
         assert self.block_tables.num_rows_taken == len(self._sequences), "a table row is lost"
         self._store.check_integrity(held)
 
     def _match(self, num_tokens: int, tokens: Seq[int] | None, salt: bytes) -> PrefixMatch:
         if tokens is None:
-            return PrefixMatch([], None, 0, MissReason.DISABLED)
-        stop = max(0, min(num_tokens, len(tokens)) - 1)
-        return self._store.prefixes.match(tokens, stop, root_hash(salt))
+            return PrefixMatch([], [[] for _ in self.groups], [], 0, MissReason.DISABLED)
+        stop, root = max(0, min(num_tokens, len(tokens)) - 1), root_hash(salt)
+        prefixes = self._store.prefixes
+        if isinstance(prefixes[0], StatefulPrefixCache):
+            return prefixes[0].match(tokens, stop, root)
+        return match_prefix(prefixes, self.groups, tokens, stop, root)
 
     def _sequence(self, seq_id: int) -> SequenceBlocks:
         try:
@@ -375,25 +457,39 @@ class BlockAllocator:
         except KeyError:
             raise ValueError(f"seq_id {seq_id} is not known: expected a live sequence") from None
 
-    def _make_private(
-        self, sequence: SequenceBlocks, first: int, last: int, num_missing: int
-    ) -> list[BlockCopy]:
-        """Copy those of the sequence's blocks ``[first, last)`` that are shared; forget the others'
-        content. Raise OutOfBlocksError unless `num_missing` more blocks are available."""
-        store = self._store
-        table: list[int] = self.block_tables.row(sequence.row)[first:last].tolist()
-        shared = {i: block for i, block in enumerate(table, first) if store.counts[block] > 1}
-        owned = [block for block in table if store.counts[block] == 1]
-        store.require(len(shared) + num_missing)
-        copies = [store.copy(block) for block in shared.values()]
-        for i, copy in zip(shared, copies, strict=True):
-            self.block_tables.replace(sequence.row, i, copy.dst)
-        store.release(list(shared.values()))
-        for block in owned:
-            store.prefixes.forget(block)
+    def _make_private(self, sequence: SequenceBlocks, first: int, last: int) -> list[BlockCopy]:
+        """Give the sequence entries ``[first, last)`` that no other sequence shares: copy shared
+        ones, forget the others' content, append those that are missing. Raise OutOfBlocksError,
+        and change nothing, if there are too few blocks."""
+        store, tables = self._store, self.block_tables
+        held: list[list[int]] = [
+            tables.row(sequence.row, group)[first:last].tolist()
+            for group in range(len(self.groups))
+        ]
+        missing = [
+            max(0, last - tables.length(sequence.row, group)) for group in range(len(self.groups))
+        ]
+        store.require(
+            sum(
+                group.width * (sum(store.counts[block] > 1 for block in blocks) + count)
+                for group, blocks, count in zip(self.groups, held, missing, strict=True)
+            )
+        )
+        copied: list[int] = []
+        for group, blocks in enumerate(held):
+            shared = {i: block for i, block in enumerate(blocks, first) if store.counts[block] > 1}
+            for block in blocks:
+                if store.counts[block] == 1:
+                    store.prefixes[group].forget(block)
+            for i, block in shared.items():
+                copied.append(store.copy(block, group))
+                tables.replace(sequence.row, i, copied[-1], group)
+            store.release(list(shared.values()))
+            tables.extend(sequence.row, store.take(missing[group], group), group)
         del sequence.hashes[first:]
-        return copies
+        return store.copies_to(copied)
 
-    def _held(self, sequence: SequenceBlocks) -> list[int]:
-        blocks: list[int] = self.block_tables.row(sequence.row)[sequence.first_block :].tolist()
+    def _held(self, sequence: SequenceBlocks, group: int) -> list[int]:
+        row = self.block_tables.row(sequence.row, group)
+        blocks: list[int] = row[sequence.first_entries[group] :].tolist()
         return blocks

@@ -12,32 +12,32 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class BlockTables:
-    """Rows of physical block ids, one for each sequence.
+    """Rows of block ids, one for each sequence and layer group.
 
     A step copies the tables of its sequences with one fancy index. Rows and columns double when
-    they are full.
+    they are full. A sequence has the same row in the tables of every group.
 
     Attributes:
         version: grows with every change except appended blocks, which change no known entry.
     """
 
-    def __init__(self, num_rows: int = 64, num_columns: int = 64) -> None:
+    def __init__(self, num_groups: int = 1, num_rows: int = 64, num_columns: int = 64) -> None:
         self.version = 0
-        self._entries: Int32Array = np.zeros((num_rows, num_columns), np.int32)
-        self._lengths: Int32Array = np.zeros(num_rows, np.int32)
+        self._entries: Int32Array = np.zeros((num_groups, num_rows, num_columns), np.int32)
+        self._lengths: Int32Array = np.zeros((num_groups, num_rows), np.int32)
         self._versions = np.zeros(num_rows, np.int64)  # of each row's latest such change
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
     def num_rows_taken(self) -> int:
-        return len(self._lengths) - len(self._free_rows)
+        return len(self._versions) - len(self._free_rows)
 
     def add_row(self) -> int:
         """Take an empty row."""
         if not self._free_rows:
-            num_rows = len(self._lengths)
-            self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)])
-            self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)])
+            num_rows = len(self._versions)
+            self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=1)
+            self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)], axis=1)
             self._versions = np.concatenate([self._versions, np.zeros_like(self._versions)])
             self._free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
         row = self._free_rows.pop()
@@ -45,70 +45,71 @@ class BlockTables:
         return row
 
     def release_row(self, row: int) -> None:
-        self._lengths[row] = 0
+        self._lengths[:, row] = 0
         self._changed(row)
         self._free_rows.append(row)
 
-    def length(self, row: int) -> int:
-        """Blocks in this row."""
-        return int(self._lengths[row])
+    def length(self, row: int, group: int = 0) -> int:
+        """Entries of this row."""
+        return int(self._lengths[group, row])
 
-    def lengths(self, rows: Int32Array) -> Int32Array:
-        """Blocks in each of several rows, a copy."""
-        return self._lengths[rows]
+    def lengths(self, rows: Int32Array, group: int = 0) -> Int32Array:
+        """Entries of each of several rows, a copy."""
+        return self._lengths[group, rows]
 
     def changed_since(self, rows: Int32Array, version: int) -> npt.NDArray[np.bool_]:
         """Which rows changed after that version, except by appended blocks."""
         return self._versions[rows] > version
 
-    def row(self, row: int) -> Int32Array:
+    def row(self, row: int, group: int = 0) -> Int32Array:
         """The row's block ids, ``[length]``: a view, valid until the next change."""
-        return self._entries[row, : self._lengths[row]]
+        return self._entries[group, row, : self._lengths[group, row]]
 
-    def rows(self, rows: Sequence[int] | Int32Array) -> Int32Array:
+    def rows(self, rows: Sequence[int] | Int32Array, group: int = 0) -> Int32Array:
         """A copy of several rows, ``[len(rows), longest]``; past a row's end is padding."""
-        width = int(self._lengths[rows].max(initial=0))
-        return self._entries[rows, :width]
+        width = int(self._lengths[group, rows].max(initial=0))
+        return self._entries[group, rows, :width]
 
-    def entries(self, rows: Int32Array, columns: Int32Array) -> Int32Array:
+    def entries(self, rows: Int32Array, columns: Int32Array, group: int = 0) -> Int32Array:
         """One entry of each row, ``[len(rows)]``: the one in its column of `columns`."""
-        return self._entries[rows, columns]
+        return self._entries[group, rows, columns]
 
-    def extend(self, row: int, blocks: list[int]) -> None:
-        start = self.length(row)
+    def extend(self, row: int, blocks: list[int], group: int = 0, start: int = 0) -> None:
+        """Append blocks, the first one in column `start` or after the last one."""
+        start = max(start, self.length(row, group))
         stop = start + len(blocks)
-        while stop > self._entries.shape[1]:
+        while stop > self._entries.shape[2]:
             self._widen()
-        self._entries[row, start:stop] = blocks
-        self._lengths[row] = stop
+        self._entries[group, row, start:stop] = blocks
+        self._lengths[group, row] = stop
 
-    def append_each(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
-        """Append a block to each of several rows, all of them different."""
-        columns = self._lengths[rows]
-        if columns.max() == self._entries.shape[1]:
+    def append_each(
+        self, rows: Sequence[int], blocks: Sequence[int], columns: Sequence[int], group: int = 0
+    ) -> None:
+        """Append a block to each of several rows, all of them different, in these columns."""
+        while max(columns) >= self._entries.shape[2]:
             self._widen()
-        self._entries[rows, columns] = blocks
-        self._lengths[rows] = columns + 1
+        self._entries[group, rows, columns] = blocks
+        self._lengths[group, rows] = np.array(columns) + 1
 
-    def replace(self, row: int, index: int, block: int) -> None:
-        self._entries[row, index] = block
+    def replace(self, row: int, index: int, block: int, group: int = 0) -> None:
+        self._entries[group, row, index] = block
         self._changed(row)
 
-    def truncate(self, row: int, length: int) -> list[int]:
+    def truncate(self, row: int, length: int, group: int = 0) -> list[int]:
         """Keep the row's first `length` blocks; returns the others."""
-        removed: list[int] = self.row(row)[length:].tolist()
-        self._lengths[row] = length
+        removed: list[int] = self.row(row, group)[length:].tolist()
+        self._lengths[group, row] = min(length, self.length(row, group))
         self._changed(row)
         return removed
 
     def copy_row(self, source: int, target: int) -> None:
-        length = self.length(source)
-        self._entries[target, :length] = self._entries[source, :length]
-        self._lengths[target] = length
+        self._entries[:, target] = self._entries[:, source]
+        self._lengths[:, target] = self._lengths[:, source]
         self._changed(target)
 
     def _widen(self) -> None:
-        self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=1)
+        self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=2)
 
     def _changed(self, row: int) -> None:
         self.version += 1
@@ -121,20 +122,21 @@ class SequenceBlocks:
 
     Attributes:
         row: the row of the block tables with its block ids.
+        first_entries: for each layer group, the entries of its table before this one were released
+            because a window has left them.
         num_tokens: positions ``[0, num_tokens)`` belong to the sequence.
         hashes: of its registered full blocks.
         root: the parent hash of its first block.
         is_reusable: whether its K/V may be registered for reuse.
-        first_block: the blocks before it were released: no token reads them again.
         private_start: positions ``[private_start, private_stop)`` may be written without a copy.
     """
 
     row: int
+    first_entries: list[int]
     num_tokens: int = 0
     hashes: list[bytes] = field(default_factory=list)
     root: bytes = ROOT
     is_reusable: bool = True
-    first_block: int = 0
     private_start: int = 0
     private_stop: int = 0
 

@@ -1,9 +1,16 @@
 """The blocks of a pool: in use, kept for reuse, or free. Knows no mlx."""
 
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
 from mlx_paged.kv.prefix_cache import PrefixCache
+
+Int32Array = npt.NDArray[np.int32]
 
 
 class OutOfBlocksError(RuntimeError):
@@ -17,10 +24,12 @@ class OutOfBlocksError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy-on-write: copy the content of block `src` to block `dst` before any write."""
+    """Copy-on-write: copy the content of block `src` to block `dst` before any write, in the arrays
+    of layer group `group`."""
 
     src: int
     dst: int
+    group: int = 0
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -28,36 +37,65 @@ def ceil_div(a: int, b: int) -> int:
 
 
 class BlockStore:
-    """Hands out blocks and takes them back. A released block whose content is known stays idle in
-    the prefix cache until its memory is needed.
+    """Hands out blocks and takes them back, for all layer groups.
+
+    An entry of a group's block table is one block or more; its first block stands for it in every
+    argument and result. A released entry whose content is known stays idle in its group's prefix
+    cache until its memory is needed: any group may then use it.
 
     Attributes:
         free: a stack of free blocks; the last one is taken first.
-        counts: how many sequences hold each block.
-        origins: for each block in a pending copy the block whose content it gets; a source maps to
+        counts: how many sequences hold each entry, by its first block.
+        origins: for each entry in a pending copy the entry whose content it gets; a source maps to
             itself.
-        prefixes: what is known of the blocks' content.
-        cow_clones: copies so far.
-        evictions: idle blocks handed out for other content so far.
+        idle: entries of known content that no sequence holds, the one unused longest first.
+        prefixes: what is known of the entries' content, for each group.
+        cow_clones: entries copied so far.
+        evictions: idle entries handed out for other content so far.
+        num_idle: blocks of idle entries.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, groups: Sequence[LayerGroup] = ONE_GROUP
+    ) -> None:
         self.free = list(range(num_blocks - 1, -1, -1))
         self.counts = [0] * num_blocks
         self.origins: dict[int, int] = {}
-        self.prefixes: PrefixCache = PrefixCache(num_blocks, block_size)
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.prefixes = [PrefixCache(num_blocks, block_size, self.idle) for _ in groups]
         self.cow_clones = 0
         self.evictions = 0
+        self._widths = [group.width for group in groups]
+        self._group_of = [0] * num_blocks  # by first block
+        self.num_idle = 0
+        self._blocks: list[Int32Array] = [
+            np.zeros((group.width if group.width > 1 else 0, num_blocks), np.int32)
+            for group in groups
+        ]
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now: the free ones and the idle cached ones."""
-        return len(self.free) + self.prefixes.num_idle
+        """Blocks that can be handed out now: the free ones and those of idle entries."""
+        return len(self.free) + self.num_idle
+
+    def blocks(self, entries: Int32Array, group: int) -> Int32Array:
+        """All blocks of entries: ``[width, *entries.shape]``."""
+        if self._widths[group] == 1:
+            return entries[None]
+        found: Int32Array = self._blocks[group][:, entries]
+        return found
+
+    def width_of(self, entry: int) -> int:
+        """How many blocks a held or idle entry is."""
+        return self._widths[self._group_of[entry]]
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are `num_blocks`; all others are used before them."""
+        num_more = num_blocks - len(self.counts)
         self.free[:0] = range(num_blocks - 1, len(self.counts) - 1, -1)
-        self.counts += [0] * (num_blocks - len(self.counts))
+        self.counts += [0] * num_more
+        self._group_of += [0] * num_more
+        self._blocks = [np.pad(blocks, ((0, 0), (0, num_more))) for blocks in self._blocks]
 
     def require(self, needed: int, available: int | None = None) -> None:
         """Raise OutOfBlocksError if `needed` exceeds `available`, by default `num_available`."""
@@ -65,75 +103,140 @@ class BlockStore:
         if needed > available:
             raise OutOfBlocksError(needed, available)
 
-    def take(self, num_blocks: int) -> list[int]:
-        """Hand out blocks with one reference each: free ones, then the idle ones unused longest."""
-        num_left = max(0, len(self.free) - num_blocks)
+    def take(self, num_entries: int, group: int = 0) -> list[int]:
+        """Hand out entries with one reference each: of free blocks, then of the entries unused
+        longest."""
+        width = self._widths[group]
+        num_left = max(0, len(self.free) - num_entries * width)
         blocks = self.free[num_left:]
         del self.free[num_left:]
         blocks.reverse()
-        while len(blocks) < num_blocks:
-            blocks.append(self.prefixes.evict())
+        while len(blocks) < num_entries * width:
+            blocks += self._drop(next(iter(self.idle)))
             self.evictions += 1
-        for block in blocks:
-            self.counts[block] = 1
-        return blocks
+        if len(blocks) > num_entries * width:  # the last evicted entry has more than needed
+            self.free += blocks[num_entries * width :]
+            del blocks[num_entries * width :]
+        if width == 1:
+            entries = blocks
+        else:
+            entries = blocks[::width]
+            self._blocks[group][:, entries] = np.array(blocks, np.int32).reshape(-1, width).T
+        for entry in entries:
+            self.counts[entry] = 1
+            self._group_of[entry] = group
+        return entries
 
-    def take_idle(self, block: int) -> int:
-        """Hand out this idle block with one reference."""
+    def take_idle(self, entry: int) -> int:
+        """Hand out this idle entry with one reference."""
+        self._drop(entry)
         self.evictions += 1
-        self.counts[block] = 1
-        return self.prefixes.evict(block)
+        self.counts[entry] = 1
+        return entry
 
-    def copy(self, block: int) -> BlockCopy:
-        """Take a block for the content of another; both stay until the copy is performed."""
-        self.prefixes.set_busy(block)
+    def copy(self, entry: int, group: int = 0) -> int:
+        """Take an entry for the content of another; both stay until the copy is performed."""
+        self._set_busy(entry)
         self.cow_clones += 1
-        source = self.origins.setdefault(block, block)
-        (target,) = self.take(1)
+        source = self.origins.setdefault(entry, entry)
+        (target,) = self.take(1, group)
         self.origins[target] = source
-        return BlockCopy(source, target)
+        return target
+
+    def copies_to(self, entries: Sequence[int]) -> list[BlockCopy]:
+        """The pending copies of blocks that fill these entries."""
+        return [
+            BlockCopy(source, target, self._group_of[entry])
+            for entry in entries
+            for source, target in zip(
+                self._all_blocks(self.origins[entry]), self._all_blocks(entry), strict=True
+            )
+        ]
 
     def copies_done(self) -> None:
         """No copy is pending any more."""
         pending, self.origins = self.origins, {}
-        self._settle([block for block in pending if self.counts[block] == 0])
+        self._settle([entry for entry in pending if self.counts[entry] == 0])
 
-    def retain(self, blocks: Sequence[int]) -> None:
-        """Add a reference to each block."""
-        for block in blocks:
-            self.prefixes.set_busy(block)
-            self.counts[block] += 1
+    def retain(self, entries: Sequence[int]) -> None:
+        """Add a reference to each entry."""
+        for entry in entries:
+            self._set_busy(entry)
+            self.counts[entry] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Take a reference from each block."""
+    def release(self, entries: Sequence[int]) -> None:
+        """Take a reference from each entry."""
         counts, unheld = self.counts, []
-        for block in blocks:
-            count = counts[block] = counts[block] - 1
+        for entry in entries:
+            count = counts[entry] = counts[entry] - 1
             if not count:
-                unheld.append(block)
-        self._settle([b for b in unheld if b not in self.origins] if self.origins else unheld)
+                unheld.append(entry)
+        self._settle([e for e in unheld if e not in self.origins] if self.origins else unheld)
 
     def drop_idle(self) -> None:
         """Forget all known content that no sequence holds."""
-        while self.prefixes.num_idle:
-            self.free.append(self.prefixes.evict())
+        while self.idle:
+            self.free += self._drop(next(iter(self.idle)))
+
+    def refcount_histogram(self) -> dict[int, int]:
+        """How many blocks have how many references; free and idle blocks count under 0."""
+        widths = np.array(self._widths)[self._group_of]
+        histogram = np.bincount(self.counts, weights=widths * (np.array(self.counts) > 0))
+        histogram[0] = len(self.counts) - histogram.sum()
+        return {count: int(n) for count, n in enumerate(histogram) if n}
 
     def check_integrity(self, held: Mapping[int, int]) -> None:
-        """Assert that every block is free, cached or held, and that it has as many references as
-        `held` says; 0 where it says nothing."""
-        self.prefixes.check_integrity()
-        free = set(self.free)
-        assert len(free) == len(self.free), "a block is free twice"
-        for block, source in self.origins.items():
-            assert 0 <= block < len(self.counts) and self.origins.get(source) == source
-        for block, count in enumerate(self.counts):
-            assert count == held.get(block, 0), "a reference is not counted"
-            is_held = count > 0 or block in self.origins
-            states = (block in free, self.prefixes.is_idle(block), is_held)
-            assert sum(states) == 1, f"block {block} is (free, cached, held) = {states}"
-            assert not (block in free and block in self.prefixes), "a free block is still cached"
+        """Assert that every block is free, or is part of one entry, which is idle or held; and that
+        each entry has as many references as `held` says, 0 where it says nothing."""
+        for prefixes in self.prefixes:
+            prefixes.check_integrity()
+        for entry, source in self.origins.items():
+            assert 0 <= entry < len(self.counts) and self.origins.get(source) == source
+        in_use = {entry for entry, count in enumerate(self.counts) if count} | self.origins.keys()
+        for entry, count in enumerate(self.counts):
+            assert count == held.get(entry, 0), "a reference is not counted"
+        assert self.idle.keys().isdisjoint(in_use), "an idle entry is held"
+        found = Counter(self.free)
+        for entry in [*in_use, *self.idle]:
+            found.update(self._all_blocks(entry))
+        assert found.keys() == set(range(len(self.counts))), "a block is lost"
+        assert found.total() == len(self.counts), "a block is used twice"
+        assert self.num_idle == sum(map(self.width_of, self.idle)), "idle blocks are miscounted"
+        known = {entry for prefixes in self.prefixes for entry in prefixes}
+        assert known <= in_use | self.idle.keys(), "a free block is still cached"
+        assert self.idle.keys() <= known, "an idle entry without known content"
+        for group, prefixes in enumerate(self.prefixes):
+            assert all(self._group_of[entry] == group for entry in prefixes), "another group's"
 
-    def _settle(self, blocks: list[int]) -> None:
-        """No sequence or copy needs these blocks: those of known content become idle, the others
+    def _all_blocks(self, entry: int) -> list[int]:
+        group = self._group_of[entry]
+        if self._widths[group] == 1:
+            return [entry]
+        blocks: list[int] = self._blocks[group][:, entry].tolist()
+        return blocks
+
+    def _set_busy(self, entry: int) -> None:
+        """A sequence or a copy needs the entry again."""
+        if entry in self.idle:
+            del self.idle[entry]
+            self.num_idle -= self.width_of(entry)
+
+    def _drop(self, entry: int) -> list[int]:
+        """Forget the content of an idle entry; returns its blocks."""
+        self._set_busy(entry)
+        self.prefixes[self._group_of[entry]].evict(entry)
+        return self._all_blocks(entry)
+
+    def _settle(self, entries: list[int]) -> None:
+        """No sequence or copy needs these entries: those of known content become idle, the others
         free."""
-        self.free += self.prefixes.set_idle(blocks)
+        group_of, widths = self._group_of, self._widths
+        for entry in entries:
+            group = group_of[entry]
+            if entry in self.prefixes[group]:
+                self.idle[entry] = None
+                self.num_idle += widths[group]
+            elif widths[group] == 1:
+                self.free.append(entry)
+            else:
+                self.free += self._all_blocks(entry)[::-1]

@@ -1,15 +1,14 @@
-"""Which blocks hold which token prefixes, and why a prefix was not found. Knows no mlx."""
+"""Which blocks hold which token prefixes. Knows no mlx."""
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from hashlib import blake2b
 from itertools import islice
 from typing import Self
 
-from mlx_paged.kv.snapshots import Snapshot, Snapshots
+from mlx_paged.kv.snapshots import Snapshots
 
 ROOT = b""
 
@@ -21,33 +20,6 @@ Many prompts may continue one system prompt."""
 
 EVICTED_PER_BLOCK = 4
 """Hashes of evicted blocks that are kept for each block of the pool."""
-
-
-class MissReason(StrEnum):
-    """Why the reuse of cached K/V ended where it did: the first of these that applies.
-
-    A prompt reuses the full blocks that agree with it, then a run of leading tokens of one more
-    block, but never its own last token. There is no reason (None) if the rest of the prompt is
-    shorter than the smallest usable run.
-
-    Attributes:
-        DISABLED: the caller did not ask for reuse.
-        TOO_SHORT: the prompt without its last token is shorter than the smallest usable run.
-        NO_STATE: more K/V agrees, but the model has recurrent layers and no snapshot of their
-            states is kept there.
-        EVICTED: the prompt's next full block was cached and has been evicted.
-        UNSEEN: nothing was reused: no cached text begins like this prompt.
-        DIVERGED: the cached text that agrees longest continues differently.
-        END: the cached text ends there.
-    """
-
-    DISABLED = "disabled"
-    TOO_SHORT = "too_short"
-    NO_STATE = "no_state"
-    EVICTED = "evicted"
-    UNSEEN = "unseen"
-    DIVERGED = "diverged"
-    END = "end"
 
 
 def chain_hash(parent: bytes, tokens: bytes) -> bytes:
@@ -99,31 +71,13 @@ class CachedBlock:
     tokens: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """The cached prefix of a prompt.
-
-    Attributes:
-        blocks: its full blocks.
-        tail: the block after them whose first tokens agree with the prompt, if it is worth a copy.
-        num_tokens: leading tokens of the prompt that `blocks` and `tail` hold.
-        miss: why the reuse ended there; None if all that can be reused is.
-        snapshot: the recurrent states after these tokens, if the model has any.
-        prefix_without_state: length of a longer cached prefix that lacks its state; 0: none.
-    """
-
-    blocks: list[CachedBlock]
-    tail: CachedBlock | None
-    num_tokens: int
-    miss: MissReason | None
-    snapshot: Snapshot | None = None
-    prefix_without_state: int = 0
-
-
 class PrefixCache:
-    """Blocks of known content by chained hash. Those that no sequence holds are idle.
+    """Blocks of known content of one layer group, by chained hash.
 
     A hash collision cannot return wrong K/V: a found block's tokens and parent are compared too.
+
+    Args:
+        idle: the pool's blocks that no sequence holds, the one unused longest first.
 
     Attributes:
         snapshots: of recurrent states; None for a model without recurrent layers.
@@ -131,7 +85,7 @@ class PrefixCache:
 
     snapshots: Snapshots | None = None
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, idle: OrderedDict[int, None]) -> None:
         self.block_size = block_size
         self.min_run = smallest_run(block_size)
         self._num_blocks = num_blocks
@@ -139,28 +93,24 @@ class PrefixCache:
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
         self._by_parent: dict[bytes, dict[int, None]] = {}  # blocks, latest last
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle = idle
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes of full blocks
 
     def __contains__(self, block: int) -> bool:
         return block in self._by_block
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_block)
+
     def emptied(self) -> Self:
         """An empty cache of the same kind and size."""
-        return type(self)(self._num_blocks, self.block_size)
+        return type(self)(self._num_blocks, self.block_size, self._idle)
 
-    @property
-    def num_idle(self) -> int:
-        """Known blocks that no sequence holds."""
-        return len(self._idle)
-
-    def register(self, block: int, parent: bytes, tokens: bytes) -> bytes:
-        """Add a full block and return its hash. Of blocks with equal content the first stays."""
-        key = chain_hash(parent, tokens)
+    def register(self, block: int, key: bytes, parent: bytes, tokens: bytes) -> None:
+        """Add a full block, whose hash is `key`. Of blocks with equal content the first stays."""
         if key not in self._by_hash and block not in self._by_block:
             self._add(CachedBlock(block, key, parent, tokens))
             self._evicted.pop(key, None)
-        return key
 
     def register_tail(self, block: int, parent: bytes, tokens: bytes) -> None:
         """Add a text's last block, unless it is too short or a known block begins with it."""
@@ -171,49 +121,25 @@ class PrefixCache:
         if key not in self._by_hash and not is_covered:
             self._add(CachedBlock(block, key, parent, tokens))
 
-    def match(self, tokens: Sequence[int], stop: int, root: bytes = ROOT) -> PrefixMatch:
-        """The longest reusable prefix of ``tokens[:stop]`` after `root`."""
-        blocks, was_evicted = self._known_blocks(tokens, stop, root)
-        start = len(blocks) * self.block_size
-        left = token_bytes(tokens, start, min(start + self.block_size, stop))
-        tail, run = self._longest_run(blocks[-1].hash if blocks else root, left)
-        goes_on = tail is not None and len(tail.tokens) > run * TOKEN_BYTES
-        if run < self.min_run:
-            tail, run = None, 0
-        miss = self._miss(start, stop, run, was_evicted, goes_on)
-        return PrefixMatch(blocks, tail, start + run, miss)
+    def find(self, key: bytes, parent: bytes, tokens: bytes) -> CachedBlock | None:
+        """The block with this hash, if its content is really this one."""
+        entry = self._by_hash.get(key)
+        if entry is None or entry.tokens != tokens or entry.parent != parent:
+            return None
+        return entry
 
-    def set_idle(self, blocks: Sequence[int]) -> list[int]:
-        """No sequence holds these blocks any more; returns those of unknown content."""
-        known, idle = self._by_block, self._idle
-        unknown = []
-        for block in blocks:
-            if block in known:
-                idle[block] = None
-            else:
-                unknown.append(block)
-        return unknown
+    def was_evicted(self, key: bytes) -> bool:
+        """Whether a full block with this hash was known and has been evicted."""
+        return key in self._evicted
 
-    def set_busy(self, block: int) -> None:
-        """A sequence or a copy needs the block again."""
-        self._idle.pop(block, None)
-
-    def is_idle(self, block: int) -> bool:
-        return block in self._idle
-
-    def evict(self, block: int | None = None) -> int:
-        """Forget an idle block, by default the one unused longest, and return it."""
-        if block is None:
-            block, _ = self._idle.popitem(last=False)
-        else:
-            del self._idle[block]
+    def evict(self, block: int) -> None:
+        """Forget a block, and remember that it was known."""
         entry = self._by_block[block]
         self.forget(block)
         if len(entry.tokens) == self.block_size * TOKEN_BYTES:
             self._evicted[entry.hash] = None
             if len(self._evicted) > self._max_evicted:
                 self._evicted.popitem(last=False)
-        return block
 
     def forget(self, block: int) -> None:
         """Forget the block: its content is about to change."""
@@ -237,32 +163,15 @@ class PrefixCache:
             assert entry.hash == chain_hash(entry.parent, entry.tokens)
             num_tokens, odd_bytes = divmod(len(entry.tokens), TOKEN_BYTES)
             assert self.min_run <= num_tokens <= self.block_size and odd_bytes == 0
-        assert all(block in self._by_block for block in self._idle)
         assert len(self._evicted) <= self._max_evicted
         assert self._evicted.keys().isdisjoint(self._by_hash), "a known block counts as evicted"
-
-    def _known_blocks(
-        self, tokens: Sequence[int], stop: int, root: bytes
-    ) -> tuple[list[CachedBlock], bool]:
-        """The known full blocks at the start of ``tokens[:stop]``; whether the next was evicted."""
-        blocks: list[CachedBlock] = []
-        parent = root
-        for start in range(0, stop - self.block_size + 1, self.block_size):
-            content = token_bytes(tokens, start, start + self.block_size)
-            key = chain_hash(parent, content)
-            entry = self._by_hash.get(key)
-            if entry is None or entry.tokens != content or entry.parent != parent:
-                return blocks, key in self._evicted
-            blocks.append(entry)
-            parent = key
-        return blocks, False
 
     def _siblings(self, parent: bytes) -> Iterator[CachedBlock]:
         """The known blocks right after a prefix, latest first, at most MAX_SIBLINGS."""
         blocks = islice(reversed(self._by_parent.get(parent, {})), MAX_SIBLINGS)
         return map(self._by_block.__getitem__, blocks)
 
-    def _longest_run(self, parent: bytes, tokens: bytes) -> tuple[CachedBlock | None, int]:
+    def longest_run(self, parent: bytes, tokens: bytes) -> tuple[CachedBlock | None, int]:
         """The known block after `parent` with most leading tokens in common, and how many."""
         best: CachedBlock | None = None
         longest = -1
@@ -271,20 +180,6 @@ class PrefixCache:
             if run > longest:
                 best, longest = entry, run
         return best, max(longest, 0)
-
-    def _miss(
-        self, start: int, stop: int, run: int, was_evicted: bool, goes_on: bool
-    ) -> MissReason | None:
-        """Why the reuse of ``[0, stop)`` ended after full blocks up to `start` and a run."""
-        if stop < self.min_run:
-            return MissReason.TOO_SHORT
-        if stop - start < self.min_run or start + run == stop:
-            return None
-        if was_evicted:
-            return MissReason.EVICTED
-        if start + run == 0:
-            return MissReason.UNSEEN
-        return MissReason.DIVERGED if goes_on else MissReason.END
 
     def _add(self, entry: CachedBlock) -> None:
         """Index a block. Idle blocks that it begins with are no longer useful: evict them first."""

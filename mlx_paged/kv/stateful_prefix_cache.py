@@ -1,5 +1,6 @@
 """The prefix cache of a model with recurrent layers. Knows no mlx."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
 from typing import Self
@@ -8,14 +9,13 @@ from mlx_paged.kv.prefix_cache import (
     ROOT,
     TOKEN_BYTES,
     CachedBlock,
-    MissReason,
     PrefixCache,
-    PrefixMatch,
     chain_hash,
     common_tokens,
     smallest_run,
     token_bytes,
 )
+from mlx_paged.kv.prefix_match import MissReason, PrefixMatch, known_start, miss_reason
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
 
 
@@ -27,14 +27,17 @@ class StatefulPrefixCache(PrefixCache):
     a copy. The blocks of a model without K/V hold nothing and only count its tokens.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, max_snapshots: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(
+        self, num_blocks: int, block_size: int, idle: OrderedDict[int, None], max_snapshots: int
+    ) -> None:
+        super().__init__(num_blocks, block_size, idle)
         self.min_run = 1
         self.snapshots: Snapshots = Snapshots(max_snapshots)
         self._min_copied_run = smallest_run(block_size)
 
     def emptied(self) -> Self:
-        return type(self)(self._num_blocks, self.block_size, self.snapshots.max_snapshots)
+        args = self._num_blocks, self.block_size, self._idle
+        return type(self)(*args, self.snapshots.max_snapshots)
 
     def attach(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
         """Keep a snapshot of the states after `tokens`, a block or its first tokens after `parent`.
@@ -48,17 +51,22 @@ class StatefulPrefixCache(PrefixCache):
         return self.snapshots.add(entry.block, len(tokens) // TOKEN_BYTES, snapshot)
 
     def match(self, tokens: Sequence[int], stop: int, root: bytes = ROOT) -> PrefixMatch:
-        blocks, was_evicted = self._known_blocks(tokens, stop, root)
-        whole = len(blocks) * self.block_size
-        left = token_bytes(tokens, whole, min(whole + self.block_size, stop))
-        tail, run = self._longest_run(blocks[-1].hash if blocks else root, left)
+        """The longest prefix of ``tokens[:stop]`` after `root` that ends at a snapshot."""
+        size = self.block_size
+        start, was_evicted = known_start([self], tokens, stop, root, size)
+        blocks = [self._by_hash[key] for key in start.hashes]
+        whole = len(blocks) * size
+        left = token_bytes(tokens, whole, min(whole + size, stop))
+        tail, run = self.longest_run(start.parent(len(blocks)), left)
         goes_on = tail is not None and len(tail.tokens) > run * TOKEN_BYTES
         level, entry, kept = self._latest_state(blocks, tokens, stop, root)
-        position = level * self.block_size + kept
+        position = level * size + kept
         known = whole + (run if run >= self._min_copied_run else 0)
+        num_blocks = position // size
         return PrefixMatch(
-            blocks=blocks[: position // self.block_size],
-            tail=entry if kept < self.block_size else None,
+            hashes=start.hashes[:num_blocks],
+            blocks=[blocks[:num_blocks]],
+            tails=[entry] if entry is not None and kept < size else [],
             num_tokens=position,
             miss=self._stateful_miss(position, known, stop, was_evicted, goes_on),
             snapshot=None if entry is None else self.snapshots.use(entry.block, kept),
@@ -108,7 +116,7 @@ class StatefulPrefixCache(PrefixCache):
             return None
         if known - position >= self._min_copied_run:
             return MissReason.NO_STATE
-        return self._miss(position, stop, 0, was_evicted, goes_on)
+        return miss_reason(self.min_run, position, stop, 0, was_evicted, goes_on)
 
     def _add(self, entry: CachedBlock) -> None:
         for shorter in list(self._siblings(entry.parent)):

@@ -1,0 +1,179 @@
+"""Which layers share a block table, and which share arrays of the pool. Knows no mlx."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlx_paged.kv.pool import KVShape
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers with the same window: their sequences keep the same tokens.
+
+    An entry of the group's block table stands for `block_size` tokens in all its layers. It is
+    `width` blocks of the pool, and the table names the first one.
+
+    Attributes:
+        window: tokens that a query sees at most, itself included; None: all.
+        members: layers of the group that share an array. Each has its own blocks of an entry.
+        pieces: blocks of the pool that hold `block_size` tokens of one layer.
+    """
+
+    window: int | None = None
+    members: int = 1
+    pieces: int = 1
+
+    @property
+    def width(self) -> int:
+        """Blocks of the pool for one entry."""
+        return self.members * self.pieces
+
+    def kept_from(self, position: int) -> int:
+        """The first token that a sequence keeps when its next token is at `position`. This is one
+        token more than the window, so that the token before can be computed again."""
+        return 0 if self.window is None else max(0, position - self.window)
+
+    def reach(self, position: int, num_tokens: int, chunk: int) -> int:
+        """Up to which token a sequence of `num_tokens` whose next token is at `position` gets
+        blocks when it starts. It computes at most `chunk` tokens in a step."""
+        return (
+            num_tokens if self.window is None else min(num_tokens, position + self.window + chunk)
+        )
+
+    def max_tokens(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        """Tokens of a sequence of `num_tokens` that have blocks at one time, at most."""
+        if self.window is None:
+            return num_tokens
+        return min(num_tokens, self.window + chunk + 2 * block_size)
+
+
+ONE_GROUP = (LayerGroup(),)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayPlan:
+    """A pair of arrays of the pool, K and V.
+
+    Attributes:
+        layer: a layer whose K/V it can hold: its shape is the arrays' shape.
+        block_size: token slots in a block.
+        memory: arrays with the same number are views of the same memory.
+    """
+
+    layer: int
+    block_size: int
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where a layer's K/V is.
+
+    Attributes:
+        array: index of its pair of arrays.
+        group: index of its layer group.
+        member: which of the layers of its group in this array it is.
+    """
+
+    array: int
+    group: int
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """How the layers of a model share a pool. `places` has None for layers that store nothing."""
+
+    groups: tuple[LayerGroup, ...]
+    arrays: tuple[ArrayPlan, ...]
+    places: tuple[LayerPlace | None, ...]
+
+    @property
+    def width(self) -> int:
+        """Blocks of the pool that hold `block_size` tokens in all layers."""
+        return sum(group.width for group in self.groups)
+
+
+def plan_pool(
+    shapes: Sequence[KVShape | None],
+    windows: Sequence[int | None],
+    block_size: int,
+    *,
+    one_group: bool = False,
+) -> PoolPlan:
+    """Put layers of the same window into a group. All groups share one budget.
+
+    Layers of different groups share arrays, as in vLLM's hybrid KV cache manager. The number of
+    arrays divides the number of layers of each group, so there is no padding. Layers with n times
+    the bytes of the smallest ones have blocks of ``block_size / n`` tokens. There is only one
+    group, with the widest window, if the layers' bytes do not allow this.
+
+    Args:
+        shapes: of each layer's K/V; None: the layer stores nothing.
+        windows: tokens that a query of each layer sees at most; None: all.
+        one_group: make only one group.
+    """
+    used = [layer for layer, shape in enumerate(shapes) if shape is not None]
+    by_window: dict[int | None, list[int]] = {}
+    for layer in used:
+        by_window.setdefault(windows[layer], []).append(layer)
+    pieces = _pieces(shapes, list(by_window.values()), block_size)
+    if one_group or pieces is None:
+        widest = None if None in by_window else max((w for w in by_window if w), default=None)
+        num_arrays = max(1, len(used))
+        groups = {LayerGroup(widest): used}
+    else:
+        num_arrays = gcd(*map(len, by_window.values()))
+        groups = {
+            LayerGroup(window, len(layers) // num_arrays, count): layers
+            for (window, layers), count in zip(by_window.items(), pieces, strict=True)
+        }
+    in_order = sorted(groups, key=lambda group: group.window or 0)  # all tokens first
+    arrays: list[ArrayPlan] = []
+    places: list[LayerPlace | None] = [None] * len(shapes)
+    for index, group in enumerate(in_order):
+        for i, layer in enumerate(groups[group]):
+            array = _array_for(layer, shapes, block_size // group.pieces, i % num_arrays, arrays)
+            places[layer] = LayerPlace(array, index, i // num_arrays)
+    return PoolPlan(tuple(in_order), tuple(arrays), tuple(places))
+
+
+def _pieces(
+    shapes: Sequence[KVShape | None], groups: Sequence[Sequence[int]], block_size: int
+) -> list[int] | None:
+    """How many times the bytes of the smallest layers the layers of each group have. None if there
+    are fewer than two groups, or if they cannot share arrays."""
+    of_groups = [{shape for i in layers if (shape := shapes[i]) is not None} for layers in groups]
+    if len(groups) < 2 or any(len(alike) > 1 for alike in of_groups):
+        return None
+    alike = [shape for (shape,) in of_groups]
+    sizes = [[shape.n_kv_heads * dim for dim in shape.row_dims] for shape in alike]
+    smallest = min(sizes)
+    counts = [k // smallest[0] for k, _ in sizes]
+    can_share = (
+        len({shape.dtype for shape in alike}) == 1
+        and not any(shape.latent for shape in alike)
+        and all(size == [n * k for k in smallest] for size, n in zip(sizes, counts, strict=True))
+        and all(block_size % n == 0 for n in counts)
+    )
+    return counts if can_share else None
+
+
+def _array_for(
+    layer: int,
+    shapes: Sequence[KVShape | None],
+    block_size: int,
+    memory: int,
+    arrays: list[ArrayPlan],
+) -> int:
+    """The index of the arrays for this layer; adds them if there are none yet."""
+    for index, array in enumerate(arrays):
+        if array.memory == memory and shapes[array.layer] == shapes[layer]:
+            return index
+    arrays.append(ArrayPlan(layer, block_size, memory))
+    return len(arrays) - 1
