@@ -73,24 +73,16 @@ PromptResponse: TypeAlias = PromptProcessingBatch.Response
 
 @dataclass(slots=True)
 class BatchSequence:
-    """A prompt that was inserted.
-
-    Attributes:
-        num_context: tokens before the prompt.
-        boundaries: ends of the prompt's segments, in tokens of the prompt.
-        matcher: of its stop sequences.
-        caches: the caller's caches of the context.
-        num_computed: prompt tokens that are computed and that a response reports or will report.
-        num_reported: tokens, from the first token of the context, that responses have reported.
-    """
+    """A prompt that was inserted."""
 
     uid: int
     request: Request
-    num_context: int
-    boundaries: set[int]
-    matcher: StopSequences.Matcher
-    caches: Caches | None = None
-    num_computed: int = 0
+    num_context: int  # tokens before the prompt
+    boundaries: set[int]  # ends of the prompt's segments, in tokens of the prompt
+    matcher: StopSequences.Matcher  # of its stop sequences
+    caches: Caches | None = None  # the caller's, of the context
+    num_computed: int = 0  # prompt tokens that are computed and reported, or soon reported
+    # Tokens, from the first token of the context, that responses have reported.
     num_reported: int = field(init=False)
 
     def __post_init__(self) -> None:

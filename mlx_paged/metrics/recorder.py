@@ -49,19 +49,13 @@ class TickWriter:
 
 @dataclass(frozen=True, slots=True)
 class RecorderConfig:
-    """How ticks are measured and where they are stored.
-
-    Attributes:
-        log: stores the ticks.
-        reads: K/V bytes of a token by window; None: those of the statistics, without windows.
-        phases: times that a profiling runner measures.
-        writer: writes the ticks to a file.
-    """
+    """How ticks are measured and where they are stored."""
 
     log: TickLog = field(default_factory=TickLog)
+    # K/V bytes of a token by window; None: those of the statistics, without windows.
     reads: KVReads | None = None
-    phases: PhaseTimes | None = None
-    writer: TickWriter | None = None
+    phases: PhaseTimes | None = None  # times that a profiling runner measures
+    writer: TickWriter | None = None  # to a file
 
 
 class TickRecorder:

@@ -15,17 +15,12 @@ Logprob = dict[str, Any]
 
 @dataclass(slots=True)
 class Delta:
-    """The part of a choice that some tokens add.
-
-    Attributes:
-        tool_calls: objects as the API defines them.
-        logprobs: one entry per token if the request asks for them.
-    """
+    """The part of a choice that some tokens add."""
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # in the API's form
+    logprobs: list[Logprob] = field(default_factory=list)  # one per token if they are wanted
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls or self.logprobs)
