@@ -14,7 +14,6 @@ from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_paged.batch_generator.contiguous_caches import contiguous_caches
 from mlx_paged.batch_generator.recorder import Recording, StepRecorder
 from mlx_paged.batch_generator.sequences import (
     BatchSequence,
@@ -26,6 +25,7 @@ from mlx_paged.batch_generator.sequences import (
     Response,
     Sampler,
     boundaries,
+    contiguous_caches,
     require_one_each,
     require_tokens_of,
     row_params,
@@ -97,9 +97,9 @@ class BatchGenerator:
         self.prefill_batch_size = prefill_batch_size
         self.completion_batch_size = max(completion_batch_size, prefill_batch_size)
         self.max_kv_size = max_kv_size
-        self._stream = stream or generation_stream
+        self.stream = stream or generation_stream
         self._default_stop = StopSequences(stop_tokens or None)
-        with mx.stream(self._stream):
+        with mx.stream(self.stream):
             self._engine = Engine(
                 model,
                 max_running=self.completion_batch_size,
@@ -117,10 +117,6 @@ class BatchGenerator:
         self._counters = BatchCounters()
 
     @property
-    def stream(self) -> Any:
-        return self._stream
-
-    @property
     def prompt_cache_nbytes(self) -> int:
         """Bytes of the blocks in use; blocks that sequences share count once."""
         self._give_back()
@@ -128,7 +124,7 @@ class BatchGenerator:
 
     def close(self) -> None:
         """Release MLX's wired limit. Sequences stay as they are."""
-        self._engine.close(self._stream)
+        self._engine.close(self.stream)
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):
@@ -249,7 +245,7 @@ class BatchGenerator:
             Both are empty only if no sequence is left.
         """
         self._give_back()
-        with mx.stream(self._stream):
+        with mx.stream(self.stream):
             while not self._results and self._engine.has_work:
                 self._step()
         if not self._results:
@@ -332,7 +328,7 @@ class BatchGenerator:
     # Caches
 
     def _caches_of(self, request: Request, tokens: Sequence[int]) -> Caches:
-        with mx.stream(self._stream):
+        with mx.stream(self.stream):
             return contiguous_caches(self._recorder.runner, request, tokens, self.prefill_step_size)
 
     def _give_back(self) -> None:
