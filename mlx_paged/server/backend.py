@@ -116,20 +116,14 @@ class Backend(ResponseGenerator):
 
 
 class Generation:
-    """The completions of one request. Leaving this context aborts those that still run.
-
-    Attributes:
-        num_prompt: length of the prompt in tokens.
-        state: the state in which the text begins.
-        completions: the completions that ended and were read, by index.
-    """
+    """The completions of one request. Leaving this context aborts those that still run."""
 
     def __init__(
         self, backend: Backend, tickets: Sequence[Ticket], num_prompt: int, state: str
     ) -> None:
-        self.num_prompt = num_prompt
-        self.state = state
-        self.completions: dict[int, Completion] = {}
+        self.num_prompt = num_prompt  # tokens
+        self.state = state  # in which the text begins
+        self.completions: dict[int, Completion] = {}  # that ended and were read, by index
         self._backend = backend
         self._tickets = tickets
 

@@ -42,9 +42,6 @@ class CompletionChoice:
         state: state of the machine after the prompt.
         tools: parses the text of tool calls.
         describe: makes the log-probability entry of a token; None if no entries are wanted.
-
-    Attributes:
-        completion: None until the last token.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class CompletionChoice:
         describe: Callable[[TokenOutput], Logprob] | None = None,
     ) -> None:
         self.index = index
-        self.completion: Completion | None = None
+        self.completion: Completion | None = None  # None until the last token
         self._state = machine.make_state(state)
         self._tools = tools
         self._describe = describe

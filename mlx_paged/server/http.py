@@ -103,7 +103,7 @@ class Handler(AnswerWriter):
         try:
             self._authorize()
             request, n, stop, template_args = self._read_request()
-            self._complete(request, n, self._params(stop), template_args)
+            self._complete(request, n, stop, template_args)
         except RequestError as error:
             self._refuse(error)
         except (ConnectionError, TimeoutError) as error:
@@ -134,10 +134,11 @@ class Handler(AnswerWriter):
         self,
         request: CompletionRequest,
         n: int,
-        params: SamplingParams,
+        stop: list[str],
         template_args: dict[str, Any] | None,
     ) -> None:
         try:
+            params = self._params(stop)
             generation = self.backend.submit(request, n, params, template_args)
         except ValueError as error:
             raise RequestError(400, str(error)) from error
@@ -269,29 +270,26 @@ class Handler(AnswerWriter):
         self._parsed = request, stop_words
 
     def _params(self, stop: list[str]) -> SamplingParams:
-        try:
-            return SamplingParams(
-                max_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                xtc_probability=self.xtc_probability,
-                xtc_threshold=self.xtc_threshold,
-                xtc_special_tokens=self.backend.xtc_special_tokens,
-                repetition_penalty=self.repetition_penalty,
-                repetition_context_size=self.repetition_context_size,
-                presence_penalty=self.presence_penalty,
-                presence_context_size=self.presence_context_size,
-                frequency_penalty=self.frequency_penalty,
-                frequency_context_size=self.frequency_context_size,
-                logit_bias=self.logit_bias or {},
-                logprobs=max(0, self.top_logprobs),
-                stop=tuple(stop),
-                seed=None if self.seed is None else self.seed % 2**64,
-            )
-        except ValueError as error:
-            raise RequestError(400, str(error)) from error
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+            xtc_special_tokens=self.backend.xtc_special_tokens,
+            repetition_penalty=self.repetition_penalty,
+            repetition_context_size=self.repetition_context_size,
+            presence_penalty=self.presence_penalty,
+            presence_context_size=self.presence_context_size,
+            frequency_penalty=self.frequency_penalty,
+            frequency_context_size=self.frequency_context_size,
+            logit_bias=self.logit_bias or {},
+            logprobs=max(0, self.top_logprobs),
+            stop=tuple(stop),
+            seed=None if self.seed is None else self.seed % 2**64,
+        )
 
     def _choice(
         self, index: int, request: CompletionRequest, generation: Generation, params: SamplingParams
