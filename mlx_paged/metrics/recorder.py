@@ -65,9 +65,6 @@ class TickRecorder:
         scheduler: its counters are read.
         stats: its counters are updated.
         clock: seconds.
-
-    Attributes:
-        working_clock: seconds without the garbage collector's pauses.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class TickRecorder:
         config: RecorderConfig,
     ) -> None:
         self._pauses = GcPauses(clock)
-        self.working_clock = self._pauses.working
+        self.working_clock = self._pauses.working  # without the garbage collector's pauses
         self._scheduler = scheduler
         self._stats = stats
         self._clock = clock
