@@ -228,7 +228,8 @@ class BatchGenerator:
         for uid in uids:
             sequence = self._sequences.get(uid)
             if sequence is not None:
-                tokens = sequence.request.tokens[: sequence.num_reported]
+                num_tokens = sequence.num_context + sequence.num_reported
+                tokens = sequence.request.tokens[:num_tokens]
                 caches = sequence.caches
                 if caches is None:
                     caches = self._caches_of(sequence.request, tokens)
@@ -317,7 +318,7 @@ class BatchGenerator:
     def _note_reported(self, result: NextResult) -> None:
         for prompt in result.prompts:
             sequence = self._sequences[prompt.uid]
-            sequence.num_reported = sequence.num_context + prompt.progress[0]
+            sequence.num_reported = prompt.progress[0]
             sequence.caches = None
         for token in result.tokens:
             if token.finish_reason is None:

@@ -86,11 +86,7 @@ class BatchSequence:
     matcher: StopSequences.Matcher  # of its stop sequences
     caches: Caches | None = None  # the caller's, of the context
     num_computed: int = 0  # prompt tokens that are computed and reported, or soon reported
-    # Tokens, from the first token of the context, that responses have reported.
-    num_reported: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_reported = self.num_context
+    num_reported: int = 0  # tokens after the context that responses have reported
 
     @property
     def num_prompt(self) -> int:
