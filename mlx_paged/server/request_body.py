@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from mlx_paged.sampling_params import is_count
+from mlx_paged.arguments import is_count
 
 Body = dict[str, Any]
 IMAGE_PARTS = {"image_url", "input_image", "image"}
