@@ -26,8 +26,6 @@ namespace mlx_paged {
 
 namespace {
 
-using Arrays = std::vector<mx::array>;
-
 // Below this many bytes waking a thread costs more than it saves.
 constexpr int64_t kMinParallelBytes = 1 << 18;
 
