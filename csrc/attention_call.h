@@ -40,4 +40,12 @@ inline bool has_keys(const mx::array& k_cache, const mx::array& block_tables) {
   return k_cache.shape(1) > 0 && block_tables.shape(1) > 0;
 }
 
+// Copies the first kCount strides of an array, in elements.
+template <size_t kCount>
+void copy_strides(const mx::array& a, int64_t (&strides)[kCount]) {
+  for (size_t axis = 0; axis < kCount; ++axis) {
+    strides[axis] = a.strides(static_cast<int>(axis));
+  }
+}
+
 }  // namespace mlx_paged

@@ -4,8 +4,7 @@
 #include "csrc/cpu/mlx_args.h"
 #include "csrc/metal/encode.h"
 #include "csrc/metal/plans.h"
-#include "csrc/pool_memory.h"
-#include "csrc/strides.h"
+#include "csrc/validate.h"
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
 

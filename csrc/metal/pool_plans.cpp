@@ -2,7 +2,6 @@
 
 #include "csrc/metal/arrays.h"
 #include "csrc/metal/plans.h"
-#include "csrc/strides.h"
 #include "metal/params.h"
 
 namespace mlx_paged {
