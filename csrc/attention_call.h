@@ -18,7 +18,7 @@ struct AttentionConfig : AttentionOptions {
 // A validated call: the primitive's inputs and config, and the shapes and dtypes of its outputs.
 // The inputs are the five arrays that every call has, then the optional ones that this call has.
 struct AttentionCall {
-  std::vector<mx::array> inputs;
+  Arrays inputs;
   AttentionConfig config;
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> dtypes;
@@ -29,8 +29,7 @@ AttentionCall attention_call(AttentionInputs in, const AttentionOptions& options
                              bool for_metal);
 
 // The arrays of a call by name, from the primitive's inputs.
-AttentionInputs unflatten_inputs(const std::vector<mx::array>& arrays,
-                                 const AttentionConfig& config);
+AttentionInputs unflatten_inputs(const Arrays& arrays, const AttentionConfig& config);
 
 std::vector<mx::Shape> attention_shapes(const mx::array& q, const mx::array& v_cache,
                                         const mx::array& block_tables, bool return_attn);

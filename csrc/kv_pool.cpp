@@ -8,7 +8,6 @@
 #include "csrc/cpu/mlx_args.h"
 #include "csrc/cpu/pool_ops.h"
 #include "csrc/cpu/thread_pool.h"
-#include "csrc/metal/encode.h"
 #include "csrc/metal/plans.h"
 #include "csrc/ops.h"
 #include "csrc/validate.h"
