@@ -82,8 +82,7 @@ AttentionCall attention_call(AttentionInputs in, const AttentionOptions& options
   return call;
 }
 
-AttentionInputs unflatten_inputs(const std::vector<mx::array>& arrays,
-                                 const AttentionConfig& config) {
+AttentionInputs unflatten_inputs(const Arrays& arrays, const AttentionConfig& config) {
   AttentionInputs in{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], {}, {}, {}, {}, {}};
   size_t next = 5;
   for (size_t i = 0; i < kOptionalArrays.size(); ++i) {

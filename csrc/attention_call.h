@@ -18,7 +18,7 @@ struct AttentionConfig : AttentionOptions {
 // A validated call: the primitive's inputs and config, and the shapes and dtypes of its outputs.
 // The inputs are the five arrays that every call has, then the optional ones that this call has.
 struct AttentionCall {
-  std::vector<mx::array> inputs;
+  Arrays inputs;
   AttentionConfig config;
   std::vector<mx::Shape> shapes;
   std::vector<mx::Dtype> dtypes;
@@ -29,8 +29,7 @@ AttentionCall attention_call(AttentionInputs in, const AttentionOptions& options
                              bool for_metal);
 
 // The arrays of a call by name, from the primitive's inputs.
-AttentionInputs unflatten_inputs(const std::vector<mx::array>& arrays,
-                                 const AttentionConfig& config);
+AttentionInputs unflatten_inputs(const Arrays& arrays, const AttentionConfig& config);
 
 std::vector<mx::Shape> attention_shapes(const mx::array& q, const mx::array& v_cache,
                                         const mx::array& block_tables, bool return_attn);
@@ -38,6 +37,14 @@ std::vector<mx::Shape> attention_shapes(const mx::array& q, const mx::array& v_c
 // Whether the pool and the block tables of a call can hold any key.
 inline bool has_keys(const mx::array& k_cache, const mx::array& block_tables) {
   return k_cache.shape(1) > 0 && block_tables.shape(1) > 0;
+}
+
+// Copies the first kCount strides of an array, in elements.
+template <size_t kCount>
+void copy_strides(const mx::array& a, int64_t (&strides)[kCount]) {
+  for (size_t axis = 0; axis < kCount; ++axis) {
+    strides[axis] = a.strides(static_cast<int>(axis));
+  }
 }
 
 }  // namespace mlx_paged

@@ -6,13 +6,9 @@
 #include <utility>
 
 #include "csrc/cpu/mlx_args.h"
-#include "csrc/cpu/pool_ops.h"
 #include "csrc/cpu/thread_pool.h"
-#include "csrc/errors.h"
-#include "csrc/metal/encode.h"
 #include "csrc/metal/plans.h"
 #include "csrc/ops.h"
-#include "csrc/pool_memory.h"
 #include "csrc/validate.h"
 #include "mlx/allocator.h"
 #include "mlx/ops.h"
@@ -26,8 +22,6 @@ namespace mlx_paged {
 
 namespace {
 
-using Arrays = std::vector<mx::array>;
-
 // Below this many bytes waking a thread costs more than it saves.
 constexpr int64_t kMinParallelBytes = 1 << 18;
 
@@ -35,7 +29,40 @@ constexpr int64_t kMinParallelBytes = 1 << 18;
 // this size with a page.
 constexpr uintptr_t kPage = 4096;
 
-cpu::PoolView pool_view(mx::array& cache) {
+// Keys or values [H_kv, N, S, D] of a layer's pool: any layout with dense rows; strides in bytes.
+struct PoolView {
+  std::byte* data;
+  int64_t head_stride;
+  int64_t block_stride;
+  int64_t token_stride;
+  int num_heads;
+  int num_blocks;
+  int block_size;
+  int row_bytes;
+};
+
+// Rows [T, H_kv, D] to write; strides in bytes.
+struct RowsView {
+  const std::byte* data;
+  int64_t token_stride;
+  int64_t head_stride;
+  int64_t element_stride;
+  int num_tokens;
+  int itemsize;
+};
+
+// A vector or matrix of int32; strides in elements.
+struct IndexView {
+  const int32_t* data;
+  int64_t row_stride;
+  int64_t column_stride;
+
+  int32_t operator()(int64_t row, int64_t column = 0) const {
+    return data[row * row_stride + column * column_stride];
+  }
+};
+
+PoolView pool_view(mx::array& cache) {
   const auto itemsize = static_cast<int64_t>(cache.itemsize());
   return {cache.data<std::byte>(),
           cache.strides(0) * itemsize,
@@ -47,7 +74,7 @@ cpu::PoolView pool_view(mx::array& cache) {
           static_cast<int>(cache.shape(3) * itemsize)};
 }
 
-cpu::RowsView rows_view(const mx::array& rows) {
+RowsView rows_view(const mx::array& rows) {
   const auto itemsize = static_cast<int64_t>(rows.itemsize());
   return {rows.data<std::byte>(),
           rows.strides(0) * itemsize,
@@ -57,8 +84,58 @@ cpu::RowsView rows_view(const mx::array& rows) {
           static_cast<int>(itemsize)};
 }
 
-cpu::IndexView index_view(const mx::array& indices) {
+IndexView index_view(const mx::array& indices) {
   return {indices.data<int32_t>(), indices.strides(0), indices.ndim() > 1 ? indices.strides(1) : 0};
+}
+
+void copy_row(std::byte* to, const std::byte* from, const RowsView& rows, int row_bytes) {
+  if (rows.element_stride == rows.itemsize) {
+    std::memcpy(to, from, row_bytes);
+    return;
+  }
+  for (int offset = 0; offset < row_bytes; offset += rows.itemsize) {
+    std::memcpy(to + offset, from, rows.itemsize);
+    from += rows.element_stride;
+  }
+}
+
+// Writes one head's rows to their slots, in order.
+void write_head(const PoolView& pool, const RowsView& rows, const IndexView& slots, int64_t head) {
+  const int64_t num_slots = int64_t{pool.num_blocks} * pool.block_size;
+  std::byte* to = pool.data + head * pool.head_stride;
+  const std::byte* from = rows.data + head * rows.head_stride;
+  for (int token = 0; token < rows.num_tokens; ++token) {
+    const int64_t slot = slots(token);
+    if (slot < 0 || slot >= num_slots) {
+      continue;
+    }
+    copy_row(to + slot / pool.block_size * pool.block_stride +
+                 slot % pool.block_size * pool.token_stride,
+             from + token * rows.token_stride, rows, pool.row_bytes);
+  }
+}
+
+// Copies one head's part of each (source, destination) pair, in order.
+void copy_head(const PoolView& pool, const IndexView& pairs, int num_pairs, int64_t head) {
+  std::byte* blocks = pool.data + head * pool.head_stride;
+  const bool dense = pool.token_stride == pool.row_bytes;
+  const auto inside = [&](int32_t block) { return block >= 0 && block < pool.num_blocks; };
+  for (int i = 0; i < num_pairs; ++i) {
+    const int32_t source = pairs(i, 0);
+    const int32_t destination = pairs(i, 1);
+    if (!inside(source) || !inside(destination) || source == destination) {
+      continue;
+    }
+    const std::byte* from = blocks + source * pool.block_stride;
+    std::byte* to = blocks + destination * pool.block_stride;
+    if (dense) {
+      std::memcpy(to, from, size_t(pool.row_bytes) * pool.block_size);
+      continue;
+    }
+    for (int token = 0; token < pool.block_size; ++token) {
+      std::memcpy(to + token * pool.token_stride, from + token * pool.token_stride, pool.row_bytes);
+    }
+  }
 }
 
 // Inputs k, v, k_cache, v_cache, slot_mapping.
@@ -72,18 +149,11 @@ struct WriteKV {
     return [k = rows_view(inputs[0]), v = rows_view(inputs[1]), k_pool = pool_view(outputs[0]),
             v_pool = pool_view(outputs[1]), slots = index_view(inputs[4])] {
       const int heads = k_pool.num_heads;
-      const auto write = [&](int64_t i) {
-        i < heads ? cpu::write_head(k_pool, k, slots, static_cast<int>(i))
-                  : cpu::write_head(v_pool, v, slots, static_cast<int>(i - heads));
-      };
       const int64_t bytes = int64_t{k.num_tokens} * heads * (k_pool.row_bytes + v_pool.row_bytes);
-      if (bytes >= kMinParallelBytes) {
-        cpu::parallel_for(2 * heads, write);
-        return;
-      }
-      for (int i = 0; i < 2 * heads; ++i) {
-        write(i);
-      }
+      const auto write = [&](int64_t i) {
+        i < heads ? write_head(k_pool, k, slots, i) : write_head(v_pool, v, slots, i - heads);
+      };
+      cpu::parallel_for(2 * heads, write, bytes >= kMinParallelBytes);
     };
   }
 };
@@ -98,14 +168,12 @@ struct CopyBlocks {
   static auto task(const Arrays& inputs, Arrays& outputs) {
     return [k_pool = pool_view(outputs[0]), v_pool = pool_view(outputs[1]),
             pairs = index_view(inputs[2]), num_pairs = inputs[2].shape(0)] {
-      if (num_pairs == 0) {
-        return;
-      }
       const int heads = k_pool.num_heads;
-      cpu::parallel_for(2 * heads, [&](int64_t i) {
-        i < heads ? cpu::copy_head(k_pool, pairs, num_pairs, static_cast<int>(i))
-                  : cpu::copy_head(v_pool, pairs, num_pairs, static_cast<int>(i - heads));
-      });
+      const auto copy = [&](int64_t i) {
+        i < heads ? copy_head(k_pool, pairs, num_pairs, i)
+                  : copy_head(v_pool, pairs, num_pairs, i - heads);
+      };
+      cpu::parallel_for(2 * heads, copy, num_pairs > 0);
     };
   }
 };
@@ -176,6 +244,12 @@ class PoolRead : public mx::Primitive {
   std::shared_ptr<mx::Primitive> read_;
 };
 
+// An array that MLX's op reads from a pool, with its primitive wrapped.
+mx::array pool_read(const mx::array& read) {
+  return mx::array(read.shape(), read.dtype(), std::make_shared<PoolRead>(read.primitive_ptr()),
+                   read.inputs());
+}
+
 // Asks Linux to back the huge pages (of x86-64, and of AArch64 with pages of 4 KiB) that lie wholly
 // within [data, data + size). Linux may refuse; other systems are not asked.
 void use_huge_pages([[maybe_unused]] std::byte* data, [[maybe_unused]] size_t size) {
@@ -235,27 +309,25 @@ ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
 mx::array take_from_pool(const mx::array& rows, const mx::array& indices) {
   mx::Shape one_row = rows.shape();
   one_row[0] = 1;
-  const mx::array gathered = mx::gather(rows, indices, 0, one_row);
-  const mx::array read(gathered.shape(), gathered.dtype(),
-                       std::make_shared<PoolRead>(gathered.primitive_ptr()), gathered.inputs());
+  const mx::array read = pool_read(mx::gather(rows, indices, 0, one_row));
   return mx::squeeze(read, static_cast<int>(indices.ndim()));
 }
 
 mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens) {
-  if (cache.ndim() != 4 || block_tables.ndim() != 2) {
-    fail("gather_blocks", "cache and block_tables have ", cache.ndim(), " and ",
-         block_tables.ndim(), " axes: expected 4 and 2");
-  }
+  require(cache.ndim() == 4 && block_tables.ndim() == 2, "gather_blocks",
+          "cache and block_tables have ", cache.ndim(), " and ", block_tables.ndim(),
+          " axes: expected 4 and 2");
   const int heads = cache.shape(0), block_size = cache.shape(2), head_dim = cache.shape(3);
   const int batch = block_tables.shape(0), columns = block_tables.shape(1);
   const int64_t max_tokens = int64_t{columns} * block_size;
-  if (num_tokens < 0 || num_tokens > max_tokens) {
-    fail("gather_blocks", "num_tokens is ", num_tokens, ": expected 0 to ", max_tokens,
-         ", what the tables hold");
-  }
-  mx::array blocks = take_from_pool(mx::transpose(cache, {1, 0, 2, 3}), block_tables);
-  mx::array rows = mx::reshape(mx::transpose(blocks, {0, 2, 1, 3, 4}),
-                               {batch, heads, columns * block_size, head_dim});
+  require(num_tokens >= 0 && num_tokens <= max_tokens, "gather_blocks", "num_tokens is ",
+          num_tokens, ": expected 0 to ", max_tokens, ", what the tables hold");
+  // One index for each head, so that the blocks of a head are neighbours in the result.
+  const mx::array head = mx::reshape(mx::arange(heads), {1, heads, 1});
+  const mx::array block = mx::expand_dims(block_tables, 1);
+  const mx::array blocks =
+      pool_read(mx::gather(cache, {head, block}, {0, 1}, {1, 1, block_size, head_dim}));
+  const mx::array rows = mx::reshape(blocks, {batch, heads, columns * block_size, head_dim});
   return mx::slice(rows, {0, 0, 0, 0}, {batch, heads, num_tokens, head_dim});
 }
 

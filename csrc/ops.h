@@ -24,6 +24,7 @@ namespace mlx_paged {
 
 namespace mx = mlx::core;
 
+using Arrays = std::vector<mx::array>;
 using OptionalArray = std::optional<mx::array>;
 using ArrayPair = std::pair<mx::array, mx::array>;
 

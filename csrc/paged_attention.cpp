@@ -2,10 +2,8 @@
 
 #include "csrc/attention_call.h"
 #include "csrc/cpu/mlx_args.h"
-#include "csrc/metal/encode.h"
 #include "csrc/metal/plans.h"
-#include "csrc/pool_memory.h"
-#include "csrc/strides.h"
+#include "csrc/validate.h"
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
 
@@ -39,7 +37,7 @@ void bind_optional(const AttentionInputs& in, cpu::AttentionArgs& args) {
 }
 
 cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionOptions& options,
-                               std::vector<mx::array>& outputs) {
+                               Arrays& outputs) {
   cpu::AttentionArgs args{};
   args.q = in.q.data<void>();
   args.q_dtype = cpu::dtype_of(in.q);
@@ -72,7 +70,7 @@ cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionOptions
   return args;
 }
 
-void allocate(std::vector<mx::array>& outputs) {
+void allocate(Arrays& outputs) {
   for (mx::array& output : outputs) {
     output.set_data(mx::allocator::malloc(output.nbytes()));
   }
@@ -84,7 +82,7 @@ class PagedAttention : public mx::Primitive {
   PagedAttention(mx::Stream stream, const AttentionConfig& config)
       : mx::Primitive(stream), config_(config) {}
 
-  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
     check_pool_memory("paged_attention", inputs[1], inputs[2], false);
     allocate(outputs);
     cpu::encoder_for(stream(), inputs, outputs)
@@ -93,7 +91,7 @@ class PagedAttention : public mx::Primitive {
         });
   }
 
-  void eval_gpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
     allocate(outputs);
     encode(plan_attention(inputs, config_), inputs, outputs, stream());
   }
@@ -104,7 +102,7 @@ class PagedAttention : public mx::Primitive {
     return config_ == static_cast<const PagedAttention&>(other).config_;
   }
 
-  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
     return attention_shapes(inputs[0], inputs[2], inputs[3], config_.return_attn);
   }
 
@@ -113,8 +111,8 @@ class PagedAttention : public mx::Primitive {
 };
 
 // The outputs of a call without keys: a GPU cannot bind the memory of an empty pool.
-std::vector<mx::array> zeros(const AttentionCall& call, mx::Stream stream) {
-  std::vector<mx::array> arrays;
+Arrays zeros(const AttentionCall& call, mx::Stream stream) {
+  Arrays arrays;
   for (size_t i = 0; i < call.shapes.size(); ++i) {
     arrays.push_back(mx::zeros(call.shapes[i], call.dtypes[i], stream));
   }

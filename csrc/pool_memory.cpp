@@ -1,11 +1,10 @@
-#include "csrc/pool_memory.h"
-
+// Checks of a pool's memory.
 #include <cstddef>
 #include <optional>
 #include <string_view>
 #include <vector>
 
-#include "csrc/errors.h"
+#include "csrc/validate.h"
 #include "mlx/primitives.h"
 
 namespace mlx_paged {
@@ -77,10 +76,9 @@ void check_apart(const char* op, const mx::array& k_cache, const mx::array& v_ca
     is_shared |=
         k->first < v->first + row_bytes(v_cache) && v->first < k->first + row_bytes(k_cache);
   }
-  if (is_shared) {
-    fail(op, "v_cache of shape ", text(v_cache.shape()), " shares memory with k_cache of shape ",
-         text(k_cache.shape()), ": expected two arrays, or columns of one that do not overlap");
-  }
+  require(!is_shared, op, "v_cache of shape ", v_cache.shape(),
+          " shares memory with k_cache of shape ", k_cache.shape(),
+          ": expected two arrays, or columns of one that do not overlap");
 }
 
 }  // namespace
@@ -90,15 +88,11 @@ void check_pool_layout(const char* op, const char* argument, const mx::array& po
   if (!memory || pool.size() == 0) {
     return;
   }
-  if (pool.shape(3) > 1 && memory->strides[3] != 1) {
-    fail(op, argument, " of shape ", text(pool.shape()), " has stride ", memory->strides[3],
-         " on its last axis: expected 1");
-  }
+  require(pool.shape(3) <= 1 || memory->strides[3] == 1, op, argument, " of shape ", pool.shape(),
+          " has stride ", memory->strides[3], " on its last axis: expected 1");
   for (int axis = 0; writable && axis < 3; ++axis) {
-    if (pool.shape(axis) > 1 && memory->strides[axis] == 0) {
-      fail(op, argument, " of shape ", text(pool.shape()), " is a broadcast view along axis ", axis,
-           ": expected memory of its own");
-    }
+    require(pool.shape(axis) <= 1 || memory->strides[axis] != 0, op, argument, " of shape ",
+            pool.shape(), " is a broadcast view along axis ", axis, ": expected memory of its own");
   }
 }
 

@@ -3,9 +3,6 @@
 #include <cmath>
 #include <limits>
 
-#include "csrc/errors.h"
-#include "csrc/pool_memory.h"
-
 namespace mlx_paged {
 
 namespace {
@@ -16,43 +13,39 @@ bool is_pool_dtype(mx::Dtype dtype) {
 
 void check_rank(const char* op, const char* name, const mx::array& a, size_t rank,
                 const char* expected) {
-  if (a.ndim() != rank) {
-    fail(op, name, " has shape ", text(a.shape()), ": expected ", expected);
-  }
+  require(a.ndim() == rank, op, name, " has shape ", a.shape(), ": expected ", expected);
 }
 
 void check_shape(const char* op, const char* name, const mx::array& a, const mx::Shape& expected,
                  const char* meaning) {
-  if (a.shape() != expected) {
-    fail(op, name, " has shape ", text(a.shape()), ": expected ", text(expected), ", ", meaning);
-  }
+  require(a.shape() == expected, op, name, " has shape ", a.shape(), ": expected ", expected, ", ",
+          meaning);
+}
+
+template <typename... Parts>
+void check_dtype(const char* op, const char* name, const mx::array& a, bool fits,
+                 const Parts&... expected) {
+  require(fits, op, name, " of shape ", a.shape(), " has dtype ", a.dtype(), expected...);
 }
 
 void check_int32(const char* op, const char* name, const mx::array& a) {
-  if (a.dtype() != mx::int32) {
-    fail(op, name, " of shape ", text(a.shape()), " has dtype ", a.dtype(), ": expected int32");
-  }
+  check_dtype(op, name, a, a.dtype() == mx::int32, ": expected int32");
 }
 
 void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cache, bool writable) {
   check_rank(op, "k_cache", k_cache, 4, "(num_kv_heads, num_blocks, block_size, head_dim)");
   check_rank(op, "v_cache", v_cache, 4, "(num_kv_heads, num_blocks, block_size, value_dim)");
   check_floating(op, "k_cache", k_cache);
-  if (v_cache.dtype() != k_cache.dtype()) {
-    fail(op, "v_cache of shape ", text(v_cache.shape()), " has dtype ", v_cache.dtype(),
-         " but k_cache has ", k_cache.dtype(), ": expected the same");
-  }
+  check_dtype(op, "v_cache", v_cache, v_cache.dtype() == k_cache.dtype(), " but k_cache has ",
+              k_cache.dtype(), ": expected the same");
   for (int axis = 0; axis < 3; ++axis) {
-    if (v_cache.shape(axis) != k_cache.shape(axis)) {
-      fail(op, "v_cache has shape ", text(v_cache.shape()), " but k_cache has ",
-           text(k_cache.shape()), ": expected equal heads, blocks and block size");
-    }
+    require(v_cache.shape(axis) == k_cache.shape(axis), op, "v_cache has shape ", v_cache.shape(),
+            " but k_cache has ", k_cache.shape(), ": expected equal heads, blocks and block size");
   }
   for (const mx::array* cache : {&k_cache, &v_cache}) {
-    if (cache->shape(0) < 1 || cache->shape(2) < 1 || cache->shape(3) < 1) {
-      fail(op, cache == &k_cache ? "k_cache" : "v_cache", " has shape ", text(cache->shape()),
-           ": expected at least one head, one token per block and one dimension");
-    }
+    require(cache->shape(0) > 0 && cache->shape(2) > 0 && cache->shape(3) > 0, op,
+            cache == &k_cache ? "k_cache" : "v_cache", " has shape ", cache->shape(),
+            ": expected at least one head, one token per block and one dimension");
   }
   check_pool_memory(op, k_cache, v_cache, writable);
 }
@@ -75,20 +68,15 @@ void check_tables_shape(const char* op, const AttentionInputs& in) {
   const int batch = in.q.shape(0);
   const mx::array& tables = in.block_tables;
   check_int32(op, "block_tables", tables);
-  if (tables.ndim() != 2 || tables.shape(0) != batch) {
-    fail(op, "block_tables has shape ", text(tables.shape()), " but q has batch ", batch,
-         ": expected (", batch, ", max_blocks)");
-  }
+  require(tables.ndim() == 2 && tables.shape(0) == batch, op, "block_tables has shape ",
+          tables.shape(), " but q has batch ", batch, ": expected (", batch, ", max_blocks)");
   const int64_t max_keys = int64_t{tables.shape(1)} * in.k_cache.shape(2);
-  if (max_keys > std::numeric_limits<int32_t>::max()) {
-    fail(op, "block_tables has shape ", text(tables.shape()), ": with blocks of ",
-         in.k_cache.shape(2), " tokens it addresses ", max_keys, " keys, expected below 2**31");
-  }
+  require(max_keys <= std::numeric_limits<int32_t>::max(), op, "block_tables has shape ",
+          tables.shape(), ": with blocks of ", in.k_cache.shape(2), " tokens it addresses ",
+          max_keys, " keys, expected below 2**31");
   check_int32(op, "context_lens", in.context_lens);
-  if (in.context_lens.ndim() != 1 || in.context_lens.shape(0) != batch) {
-    fail(op, "context_lens has shape ", text(in.context_lens.shape()), " but q has batch ", batch,
-         ": expected (", batch, ",)");
-  }
+  require(in.context_lens.shape() == mx::Shape{batch}, op, "context_lens has shape ",
+          in.context_lens.shape(), " but q has batch ", batch, ": expected (", batch, ",)");
 }
 
 // Does not check a mapping that is not evaluated yet.
@@ -98,10 +86,8 @@ void check_mapped_heads(const char* op, const mx::array& mapping, int num_kv_hea
   }
   for (int head = 0; head < mapping.shape(0); ++head) {
     const int32_t kv_head = mapping.data<int32_t>()[head * mapping.strides(0)];
-    if (kv_head < 0 || kv_head >= num_kv_heads) {
-      fail(op, "kv_head_mapping[", head, "] is ", kv_head, ": expected 0 to ", num_kv_heads - 1,
-           ", a KV head of k_cache");
-    }
+    require(kv_head >= 0 && kv_head < num_kv_heads, op, "kv_head_mapping[", head, "] is ", kv_head,
+            ": expected 0 to ", num_kv_heads - 1, ", a KV head of k_cache");
   }
 }
 
@@ -113,8 +99,8 @@ void check_heads(const char* op, const AttentionInputs& in) {
     check_shape(op, "kv_head_mapping", *in.kv_head_mapping, {heads}, "one KV head per query head");
     check_mapped_heads(op, *in.kv_head_mapping, kv_heads);
   } else if (heads % kv_heads != 0) {
-    fail(op, "q has shape ", text(in.q.shape()), " with ", heads, " heads but k_cache has ",
-         kv_heads, " KV heads: expected a multiple, or a kv_head_mapping");
+    fail(op, "q has shape ", in.q.shape(), " with ", heads, " heads but k_cache has ", kv_heads,
+         " KV heads: expected a multiple, or a kv_head_mapping");
   }
   if (in.sinks) {
     check_floating(op, "sinks", *in.sinks);
@@ -133,36 +119,28 @@ void check_rope(const char* op, const AttentionInputs& in) {
   const int tokens = in.q.shape(2);
   const bool per_sequence = freqs.ndim() == 2 && tokens == 1 && freqs.shape(0) == batch;
   const bool per_token = freqs.ndim() == 3 && freqs.shape(0) == batch && freqs.shape(1) == tokens;
-  if (!per_sequence && !per_token) {
-    fail(op, "rope_freqs has shape ", text(freqs.shape()), " but q has shape ", text(in.q.shape()),
-         ": expected (", batch, ", ", tokens, ", rotated_dims / 2)",
-         tokens == 1 ? " or the same without the middle axis" : "");
-  }
-  if (2 * int64_t{freqs.shape(-1)} > in.q.shape(3)) {
-    fail(op, "rope_freqs has shape ", text(freqs.shape()), ", ", freqs.shape(-1),
-         " angles, but q has head dimension ", in.q.shape(3), ": expected at most ",
-         in.q.shape(3) / 2);
-  }
+  require(per_sequence || per_token, op, "rope_freqs has shape ", freqs.shape(),
+          " but q has shape ", in.q.shape(), ": expected (", batch, ", ", tokens,
+          ", rotated_dims / 2)", tokens == 1 ? " or the same without the middle axis" : "");
+  require(2 * int64_t{freqs.shape(-1)} <= in.q.shape(3), op, "rope_freqs has shape ", freqs.shape(),
+          ", ", freqs.shape(-1), " angles, but q has head dimension ", in.q.shape(3),
+          ": expected at most ", in.q.shape(3) / 2);
 }
 
 void check_mask(const char* op, const AttentionInputs& in) {
   const mx::array& mask = *in.attn_mask;
-  if (mask.dtype() != mx::bool_ && !is_pool_dtype(mask.dtype())) {
-    fail(op, "attn_mask of shape ", text(mask.shape()), " has dtype ", mask.dtype(),
-         ": expected bool, float32, float16 or bfloat16");
-  }
+  check_dtype(op, "attn_mask", mask, mask.dtype() == mx::bool_ || is_pool_dtype(mask.dtype()),
+              ": expected bool, float32, float16 or bfloat16");
   const mx::Shape target = {in.q.shape(0), in.q.shape(1), in.q.shape(2),
                             in.block_tables.shape(1) * in.k_cache.shape(2)};
-  if (!is_mask_shape(mask.shape(), target)) {
-    fail(op, "attn_mask has shape ", text(mask.shape()), ": expected one that broadcasts to ",
-         text(target), " and has its last axis, max_blocks * block_size");
-  }
+  require(is_mask_shape(mask.shape(), target), op, "attn_mask has shape ", mask.shape(),
+          ": expected one that broadcasts to ", target,
+          " and has its last axis, max_blocks * block_size");
 }
 
 void check_scalars(const char* op, const AttentionOptions& options) {
-  if (!std::isfinite(options.scale)) {
-    fail(op, "scale is ", options.scale, ": expected a finite number");
-  }
+  require(std::isfinite(options.scale), op, "scale is ", options.scale,
+          ": expected a finite number");
   if (options.window && *options.window < 1) {
     fail(op, "window is ", *options.window, ": expected at least 1 key");
   }
@@ -173,11 +151,18 @@ void check_scalars(const char* op, const AttentionOptions& options) {
 
 }  // namespace
 
-void check_floating(const char* op, const char* name, const mx::array& a) {
-  if (!is_pool_dtype(a.dtype())) {
-    fail(op, name, " of shape ", text(a.shape()), " has dtype ", a.dtype(),
-         ": expected float32, float16 or bfloat16");
+std::string printable(const mx::Shape& shape) {
+  std::ostringstream out;
+  out << "(";
+  for (size_t axis = 0; axis < shape.size(); ++axis) {
+    out << (axis ? ", " : "") << shape[axis];
   }
+  out << (shape.size() == 1 ? ",)" : ")");
+  return out.str();
+}
+
+void check_floating(const char* op, const char* name, const mx::array& a) {
+  check_dtype(op, name, a, is_pool_dtype(a.dtype()), ": expected float32, float16 or bfloat16");
 }
 
 void check_attention(const AttentionInputs& in, const AttentionOptions& options) {
@@ -185,10 +170,8 @@ void check_attention(const AttentionInputs& in, const AttentionOptions& options)
   check_rank(op, "q", in.q, 4, "(batch, num_heads, num_tokens, head_dim)");
   check_floating(op, "q", in.q);
   check_pool(op, in.k_cache, in.v_cache, false);
-  if (in.q.shape(3) != in.k_cache.shape(3)) {
-    fail(op, "q has shape ", text(in.q.shape()), " but k_cache has ", text(in.k_cache.shape()),
-         ": expected equal head dimensions");
-  }
+  require(in.q.shape(3) == in.k_cache.shape(3), op, "q has shape ", in.q.shape(),
+          " but k_cache has ", in.k_cache.shape(), ": expected equal head dimensions");
   check_tables_shape(op, in);
   check_heads(op, in);
   if (in.rope_freqs) {
@@ -211,10 +194,8 @@ void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cach
   check_shape(op, "v", v, {tokens, kv_heads, v_cache.shape(3)},
               "the tokens of k, the heads and width of v_cache");
   for (const mx::array* rows : {&k, &v}) {
-    if (rows->dtype() != k_cache.dtype()) {
-      fail(op, rows == &k ? "k" : "v", " of shape ", text(rows->shape()), " has dtype ",
-           rows->dtype(), ": expected the cache's ", k_cache.dtype());
-    }
+    check_dtype(op, rows == &k ? "k" : "v", *rows, rows->dtype() == k_cache.dtype(),
+                ": expected the cache's ", k_cache.dtype());
   }
   check_int32(op, "slot_mapping", slot_mapping);
   check_shape(op, "slot_mapping", slot_mapping, {tokens}, "one slot per row of k");
@@ -224,27 +205,21 @@ void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::ar
   const char* op = "copy_blocks";
   check_pool(op, k_cache, v_cache, true);
   check_int32(op, "block_pairs", block_pairs);
-  if (block_pairs.ndim() != 2 || block_pairs.shape(1) != 2) {
-    fail(op, "block_pairs has shape ", text(block_pairs.shape()),
-         ": expected (num_pairs, 2), each (source, destination)");
-  }
+  require(block_pairs.ndim() == 2 && block_pairs.shape(1) == 2, op, "block_pairs has shape ",
+          block_pairs.shape(), ": expected (num_pairs, 2), each (source, destination)");
 }
 
 void check_tables(const std::string& op, const mx::array& block_tables,
                   const mx::array& context_lens, int num_blocks, int block_size) {
-  if (block_tables.ndim() != 2 || block_tables.dtype() != mx::int32) {
-    fail(op, "block_tables has shape ", text(block_tables.shape()), " and dtype ",
-         block_tables.dtype(), ": expected (batch, max_blocks) of int32");
-  }
+  require(block_tables.ndim() == 2 && block_tables.dtype() == mx::int32, op,
+          "block_tables has shape ", block_tables.shape(), " and dtype ", block_tables.dtype(),
+          ": expected (batch, max_blocks) of int32");
   const int batch = block_tables.shape(0);
   const int max_blocks = block_tables.shape(1);
-  if (context_lens.shape() != mx::Shape{batch} || context_lens.dtype() != mx::int32) {
-    fail(op, "context_lens has shape ", text(context_lens.shape()), " and dtype ",
-         context_lens.dtype(), ": expected (", batch, ",) of int32");
-  }
-  if (block_size < 1) {
-    fail(op, "block_size is ", block_size, ": expected at least 1 token");
-  }
+  require(context_lens.shape() == mx::Shape{batch} && context_lens.dtype() == mx::int32, op,
+          "context_lens has shape ", context_lens.shape(), " and dtype ", context_lens.dtype(),
+          ": expected (", batch, ",) of int32");
+  require(block_size >= 1, op, "block_size is ", block_size, ": expected at least 1 token");
   if (!block_tables.is_available() || !context_lens.is_available()) {
     return;
   }
@@ -255,7 +230,7 @@ void check_tables(const std::string& op, const mx::array& block_tables,
     if (context < 0 || context > int64_t{max_blocks} * block_size) {
       fail(op, "context_lens[", b, "] is ", context, ": expected 0 to ",
            int64_t{max_blocks} * block_size, ", max_blocks * block_size of block_tables ",
-           text(block_tables.shape()));
+           block_tables.shape());
     }
     const int64_t num_read = (int64_t{context} + block_size - 1) / block_size;
     for (int64_t i = 0; i < num_read; ++i) {

@@ -1,6 +1,7 @@
-"""Checks of numbers that callers give. Knows no mlx."""
+"""Checks of arguments that callers give. Knows no mlx."""
 
 from numbers import Integral, Real
+from typing import TypeGuard
 
 MAX_INT32 = 2**31 - 1
 
@@ -28,11 +29,29 @@ def optional_integer(op: str, name: str, value: object, minimum: int) -> int | N
 
 def require_positive(op: str, name: str, value: object) -> None:
     """Raise ValueError unless `value` is None or a number above 0."""
-    if value is None or (
-        isinstance(value, Real) and not isinstance(value, bool) and float(value) > 0
-    ):
-        return
-    raise ValueError(f"[{op}] {name} is {value!r}: expected a number > 0 or None")
+    is_positive = is_real(value) and float(value) > 0
+    require(value is None or is_positive, op, name, value, "a number > 0 or None")
+
+
+def require(condition: bool, op: str, name: str, value: object, expected: str) -> None:
+    """Raise ValueError unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"[{op}] {name} is {value!r:.80}: expected {expected}")
+
+
+def is_count(value: object, minimum: int = 0) -> bool:
+    """Whether `value` is an int, not a bool, and at least `minimum`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def is_whole(value: object, minimum: int = 0) -> bool:
+    """As :func:`is_count`, but NumPy's integers count too."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum
+
+
+def is_real(value: object) -> TypeGuard[float]:
+    """Whether `value` is a number and not a bool."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _integers(minimum: int | None, maximum: int | None) -> str:

@@ -24,47 +24,33 @@ class Request:
     ``tokens`` holds the prompt and the generated tokens. ``num_computed`` positions have their K/V
     in the pool, or will once the steps under way are done. The scheduler still has to compute the
     tokens after them: one for a decode, more for a prompt or a preempted request.
-
-    Attributes:
-        id: a later request has a larger one.
-        seed: of its random stream.
-        priority: under `Policy.PRIORITY`, lower numbers come first.
-        salt: only requests with equal salts share K/V.
-        keep_blocks: its blocks stay after it ended, for later forks.
-        synchronous: its next token is chosen on the host (beam search), before the next step.
-        samples: other samples of the same prompt; they fork when the prompt is computed.
-        num_in_flight: tokens that steps under way choose; they are not in `tokens` yet.
-        num_cached: prompt tokens found in the prefix cache at the first admission.
-        prefix_miss: why no more were found; None if all reusable tokens were found.
-        prefix_without_state: tokens of a known prefix that cannot be used because no recurrent
-            state was saved there; 0 if there are none.
-        snapshot: where its last recurrent states will be saved.
-        num_faults: number of failed steps that computed it.
-        error: the error that ends it.
     """
 
-    id: int
+    id: int  # a later request has a larger one
     tokens: list[int]
     params: SamplingParams
-    seed: int
-    priority: int = 0
-    salt: bytes = b""
-    keep_blocks: bool = False
+    seed: int  # of its random stream
+    priority: int = 0  # under `Policy.PRIORITY`, lower numbers come first
+    salt: bytes = b""  # only requests with equal salts share K/V
+    keep_blocks: bool = False  # its blocks stay after it ended, for later forks
+    # Its next token is chosen on the host (beam search), before the next step.
     synchronous: bool = False
     num_prompt: int = 0
     num_computed: int = 0
-    num_in_flight: int = 0
-    num_cached: int = 0
-    prefix_miss: str | None = None
+    num_in_flight: int = 0  # tokens that steps under way choose; they are not in `tokens` yet
+    num_cached: int = 0  # prompt tokens found in the prefix cache at the first admission
+    prefix_miss: str | None = None  # why no more were found; None if all reusable ones were found
+    # Tokens of a known prefix that cannot be used because no recurrent state was saved there.
     prefix_without_state: int = 0
-    snapshot: Snapshot | None = None
+    snapshot: Snapshot | None = None  # where its last recurrent states will be saved
     num_preempted: int = 0
-    num_faults: int = 0
+    num_faults: int = 0  # failed steps that computed it
+    # Other samples of the same prompt; they fork when the prompt is computed.
     samples: list["Request"] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: BaseException | None = None
+    error: BaseException | None = None  # that ends it
     arrival_time: float = field(default_factory=time.perf_counter)
     first_token_time: float | None = None
     finish_time: float | None = None

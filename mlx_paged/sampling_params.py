@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
+
+from mlx_paged.arguments import is_count, is_real, is_whole, require
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +87,20 @@ class SamplingParams:
         for name, collection in COLLECTIONS.items():
             self._freeze(name, collection)
         for name, (is_valid, expected) in RANGES.items():
-            _require(is_valid(getattr(self, name)), self, name, expected)
+            value = getattr(self, name)
+            require(is_valid(value), "SamplingParams", name, value, expected)
         one_choice = self.sampler is None or not self.temperature
-        _require(one_choice, self, "sampler", "None beside a temperature above 0")
+        beside = "None beside a temperature above 0"
+        require(one_choice, "SamplingParams", "sampler", self.sampler, beside)
 
     def _freeze(self, name: str, collection: Callable[[Iterable[Any]], object]) -> None:
         value = getattr(self, name)
         is_collection = isinstance(value, Iterable) and not isinstance(value, str | bytes)
-        _require(is_collection, self, name, "a collection")
+        require(is_collection, "SamplingParams", name, value, "a collection")
         try:
             object.__setattr__(self, name, collection(value))
         except TypeError:  # a set of values that cannot be hashed
-            _require(False, self, name, "a collection of token ids")
+            require(False, "SamplingParams", name, value, "a collection of token ids")
 
 
 def check_biases(params: SamplingParams, vocab: int) -> None:
@@ -109,24 +112,9 @@ def check_biases(params: SamplingParams, vocab: int) -> None:
         )
 
 
-def is_count(value: object, minimum: int = 0) -> bool:
-    """Whether `value` is an int, not a bool, and at least `minimum`."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
-
-
-def is_whole(value: object, minimum: int = 0) -> bool:
-    """As :func:`is_count`, but NumPy's integers count too."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= minimum
-
-
-def is_real(value: object) -> bool:
-    """Whether `value` is a number and not a bool."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _is_within(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
     """Whether `value` is a finite number of ``[low, high]``."""
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if not is_real(value):
         return False
     try:
         number = float(value)
@@ -140,13 +128,6 @@ def _is_bias(pair: object) -> bool:
         return False
     token, bias = pair
     return is_count(token) and (_is_within(bias) or bias == -math.inf)
-
-
-def _require(condition: bool, params: SamplingParams, name: str, expected: str) -> None:
-    if not condition:
-        raise ValueError(
-            f"[SamplingParams] {name} is {getattr(params, name)!r}: expected {expected}"
-        )
 
 
 COLLECTIONS: dict[str, Callable[[Iterable[Any]], object]] = {

@@ -79,10 +79,7 @@ Raises:
     ValueError: `kind` is not a subclass of ``mx.array``.)";
 
 constexpr const char* kCpuFeaturesDoc =
-    R"(Name of the build of the CPU kernels in use: "baseline", "avx2", "avx512" or "avx512_bf16".
-
-"avx512_bf16" multiplies pairs of bfloat16: a decode of bfloat16 queries over a bfloat16 pool rounds
-its softmax weights to bfloat16, as it rounds its output.
+    R"(Name of the build of the CPU kernels in use: "baseline", "avx2" or "avx512".
 
 The environment variable MLX_PAGED_CPU, read at import, chooses a build. The default is the fastest
 one that the machine supports.)";

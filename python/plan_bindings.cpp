@@ -3,7 +3,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "csrc/metal/encode.h"
 #include "csrc/metal/plans.h"
 #include "csrc/validate.h"
 #include "mlx/transforms.h"
@@ -13,21 +12,8 @@ namespace mlx_paged {
 
 namespace {
 
-const char* role_name(BufferBinding::Role role) {
-  switch (role) {
-    case BufferBinding::Role::kInput:
-      return "input";
-    case BufferBinding::Role::kOutput:
-      return "output";
-    case BufferBinding::Role::kPoolRead:
-      return "pool_read";
-    case BufferBinding::Role::kPoolWrite:
-      return "pool_write";
-    case BufferBinding::Role::kScratch:
-      return "scratch";
-  }
-  return "";
-}
+// In the order of BufferBinding::Role.
+constexpr const char* kRoles[] = {"input", "output", "pool_read", "pool_write", "scratch"};
 
 nb::dict describe(const LaunchPlan& plan) {
   nb::dict constants;
@@ -38,7 +24,7 @@ nb::dict describe(const LaunchPlan& plan) {
   }
   nb::list buffers;
   for (const auto& [index, role, which] : plan.buffers) {
-    buffers.append(nb::make_tuple(index, role_name(role), which));
+    buffers.append(nb::make_tuple(index, kRoles[static_cast<int>(role)], which));
   }
   nb::dict launch;
   launch["kernel"] = plan.kernel;
@@ -55,8 +41,7 @@ nb::dict describe(const LaunchPlan& plan) {
   return launch;
 }
 
-nb::dict describe(const LaunchPlans& plans, const std::vector<mx::array>& inputs,
-                  nb::list outputs) {
+nb::dict describe(const LaunchPlans& plans, const Arrays& inputs, nb::list outputs) {
   nb::list launches;
   for (const LaunchPlan& plan : plans.launches) {
     launches.append(describe(plan));
@@ -81,26 +66,25 @@ nb::dict describe_attention(AttentionInputs in, const AttentionOptions& options)
   return describe(plan_attention(call.inputs, call.config), call.inputs, outputs);
 }
 
+// A call that writes to the pool which is inputs[first_output] and the input after it.
+nb::dict describe_edit(LaunchPlans (*plan)(const Arrays&), Arrays inputs, int first_output) {
+  mx::eval(inputs);
+  nb::list outputs;
+  outputs.append(first_output);
+  outputs.append(first_output + 1);
+  return describe(plan(inputs), inputs, outputs);
+}
+
 nb::dict describe_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
                         const mx::array& v_cache, const mx::array& slot_mapping) {
   check_write(k, v, k_cache, v_cache, slot_mapping);
-  std::vector<mx::array> inputs = {k, v, k_cache, v_cache, slot_mapping};
-  mx::eval(inputs);
-  nb::list outputs;
-  outputs.append(2);
-  outputs.append(3);
-  return describe(plan_write_kv(inputs), inputs, outputs);
+  return describe_edit(plan_write_kv, {k, v, k_cache, v_cache, slot_mapping}, 2);
 }
 
 nb::dict describe_copy(const mx::array& k_cache, const mx::array& v_cache,
                        const mx::array& block_pairs) {
   check_copy(k_cache, v_cache, block_pairs);
-  std::vector<mx::array> inputs = {k_cache, v_cache, block_pairs};
-  mx::eval(inputs);
-  nb::list outputs;
-  outputs.append(0);
-  outputs.append(1);
-  return describe(plan_copy_blocks(inputs), inputs, outputs);
+  return describe_edit(plan_copy_blocks, {k_cache, v_cache, block_pairs}, 0);
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ struct Kernel {
   // "baseline" (what the compiler targets: SSE2, NEON), "avx2" or "avx512"
   const char* name;
   Attend* attend;
-  LayerKernels layers;
+  const LayerKernelTable& layers;
 };
 
 // The build in use: the one that MLX_PAGED_CPU names, else the fastest that this machine can run.

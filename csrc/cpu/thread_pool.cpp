@@ -109,8 +109,8 @@ int num_threads() {
   return value;
 }
 
-void parallel_for(int64_t count, const std::function<void(int64_t)>& body) {
-  if (count <= 1 || num_threads() == 1) {
+void parallel_for(int64_t count, const std::function<void(int64_t)>& body, bool pays) {
+  if (!pays || count <= 1 || num_threads() == 1) {
     for (int64_t i = 0; i < count; ++i) {
       body(i);
     }

@@ -4,8 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "csrc/errors.h"
-#include "csrc/pool_memory.h"
+#include "csrc/validate.h"
 
 namespace mlx_paged {
 

@@ -2,7 +2,6 @@
 
 #include "csrc/metal/arrays.h"
 #include "csrc/metal/plans.h"
-#include "csrc/strides.h"
 #include "metal/params.h"
 
 namespace mlx_paged {
@@ -171,7 +170,7 @@ std::string unsupported_on_metal(int head_dim, int value_dim) {
   return "";
 }
 
-LaunchPlans plan_attention(const std::vector<mx::array>& inputs, const AttentionConfig& config) {
+LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) {
   using Role = BufferBinding::Role;
   const AttentionInputs in = unflatten_inputs(inputs, config);
   if (in.q.size() == 0 || in.v_cache.shape(3) == 0) {

@@ -1,5 +1,3 @@
-#include "csrc/metal/encode.h"
-
 #include <stdexcept>
 
 #include "csrc/metal/plans.h"
@@ -7,8 +5,6 @@
 #include "mlx/backend/metal/device.h"
 
 namespace mlx_paged {
-
-namespace mx = mlx::core;
 
 namespace {
 
@@ -46,9 +42,8 @@ void register_pool(mx::metal::CommandEncoder& encoder, const mx::array& pool, in
   encoder.set_buffer(static_cast<const MTL::Buffer*>(pool.buffer().ptr()), index, pool.offset());
 }
 
-void bind(mx::metal::CommandEncoder& encoder, const BufferBinding& binding,
-          const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs,
-          std::vector<mx::array>& scratch, bool writes_scratch) {
+void bind(mx::metal::CommandEncoder& encoder, const BufferBinding& binding, const Arrays& inputs,
+          Arrays& outputs, Arrays& scratch, bool writes_scratch) {
   const auto& [index, role, which] = binding;
   switch (role) {
     case BufferBinding::Role::kPoolRead:
@@ -78,14 +73,13 @@ void register_pool_read(const mx::array& pool, mx::Stream stream) {
   register_pool(mx::metal::get_command_encoder(stream), pool, 0);
 }
 
-void encode(const LaunchPlans& plans, const std::vector<mx::array>& inputs,
-            std::vector<mx::array>& outputs, mx::Stream stream) {
+void encode(const LaunchPlans& plans, const Arrays& inputs, Arrays& outputs, mx::Stream stream) {
   auto& device = mx::metal::device(stream.device);
   auto& encoder = mx::metal::get_command_encoder(stream);
-  std::vector<mx::array> scratch;
+  Arrays scratch;
   for (const size_t bytes : plans.scratch_bytes) {
     scratch.emplace_back(mx::Shape{static_cast<int>(bytes / sizeof(float))}, mx::float32, nullptr,
-                         std::vector<mx::array>{});
+                         Arrays{});
     scratch.back().set_data(mx::allocator::malloc(bytes));
     encoder.add_temporary(scratch.back());  // scratch only: inputs and outputs must stay fenced
   }

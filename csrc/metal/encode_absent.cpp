@@ -1,17 +1,16 @@
 #include <stdexcept>
 
-#include "csrc/metal/encode.h"
+#include "csrc/metal/plans.h"
 
 namespace mlx_paged {
 
 bool has_metal() { return false; }
 
-void encode(const LaunchPlans&, const std::vector<mlx::core::array>&,
-            std::vector<mlx::core::array>&, mlx::core::Stream) {
+void encode(const LaunchPlans&, const Arrays&, Arrays&, mx::Stream) {
   throw std::runtime_error("[mlx_paged] this build has no Metal: use a CPU stream");
 }
 
 // Without Metal no op writes to a pool in place on a GPU.
-void register_pool_read(const mlx::core::array&, mlx::core::Stream) {}
+void register_pool_read(const mx::array&, mx::Stream) {}
 
 }  // namespace mlx_paged

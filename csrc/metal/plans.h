@@ -1,5 +1,5 @@
-// Launch plans: one function for each op makes them from shapes, strides and options. No launch has
-// an empty grid.
+// Launch plans: one function for each op makes them from shapes, strides and options, and `encode`
+// encodes them on MLX's Metal stream. No launch has an empty grid.
 #pragma once
 
 #include <string>
@@ -11,16 +11,16 @@
 namespace mlx_paged {
 
 // `inputs` are the evaluated inputs of the primitive: see AttentionCall.
-LaunchPlans plan_attention(const std::vector<mx::array>& inputs, const AttentionConfig& config);
+LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config);
 
 // The most query rows that share a threadgroup.
 constexpr int kMaxSharedRows = 4;
 
 // Inputs k, v, k_cache, v_cache, slot_mapping; outputs the caches.
-LaunchPlans plan_write_kv(const std::vector<mx::array>& inputs);
+LaunchPlans plan_write_kv(const Arrays& inputs);
 
 // Inputs k_cache, v_cache, block_pairs; outputs the caches.
-LaunchPlans plan_copy_blocks(const std::vector<mx::array>& inputs);
+LaunchPlans plan_copy_blocks(const Arrays& inputs);
 
 // Why the Metal kernels do not support these head dimensions; empty if they do.
 std::string unsupported_on_metal(int head_dim, int value_dim);
@@ -31,5 +31,14 @@ std::string library_source(const LaunchPlan& plan);
 
 // The name of that library in MLX's cache, which compares names only.
 std::string library_name(const LaunchPlan& plan);
+
+// Encodes the launches of one op on its stream. The outputs must have buffers.
+void encode(const LaunchPlans& plans, const Arrays& inputs, Arrays& outputs, mx::Stream stream);
+
+// Makes every later write to the pool wait for the next read that this op encodes.
+void register_pool_read(const mx::array& pool, mx::Stream stream);
+
+// Whether this build can encode launches.
+bool has_metal();
 
 }  // namespace mlx_paged

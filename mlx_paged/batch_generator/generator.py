@@ -14,7 +14,6 @@ from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.sample_utils import greedy_sampler
 
-from mlx_paged.batch_generator.contiguous_caches import contiguous_caches
 from mlx_paged.batch_generator.recorder import Recording, StepRecorder
 from mlx_paged.batch_generator.sequences import (
     BatchSequence,
@@ -26,6 +25,7 @@ from mlx_paged.batch_generator.sequences import (
     Response,
     Sampler,
     boundaries,
+    contiguous_caches,
     require_one_each,
     require_tokens_of,
     row_params,
@@ -97,9 +97,9 @@ class BatchGenerator:
         self.prefill_batch_size = prefill_batch_size
         self.completion_batch_size = max(completion_batch_size, prefill_batch_size)
         self.max_kv_size = max_kv_size
-        self._stream = stream or generation_stream
+        self.stream = stream or generation_stream
         self._default_stop = StopSequences(stop_tokens or None)
-        with mx.stream(self._stream):
+        with mx.stream(self.stream):
             self._engine = Engine(
                 model,
                 max_running=self.completion_batch_size,
@@ -117,10 +117,6 @@ class BatchGenerator:
         self._counters = BatchCounters()
 
     @property
-    def stream(self) -> Any:
-        return self._stream
-
-    @property
     def prompt_cache_nbytes(self) -> int:
         """Bytes of the blocks in use; blocks that sequences share count once."""
         self._give_back()
@@ -128,7 +124,7 @@ class BatchGenerator:
 
     def close(self) -> None:
         """Release MLX's wired limit. Sequences stay as they are."""
-        self._engine.close(self._stream)
+        self._engine.close(self.stream)
 
     def __del__(self) -> None:
         if hasattr(self, "_engine"):
@@ -232,7 +228,8 @@ class BatchGenerator:
         for uid in uids:
             sequence = self._sequences.get(uid)
             if sequence is not None:
-                tokens = sequence.request.tokens[: sequence.num_reported]
+                num_tokens = sequence.num_context + sequence.num_reported
+                tokens = sequence.request.tokens[:num_tokens]
                 caches = sequence.caches
                 if caches is None:
                     caches = self._caches_of(sequence.request, tokens)
@@ -249,7 +246,7 @@ class BatchGenerator:
             Both are empty only if no sequence is left.
         """
         self._give_back()
-        with mx.stream(self._stream):
+        with mx.stream(self.stream):
             while not self._results and self._engine.has_work:
                 self._step()
         if not self._results:
@@ -321,7 +318,7 @@ class BatchGenerator:
     def _note_reported(self, result: NextResult) -> None:
         for prompt in result.prompts:
             sequence = self._sequences[prompt.uid]
-            sequence.num_reported = sequence.num_context + prompt.progress[0]
+            sequence.num_reported = prompt.progress[0]
             sequence.caches = None
         for token in result.tokens:
             if token.finish_reason is None:
@@ -332,7 +329,7 @@ class BatchGenerator:
     # Caches
 
     def _caches_of(self, request: Request, tokens: Sequence[int]) -> Caches:
-        with mx.stream(self._stream):
+        with mx.stream(self.stream):
             return contiguous_caches(self._recorder.runner, request, tokens, self.prefill_step_size)
 
     def _give_back(self) -> None:

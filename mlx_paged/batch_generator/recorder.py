@@ -12,16 +12,11 @@ from mlx_paged.scheduler.step import Span, Step
 
 @dataclass(slots=True)
 class Recording:
-    """The steps that ended.
+    """The steps that ended."""
 
-    Attributes:
-        spans: the spans of these steps, in order.
-        prompt_tokens: how many tokens of the spans are prompt tokens.
-        logprobs: by request id, the log-probabilities ``[vocab]`` for its newest token.
-    """
-
-    spans: list[Span] = field(default_factory=list)
-    prompt_tokens: int = 0
+    spans: list[Span] = field(default_factory=list)  # of these steps, in order
+    prompt_tokens: int = 0  # of the spans
+    # By request id, the log-probabilities ``[vocab]`` for its newest token.
     logprobs: dict[int, mx.array] = field(default_factory=dict)
 
     def count(self, counters: BatchCounters, num_generated: int, seconds: float) -> None:

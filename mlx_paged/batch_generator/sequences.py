@@ -1,4 +1,4 @@
-"""The sequences of a BatchGenerator, their responses, and checks of its arguments."""
+"""The sequences of a BatchGenerator, their responses and caches, and checks of its arguments."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -8,10 +8,14 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from mlx_paged.kv.pool import as_int32
 from mlx_paged.request import Request
+from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import leaves
+from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling_params import SamplingParams
 
 Caches = list[Any]
@@ -73,28 +77,16 @@ PromptResponse: TypeAlias = PromptProcessingBatch.Response
 
 @dataclass(slots=True)
 class BatchSequence:
-    """A prompt that was inserted.
-
-    Attributes:
-        num_context: tokens before the prompt.
-        boundaries: ends of the prompt's segments, in tokens of the prompt.
-        matcher: of its stop sequences.
-        caches: the caller's caches of the context.
-        num_computed: prompt tokens that are computed and that a response reports or will report.
-        num_reported: tokens, from the first token of the context, that responses have reported.
-    """
+    """A prompt that was inserted."""
 
     uid: int
     request: Request
-    num_context: int
-    boundaries: set[int]
-    matcher: StopSequences.Matcher
-    caches: Caches | None = None
-    num_computed: int = 0
-    num_reported: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.num_reported = self.num_context
+    num_context: int  # tokens before the prompt
+    boundaries: set[int]  # ends of the prompt's segments, in tokens of the prompt
+    matcher: StopSequences.Matcher  # of its stop sequences
+    caches: Caches | None = None  # the caller's, of the context
+    num_computed: int = 0  # prompt tokens that are computed and reported, or soon reported
+    num_reported: int = 0  # tokens after the context that responses have reported
 
     @property
     def num_prompt(self) -> int:
@@ -129,6 +121,45 @@ class NextResult:
             [response for response in self.prompts if response.uid not in uids],
             [response for response in self.tokens if response.uid not in uids],
         )
+
+
+def contiguous_caches(
+    runner: ModelRunner, request: Request, tokens: Sequence[int], chunk: int
+) -> Caches:
+    """mlx-lm's caches of exactly `tokens`, evaluated.
+
+    K/V in the pool is copied. The model computes the rest: the newest token, or all tokens if the
+    request has no blocks any more.
+
+    Args:
+        request: its tokens start with `tokens`.
+        chunk: the largest number of tokens in one forward pass.
+    """
+    caches: Caches = make_prompt_cache(runner.model)
+    start = min(request.num_computed, len(tokens))
+    is_recurrent = any(type(cache) is ArraysCache for cache in leaves(runner.caches))
+    if is_recurrent and request.num_computed > len(tokens):
+        start = 0  # a recurrent state cannot go back
+    if start:
+        _copy(runner, request, start, caches)
+    for first in range(start, len(tokens), chunk):
+        runner.model(mx.array([tokens[first : first + chunk]]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches) -> None:
+    """Copy the K/V of the first `num_tokens` of a request, or its states, into new caches."""
+    allocator = runner.manager.allocator
+    num_blocks = allocator.blocks_needed(num_tokens)
+    block_ids = as_int32(allocator.table(request.id)[:num_blocks])
+    runner.states.load([request.id])
+    for source, target in zip(leaves(runner.caches), leaves(caches), strict=True):
+        if isinstance(source, PagedLayerCache):
+            target.update_and_fetch(*source.contiguous(block_ids, num_tokens))
+        else:
+            target.cache = list(source.cache)
 
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]

@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
-from mlx_paged.arguments import integer
+from mlx_paged.arguments import integer, is_real, require
 from mlx_paged.engine.text import PromptEncoder
-from mlx_paged.sampling_params import SamplingParams, check_biases, is_real
+from mlx_paged.sampling_params import SamplingParams, check_biases
 
 
 def checked_params(
@@ -21,7 +21,7 @@ def checked_params(
         raise ValueError(f"[{caller}] both params and options are given: expected one")
     params = SamplingParams(**options) if params is None else params
     is_params = isinstance(params, SamplingParams)
-    _require(is_params, caller, "params", params, "SamplingParams or None")
+    require(is_params, caller, "params", params, "SamplingParams or None")
     if params.stop and encoder.tokenizer is None:
         raise ValueError(f"[{caller}] stop strings are given: expected a tokenizer")
     if encoder.vocab_size is not None:
@@ -32,8 +32,8 @@ def checked_params(
 def check_place(caller: str, priority: object, cache_salt: object, keep: object = False) -> None:
     """ValueError unless all are of the right kind."""
     is_ordered = is_real(priority) and priority == priority  # NaN has no place in an order
-    _require(is_ordered, caller, "priority", priority, "a number")
-    _require(isinstance(cache_salt, str), caller, "cache_salt", cache_salt, "a string")
+    require(is_ordered, caller, "priority", priority, "a number")
+    require(isinstance(cache_salt, str), caller, "cache_salt", cache_salt, "a string")
     check_flag(caller, "keep", keep)
 
 
@@ -56,15 +56,10 @@ def check_beams(
     limit = 1000 / max(1.0, math.log2(params.max_tokens))
     is_finite = is_real(length_penalty) and abs(length_penalty) <= limit
     expected = f"{-limit:g} to {limit:g} for max_tokens {params.max_tokens}"
-    _require(is_finite, caller, "length_penalty", length_penalty, expected)
+    require(is_finite, caller, "length_penalty", length_penalty, expected)
     check_flag(caller, "early_stopping", early_stopping)
 
 
 def check_flag(caller: str, name: str, value: object) -> None:
     """ValueError unless `value` is True or False."""
-    _require(isinstance(value, bool), caller, name, value, "True or False")
-
-
-def _require(condition: bool, caller: str, name: str, value: object, expected: str) -> None:
-    if not condition:
-        raise ValueError(f"[{caller}] {name} is {value!r:.80}: expected {expected}")
+    require(isinstance(value, bool), caller, name, value, "True or False")

@@ -49,10 +49,9 @@ class BeamGroup:
         max_tokens: live hypotheses finish, too, when they have generated so many tokens.
         length_penalty: above 0 favours long hypotheses, below 0 short ones.
         early_stopping: end as soon as `num_beams` hypotheses have finished. Otherwise the search
-            ends as soon as no live hypothesis can be among the best `num_return`: then stopping
-            changes no answer.
+            ends as soon as no live hypothesis can be among the best: then stopping changes no
+            answer.
         stop_token_ids: tokens that finish a hypothesis. Such a token is its last one.
-        num_return: how many hypotheses :meth:`best` returns at most; None for `num_beams`.
     """
 
     def __init__(
@@ -62,18 +61,16 @@ class BeamGroup:
         length_penalty: float = 1.0,
         early_stopping: bool = False,
         stop_token_ids: Collection[int] = frozenset(),
-        num_return: int | None = None,
     ) -> None:
         self.num_beams = num_beams
         self.max_tokens = max_tokens
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
         self.stop_token_ids = frozenset(stop_token_ids)
-        self.num_return = num_beams if num_return is None else num_return
         self.done = False
         self._length = 0  # tokens of every live hypothesis
         self._sums = [0.0]  # summed logprobs of the live hypotheses, best first
-        self._finished: list[Beam] = []  # best first, at most num_beams
+        self.best: list[Beam] = []  # finished, best first, at most num_beams; no texts
 
     @property
     def num_candidates(self) -> int:
@@ -125,10 +122,6 @@ class BeamGroup:
             self.done = True
         return [] if self.done else survivors
 
-    def best(self) -> list[Beam]:
-        """The finished hypotheses, best first, at most `num_return`. Their texts are empty."""
-        return self._finished[: self.num_return]
-
     def _finish(
         self, parent: Request, last: Survivor, sum_logprob: float, reason: FinishReason
     ) -> Beam:
@@ -136,8 +129,8 @@ class BeamGroup:
         return Beam(tokens, "", logprobs, self._score(sum_logprob, self._length), reason)
 
     def _keep(self, finished: Iterable[Beam]) -> None:
-        ranked = sorted([*self._finished, *finished], key=lambda h: h.score, reverse=True)
-        self._finished = ranked[: self.num_beams]
+        ranked = sorted([*self.best, *finished], key=lambda h: h.score, reverse=True)
+        self.best = ranked[: self.num_beams]
 
     def _score(self, sum_logprob: float, length: int) -> float:
         return sum_logprob / math.pow(length, self.length_penalty)
@@ -151,13 +144,13 @@ class BeamGroup:
         divisor: the largest n if length_penalty >= 0, else the smallest. A hypothesis that
         continues with probability 1 reaches this bound, so no smaller bound is safe.
         """
-        if self.early_stopping:
-            return len(self._finished) == self.num_beams
-        if len(self._finished) < self.num_return:
+        if len(self.best) < self.num_beams:
             return False
+        if self.early_stopping:
+            return True
         shortest = min(self._length + 1, self.max_tokens)
         length = self.max_tokens if self.length_penalty >= 0 else shortest
-        return self._score(self._sums[0], length) <= self._finished[self.num_return - 1].score
+        return self._score(self._sums[0], length) <= self.best[-1].score
 
 
 def _best_first(totals: npt.NDArray[np.float64]) -> list[tuple[int, int]]:
@@ -204,7 +197,7 @@ class BeamSearch:
     @property
     def finish_reason(self) -> FinishReason:
         """Of the best hypothesis; STOP if no continuation is possible at all."""
-        best = self.group.best()
+        best = self.group.best
         return best[0].finish_reason if best else FinishReason.STOP
 
     def append(self, choice: SampledToken, scheduler: Scheduler, runner: Runner[Any]) -> None:
@@ -221,13 +214,13 @@ class BeamSearch:
         for request in self._live:
             scheduler.complete(request)
             runner.drop(request)
-        best = self.group.best()
+        best = self.group.best
         self.root.tokens[self.root.num_prompt :] = best[0].tokens if best else []
         self.root.logprobs = best[0].logprobs if best else []
 
     def result(self, root: Completion, text_of: Callable[[list[int]], str]) -> Completion:
         """The completion of the root with all finished hypotheses, best first."""
-        beams = tuple(replace(beam, text=text_of(beam.tokens)) for beam in self.group.best())
+        beams = tuple(replace(beam, text=text_of(beam.tokens)) for beam in self.group.best)
         return replace(root, beams=beams, text=beams[0].text if beams else "")
 
     def _advance(self, scheduler: Scheduler, runner: Runner[Any]) -> None:

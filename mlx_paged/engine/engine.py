@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.arguments import MAX_INT32, integer, optional_integer, require_positive
+from mlx_paged.arguments import MAX_INT32, integer, is_whole, optional_integer, require_positive
 from mlx_paged.attention.prewarm import prewarm as compile_pipelines
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.one_thread import exclusive
@@ -30,7 +30,7 @@ from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.profiling import ProfilingRunner
-from mlx_paged.sampling_params import SamplingParams, is_whole
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.scheduler import Scheduler
 

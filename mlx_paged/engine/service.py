@@ -236,8 +236,6 @@ class _Call(Generic[T]):
 
     def answer(self, engine: Engine) -> None:
         try:
-            value = self.function(engine)
+            self.reply.set_result(self.function(engine))
         except BaseException as error:
             self.reply.set_exception(error)
-        else:
-            self.reply.set_result(value)

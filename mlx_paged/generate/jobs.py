@@ -20,20 +20,14 @@ SAMPLING_FLAGS = [name for name in NUMBERS if name not in ("temperature", "seed"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt that is ready for the engine.
-
-    Attributes:
-        n: number of completions to return.
-        best_of: number of completions to generate; None means `n`.
-        beams: number of beams of a beam search; None means sampling.
-    """
+    """A prompt that is ready for the engine."""
 
     spec: PromptSpec
     tokens: list[int]
     params: SamplingParams
-    n: int = 1
-    best_of: int | None = None
-    beams: int | None = None
+    n: int = 1  # completions to return
+    best_of: int | None = None  # completions to generate; None means `n`
+    beams: int | None = None  # of a beam search; None means sampling
     length_penalty: float = 1.0
     early_stopping: bool = False
 

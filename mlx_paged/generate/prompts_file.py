@@ -28,25 +28,16 @@ KEYS = (*NUMBERS, *ALIASES, "stop", "logit_bias", "n", "priority")
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """The request of one line or of one --prompt.
+    """The request of one line or of one --prompt."""
 
-    Attributes:
-        prompt: the text; None if `messages` are given.
-        messages: a chat for the model's chat template.
-        options: fields of SamplingParams that replace those of the command line.
-        source: file and line, or the flag; error messages start with it.
-        id: the "id" of the line; the result repeats it.
-        n: number of completions; None means the value of the command line.
-        priority: the policy "priority" starts lower numbers first.
-    """
-
-    prompt: str | None
-    messages: list[dict[str, Any]] | None = None
+    prompt: str | None  # the text; None if `messages` are given
+    messages: list[dict[str, Any]] | None = None  # a chat for the model's chat template
+    # Fields of SamplingParams that replace those of the command line.
     options: dict[str, Any] = field(default_factory=dict)
-    source: str = "--prompt"
-    id: Any = None
-    n: int | None = None
-    priority: int = 0
+    source: str = "--prompt"  # file and line, or the flag; error messages start with it
+    id: Any = None  # the "id" of the line; the result repeats it
+    n: int | None = None  # number of completions; None means the value of the command line
+    priority: int = 0  # the policy "priority" starts lower numbers first
 
     @property
     def title(self) -> str:

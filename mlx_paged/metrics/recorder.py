@@ -49,19 +49,13 @@ class TickWriter:
 
 @dataclass(frozen=True, slots=True)
 class RecorderConfig:
-    """How ticks are measured and where they are stored.
-
-    Attributes:
-        log: stores the ticks.
-        reads: K/V bytes of a token by window; None: those of the statistics, without windows.
-        phases: times that a profiling runner measures.
-        writer: writes the ticks to a file.
-    """
+    """How ticks are measured and where they are stored."""
 
     log: TickLog = field(default_factory=TickLog)
+    # K/V bytes of a token by window; None: those of the statistics, without windows.
     reads: KVReads | None = None
-    phases: PhaseTimes | None = None
-    writer: TickWriter | None = None
+    phases: PhaseTimes | None = None  # times that a profiling runner measures
+    writer: TickWriter | None = None  # to a file
 
 
 class TickRecorder:
@@ -71,9 +65,6 @@ class TickRecorder:
         scheduler: its counters are read.
         stats: its counters are updated.
         clock: seconds.
-
-    Attributes:
-        working_clock: seconds without the garbage collector's pauses.
     """
 
     def __init__(
@@ -84,7 +75,7 @@ class TickRecorder:
         config: RecorderConfig,
     ) -> None:
         self._pauses = GcPauses(clock)
-        self.working_clock = self._pauses.working
+        self.working_clock = self._pauses.working  # without the garbage collector's pauses
         self._scheduler = scheduler
         self._stats = stats
         self._clock = clock

@@ -27,23 +27,17 @@ class Contexts:
 
     Args:
         sizes: ``[2, 1]``, the block size and STOCK_GROWTH.
-
-    Attributes:
-        stops: ``[S]``, tokens of each sequence up to the end of its span.
-        total: their sum.
-        longest: the largest.
-        blocks: number of blocks that hold these tokens.
-        stock_steps: number of steps of STOCK_GROWTH tokens that hold them in mlx-lm's own caches.
     """
 
     def __init__(self, spans: Sequence[Span], sizes: IntArray) -> None:
         stops = [span.stop for span in spans]
+        # [S], tokens of each sequence up to the end of its span
         self.stops: IntArray = np.array(stops, np.int64)
         self.total = sum(stops)
         self.longest = max(stops, default=0)
         pieces = (self.stops + (sizes - 1)) // sizes
-        self.blocks: int
-        self.stock_steps: int
+        self.blocks: int  # that hold these tokens
+        self.stock_steps: int  # of STOCK_GROWTH tokens that hold them in mlx-lm's own caches
         self.blocks, self.stock_steps = np.add.reduce(pieces, axis=1).tolist()
         self._spans = spans
 

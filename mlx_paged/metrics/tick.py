@@ -18,80 +18,50 @@ class Tick:
     With lookahead a tick ends one step and launches the next. `schedule_ms`, `launch_ms`,
     preemptions, clones, evictions and prefix hits then belong to the launched step. `wait_ms`,
     `output_ms` and the tokens belong to the step that ended.
-
-    Attributes:
-        index: number of ticks before this one.
-        start: seconds, on the engine's clock.
-        tick_ms: the whole tick, the sum of the six parts.
-        schedule_ms: scheduler, block tables and cost model.
-        launch_ms: building and submitting the graph. On a CPU most computing happens here.
-        wait_ms: until the device has finished and the tokens are on the host.
-        output_ms: appending tokens to their requests and decoding text.
-        gc_ms: Python's garbage collector on the engine's thread; the other parts exclude it.
-        other_ms: the rest.
-        gc_elsewhere_ms: the garbage collector on other threads. The engine's thread waits for it
-            only where it needs Python. It is not one of the six parts: they include this wait.
-        prewarm_ms: `launch_ms` and `wait_ms` of a tick whose step decodes, computes a chunk or
-            copies blocks for the first time. It includes compilation, which is not measured alone.
-        prefill_tokens: prompt tokens computed, also those of a preempted request.
-        decode_tokens: other tokens computed.
-        sampled: tokens sampled.
-        launched_prefill_tokens: prompt tokens of the launched step.
-        running: requests that run at the end.
-        waiting: requests that wait at the end.
-        preemptions: since the tick before, as are the next three.
-        cow_clones: blocks copied on write, or copied from a cached prefix.
-        evictions: cached blocks that were reused for other content.
-        prefix_hit_tokens: tokens found in the prefix cache.
-        blocks_in_use: at the end.
-        blocks_cached: free blocks whose content can still be reused, at the end.
-        live_tokens: tokens of the computed sequences up to the end of their spans.
-        blocks_touched: blocks that attention must read, counted for each sequence.
-        kv_bytes_read: K/V that attention must read, over all layers and within each layer's window.
-            A kernel may read more.
-        faults: steps that failed.
-        gather_ms: gathering the contexts of chunks. This and the next four are None unless
-            profiling; they include garbage collections.
-        kv_write_ms: writing new K/V and copying blocks.
-        attention_ms: without the gather.
-        forward_ms: the rest of the model.
-        sample_ms: from logits to tokens.
-        causes: of a spike, most likely first; otherwise empty.
     """
 
-    index: int = 0
-    start: float = 0.0
-    tick_ms: float = 0.0
-    schedule_ms: float = 0.0
+    index: int = 0  # number of ticks before this one
+    start: float = 0.0  # seconds, on the engine's clock
+    tick_ms: float = 0.0  # the whole tick, the sum of the six parts
+    schedule_ms: float = 0.0  # scheduler, block tables and cost model
+    # Building and submitting the graph. On a CPU most computing happens here.
     launch_ms: float = 0.0
-    wait_ms: float = 0.0
-    output_ms: float = 0.0
+    wait_ms: float = 0.0  # until the device has finished and the tokens are on the host
+    output_ms: float = 0.0  # appending tokens to their requests and decoding text
+    # Python's garbage collector on the engine's thread; the other parts exclude it.
     gc_ms: float = 0.0
-    other_ms: float = 0.0
+    other_ms: float = 0.0  # the rest
+    # The garbage collector on other threads. The engine's thread waits for it only where it needs
+    # Python. It is not one of the six parts: they include this wait.
     gc_elsewhere_ms: float = 0.0
+    # `launch_ms` and `wait_ms` of a tick whose step decodes, computes a chunk or copies blocks for
+    # the first time. It includes compilation, which is not measured alone.
     prewarm_ms: float = 0.0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    sampled: int = 0
-    launched_prefill_tokens: int = 0
-    running: int = 0
-    waiting: int = 0
-    preemptions: int = 0
-    cow_clones: int = 0
-    evictions: int = 0
-    prefix_hit_tokens: int = 0
-    blocks_in_use: int = 0
-    blocks_cached: int = 0
-    live_tokens: int = 0
-    blocks_touched: int = 0
+    prefill_tokens: int = 0  # prompt tokens computed, also those of a preempted request
+    decode_tokens: int = 0  # other tokens computed
+    sampled: int = 0  # tokens sampled
+    launched_prefill_tokens: int = 0  # prompt tokens of the launched step
+    running: int = 0  # requests that run at the end
+    waiting: int = 0  # requests that wait at the end
+    preemptions: int = 0  # since the tick before, as are the next three
+    cow_clones: int = 0  # blocks copied on write, or copied from a cached prefix
+    evictions: int = 0  # cached blocks that were reused for other content
+    prefix_hit_tokens: int = 0  # tokens found in the prefix cache
+    blocks_in_use: int = 0  # at the end
+    blocks_cached: int = 0  # free blocks whose content can still be reused, at the end
+    live_tokens: int = 0  # tokens of the computed sequences up to the end of their spans
+    blocks_touched: int = 0  # blocks that attention must read, counted for each sequence
+    # K/V that attention must read, over all layers and within each layer's window. A kernel may
+    # read more.
     kv_bytes_read: int = 0
-    faults: int = 0
-    gather_ms: float | None = None
-    kv_write_ms: float | None = None
-    attention_ms: float | None = None
-    forward_ms: float | None = None
-    sample_ms: float | None = None
-    causes: tuple[str, ...] = ()
+    faults: int = 0  # steps that failed
+    # These are None unless profiling. They include garbage collections.
+    gather_ms: float | None = None  # gathering the contexts of chunks
+    kv_write_ms: float | None = None  # writing new K/V and copying blocks
+    attention_ms: float | None = None  # without the gather
+    forward_ms: float | None = None  # the rest of the model
+    sample_ms: float | None = None  # from logits to tokens
+    causes: tuple[str, ...] = ()  # of a spike, most likely first; otherwise empty
 
     @property
     def has_prompt_tokens(self) -> bool:

@@ -10,16 +10,11 @@ from typing import Any
 
 
 class GcPauses:
-    """Measures garbage collections with `clock` while this object lives.
-
-    Attributes:
-        seconds: spent on the watched thread.
-        elsewhere: seconds spent on other threads.
-    """
+    """Measures garbage collections with `clock` while this object lives."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.seconds = 0.0
-        self.elsewhere = 0.0
+        self.seconds = 0.0  # on the watched thread
+        self.elsewhere = 0.0  # seconds on other threads
         self._clock = clock
         self._thread = threading.get_ident()
         self._started: float | None = None

@@ -23,25 +23,18 @@ class Sampled:
     """The token chosen for each row, not evaluated yet.
 
     Log-probabilities include bias, penalties and processors, but neither filters nor temperature.
-
-    Attributes:
-        tokens: ``[R]`` int32.
-        logprobs: of the tokens, ``[R]`` float32.
-        distributions: of all tokens ``[R, vocab]``, in the type of the logits.
-        top_tokens: the most likely tokens ``[R, K]`` int32, best first. K is the largest number
-            that a row asks for; a row that asks for none holds zeros. None if no row asks.
-        top_logprobs: of those tokens, ``[R, K]`` float32; -inf in a row that asks for none.
-        errors: by row, why it has no token; its entry of `tokens` is then meaningless.
-        may_be_empty: rows that have no token if their log-probability is NaN.
     """
 
-    tokens: mx.array
-    logprobs: mx.array
-    distributions: mx.array
+    tokens: mx.array  # [R] int32
+    logprobs: mx.array  # of the tokens, [R] float32
+    distributions: mx.array  # of all tokens [R, vocab], in the type of the logits
+    # The most likely tokens [R, K] int32, best first. K is the largest number that a row asks for;
+    # a row that asks for none holds zeros. None if no row asks.
     top_tokens: mx.array | None = None
-    top_logprobs: mx.array | None = None
+    top_logprobs: mx.array | None = None  # of `top_tokens`, float32; -inf where these are zeros
+    # By row, why it has no token; its entry of `tokens` is then meaningless.
     errors: dict[int, Exception] = field(default_factory=dict)
-    may_be_empty: Sequence[int] = ()
+    may_be_empty: Sequence[int] = ()  # rows that have no token if their log-probability is NaN
 
 
 class Sampler:
@@ -235,12 +228,9 @@ def _most_likely(logprobs: mx.array, rows: Subset, count: int) -> tuple[mx.array
     tokens = mx.sort(tokens, axis=-1)
     values = mx.take_along_axis(of_rows, tokens, axis=-1)
     order = mx.argsort(-values, axis=-1)
+    tokens, values = (mx.take_along_axis(array, order, axis=-1) for array in (tokens, values))
     shape = (len(logprobs), count)
     return (
-        rows.put(mx.zeros(shape, mx.int32), _ordered(tokens, order).astype(mx.int32)),
-        rows.put(mx.full(shape, -mx.inf), _ordered(values, order).astype(mx.float32)),
+        rows.put(mx.zeros(shape, mx.int32), tokens.astype(mx.int32)),
+        rows.put(mx.full(shape, -mx.inf), values.astype(mx.float32)),
     )
-
-
-def _ordered(array: mx.array, order: mx.array) -> mx.array:
-    return mx.take_along_axis(array, order, axis=-1)

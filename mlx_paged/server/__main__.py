@@ -21,7 +21,6 @@ from mlx_paged.cli import demo_model_path
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
 from mlx_paged.server import arguments
-from mlx_paged.server.disconnects import DisconnectWatcher
 
 if TYPE_CHECKING:  # they need the extra "server"; `main` reports if it is missing
     from mlx_paged.server.backend import Backend
@@ -62,7 +61,7 @@ def serving(args: argparse.Namespace) -> Iterator["Server"]:
         ModuleNotFoundError: the extra "server" is not installed.
     """
     from mlx_paged.server.backend import Backend
-    from mlx_paged.server.http import Server
+    from mlx_paged.server.http import DisconnectWatcher, Server
 
     args.model = args.model or str(demo_model_path())
     provider = _load(args)

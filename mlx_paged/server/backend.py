@@ -29,9 +29,6 @@ class Backend(ResponseGenerator):
     Args:
         provider: has loaded the model that `service` runs.
         service: runs the engine.
-
-    Attributes:
-        taken: completions that run or wait.
     """
 
     def __init__(self, provider: ModelProvider, service: EngineService) -> None:
@@ -41,12 +38,11 @@ class Backend(ResponseGenerator):
         self.tokenizer = provider.tokenizer
         self.text_machine = make_text_state_machine(self.tokenizer)
         self._places = self.cli_args.decode_concurrency + self.cli_args.max_queue
-        self.taken = 0
+        self.taken = 0  # completions that run or wait
         self._lock = threading.Lock()  # guards `taken`
         self._tokenizing = threading.Lock()  # a tokenizer is not thread-safe
         newline = self.tokenizer.encode("\n", add_special_tokens=False)
         self.xtc_special_tokens = frozenset(newline) | frozenset(self.tokenizer.eos_token_ids)
-        self.vocab_size = getattr(getattr(provider.model, "args", None), "vocab_size", None)
 
     @property
     def is_healthy(self) -> bool:
@@ -111,9 +107,6 @@ class Backend(ResponseGenerator):
                 f"{num_prompt} prompt tokens and max_tokens {params.max_tokens} are more than the "
                 f"{limit} that a request may have"
             )
-        biased = max(dict(params.logit_bias), default=0)
-        if self.vocab_size is not None and biased >= self.vocab_size:
-            raise ValueError(f"logit_bias: expected token ids below {self.vocab_size}")
 
     def _read_engine(self) -> list[Metric]:
         try:
@@ -123,20 +116,14 @@ class Backend(ResponseGenerator):
 
 
 class Generation:
-    """The completions of one request. Leaving this context aborts those that still run.
-
-    Attributes:
-        num_prompt: length of the prompt in tokens.
-        state: the state in which the text begins.
-        completions: the completions that ended and were read, by index.
-    """
+    """The completions of one request. Leaving this context aborts those that still run."""
 
     def __init__(
         self, backend: Backend, tickets: Sequence[Ticket], num_prompt: int, state: str
     ) -> None:
-        self.num_prompt = num_prompt
-        self.state = state
-        self.completions: dict[int, Completion] = {}
+        self.num_prompt = num_prompt  # tokens
+        self.state = state  # in which the text begins
+        self.completions: dict[int, Completion] = {}  # that ended and were read, by index
         self._backend = backend
         self._tickets = tickets
 

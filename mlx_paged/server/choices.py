@@ -15,17 +15,12 @@ Logprob = dict[str, Any]
 
 @dataclass(slots=True)
 class Delta:
-    """The part of a choice that some tokens add.
-
-    Attributes:
-        tool_calls: objects as the API defines them.
-        logprobs: one entry per token if the request asks for them.
-    """
+    """The part of a choice that some tokens add."""
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # in the API's form
+    logprobs: list[Logprob] = field(default_factory=list)  # one per token if they are wanted
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls or self.logprobs)
@@ -47,9 +42,6 @@ class CompletionChoice:
         state: state of the machine after the prompt.
         tools: parses the text of tool calls.
         describe: makes the log-probability entry of a token; None if no entries are wanted.
-
-    Attributes:
-        completion: None until the last token.
     """
 
     def __init__(
@@ -61,7 +53,7 @@ class CompletionChoice:
         describe: Callable[[TokenOutput], Logprob] | None = None,
     ) -> None:
         self.index = index
-        self.completion: Completion | None = None
+        self.completion: Completion | None = None  # None until the last token
         self._state = machine.make_state(state)
         self._tools = tools
         self._describe = describe

@@ -4,9 +4,12 @@ import hmac
 import io
 import json
 import logging
+import selectors
 import socket
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
 from http.server import ThreadingHTTPServer
@@ -20,11 +23,71 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import request_body
 from mlx_paged.server.backend import Backend, BusyError, Generation
 from mlx_paged.server.choices import CompletionChoice, Delta, Logprob
-from mlx_paged.server.disconnects import DisconnectWatcher
 from mlx_paged.server.metrics import CONTENT_TYPE
 from mlx_paged.server.responses import AnswerWriter, RequestError
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/chat/completions")
+
+
+class DisconnectWatcher:
+    """Watches any number of connections from one thread.
+
+    A client counts as gone when it closes its sending side. HTTP clients do that only when they
+    want no answer any more.
+    """
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()  # guards the selector's registrations
+        self._here, self._there = socket.socketpair()
+        self._selector.register(self._here, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="mlx_paged.watcher", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def watching(self, connection: socket.socket, gone: Callable[[], object]) -> Iterator[None]:
+        """In this context, the watcher's thread calls `gone` if the client disconnects."""
+        with self._lock:
+            self._selector.register(connection, selectors.EVENT_READ, gone)
+        try:
+            yield
+        finally:
+            self._forget(connection)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._there.close()
+        self._thread.join()
+        self._here.close()
+        self._selector.close()
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._here:
+                    return
+                assert isinstance(key.fileobj, socket.socket)
+                self._look(key.fileobj, key.data)
+
+    def _look(self, connection: socket.socket, gone: Callable[[], object]) -> None:
+        """Handle a connection that became readable: it has ended, or it has sent more bytes."""
+        try:
+            ended = not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            ended = True
+        if self._forget(connection) and ended:
+            gone()
+
+    def _forget(self, connection: socket.socket) -> bool:
+        """Stop watching a connection. Returns False if it was not watched."""
+        with self._lock:
+            try:
+                self._selector.unregister(connection)
+            except (KeyError, ValueError):
+                return False
+            return True
 
 
 class Handler(AnswerWriter):
@@ -40,7 +103,7 @@ class Handler(AnswerWriter):
         try:
             self._authorize()
             request, n, stop, template_args = self._read_request()
-            self._complete(request, n, self._params(stop), template_args)
+            self._complete(request, n, stop, template_args)
         except RequestError as error:
             self._refuse(error)
         except (ConnectionError, TimeoutError) as error:
@@ -71,10 +134,11 @@ class Handler(AnswerWriter):
         self,
         request: CompletionRequest,
         n: int,
-        params: SamplingParams,
+        stop: list[str],
         template_args: dict[str, Any] | None,
     ) -> None:
         try:
+            params = self._params(stop)
             generation = self.backend.submit(request, n, params, template_args)
         except ValueError as error:
             raise RequestError(400, str(error)) from error
@@ -114,7 +178,7 @@ class Handler(AnswerWriter):
             self._send_event(self.completion_usage_response(*_usage(generation)))
         self.wfile.write(b"data: [DONE]\n\n")
 
-    def _outputs(self, generation: Generation) -> Any:
+    def _outputs(self, generation: Generation) -> Iterator[tuple[int, TokenOutput]]:
         """The generation's tokens.
 
         Raises:
@@ -206,29 +270,26 @@ class Handler(AnswerWriter):
         self._parsed = request, stop_words
 
     def _params(self, stop: list[str]) -> SamplingParams:
-        try:
-            return SamplingParams(
-                max_tokens=self.max_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                xtc_probability=self.xtc_probability,
-                xtc_threshold=self.xtc_threshold,
-                xtc_special_tokens=self.backend.xtc_special_tokens,
-                repetition_penalty=self.repetition_penalty,
-                repetition_context_size=self.repetition_context_size,
-                presence_penalty=self.presence_penalty,
-                presence_context_size=self.presence_context_size,
-                frequency_penalty=self.frequency_penalty,
-                frequency_context_size=self.frequency_context_size,
-                logit_bias=self.logit_bias or {},
-                logprobs=max(0, self.top_logprobs),
-                stop=tuple(stop),
-                seed=None if self.seed is None else self.seed % 2**64,
-            )
-        except ValueError as error:
-            raise RequestError(400, str(error)) from error
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+            xtc_special_tokens=self.backend.xtc_special_tokens,
+            repetition_penalty=self.repetition_penalty,
+            repetition_context_size=self.repetition_context_size,
+            presence_penalty=self.presence_penalty,
+            presence_context_size=self.presence_context_size,
+            frequency_penalty=self.frequency_penalty,
+            frequency_context_size=self.frequency_context_size,
+            logit_bias=self.logit_bias or {},
+            logprobs=max(0, self.top_logprobs),
+            stop=tuple(stop),
+            seed=None if self.seed is None else self.seed % 2**64,
+        )
 
     def _choice(
         self, index: int, request: CompletionRequest, generation: Generation, params: SamplingParams

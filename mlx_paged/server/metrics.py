@@ -17,6 +17,21 @@ from mlx_paged.metrics.tick_log import BUCKETS_MS, TimeHistogram
 from mlx_paged.outputs import Completion
 from mlx_paged.request import FinishReason
 
+COUNTERS = {
+    "prompt_tokens": "Prompt tokens computed.",
+    "cached_prompt_tokens": "Prompt tokens of ended completions found in the prefix cache.",
+    "prefix_hit_tokens": "Tokens found in the prefix cache at an admission.",
+    "decode_tokens": "Tokens computed in decodes.",
+    "generation_tokens": "Tokens generated.",
+    "kv_bytes_read": "Bytes of K/V that attention had to read.",
+    "cow_clones": "Blocks copied on write.",
+    "evictions": "Cached blocks that were reused.",
+    "preemptions": "Sequences that were preempted.",
+    "faults": "Steps that failed.",
+    "steps": "Forward passes of the model.",
+}
+"""Counters with the name of their field in the engine's statistics."""
+
 
 def engine_metrics(engine: Engine) -> list[Metric]:
     """A copy of the engine's metrics. Call this on the engine's thread."""
@@ -33,26 +48,8 @@ def engine_metrics(engine: Engine) -> list[Metric]:
         _gauge("kv_blocks_cached", "Free blocks in the prefix cache.", allocator.num_cached),
         _gauge("kv_block_bytes", "Bytes of a block over all layers.", stats.block_bytes),
         _gauge("profiling", "1 if each phase of a step is timed.", ticks.profile),
-        _counter("prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
-        _counter(
-            "cached_prompt_tokens",
-            "Prompt tokens of ended completions found in the prefix cache.",
-            stats.cached_prompt_tokens,
-        ),
-        _counter(
-            "prefix_hit_tokens",
-            "Tokens found in the prefix cache at an admission.",
-            stats.prefix_hit_tokens,
-        ),
-        _counter("decode_tokens", "Tokens computed in decodes.", stats.decode_tokens),
-        _counter("generation_tokens", "Tokens generated.", stats.generation_tokens),
-        _counter("kv_bytes_read", "Bytes of K/V that attention had to read.", stats.kv_bytes_read),
+        *(_counter(name, text, getattr(stats, name)) for name, text in COUNTERS.items()),
         _counter("kv_blocks_touched", "Blocks that attention had to read.", stats.blocks_touched),
-        _counter("cow_clones", "Blocks copied on write.", stats.cow_clones),
-        _counter("evictions", "Cached blocks that were reused.", stats.evictions),
-        _counter("preemptions", "Sequences that were preempted.", stats.preemptions),
-        _counter("faults", "Steps that failed.", stats.faults),
-        _counter("steps", "Forward passes of the model.", stats.steps),
         _counter("step_seconds", "Time of all steps.", stats.seconds),
         _counter("prewarm_seconds", "Time to compile GPU pipelines.", stats.prewarm_seconds or 0.0),
         _labelled(

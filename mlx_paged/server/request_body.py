@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from mlx_paged.arguments import is_count
+
 Body = dict[str, Any]
 IMAGE_PARTS = {"image_url", "input_image", "image"}
 
@@ -30,7 +32,7 @@ def adapt(body: Body, is_chat: bool, max_samples: int) -> tuple[Body, int]:
     """
     body = dict(body)
     n = body.pop("n", 1)
-    _require(_is_count(n, 1) and n <= max_samples, "n", f"an integer from 1 to {max_samples}")
+    _require(is_count(n, 1) and n <= max_samples, "n", f"an integer from 1 to {max_samples}")
     if is_chat:
         _check_messages(body.get("messages"))
     else:
@@ -52,7 +54,7 @@ def adapt(body: Body, is_chat: bool, max_samples: int) -> tuple[Body, int]:
         _require(isinstance(body.get(name, {}), dict), name, "an object")
     for name in ("adapters", "draft_model"):
         _require(body.get(name, "default_model") == "default_model", name, "nothing")
-    if "xtc_probability" in body and _is_count(body["xtc_probability"]):
+    if "xtc_probability" in body and is_count(body["xtc_probability"]):
         body["xtc_probability"] = float(body["xtc_probability"])
     return body, n
 
@@ -61,10 +63,10 @@ def _adapt_completion(body: Body) -> None:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         body["prompt"] = prompt = prompt[0]
-    is_tokens = isinstance(prompt, list) and all(map(_is_count, prompt))
+    is_tokens = isinstance(prompt, list) and all(map(is_count, prompt))
     _require(isinstance(prompt, str) or is_tokens, "prompt", "a string or a list of token ids")
     logprobs = body.get("logprobs")
-    if _is_count(logprobs):  # mlx-lm expects a flag and a number
+    if is_count(logprobs):  # mlx-lm expects a flag and a number
         body["logprobs"], body["top_logprobs"] = True, logprobs
 
 
@@ -89,10 +91,6 @@ def _check_messages(messages: object) -> None:
                 "messages",
                 "content that is text",
             )
-
-
-def _is_count(value: object, minimum: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 def _require(condition: bool, name: str, expected: str) -> None:

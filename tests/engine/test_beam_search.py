@@ -102,7 +102,7 @@ def test_the_search_finds_what_a_plain_one_finds(num_beams, penalty, early_stopp
         group = BeamGroup(num_beams, 8, penalty, early_stopping, stops)
         search(group, model)
         expected = plain_search(model, num_beams, 8, penalty, stops, early_stopping)
-        assert_same(group.best(), expected[:num_beams])
+        assert_same(group.best, expected[:num_beams])
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
@@ -119,19 +119,19 @@ def test_enough_beams_find_the_best_of_all_sequences(penalty, seed):
     everything.sort(key=lambda hypothesis: -hypothesis[1])
     group = BeamGroup(3**depth, depth, penalty, stop_token_ids={stop})
     search(group, model)
-    assert_same(group.best(), everything)
+    assert_same(group.best, everything)
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
-@pytest.mark.parametrize("num_return", [1, 2, 4])
-def test_stopping_at_the_bound_saves_steps_and_changes_no_answer(penalty, num_return):
+@pytest.mark.parametrize("num_beams", [1, 2, 4])
+def test_stopping_at_the_bound_saves_steps_and_changes_no_answer(penalty, num_beams):
     steps = []
     for seed in range(30):
         model = TableModel(vocab=6, seed=seed, sharpness=4.0)
-        group = BeamGroup(4, 12, penalty, stop_token_ids={0}, num_return=num_return)
+        group = BeamGroup(num_beams, 12, penalty, stop_token_ids={0})
         steps.append(search(group, model))
-        expected = plain_search(model, 4, 12, penalty, {0}, early_stopping=False)
-        assert_same(group.best(), expected[:num_return])
+        expected = plain_search(model, num_beams, 12, penalty, {0}, early_stopping=False)
+        assert_same(group.best, expected[:num_beams])
     assert min(steps) < 12
 
 
@@ -143,19 +143,20 @@ def advance_once(group: BeamGroup, *logprobs: float) -> list:
 @pytest.mark.parametrize(
     "penalty, stop, live, done",
     [
-        # A live one can reach its sum over 8 ** penalty, or over 2 ** penalty if that is below 0.
+        # A live one can reach its sum over 8 ** penalty, or over 3 ** penalty if that is below 0.
         (0.0, -1.0, -1.1, True),
         (0.0, -1.1, -1.0, False),
-        (1.0, -1.0, -7.9, False),
-        (1.0, -1.0, -8.1, True),
-        (-1.0, -1.0, -0.51, True),
-        (-1.0, -1.0, -0.49, False),
-        (1.0, -1.0, -8.0, True),  # it can only draw level
+        (1.0, -1.0, -3.9, False),
+        (1.0, -1.0, -4.1, True),
+        (-1.0, -1.0, -0.67, True),
+        (-1.0, -1.0, -0.66, False),
+        (1.0, -1.0, -4.0, True),  # it can only draw level
     ],
 )
 def test_the_search_ends_exactly_when_no_live_hypothesis_can_win(penalty, stop, live, done):
-    group = BeamGroup(2, 8, penalty, stop_token_ids={0}, num_return=1)
-    survivors = advance_once(group, stop, live)
+    group = BeamGroup(2, 8, penalty, stop_token_ids={0})
+    assert advance_once(group, 0.0, 0.0)
+    survivors = group.advance([Hypothesis([1], [0.0])], Candidates([[0, 1]], [[stop, live]]))
     assert group.done is done and bool(survivors) is not done
 
 
@@ -178,21 +179,21 @@ def test_ties_go_to_the_earlier_hypothesis_then_to_the_earlier_candidate():
 def test_a_stop_token_below_the_best_num_beams_is_dropped():
     group = BeamGroup(2, 8, stop_token_ids={2, 3})
     assert [s.token for s in advance_once(group, -1.0, -3.0, -4.0, -2.0)] == [0, 1]
-    assert [hypothesis.tokens for hypothesis in group.best()] == [[3]]
+    assert [hypothesis.tokens for hypothesis in group.best] == [[3]]
 
 
 def test_of_equal_scores_the_one_that_finished_first_is_better():
     group = BeamGroup(2, 2, length_penalty=0.0, stop_token_ids={0})
     advance_once(group, -1.0, -0.5)
     group.advance([Hypothesis([1], [-0.5])], Candidates([[0, 2]], [[-0.5, -1.0]]))
-    assert [hypothesis.tokens for hypothesis in group.best()] == [[0], [1, 0]]
+    assert [hypothesis.tokens for hypothesis in group.best] == [[0], [1, 0]]
 
 
 def test_early_stopping_waits_for_as_many_as_there_are_beams():
-    group = BeamGroup(2, 8, early_stopping=True, stop_token_ids={0}, num_return=1)
+    group = BeamGroup(2, 8, early_stopping=True, stop_token_ids={0})
     assert advance_once(group, -1.0, -9.0)
     assert group.advance([Hypothesis([1], [-9.0])], Candidates([[0, 1]], [[-1.0, -2.0]])) == []
-    assert [hypothesis.tokens for hypothesis in group.best()] == [[0]]
+    assert [hypothesis.tokens for hypothesis in group.best] == [[0], [1, 0]]
 
 
 @pytest.mark.parametrize("logprob", [-math.inf, math.nan])
@@ -200,7 +201,7 @@ def test_impossible_tokens_never_live_on(logprob):
     group = BeamGroup(2, 8)
     assert [s.token for s in advance_once(group, logprob, -1.0, logprob)] == [1]
     assert group.advance([Hypothesis([1], [-1.0])], Candidates([[0]], [[logprob]])) == []
-    assert group.done and group.best() == []
+    assert group.done and group.best == []
 
 
 def test_a_logprob_rounded_above_zero_counts_as_zero():
@@ -214,13 +215,13 @@ def test_a_finished_hypothesis_says_all_about_itself(stops, reason):
     advance_once(group, -1.0)
     assert group.advance([Hypothesis([0], [-1.0])], Candidates([[1]], [[-0.5]])) == []
     assert group.done
-    assert group.best() == [Beam([0, 1], "", [-1.0, -0.5], -1.5 / 4, reason)]
+    assert group.best == [Beam([0, 1], "", [-1.0, -0.5], -1.5 / 4, reason)]
 
 
 def test_early_stopping_leaves_live_hypotheses_out_even_in_the_last_step():
     group = BeamGroup(1, 1, early_stopping=True, length_penalty=0.0, stop_token_ids={0})
     advance_once(group, -1.0, -1.0)
-    assert [hypothesis.finish_reason for hypothesis in group.best()] == [FinishReason.STOP]
+    assert [hypothesis.finish_reason for hypothesis in group.best] == [FinishReason.STOP]
 
 
 def test_a_request_is_a_hypothesis():
@@ -230,7 +231,7 @@ def test_a_request_is_a_hypothesis():
     request.tokens.append(5)
     request.logprobs.append(-1.0)
     group.advance([request], Candidates([[6]], [[-0.5]]))
-    assert [hypothesis.tokens for hypothesis in group.best()] == [[5, 6]]
+    assert [hypothesis.tokens for hypothesis in group.best] == [[5, 6]]
 
 
 @pytest.mark.parametrize("stops, expected", [((), 8), ({1}, 8), ({1, 2}, 12), ({1, 2, 3}, 16)])
@@ -246,14 +247,14 @@ def test_the_candidates_asked_for_are_as_good_as_the_whole_vocabulary(num_stops)
         narrow, wide = (BeamGroup(2, 6, stop_token_ids=stops) for _ in range(2))
         search(narrow, model)
         search(wide, model, width=30)
-        assert narrow.best() == wide.best()
+        assert narrow.best == wide.best
 
 
 @pytest.mark.parametrize("penalty", [-250.0, 250.0])
 def test_the_extreme_penalties_can_be_computed(penalty):
     group = BeamGroup(2, 16, penalty, stop_token_ids={0})
     search(group, TableModel(vocab=4, seed=0))
-    assert all(math.isfinite(hypothesis.score) for hypothesis in group.best())
+    assert all(math.isfinite(hypothesis.score) for hypothesis in group.best)
 
 
 @pytest.mark.parametrize(

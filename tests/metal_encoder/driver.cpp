@@ -11,7 +11,6 @@
 #include <map>
 #include <string>
 
-#include "csrc/metal/encode.h"
 #include "csrc/metal/plans.h"
 #include "mlx/backend/metal/device.h"
 

@@ -81,12 +81,3 @@ def test_an_empty_log_has_a_summary():
 def test_names_are_told_apart_by_what_they_measure():
     assert set(PARTS) | set(PHASES) < set(TIMES)
     assert not set(TIMES) & set(COUNTS) and "index" not in COUNTS
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"capacity": 0}, "capacity is 0"), ({"spike_ms": 0}, "spike_ms is 0")],
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        TickLog(**options)

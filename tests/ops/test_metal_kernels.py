@@ -282,6 +282,13 @@ class TestPlans:
         pools = case.k_cache, case.v_cache
         assert _ext.metal.plan_copy_blocks(*pools, mx.zeros((0, 2), mx.int32))["launches"] == []
 
+    def test_a_grid_whose_product_is_a_multiple_of_2_to_the_32_is_launched(self):
+        rows = mx.broadcast_to(mx.zeros((1, 1, 32)), (2**26, 8, 32))
+        slots = mx.broadcast_to(mx.zeros((1,), mx.int32), (2**26,))
+        pools = mx.zeros((8, 2, 4, 32)), mx.zeros((8, 2, 4, 32))
+        (launch,) = _ext.metal.plan_write_kv(rows, rows, *pools, slots)["launches"]
+        assert launch["grid"] == (8, 8, 2**26)
+
     def test_every_constant_is_in_the_pipelines_name(self):
         names = set()
         for option in (None, *OPTIONS):

@@ -40,7 +40,7 @@ NO_MLX = [
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
     *("kv.stateful_prefix_cache", "generate.prompts_file"),
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
-    *("server.disconnects", "server.request_body"),
+    "server.request_body",
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
 

@@ -47,6 +47,7 @@ BAD_BODIES = {
     "n": ({"prompt": "a", "n": 0}, "n: expected an integer from 1 to 16"),
     "many": ({"prompt": "a", "n": 17}, "n: expected an integer from 1 to 16"),
     "temperature": ({"prompt": "a", "temperature": -1}, "temperature must be at least 0"),
+    "hot": (b'{"prompt": "a", "temperature": Infinity}', "temperature is inf: expected"),
     "max_tokens": ({"prompt": "a", "max_tokens": "7"}, "max_tokens must be of type int"),
     "stop": ({"prompt": "a", "stop": [7]}, "stop: expected"),
     "logit_bias": ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must be a dict"),

@@ -131,15 +131,10 @@ void paged_attention(const AttentionArgs& args) {
   AttentionPlan& plan = stream_plan;
   plan.assign(args);
   const AttentionRun run(args, plan);
-  const auto body = [&run, &plan](int64_t i) { run.item(plan.items()[i]); };
-  const auto count = static_cast<int64_t>(plan.items().size());
-  if (plan.multiply_adds() >= kMinParallelWork) {
-    parallel_for(count, body);
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    body(i);
-  }
+  parallel_for(
+      static_cast<int64_t>(plan.items().size()),
+      [&run, &plan](int64_t i) { run.item(plan.items()[i]); },
+      plan.multiply_adds() >= kMinParallelWork);
 }
 
 }  // namespace mlx_paged::cpu

@@ -172,30 +172,19 @@ void stream_keys(const AttentionArgs& args, const RowTile* tiles, int32_t num_ti
 template <typename T>
 void attend(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles, int32_t key_begin,
             int32_t key_end, const KernelScratch& scratch, const SoftmaxState* states) {
-  const auto stream = [&]<typename Products>() {
-    stream_keys<Products, T>(args, tiles, num_tiles, key_begin, key_end, scratch, states);
-  };
-  if (tiles[0].num_rows >= kPackedRows) {
-    return stream.template operator()<ManyRows<T>>();
-  }
-  stream.template operator()<FewRows<T>>();
+  const auto stream =
+      tiles[0].num_rows < kPackedRows ? stream_keys<FewRows<T>, T> : stream_keys<ManyRows<T>, T>;
+  stream(args, tiles, num_tiles, key_begin, key_end, scratch, states);
 }
 
 }  // namespace
 
 void attend(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles, int32_t key_begin,
             int32_t key_end, const KernelScratch& scratch, const SoftmaxState* states) {
-  const auto run = [&](auto attend_dtype) {
-    attend_dtype(args, tiles, num_tiles, key_begin, key_end, scratch, states);
-  };
-  switch (args.cache_dtype) {
-    case DType::kFloat32:
-      return run(attend<float>);
-    case DType::kFloat16:
-      return run(attend<Float16>);
-    default:
-      return run(attend<BFloat16>);
-  }
+  const auto attend_dtype = args.cache_dtype == DType::kFloat32   ? attend<float>
+                            : args.cache_dtype == DType::kFloat16 ? attend<Float16>
+                                                                  : attend<BFloat16>;
+  attend_dtype(args, tiles, num_tiles, key_begin, key_end, scratch, states);
 }
 
 }  // namespace mlx_paged::cpu::KERNEL_ISA

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "csrc/cpu/attention/key_tile.h"
-#include "csrc/cpu/attention/row_blocks.h"
 
 namespace mlx_paged::cpu::KERNEL_ISA {
 

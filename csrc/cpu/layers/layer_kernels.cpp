@@ -8,19 +8,6 @@ namespace mlx_paged::cpu::KERNEL_ISA {
 
 namespace {
 
-// Calls body with a null pointer of the elements' type.
-template <typename Body>
-void dispatch(DType dtype, Body body) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return body(static_cast<Float16*>(nullptr));
-    case DType::kBFloat16:
-      return body(static_cast<BFloat16*>(nullptr));
-    default:
-      return body(static_cast<float*>(nullptr));
-  }
-}
-
 // Calls body(i, number of elements from i on) for each register of a row.
 template <typename Body>
 [[gnu::always_inline]] inline void for_registers(int64_t count, Body body) {
@@ -68,7 +55,10 @@ float sum(Floats x) {
 }
 
 template <typename T>
-void rms_norm_row(const T* x, const T* weight, float eps, int32_t width, T* out) {
+void rms_norm(const void* row, const void* weights, float eps, int32_t width, void* to) {
+  const T* x = static_cast<const T*>(row);
+  const T* weight = static_cast<const T*>(weights);
+  T* out = static_cast<T*>(to);
   Floats squares[4] = {};
   int64_t part = 0;
   for_registers(width, [&](int64_t i, int count) {
@@ -123,8 +113,14 @@ void activate_all(const T* x, const T* factor, int64_t size, T* out) {
 }
 
 template <typename T>
-void angles_of(float position, const float* frequencies, int32_t pairs, float* sines,
-               float* cosines) {
+void activate(Activation activation, const void* x, const void* factor, int64_t count, void* out) {
+  const auto all = activation == Activation::kSilu ? activate_all<Activation::kSilu, T>
+                                                   : activate_all<Activation::kGeluApprox, T>;
+  all(static_cast<const T*>(x), static_cast<const T*>(factor), count, static_cast<T*>(out));
+}
+
+template <typename T>
+void angles(float position, const float* frequencies, int32_t pairs, float* sines, float* cosines) {
   for_registers(pairs, [&](int64_t i, int count) {
     const auto [sine, cosine] = sine_cosine(load_up_to(frequencies + i, count) * position);
     store_up_to(sines + i, rounded<T>(sine), count);
@@ -155,6 +151,16 @@ void rotate_neighbours(const T* x, const float* sines, const float* cosines, int
     put(out + 2 * i, product(a, cosines[i]) - product(b, sines[i]));
     put(out + 2 * i + 1, product(a, sines[i]) + product(b, cosines[i]));
   }
+}
+
+template <typename T>
+void rotate(const void* x, const float* sines, const float* cosines, int32_t pairs, int32_t width,
+            bool traditional, void* out) {
+  const T* from = static_cast<const T*>(x);
+  T* to = static_cast<T*>(out);
+  (traditional ? rotate_neighbours<T> : rotate_halves<T>)(from, sines, cosines, pairs, to);
+  const int32_t rotated = 2 * pairs;
+  __builtin_memcpy(to + rotated, from + rotated, sizeof(T) * (width - rotated));
 }
 
 // The largest element of a row; NaN if any element is NaN.
@@ -190,7 +196,8 @@ float sum_of_powers(const T* x, int32_t width, float top) {
 }
 
 template <typename T>
-void log_sum_exp_row(const T* x, int32_t width, T* out) {
+void log_sum_exp(const void* row, int32_t width, void* out) {
+  const T* x = static_cast<const T*>(row);
   const float top = largest(x, width);
   double total = 0;
   for (int32_t i = 0; i < width; i += kSummed) {
@@ -198,50 +205,17 @@ void log_sum_exp_row(const T* x, int32_t width, T* out) {
   }
   // If the largest element is infinite, the differences are NaN.
   const bool finite = top - top == 0;
-  store_up_to(out, broadcast(finite ? top + static_cast<float>(__builtin_log(total)) : top), 1);
+  const float value = finite ? top + static_cast<float>(__builtin_log(total)) : top;
+  store_up_to(static_cast<T*>(out), broadcast(value), 1);
 }
 
-void rms_norm(DType dtype, const void* x, const void* weight, float eps, int32_t width, void* out) {
-  dispatch(dtype, [&]<typename T>(T*) {
-    rms_norm_row(static_cast<const T*>(x), static_cast<const T*>(weight), eps, width,
-                 static_cast<T*>(out));
-  });
-}
-
-void activate(DType dtype, Activation activation, const void* x, const void* factor, int64_t count,
-              void* out) {
-  dispatch(dtype, [&]<typename T>(T*) {
-    const auto all = activation == Activation::kSilu ? activate_all<Activation::kSilu, T>
-                                                     : activate_all<Activation::kGeluApprox, T>;
-    all(static_cast<const T*>(x), static_cast<const T*>(factor), count, static_cast<T*>(out));
-  });
-}
-
-void angles(DType dtype, float position, const float* frequencies, int32_t pairs, float* sines,
-            float* cosines) {
-  dispatch(dtype,
-           [&]<typename T>(T*) { angles_of<T>(position, frequencies, pairs, sines, cosines); });
-}
-
-void rotate(DType dtype, const void* x, const float* sines, const float* cosines, int32_t pairs,
-            int32_t width, bool traditional, void* out) {
-  dispatch(dtype, [&]<typename T>(T*) {
-    const T* from = static_cast<const T*>(x);
-    T* to = static_cast<T*>(out);
-    (traditional ? rotate_neighbours<T> : rotate_halves<T>)(from, sines, cosines, pairs, to);
-    const int32_t rotated = 2 * pairs;
-    __builtin_memcpy(to + rotated, from + rotated, sizeof(T) * (width - rotated));
-  });
-}
-
-void log_sum_exp(DType dtype, const void* x, int32_t width, void* out) {
-  dispatch(dtype, [&]<typename T>(T*) {
-    log_sum_exp_row(static_cast<const T*>(x), width, static_cast<T*>(out));
-  });
-}
+template <typename T>
+constexpr LayerKernels kKernelsOf = {rms_norm<T>, activate<T>, angles<T>, rotate<T>,
+                                     log_sum_exp<T>};
 
 }  // namespace
 
-const LayerKernels kLayerKernels = {rms_norm, activate, angles, rotate, log_sum_exp};
+const LayerKernelTable kLayerKernels = {kKernelsOf<float>, kKernelsOf<Float16>,
+                                        kKernelsOf<BFloat16>};
 
 }  // namespace mlx_paged::cpu::KERNEL_ISA

@@ -13,43 +13,39 @@ namespace mlx_paged::cpu {
 
 enum class Activation : int32_t { kSilu, kGeluApprox };
 
-// out = x / sqrt(mean(x^2) + eps) * weight over one row of `width`; weight may be null.
-using RmsNormFunction = void (*)(DType dtype, const void* x, const void* weight, float eps,
-                                 int32_t width, void* out);
-
-// out = activation(x) * factor, element by element; factor may be null, out may be x or factor.
-using ActivateFunction = void (*)(DType dtype, Activation activation, const void* x,
-                                  const void* factor, int64_t count, void* out);
-
-// The sines and cosines [pairs] of position * frequencies, rounded to `dtype`.
-using AnglesFunction = void (*)(DType dtype, float position, const float* frequencies,
-                                int32_t pairs, float* sines, float* cosines);
-
-// Rotates the dims of one head, (i, i + pairs) or, if `traditional`, (2i, 2i + 1); those from
-// 2 * pairs on pass through. `out` must not overlap x.
-using RotateFunction = void (*)(DType dtype, const void* x, const float* sines,
-                                const float* cosines, int32_t pairs, int32_t width,
-                                bool traditional, void* out);
-
-// log(sum(e^x)) over one row of `width`, rounded to the dtype: one element.
-using LogSumExpFunction = void (*)(DType dtype, const void* x, int32_t width, void* out);
-
+// The kernels of one dtype.
 struct LayerKernels {
-  RmsNormFunction rms_norm;
-  ActivateFunction activate;
-  AnglesFunction angles;
-  RotateFunction rotate;
-  LogSumExpFunction log_sum_exp;
+  // out = x / sqrt(mean(x^2) + eps) * weight over one row of `width`; weight may be null.
+  void (*rms_norm)(const void* x, const void* weight, float eps, int32_t width, void* out);
+
+  // out = activation(x) * factor, element by element; factor may be null, out may be x or factor.
+  void (*activate)(Activation activation, const void* x, const void* factor, int64_t count,
+                   void* out);
+
+  // The sines and cosines [pairs] of position * frequencies, rounded to the dtype.
+  void (*angles)(float position, const float* frequencies, int32_t pairs, float* sines,
+                 float* cosines);
+
+  // Rotates the dims of one head, (i, i + pairs) or, if `traditional`, (2i, 2i + 1); those from
+  // 2 * pairs on pass through. `out` must not overlap x.
+  void (*rotate)(const void* x, const float* sines, const float* cosines, int32_t pairs,
+                 int32_t width, bool traditional, void* out);
+
+  // log(sum(e^x)) over one row of `width`, rounded to the dtype: one element.
+  void (*log_sum_exp)(const void* x, int32_t width, void* out);
 };
 
+// The kernels of float32, float16 and bfloat16, in the order of DType.
+using LayerKernelTable = LayerKernels[3];
+
 namespace baseline {
-extern const LayerKernels kLayerKernels;
+extern const LayerKernelTable kLayerKernels;
 }
 namespace avx2 {
-extern const LayerKernels kLayerKernels;
+extern const LayerKernelTable kLayerKernels;
 }
 namespace avx512 {
-extern const LayerKernels kLayerKernels;
+extern const LayerKernelTable kLayerKernels;
 }
 
 }  // namespace mlx_paged::cpu

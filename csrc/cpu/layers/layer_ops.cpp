@@ -4,7 +4,6 @@
 #include <memory>
 
 #include "csrc/cpu/layers/layer_primitives.h"
-#include "csrc/errors.h"
 #include "csrc/validate.h"
 #include "mlx/ops.h"
 
@@ -12,15 +11,8 @@ namespace mlx_paged {
 
 namespace {
 
-template <typename... Parts>
-void require(bool condition, const char* op, const Parts&... parts) {
-  if (!condition) {
-    fail(op, parts...);
-  }
-}
-
 template <typename Primitive, typename... Config>
-mx::array make(std::vector<mx::array> inputs, mx::StreamOrDevice stream, Config... config) {
+mx::array make(Arrays inputs, mx::StreamOrDevice stream, Config... config) {
   auto primitive = std::make_shared<Primitive>(mx::to_stream(stream), config...);
   const mx::Shape shape = primitive->output_shapes(inputs)[0];
   const mx::Dtype dtype = inputs[0].dtype();
@@ -33,7 +25,7 @@ mx::array rms_norm(const mx::array& x, const OptionalArray& weight, float eps,
                    mx::StreamOrDevice stream) {
   check_floating("rms_norm", "x", x);
   require(x.ndim() >= 1, "rms_norm", "x is a scalar: expected at least one axis");
-  std::vector<mx::array> inputs = {x};
+  Arrays inputs = {x};
   if (weight) {
     require(weight->ndim() == 1 && weight->shape(0) == x.shape(-1), "rms_norm", "weight has ",
             weight->size(), " elements in ", weight->ndim(), " axes: expected x's last axis, ",
@@ -76,7 +68,7 @@ mx::array rope_frequencies(int dims, float base, mx::StreamOrDevice stream) {
 mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activation activation,
                    mx::StreamOrDevice stream) {
   check_floating("activate", "x", x);
-  std::vector<mx::array> inputs = {x};
+  Arrays inputs = {x};
   if (factor) {
     require(factor->shape() == x.shape() && factor->dtype() == x.dtype(), "activate", "factor has ",
             factor->size(), " elements of ", factor->dtype(), ": expected x's shape and dtype, ",

@@ -17,27 +17,23 @@ class LayerPrimitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
 
-  void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override;
-  std::vector<mx::array> jvp(const std::vector<mx::array>& primals,
-                             const std::vector<mx::array>& tangents,
-                             const std::vector<int>& argnums) override;
-  std::vector<mx::array> vjp(const std::vector<mx::array>& primals,
-                             const std::vector<mx::array>& cotangents,
-                             const std::vector<int>& argnums,
-                             const std::vector<mx::array>& outputs) override;
-  std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>& inputs,
-                                                           const std::vector<int>& axes) override;
-  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override;
-
- protected:
-  // The same result by MLX's own operations.
-  virtual mx::array composed(const std::vector<mx::array>& inputs) = 0;
+  void eval_gpu(const Arrays&, Arrays&) override;
+  Arrays jvp(const Arrays& primals, const Arrays& tangents,
+             const std::vector<int>& argnums) override;
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override;
+  std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs,
+                                           const std::vector<int>& axes) override;
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override;
 
  private:
-  using Function = std::function<std::vector<mx::array>(const std::vector<mx::array>&)>;
+  // The same result by MLX's own operations.
+  virtual mx::array composed(const Arrays& inputs) = 0;
+
+  using Function = std::function<Arrays(const Arrays&)>;
 
   // `composed` as a function of the inputs `argnums`.
-  Function function_of(const std::vector<int>& argnums, const std::vector<mx::array>& inputs);
+  Function function_of(const std::vector<int>& argnums, const Arrays& inputs);
 };
 
 // Inputs x and, if there is one, the weight.
@@ -45,14 +41,12 @@ class RmsNorm : public LayerPrimitive {
  public:
   RmsNorm(mx::Stream stream, float eps) : LayerPrimitive(stream), eps_(eps) {}
 
-  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override;
   const char* name() const override { return "PagedRmsNorm"; }
   bool is_equivalent(const mx::Primitive& other) const override;
 
- protected:
-  mx::array composed(const std::vector<mx::array>& inputs) override;
-
  private:
+  mx::array composed(const Arrays& inputs) override;
   float eps_;
 };
 
@@ -62,14 +56,12 @@ class Rope : public LayerPrimitive {
   Rope(mx::Stream stream, float scale, bool traditional)
       : LayerPrimitive(stream), scale_(scale), traditional_(traditional) {}
 
-  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override;
   const char* name() const override { return "PagedRope"; }
   bool is_equivalent(const mx::Primitive& other) const override;
 
- protected:
-  mx::array composed(const std::vector<mx::array>& inputs) override;
-
  private:
+  mx::array composed(const Arrays& inputs) override;
   float scale_;
   bool traditional_;
 };
@@ -80,14 +72,12 @@ class Activate : public LayerPrimitive {
   Activate(mx::Stream stream, cpu::Activation activation)
       : LayerPrimitive(stream), activation_(activation) {}
 
-  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override;
   const char* name() const override { return "PagedActivate"; }
   bool is_equivalent(const mx::Primitive& other) const override;
 
- protected:
-  mx::array composed(const std::vector<mx::array>& inputs) override;
-
  private:
+  mx::array composed(const Arrays& inputs) override;
   cpu::Activation activation_;
 };
 
@@ -96,13 +86,13 @@ class LogSumExp : public LayerPrimitive {
  public:
   using LayerPrimitive::LayerPrimitive;
 
-  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override;
   const char* name() const override { return "PagedLogSumExp"; }
   bool is_equivalent(const mx::Primitive&) const override { return true; }
-  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override;
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override;
 
- protected:
-  mx::array composed(const std::vector<mx::array>& inputs) override;
+ private:
+  mx::array composed(const Arrays& inputs) override;
 };
 
 }  // namespace mlx_paged

@@ -11,9 +11,8 @@ namespace mlx_paged {
 
 namespace {
 
-std::vector<mx::array> chosen(const std::vector<mx::array>& arrays,
-                              const std::vector<int>& argnums) {
-  std::vector<mx::array> some;
+Arrays chosen(const Arrays& arrays, const std::vector<int>& argnums) {
+  Arrays some;
   for (const int i : argnums) {
     some.push_back(arrays[i]);
   }
@@ -23,48 +22,43 @@ std::vector<mx::array> chosen(const std::vector<mx::array>& arrays,
 }  // namespace
 
 LayerPrimitive::Function LayerPrimitive::function_of(const std::vector<int>& argnums,
-                                                     const std::vector<mx::array>& inputs) {
-  return [this, argnums, inputs](const std::vector<mx::array>& some) {
-    std::vector<mx::array> all = inputs;
+                                                     const Arrays& inputs) {
+  return [this, argnums, inputs](const Arrays& some) {
+    Arrays all = inputs;
     for (size_t i = 0; i < argnums.size(); ++i) {
       all[argnums[i]] = some[i];
     }
-    return std::vector<mx::array>{composed(all)};
+    return Arrays{composed(all)};
   };
 }
 
-std::vector<mx::array> LayerPrimitive::jvp(const std::vector<mx::array>& primals,
-                                           const std::vector<mx::array>& tangents,
-                                           const std::vector<int>& argnums) {
+Arrays LayerPrimitive::jvp(const Arrays& primals, const Arrays& tangents,
+                           const std::vector<int>& argnums) {
   return mx::jvp(function_of(argnums, primals), chosen(primals, argnums), tangents).second;
 }
 
-std::vector<mx::array> LayerPrimitive::vjp(const std::vector<mx::array>& primals,
-                                           const std::vector<mx::array>& cotangents,
-                                           const std::vector<int>& argnums,
-                                           const std::vector<mx::array>&) {
+Arrays LayerPrimitive::vjp(const Arrays& primals, const Arrays& cotangents,
+                           const std::vector<int>& argnums, const Arrays&) {
   return mx::vjp(function_of(argnums, primals), chosen(primals, argnums), cotangents).second;
 }
 
-std::pair<std::vector<mx::array>, std::vector<int>> LayerPrimitive::vmap(
-    const std::vector<mx::array>& inputs, const std::vector<int>& axes) {
-  const Function function = [this](const std::vector<mx::array>& all) {
-    return std::vector<mx::array>{composed(all)};
-  };
+std::pair<Arrays, std::vector<int>> LayerPrimitive::vmap(const Arrays& inputs,
+                                                         const std::vector<int>& axes) {
+  const Function function = [this](const Arrays& all) { return Arrays{composed(all)}; };
   return {mx::vmap(function, axes, {0})(inputs), {0}};
 }
 
-mx::array RmsNorm::composed(const std::vector<mx::array>& inputs) {
+mx::array RmsNorm::composed(const Arrays& inputs) {
   const OptionalArray weight = inputs.size() > 1 ? OptionalArray(inputs[1]) : OptionalArray();
   return mx::fast::rms_norm(inputs[0], weight, eps_, stream());
 }
 
-mx::array Rope::composed(const std::vector<mx::array>& inputs) {
+mx::array Rope::composed(const Arrays& inputs) {
   return mx::fast::rope(inputs[0], 2 * inputs[2].shape(0), traditional_, std::nullopt, scale_,
                         inputs[1], mx::reciprocal(inputs[2], stream()), stream());
 }
 
-mx::array Activate::composed(const std::vector<mx::array>& inputs) {
+mx::array Activate::composed(const Arrays& inputs) {
   const mx::Stream s = stream();
   const mx::array& x = inputs[0];
   const auto number = [&](double value) { return mx::array(value, x.dtype()); };
@@ -79,7 +73,7 @@ mx::array Activate::composed(const std::vector<mx::array>& inputs) {
   return inputs.size() > 1 ? mx::multiply(active, inputs[1], s) : active;
 }
 
-mx::array LogSumExp::composed(const std::vector<mx::array>& inputs) {
+mx::array LogSumExp::composed(const Arrays& inputs) {
   return mx::logsumexp(inputs[0], -1, true, stream());
 }
 
