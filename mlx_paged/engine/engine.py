@@ -16,6 +16,7 @@ from mlx_paged.engine.one_thread import exclusive
 from mlx_paged.engine.text import Prompt
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.memory import (
     hold_wired_limit,
     num_blocks_for,
@@ -121,13 +122,16 @@ class Engine(EngineCore):
         most_snapshots = 0
         if probed.recurrent and prefix_cache:
             most_snapshots = num_snapshots_for(probed.state_bytes, max_running, snapshot_memory)
-        if num_blocks is None:
-            num_blocks = num_blocks_for(
-                probed.shapes, block_size, kv_memory, most_snapshots * probed.state_bytes
-            )
+        plan = plan_pool(probed.shapes, probed.windows, block_size, one_group=probed.recurrent)
+        if num_blocks is not None:
+            num_blocks *= plan.width
+        else:
+            shapes = [shape for shape in probed.shapes if shape is not None]
+            reserved = most_snapshots * probed.state_bytes
+            num_blocks = num_blocks_for(shapes, block_size, kv_memory, reserved, plan)
             if kv_memory is None and max_kv_tokens is not None:
-                num_blocks = min(num_blocks, ceil_div(max_kv_tokens, block_size))
-        self.manager = KVBlockManager.from_shapes(probed.shapes, block_size, num_blocks)
+                num_blocks = min(num_blocks, plan.width * ceil_div(max_kv_tokens, block_size))
+        self.manager = KVBlockManager.planned(plan, block_size, num_blocks, prefill_chunk)
         scheduler = Scheduler(
             self.manager.allocator,
             max_running,
@@ -139,16 +143,19 @@ class Engine(EngineCore):
             watermark=int(WATERMARK * num_blocks),
             rewinds=not probed.recurrent,
             max_snapshots=most_snapshots,
-            window=probed.window,
         )
         promise_snapshots(self.manager.allocator, probed.state_bytes)
         phases = PhaseTimes() if profile else None
         if phases is None:
-            runner = ModelRunner(model, self.manager, probed)
+            runner = ModelRunner(model, self.manager, probed, plan.places)
         else:
-            runner = ProfilingRunner(model, self.manager, probed, phases)
+            runner = ProfilingRunner(model, self.manager, probed, plan.places, phases)
         reads = KVReads.of(
-            zip(probed.windows, (shape.token_bytes for shape in probed.shapes), strict=True),
+            (
+                (window, shape.token_bytes)
+                for window, shape in zip(probed.windows, probed.shapes, strict=True)
+                if shape is not None
+            ),
             block_size,
         )
         super().__init__(

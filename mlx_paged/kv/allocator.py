@@ -2,37 +2,18 @@
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.kv.block_tables import BlockTables, Int32Array, SequenceBlocks
 from mlx_paged.kv.blocks import BlockCopy, BlockStore, ceil_div
+from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
-from mlx_paged.kv.prefix_cache import ROOT, chain_hash, root_hash, token_bytes
-from mlx_paged.kv.prefix_match import MissReason, PrefixMatch, match_prefix
+from mlx_paged.kv.prefix_cache import ROOT, root_hash
+from mlx_paged.kv.prefix_match import Admission
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
-from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What a new sequence found in the prefix cache.
-
-    Attributes:
-        num_cached: leading tokens whose K/V is in its blocks after `copies`.
-        copies: block copies to perform, in order, before any write.
-        miss: why the reuse ended there; None if all that can be reused is.
-        snapshot: the recurrent states after these tokens, if the model has any.
-        prefix_without_state: length of a longer cached prefix that lacks its state; 0: none.
-    """
-
-    num_cached: int
-    copies: list[BlockCopy]
-    miss: MissReason | None
-    snapshot: Snapshot | None = None
-    prefix_without_state: int = 0
 
 
 class BlockAllocator:
@@ -73,6 +54,7 @@ class BlockAllocator:
         self._width = sum(group.width for group in self.groups)
         self._has_windows = any(group.window is not None for group in self.groups)
         self._store = BlockStore(self.num_blocks, block_size, self.groups)
+        self._prefixes = GroupPrefixes(self.groups, self._store, self.block_tables)
         self._sequences: dict[int, SequenceBlocks] = {}
 
     @property
@@ -122,7 +104,7 @@ class BlockAllocator:
 
     def cached_prefix(self, tokens: Seq[int], salt: bytes = ROOT) -> int:
         """How many leading tokens :meth:`admit` would find in the cache."""
-        return self._match(len(tokens), tokens, salt).num_tokens
+        return self._prefixes.match(tokens, len(tokens), salt).num_tokens
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._sequences
@@ -143,15 +125,24 @@ class BlockAllocator:
         """Which rows of the block tables are these sequences', ``[len(seq_ids)]``."""
         return np.array([self._sequence(seq_id).row for seq_id in seq_ids], np.int32)
 
-    def blocks_of(self, entries: Int32Array, group: int) -> Int32Array:
-        """All pool blocks of a group's entries, ``[width, *entries.shape]``."""
-        return self._store.blocks(entries, group)
-
-    def slots(self, seq_id: int, start: int, stop: int) -> Int32Array:
-        """Slot of each position in [start, stop): ``block * block_size + offset``."""
+    def slots(self, seq_id: int, start: int, stop: int, group: int = 0) -> Int32Array:
+        """Slot of each position in [start, stop) in the layers of the group's first member:
+        ``block * block_size + offset``."""
         positions = np.arange(start, stop, dtype=np.int32)
-        blocks = self.table(seq_id)[positions // self.block_size]
-        return blocks * np.int32(self.block_size) + positions % np.int32(self.block_size)
+        entries = self.table(seq_id, group)[positions // self.block_size]
+        slots: Int32Array = self.member_slots(entries, positions, group)[0]
+        return slots
+
+    def member_tables(self, entries: Int32Array, group: int) -> Int32Array:
+        """Block tables of each member of a group, ``[members, R, M * pieces]``, from those of the
+        group, ``[R, M]``."""
+        return self._store.tables(entries, group)
+
+    def member_slots(
+        self, entries: Int32Array, positions: Int32Array, group: int
+    ) -> Int32Array:
+        """Slots ``[members, T]`` of positions ``[T]``, each in the entry of the same index."""
+        return self._store.slots(entries, positions, group)
 
     @property
     def snapshots(self) -> Snapshots | None:
@@ -161,9 +152,7 @@ class BlockAllocator:
     def require_states(self, max_snapshots: int) -> None:
         """Reuse prefixes only up to a kept snapshot of recurrent states, and keep at most
         `max_snapshots`. All layers are in one group then."""
-        assert len(self.groups) == 1
-        args = self.num_blocks, self.block_size, self._store.idle, max_snapshots
-        self._store.prefixes = [StatefulPrefixCache(*args)]
+        self._prefixes.require_states(max_snapshots)
 
     def admit(
         self,
@@ -192,7 +181,7 @@ class BlockAllocator:
             raise ValueError(f"[admit] seq_id {seq_id} is in use: expected a new id")
         if num_tokens < 0:
             raise ValueError(f"[admit] num_tokens is {num_tokens}: expected >= 0")
-        match, store = self._match(num_tokens, tokens, salt), self._store
+        match, store = self._prefixes.match(tokens, num_tokens, salt), self._store
         num_full = len(match.hashes)
         blocks = [[entry.block for entry in entries] for entries in match.blocks]
         stops = [
@@ -213,17 +202,18 @@ class BlockAllocator:
         )
         for of_group in blocks:
             store.retain(of_group)
-        idle_tails = [tail.block for tail in match.tails if tail.block in store.idle]
+        tails = [tail.block for tail in match.tails]
+        idle_tails = [block for block in tails if block in store.idle]
         can_copy = needed + spare + sum(map(store.width_of, idle_tails)) <= available
+        for block in idle_tails:  # all of them, before any block is taken
+            store.hold_source(block) if can_copy else store.take_idle(block)
         copied = []
         for group, (of_group, stop) in enumerate(zip(blocks, stops, strict=True)):
-            if match.tails:
-                tail = match.tails[group].block
-                if can_copy or tail not in idle_tails:
-                    of_group.append(store.copy(tail, group))
-                    copied.append(of_group[-1])
-                else:
-                    of_group.append(store.take_idle(tail))  # no block is left for a copy of it
+            if tails and (can_copy or tails[group] not in idle_tails):
+                copied.append(store.copy(tails[group], group))
+                of_group.append(copied[-1])
+            elif tails:
+                of_group.append(tails[group])
             of_group += store.take(stop - firsts[group] - len(of_group), group)
             self.block_tables.extend(row, of_group, group, firsts[group])
         self.prefix_hit_tokens += match.num_tokens
@@ -320,21 +310,7 @@ class BlockAllocator:
         """Make full blocks reusable; the K/V of ``tokens[:num_computed]`` is in the pool."""
         sequence = self._sequence(seq_id)
         assert num_computed <= min(len(tokens), sequence.num_tokens)
-        if not sequence.is_reusable:
-            return
-        parent = sequence.prefix_hash(len(sequence.hashes))
-        size = self.block_size
-        tables = [self.block_tables.row(sequence.row, g) for g in range(len(self.groups))]
-        for i in range(len(sequence.hashes), num_computed // size):
-            content = token_bytes(tokens, i * size, (i + 1) * size)
-            key = chain_hash(parent, content)
-            for group, first in enumerate(sequence.first_entries):
-                if i >= first:
-                    block = int(tables[group][i])
-                    self._store.prefixes[group].register(block, key, parent, content)
-            sequence.hashes.append(key)
-            sequence.private_start = max(sequence.private_start, (i + 1) * size)
-            parent = key
+        self._prefixes.register(sequence, tokens, num_computed)
 
     def register_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """Make all blocks reusable, the last one even if it is not full.
@@ -342,27 +318,12 @@ class BlockAllocator:
         For a sequence that ends: the next turn of a conversation begins with these tokens.
         """
         self.register_prefix(seq_id, tokens, num_computed)
-        sequence = self._sequence(seq_id)
-        last, num_filled = divmod(num_computed, self.block_size)
-        if not sequence.is_reusable or num_filled == 0:
-            return
-        content = token_bytes(tokens, num_computed - num_filled, num_computed)
-        for group, prefixes in enumerate(self._store.prefixes):
-            block = int(self.block_tables.row(sequence.row, group)[last])
-            prefixes.register_tail(block, sequence.prefix_hash(last), content)
-        sequence.private_stop = 0
+        self._prefixes.register_tail(self._sequence(seq_id), tokens, num_computed)
 
     def attach_snapshot(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
         """Keep a snapshot of the sequence's states if its block is registered and has no snapshot
         at this position yet."""
-        sequence, size = self._sequence(seq_id), self.block_size
-        block = (snapshot.position - 1) // size
-        if not sequence.is_reusable or len(sequence.hashes) < block:
-            return False
-        content = token_bytes(tokens, block * size, snapshot.position)
-        (prefixes,) = self._store.prefixes
-        assert isinstance(prefixes, StatefulPrefixCache)
-        return prefixes.attach(sequence.prefix_hash(block), content, snapshot)
+        return self._prefixes.attach(self._sequence(seq_id), tokens, snapshot)
 
     def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
         """The sequence's next token is at `position`: release the blocks that groups with a window
@@ -418,7 +379,7 @@ class BlockAllocator:
         """Forget all cached content. No K/V written so far is reused; live sequences keep their
         blocks."""
         self.drop_cached()
-        self._store.prefixes = [prefixes.emptied() for prefixes in self._store.prefixes]
+        self._prefixes.forget_all()
         for sequence in self._sequences.values():
             sequence.is_reusable = False
 
@@ -441,15 +402,6 @@ class BlockAllocator:
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
         assert self.block_tables.num_rows_taken == len(self._sequences), "a table row is lost"
         self._store.check_integrity(held)
-
-    def _match(self, num_tokens: int, tokens: Seq[int] | None, salt: bytes) -> PrefixMatch:
-        if tokens is None:
-            return PrefixMatch([], [[] for _ in self.groups], [], 0, MissReason.DISABLED)
-        stop, root = max(0, min(num_tokens, len(tokens)) - 1), root_hash(salt)
-        prefixes = self._store.prefixes
-        if isinstance(prefixes[0], StatefulPrefixCache):
-            return prefixes[0].match(tokens, stop, root)
-        return match_prefix(prefixes, self.groups, tokens, stop, root)
 
     def _sequence(self, seq_id: int) -> SequenceBlocks:
         try:

@@ -10,6 +10,7 @@ from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
 LayerKV = tuple[mx.array, mx.array]
@@ -92,13 +93,14 @@ class KVBlockManager:
         self.pool = KVPool(shapes, max_blocks, block_size)
 
     @classmethod
-    def from_shapes(
-        cls, shapes: Sequence[KVShape], block_size: int, max_blocks: int
+    def planned(
+        cls, plan: PoolPlan, block_size: int, max_blocks: int, chunk: int
     ) -> "KVBlockManager":
-        """A manager whose layers differ, each with its own shape and dtype."""
+        """A manager of the layers of a model, which compute at most `chunk` tokens of a sequence at
+        once. With several layer groups only the allocator and the pool know all of them."""
         manager = cls.__new__(cls)
-        manager.allocator = BlockAllocator(max_blocks, block_size)
-        manager.pool = KVPool(shapes, max_blocks, block_size)
+        manager.allocator = BlockAllocator(max_blocks, block_size, plan.groups, chunk)
+        manager.pool = KVPool((), max_blocks, block_size, plan)
         return manager
 
     @property

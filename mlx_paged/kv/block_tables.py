@@ -55,7 +55,8 @@ class BlockTables:
 
     def lengths(self, rows: Int32Array, group: int = 0) -> Int32Array:
         """Entries of each of several rows, a copy."""
-        return self._lengths[group, rows]
+        lengths: Int32Array = self._lengths[group, rows]
+        return lengths
 
     def changed_since(self, rows: Int32Array, version: int) -> npt.NDArray[np.bool_]:
         """Which rows changed after that version, except by appended blocks."""
@@ -72,7 +73,8 @@ class BlockTables:
 
     def entries(self, rows: Int32Array, columns: Int32Array, group: int = 0) -> Int32Array:
         """One entry of each row, ``[len(rows)]``: the one in its column of `columns`."""
-        return self._entries[group, rows, columns]
+        entries: Int32Array = self._entries[group, rows, columns]
+        return entries
 
     def extend(self, row: int, blocks: list[int], group: int = 0, start: int = 0) -> None:
         """Append blocks, the first one in column `start` or after the last one."""

@@ -65,6 +65,8 @@ class BlockStore:
         self.prefixes = [PrefixCache(num_blocks, block_size, self.idle) for _ in groups]
         self.cow_clones = 0
         self.evictions = 0
+        self._groups = tuple(groups)
+        self._block_size = np.int32(block_size)
         self._widths = [group.width for group in groups]
         self._group_of = [0] * num_blocks  # by first block
         self.num_idle = 0
@@ -78,12 +80,27 @@ class BlockStore:
         """Blocks that can be handed out now: the free ones and those of idle entries."""
         return len(self.free) + self.num_idle
 
-    def blocks(self, entries: Int32Array, group: int) -> Int32Array:
-        """All blocks of entries: ``[width, *entries.shape]``."""
-        if self._widths[group] == 1:
+    def tables(self, entries: Int32Array, group: int) -> Int32Array:
+        """The pool's blocks of tables of entries ``[R, M]`` for each member of the group:
+        ``[members, R, M * pieces]``."""
+        members, pieces = self._groups[group].members, self._groups[group].pieces
+        if members * pieces == 1:
             return entries[None]
-        found: Int32Array = self._blocks[group][:, entries]
-        return found
+        blocks = self._blocks[group][:, entries].reshape(members, pieces, *entries.shape)
+        tables: Int32Array = np.moveaxis(blocks, 1, -1).reshape(members, len(entries), -1)
+        return tables
+
+    def slots(self, entries: Int32Array, positions: Int32Array, group: int) -> Int32Array:
+        """The slot of each position ``[T]``, which is in the entry of the same index, for each
+        member of the group: ``[members, T]``."""
+        members, pieces = self._groups[group].members, self._groups[group].pieces
+        within, size = positions % self._block_size, self._block_size // pieces
+        if members * pieces == 1:
+            return (entries * self._block_size + within)[None]
+        blocks = self._blocks[group][:, entries].reshape(members, pieces, -1)
+        blocks = blocks[:, within // size, np.arange(len(positions))]
+        slots: Int32Array = blocks * size + within % size
+        return slots
 
     def width_of(self, entry: int) -> int:
         """How many blocks a held or idle entry is."""
@@ -136,12 +153,16 @@ class BlockStore:
 
     def copy(self, entry: int, group: int = 0) -> int:
         """Take an entry for the content of another; both stay until the copy is performed."""
-        self._set_busy(entry)
+        self.hold_source(entry)
         self.cow_clones += 1
-        source = self.origins.setdefault(entry, entry)
         (target,) = self.take(1, group)
-        self.origins[target] = source
+        self.origins[target] = self.origins[entry]
         return target
+
+    def hold_source(self, entry: int) -> None:
+        """Keep the content of an entry until the pending copies are performed."""
+        self._set_busy(entry)
+        self.origins.setdefault(entry, entry)
 
     def copies_to(self, entries: Sequence[int]) -> list[BlockCopy]:
         """The pending copies of blocks that fill these entries."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -60,14 +60,16 @@ class ArrayPlan:
     """A pair of arrays of the pool, K and V.
 
     Attributes:
-        layer: a layer whose K/V it can hold: its shape is the arrays' shape.
+        shape: of the K/V of their layers.
         block_size: token slots in a block.
         memory: arrays with the same number are views of the same memory.
+        groups: the layer groups whose blocks they hold.
     """
 
-    layer: int
+    shape: KVShape
     block_size: int
     memory: int
+    groups: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,11 @@ class PoolPlan:
     def width(self) -> int:
         """Blocks of the pool that hold `block_size` tokens in all layers."""
         return sum(group.width for group in self.groups)
+
+    @property
+    def owners(self) -> list[ArrayPlan]:
+        """One pair of arrays for each memory; all have blocks of one size."""
+        return list({array.memory: array for array in reversed(self.arrays)}.values())[::-1]
 
 
 def plan_pool(
@@ -138,7 +145,10 @@ def plan_pool(
     places: list[LayerPlace | None] = [None] * len(shapes)
     for index, group in enumerate(in_order):
         for i, layer in enumerate(groups[group]):
-            array = _array_for(layer, shapes, block_size // group.pieces, i % num_arrays, arrays)
+            shape = shapes[layer]
+            assert shape is not None
+            array = _array_for(shape, block_size // group.pieces, i % num_arrays, arrays)
+            arrays[array].groups.add(index)
             places[layer] = LayerPlace(array, index, i // num_arrays)
     return PoolPlan(tuple(in_order), tuple(arrays), tuple(places))
 
@@ -164,16 +174,10 @@ def _pieces(
     return counts if can_share else None
 
 
-def _array_for(
-    layer: int,
-    shapes: Sequence[KVShape | None],
-    block_size: int,
-    memory: int,
-    arrays: list[ArrayPlan],
-) -> int:
-    """The index of the arrays for this layer; adds them if there are none yet."""
+def _array_for(shape: KVShape, block_size: int, memory: int, arrays: list[ArrayPlan]) -> int:
+    """The index of the arrays for a layer; adds them if there are none yet."""
     for index, array in enumerate(arrays):
-        if array.memory == memory and shapes[array.layer] == shapes[layer]:
+        if array.memory == memory and array.shape == shape:
             return index
-    arrays.append(ArrayPlan(layer, block_size, memory))
+    arrays.append(ArrayPlan(shape, block_size, memory))
     return len(arrays) - 1

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, finalize
 import mlx.core as mx
 
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVShape, block_bytes
 
 HOST_LIMIT = 1 << 29
@@ -77,29 +78,40 @@ def longest_pool(shapes: Sequence[KVShape], block_size: int) -> int:
 
 
 def num_blocks_for(
-    shapes: Sequence[KVShape], block_size: int, kv_memory: int | None, reserved: int = 0
+    shapes: Sequence[KVShape],
+    block_size: int,
+    kv_memory: int | None,
+    reserved: int = 0,
+    plan: PoolPlan | None = None,
 ) -> int:
     """How many blocks the budget in bytes holds. The caller evaluates the weights before.
 
     Args:
+        shapes: of the layers' K/V.
+        block_size: tokens that all layers hold together in one block, or in ``plan.width`` blocks.
         kv_memory: the budget; None: the default less `reserved`, limited by `longest_pool`.
         reserved: bytes that snapshots are going to take.
+        plan: how the layers share arrays; None: they do not.
 
     Raises:
         ValueError: the budget holds no block, or the device cannot hold the budget.
     """
-    one_block = block_bytes(shapes, block_size)
-    max_blocks = longest_pool(shapes, block_size)
+    smallest = block_bytes(shapes, block_size)
+    one_block, max_blocks = smallest, longest_pool(shapes, block_size)
+    if plan is not None and plan.owners:
+        owners = plan.owners
+        one_block = smallest // plan.width
+        max_blocks = longest_pool([owner.shape for owner in owners], owners[0].block_size)
     if kv_memory is not None:
         _check_held(kv_memory, max_blocks * one_block, reserved)
     budget = max(0, default_kv_memory() - reserved) if kv_memory is None else kv_memory
     if one_block == 0:  # only recurrent layers: blocks just count tokens
         return NUM_EMPTY_BLOCKS
-    if budget < one_block:
+    if budget < smallest:
         source = "" if kv_memory is not None else f" by default ({memory_in_use()} are in use)"
         raise ValueError(
             f"[Engine] kv_memory is {budget} bytes{source}, but one block of {block_size} tokens "
-            f"takes {one_block}: expected at least that"
+            f"takes {smallest}: expected at least that"
         )
     return min(budget // one_block, max_blocks)
 

@@ -9,6 +9,7 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.layer_groups import ArrayPlan, PoolPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +56,44 @@ class KVPool:
     block is contiguous. On a CPU arrays are page-aligned, and Linux is asked for huge pages, whole
     ones inside an array only. ``k[layer]`` and ``v[layer]`` are handles: a write returns new ones
     over the same buffer, and the old ones must not be read again. In latent layers V is a view of
-    K.
+    K. Layers of several layer groups may share one pair of arrays, which counts as one layer here.
     """
 
-    def __init__(self, shapes: Sequence[KVShape], num_blocks: int, block_size: int) -> None:
-        self.shapes = tuple(shapes)
+    def __init__(
+        self,
+        shapes: Sequence[KVShape],
+        num_blocks: int,
+        block_size: int,
+        plan: PoolPlan | None = None,
+    ) -> None:
+        """Make the arrays: a pair for each shape, or those of a plan."""
+        arrays = [ArrayPlan(shape, block_size, i, {0}) for i, shape in enumerate(shapes)]
+        self._arrays = arrays if plan is None else list(plan.arrays)
+        self.shapes = tuple(array.shape for array in self._arrays)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.k = [self._zeros(s.n_kv_heads, s.head_dim, s.dtype) for s in self.shapes]
-        self.v = [
-            _latents(k, s) if s.latent else self._zeros(s.n_kv_heads, s.v_head_dim, s.dtype)
-            for k, s in zip(self.k, self.shapes, strict=True)
-        ]
+        self.k: list[mx.array] = []
+        self.v: list[mx.array] = []
+        owners: dict[int, int] = {}  # the first pair of arrays with each memory
+        for i, array in enumerate(self._arrays):
+            owner = owners.setdefault(array.memory, i)
+            shape, shared = array.shape, None if owner == i else owner
+            self.k.append(self._array(array, shape.head_dim, self.k, shared))
+            if shape.latent:
+                self.v.append(_latents(self.k[i], shape))
+            else:
+                self.v.append(self._array(array, shape.v_head_dim, self.v, shared))
         mx.eval(self.k, self.v)
         self._first_k, self._first_v = list(self.k), list(self.v)
 
-    def _zeros(self, n_kv_heads: int, head_dim: int, dtype: mx.Dtype) -> mx.array:
-        shape = (self.num_blocks, n_kv_heads, self.block_size, head_dim)
-        return ops.pool_zeros(shape, dtype).transpose(1, 0, 2, 3)
+    def _array(
+        self, array: ArrayPlan, head_dim: int, known: list[mx.array], shared: int | None
+    ) -> mx.array:
+        """An array of zeros, or a view of array `shared` of those known."""
+        shape = (self.num_blocks, array.shape.n_kv_heads, array.block_size, head_dim)
+        if shared is None:
+            return ops.pool_zeros(shape, array.shape.dtype).transpose(1, 0, 2, 3)
+        return known[shared].transpose(1, 0, 2, 3).reshape(shape).transpose(1, 0, 2, 3)
 
     @property
     def n_layers(self) -> int:
@@ -80,7 +101,9 @@ class KVPool:
 
     @property
     def block_bytes(self) -> int:
-        return block_bytes(self.shapes, self.block_size)
+        """Bytes of a block in all arrays."""
+        sizes = {a.memory: a.block_size * a.shape.token_bytes for a in self._arrays}
+        return sum(sizes.values())
 
     @property
     def nbytes(self) -> int:
@@ -121,9 +144,11 @@ class KVPool:
         """Copy whole blocks in every layer, in place; the handles change as in a write."""
         if not copies:
             return
-        pairs = mx.array([(copy.src, copy.dst) for copy in copies], mx.int32)
-        for layer in range(self.n_layers):
-            self._replace(layer, ops.copy_blocks(*self.write_targets(layer), pairs))
+        for layer, array in enumerate(self._arrays):
+            pairs = [(copy.src, copy.dst) for copy in copies if copy.group in array.groups]
+            if pairs:
+                blocks = mx.array(pairs, mx.int32)
+                self._replace(layer, ops.copy_blocks(*self.write_targets(layer), blocks))
 
     def gather(self, layer: int, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.

@@ -1,12 +1,11 @@
-"""How much of a prompt the prefix caches of all layer groups hold. Knows no mlx."""
+"""What a prompt finds in a prefix cache, and why it finds no more. Knows no mlx."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from mlx_paged.kv.layer_groups import LayerGroup
+from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.prefix_cache import (
-    TOKEN_BYTES,
     CachedBlock,
     PrefixCache,
     chain_hash,
@@ -67,6 +66,25 @@ class PrefixMatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Admission:
+    """What a new sequence found in the prefix cache.
+
+    Attributes:
+        num_cached: leading tokens whose K/V is in its blocks after `copies`.
+        copies: block copies to perform, in order, before any write.
+        miss: why the reuse ended there; None if all that can be reused is.
+        snapshot: the recurrent states after these tokens, if the model has any.
+        prefix_without_state: length of a longer cached prefix that lacks its state; 0: none.
+    """
+
+    num_cached: int
+    copies: list[BlockCopy]
+    miss: MissReason | None
+    snapshot: Snapshot | None = None
+    prefix_without_state: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class FullBlocks:
     """The full blocks at the start of a prompt.
 
@@ -104,55 +122,6 @@ def known_start(
         known.contents.append(content)
         parent = key
     return known, False
-
-
-def match_prefix(
-    caches: Sequence[PrefixCache],
-    groups: Sequence[LayerGroup],
-    tokens: Sequence[int],
-    stop: int,
-    root: bytes,
-) -> PrefixMatch:
-    """The longest reusable prefix of ``tokens[:stop]`` after `root`.
-
-    A layer group without a window needs all blocks of the prefix; a group with a window needs those
-    that a sequence keeps.
-    """
-    size, pairs = caches[0].block_size, list(zip(caches, groups, strict=True))
-    whole = [cache for cache, group in pairs if group.window is None]
-    known, was_evicted = known_start(whole, tokens, stop, root, size)
-    count = len(known.hashes)
-    firsts = [group.kept_from(count * size) // size for group in groups]
-    if len(whole) < len(caches):
-        while (missing := _missing(known, firsts, count, caches)) is not None:
-            cache, count = missing
-            was_evicted = cache.was_evicted(known.hashes[count])
-            firsts = [group.kept_from(count * size) // size for group in groups]
-    blocks = [
-        [block for i in range(first, count) if (block := known.found(cache, i)) is not None]
-        for cache, first in zip(caches, firsts, strict=True)
-    ]
-    left = token_bytes(tokens, count * size, min((count + 1) * size, stop))
-    runs = [cache.longest_run(known.parent(count), left) for cache in caches]
-    longest, length = runs[0]
-    goes_on = longest is not None and len(longest.tokens) > length * TOKEN_BYTES
-    run = min(length for _, length in runs)
-    tails = [block for block, _ in runs if block is not None and run >= caches[0].min_run]
-    run = run if tails else 0
-    miss = miss_reason(caches[0].min_run, count * size, stop, run, was_evicted, goes_on)
-    return PrefixMatch(known.hashes[:count], blocks, tails, count * size + run, miss)
-
-
-def _missing(
-    known: FullBlocks, firsts: Sequence[int], count: int, caches: Sequence[PrefixCache]
-) -> tuple[PrefixCache, int] | None:
-    """A cache that lacks one of the first `count` blocks that its group needs, and that block; None
-    if there is none."""
-    for cache, first in zip(caches, firsts, strict=True):
-        for index in range(count - 1, first - 1, -1):
-            if known.found(cache, index) is None:
-                return cache, index
-    return None
 
 
 def miss_reason(

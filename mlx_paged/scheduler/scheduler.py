@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
-from mlx_paged.kv.prefix_cache import MissReason
+from mlx_paged.kv.prefix_match import MissReason
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget, is_under_way
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy, WaitingQueue, choose_preempted
@@ -39,8 +39,6 @@ class Scheduler:
         rewinds: whether a sequence can continue from any earlier position. A model with recurrent
             states can not.
         max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
-        window: the largest window of any layer, in tokens, the newest included; blocks outside it
-            are freed. None: some layer attends to all tokens.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class Scheduler:
         watermark: int = 0,
         rewinds: bool = True,
         max_snapshots: int = 0,
-        window: int | None = None,
     ) -> None:
         if max_running < 1:
             raise ValueError(f"[Scheduler] max_running is {max_running}: expected >= 1")
@@ -67,7 +64,6 @@ class Scheduler:
         self.victims = victims
         self.watermark = watermark
         self.rewinds = rewinds
-        self.window = window
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
             self._plan = SnapshotPlan(allocator, max_snapshots)
@@ -83,7 +79,7 @@ class Scheduler:
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError if the request needs more blocks than the pool has."""
-        needed = self.allocator.blocks_needed(request.max_kv_tokens)
+        needed = self.allocator.max_blocks(request.max_kv_tokens)
         if needed > self.allocator.num_blocks:
             raise ValueError(
                 f"[add_request] {request.num_prompt} prompt tokens and max_tokens "
@@ -103,12 +99,13 @@ class Scheduler:
         The child runs at once if fewer than `max_running` requests run; otherwise it waits with its
         blocks. If there are no blocks to share, it waits as a new request.
         """
-        is_past = parent.num_computed >= len(child.tokens)
-        if parent.id not in self.allocator or (is_past and not self.rewinds):
+        start = min(parent.num_computed, len(child.tokens) - 1)
+        goes_back = parent.num_computed > start
+        if parent.id not in self.allocator or (goes_back and not self._can_go_back(parent, start)):
             self.waiting.push(child)
             return
         self._share(parent, child)
-        child.num_computed = min(child.num_computed, len(child.tokens) - 1)
+        child.num_computed = start
 
     def schedule(self) -> Step:
         """Choose this step's tokens and make their slots writable."""
@@ -156,15 +153,16 @@ class Scheduler:
     def commit(self, step: Step) -> None:
         """Register the blocks that the step filled, as far as their tokens are known. Their K/V is
         in the pool before any later step reads it."""
-        if not self.prefix_cache:
-            return
         block_size = self.allocator.block_size
         for span in [s for s in step.spans if s.stop % block_size < s.stop - s.start]:
-            known = span.stop <= len(span.request.tokens)
-            if known and span.request.id in self.allocator:
-                self.allocator.register_prefix(span.request.id, span.request.tokens, span.stop)
+            request = span.request
+            if request.id not in self.allocator:
+                continue
+            if self.prefix_cache and span.stop <= len(request.tokens):
+                self.allocator.register_prefix(request.id, request.tokens, span.stop)
                 for snapshot in span.snapshots:
-                    self.allocator.attach_snapshot(span.request.id, span.request.tokens, snapshot)
+                    self.allocator.attach_snapshot(request.id, request.tokens, snapshot)
+            self.allocator.trim(request.id, span.stop, offers=self.prefix_cache)
 
     def clear(self, request: Request) -> None:
         """The request got a token, so it did not cause an earlier fault: do not isolate it."""
@@ -196,7 +194,8 @@ class Scheduler:
     # What is computed
 
     def _schedule_decodes(self, step: Step, decodes: list[Request]) -> None:
-        fits = self.window is None and len(decodes) <= self.allocator.num_available
+        needed = self.allocator.blocks_to_append(len(decodes))
+        fits = needed <= self.allocator.num_available
         if fits and not any([request.samples for request in decodes]):
             positions = [request.num_computed for request in decodes]
             step.copies += self.allocator.append_each([r.id for r in decodes], positions)
@@ -218,9 +217,6 @@ class Scheduler:
         stop = start + min(request.num_pending, budget)
         if self._plan is not None:
             stop = self._plan.stop(request, start, stop)
-        if self.window is not None:
-            position = max(0, start - self.window + 1)
-            self.allocator.trim(request.id, position, offers=self.prefix_cache)
         while True:
             try:
                 copies = self.allocator.make_writable(request.id, start, stop)
@@ -234,6 +230,9 @@ class Scheduler:
         forks = self._fork_samples(request) if samples and request.samples else ()
         snapshots = self._plan.on_the_way(request, start, stop) if self._plan else ()
         step.add(Span(request, start, stop, samples, forks, snapshots))
+
+    def _can_go_back(self, request: Request, position: int) -> bool:
+        return self.rewinds and self.allocator.can_continue(request.id, position)
 
     def _fork_samples(self, request: Request) -> tuple[Request, ...]:
         forks = tuple(fork for fork in request.samples if not fork.is_finished)
@@ -296,7 +295,9 @@ class Scheduler:
         """Free blocks that admitting `request` must leave for the next steps."""
         if not self.running:
             return 0
-        return max(len(self.running), self.watermark) + len(request.samples)
+        num_more = self.allocator.blocks_to_append(len(self.running))
+        for_samples = self.allocator.blocks_to_append(len(request.samples))
+        return max(num_more, self.watermark) + for_samples
 
     def _enter(self, step: Step, request: Request, spare: int) -> bool:
         """Make a waiting request a running one if there are blocks for all its tokens."""

@@ -1,20 +1,22 @@
 """Reuse of K/V by chained hashes: full blocks, parts of a block, and why there was no more."""
 
+from collections import OrderedDict
+
 import pytest
 
-from mlx_paged.kv import prefix_cache
+from mlx_paged.kv import group_prefixes, prefix_cache, prefix_match
 from mlx_paged.kv.allocator import Admission, BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.prefix_cache import (
     EVICTED_PER_BLOCK,
     MAX_SIBLINGS,
-    MissReason,
     PrefixCache,
     chain_hash,
     common_tokens,
     root_hash,
     token_bytes,
 )
+from mlx_paged.kv.prefix_match import MissReason
 
 BLOCK = 8  # so that two tokens are the smallest run to be copied
 
@@ -309,15 +311,14 @@ class TestMisses:
         assert (admission.num_cached, admission.miss) == (12, MissReason.EVICTED)
 
     def test_memory_of_evictions_is_bounded_and_the_oldest_go_first(self):
-        cache = PrefixCache(num_blocks=1, block_size=BLOCK)
-        texts = [text((i, BLOCK + 1)) for i in range(EVICTED_PER_BLOCK + 1)]
+        allocator = BlockAllocator(num_blocks=2, block_size=BLOCK)
+        texts = [text((i, BLOCK + 1)) for i in range(2 * EVICTED_PER_BLOCK + 1)]
         for tokens in texts:
-            cache.register(0, b"", token_bytes(tokens, 0, BLOCK))
-            cache.set_idle([0])
-            assert cache.evict() == 0
-        misses = [cache.match(tokens, BLOCK).miss for tokens in texts]
-        assert misses == [MissReason.UNSEEN] + [MissReason.EVICTED] * EVICTED_PER_BLOCK
-        cache.check_integrity()
+            finished(allocator, tokens[:-1])
+            allocator.drop_cached()
+        misses = [looked_up(allocator, tokens).miss for tokens in texts]
+        assert misses == [MissReason.UNSEEN] + [MissReason.EVICTED] * 2 * EVICTED_PER_BLOCK
+        allocator.check_integrity()
 
 
 DAMAGES = {
@@ -326,7 +327,6 @@ DAMAGES = {
     "prefix lost": lambda c: c._by_parent.popitem(),
     "prefix without blocks": lambda c: c._by_parent.__setitem__(b"no blocks", {}),
     "unknown sibling": lambda c: c._by_parent[b""].__setitem__(7, None),
-    "unknown idle block": lambda c: c._idle.__setitem__(7, None),
     "known and evicted": lambda c: c._evicted.__setitem__(next(iter(c._by_hash)), None),
     "too many evicted": lambda c: c._evicted.update({bytes([i]): None for i in range(50)}),
 }
@@ -347,13 +347,13 @@ class TestTrust:
         assert allocator.cached_prefix(list(range(8, 17)), salt=salt) == 0
 
     def test_a_colliding_hash_is_not_a_hit(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(prefix_cache, "chain_hash", lambda parent, tokens: b"same for all")
-        cache = PrefixCache(num_blocks=4, block_size=4)
-        cache.register(0, b"", token_bytes([1, 2, 3, 4], 0, 4))
-        assert [entry.block for entry in cache.match([1, 2, 3, 4], 4).blocks] == [0]
-        assert cache.match([4, 3, 2, 1], 4).blocks == []
-        found = cache.match([1, 2, 3, 4], 4, root=b"other parent")
-        assert (found.blocks, found.tail) == ([], None)
+        for module in (prefix_cache, prefix_match, group_prefixes):
+            monkeypatch.setattr(module, "chain_hash", lambda parent, tokens: b"same for all")
+        allocator = BlockAllocator(num_blocks=4, block_size=4)
+        finished(allocator, [1, 2, 3, 4])
+        assert allocator.cached_prefix([1, 2, 3, 4, 5]) == 4
+        assert allocator.cached_prefix([4, 3, 2, 1, 5]) == 0
+        assert allocator.cached_prefix([1, 2, 3, 4, 5], salt=b"another") == 0
 
     def test_forgotten_prefixes_are_found_no_more_and_live_sequences_offer_nothing(self):
         allocator = BlockAllocator(num_blocks=8, block_size=BLOCK)
@@ -375,8 +375,10 @@ class TestTrust:
 
     @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
     def test_check_integrity_sees_damage(self, damage):
-        cache = PrefixCache(num_blocks=8, block_size=BLOCK)
-        parent = cache.register(0, b"", token_bytes(list(range(8)), 0, 8))
+        cache = PrefixCache(num_blocks=8, block_size=BLOCK, idle=OrderedDict())
+        content = token_bytes(list(range(8)), 0, 8)
+        parent = chain_hash(b"", content)
+        cache.register(0, parent, b"", content)
         cache.register_tail(1, parent, token_bytes(list(range(5)), 0, 5))
         cache.check_integrity()
         damage(cache)

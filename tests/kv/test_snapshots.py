@@ -176,9 +176,8 @@ class TestHowManyAreKept:
 
 
 def blocks_forgotten_alone(allocator: BlockAllocator) -> None:
-    prefixes = allocator._store.prefixes
-    PrefixCache.forget(prefixes, next(iter(prefixes._by_block)))
-    prefixes._idle.clear()
+    (prefixes,) = allocator._store.prefixes
+    PrefixCache.forget(prefixes, next(iter(prefixes)))
 
 
 def too_many(allocator: BlockAllocator) -> None:

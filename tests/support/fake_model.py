@@ -77,7 +77,10 @@ def next_token(context: int, params: SamplingParams, seed: int, index: int) -> i
 
 
 class FakePool:
-    """Slots of a token, its position and its K/V; ``violations`` are reads of anything wrong."""
+    """Slots of a token, its position and its K/V; ``violations`` are reads of anything wrong.
+
+    Where a group divides an entry into pieces, its tokens are as many slots apart.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         shape = (num_blocks, block_size)
@@ -106,12 +109,18 @@ class FakePool:
     def read(self, slots: IntArray, tokens: list[int], salt: bytes) -> int:
         """The context of a sequence that ought to have these `tokens` in its `slots`."""
         positions = np.arange(len(slots))
-        found = self.tokens.ravel()[slots]
-        if (found != tokens).any() or (self.positions.ravel()[slots] != positions).any():
-            self.violations.append(f"slots {slots} hold {found}, not {tokens}")
+        self.check(slots, 0, tokens)
         weights = 2 * positions.astype(np.uint64) + np.uint64(1)
         total = int((self.kv.ravel()[slots] * weights).sum(dtype=np.uint64))
         return (empty_context(salt) + total) & _MASK
+
+
+    def check(self, slots: IntArray, start: int, tokens: list[int]) -> None:
+        """Note a violation unless the slots hold `tokens`, the first one at position `start`."""
+        positions = np.arange(start, start + len(slots))
+        found = self.tokens.ravel()[slots]
+        if (found != tokens).any() or (self.positions.ravel()[slots] != positions).any():
+            self.violations.append(f"slots {slots} hold {found}, not {tokens}")
 
 
 @dataclass(slots=True, eq=False)
@@ -130,7 +139,8 @@ class FakeSpan:
     start: int
     tokens: list[int]  # of the sequence, from its start, as far as they were known
     coming: tuple["FakeLaunch", int] | None  # whose choice is the last token, and which
-    slots: IntArray  # of all positions up to the span's end
+    slots: IntArray  # of all positions up to the span's end, in layers that see all tokens
+    others: list[tuple[int, IntArray]]  # of the other layers: the first position, and the slots
     salt: bytes
     draws: list[tuple[Request, int]]  # requests that get a token, and its number
     before: State | None
@@ -246,12 +256,26 @@ class FakeRunner:
             start=span.start,
             tokens=tokens,
             coming=coming,
-            slots=self.allocator.slots(request.id, 0, span.stop).astype(np.int64),
+            slots=self.allocator.slots(request.id, 0, span.stop).astype(np.int64)
+            * self.allocator.groups[0].pieces,
+            others=self._other_slots(request.id, span.start, span.stop),
             salt=request.salt,
             draws=draws,
             before=state if self.recurrent and span.start else None,
             after=after,
         )
+
+    def _other_slots(self, seq_id: int, start: int, stop: int) -> list[tuple[int, IntArray]]:
+        """The slots that the layers of all but the first member of the first group read and write,
+        with the first position that each of them sees."""
+        found = []
+        for index, group in enumerate(self.allocator.groups):
+            first = 0 if group.window is None else max(0, start - group.window + 1)
+            positions = np.arange(first, stop, dtype=np.int32)
+            entries = self.allocator.table(seq_id, index)[positions // self.allocator.block_size]
+            members = self.allocator.member_slots(entries, positions, index).astype(np.int64)
+            found += [(first, slots * group.pieces) for slots in members[index == 0 :]]
+        return found
 
     # On the device
 
@@ -261,7 +285,13 @@ class FakeRunner:
 
     def _compute(self, launch: FakeLaunch) -> None:
         self.pool.copy(launch.copies)
-        written = np.concatenate([span.slots[span.start :] for span in launch.spans])
+        written = np.concatenate(
+            [
+                slots[span.start - first :]
+                for span in launch.spans
+                for first, slots in [(0, span.slots), *span.others]
+            ]
+        )
         if len(np.unique(written)) < len(written):
             self.pool.violations.append("two spans of a step write the same slot")
         for wave in range(1 + max(span.wave for span in launch.spans)):
@@ -270,6 +300,10 @@ class FakeRunner:
             for span, values in zip(spans, kv, strict=True):
                 new = span.known_tokens()[span.start :]
                 self.pool.write(span.slots[span.start :], span.start, new, values)
+                for first, slots in span.others:
+                    known = span.known_tokens()[first : span.start]
+                    self.pool.check(slots[: span.start - first], first, known)
+                    self.pool.write(slots[span.start - first :], span.start, new, values)
         count = max((request.params.logprobs for request in launch.requests), default=0)
         for span in launch.spans:
             context = self.pool.read(span.slots, span.known_tokens(), span.salt)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fault_injection import FailingProcessor
 from solo_runs import BeamOptions
 
+from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 
@@ -23,6 +24,7 @@ class Setting:
         num_arrivals: calls that add something.
     """
 
+    groups: tuple[LayerGroup, ...]
     num_blocks: int
     block_size: int
     prefill_chunk: int
@@ -49,8 +51,11 @@ class Setting:
         most_tokens = rng.choice((3, 8)) if small else rng.choice((1, 4, 16))
         needed = -(-(longest + most_tokens) // block_size)
         recurrent = rng.random() < 0.25
+        groups = ONE_GROUP if recurrent or rng.random() < 0.5 else drawn_groups(rng, block_size)
+        entries = max(1, int(needed * rng.choice((0.5, 1, 1.5, 3, 8))))
         return cls(
-            num_blocks=max(1, int(needed * rng.choice((0.5, 1, 1.5, 3, 8)))),
+            groups=groups,
+            num_blocks=entries * sum(group.width for group in groups),
             block_size=block_size,
             prefill_chunk=rng.choice((1, 2, 5, 16, 64)),
             max_running=rng.choice((1, 2, 3, 8)),
@@ -71,7 +76,24 @@ class Setting:
 
     def fits(self, num_prompt: int, max_tokens: int) -> bool:
         """Whether the pool can hold such a request; its last token needs no slot."""
-        return num_prompt + max_tokens - 1 <= self.num_blocks * self.block_size
+        num_tokens, size = num_prompt + max_tokens - 1, self.block_size
+        needed = 0
+        for group in self.groups:
+            kept = num_tokens
+            if group.window is not None:
+                kept = min(num_tokens, group.window + self.prefill_chunk + 2 * size)
+            needed += group.members * group.pieces * -(-kept // size)
+        return needed <= self.num_blocks
+
+
+def drawn_groups(rng: random.Random, block_size: int) -> tuple[LayerGroup, ...]:
+    """Layers that see all tokens, and layers that see the last few."""
+    pieces = rng.choice([n for n in (1, 1, 2, 4) if block_size % n == 0])
+    members, others = rng.choice(((1, 1), (1, 1), (1, 3), (2, 1), (1, 5)))
+    return (
+        LayerGroup(None, members, 1),
+        LayerGroup(rng.choice((1, 2, 3, 5, 9)), others, pieces),
+    )
 
 
 class RandomCalls:

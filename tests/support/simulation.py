@@ -265,7 +265,9 @@ def fake_simulation(seed: int, index: int) -> Simulation:
     """Schedule `index` of `seed` on the model of hashes."""
     rng = random.Random(f"{seed}:{index}")
     setting = Setting.drawn(rng, small=False)
-    allocator = BlockAllocator(setting.num_blocks, setting.block_size)
+    allocator = BlockAllocator(
+        setting.num_blocks, setting.block_size, setting.groups, setting.prefill_chunk
+    )
     scheduler = Scheduler(
         allocator,
         setting.max_running,
