@@ -138,9 +138,7 @@ class BlockAllocator:
         group, ``[R, M]``."""
         return self._store.tables(entries, group)
 
-    def member_slots(
-        self, entries: Int32Array, positions: Int32Array, group: int
-    ) -> Int32Array:
+    def member_slots(self, entries: Int32Array, positions: Int32Array, group: int) -> Int32Array:
         """Slots ``[members, T]`` of positions ``[T]``, each in the entry of the same index."""
         return self._store.slots(entries, positions, group)
 

@@ -114,7 +114,6 @@ class FakePool:
         total = int((self.kv.ravel()[slots] * weights).sum(dtype=np.uint64))
         return (empty_context(salt) + total) & _MASK
 
-
     def check(self, slots: IntArray, start: int, tokens: list[int]) -> None:
         """Note a violation unless the slots hold `tokens`, the first one at position `start`."""
         positions = np.arange(start, start + len(slots))
