@@ -85,7 +85,3 @@ class Request:
     def max_kv_tokens(self) -> int:
         """Largest number of K/V slots it can need: the last generated token needs none."""
         return self.num_prompt + self.params.max_tokens - 1
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None

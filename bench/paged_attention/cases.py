@@ -12,8 +12,9 @@ import mlx.core as mx
 import numpy as np
 
 from bench.paged_attention.ggml import GgmlAttention
-from mlx_paged.attention.pool_attention import Chunk, PoolAttention, gather_rows
-from mlx_paged.attention.sdpa_hook import mlx_attention
+from mlx_paged import ops
+from mlx_paged.attention.forward import Chunk, LayerView
+from mlx_paged.attention.sdpa_hook import Query, mlx_attention
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
@@ -145,25 +146,26 @@ class Inputs:
         mx.eval(self.q, self.tables, self.context_lens, self.contiguous)
 
     def gather(self, layer: int) -> tuple[mx.array, mx.array]:
-        k, v = gather_rows(self.pool, layer, self.tables)
-        return k[:, :, : self.case.context], v[:, :, : self.case.context]
+        k, v = (
+            ops.gather_blocks(array, self.tables, self.case.context)
+            for array in (self.pool.k[layer], self.pool.v[layer])
+        )
+        return k, v
 
     def contenders(self) -> dict[str, Contender]:
         """The paged op, the gather in front of MLX's attention, MLX's attention alone."""
         mask = "causal" if self.case.length > 1 else None
-        layers = [
-            PoolAttention(self.pool, layer, self.scale, None, None)
-            for layer in range(self.case.num_layers)
-        ]
+        layers = [LayerView(self.pool, layer) for layer in range(self.case.num_layers)]
+        query = Query(self.q, self.scale, None, None)
         start = self.case.context - self.case.length
         chunk = Chunk(0, start, self.case.length, self.tables[0])
 
         def paged(layer: int) -> mx.array:
-            return layers[layer].through_tables(self.q, self.tables, self.context_lens)
+            return layers[layer].through_tables(query, self.tables, self.context_lens)
 
         def gather(layer: int) -> mx.array:
             if self.case.length > 1:
-                return layers[layer].gathered_chunk(self.q, chunk)
+                return layers[layer].gathered_chunk(query, chunk)
             return mlx_attention(self.q, *self.gather(layer), scale=self.scale)
 
         def contiguous(layer: int) -> mx.array:

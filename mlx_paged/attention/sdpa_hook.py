@@ -13,7 +13,7 @@ else.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import mlx.core as mx
 
@@ -23,33 +23,54 @@ mlx_attention = mx.fast.scaled_dot_product_attention
 mlx_where = mx.where
 
 
-class AttendingCache(Protocol):
-    """A cache that can attend without gathering its keys and values."""
+class Query(NamedTuple):
+    """A layer's call of attention.
 
-    def attend(
-        self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
-    ) -> mx.array | None:
-        """Attention of `q` over the cache's K/V; None: use the gathered arrays."""
+    Attributes:
+        q: ``[B, H, L, D]``.
+        window: keys that a query sees at most, its own included.
+        sinks: ``[H]``, extra logits in the softmax denominator.
+        rotary: ``[B, H, L, rope]``, scaled already, if latents are keys and values. The score of a
+            token is then ``scale * q . latent + rotary . rotary key``.
+    """
+
+    q: mx.array
+    scale: float
+    window: int | None
+    sinks: mx.array | None
+    rotary: mx.array | None = None
+
+
+class AttendingCache:
+    """What the hook asks of a cache that can attend without gathering its keys and values.
+
+    Attributes:
+        window: tokens that a query of the layer sees at most, itself included.
+    """
+
+    window: int | None
+
+    def attend(self, query: Query) -> mx.array | None:
+        """Attention over the cache's K/V; None: use the gathered arrays."""
+        raise NotImplementedError
+
+    def mask(self, columns: int, window: int | None) -> mx.array:
+        """The mask that attention of `columns` tokens over the gathered arrays needs."""
+        raise NotImplementedError
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> "CausalMask":
-        """The mask that attention over the gathered arrays needs."""
+        """The mask of N tokens; its window is the smaller one of the layer's and `window_size`."""
+        window = narrowest(window_size, self.window)
+        return CausalMask.of(self.mask(N, window), window)
 
 
-class LatentCache(AttendingCache, Protocol):
-    """A cache that also attends to latents."""
-
-    def attend_latents(
-        self,
-        q: mx.array,
-        rotary_q: mx.array,
-        scale: float,
-        window: int | None,
-        sinks: mx.array | None,
-    ) -> mx.array | None:
-        """Attention over the latents as keys and as values. The score of a token is
-        ``scale * q . latent + rotary_q . rotary key``. None: use the gathered arrays."""
+def narrowest(window: int | None, other: int | None) -> int | None:
+    """The smaller of two windows; None if neither is a window."""
+    if window is None or other is None:
+        return other if window is None else window
+    return min(window, other)
 
 
 class KVHandle(mx.array):
@@ -90,13 +111,13 @@ class RotaryScores(mx.array):
         window: of the causal mask that was applied to the scores.
     """
 
-    cache: LatentCache
+    cache: AttendingCache
     queries: mx.array
     window: int | None
 
     @classmethod
     def of(
-        cls, array: mx.array, cache: LatentCache, queries: mx.array, window: int | None = None
+        cls, array: mx.array, cache: AttendingCache, queries: mx.array, window: int | None = None
     ) -> Self:
         scores = view_as(cls, array)
         scores.cache = cache
@@ -139,9 +160,9 @@ def _attention(
             mask = k.cache.make_mask(q.shape[2])
         sinks = kwargs.get("sinks")
         if isinstance(mask, CausalMask) and _is_pair(k, v):
-            out = k.cache.attend(q, scale, mask.window, sinks)
+            out = k.cache.attend(Query(q, scale, mask.window, sinks))
         elif isinstance(mask, RotaryScores) and _is_latent(q, k, v, mask):
-            out = mask.cache.attend_latents(q, mask.queries, scale, mask.window, sinks)
+            out = mask.cache.attend(Query(q, scale, mask.window, sinks, mask.queries))
     return mlx_attention(q, k, v, scale=scale, mask=mask, **kwargs) if out is None else out
 
 
@@ -179,8 +200,6 @@ class RotaryHandle(KVHandle):
     Their product with queries is ``queries @ handle.swapaxes(-1, -2)``.
     """
 
-    cache: LatentCache
-
     def swapaxes(self, axis1: int, axis2: int, **kwargs: Any) -> mx.array:
         swapped = mx.swapaxes(self, axis1, axis2, **kwargs)
         if {axis1 % self.ndim, axis2 % self.ndim} != {self.ndim - 1, self.ndim - 2}:
@@ -193,7 +212,7 @@ class RotaryHandle(KVHandle):
 class _RotaryColumns(mx.array):
     """Rotary keys ``[B, 1, rope, S]``."""
 
-    cache: LatentCache
+    cache: AttendingCache
 
     def __rmatmul__(self, queries: mx.array) -> RotaryScores:
         """Python calls this before the left operand's own product: this is a subclass."""

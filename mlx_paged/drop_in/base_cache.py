@@ -4,81 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
-from mlx_paged.attention.pool_attention import FEW_QUERIES, PoolAttention, narrowest
-from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle
+from mlx_paged.attention.forward import LayerView
+from mlx_paged.attention.sdpa_hook import AttendingCache
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.shared_pool import ContentKey
 from mlx_paged.kv.block_tables import Int32Array
-from mlx_paged.kv.pool import KVPool
 from mlx_paged.ops import view_as
 
 
-@dataclass(frozen=True, eq=False)
-class LayerView:
-    """One layer's K/V at the end of a step: the cache that its handles name.
+class StepView(LayerView):
+    """One layer's K/V at the end of a step."""
 
-    Attributes:
-        kv: the layer's arrays, a pool of one layer.
-        step: the step that wrote last.
-        window: tokens that a query of this layer sees at most, itself included.
-    """
-
-    kv: KVPool
-    step: PaddedBatch
-    window: int | None
-
-    def handles(self) -> tuple[KVHandle, KVHandle]:
-        """Handles to all K/V of the step's sequences, ``[B, H_kv, S, D]``."""
-        return (
-            KVHandle.of(self.step.gathered(self.kv.k[0]), self, "keys"),
-            KVHandle.of(self.step.gathered(self.kv.v[0]), self, "values"),
-        )
-
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> CausalMask:
-        """``[B, 1, N, S]`` bool for each row's last N tokens."""
-        window, spans = narrowest(window_size, self.window), self.step.spans
-        if spans.columns != N:
-            spans = PaddedSpans.of(spans.stops - np.int32(N), N)
-        return CausalMask.of(spans.mask(window), window)
-
-    def attend(
-        self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
-    ) -> mx.array | None:
-        """Attention of ``q [B, H, N, D]`` over the pool; outputs of padding have no meaning.
-
-        None if `q` has another number of columns than the step.
-        """
-        if q.shape[2] != self.step.spans.columns:
-            return None
-        step, window = self.step, narrowest(window, self.window)
-        attention = PoolAttention(self.kv, 0, scale, window, sinks, step.max_paged_queries)
-        if q.shape[2] <= max(FEW_QUERIES, step.max_paged_queries):
-            return attention.rows(q, step.tables, step.context_lens)
-        return self._row_by_row(q, attention)
-
-    def _row_by_row(self, q: mx.array, attention: PoolAttention) -> mx.array:
-        """MLX's own attention, one row after the other, each over its own context."""
-        rows = []
-        for i, chunk in enumerate(self.step.chunks):
-            if chunk is None:
-                rows.append(mx.zeros((1, *q.shape[1:3], self.kv.shapes[0].v_head_dim), q.dtype))
-                continue
-            first, stop = chunk.first_row, chunk.first_row + chunk.length
-            out = attention.gathered_chunk(q[i : i + 1, :, first:stop], chunk)
-            padding = [(0, 0), (0, 0), (first, q.shape[2] - stop), (0, 0)]
-            rows.append(out if chunk.length == q.shape[2] else mx.pad(out, padding))
-        return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=0)
+    def __init__(self, layer: PoolLayer, step: PaddedBatch, window: int | None) -> None:
+        super().__init__(layer.kv, 0, window, step.max_paged_queries, step)
+        self.step = step
 
 
 RowState = tuple[list[mx.array] | None, list[mx.array] | None, int, ContentKey]
@@ -98,7 +45,7 @@ class StateView(mx.array):
         return state
 
 
-class PagedCache(_BaseCache):
+class PagedCache(AttendingCache, _BaseCache):
     """One layer's K/V of some sequences, with the cache protocol of mlx-lm 0.32.
 
     Merging, extending, filtering, extracting, copying and trimming change block tables. K/V is
@@ -135,7 +82,7 @@ class PagedCache(_BaseCache):
         self.rows = tuple(rows)
         self.ids = tuple(row.id for row in rows)
         self.starts = np.array(starts, np.int32)
-        self._latest: LayerView | None = None
+        self._latest: StepView | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A fork. The layers that are copied with one `memo` share its rows."""
@@ -169,8 +116,8 @@ class PagedCache(_BaseCache):
         self.starts = spans.stops
         if self._remaining is not None:
             self._remaining = self._remaining - np.int32(spans.columns)
-        self._latest = LayerView(self.layer.kv, step, self.window)
-        return self._latest.handles()
+        self._latest = StepView(self.layer, step, self.window)
+        return self._latest.keys_and_values()
 
     def _start_in(self, layer: PoolLayer) -> None:
         """Let that layer hold the K/V of this empty cache."""
@@ -189,35 +136,31 @@ class PagedCache(_BaseCache):
             raise ValueError("[keys_and_values] the cache is empty: expected one with tokens")
         if self._latest is None:
             step = self.layer.pool.step(self.rows, self.ids, PaddedSpans.of(self.starts, 0))
-            self._latest = LayerView(self.layer.kv, step, self.window)
-        return self._latest.handles()
+            self._latest = StepView(self.layer, step, self.window)
+        return self._latest.keys_and_values()
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> CausalMask:
-        """``[B, 1, N, S]`` bool, lazy; its window is the smaller one of two."""
-        window = narrowest(window_size, self.window)
-        return CausalMask.of(self._spans(N).mask(window), window)
+    def mask(self, columns: int, window: int | None) -> mx.array:
+        return self._spans(columns).mask(window)
 
     # The handles that pipeline-parallel models replace by dependent ones
 
     @property
     def keys(self) -> mx.array | None:
         """The layer's keys in the pool, ``[H_kv, num_blocks, block_size, D]``; None if empty."""
-        return self.layer.kv.k[0] if self.layer.is_written else None
+        return self.layer.arrays[0] if self.layer.is_written else None
 
     @keys.setter
     def keys(self, handle: mx.array) -> None:
-        self.layer.kv.k[0] = _checked("keys", handle, self.keys)
+        self.layer.depend_on(_checked("keys", handle, self.keys))
 
     @property
     def values(self) -> mx.array | None:
         """The layer's values in the pool, as `keys`."""
-        return self.layer.kv.v[0] if self.layer.is_written else None
+        return self.layer.arrays[1] if self.layer.is_written else None
 
     @values.setter
     def values(self, handle: mx.array) -> None:
-        self.layer.kv.v[0] = _checked("values", handle, self.values)
+        self.layer.depend_on(_checked("values", handle, self.values))
 
     # State
 

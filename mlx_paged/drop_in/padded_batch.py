@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged import ops
-from mlx_paged.attention.pool_attention import Chunk, causal_mask, max_paged_queries
+from mlx_paged.attention.forward import Chunk, Forward, causal_mask
+from mlx_paged.attention.pool_attention import FEW_QUERIES, max_paged_queries
 from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import as_int32
 
 
@@ -76,11 +76,11 @@ class PaddedSpans:
 
     def mask(self, window: int | None) -> mx.array:
         """``[B, 1, N, S]`` bool over gathered keys: causal, of at most `window` tokens."""
-        queries = mx.array(self.starts)[:, None, None, None] + mx.arange(self.columns)[:, None]
-        return causal_mask(queries, self.max_context, window)
+        positions = mx.array(self.positions)[:, None, :, None]
+        return causal_mask(positions, self.max_context, window)
 
 
-class PaddedBatch:
+class PaddedBatch(Forward):
     """B rows of N columns, with their block tables and slot mapping.
 
     Args:
@@ -94,6 +94,9 @@ class PaddedBatch:
         max_paged_queries: columns up to which the paged op attends.
     """
 
+    slot_mapping: mx.array
+    next_offset: mx.array
+
     def __init__(
         self, ids: tuple[int, ...], spans: PaddedSpans, tables: Int32Array, block_size: int
     ) -> None:
@@ -101,57 +104,47 @@ class PaddedBatch:
         self.spans = spans
         self.valid = True
         self.max_paged_queries = max_paged_queries()
-        self._block_size = block_size
-        self._host_tables = self._wide_enough(tables)
-
-    def _wide_enough(self, tables: Int32Array) -> Int32Array:
-        """The tables with exactly as many columns as the forward's positions need."""
-        longest = max(1, int(self.spans.starts.max(initial=0)) + self.spans.columns)
-        width = -(-longest // self._block_size)
-        missing = max(0, width - tables.shape[1])
-        return np.pad(tables, ((0, 0), (0, missing)))[:, :width]
+        tables = _wide_enough(tables, spans, block_size)
+        super().__init__(
+            columns=spans.columns,
+            positions=mx.array(spans.positions),
+            slot_mapping=_slots(tables, spans, block_size),
+            block_tables=mx.array(tables),
+            context_lens=as_int32(spans.starts + np.int32(spans.columns)),  # padding included
+            max_context=spans.max_context,
+            offset=as_int32(spans.starts),
+            next_offset=as_int32(spans.stops),
+        )
+        if spans.columns > max(FEW_QUERIES, self.max_paged_queries):
+            starts, stops = spans.starts.tolist(), spans.stops.tolist()
+            self.row_chunks = [
+                _chunk(*row, block_size) for row in zip(tables, starts, stops, strict=True)
+            ]
 
     def serves(self, ids: tuple[int, ...], spans: PaddedSpans) -> bool:
         """Whether another layer of the same forward can use it."""
         return self.valid and self.ids == ids and self.spans == spans
 
-    @cached_property
-    def slots(self) -> mx.array:
-        """``[B * N]`` int32, slot mapping of the columns; -1 for padding."""
-        positions, size = self.spans.positions, np.int32(self._block_size)
-        blocks = np.take_along_axis(self._host_tables, np.maximum(positions, 0) // size, axis=1)
-        slots = np.where(self.spans.are_tokens, blocks * size + positions % size, np.int32(-1))
-        return as_int32(slots.reshape(-1))
 
-    @cached_property
-    def tables(self) -> mx.array:
-        """``[B, M]`` int32."""
-        return mx.array(self._host_tables)
+def _wide_enough(tables: Int32Array, spans: PaddedSpans, block_size: int) -> Int32Array:
+    """The tables with exactly as many columns as the forward's positions need."""
+    longest = max(1, int(spans.starts.max(initial=0)) + spans.columns)
+    width = ceil_div(longest, block_size)
+    return np.pad(tables, ((0, 0), (0, max(0, width - tables.shape[1]))))[:, :width]
 
-    @cached_property
-    def context_lens(self) -> mx.array:
-        """``[B]`` int32, position after each row's last column, padding included."""
-        return as_int32(self.spans.starts + np.int32(self.spans.columns))
 
-    @cached_property
-    def next_offset(self) -> mx.array:
-        """``[B]`` int32, position of each row's next token."""
-        return as_int32(self.spans.stops)
+def _slots(tables: Int32Array, spans: PaddedSpans, block_size: int) -> mx.array:
+    """Slot mapping of the columns; -1 for padding."""
+    positions, size = spans.positions, np.int32(block_size)
+    blocks = np.take_along_axis(tables, np.maximum(positions, 0) // size, axis=1)
+    slots = np.where(spans.are_tokens, blocks * size + positions % size, np.int32(-1))
+    return as_int32(slots.reshape(-1))
 
-    @cached_property
-    def chunks(self) -> list[Chunk | None]:
-        """Each row's tokens; `first_row` is their first column. None for a row of padding."""
-        return [self._chunk(row) for row in range(len(self.ids))]
 
-    def _chunk(self, row: int) -> Chunk | None:
-        start, stop = int(self.spans.starts[row]), int(self.spans.stops[row])
-        first = max(start, 0)
-        if stop <= first:
-            return None
-        blocks = self._host_tables[row, : -(-stop // self._block_size)]
-        return Chunk(first - start, first, stop - first, mx.array(blocks))
-
-    def gathered(self, cache: mx.array) -> mx.array:
-        """``[B, H_kv, S, D]``, each row's context of one layer's ``[H_kv, num_blocks, ...]``."""
-        length = self.spans.max_context
-        return ops.gather_blocks(cache, self.tables[:, : -(-length // self._block_size)], length)
+def _chunk(table: Int32Array, start: int, stop: int, block_size: int) -> Chunk | None:
+    """A row's tokens without its padding; None for a row of padding."""
+    first = max(start, 0)
+    if stop <= first:
+        return None
+    blocks = mx.array(table[: ceil_div(stop, block_size)])
+    return Chunk(first - start, first, stop - first, blocks)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.attention.forward import LayerView
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.kv.block_tables import Int32Array
@@ -49,6 +50,15 @@ class PoolLayer:
             self._kv.grow(num_blocks)
         return self._kv
 
+    @property
+    def arrays(self) -> tuple[mx.array, mx.array]:
+        """What the model stored, ``[H_kv, num_blocks, block_size, D]`` each."""
+        return self.kv.write_targets(0)
+
+    def depend_on(self, array: mx.array) -> None:
+        """Evaluate `array` before what is read or written from now on."""
+        self.kv.set_keys(0, mx.depends([self.kv.k[0]], [array])[0])
+
     def layer_for(self, keys: mx.array, values: mx.array) -> PoolLayer:
         """The layer for the first K/V of a sequence: this one, or the same layer of another pool if
         this one holds K/V of another shape or type."""
@@ -76,7 +86,7 @@ class PoolLayer:
             step = self.pool.step(rows, ids, spans)
             k = keys.astype(dtype).transpose(0, 2, 1, 3).flatten(0, 1)
             v = values.astype(dtype).transpose(0, 2, 1, 3).flatten(0, 1)
-            self.kv.write(0, k, v, step.slots)
+            self.kv.write(0, k, v, step.slot_mapping)
         return step
 
     def _checked(self, keys: mx.array, values: mx.array) -> KVShape:
@@ -108,7 +118,8 @@ class PoolLayer:
         runs = np.split(blocks, np.flatnonzero(ends_run) + 1)
         spans = [(int(run[0]), int(run[-1]) + 1, size) for run in runs]
         spans[-1] = *spans[-1][:2], rest or size
-        return _views(self.kv.k[0], spans), _views(self.kv.v[0], spans)
+        keys, values = self.arrays
+        return _views(keys, spans), _views(values, spans)
 
     def _blocks(self, row: PagedSequence, num_tokens: int) -> Int32Array:
         allocator = self.pool.allocator
@@ -129,7 +140,7 @@ class PoolLayer:
         child = row.fork_for(self)
         if source.pool is not self.pool and num_tokens > 0:
             blocks = mx.array(source._blocks(row, num_tokens))
-            keys, values = source.kv.gather(0, blocks, num_tokens)
+            keys, values = LayerView(source.kv, 0).contiguous(blocks, num_tokens)
             # Before any later write to these blocks: no graph would order the two.
             mx.eval(keys, values)
             self.write([child], (child.id,), PaddedSpans.of([0], num_tokens), keys, values)
@@ -137,11 +148,15 @@ class PoolLayer:
 
 
 def _shape_of(keys: mx.array, values: mx.array) -> KVShape:
-    return KVShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+    """How K/V is stored: arrays of one head but different widths are latents and rotary keys."""
+    heads, k_dim, v_dim = keys.shape[1], keys.shape[3], values.shape[3]
+    if heads == 1 and k_dim != v_dim and k_dim and v_dim:
+        return KVShape(1, k_dim + v_dim, k_dim, keys.dtype, latent=True)
+    return KVShape(heads, k_dim, v_dim, keys.dtype)
 
 
 def _dims(shape: KVShape) -> tuple[int, int, int]:
-    return shape.n_kv_heads, shape.head_dim, shape.v_head_dim
+    return shape.n_kv_heads, *shape.row_dims
 
 
 def _views(cache: mx.array, spans: list[tuple[int, int, int]]) -> list[mx.array]:

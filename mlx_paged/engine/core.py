@@ -348,7 +348,7 @@ class EngineCore:
     def _append(self, choice: SampledToken) -> TokenOutput | None:
         """Give a request its next token; None if there is no output yet, or no more."""
         request = choice.request
-        if request.is_finished or (request.synchronous and request.id not in self._beams):
+        if request.finish_reason or (request.synchronous and request.id not in self._beams):
             return None  # it ended earlier in this very step
         if choice.error is not None:
             return self._fail(request, choice.error)

@@ -69,7 +69,7 @@ class StepPipeline(Generic[LaunchedT]):
         """Start again after a failure; return the requests that end because of it."""
         self._under_way = None
         self.runner.recover()
-        alive = [request for request in fault.requests if not request.is_finished]
+        alive = [request for request in fault.requests if not request.finish_reason]
         self._scheduler.recover(alive)
         if not isinstance(fault.error, Exception):  # no request causes a KeyboardInterrupt
             return []
@@ -126,7 +126,7 @@ class StepPipeline(Generic[LaunchedT]):
         result.blocks_in_use = current.blocks_in_use
         for request in current.launched.requests:
             request.num_in_flight -= not request.synchronous
-        result.choices = [choice for choice in choices if not choice.request.is_finished]
+        result.choices = [choice for choice in choices if not choice.request.finish_reason]
         committing = self._clock()
         self._scheduler.commit(current.step)
         self._scheduler.budget.observe(current.step.work, result.seconds)

@@ -58,7 +58,7 @@ class SpikeDetector:
 
     def add(self, tick: Tick) -> Iterator[Spike]:
         """Record a tick; yield the spikes found so far and set the causes of their ticks."""
-        is_mixed = tick.decode_tokens and tick.has_prompt_tokens
+        is_mixed = tick.decode_tokens and (tick.prefill_tokens or tick.launched_prefill_tokens)
         if not tick.faults and not is_mixed:
             self._recent(tick).append(tick)
         if tick.tick_ms > (self.threshold_ms or FLOOR_MS):

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.attention.pool_attention import Chunk, causal_mask
+from mlx_paged.attention.forward import Chunk, Forward
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import as_int32
@@ -104,41 +103,6 @@ class Layout(StrEnum):
 
 
 @dataclass(frozen=True, eq=False)
-class SampledRows:
-    """A batch's sampled tokens: R rows that attend and whose K/V is stored already.
-
-    Attributes:
-        positions: ``[R]`` int32.
-        context_lens: ``[R]`` int32, the token itself included.
-        block_tables: ``[R, max_blocks]`` int32.
-        max_context: the longest context.
-    """
-
-    positions: mx.array
-    context_lens: mx.array
-    block_tables: mx.array
-    max_context: int
-    layout: ClassVar[Layout] = Layout.ROWS
-    chunks: ClassVar[tuple[Chunk, ...]] = ()
-
-    @property
-    def num_decodes(self) -> int:
-        return self.positions.size
-
-    @property
-    def row_tables(self) -> mx.array:
-        return self.block_tables
-
-    @property
-    def next_offset(self) -> mx.array:
-        return self.context_lens
-
-    def mask(self, window: int | None) -> mx.array:
-        """``[R, 1, 1, S]`` bool over gathered keys: causal, within `window`."""
-        return causal_mask(self.positions[:, None, None, None], self.max_context, window)
-
-
-@dataclass(frozen=True, eq=False)
 class PendingTokens:
     """Tokens that a running step is choosing: one for each of `requests`, ``[R]`` int32."""
 
@@ -159,16 +123,10 @@ class Batch:
 
     Attributes:
         tokens: ``[T]`` int32 ids.
-        positions: ``[T]`` int32, of each token in its sequence.
         num_tokens: T.
-        slot_mapping: ``[T]`` int32, the slot for each token's K/V.
         num_decodes: how many of the first tokens are single ones, attended through block tables.
-        block_tables: ``[num_decodes, max_blocks]`` int32.
-        context_lens: ``[num_decodes]`` int32, the token itself included.
-        offset: the rotary offset: `positions`, or of a chunk the position of its first token.
-        next_offset: the same after these tokens.
-        max_context: the longest context, which is the length of gathered keys.
-        chunks: the other tokens, sequence by sequence.
+        start: position of the first token.
+        forward: what the layers know of it.
         sampled: the requests that get a token.
         sampled_lengths: number of tokens of each of `sampled` before this one, tokens that are
             still being chosen included; ``[R]`` int32, on the host.
@@ -199,50 +157,46 @@ class Batch:
             spans = singles + [s for s in spans if len(s) > 1]
         self.num_decodes = len(singles)
         self.start = spans[0].start
-        self.offset: int | mx.array
-        self.next_offset: int | mx.array
         self.seq_ids = [span.request.id for span in spans]
         self._starts = np.array([span.start for span in spans], np.int32)
         self._stops = np.array([span.stop for span in spans], np.int32)
-        self._tables = tables or BatchTables(allocator)
-        self._chunk_tables = [allocator.table(i) for i in self.seq_ids[self.num_decodes :]]
-        self._lay_out(allocator.block_size)
-        self._choose_rows(spans)
-        self.tokens = self._known_and_coming(spans, coming)
-        self.chunks = [
-            self._chunk(allocator, index) for index in range(self.num_decodes, len(spans))
-        ]
-
-    def _lay_out(self, block_size: int) -> None:
-        """Set positions, slots, and the tables and context lengths of single tokens."""
-        count = self.num_decodes
         self._lengths = self._stops - self._starts
         self._first_rows = np.cumsum(self._lengths, dtype=np.int32) - self._lengths
-        if self._chunk_tables:
+        self._positions = self._starts
+        if self.num_decodes < len(spans):
             offsets = np.repeat(self._starts - self._first_rows, self._lengths)
-            positions = np.arange(len(offsets), dtype=np.int32) + offsets
-        else:
-            positions = self._starts
-        self._tables.update(self.seq_ids[:count])
-        columns = positions // np.int32(block_size)
-        blocks = [self._tables.blocks_at(columns[:count])]
-        for index, table in enumerate(self._chunk_tables, start=count):
-            first = self._first_rows[index]
-            blocks.append(table[columns[first : first + self._lengths[index]]])
-        slots = np.concatenate(blocks) * np.int32(block_size) + positions % np.int32(block_size)
-        self._host_positions = positions
-        self.num_tokens = len(positions)
-        self.max_context = int(self._stops.max())
-        self.positions = mx.array(positions)
-        self.slot_mapping = mx.array(slots)
-        self.block_tables = self._tables.array
-        self.context_lens = mx.array(self._stops[:count])
+            self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
+        self.num_tokens = len(self._positions)
+        self.forward = self._forward(allocator, tables or BatchTables(allocator))
+        self._choose_rows(spans)
+        self.tokens = self._known_and_coming(spans, coming)
+
+    def _forward(self, allocator: BlockAllocator, tables: BatchTables) -> Forward:
+        """What layers know whose block tables these are."""
+        count, size = self.num_decodes, np.int32(allocator.block_size)
+        tables.update(self.seq_ids[:count])
+        columns = self._positions // size
+        blocks = [tables.blocks_at(columns[:count])]
+        chunks = []
+        for index in range(count, len(self.seq_ids)):
+            table = allocator.table(self.seq_ids[index])
+            first, start, length = (
+                int(of[index]) for of in (self._first_rows, self._starts, self._lengths)
+            )
+            blocks.append(table[columns[first : first + length]])
+            block_ids = mx.array(table[: allocator.blocks_needed(start + length)])
+            chunks.append(Chunk(first, start, length, block_ids))
+        slots = mx.array(np.concatenate(blocks) * size + self._positions % size)
+        positions, max_context = mx.array(self._positions), int(self._stops.max())
         if self.layout is Layout.CHUNK:
-            self.offset, self.next_offset = self.start, self.start + len(positions)
-        else:
-            self.offset, self.next_offset = self.positions, self.context_lens
-            if self._chunk_tables:
-                self.next_offset = mx.array(positions + np.int32(1))
+            [chunk] = chunks
+            row = chunk.tables, chunk.context_lens, max_context, chunk.start, chunk.stop
+            return Forward(chunk.length, positions, slots, *row, row_chunks=chunks)
+        context_lens = next_offset = mx.array(self._stops[:count])
+        if chunks:
+            next_offset = mx.array(self._positions + np.int32(1))
+        rows = tables.array, context_lens, max_context, positions, next_offset
+        return Forward(1, positions, slots, *rows, chunks)
 
     def _choose_rows(self, spans: Sequence[Span]) -> None:
         """Set which requests get a token, and from which rows of logits."""
@@ -284,12 +238,6 @@ class Batch:
         sources[self._first_rows[late]] = len(tokens) + np.array(rows)
         return mx.concatenate([as_int32(tokens), coming.tokens])[mx.array(sources)]
 
-    def _chunk(self, allocator: BlockAllocator, index: int) -> Chunk:
-        start, stop = int(self._starts[index]), int(self._stops[index])
-        table = self._chunk_tables[index - self.num_decodes]
-        block_ids = mx.array(table[: allocator.blocks_needed(stop)])
-        return Chunk(int(self._first_rows[index]), start, stop - start, block_ids)
-
     @cached_property
     def sampled_rows(self) -> mx.array:
         """Rows that need logits, int32."""
@@ -308,44 +256,14 @@ class Batch:
         rows = self.sampled_rows if self.logits_of is None else self.sampled_rows[self.logits_of]
         return self.tokens[rows]
 
-    @cached_property
-    def row_tables(self) -> mx.array:
-        """Block table of every row of the model's input, ``[T or 1, max_blocks]`` int32."""
-        if not self._chunk_tables:
-            return self.block_tables
-        tables = _padded(self._tables.host(), self._chunk_tables)
-        if self.layout is Layout.CHUNK:
-            return mx.array(tables)
-        sequences = np.repeat(np.arange(len(tables), dtype=np.int32), self._lengths)
-        return mx.take(mx.array(tables), mx.array(sequences), axis=0)
-
-    def mask(self, window: int | None) -> mx.array:
-        """``[T, 1, 1, S]`` or ``[1, 1, L, S]`` bool over gathered keys: causal, within `window`."""
-        shape = (-1, 1, 1, 1) if self.layout is Layout.ROWS else (1, 1, -1, 1)
-        return causal_mask(self.positions.reshape(shape), self.max_context, window)
-
-    def sampled_alone(self) -> SampledRows:
-        """The sampled tokens of a batch of rows."""
+    def sampled_alone(self) -> Forward:
+        """The sampled tokens of a batch of rows, whose K/V is stored already."""
         assert self.layout is Layout.ROWS
-        positions = self._host_positions[self._sampled_rows]
-        contexts = positions + np.int32(1)
-        sampled, max_context = mx.array(positions), int(contexts.max())
-        return SampledRows(sampled, mx.array(contexts), self._sampled_tables(), max_context)
-
-    def _sampled_tables(self) -> mx.array:
-        """Block tables of the sampled rows, ``[R, max_blocks]`` int32."""
-        singles, chunks = self._draws[: self.num_decodes], self._draws[self.num_decodes :]
-        if singles.all() and not chunks.any():
-            return self.block_tables
-        others = [self._chunk_tables[index] for index in np.flatnonzero(chunks)]
-        return mx.array(_padded(self._tables.host()[singles], others))
-
-
-def _padded(rows: Int32Array, tables: Sequence[Int32Array]) -> Int32Array:
-    """`rows`, then `tables`, each filled with zeros up to the longest."""
-    width = max([rows.shape[1], *map(len, tables)])
-    padded = np.zeros((len(rows) + len(tables), width), np.int32)
-    padded[: len(rows), : rows.shape[1]] = rows
-    for row, table in zip(padded[len(rows) :], tables, strict=True):
-        row[: len(table)] = table
-    return padded
+        contexts = self._positions[self._sampled_rows] + np.int32(1)
+        positions, context_lens = mx.array(contexts - np.int32(1)), mx.array(contexts)
+        tables = self.forward.block_tables
+        drawing = np.flatnonzero(self._draws).astype(np.int32)
+        if not np.array_equal(drawing, np.arange(self.num_decodes)):
+            tables = mx.take(self.forward.sequence_tables, mx.array(drawing), axis=0)
+        offsets = int(contexts.max()), positions, context_lens
+        return Forward(1, positions, None, tables, context_lens, *offsets)

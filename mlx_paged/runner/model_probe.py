@@ -1,7 +1,7 @@
 """Trace a model once to find what its layers store and how its tokens may be batched."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -11,9 +11,15 @@ from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged.attention.prewarm import AttentionKind
-from mlx_paged.attention.sdpa_hook import CausalMask, KVHandle, RotaryHandle, attention_hook
+from mlx_paged.attention.sdpa_hook import (
+    AttendingCache,
+    KVHandle,
+    Query,
+    RotaryHandle,
+    attention_hook,
+)
 from mlx_paged.kv.pool import KVPool, KVShape
-from mlx_paged.runner.layer_cache import UntrimmedCache, layer_cache, storable
+from mlx_paged.runner.layer_cache import PagedLayerCache, UntrimmedCache, storable
 from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows
 
 REFUSED = {
@@ -73,12 +79,13 @@ class ModelProfile:
     last_layer_narrows: bool
 
 
-class _Recorder(UntrimmedCache):
+class _Recorder(AttendingCache, UntrimmedCache):
     """An empty cache that records what a layer stores and whether its attention can be diverted."""
 
     def __init__(self, rows: int, window: int | None) -> None:
         self.rows = rows
-        self.window = window
+        self.window = None  # so that masks have the window that the model asks for
+        self.layer_window = window
         self.shape: KVShape | None = None
         self.attention: AttentionKind | None = None
         self.windows: set[int | None] = set()  # of all layers that attend to it
@@ -102,34 +109,20 @@ class _Recorder(UntrimmedCache):
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         return KVHandle.of(self.keys, self, "keys"), RotaryHandle.of(self.values, self, "values")
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> CausalMask:
-        mask = mx.broadcast_to(mx.tri(N, dtype=mx.bool_), (self.rows, 1, N, N))
-        return CausalMask.of(mask, window_size)
+    def mask(self, columns: int, window: int | None) -> mx.array:
+        return mx.broadcast_to(mx.tri(columns, dtype=mx.bool_), (self.rows, 1, columns, columns))
 
-    def attend(
-        self, q: mx.array, scale: float, window: int | None, sinks: mx.array | None
-    ) -> mx.array | None:
-        assert self.shape is not None
-        window = window or self.window
+    def attend(self, query: Query) -> mx.array | None:
+        shape, q = self.shape, query.q
+        assert shape is not None
+        if query.rotary is not None:
+            rank, rope = shape.row_dims
+            self.shape = shape = replace(shape, head_dim=rank + rope, v_head_dim=rank, latent=True)
+        window = query.window or self.layer_window
         self.windows.add(window)
-        self.attention = AttentionKind(self.shape, q.shape[1], q.dtype, window, sinks is not None)
-        return mx.zeros((*q.shape[:3], self.shape.v_head_dim)) if self._is_narrowed else None
-
-    def attend_latents(
-        self,
-        q: mx.array,
-        rotary_q: mx.array,
-        scale: float,
-        window: int | None,
-        sinks: mx.array | None,
-    ) -> mx.array | None:
-        assert self.shape is not None
-        rank, rope = self.shape.row_dims
-        heads, dtype = self.shape.n_kv_heads, self.shape.dtype
-        self.shape = KVShape(heads, rank + rope, rank, dtype, latent=True)
-        return self.attend(q, scale, window, sinks)
+        has_sinks = query.sinks is not None
+        self.attention = AttentionKind(shape, q.shape[1], q.dtype, window, has_sinks)
+        return mx.zeros((*q.shape[:3], shape.v_head_dim)) if self._is_narrowed else None
 
     def size(self) -> int:
         return 0
@@ -256,7 +249,7 @@ def make_caches(model: nn.Module, pool: KVPool) -> list[Any]:
     """The model's cache list with every K/V leaf replaced by a layer of the pool."""
     layers: Iterator[int] = iter(range(pool.n_layers))
     return [
-        _convert(cache, lambda window: layer_cache(pool, next(layers), window))
+        _convert(cache, lambda window: PagedLayerCache(pool, next(layers), window))
         for cache in make_prompt_cache(model)
     ]
 

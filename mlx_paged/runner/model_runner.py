@@ -186,7 +186,7 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> mx.array:
         """Logits ``[R, vocab]`` of the batch's sampled rows."""
         for layer in self.layers:
-            layer.bind(batch)
+            layer.bind(batch.forward)
         if self._is_recurrent:
             if batch.start == 0 and batch.layout is Layout.CHUNK:  # new or preempted
                 self.states.drop(batch.seq_ids[0])

@@ -67,7 +67,7 @@ class ProfilingRunner(ModelRunner):
         pool = self.manager.pool
 
         def timed(*args: Any) -> Any:
-            mx.eval([arg for arg in args if isinstance(arg, mx.array)], pool.handles())
+            mx.eval(args, pool.handles())
             with self._phases.measure(phase):
                 result = function(*args)
                 mx.eval(result, pool.handles())

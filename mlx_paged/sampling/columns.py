@@ -91,10 +91,6 @@ class SamplingRows:
         self.num_reported = min(max((p.logprobs for p in params), default=0), vocab)
         self.may_be_empty = [i for i, request in enumerate(requests) if _may_be_empty(request)]
 
-    def belong_to(self, requests: Sequence[Request], vocab: int) -> bool:
-        """Whether the columns are those of exactly these requests, compared by identity."""
-        return self.vocab == vocab and self.requests == list(requests)
-
 
 def _drawn(
     requests: Sequence[Request], params: Sequence[SamplingParams], vocab: int

@@ -63,8 +63,9 @@ class Sampler:
             lengths: ``num_tokens`` ``[R]`` of each request; None: read from the requests.
         """
         assert len(requests) == len(logits) == len(newest), "one row for each request"
-        if not self._rows.belong_to(requests, logits.shape[-1]):
-            self._compose(requests, logits.shape[-1])
+        known, vocab = self._rows, logits.shape[-1]
+        if known.vocab != vocab or known.requests != list(requests):
+            self._compose(requests, vocab)
         if lengths is None:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
         errors = dict(self._rows.errors)

@@ -183,7 +183,7 @@ class Scheduler:
         for request in self.waiting:
             request.num_in_flight = 0
         for request in failed:
-            if request.is_finished:
+            if request.finish_reason:
                 continue
             request.error = None  # of the failed step; the caller does not know it
             if request not in self.waiting:  # its last token was under way
@@ -235,7 +235,7 @@ class Scheduler:
         return self.rewinds and self.allocator.can_continue(request.id, position)
 
     def _fork_samples(self, request: Request) -> tuple[Request, ...]:
-        forks = tuple(fork for fork in request.samples if not fork.is_finished)
+        forks = tuple(fork for fork in request.samples if not fork.finish_reason)
         request.samples = []
         for fork in forks:
             self._share(request, fork)
@@ -376,7 +376,7 @@ class Scheduler:
 
     def _hand_over_samples(self, request: Request) -> None:
         """The first sample of a prompt ends before the others forked: the next one replaces it."""
-        alive = [sample for sample in request.samples if not sample.is_finished]
+        alive = [sample for sample in request.samples if not sample.finish_reason]
         request.samples = []
         if not alive:
             return

@@ -11,17 +11,15 @@ from paged_cases import TOLERANCE, random_case, worst_error
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine
+from mlx_paged.attention.forward import Chunk, Forward, LayerView, causal_mask
 from mlx_paged.attention.pool_attention import (
     ANY_NUMBER,
     FEW_QUERIES,
     PATHS,
-    Chunk,
-    PoolAttention,
-    causal_mask,
     max_paged_queries,
     path_counts,
 )
-from mlx_paged.drop_in.base_cache import LayerView
+from mlx_paged.attention.sdpa_hook import Query
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.patch import patched_mlx_lm
@@ -42,9 +40,21 @@ def pool_of(case) -> KVPool:
     return pool
 
 
-def attention_of(case) -> PoolAttention:
-    window, sinks = (case.options.get(name) for name in ("window", "sinks"))
-    return PoolAttention(pool_of(case), 0, case.scale, window, sinks, max_paged_queries())
+def query_of(case) -> Query:
+    return Query(case.q, case.scale, case.options.get("window"), case.options.get("sinks"))
+
+
+def attended(case, limit: int, chunks=()) -> mx.array | None:
+    """The case's queries as rows that attend as they are, or as chunks if longer than `limit`."""
+    view = LayerView(pool_of(case), 0, max_paged_queries=limit)
+    tables, lens = case.block_tables, case.context_lens
+    length, max_context = case.q.shape[2], int(lens.max())
+    positions = lens[:, None] - length + mx.arange(length)
+    offsets = lens - length, lens
+    view.forward = Forward(
+        length, positions, None, tables, lens, max_context, *offsets, row_chunks=chunks
+    )
+    return view.attend(query_of(case))
 
 
 def assert_like_float64(out, case) -> None:
@@ -60,9 +70,9 @@ def assert_like_float64(out, case) -> None:
 def test_both_paths_attend_a_chunk_as_float64_does(path, length, options):
     case = random_case([37], num_tokens=length, block_size=BLOCK, options=options)
     with attending_by(path):
-        attention = attention_of(case)
         blocks = case.block_tables[0, : -(-37 // BLOCK)]
-        out = attention.chunk(case.q, Chunk(0, 37 - length, length, blocks))
+        chunk = Chunk(0, 37 - length, length, blocks)
+        out = attended(case, max_paged_queries(), [chunk])
     assert path_counts == {path: 1}
     assert_like_float64(out, case)
 
@@ -75,8 +85,7 @@ def test_both_paths_attend_a_chunk_as_float64_does(path, length, options):
 def test_both_paths_attend_ragged_rows_as_float64_does(path, length, options):
     case = random_case([3, 29, 16], num_tokens=length, block_size=BLOCK, options=options)
     with attending_by(path):
-        attention = attention_of(case)
-        out = attention.rows(case.q, case.block_tables, case.context_lens)
+        out = attended(case, max_paged_queries())
     assert path_counts == {path: 1}
     assert_like_float64(out, case)
 
@@ -92,7 +101,8 @@ def test_rows_of_a_padded_forward_are_gathered_one_by_one_if_long(path, columns,
     spans = PaddedSpans.of(contexts - np.int32(columns), columns)
     with attending_by(path):
         step = PaddedBatch((0, 1, 2), spans, np.array(case.block_tables), BLOCK)
-        out = LayerView(pool, step, None).attend(case.q, case.scale, None, None)
+        view = LayerView(pool, 0, None, step.max_paged_queries, step)
+        out = view.attend(query_of(case))
     assert path_counts == {path: num_calls}
     assert_like_float64(out, case)
 
@@ -147,10 +157,10 @@ def test_the_environment_overrides_the_device(path, expected, on_a_gpu):
 @pytest.mark.parametrize(("length", "path"), [(1, "paged"), (8, "paged"), (9, "gather")])
 def test_longer_chunks_than_the_limit_are_gathered(length, path):
     case = random_case([37], num_tokens=length, block_size=BLOCK)
-    attention = PoolAttention(pool_of(case), 0, case.scale, None, None, FEW_QUERIES)
     path_counts.clear()
-    attention.chunk(case.q, Chunk(0, 37 - length, length, case.block_tables[0, :10]))
-    attention.rows(case.q, case.block_tables, case.context_lens)
+    view, query = LayerView(pool_of(case), 0, None, FEW_QUERIES), query_of(case)
+    view.chunk(query, Chunk(0, 37 - length, length, case.block_tables[0, :10]))
+    view.rows(query, case.block_tables, case.context_lens)
     assert path_counts == {path: 2}
 
 

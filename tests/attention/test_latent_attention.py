@@ -277,7 +277,7 @@ def test_latents_that_were_probed_may_still_be_gathered(models, monkeypatch):
     model = models("deepseek_v3")
     engine = Engine(model, block_size=4, num_blocks=96, prefill_chunk=6)
     for layer in engine.runner.layers:
-        monkeypatch.setattr(layer, "attend_latents", lambda *_: None)
+        monkeypatch.setattr(layer, "attend", lambda _: None)
     path_counts.clear()
     done = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
     assert not path_counts

@@ -7,6 +7,7 @@ import pytest
 from paged_cases import memory_limit
 
 from mlx_paged.attention.sdpa_hook import (
+    AttendingCache,
     CausalMask,
     KVHandle,
     RotaryHandle,
@@ -16,25 +17,23 @@ from mlx_paged.attention.sdpa_hook import (
 )
 
 
-class FakeCache:
+class FakeCache(AttendingCache):
     """A cache that notes how it was asked."""
+
+    window = None
 
     def __init__(self, answer: mx.array | None = None) -> None:
         self.answer = answer
         self.asked: list[tuple[float, int | None]] = []
         self.rotary_queries: list[mx.array] = []
 
-    def attend(self, q, scale, window, sinks):
-        self.asked.append((scale, window))
+    def attend(self, query):
+        self.asked.append((query.scale, query.window))
+        self.rotary_queries.append(query.rotary)
         return self.answer
 
-    def attend_latents(self, q, rotary_q, scale, window, sinks):
-        self.asked.append((scale, window))
-        self.rotary_queries.append(rotary_q)
-        return self.answer
-
-    def make_mask(self, N, return_array=False, window_size=None):
-        return CausalMask.of(mx.array([[[[True, False, False]]]]), None)
+    def mask(self, columns, window):
+        return mx.array([[[[True, False, False]]]])
 
 
 def arrays() -> tuple[mx.array, mx.array, mx.array]:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from attention_paths import attending_by
 
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 
@@ -14,30 +15,31 @@ def step(starts, columns, lengths=None) -> PaddedBatch:
 
 
 def test_padding_has_no_slot():
-    slots = np.array(step([-2, 3], 4, [4, 2]).slots).reshape(2, 4)
+    slots = np.array(step([-2, 3], 4, [4, 2]).slot_mapping).reshape(2, 4)
     assert slots.tolist() == [[-1, -1, 28, 29], [11, 36, -1, -1]]
 
 
 def test_a_chunk_is_a_rows_tokens_without_its_padding():
-    padded = step([-2, 3], 6, [6, 3])
-    left, right = padded.chunks
-    assert (left.first_row, left.start, left.length, left.context_len) == (2, 0, 4, 4)
-    assert (right.first_row, right.start, right.length, right.context_len) == (0, 3, 3, 6)
+    with attending_by("gather"):
+        left, right = step([-2, 3], 9, [6, 3]).row_chunks
+    assert (left.first, left.start, left.length, left.stop) == (2, 0, 4, 4)
+    assert (right.first, right.start, right.length, right.stop) == (0, 3, 3, 6)
     assert np.array(left.block_ids).tolist() == [7]
     assert np.array(right.block_ids).tolist() == [2, 9]
 
 
 @pytest.mark.parametrize(
-    ("starts", "lengths"), [([-6, 0], None), ([-9, 0], None), ([5, 0], [0, 6])]
+    ("starts", "lengths"), [([-9, 0], None), ([-12, 0], None), ([5, 0], [0, 9])]
 )
 def test_a_row_of_padding_is_no_chunk(starts, lengths):
-    padding, tokens = step(starts, 6, lengths).chunks
-    assert padding is None and tokens.length == 6
+    with attending_by("gather"):
+        padding, tokens = step(starts, 9, lengths).row_chunks
+    assert padding is None and tokens.length == 9
 
 
 def test_tables_reach_the_last_column_and_no_further():
-    assert np.array(step([0, 2], 3).tables).tolist() == [[7, 3], [2, 9]]
-    assert step([0, 0], 17, [1, 1]).tables.shape == (2, 5)
+    assert np.array(step([0, 2], 3).block_tables).tolist() == [[7, 3], [2, 9]]
+    assert step([0, 0], 17, [1, 1]).block_tables.shape == (2, 5)
 
 
 @pytest.mark.parametrize(

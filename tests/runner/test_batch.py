@@ -41,7 +41,7 @@ def test_single_tokens_come_first_then_chunks_in_order():
     assert batch.seq_ids == [1, 3, 0, 2]
     assert batch.num_decodes == 2
     assert batch.tokens.tolist() == [105, 308, 3, 4, 5, 6, 7, 8, 208, 209, 210]
-    assert batch.positions.tolist() == [5, 8, 3, 4, 5, 6, 7, 8, 8, 9, 10]
+    assert batch.forward.positions.tolist() == [5, 8, 3, 4, 5, 6, 7, 8, 8, 9, 10]
     assert batch.inputs.shape == (11, 1)
 
 
@@ -50,33 +50,34 @@ def test_slots_are_where_the_block_tables_say():
     owners = [1, 3, *[0] * 6, *[2] * 3]
     expected = [
         allocator.table(owner)[p // BLOCK] * BLOCK + p % BLOCK
-        for owner, p in zip(owners, batch.positions.tolist(), strict=True)
+        for owner, p in zip(owners, batch.forward.positions.tolist(), strict=True)
     ]
-    assert batch.slot_mapping.tolist() == expected
+    assert batch.forward.slot_mapping.tolist() == expected
 
 
 def test_every_row_has_the_block_table_of_its_sequence():
     allocator, batch = mixed_batch()
-    tables, owners = batch.row_tables.tolist(), [1, 3, *[0] * 6, *[2] * 3]
-    assert batch.max_context == 11 and len(tables) == batch.num_tokens
-    for table, owner, position in zip(tables, owners, batch.positions.tolist(), strict=True):
+    tables, owners = batch.forward.row_tables.tolist(), [1, 3, *[0] * 6, *[2] * 3]
+    positions = batch.forward.positions.tolist()
+    assert batch.forward.max_context == 11 and len(tables) == batch.num_tokens
+    for table, owner, position in zip(tables, owners, positions, strict=True):
         blocks = position // BLOCK + 1
         assert table[:blocks] == allocator.table(owner)[:blocks].tolist()
 
 
 def test_decode_tables_and_context_lens_include_the_token_itself():
     allocator, batch = mixed_batch()
-    assert batch.context_lens.tolist() == [6, 9]
-    assert batch.block_tables.shape == (2, 3)
-    assert batch.block_tables.tolist()[0][:2] == allocator.table(1).tolist()
-    assert batch.block_tables.tolist()[1] == allocator.table(3).tolist()
+    assert batch.forward.context_lens.tolist() == [6, 9]
+    assert batch.forward.block_tables.shape == (2, 3)
+    assert batch.forward.block_tables.tolist()[0][:2] == allocator.table(1).tolist()
+    assert batch.forward.block_tables.tolist()[1] == allocator.table(3).tolist()
 
 
 def test_chunks_know_their_rows_and_blocks():
     allocator, batch = mixed_batch()
-    first, second = batch.chunks
-    assert (first.first_row, first.start, first.length, first.context_len) == (2, 3, 6, 9)
-    assert (second.first_row, second.start, second.length) == (8, 8, 3)
+    first, second = batch.forward.chunks
+    assert (first.first, first.start, first.length, first.stop) == (2, 3, 6, 9)
+    assert (second.first, second.start, second.length) == (8, 8, 3)
     assert first.block_ids.tolist() == allocator.table(0).tolist()
     assert second.block_ids.tolist() == allocator.table(2).tolist()
 
@@ -98,7 +99,7 @@ def test_sampled_rows_alone_have_the_tables_of_their_sequences(spans, sampled):
     allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
     rows = Batch(make_spans(allocator, *spans), allocator).sampled_alone()
     stops = [spans[owner][2] for owner in sampled]
-    assert rows.num_decodes == len(sampled) and rows.max_context == max(stops)
+    assert rows.slot_mapping is None and rows.max_context == max(stops)
     assert rows.positions.tolist() == [stop - 1 for stop in stops]
     assert rows.context_lens.tolist() == stops
     for row, owner in zip(rows.block_tables.tolist(), sampled, strict=True):
@@ -110,7 +111,7 @@ def test_where_only_decodes_are_sampled_their_tables_are_used_again():
     allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
     batch = Batch(make_spans(allocator, (20, 3, 9), (6, 5, 6), (9, 8, 9)), allocator)
     rows = batch.sampled_alone()
-    assert rows.block_tables is batch.block_tables
+    assert rows.block_tables is batch.forward.block_tables
     assert rows.positions.tolist() == [5, 8]
 
 
@@ -118,8 +119,8 @@ def test_the_mask_of_sampled_rows_is_theirs_in_the_batchs_mask():
     _, batch = mixed_batch()
     rows = batch.sampled_alone()
     for window in (None, 3):
-        whole = np.array(batch.mask(window))[batch.sampled_rows.tolist()]
-        assert np.array_equal(np.array(rows.mask(window)), whole)
+        whole = np.array(batch.forward.mask(1, window))[batch.sampled_rows.tolist()]
+        assert np.array_equal(np.array(rows.mask(1, window)), whole)
 
 
 def test_only_rows_that_yield_a_token_are_sampled():
@@ -132,18 +133,24 @@ def test_a_chunk_layout_holds_one_sequence():
     allocator = BlockAllocator(num_blocks=8, block_size=BLOCK)
     batch = Batch(make_spans(allocator, (9, 4, 9)), allocator, Layout.CHUNK)
     assert batch.inputs.tolist() == [[4, 5, 6, 7, 8]]
-    assert (batch.num_decodes, len(batch.chunks), batch.start) == (0, 1, 4)
+    forward, [chunk] = batch.forward, batch.forward.row_chunks
+    assert (batch.num_decodes, forward.chunks, batch.start) == (0, (), 4)
+    assert (chunk.first, chunk.start, chunk.length) == (0, 4, 5)
+    assert forward.block_tables.tolist() == [allocator.table(0).tolist()]
+    assert forward.context_lens.tolist() == [9]
+    assert forward.mask(2, None).tolist() == [[[[True] * 8 + [False], [True] * 9]]]
     assert batch.sampled_rows.tolist() == [4]
 
 
 def test_masks_are_causal_within_the_window():
     _, batch = mixed_batch()
-    positions = np.array(batch.positions)[:, None]
-    keys = np.arange(batch.max_context)[None]
-    assert batch.max_context == 11
-    np.testing.assert_array_equal(np.array(batch.mask(None))[:, 0, 0], keys <= positions)
+    forward = batch.forward
+    positions = np.array(forward.positions)[:, None]
+    keys = np.arange(forward.max_context)[None]
+    assert forward.max_context == 11
+    np.testing.assert_array_equal(np.array(forward.mask(1, None))[:, 0, 0], keys <= positions)
     windowed = (keys <= positions) & (keys > positions - 3)
-    np.testing.assert_array_equal(np.array(batch.mask(3))[:, 0, 0], windowed)
+    np.testing.assert_array_equal(np.array(forward.mask(1, 3))[:, 0, 0], windowed)
 
 
 def test_tokens_still_being_chosen_come_from_the_step_that_chooses_them():
@@ -196,8 +203,9 @@ def test_tables_that_are_handed_on_give_the_same_batch_as_new_ones():
             allocator.make_writable(each.request.id, each.start, each.stop)
         chosen = spans if num_more % 3 else spans[1::-1]
         kept, new = Batch(chosen, allocator, tables=tables), Batch(chosen, allocator)
-        for name in ("tokens", "positions", "slot_mapping", "block_tables", "context_lens"):
-            assert getattr(kept, name).tolist() == getattr(new, name).tolist()
-        assert kept.row_tables.tolist() == new.row_tables.tolist()
+        assert kept.tokens.tolist() == new.tokens.tolist()
+        for name in ("positions", "slot_mapping", "block_tables", "context_lens", "row_tables"):
+            same = [getattr(batch.forward, name).tolist() for batch in (kept, new)]
+            assert same[0] == same[1]
         slots = [int(allocator.slots(s.request.id, s.start, s.stop)[0]) for s in chosen[:2]]
-        assert kept.slot_mapping.tolist()[:2] == slots
+        assert kept.forward.slot_mapping.tolist()[:2] == slots

@@ -28,13 +28,6 @@ def test_the_last_generated_token_needs_no_kv_slot():
     assert request([7, 8, 9], max_tokens=5).max_kv_tokens == 7
 
 
-def test_a_request_is_finished_once_it_has_a_reason():
-    running = request([7])
-    assert not running.is_finished
-    running.finish_reason = FinishReason.LENGTH
-    assert running.is_finished
-
-
 def test_requests_do_not_share_their_log_probabilities():
     first, second = request([1]), request([1])
     first.logprobs.append(-0.5)

@@ -150,7 +150,7 @@ class Simulation:
         assert child is not None
         tokens = list(child.tokens)
         assert len(tokens) == len(parent.tokens) + len(suffix), "not all that its parent has"
-        assert parent.is_finished or not parent.num_in_flight, "a token under way is left out"
+        assert parent.finish_reason or not parent.num_in_flight, "a token under way is left out"
         self.checks.fork(ticket, tokens, suffix)
         self.counts["forks"] += 1
         self._admit(child_id, tokens, ticket.salt)
@@ -179,7 +179,7 @@ class Simulation:
 
     def _is_kept(self, request_id: int) -> bool:
         request = self.engine.request(request_id)
-        return request is not None and request.is_finished
+        return request is not None and bool(request.finish_reason)
 
     def _added(
         self,

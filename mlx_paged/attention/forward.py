@@ -1,0 +1,277 @@
+"""One forward, and how one layer attends in it: through block tables or over gathered blocks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.attention.pool_attention import ANY_NUMBER, FEW_QUERIES, path_counts
+from mlx_paged.attention.sdpa_hook import (
+    AttendingCache,
+    KVHandle,
+    Query,
+    RotaryHandle,
+    mlx_attention,
+    narrowest,
+)
+from mlx_paged.kv.pool import KVPool, as_int32
+
+
+def causal_mask(queries: mx.array, num_keys: int, window: int | None, first: int = 0) -> mx.array:
+    """Which keys at positions ``[first, num_keys)`` the queries at these positions see: keys up to
+    their own position and, with a window, only the last `window` of these."""
+    keys = mx.arange(first, num_keys)
+    mask = keys <= queries
+    return mask if window is None else mask & (keys > queries - window)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Consecutive tokens of one sequence, attended together.
+
+    Attributes:
+        first: the place of its first token: among the forward's rows, or among a row's columns.
+        start: position of its first token.
+        length: number of its tokens.
+        block_ids: ``[n]`` int32, blocks of the sequence up to the chunk's end.
+    """
+
+    first: int
+    start: int
+    length: int
+    block_ids: mx.array
+
+    @property
+    def stop(self) -> int:
+        """Position after its last token: the number of tokens that this one attends to."""
+        return self.start + self.length
+
+    @cached_property
+    def tables(self) -> mx.array:
+        """``[1, n]`` int32, the blocks as a batch of one."""
+        return self.block_ids[None]
+
+    @cached_property
+    def context_lens(self) -> mx.array:
+        """``[1]`` int32, the context as a batch of one."""
+        return as_int32([self.stop])
+
+
+@dataclass(eq=False)
+class Forward:
+    """What the layers that share their block tables know of one forward.
+
+    The queries of a layer are ``[rows, H, columns, D]``. The first rows attend as they are, each
+    through a block table of its own. Other rows, each of one column, are the tokens of `chunks`.
+
+    Attributes:
+        columns: tokens in each row.
+        positions: ``[rows * columns]`` int32, of each token in its sequence.
+        slot_mapping: ``[rows * columns]`` int32, the slot for each token's K/V; None: K/V is stored
+            already.
+        block_tables: ``[R, M]`` int32, of the rows that attend as they are.
+        context_lens: ``[R]`` int32, tokens of each of their sequences, these columns included.
+        max_context: the longest context, which is the length of gathered keys.
+        offset: the rotary offset: `positions`, or of a single row the position of its first token.
+        next_offset: the same after these tokens.
+        chunks: the tokens of the other rows, sequence by sequence.
+        row_chunks: each row as a chunk, for rows of more columns than the paged op takes; None: a
+            row of padding.
+        is_read: whether the output of attention is used.
+    """
+
+    columns: int
+    positions: mx.array
+    slot_mapping: mx.array | None
+    block_tables: mx.array
+    context_lens: mx.array
+    max_context: int
+    offset: int | mx.array
+    next_offset: int | mx.array
+    chunks: Sequence[Chunk] = ()
+    row_chunks: Sequence[Chunk | None] = ()
+    is_read: bool = True
+
+    @cached_property
+    def sequence_tables(self) -> mx.array:
+        """``[R + len(chunks), M]`` int32: `block_tables`, then those of the chunks."""
+        tables = [self.block_tables, *(chunk.tables for chunk in self.chunks)]
+        width = max(table.shape[1] for table in tables)
+        return mx.concatenate(
+            [mx.pad(each, [(0, 0), (0, width - each.shape[1])]) for each in tables if each.size]
+        )
+
+    @cached_property
+    def row_tables(self) -> mx.array:
+        """``[rows, M]`` int32, the block table of every row."""
+        if not self.chunks:
+            return self.block_tables
+        lengths = [1] * self.block_tables.shape[0] + [chunk.length for chunk in self.chunks]
+        sequences = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        return mx.take(self.sequence_tables, mx.array(sequences), axis=0)
+
+    def mask(self, columns: int, window: int | None) -> mx.array:
+        """``[rows, 1, columns, S]`` bool over gathered keys: what the last `columns` tokens of each
+        row see within `window`."""
+        positions = self.positions
+        if columns != self.columns:
+            stops = mx.array(self.next_offset).reshape(-1, 1)
+            positions = stops - columns + mx.arange(columns)
+        return causal_mask(positions.reshape(-1, 1, columns, 1), self.max_context, window)
+
+
+class LayerView(AttendingCache):
+    """One layer of the pool in one forward: the cache that the layer's handles name.
+
+    Latent layers (MLA) store latents and rotary keys side by side. They attend to the latents in
+    place; as keys and values of one call they are gathered.
+
+    Args:
+        pool: holds the K/V.
+        layer: index of this layer in the pool.
+        window: tokens that a query of this layer sees at most, itself included.
+        max_paged_queries: tokens of a sequence up to which the paged op attends.
+        forward: may also be set later.
+    """
+
+    forward: Forward
+
+    def __init__(
+        self,
+        pool: KVPool,
+        layer: int,
+        window: int | None = None,
+        max_paged_queries: int = ANY_NUMBER,
+        forward: Forward | None = None,
+    ) -> None:
+        self.pool = pool
+        self.layer = layer
+        self.window = window
+        self.is_latent = pool.shapes[layer].latent
+        self._max_paged_queries = max_paged_queries
+        if forward is not None:
+            self.forward = forward
+
+    def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
+        """Handles to all K/V of the forward's sequences, ``[rows, H_kv, S, D]``."""
+        tables, length = self.forward.row_tables, self.forward.max_context
+        k, v = self.pool.k[self.layer], self.pool.v[self.layer]
+        kind = KVHandle
+        if self.is_latent:
+            kind, (k, v) = RotaryHandle, self.pool.write_targets(self.layer)
+        keys = KVHandle.of(ops.gather_blocks(k, tables, length), self, "keys")
+        return keys, kind.of(ops.gather_blocks(v, tables, length), self, "values")
+
+    def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
+        """A copy of the K/V that the model stored for one sequence: ``[1, H_kv, num_tokens, D]``
+        each."""
+        k, v = self.pool.write_targets(self.layer)
+        tables = block_ids[None]
+        return ops.gather_blocks(k, tables, num_tokens), ops.gather_blocks(v, tables, num_tokens)
+
+    def mask(self, columns: int, window: int | None) -> mx.array:
+        return self.forward.mask(columns, window)
+
+    def attend(self, query: Query) -> mx.array | None:
+        """Outputs of padding have no meaning. None if the query does not fit what the layer stores,
+        or has another number of columns than the forward."""
+        q, forward = query.q, self.forward
+        if q.shape[2] != forward.columns or self.is_latent == (query.rotary is None):
+            return None
+        if not forward.is_read:
+            shape = (*q.shape[:3], self.pool.shapes[self.layer].v_head_dim)
+            return mx.broadcast_to(mx.zeros((), q.dtype), shape)
+        if query.rotary is not None:
+            q = mx.concatenate([q, (query.rotary / query.scale).astype(q.dtype)], axis=-1)
+        window = query.window
+        if window != self.window:  # the mask is another layer's
+            window = narrowest(window, self.window)
+        query = Query(q, query.scale, window, query.sinks)
+        if forward.columns > max(FEW_QUERIES, self._max_paged_queries):
+            return self._row_by_row(query)
+        if not forward.chunks:
+            return self.rows(query, forward.block_tables, forward.context_lens)
+        parts = []
+        if num_rows := forward.block_tables.shape[0]:
+            first = query._replace(q=q[:num_rows])
+            parts.append(self.rows(first, forward.block_tables, forward.context_lens))
+        for chunk in forward.chunks:
+            tokens = q[chunk.first : chunk.first + chunk.length].transpose(2, 1, 0, 3)
+            out = self.chunk(query._replace(q=tokens), chunk)
+            parts.append(out.transpose(2, 1, 0, 3))
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+    def _row_by_row(self, query: Query) -> mx.array:
+        """MLX's own attention, one row after the other, each over its own context."""
+        q, rows = query.q, []
+        for i, chunk in enumerate(self.forward.row_chunks):
+            if chunk is None:
+                v_head_dim = self.pool.shapes[self.layer].v_head_dim
+                rows.append(mx.zeros((1, *q.shape[1:3], v_head_dim), q.dtype))
+                continue
+            stop = chunk.first + chunk.length
+            tokens = q[i : i + 1, :, chunk.first : stop]
+            out = self.gathered_chunk(query._replace(q=tokens), chunk)
+            padding = [(0, 0), (0, 0), (chunk.first, q.shape[2] - stop), (0, 0)]
+            rows.append(out if chunk.length == q.shape[2] else mx.pad(out, padding))
+        return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=0)
+
+    # Both paths give the same answer
+
+    def rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
+        """The last L tokens of B sequences, ``q [B, H, L, D]``.
+
+        Args:
+            tables: ``[B, M]`` int32 block tables.
+            context_lens: ``[B]`` int32, tokens of each sequence, these L included.
+        """
+        if query.q.shape[2] <= self._max_paged_queries:
+            return self.through_tables(query, tables, context_lens)
+        return self.gathered_rows(query, tables, context_lens)
+
+    def chunk(self, query: Query, chunk: Chunk) -> mx.array:
+        """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence."""
+        if query.q.shape[2] <= self._max_paged_queries:
+            return self.through_tables(query, chunk.tables, chunk.context_lens)
+        return self.gathered_chunk(query, chunk)
+
+    def through_tables(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
+        """As `rows`, by the paged op."""
+        path_counts["paged"] += 1
+        return ops.paged_attention(
+            query.q,
+            self.pool.k,
+            self.pool.v,
+            tables,
+            context_lens,
+            self.layer,
+            scale=query.scale,
+            window=query.window,
+            sinks=query.sinks,
+            check_tables=False,
+        )
+
+    def gathered_rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
+        """As `rows`, by MLX's own attention; all blocks of the tables are gathered."""
+        path_counts["gather"] += 1
+        num_keys, length = tables.shape[1] * self.pool.block_size, query.q.shape[2]
+        k = ops.gather_blocks(self.pool.k[self.layer], tables, num_keys)
+        v = ops.gather_blocks(self.pool.v[self.layer], tables, num_keys)
+        queries = context_lens[:, None, None, None] - length + mx.arange(length)[:, None]
+        mask = causal_mask(queries, num_keys, query.window)
+        v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN
+        return mlx_attention(query.q, k, v, scale=query.scale, mask=mask, sinks=query.sinks)
+
+    def gathered_chunk(self, query: Query, chunk: Chunk) -> mx.array:
+        """As `chunk`, by MLX's own attention; only blocks within the window are gathered."""
+        path_counts["gather"] += 1
+        first, end, block_size = 0, chunk.stop, self.pool.block_size
+        mask: mx.array | str = "causal"
+        if query.window is not None and end > query.window:
+            first = max(0, chunk.start - query.window + 1) // block_size * block_size
+            mask = causal_mask(mx.arange(chunk.start, end)[:, None], end, query.window, first)
+        k, v = self.pool.gather(self.layer, chunk.block_ids[first // block_size :], end - first)
+        return mlx_attention(query.q, k, v, scale=query.scale, mask=mask, sinks=query.sinks)
