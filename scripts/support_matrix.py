@@ -17,6 +17,7 @@ import mlx.nn as nn
 
 from mlx_paged import Engine, UnsupportedModelError
 from mlx_paged.attention.pool_attention import path_counts
+from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.runner.model_probe import ONE_AT_A_TIME, Batching, ModelProfile, model_type, probe
 from tests.support.architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build
 
@@ -107,7 +108,7 @@ def support_of(model: nn.Module) -> Support:
 
 
 def _path(model: nn.Module, profile: ModelProfile, prompts: list[list[int]]) -> str:
-    if not profile.shapes:
+    if not any(profile.shapes):
         return STATE
     path_counts.clear()
     Engine(model, block_size=4, num_blocks=12).generate(prompts, max_tokens=3)
@@ -118,14 +119,15 @@ def _note(model: nn.Module, profile: ModelProfile, paths: list[str]) -> str:
     if profile.batching is Batching.SINGLE:
         return ONE_AT_A_TIME.get(model_type(model), RAGGED)
     notes = []
-    if any(shape.latent for shape in profile.shapes):
+    if any(shape.latent for shape in profile.shapes if shape is not None):
         notes.append("a latent is stored once for keys and values")
     if paths == [GATHER, KERNEL]:
         notes.append("in place until its indexer has more tokens than it picks")
-    if profile.recurrent and profile.shapes:
+    if profile.recurrent and any(profile.shapes):
         notes.append("beside states of fixed size")
-    if profile.window is not None:
-        notes.append("blocks behind every window are freed")
+    plan = plan_pool(profile.shapes, profile.windows, 16, one_group=profile.recurrent)
+    if any(group.window is not None for group in plan.groups):
+        notes.append("blocks behind windows are freed")
     return "; ".join(notes)
 
 

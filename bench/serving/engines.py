@@ -128,7 +128,7 @@ def static_blocks(trace: Trace, max_running: int, block_size: int) -> int:
 
 def kv_token_bytes(model: nn.Module) -> int:
     """K/V bytes of one token of one sequence in all layers."""
-    return block_bytes(probe(model).shapes, block_size=1)
+    return block_bytes([shape for shape in probe(model).shapes if shape is not None], block_size=1)
 
 
 def _blocks(trace: Trace, block_size: int) -> list[tuple[int, int]]:

@@ -151,6 +151,7 @@ class LayerView(AttendingCache):
         self.layer = layer
         self.window = window
         self.is_latent = pool.shapes[layer].latent
+        self._block_size = pool.k[layer].shape[2]
         self._max_paged_queries = max_paged_queries
         if forward is not None:
             self.forward = forward
@@ -257,7 +258,7 @@ class LayerView(AttendingCache):
     def gathered_rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
         """As `rows`, by MLX's own attention; all blocks of the tables are gathered."""
         path_counts["gather"] += 1
-        num_keys, length = tables.shape[1] * self.pool.block_size, query.q.shape[2]
+        num_keys, length = tables.shape[1] * self._block_size, query.q.shape[2]
         k = ops.gather_blocks(self.pool.k[self.layer], tables, num_keys)
         v = ops.gather_blocks(self.pool.v[self.layer], tables, num_keys)
         queries = context_lens[:, None, None, None] - length + mx.arange(length)[:, None]
@@ -268,7 +269,7 @@ class LayerView(AttendingCache):
     def gathered_chunk(self, query: Query, chunk: Chunk) -> mx.array:
         """As `chunk`, by MLX's own attention; only blocks within the window are gathered."""
         path_counts["gather"] += 1
-        first, end, block_size = 0, chunk.stop, self.pool.block_size
+        first, end, block_size = 0, chunk.stop, self._block_size
         mask: mx.array | str = "causal"
         if query.window is not None and end > query.window:
             first = max(0, chunk.start - query.window + 1) // block_size * block_size

@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from mlx_paged import ops
 from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
 NUM_BLOCKS = 2
@@ -34,11 +35,16 @@ class AttentionKind:
     has_sinks: bool
 
 
-def prewarm(kinds: Sequence[AttentionKind], block_size: int) -> float | None:
+def prewarm(
+    kinds: Sequence[AttentionKind], block_size: int, plan: PoolPlan | None = None
+) -> float | None:
     """Dispatch every pipeline once: attention of single tokens and of chunks, with whole and with
     split contexts; writes and copies.
 
     A pipeline is compiled at its first dispatch, which takes tenths of a second on a GPU.
+
+    Args:
+        block_size: tokens in a block, unless the plan has others for a layer's shape.
 
     Returns:
         Seconds it took; None if the default device is a CPU, which compiles nothing at run time.
@@ -46,9 +52,10 @@ def prewarm(kinds: Sequence[AttentionKind], block_size: int) -> float | None:
     if mx.default_device() == mx.Device(mx.cpu):
         return None
     started = time.perf_counter()
+    sizes = {} if plan is None else {array.shape: array.block_size for array in plan.arrays}
     for kind in kinds:
         if ops.kernel_for(None, kind.shape.head_dim, kind.shape.v_head_dim) == "native":
-            _dispatch(kind, block_size)
+            _dispatch(kind, sizes.get(kind.shape, block_size))
     return time.perf_counter() - started
 
 

@@ -153,11 +153,17 @@ def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches
     """Copy the K/V of the first `num_tokens` of a request, or its states, into new caches."""
     allocator = runner.manager.allocator
     num_blocks = allocator.blocks_needed(num_tokens)
-    block_ids = as_int32(allocator.table(request.id)[:num_blocks])
+    block_ids = [
+        as_int32(table[0])
+        for group in range(len(allocator.groups))
+        for table in allocator.member_tables(
+            allocator.table(request.id, group)[None, :num_blocks], group
+        )
+    ]
     runner.states.load([request.id])
     for source, target in zip(leaves(runner.caches), leaves(caches), strict=True):
         if isinstance(source, PagedLayerCache):
-            target.update_and_fetch(*source.contiguous(block_ids, num_tokens))
+            target.update_and_fetch(*source.contiguous(block_ids[source.place.table], num_tokens))
         else:
             target.cache = list(source.cache)
 

@@ -169,7 +169,7 @@ class Engine(EngineCore):
             instruments=RecorderConfig(log, reads, phases, writer),
         )
         if prewarm:
-            self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size)
+            self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)
         self._streams: dict[int, deque[TokenOutput]] = {}
         self._awaited: dict[int, Completion | None] = {}
         self._dropped: deque[int] = deque()  # ids of streams that have no reader any more

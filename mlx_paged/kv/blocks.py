@@ -87,7 +87,10 @@ class BlockStore:
         if members * pieces == 1:
             return entries[None]
         blocks = self._blocks[group][:, entries].reshape(members, pieces, *entries.shape)
-        tables: Int32Array = np.moveaxis(blocks, 1, -1).reshape(members, len(entries), -1)
+        num_rows, num_entries = entries.shape
+        tables: Int32Array = np.moveaxis(blocks, 1, -1).reshape(
+            members, num_rows, num_entries * pieces
+        )
         return tables
 
     def slots(self, entries: Int32Array, positions: Int32Array, group: int) -> Int32Array:

@@ -80,11 +80,13 @@ class LayerPlace:
         array: index of its pair of arrays.
         group: index of its layer group.
         member: which of the layers of its group in this array it is.
+        table: which of all members of all groups, in order: they have a block table each.
     """
 
     array: int
     group: int
     member: int
+    table: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +145,16 @@ def plan_pool(
     in_order = sorted(groups, key=lambda group: group.window or 0)  # all tokens first
     arrays: list[ArrayPlan] = []
     places: list[LayerPlace | None] = [None] * len(shapes)
+    num_tables = 0
     for index, group in enumerate(in_order):
         for i, layer in enumerate(groups[group]):
             shape = shapes[layer]
             assert shape is not None
             array = _array_for(shape, block_size // group.pieces, i % num_arrays, arrays)
             arrays[array].groups.add(index)
-            places[layer] = LayerPlace(array, index, i // num_arrays)
+            member = i // num_arrays
+            places[layer] = LayerPlace(array, index, member, num_tables + member)
+        num_tables += group.members
     return PoolPlan(tuple(in_order), tuple(arrays), tuple(places))
 
 

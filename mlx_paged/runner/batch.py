@@ -20,7 +20,7 @@ SPARE_COLUMNS = 16
 
 
 class BatchTables:
-    """The block tables of a batch's sequences, on the host and on the device.
+    """A layer group's block tables of a batch's sequences, on the host and on the device.
 
     While the batch has the same sequences, an update writes only entries for their new blocks. If
     there are none, the device's array stays. All rows are copied when another sequence joins, when
@@ -28,20 +28,27 @@ class BatchTables:
     sequence was preempted and runs again.
 
     Attributes:
-        array: ``[R, longest]`` int32, as of the last :meth:`update`; entries past a row's end are
-            undefined.
+        group: index of the group.
+        arrays: for each member of the group ``[R, longest]`` int32, as of the last :meth:`update`;
+            entries past a row's end are undefined, and so are those that a window has left.
     """
 
-    array: mx.array
+    arrays: list[mx.array]
     _seq_ids: list[int]
     _rows: Int32Array  # rows of these sequences in the allocator's tables
     _lengths: Int32Array  # number of blocks of each sequence
     _host: Int32Array  # the host's copy, wider than `array`
     _version: int  # version of the allocator's tables that was copied
 
-    def __init__(self, allocator: BlockAllocator) -> None:
+    def __init__(self, allocator: BlockAllocator, group: int = 0) -> None:
+        self.group = group
         self._allocator = allocator
         self._take_over([])
+
+    @classmethod
+    def of_groups(cls, allocator: BlockAllocator) -> list["BatchTables"]:
+        """Tables for each layer group."""
+        return [cls(allocator, group) for group in range(len(allocator.groups))]
 
     def update(self, seq_ids: list[int]) -> None:
         """Make these the tables of the sequences `seq_ids` as they are now."""
@@ -50,7 +57,7 @@ class BatchTables:
             self._take_over(seq_ids)
             return
         self._version = tables.version
-        lengths = tables.lengths(self._rows)
+        lengths = tables.lengths(self._rows, self.group)
         grown = np.flatnonzero(lengths != self._lengths).astype(np.int32)
         if grown.size == 0:
             return
@@ -58,7 +65,7 @@ class BatchTables:
         if lengths.max() > self._host.shape[1] or (lengths[grown] > columns + 1).any():
             self._take_over(seq_ids)
             return
-        self._host[grown, columns] = tables.entries(self._rows[grown], columns)
+        self._host[grown, columns] = tables.entries(self._rows[grown], columns, self.group)
         self._lengths = lengths
         self._upload()
 
@@ -68,7 +75,7 @@ class BatchTables:
         return blocks
 
     def host(self) -> Int32Array:
-        """The content of `array`, on the host."""
+        """The group's tables, on the host."""
         return self._host[:, : self._lengths.max(initial=0)]
 
     def _is_outdated(self) -> bool:
@@ -83,8 +90,8 @@ class BatchTables:
         self._seq_ids = list(seq_ids)
         self._version = tables.version
         self._rows = self._allocator.table_rows(seq_ids)
-        self._lengths = tables.lengths(self._rows)
-        entries = tables.rows(self._rows)
+        self._lengths = tables.lengths(self._rows, self.group)
+        entries = tables.rows(self._rows, self.group)
         width = entries.shape[1]
         self._host = np.zeros((len(entries), width + SPARE_COLUMNS), np.int32)
         self._host[:, :width] = entries
@@ -92,7 +99,13 @@ class BatchTables:
 
     def _upload(self) -> None:
         # MLX copies a contiguous array much faster than columns of a wider one.
-        self.array = mx.array(np.ascontiguousarray(self.host()))
+        tables = self._allocator.member_tables(self.host(), self.group)
+        self.arrays = _members(np.ascontiguousarray(tables))
+
+
+def _members(values: Int32Array) -> list[mx.array]:
+    """Host values ``[members, ...]`` as an array for each member."""
+    return [mx.array(values[0])] if len(values) == 1 else list(mx.array(values))
 
 
 class Layout(StrEnum):
@@ -126,7 +139,7 @@ class Batch:
         num_tokens: T.
         num_decodes: how many of the first tokens are single ones, attended through block tables.
         start: position of the first token.
-        forward: what the layers know of it.
+        forwards: what the layers know of it: group by group, one for each member.
         sampled: the requests that get a token.
         sampled_lengths: number of tokens of each of `sampled` before this one, tokens that are
             still being chosen included; ``[R]`` int32, on the host.
@@ -142,7 +155,7 @@ class Batch:
         allocator: BlockAllocator,
         layout: Layout = Layout.ROWS,
         coming: PendingTokens | None = None,
-        tables: BatchTables | None = None,
+        tables: Sequence[BatchTables] | None = None,
     ) -> None:
         """Lay out `spans`: any number for rows, exactly one for a chunk.
 
@@ -167,36 +180,56 @@ class Batch:
             offsets = np.repeat(self._starts - self._first_rows, self._lengths)
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
         self.num_tokens = len(self._positions)
-        self.forward = self._forward(allocator, tables or BatchTables(allocator))
+        self.forwards = self._forwards(allocator, tables or BatchTables.of_groups(allocator))
         self._choose_rows(spans)
         self.tokens = self._known_and_coming(spans, coming)
 
-    def _forward(self, allocator: BlockAllocator, tables: BatchTables) -> Forward:
-        """What layers know whose block tables these are."""
-        count, size = self.num_decodes, np.int32(allocator.block_size)
+    def _forwards(self, allocator: BlockAllocator, tables: Sequence[BatchTables]) -> list[Forward]:
+        """What the layers of each group's members know."""
+        count = self.num_decodes
+        positions, max_context = mx.array(self._positions), int(self._stops.max())
+        context_lens = next_offset = mx.array(self._stops[:count])
+        if count < len(self.seq_ids):
+            next_offset = mx.array(self._positions + np.int32(1))
+        forwards = []
+        for of_group in tables:
+            slots, chunks = self._slots_and_chunks(allocator, of_group)
+            for slot_mapping, block_tables, of_member in zip(
+                slots, of_group.arrays, chunks, strict=True
+            ):
+                if self.layout is Layout.CHUNK:
+                    [chunk] = of_member
+                    row = chunk.tables, chunk.context_lens, max_context, chunk.start, chunk.stop
+                    forward = Forward(
+                        chunk.length, positions, slot_mapping, *row, row_chunks=of_member
+                    )
+                else:
+                    rows = block_tables, context_lens, max_context, positions, next_offset
+                    forward = Forward(1, positions, slot_mapping, *rows, of_member)
+                forwards.append(forward)
+        return forwards
+
+    def _slots_and_chunks(
+        self, allocator: BlockAllocator, tables: BatchTables
+    ) -> tuple[list[mx.array], list[list[Chunk]]]:
+        """The slot mapping and the chunks of each member of a group."""
+        count, group = self.num_decodes, tables.group
         tables.update(self.seq_ids[:count])
-        columns = self._positions // size
-        blocks = [tables.blocks_at(columns[:count])]
-        chunks = []
+        columns = self._positions // np.int32(allocator.block_size)
+        entries = [tables.blocks_at(columns[:count])]
+        chunks: list[list[Chunk]] = [[] for _ in tables.arrays]
         for index in range(count, len(self.seq_ids)):
-            table = allocator.table(self.seq_ids[index])
+            table = allocator.table(self.seq_ids[index], group)
             first, start, length = (
                 int(of[index]) for of in (self._first_rows, self._starts, self._lengths)
             )
-            blocks.append(table[columns[first : first + length]])
-            block_ids = mx.array(table[: allocator.blocks_needed(start + length)])
-            chunks.append(Chunk(first, start, length, block_ids))
-        slots = mx.array(np.concatenate(blocks) * size + self._positions % size)
-        positions, max_context = mx.array(self._positions), int(self._stops.max())
-        if self.layout is Layout.CHUNK:
-            [chunk] = chunks
-            row = chunk.tables, chunk.context_lens, max_context, chunk.start, chunk.stop
-            return Forward(chunk.length, positions, slots, *row, row_chunks=chunks)
-        context_lens = next_offset = mx.array(self._stops[:count])
-        if chunks:
-            next_offset = mx.array(self._positions + np.int32(1))
-        rows = tables.array, context_lens, max_context, positions, next_offset
-        return Forward(1, positions, slots, *rows, chunks)
+            entries.append(table[columns[first : first + length]])
+            needed = table[None, : allocator.blocks_needed(start + length)]
+            for member, blocks in enumerate(allocator.member_tables(needed, group)):
+                chunks[member].append(Chunk(first, start, length, mx.array(blocks[0])))
+        joined = entries[0] if len(entries) == 1 else np.concatenate(entries)
+        slots = allocator.member_slots(joined, self._positions, group)
+        return _members(slots), chunks
 
     def _choose_rows(self, spans: Sequence[Span]) -> None:
         """Set which requests get a token, and from which rows of logits."""
@@ -256,14 +289,17 @@ class Batch:
         rows = self.sampled_rows if self.logits_of is None else self.sampled_rows[self.logits_of]
         return self.tokens[rows]
 
-    def sampled_alone(self) -> Forward:
+    def sampled_alone(self) -> list[Forward]:
         """The sampled tokens of a batch of rows, whose K/V is stored already."""
         assert self.layout is Layout.ROWS
         contexts = self._positions[self._sampled_rows] + np.int32(1)
         positions, context_lens = mx.array(contexts - np.int32(1)), mx.array(contexts)
-        tables = self.forward.block_tables
-        drawing = np.flatnonzero(self._draws).astype(np.int32)
-        if not np.array_equal(drawing, np.arange(self.num_decodes)):
-            tables = mx.take(self.forward.sequence_tables, mx.array(drawing), axis=0)
         offsets = int(contexts.max()), positions, context_lens
-        return Forward(1, positions, None, tables, context_lens, *offsets)
+        drawing = np.flatnonzero(self._draws).astype(np.int32)
+        are_all = np.array_equal(drawing, np.arange(self.num_decodes))
+        rows = None if are_all else mx.array(drawing)
+        tables = [
+            forward.block_tables if rows is None else mx.take(forward.sequence_tables, rows, axis=0)
+            for forward in self.forwards
+        ]
+        return [Forward(1, positions, None, table, context_lens, *offsets) for table in tables]

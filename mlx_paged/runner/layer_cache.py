@@ -8,6 +8,7 @@ from mlx_lm.models.cache import _BaseCache
 from mlx_paged.attention.forward import Forward, LayerView
 from mlx_paged.attention.pool_attention import max_paged_queries
 from mlx_paged.attention.sdpa_hook import KVHandle
+from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.pool import KVPool
 
 
@@ -43,8 +44,11 @@ class PagedLayerCache(LayerView, UntrimmedCache):
 
     offset: int | mx.array
 
-    def __init__(self, pool: KVPool, layer: int, window: int | None = None) -> None:
-        super().__init__(pool, layer, window, max_paged_queries())
+    def __init__(self, pool: KVPool, place: LayerPlace | None, window: int | None = None) -> None:
+        """The cache of a layer at `place` in the pool; None: of a layer that stores nothing."""
+        self.stores = place is not None
+        self.place = place or LayerPlace(0, 0, 0, 0)
+        super().__init__(pool, self.place.array, window, max_paged_queries())
         self._is_written = False
         self._was_written = False  # before the call that only stored
 
@@ -67,6 +71,7 @@ class PagedLayerCache(LayerView, UntrimmedCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle]:
         """Write the step's K/V, ``[T, H_kv, 1, D]`` or ``[1, H_kv, L, D]``; return lazy handles."""
+        assert self.stores, "this layer stored nothing when the model was traced"
         forward = self.forward
         if forward.slot_mapping is not None:
             values = storable(values)
@@ -104,8 +109,8 @@ class PagedLayerCache(LayerView, UntrimmedCache):
 
     @property
     def nbytes(self) -> int:
-        token_bytes = self.pool.shapes[self.layer].token_bytes
-        return self.pool.num_blocks * self.pool.block_size * token_bytes
+        _, num_blocks, block_size, _ = self.keys.shape
+        return num_blocks * block_size * self.pool.shapes[self.layer].token_bytes
 
     def size(self) -> int:
         return self.forward.max_context

@@ -18,6 +18,7 @@ from mlx_paged.attention.sdpa_hook import (
     RotaryHandle,
     attention_hook,
 )
+from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.pool import KVPool, KVShape
 from mlx_paged.runner.layer_cache import PagedLayerCache, UntrimmedCache, storable
 from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows
@@ -55,8 +56,9 @@ class ModelProfile:
     """How the engine runs a model.
 
     Attributes:
-        shapes: K/V of each attention layer, in the order of the cache's leaves. If a layer's
-            decodes attend to a latent as keys and as values, the layer stores the latent once.
+        shapes: K/V of each attention layer, in the order of the cache's leaves; None for a layer
+            that stores nothing. If a layer's decodes attend to a latent as keys and as values, the
+            layer stores the latent once.
         batching: MIXED if every layer attends through the hook. Some layers need ALTERNATE:
             recurrent layers need consecutive tokens, layers that read gathered K/V would gather
             once for each row, and latent attention would apply its up-projections to each row of a
@@ -64,17 +66,15 @@ class ModelProfile:
         recurrent: some layers keep a state instead of K/V, so that a sequence cannot be rewound.
         state_bytes: bytes of a sequence's states in all recurrent layers.
         attentions: the kinds of attention of its layers, each once.
-        window: tokens that any layer sees at most; None: some layer sees all.
-        windows: the same for each entry of `shapes`; 0 where nothing is stored.
+        windows: for each entry of `shapes` the tokens that a query sees at most; None: all.
         last_layer_narrows: the last layer can compute only the sampled tokens of a MIXED batch.
     """
 
-    shapes: tuple[KVShape, ...]
+    shapes: tuple[KVShape | None, ...]
     batching: Batching
     recurrent: bool
     state_bytes: int
     attentions: tuple[AttentionKind, ...]
-    window: int | None
     windows: tuple[int | None, ...]
     last_layer_narrows: bool
 
@@ -177,17 +177,16 @@ def probe(model: nn.Module) -> ModelProfile:
         batching = Batching.SINGLE
     else:
         batching = Batching.MIXED if diverted and not recurrent else Batching.ALTERNATE
-    layers = [_latent_or(*pair) for pair in zip(decode or chunk, chunk, strict=True)]
-    unused = KVShape(1, 1, 1, mx.float32)
+    traces = list(zip(decode or chunk, chunk, strict=True))
+    layers = [_latent_or(*pair) for pair in traces]
     kinds = [leaf.attention for leaf in layers if leaf.shape is not None]
     return ModelProfile(
-        shapes=tuple(leaf.shape or unused for leaf in layers),
+        shapes=tuple(leaf.shape for leaf in layers),
         batching=batching,
         recurrent=recurrent,
         state_bytes=sum(a.nbytes for leaf in states for a in leaf.cache if a is not None),
         attentions=tuple(dict.fromkeys(kind for kind in kinds if kind is not None)),
-        window=_widest(chunk) if diverted else None,
-        windows=tuple(_widest([leaf]) if leaf.shape else 0 for leaf in layers),
+        windows=tuple(map(_widest, traces)),
         last_layer_narrows=batching is Batching.MIXED and _narrows(model),
     )
 
@@ -201,8 +200,9 @@ def _recorders(caches: Sequence[Any]) -> list[_Recorder]:
     return [leaf for leaf in leaves(caches) if isinstance(leaf, _Recorder)]
 
 
-def _widest(recorders: Sequence[_Recorder]) -> int | None:
-    windows = {window for recorder in recorders for window in recorder.windows}
+def _widest(traces: Sequence[_Recorder]) -> int | None:
+    """The widest window of all attention to a layer's K/V; None: it sees all tokens, or gathers."""
+    windows = {window for trace in traces for window in trace.windows}
     return max((w for w in windows if w is not None), default=None) if None not in windows else None
 
 
@@ -245,11 +245,11 @@ def _decode_trace(model: nn.Module) -> list[_Recorder] | None:
         return None
 
 
-def make_caches(model: nn.Module, pool: KVPool) -> list[Any]:
+def make_caches(model: nn.Module, pool: KVPool, places: Sequence[LayerPlace | None]) -> list[Any]:
     """The model's cache list with every K/V leaf replaced by a layer of the pool."""
-    layers: Iterator[int] = iter(range(pool.n_layers))
+    of_leaves = iter(places)
     return [
-        _convert(cache, lambda window: PagedLayerCache(pool, next(layers), window))
+        _convert(cache, lambda window: PagedLayerCache(pool, next(of_leaves), window))
         for cache in make_prompt_cache(model)
     ]
 

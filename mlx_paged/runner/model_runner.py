@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
@@ -53,13 +54,23 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs steps on an mlx-lm model whose K/V lives in `manager`'s pool."""
+    """Runs steps on an mlx-lm model whose K/V lives in `manager`'s pool.
 
-    def __init__(self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile) -> None:
+    Args:
+        places: where each layer's K/V is in the pool; None for a layer that stores nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        manager: KVBlockManager,
+        profile: ModelProfile,
+        places: Sequence[LayerPlace | None],
+    ) -> None:
         self.model = model
         self.manager = manager
         self.batching = profile.batching
-        self.caches = make_caches(model, manager.pool)
+        self.caches = make_caches(model, manager.pool, places)
         self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
         self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
         self._is_recurrent = profile.recurrent
@@ -68,7 +79,7 @@ class ModelRunner:
         self.cpu_layers = CPULayers(model)
         self.sampler = Sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
-        self._tables = BatchTables(manager.allocator)
+        self._tables = BatchTables.of_groups(manager.allocator)
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
@@ -139,7 +150,7 @@ class ModelRunner:
         self.states.clear()
         self._copied = []
         self.sampler = Sampler()
-        self._tables = BatchTables(self.manager.allocator)
+        self._tables = BatchTables.of_groups(self.manager.allocator)
 
     def _fill(self, snapshot: Snapshot, request: Request) -> None:
         """Copy a request's current states into a snapshot."""
@@ -186,7 +197,7 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> mx.array:
         """Logits ``[R, vocab]`` of the batch's sampled rows."""
         for layer in self.layers:
-            layer.bind(batch.forward)
+            layer.bind(batch.forwards[layer.place.table])
         if self._is_recurrent:
             if batch.start == 0 and batch.layout is Layout.CHUNK:  # new or preempted
                 self.states.drop(batch.seq_ids[0])
@@ -219,9 +230,9 @@ class _Caches:
             layer.store_only()
 
     def attend_only(self) -> None:
-        rows = self.batch.sampled_alone()
+        forwards = self.batch.sampled_alone()
         for layer in self.layers:
-            layer.attend_only(rows)
+            layer.attend_only(forwards[layer.place.table])
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.metrics.timers import PhaseTimes
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch
@@ -35,9 +36,10 @@ class ProfilingRunner(ModelRunner):
         model: nn.Module,
         manager: KVBlockManager,
         profile: ModelProfile,
+        places: Sequence[LayerPlace | None],
         phases: PhaseTimes,
     ) -> None:
-        super().__init__(model, manager, profile)
+        super().__init__(model, manager, profile, places)
         self._phases = phases
         self.sampler = TimedSampler(phases)
         pool = manager.pool

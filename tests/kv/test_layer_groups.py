@@ -174,7 +174,7 @@ class TestSequences:
 
 
 class TestPrefixes:
-    TOKENS = list(range(100, 140))
+    TOKENS = tuple(range(100, 140))
 
     def ended(self, num_blocks: int = 100) -> BlockAllocator:
         """An allocator in which a sequence of TOKENS has ended."""

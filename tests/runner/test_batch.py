@@ -41,7 +41,7 @@ def test_single_tokens_come_first_then_chunks_in_order():
     assert batch.seq_ids == [1, 3, 0, 2]
     assert batch.num_decodes == 2
     assert batch.tokens.tolist() == [105, 308, 3, 4, 5, 6, 7, 8, 208, 209, 210]
-    assert batch.forward.positions.tolist() == [5, 8, 3, 4, 5, 6, 7, 8, 8, 9, 10]
+    assert batch.forwards[0].positions.tolist() == [5, 8, 3, 4, 5, 6, 7, 8, 8, 9, 10]
     assert batch.inputs.shape == (11, 1)
 
 
@@ -50,16 +50,16 @@ def test_slots_are_where_the_block_tables_say():
     owners = [1, 3, *[0] * 6, *[2] * 3]
     expected = [
         allocator.table(owner)[p // BLOCK] * BLOCK + p % BLOCK
-        for owner, p in zip(owners, batch.forward.positions.tolist(), strict=True)
+        for owner, p in zip(owners, batch.forwards[0].positions.tolist(), strict=True)
     ]
-    assert batch.forward.slot_mapping.tolist() == expected
+    assert batch.forwards[0].slot_mapping.tolist() == expected
 
 
 def test_every_row_has_the_block_table_of_its_sequence():
     allocator, batch = mixed_batch()
-    tables, owners = batch.forward.row_tables.tolist(), [1, 3, *[0] * 6, *[2] * 3]
-    positions = batch.forward.positions.tolist()
-    assert batch.forward.max_context == 11 and len(tables) == batch.num_tokens
+    tables, owners = batch.forwards[0].row_tables.tolist(), [1, 3, *[0] * 6, *[2] * 3]
+    positions = batch.forwards[0].positions.tolist()
+    assert batch.forwards[0].max_context == 11 and len(tables) == batch.num_tokens
     for table, owner, position in zip(tables, owners, positions, strict=True):
         blocks = position // BLOCK + 1
         assert table[:blocks] == allocator.table(owner)[:blocks].tolist()
@@ -67,15 +67,15 @@ def test_every_row_has_the_block_table_of_its_sequence():
 
 def test_decode_tables_and_context_lens_include_the_token_itself():
     allocator, batch = mixed_batch()
-    assert batch.forward.context_lens.tolist() == [6, 9]
-    assert batch.forward.block_tables.shape == (2, 3)
-    assert batch.forward.block_tables.tolist()[0][:2] == allocator.table(1).tolist()
-    assert batch.forward.block_tables.tolist()[1] == allocator.table(3).tolist()
+    assert batch.forwards[0].context_lens.tolist() == [6, 9]
+    assert batch.forwards[0].block_tables.shape == (2, 3)
+    assert batch.forwards[0].block_tables.tolist()[0][:2] == allocator.table(1).tolist()
+    assert batch.forwards[0].block_tables.tolist()[1] == allocator.table(3).tolist()
 
 
 def test_chunks_know_their_rows_and_blocks():
     allocator, batch = mixed_batch()
-    first, second = batch.forward.chunks
+    first, second = batch.forwards[0].chunks
     assert (first.first, first.start, first.length, first.stop) == (2, 3, 6, 9)
     assert (second.first, second.start, second.length) == (8, 8, 3)
     assert first.block_ids.tolist() == allocator.table(0).tolist()
@@ -97,7 +97,7 @@ CHUNK, END, DECODE, PIECE = (20, 3, 9), (11, 8, 11), (6, 5, 6), (30, 4, 5)
 )
 def test_sampled_rows_alone_have_the_tables_of_their_sequences(spans, sampled):
     allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
-    rows = Batch(make_spans(allocator, *spans), allocator).sampled_alone()
+    [rows] = Batch(make_spans(allocator, *spans), allocator).sampled_alone()
     stops = [spans[owner][2] for owner in sampled]
     assert rows.slot_mapping is None and rows.max_context == max(stops)
     assert rows.positions.tolist() == [stop - 1 for stop in stops]
@@ -110,16 +110,16 @@ def test_sampled_rows_alone_have_the_tables_of_their_sequences(spans, sampled):
 def test_where_only_decodes_are_sampled_their_tables_are_used_again():
     allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
     batch = Batch(make_spans(allocator, (20, 3, 9), (6, 5, 6), (9, 8, 9)), allocator)
-    rows = batch.sampled_alone()
-    assert rows.block_tables is batch.forward.block_tables
+    [rows] = batch.sampled_alone()
+    assert rows.block_tables is batch.forwards[0].block_tables
     assert rows.positions.tolist() == [5, 8]
 
 
 def test_the_mask_of_sampled_rows_is_theirs_in_the_batchs_mask():
     _, batch = mixed_batch()
-    rows = batch.sampled_alone()
+    [rows] = batch.sampled_alone()
     for window in (None, 3):
-        whole = np.array(batch.forward.mask(1, window))[batch.sampled_rows.tolist()]
+        whole = np.array(batch.forwards[0].mask(1, window))[batch.sampled_rows.tolist()]
         assert np.array_equal(np.array(rows.mask(1, window)), whole)
 
 
@@ -133,7 +133,7 @@ def test_a_chunk_layout_holds_one_sequence():
     allocator = BlockAllocator(num_blocks=8, block_size=BLOCK)
     batch = Batch(make_spans(allocator, (9, 4, 9)), allocator, Layout.CHUNK)
     assert batch.inputs.tolist() == [[4, 5, 6, 7, 8]]
-    forward, [chunk] = batch.forward, batch.forward.row_chunks
+    forward, [chunk] = batch.forwards[0], batch.forwards[0].row_chunks
     assert (batch.num_decodes, forward.chunks, batch.start) == (0, (), 4)
     assert (chunk.first, chunk.start, chunk.length) == (0, 4, 5)
     assert forward.block_tables.tolist() == [allocator.table(0).tolist()]
@@ -144,7 +144,7 @@ def test_a_chunk_layout_holds_one_sequence():
 
 def test_masks_are_causal_within_the_window():
     _, batch = mixed_batch()
-    forward = batch.forward
+    forward = batch.forwards[0]
     positions = np.array(forward.positions)[:, None]
     keys = np.arange(forward.max_context)[None]
     assert forward.max_context == 11
@@ -195,7 +195,7 @@ def test_samples_share_the_one_row_of_a_prompt_of_which_one_token_was_left():
 def test_tables_that_are_handed_on_give_the_same_batch_as_new_ones():
     allocator = BlockAllocator(num_blocks=64, block_size=BLOCK)
     spans = make_spans(allocator, (9, 8, 9), (8, 7, 8), (14, 8, 14))
-    tables = BatchTables(allocator)
+    tables = BatchTables.of_groups(allocator)
     for num_more in range(9):
         for each in spans[:2]:
             each.request.tokens.append(num_more)
@@ -205,7 +205,7 @@ def test_tables_that_are_handed_on_give_the_same_batch_as_new_ones():
         kept, new = Batch(chosen, allocator, tables=tables), Batch(chosen, allocator)
         assert kept.tokens.tolist() == new.tokens.tolist()
         for name in ("positions", "slot_mapping", "block_tables", "context_lens", "row_tables"):
-            same = [getattr(batch.forward, name).tolist() for batch in (kept, new)]
+            same = [getattr(batch.forwards[0], name).tolist() for batch in (kept, new)]
             assert same[0] == same[1]
         slots = [int(allocator.slots(s.request.id, s.start, s.stop)[0]) for s in chosen[:2]]
-        assert kept.forward.slot_mapping.tolist()[:2] == slots
+        assert kept.forwards[0].slot_mapping.tolist()[:2] == slots

@@ -48,9 +48,9 @@ def append(allocator: BlockAllocator, *seq_ids: int) -> None:
 
 def assert_right(tables: BatchTables, allocator: BlockAllocator, seq_ids: list[int]) -> None:
     lengths = [len(allocator.table(seq_id)) for seq_id in seq_ids]
-    assert tables.array.shape == (len(seq_ids), max(lengths, default=0))
-    assert tables.array.dtype == mx.int32
-    given = np.array(tables.array)
+    assert tables.arrays[0].shape == (len(seq_ids), max(lengths, default=0))
+    assert tables.arrays[0].dtype == mx.int32
+    given = np.array(tables.arrays[0])
     for row, seq_id in zip(given, seq_ids, strict=True):
         expected = allocator.table(seq_id)
         np.testing.assert_array_equal(row[: len(expected)], expected)
@@ -64,12 +64,12 @@ def test_a_batch_without_new_blocks_keeps_its_array(allocator, copied):
     tables = BatchTables(allocator)
     append(allocator, 0, 1, 2)
     tables.update([0, 1, 2])
-    array = tables.array
+    array = tables.arrays[0]
     copied.clear()
     for _ in range(BLOCK - 1):
         append(allocator, 0, 1, 2)
         tables.update([0, 1, 2])
-    assert tables.array is array and copied == {}
+    assert tables.arrays[0] is array and copied == {}
     assert_right(tables, allocator, [0, 1, 2])
 
 
@@ -97,13 +97,13 @@ def test_rows_may_outgrow_the_space_set_aside(allocator, copied):
 def test_what_others_do_copies_nothing(allocator, copied):
     tables = BatchTables(allocator)
     tables.update([0, 1])
-    array = tables.array
+    array = tables.arrays[0]
     copied.clear()
     allocator.free(2)
     allocator.admit(7, 9)
     allocator.fork(7, 8)
     tables.update([0, 1])
-    assert tables.array is array and copied == {}
+    assert tables.arrays[0] is array and copied == {}
 
 
 @pytest.mark.parametrize("after", [[0, 1], [1, 2], [2, 1, 0], [0, 1, 2, 9], [9, 1, 2], []], ids=str)
@@ -130,13 +130,13 @@ def test_a_sequence_that_was_preempted_and_is_back_has_its_new_blocks(allocator)
     """It may even get the same row, as long as before."""
     tables = BatchTables(allocator)
     tables.update([0, 1])
-    before = np.array(tables.array)
+    before = np.array(tables.arrays[0])
     allocator.free(1)
     allocator.admit(6, 1)  # takes a block that was its
     allocator.admit(1, 3 * BLOCK)
     allocator.free(6)
     tables.update([0, 1])
-    assert not np.array_equal(before, np.array(tables.array))
+    assert not np.array_equal(before, np.array(tables.arrays[0]))
     assert_right(tables, allocator, [0, 1])
 
 
