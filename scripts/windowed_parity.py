@@ -63,7 +63,8 @@ WINDOW_FIELDS = (
 """Each architecture reads one of these."""
 
 SCENARIOS = (
-    "arrivals", "preemptions", "forks", "samples", "beams", "prefixes", "aborts", "next_turns",
+    "arrivals", "preemptions", "forks", "samples", "beams", "prefixes", "evictions",
+    "aborts", "next_turns",
 )  # fmt: skip
 """Methods of :class:`Scenarios`."""
 
@@ -76,13 +77,6 @@ class Case:
     window: int
     prefill_chunk: int
     block_size: int
-
-    @property
-    def command(self) -> str:
-        return (
-            f"python -m scripts.windowed_parity --names '{self.name}' --windows {self.window}"
-            f" --chunks {self.prefill_chunk} --block-sizes {self.block_size}"
-        )
 
 
 def limits_of(model: Any) -> set[int]:
@@ -160,7 +154,7 @@ class Scenarios:
         prompts = [self.prompt(length) for length in lengths]
         num_tokens = window // 2 + 2 * block_size
         blocks = [-(-(len(prompt) + num_tokens) // block_size) for prompt in prompts]
-        for num_blocks in range(sum(blocks) * 2 // 3, 1, -max(1, sum(blocks) // 12)):
+        for num_blocks in range(sum(blocks) * 2 // 3, 1, -1 - sum(blocks) // 12):
             engine = self.engine(num_blocks=num_blocks)
             try:
                 done = self.run(engine, {0: prompts}, max_tokens=num_tokens)
@@ -177,42 +171,41 @@ class Scenarios:
         """Children of a sequence in its prompt, in its decodes and after its end, and their own."""
         engine = self.engine()
         prompt = self.prompt(2 * self.case.window + 3)
-        done: Done = []
         prompts: dict[int, Tokens] = {}
+        texts: dict[int, list[int]] = {}  # of ended requests
+        done: Done = []
 
-        def fork(parent: int, suffix: Tokens, **options: Any) -> int:
-            ended = next((p, c) for p, c, _ in done if c.request_id == parent) if done else None
-            child = engine.fork(parent, suffix, keep=True, **self.options(**options))
+        def fork(parent: int, length: int, **options: Any) -> int:
+            child = engine.fork(parent, self.prompt(length), keep=True, **self.options(**options))
             request = engine.request(child)
             assert request is not None
-            stem = request.tokens[: len(request.tokens) - len(suffix)]
-            if ended is None:
-                own = [*prompt, *self.reference.greedy(prompt, len(stem) - len(prompt))]
-            else:
-                own = [*ended[0], *ended[1].tokens]
-            assert stem == own, "the parent's tokens differ from mlx-lm's"
             prompts[child] = list(request.tokens)
+            num_generated = len(request.tokens) - length - len(prompt)
+            own = texts.get(parent) or [*prompt, *self.reference.greedy(prompt, num_generated)]
+            stem = request.tokens[: len(request.tokens) - length]
+            assert stem == own, "the parent's tokens differ from mlx-lm's"
             return child
 
         def finish(greedy: bool) -> None:
             for request_id, completion in self.steps(engine).items():
+                texts[request_id] = [*prompts[request_id], *completion.tokens]
                 done.append((prompts[request_id], completion, greedy))
 
         parent = engine.add_request(prompt, keep=True, **self.options())
         prompts[parent] = prompt
         engine.step()
-        fork(parent, self.prompt(3))
+        fork(parent, 3)
         while len(getattr(engine.request(parent), "tokens", ())) < len(prompt) + 4:
             engine.step()
-        fork(parent, self.prompt(1))
+        fork(parent, 1)
         finish(greedy=True)
-        for suffix in (1, 4, self.case.window + 3):
-            child = fork(parent, self.prompt(suffix))
+        for length in (1, 4, self.case.window + 3):
+            child = fork(parent, length)
         finish(greedy=True)
-        fork(child, self.prompt(2))
+        fork(child, 2)
         finish(greedy=True)
         for seed in range(3):
-            fork(child, (), temperature=2.0, seed=seed)
+            fork(child, 0, temperature=2.0, seed=seed)
         finish(greedy=False)
         assert len({tuple(completion.tokens) for _, completion, _ in done[-3:]}) >= 2
         self.counts["forks"] += len(done) - 1
@@ -253,8 +246,17 @@ class Scenarios:
     def prefixes(self) -> None:
         """Prompts that begin like an earlier one. What they share ends within the window and behind
         it, as seen from its start and from its end."""
-        engine = self.engine()
-        window, block_size = self.case.window, self.case.block_size
+        self._share_prefixes(self.engine(), must_hit=not self.reference.recurrent)
+
+    def evictions(self) -> None:
+        """The same in a pool for about one sequence: cached blocks are evicted and used again."""
+        longest = 5 * self.case.window + 2 + NUM_TOKENS
+        engine = self.engine(num_blocks=longest // self.case.block_size + 3)
+        self._share_prefixes(engine, must_hit=False)
+        self.counts["evictions"] += engine.stats.evictions
+
+    def _share_prefixes(self, engine: Engine, must_hit: bool) -> None:
+        window = self.case.window
         first = self.prompt(4 * window + 2)
         self.check(engine, self.run(engine, {0: [first]}))
         for shared in (window // 2, window + 2, 2 * window, 4 * window - 1, 4 * window + 2):
@@ -262,7 +264,7 @@ class Scenarios:
             done = self.run(engine, {0: prompts})
             for _, completion, _ in done:
                 self.counts["cached_tokens"] += completion.cached_prompt_tokens
-                if shared >= block_size and not self.reference.recurrent:
+                if shared >= self.case.block_size and must_hit:
                     assert completion.cached_prompt_tokens > 0, f"{shared} tokens were not shared"
             self.check(engine, done)
 
@@ -307,11 +309,9 @@ class Scenarios:
         return {"max_tokens": NUM_TOKENS, "logprobs": VOCAB} | options
 
     def engine(self, **options: Any) -> Engine:
-        sizes = {
-            "prefill_chunk": self.case.prefill_chunk,
-            "block_size": self.case.block_size,
-            "num_blocks": POOL_TOKENS // self.case.block_size,
-        }
+        size = self.case.block_size
+        sizes = {"prefill_chunk": self.case.prefill_chunk, "block_size": size}
+        sizes["num_blocks"] = POOL_TOKENS // size
         return Engine(self.reference.model, **sizes | options)
 
     def steps(self, engine: Engine, num_steps: int | None = None) -> dict[int, Completion]:
@@ -373,7 +373,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--chunks", nargs="+", type=COUNT, default=CHUNKS, metavar="C", help="prefill chunks")
     add("--block-sizes", nargs="+", type=COUNT, default=BLOCK_SIZES, metavar="B")
     args = parser.parse_args(argv)
-    mx.set_default_device(mx.Device(mx.cpu))
     totals: Counter[str] = Counter(scenarios=0, failures=0, near_ties=0)
     for name, window in product(args.names, args.windows):
         start, before = time.perf_counter(), totals["failures"]
@@ -384,11 +383,11 @@ def main(argv: list[str] | None = None) -> int:
                 totals["scenarios"] += 1
                 try:
                     getattr(scenarios, scenario)()
-                except Exception as error:
+                except Exception:
                     totals["failures"] += 1
-                    last = traceback.extract_tb(error.__traceback__)[-1]
-                    print(f"{scenario} fails in line {last.lineno}: {error!r}")
-                    print(scenarios.case.command)
+                    print(f"{scenario} fails.", traceback.format_exc(limit=-1).rstrip())
+                    sizes = f"--windows {window} --chunks {chunk} --block-sizes {block_size}"
+                    print(f"python -m scripts.windowed_parity --names '{name}' {sizes}")
             totals.update(scenarios.counts)
         seconds, failures = time.perf_counter() - start, totals["failures"] - before
         print(f"{name}, window {window}: {failures} failures, {seconds:.0f} s", flush=True)
