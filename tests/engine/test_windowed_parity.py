@@ -1,0 +1,84 @@
+"""Windowed architectures compute what mlx-lm does: a sample of scripts.windowed_parity."""
+
+import json
+from itertools import product
+
+import pytest
+from architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build
+
+from mlx_paged import UnsupportedModelError
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.runner import layer_cache
+from scripts.windowed_parity import (
+    BLOCK_SIZES,
+    CHUNKS,
+    NAMES,
+    SCENARIOS,
+    Case,
+    Reference,
+    Scenarios,
+    limits_of,
+    main,
+)
+
+SIZES = [*product((8, 20), CHUNKS, BLOCK_SIZES)]
+SAMPLE = [Case(name, *SIZES[7 * i % len(SIZES)]) for i, name in enumerate(NAMES)]
+"""A case of each architecture. Together they have all windows, chunks and block sizes."""
+
+
+@pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES.__getitem__)
+def test_windows_change_nothing(number):
+    case = SAMPLE[number]
+    scenarios = Scenarios(Reference(case.name, case.window), case)
+    for i in range(2):  # other ones in each case
+        getattr(scenarios, SCENARIOS[(2 * number + i) % len(SCENARIOS)])()
+    assert scenarios.counts["near_ties"] <= 1
+
+
+def is_windowed_and_served(name: str) -> bool:
+    try:
+        return bool(limits_of(build(name)))
+    except UnsupportedModelError:
+        return False
+
+
+def test_every_windowed_architecture_is_in_the_matrix():
+    names = sorted({*ARCHITECTURES, *VARIANTS} - NOT_ON_A_CPU.keys(), key=str.casefold)
+    assert tuple(filter(is_windowed_and_served, names)) == NAMES
+
+
+def test_the_sample_has_all_sizes():
+    assert {(case.window, case.prefill_chunk, case.block_size) for case in SAMPLE} == set(SIZES)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_window_of_one_token_less_is_noticed_by(scenario, monkeypatch):
+    whole = layer_cache.narrowest
+    monkeypatch.setattr(
+        layer_cache, "narrowest", lambda *windows: (whole(*windows) or 1) - 1 or None
+    )
+    scenarios = Scenarios(Reference("gemma3", 20), Case("gemma3", 20, 7, 8))
+    with pytest.raises(AssertionError, match="differ"):
+        getattr(scenarios, scenario)()
+
+
+def test_blocks_that_are_released_one_token_too_early_are_noticed(monkeypatch):
+    whole = BlockAllocator.trim
+    monkeypatch.setattr(
+        BlockAllocator, "trim", lambda self, i, position, **k: whole(self, i, position + 1, **k)
+    )
+    name = "muse_glimmer, windows only"
+    scenarios = Scenarios(Reference(name, 20), Case(name, 20, 64, 8))
+    with pytest.raises(AssertionError, match="differ"):
+        scenarios.arrivals()
+
+
+def test_failures_are_printed_with_the_command_that_repeats_them(monkeypatch, capsys):
+    monkeypatch.setattr(layer_cache, "narrowest", lambda *windows: None)
+    sizes = ["--windows", "8", "--chunks", "64", "--block-sizes", "16"]
+    assert main(["--names", "gpt_oss", *sizes]) == 1
+    *lines, last = capsys.readouterr().out.splitlines()
+    counts = json.loads(last)
+    assert counts["failures"] == counts["scenarios"] == len(SCENARIOS)
+    command = f"python -m scripts.windowed_parity --names 'gpt_oss' {' '.join(sizes)}"
+    assert lines.count(command) == len(SCENARIOS)
