@@ -34,12 +34,6 @@ def test_what_an_engine_holds_is_whole_blocks_of_all_tokens_at_most(name):
     assert 0 < row["held"] <= row["peak"] <= everything
 
 
-ONE_TABLE = pytest.mark.xfail(
-    reason="all layers of a model share one block table", raises=AssertionError
-)
-
-
-@ONE_TABLE
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_an_engine_holds_about_as_much_as_mlx_lm(name, chunk):
@@ -47,7 +41,6 @@ def test_an_engine_holds_about_as_much_as_mlx_lm(name, chunk):
     assert row["held_ok"] and row["peak_ok"], row
 
 
-@ONE_TABLE
 def test_two_fifths_of_one_block_tables_memory_are_enough_for_chats():
     model, trace = windowed_model("gemma3", 16), [([i] * 20, 180) for i in range(5)]
     roomy = serve(model, trace, 8, None)

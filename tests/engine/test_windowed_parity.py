@@ -7,8 +7,8 @@ import pytest
 from architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build
 
 from mlx_paged import UnsupportedModelError
+from mlx_paged.attention import forward
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.runner import layer_cache
 from scripts.windowed_parity import (
     BLOCK_SIZES,
     CHUNKS,
@@ -53,19 +53,18 @@ def test_the_sample_has_all_sizes():
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_window_of_one_token_less_is_noticed_by(scenario, monkeypatch):
-    whole = layer_cache.narrowest
-    monkeypatch.setattr(
-        layer_cache, "narrowest", lambda *windows: (whole(*windows) or 1) - 1 or None
-    )
+    whole = forward.narrowest
+    monkeypatch.setattr(forward, "narrowest", lambda *windows: (whole(*windows) or 1) - 1 or None)
     scenarios = Scenarios(Reference("gemma3", 20), Case("gemma3", 20, 7, 8))
     with pytest.raises(AssertionError, match="differ"):
         getattr(scenarios, scenario)()
 
 
 def test_blocks_that_are_released_one_token_too_early_are_noticed(monkeypatch):
+    # A sequence keeps a token more than its window.
     whole = BlockAllocator.trim
     monkeypatch.setattr(
-        BlockAllocator, "trim", lambda self, i, position, **k: whole(self, i, position + 1, **k)
+        BlockAllocator, "trim", lambda self, i, position, **k: whole(self, i, position + 2, **k)
     )
     name = "muse_glimmer, windows only"
     scenarios = Scenarios(Reference(name, 20), Case(name, 20, 64, 8))
@@ -74,7 +73,7 @@ def test_blocks_that_are_released_one_token_too_early_are_noticed(monkeypatch):
 
 
 def test_failures_are_printed_with_the_command_that_repeats_them(monkeypatch, capsys):
-    monkeypatch.setattr(layer_cache, "narrowest", lambda *windows: None)
+    monkeypatch.setattr(forward, "narrowest", lambda *windows: None)
     sizes = ["--windows", "8", "--chunks", "64", "--block-sizes", "16"]
     assert main(["--names", "gpt_oss", *sizes]) == 1
     *lines, last = capsys.readouterr().out.splitlines()

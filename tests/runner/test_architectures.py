@@ -105,9 +105,10 @@ def run(engine: Engine, arrivals: dict[int, list[list[int]]], disturb=lambda *_:
 def write_noise(engine: Engine, blocks) -> None:
     """Noise in every slot of these blocks."""
     pool = engine.manager.pool
-    slots = np.asarray(blocks, np.int32)[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)
-    slots = mx.array(slots.ravel(), mx.int32)
     for layer, shape in enumerate(pool.shapes):
+        block_size = pool.k[layer].shape[2]
+        slots = np.asarray(blocks, np.int32)[:, None] * block_size + np.arange(block_size)
+        slots = mx.array(slots.ravel(), mx.int32)
         rows = [mx.random.normal((slots.size, shape.n_kv_heads, dim)) for dim in shape.row_dims]
         pool.write(layer, *rows, slots)
 

@@ -51,7 +51,9 @@ class Setting:
         most_tokens = rng.choice((3, 8)) if small else rng.choice((1, 4, 16))
         needed = -(-(longest + most_tokens) // block_size)
         recurrent = rng.random() < 0.25
-        groups = ONE_GROUP if recurrent or rng.random() < 0.5 else drawn_groups(rng, block_size)
+        groups = ONE_GROUP
+        if not recurrent and rng.random() < 0.5:
+            groups = TINY_GROUPS if small else drawn_groups(rng, block_size)
         entries = max(1, int(needed * rng.choice((0.5, 1, 1.5, 3, 8))))
         return cls(
             groups=groups,
@@ -84,6 +86,10 @@ class Setting:
                 kept = min(num_tokens, group.window + self.prefill_chunk + 2 * size)
             needed += group.members * group.pieces * -(-kept // size)
         return needed <= self.num_blocks
+
+
+TINY_GROUPS = LayerGroup(), LayerGroup(4, 2)
+"""Those of a tiny model with a layer that sees all tokens and two that see the last four."""
 
 
 def drawn_groups(rng: random.Random, block_size: int) -> tuple[LayerGroup, ...]:

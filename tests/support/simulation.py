@@ -19,7 +19,7 @@ from typing import Any
 import tiny_models
 from fake_model import VOCAB, FakeClock, FakeRunner
 from fault_injection import FaultyRunner
-from random_calls import RandomCalls, Setting
+from random_calls import TINY_GROUPS, RandomCalls, Setting
 from solo_checks import SoloChecks, Ticket
 from solo_runs import BeamOptions, FakeSolo, MlxLmSolo, SoloModel
 
@@ -299,11 +299,12 @@ def tiny_simulation(seed: int, index: int) -> Simulation:
     """Schedule `index` of `seed` on a tiny llama, or on a hybrid model if a state is to be kept."""
     rng = random.Random(f"{seed}:{index}:tiny")
     setting = Setting.drawn(rng, small=True)
-    solo = tiny_solo("jamba" if setting.recurrent else "llama")
+    model_type = "jamba" if setting.recurrent else "llama"
+    solo = tiny_solo(model_type, len(setting.groups) > 1)
     engine = Engine(
         solo.model,
         block_size=setting.block_size,
-        num_blocks=setting.num_blocks,
+        num_blocks=setting.num_blocks // sum(group.width for group in setting.groups),
         prefill_chunk=setting.prefill_chunk,
         max_running=setting.max_running,
         max_stall_ms=None if setting.max_stall is None else 1000 * setting.max_stall,
@@ -319,9 +320,18 @@ def tiny_simulation(seed: int, index: int) -> Simulation:
 
 
 @cache
-def tiny_solo(model_type: str) -> MlxLmSolo:
-    """A tiny model of an architecture of mlx-lm."""
-    return MlxLmSolo(tiny_models.tiny_model(model_type), tiny_models.VOCAB)
+def tiny_solo(model_type: str, windowed: bool = False) -> MlxLmSolo:
+    """A tiny model of an architecture of mlx-lm; a windowed one has the groups TINY_GROUPS."""
+    full, windowed_group = TINY_GROUPS
+    options: dict[str, Any] = {}
+    if windowed:
+        kinds = ["sliding_attention"] * windowed_group.members + ["full_attention"] * full.members
+        options = {
+            "layer_types": kinds,
+            "sliding_window": windowed_group.window,
+            "num_hidden_layers": len(kinds),
+        }
+    return MlxLmSolo(tiny_models.tiny_model(model_type, **options), tiny_models.VOCAB)
 
 
 MODELS = {"fake": fake_simulation, "tiny": tiny_simulation}
