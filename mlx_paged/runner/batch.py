@@ -126,7 +126,12 @@ class Batch:
         num_tokens: T.
         num_decodes: how many of the first tokens are single ones, attended through block tables.
         start: position of the first token.
-        forward: what the layers know of it.
+        positions: ``[T]`` int32, of each token in its sequence.
+        context_lens: ``[num_decodes]`` int32, the token itself included; of a chunk ``[1]``.
+        max_context: the longest context, which is the length of gathered keys.
+        offset: the rotary offset: `positions`, or of a chunk the position of its first token.
+        next_offset: the same after these tokens.
+        forward: what the layers know of it: all arrays that depend on block tables are there.
         sampled: the requests that get a token.
         sampled_lengths: number of tokens of each of `sampled` before this one, tokens that are
             still being chosen included; ``[R]`` int32, on the host.
@@ -167,12 +172,23 @@ class Batch:
             offsets = np.repeat(self._starts - self._first_rows, self._lengths)
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
         self.num_tokens = len(self._positions)
+        self.max_context = int(self._stops.max())
+        self.positions = mx.array(self._positions)
+        self.offset: int | mx.array = self.positions
+        self.next_offset: int | mx.array
+        if layout is Layout.CHUNK:
+            self.offset, self.next_offset = self.start, self.max_context
+            self.context_lens = mx.array(self._stops)
+        else:
+            self.context_lens = self.next_offset = mx.array(self._stops[: self.num_decodes])
+            if self.num_decodes < len(spans):
+                self.next_offset = mx.array(self._positions + np.int32(1))
         self.forward = self._forward(allocator, tables or BatchTables(allocator))
         self._choose_rows(spans)
         self.tokens = self._known_and_coming(spans, coming)
 
     def _forward(self, allocator: BlockAllocator, tables: BatchTables) -> Forward:
-        """What layers know whose block tables these are."""
+        """The batch as layers know it whose K/V these tables and the allocator's find."""
         count, size = self.num_decodes, np.int32(allocator.block_size)
         tables.update(self.seq_ids[:count])
         columns = self._positions // size
@@ -186,17 +202,19 @@ class Batch:
             blocks.append(table[columns[first : first + length]])
             block_ids = mx.array(table[: allocator.blocks_needed(start + length)])
             chunks.append(Chunk(first, start, length, block_ids))
-        slots = mx.array(np.concatenate(blocks) * size + self._positions % size)
-        positions, max_context = mx.array(self._positions), int(self._stops.max())
-        if self.layout is Layout.CHUNK:
-            [chunk] = chunks
-            row = chunk.tables, chunk.context_lens, max_context, chunk.start, chunk.stop
-            return Forward(chunk.length, positions, slots, *row, row_chunks=chunks)
-        context_lens = next_offset = mx.array(self._stops[:count])
-        if chunks:
-            next_offset = mx.array(self._positions + np.int32(1))
-        rows = tables.array, context_lens, max_context, positions, next_offset
-        return Forward(1, positions, slots, *rows, chunks)
+        is_chunk = self.layout is Layout.CHUNK
+        return Forward(
+            columns=self.num_tokens if is_chunk else 1,
+            positions=self.positions,
+            slot_mapping=mx.array(np.concatenate(blocks) * size + self._positions % size),
+            block_tables=chunks[0].tables if is_chunk else tables.array,
+            context_lens=self.context_lens,
+            max_context=self.max_context,
+            offset=self.offset,
+            next_offset=self.next_offset,
+            chunks=() if is_chunk else chunks,
+            row_chunks=chunks if is_chunk else (),
+        )
 
     def _choose_rows(self, spans: Sequence[Span]) -> None:
         """Set which requests get a token, and from which rows of logits."""
