@@ -75,7 +75,7 @@ class Forward:
         block_tables: ``[R, M]`` int32, of the rows that attend as they are.
         context_lens: ``[R]`` int32, tokens of each of their sequences, these columns included.
         max_context: the longest context, which is the length of gathered keys.
-        offset: the rotary offset: `positions`, or of a single row the position of its first token.
+        offset: position of each row's first token, ``[rows]`` int32; an int for a single chunk.
         next_offset: the same after these tokens.
         chunks: the tokens of the other rows, sequence by sequence.
         row_chunks: each row as a chunk, for rows of more columns than the paged op takes; None: a

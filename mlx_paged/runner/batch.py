@@ -139,6 +139,11 @@ class Batch:
         num_tokens: T.
         num_decodes: how many of the first tokens are single ones, attended through block tables.
         start: position of the first token.
+        positions: ``[T]`` int32, of each token in its sequence.
+        context_lens: ``[num_decodes]`` int32, the token itself included; of a chunk ``[1]``.
+        max_context: the longest context, which is the length of gathered keys.
+        offset: the rotary offset: `positions`, or of a chunk the position of its first token.
+        next_offset: the same after these tokens.
         forwards: what the layers know of it: group by group, one for each member.
         sampled: the requests that get a token.
         sampled_lengths: number of tokens of each of `sampled` before this one, tokens that are
@@ -180,32 +185,40 @@ class Batch:
             offsets = np.repeat(self._starts - self._first_rows, self._lengths)
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
         self.num_tokens = len(self._positions)
+        self.max_context = int(self._stops.max())
+        self.positions = mx.array(self._positions)
+        self.offset: int | mx.array = self.positions
+        self.next_offset: int | mx.array
+        if layout is Layout.CHUNK:
+            self.offset, self.next_offset = self.start, self.max_context
+            self.context_lens = mx.array(self._stops)
+        else:
+            self.context_lens = self.next_offset = mx.array(self._stops[: self.num_decodes])
+            if self.num_decodes < len(spans):
+                self.next_offset = mx.array(self._positions + np.int32(1))
         self.forwards = self._forwards(allocator, tables or BatchTables.of_groups(allocator))
         self._choose_rows(spans)
         self.tokens = self._known_and_coming(spans, coming)
 
     def _forwards(self, allocator: BlockAllocator, tables: Sequence[BatchTables]) -> list[Forward]:
-        """What the layers of each group's members know."""
-        count = self.num_decodes
-        positions, max_context = mx.array(self._positions), int(self._stops.max())
-        context_lens = next_offset = mx.array(self._stops[:count])
-        if count < len(self.seq_ids):
-            next_offset = mx.array(self._positions + np.int32(1))
+        """The batch as the layers of each group's members know it."""
+        is_chunk = self.layout is Layout.CHUNK
         forwards = []
         for of_group in tables:
             slots, chunks = self._slots_and_chunks(allocator, of_group)
-            for slot_mapping, block_tables, of_member in zip(
-                slots, of_group.arrays, chunks, strict=True
-            ):
-                if self.layout is Layout.CHUNK:
-                    [chunk] = of_member
-                    row = chunk.tables, chunk.context_lens, max_context, chunk.start, chunk.stop
-                    forward = Forward(
-                        chunk.length, positions, slot_mapping, *row, row_chunks=of_member
-                    )
-                else:
-                    rows = block_tables, context_lens, max_context, positions, next_offset
-                    forward = Forward(1, positions, slot_mapping, *rows, of_member)
+            for member, of_member in enumerate(chunks):
+                forward = Forward(
+                    columns=self.num_tokens if is_chunk else 1,
+                    positions=self.positions,
+                    slot_mapping=slots[member],
+                    block_tables=of_member[0].tables if is_chunk else of_group.arrays[member],
+                    context_lens=self.context_lens,
+                    max_context=self.max_context,
+                    offset=self.offset,
+                    next_offset=self.next_offset,
+                    chunks=() if is_chunk else of_member,
+                    row_chunks=of_member if is_chunk else (),
+                )
                 forwards.append(forward)
         return forwards
 
