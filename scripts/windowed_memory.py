@@ -101,8 +101,9 @@ def mlx_lm_held(model: nn.Module, prompt: list[int], chunk: int) -> tuple[int, i
 
 def layer_bytes(profile: ModelProfile) -> tuple[int, int]:
     """Bytes of a token in all layers, and in those with a window."""
-    pairs = [(s.token_bytes, w) for s, w in zip(profile.shapes, profile.windows, strict=True)]
-    return sum(b for b, w in pairs if w != 0), sum(b for b, w in pairs if w)
+    layers = zip(profile.shapes, profile.windows, strict=True)
+    pairs = [(shape.token_bytes, window) for shape, window in layers if shape is not None]
+    return sum(b for b, _ in pairs), sum(b for b, window in pairs if window)
 
 
 def compare(model: nn.Module, num_tokens: int, chunk: int, size: int) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches
     block_ids = [
         as_int32(table[0])
         for group in range(len(allocator.groups))
-        for table in allocator.member_tables(
+        for table in allocator.store.tables(
             allocator.table(request.id, group)[None, :num_blocks], group
         )
     ]

@@ -155,7 +155,8 @@ class SharedPool:
             for layer in self._written_layers() if copies else []:
                 layer.kv.copy_blocks(copies)
             self.allocator.copies_done()
-        step = PaddedBatch(ids, spans, self.allocator.tables(ids), self.block_size)
+        tables = self.allocator.block_tables.rows(self.allocator.table_rows(ids))
+        step = PaddedBatch(ids, spans, tables, self.block_size)
         for row in rows:
             row.step = step
         return step

@@ -12,7 +12,7 @@ from mlx_paged.kv.blocks import BlockCopy, BlockStore, ceil_div
 from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
 from mlx_paged.kv.prefix_cache import ROOT, root_hash
-from mlx_paged.kv.prefix_match import Admission
+from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
 
 
@@ -33,16 +33,13 @@ class BlockAllocator:
         chunk: tokens that a sequence computes in a step at most.
 
     Attributes:
+        store: the blocks.
         block_tables: of all live sequences; :meth:`table_rows` says which row is whose.
         prefix_hit_tokens: prompt tokens found in the prefix cache so far.
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        groups: Seq[LayerGroup] = ONE_GROUP,
-        chunk: int = 0,
+        self, num_blocks: int, block_size: int, groups: Seq[LayerGroup] = ONE_GROUP, chunk: int = 0
     ) -> None:
         self.block_size = block_size = integer("BlockAllocator", "block_size", block_size, 1)
         max_blocks = MAX_INT32 // block_size  # slots are int32
@@ -52,39 +49,28 @@ class BlockAllocator:
         self.prefix_hit_tokens = 0
         self.block_tables = BlockTables(len(self.groups))
         self._width = sum(group.width for group in self.groups)
-        self._has_windows = any(group.window is not None for group in self.groups)
-        self._store = BlockStore(self.num_blocks, block_size, self.groups)
-        self._prefixes = GroupPrefixes(self.groups, self._store, self.block_tables)
+        self.store = BlockStore(self.num_blocks, block_size, self.groups)
+        self._prefixes = GroupPrefixes(self.groups, self.store, self.block_tables)
         self._sequences: dict[int, SequenceBlocks] = {}
 
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out now: the free ones and the cached ones."""
-        return self._store.num_available
+        return self.store.num_available
 
     @property
     def num_cached(self) -> int:
         """Blocks without a reference whose content is kept for reuse."""
-        return self._store.num_idle
+        return self.store.num_idle
 
     @property
     def blocks_in_use(self) -> int:
         return self.num_blocks - self.num_available
 
     @property
-    def cow_clones(self) -> int:
-        """Entries copied on write so far."""
-        return self._store.cow_clones
-
-    @property
-    def evictions(self) -> int:
-        """Cached entries that were handed out for other content so far."""
-        return self._store.evictions
-
-    @property
     def refcount_histogram(self) -> dict[int, int]:
         """How many blocks have how many references; free and cached blocks count under 0."""
-        return self._store.refcount_histogram()
+        return self.store.refcount_histogram()
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Entries that hold so many tokens in one group."""
@@ -93,10 +79,7 @@ class BlockAllocator:
     def max_blocks(self, num_tokens: int) -> int:
         """Blocks that a sequence of so many tokens holds at one time, at most."""
         size = self.block_size
-        return sum(
-            group.width * ceil_div(group.max_tokens(num_tokens, self.chunk, size), size)
-            for group in self.groups
-        )
+        return sum(group.max_blocks(num_tokens, self.chunk, size) for group in self.groups)
 
     def blocks_to_append(self, num_sequences: int) -> int:
         """Blocks that so many sequences need for one token each, at most."""
@@ -104,7 +87,7 @@ class BlockAllocator:
 
     def cached_prefix(self, tokens: Seq[int], salt: bytes = ROOT) -> int:
         """How many leading tokens :meth:`admit` would find in the cache."""
-        return self._prefixes.match(tokens, len(tokens), salt).num_tokens
+        return self._prefixes.match(tokens, len(tokens), salt).num_cached
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._sequences
@@ -116,11 +99,6 @@ class BlockAllocator:
         """Physical block ids in logical order, ``[num_blocks_of_sequence]``: a view, not a copy."""
         return self.block_tables.row(self._sequence(seq_id).row, group)
 
-    def tables(self, seq_ids: Seq[int]) -> Int32Array:
-        """Copy of several block tables, ``[len(seq_ids), longest]``; the kernels never read the
-        entries past a sequence's own blocks."""
-        return self.block_tables.rows(self.table_rows(seq_ids))
-
     def table_rows(self, seq_ids: Seq[int]) -> Int32Array:
         """Which rows of the block tables are these sequences', ``[len(seq_ids)]``."""
         return np.array([self._sequence(seq_id).row for seq_id in seq_ids], np.int32)
@@ -130,22 +108,13 @@ class BlockAllocator:
         ``block * block_size + offset``."""
         positions = np.arange(start, stop, dtype=np.int32)
         entries = self.table(seq_id, group)[positions // self.block_size]
-        slots: Int32Array = self.member_slots(entries, positions, group)[0]
+        slots: Int32Array = self.store.slots(entries, positions, group)[0]
         return slots
-
-    def member_tables(self, entries: Int32Array, group: int) -> Int32Array:
-        """Block tables of each member of a group, ``[members, R, M * pieces]``, from those of the
-        group, ``[R, M]``."""
-        return self._store.tables(entries, group)
-
-    def member_slots(self, entries: Int32Array, positions: Int32Array, group: int) -> Int32Array:
-        """Slots ``[members, T]`` of positions ``[T]``, each in the entry of the same index."""
-        return self._store.slots(entries, positions, group)
 
     @property
     def snapshots(self) -> Snapshots | None:
         """Snapshots of recurrent states; None without :meth:`require_states`."""
-        return self._store.prefixes[0].snapshots
+        return self.store.prefixes[0].snapshots
 
     def require_states(self, max_snapshots: int) -> None:
         """Reuse prefixes only up to a kept snapshot of recurrent states, and keep at most
@@ -159,7 +128,7 @@ class BlockAllocator:
         tokens: Seq[int] | None = None,
         salt: bytes = ROOT,
         spare: int = 0,
-    ) -> Admission:
+    ) -> PrefixMatch:
         """Start a sequence that owns positions [0, num_tokens) and reuses a cached prefix.
 
         The sequence shares full blocks of the prefix. It copies one more block if enough leading
@@ -179,13 +148,11 @@ class BlockAllocator:
             raise ValueError(f"[admit] seq_id {seq_id} is in use: expected a new id")
         if num_tokens < 0:
             raise ValueError(f"[admit] num_tokens is {num_tokens}: expected >= 0")
-        match, store = self._prefixes.match(tokens, num_tokens, salt), self._store
+        match, store = self._prefixes.match(tokens, num_tokens, salt), self.store
         num_full = len(match.hashes)
         blocks = [[entry.block for entry in entries] for entries in match.blocks]
-        stops = [
-            self.blocks_needed(group.reach(match.num_tokens, num_tokens, self.chunk))
-            for group in self.groups
-        ]
+        reach = [group.reach(match.num_cached, num_tokens, self.chunk) for group in self.groups]
+        stops = [self.blocks_needed(num_tokens) for num_tokens in reach]
         needed = sum(
             group.width * (stop - num_full) for group, stop in zip(self.groups, stops, strict=True)
         )
@@ -193,11 +160,9 @@ class BlockAllocator:
         available = self.num_available - sum(map(store.width_of, shared))
         store.require(needed + spare, available)
 
-        row = self.block_tables.add_row()
+        row, root = self.block_tables.add_row(), root_hash(salt)
         firsts = [num_full - len(of_group) for of_group in blocks]
-        self._sequences[seq_id] = SequenceBlocks(
-            row, firsts, num_tokens, match.hashes, root_hash(salt)
-        )
+        self._sequences[seq_id] = SequenceBlocks(row, firsts, num_tokens, match.hashes, root)
         for of_group in blocks:
             store.retain(of_group)
         tails = [tail.block for tail in match.tails]
@@ -214,11 +179,8 @@ class BlockAllocator:
                 of_group.append(tails[group])
             of_group += store.take(stop - firsts[group] - len(of_group), group)
             self.block_tables.extend(row, of_group, group, firsts[group])
-        self.prefix_hit_tokens += match.num_tokens
-        copies = store.copies_to(copied)
-        return Admission(
-            match.num_tokens, copies, match.miss, match.snapshot, match.prefix_without_state
-        )
+        self.prefix_hit_tokens += match.num_cached
+        return replace(match, copies=store.copies_to(copied))
 
     def make_writable(self, seq_id: int, start: int, stop: int) -> list[BlockCopy]:
         """Let the sequence write positions [start, stop): append blocks, copy shared ones.
@@ -250,12 +212,10 @@ class BlockAllocator:
 
     def append_each(self, seq_ids: Seq[int], positions: Seq[int]) -> list[BlockCopy]:
         """Call :meth:`make_writable` for one position of each sequence, all of them different.
-        Raise OutOfBlocksError, and change nothing, unless the blocks for an entry of each sequence
-        and group are available."""
-        self._store.require(self.blocks_to_append(len(seq_ids)))
+        Raise OutOfBlocksError, and change nothing, unless each may get a new entry."""
+        self.store.require(self.blocks_to_append(len(seq_ids)))
         copies: list[BlockCopy] = []
-        rows: list[int] = []
-        columns: list[int] = []
+        rows, columns = list[int](), list[int]()
         sequences, size = self._sequences, self.block_size
         for seq_id, position in zip(seq_ids, positions, strict=True):
             sequence = sequences[seq_id]
@@ -271,13 +231,13 @@ class BlockAllocator:
                 copies += self.make_writable(seq_id, position, position + 1)
         if rows:
             for group in range(len(self.groups)):
-                taken = self._store.take(len(rows), group)
+                taken = self.store.take(len(rows), group)
                 self.block_tables.append_each(rows, taken, columns, group)
         return copies
 
     def copies_done(self) -> None:
         """The caller performed all copies, or queued them ahead of every later write."""
-        self._store.copies_done()
+        self.store.copies_done()
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
         """Start a sequence that shares each block with its parent until one of them writes it."""
@@ -293,16 +253,14 @@ class BlockAllocator:
         )
         self._sequences[child_seq_id] = child
         self.block_tables.copy_row(parent.row, child.row)
-        for group in range(len(self.groups)):
-            self._store.retain(self._held(child, group))
+        for entries in self._held(child):
+            self.store.retain(entries)
 
     def can_continue(self, seq_id: int, position: int) -> bool:
         """Whether the sequence still has all tokens that a query at `position` sees."""
-        first_entries = self._sequence(seq_id).first_entries
-        return all(
-            group.window is None or first * self.block_size <= max(0, position - group.window + 1)
-            for group, first in zip(self.groups, first_entries, strict=True)
-        )
+        size, firsts = self.block_size, self._sequence(seq_id).first_entries
+        pairs = zip(self.groups, firsts, strict=True)
+        return all(first * size <= group.kept_from(position + 1) for group, first in pairs)
 
     def register_prefix(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """Make full blocks reusable; the K/V of ``tokens[:num_computed]`` is in the pool."""
@@ -327,8 +285,6 @@ class BlockAllocator:
         """The sequence's next token is at `position`: release the blocks that groups with a window
         do not keep. Their entries stay in the table and mean nothing. With `offers`, blocks that
         are not registered yet stay."""
-        if not self._has_windows:
-            return
         sequence = self._sequence(seq_id)
         for group_index, group in enumerate(self.groups):
             first = group.kept_from(min(position, sequence.num_tokens)) // self.block_size
@@ -337,28 +293,26 @@ class BlockAllocator:
             before = sequence.first_entries[group_index]
             if first > before:
                 row = self.block_tables.row(sequence.row, group_index)
-                self._store.release(row[before:first].tolist())
+                self.store.release(row[before:first].tolist())
                 sequence.first_entries[group_index] = first
                 sequence.private_start = max(sequence.private_start, first * self.block_size)
 
     def free(self, seq_id: int) -> None:
         """End a sequence. Blocks it held alone become free, or cached if their content is known."""
         sequence = self._sequence(seq_id)
-        for group in range(len(self.groups)):  # a cached prefix is evicted from its end
-            self._store.release(self._held(sequence, group)[::-1])
+        for entries in self._held(sequence):
+            self.store.release(entries[::-1])  # a cached prefix is evicted from its end
         self.block_tables.release_row(sequence.row)
         del self._sequences[seq_id]
 
     def truncate(self, seq_id: int, num_tokens: int) -> None:
         """Let the sequence own only positions [0, num_tokens); blocks past them are released."""
-        assert num_tokens >= 0
-        sequence = self._sequence(seq_id)
+        sequence, kept = self._sequence(seq_id), self.blocks_needed(num_tokens)
         if num_tokens >= sequence.num_tokens:
             return
-        kept = self.blocks_needed(num_tokens)
         assert kept >= max(sequence.first_entries), "the block was released"
         for group in range(len(self.groups)):
-            self._store.release(self.block_tables.truncate(sequence.row, kept, group)[::-1])
+            self.store.release(self.block_tables.truncate(sequence.row, kept, group)[::-1])
         sequence.num_tokens = num_tokens
         sequence.private_start = sequence.private_stop = 0
         del sequence.hashes[num_tokens // self.block_size :]
@@ -366,12 +320,12 @@ class BlockAllocator:
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are `num_blocks`; all others are used before them."""
         assert num_blocks >= self.num_blocks
-        self._store.grow(num_blocks)
+        self.store.grow(num_blocks)
         self.num_blocks = num_blocks
 
     def drop_cached(self) -> None:
         """Forget all cached content that no sequence holds."""
-        self._store.drop_idle()
+        self.store.drop_idle()
 
     def forget_prefixes(self) -> None:
         """Forget all cached content. No K/V written so far is reused; live sequences keep their
@@ -388,18 +342,18 @@ class BlockAllocator:
             num_full = self.blocks_needed(sequence.num_tokens)
             first_private = sequence.private_start // self.block_size
             last_private = self.blocks_needed(sequence.private_stop)
-            for group, first in enumerate(sequence.first_entries):
-                row = self.block_tables.row(sequence.row, group).tolist()
-                assert first <= len(row) <= num_full, "a table is too long or too short"
-                assert len(row) == num_full or self.groups[group].window is not None
-                assert len(set(row[first:])) == len(row[first:]), "a sequence holds a block twice"
-                for block in row[first_private:last_private]:
-                    assert self._store.counts[block] == 1
-                    assert block not in self._store.prefixes[group]
-                held.update(row[first:])
+            for group, entries in enumerate(self._held(sequence)):
+                first = sequence.first_entries[group]
+                num_missing = num_full - first - len(entries)
+                assert num_missing >= 0 and (num_missing == 0 or self.groups[group].window)
+                assert len(set(entries)) == len(entries), "a sequence holds a block twice"
+                for block in entries[max(0, first_private - first) : max(0, last_private - first)]:
+                    assert self.store.counts[block] == 1
+                    assert block not in self.store.prefixes[group]
+                held.update(entries)
             assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
         assert self.block_tables.num_rows_taken == len(self._sequences), "a table row is lost"
-        self._store.check_integrity(held)
+        self.store.check_integrity(held)
 
     def _sequence(self, seq_id: int) -> SequenceBlocks:
         try:
@@ -411,7 +365,7 @@ class BlockAllocator:
         """Give the sequence entries ``[first, last)`` that no other sequence shares: copy shared
         ones, forget the others' content, append those that are missing. Raise OutOfBlocksError,
         and change nothing, if there are too few blocks."""
-        store, tables = self._store, self.block_tables
+        store, tables = self.store, self.block_tables
         held: list[list[int]] = [
             tables.row(sequence.row, group)[first:last].tolist()
             for group in range(len(self.groups))
@@ -439,7 +393,8 @@ class BlockAllocator:
         del sequence.hashes[first:]
         return store.copies_to(copied)
 
-    def _held(self, sequence: SequenceBlocks, group: int) -> list[int]:
-        row = self.block_tables.row(sequence.row, group)
-        blocks: list[int] = row[sequence.first_entries[group] :].tolist()
-        return blocks
+    def _held(self, sequence: SequenceBlocks) -> list[list[int]]:
+        """The sequence's entries in each group."""
+        rows = [self.block_tables.row(sequence.row, group) for group in range(len(self.groups))]
+        firsts = sequence.first_entries
+        return [row[first:].tolist() for row, first in zip(rows, firsts, strict=True)]

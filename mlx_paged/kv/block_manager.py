@@ -174,7 +174,9 @@ class KVBlockManager:
         """``(block_tables [B, max_blocks] int32, context_lens [B] int32)`` for the attention op,
         valid by construction."""
         lens = [self.allocator.num_tokens(seq_id) for seq_id in seq_ids]
-        return as_int32(self.allocator.tables(seq_ids)), as_int32(lens)
+        return as_int32(
+            self.allocator.block_tables.rows(self.allocator.table_rows(seq_ids))
+        ), as_int32(lens)
 
     # Writing
 
@@ -271,7 +273,7 @@ class KVBlockManager:
     @property
     def cow_clones(self) -> int:
         """Blocks copied on write so far."""
-        return self.allocator.cow_clones
+        return self.allocator.store.cow_clones
 
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held and that nothing leaks."""

@@ -45,11 +45,11 @@ class LayerGroup:
             num_tokens if self.window is None else min(num_tokens, position + self.window + chunk)
         )
 
-    def max_tokens(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """Tokens of a sequence of `num_tokens` that have blocks at one time, at most."""
-        if self.window is None:
-            return num_tokens
-        return min(num_tokens, self.window + chunk + 2 * block_size)
+    def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        """Blocks that a sequence of `num_tokens` holds at one time, at most."""
+        if self.window is not None:
+            num_tokens = min(num_tokens, self.window + chunk + 2 * block_size)
+        return self.width * -(-num_tokens // block_size)
 
 
 ONE_GROUP = (LayerGroup(),)

@@ -43,45 +43,28 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The cached prefix of a prompt.
+    """The cached prefix of a prompt, and what a new sequence gets of it.
 
     Attributes:
         hashes: of its full blocks.
         blocks: for each layer group the last of these blocks, as many as a sequence keeps.
         tails: for each group the block after them whose first tokens agree with the prompt, if it
             is worth a copy; else empty.
-        num_tokens: leading tokens of the prompt that are found.
+        num_cached: leading tokens of the prompt that are found.
         miss: why the reuse ended there; None if all that can be reused is.
         snapshot: the recurrent states after these tokens, if the model has any.
         prefix_without_state: length of a longer cached prefix that lacks its state; 0: none.
+        copies: block copies to perform, in order, before any write.
     """
 
     hashes: list[bytes]
     blocks: list[list[CachedBlock]]
     tails: list[CachedBlock]
-    num_tokens: int
-    miss: MissReason | None
-    snapshot: Snapshot | None = None
-    prefix_without_state: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What a new sequence found in the prefix cache.
-
-    Attributes:
-        num_cached: leading tokens whose K/V is in its blocks after `copies`.
-        copies: block copies to perform, in order, before any write.
-        miss: why the reuse ended there; None if all that can be reused is.
-        snapshot: the recurrent states after these tokens, if the model has any.
-        prefix_without_state: length of a longer cached prefix that lacks its state; 0: none.
-    """
-
     num_cached: int
-    copies: list[BlockCopy]
     miss: MissReason | None
     snapshot: Snapshot | None = None
     prefix_without_state: int = 0
+    copies: Sequence[BlockCopy] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class StatefulPrefixCache(PrefixCache):
             hashes=start.hashes[:num_blocks],
             blocks=[blocks[:num_blocks]],
             tails=[entry] if entry is not None and kept < size else [],
-            num_tokens=position,
+            num_cached=position,
             miss=self._stateful_miss(position, known, stop, was_evicted, goes_on),
             snapshot=None if entry is None else self.snapshots.use(entry.block, kept),
             prefix_without_state=whole if whole > position else 0,

@@ -182,8 +182,8 @@ class TickRecorder:
         tick.blocks_in_use, tick.blocks_cached = allocator.blocks_in_use, allocator.num_cached
         stats.blocks_in_use = tick.blocks_in_use
         tick.preemptions = scheduler.num_preemptions - stats.preemptions
-        tick.cow_clones = allocator.cow_clones - stats.cow_clones
-        tick.evictions = allocator.evictions - stats.evictions
+        tick.cow_clones = allocator.store.cow_clones - stats.cow_clones
+        tick.evictions = allocator.store.evictions - stats.evictions
         tick.prefix_hit_tokens = allocator.prefix_hit_tokens - stats.prefix_hit_tokens
         stats.preemptions += tick.preemptions
         stats.cow_clones += tick.cow_clones

@@ -99,7 +99,7 @@ class BatchTables:
 
     def _upload(self) -> None:
         # MLX copies a contiguous array much faster than columns of a wider one.
-        tables = self._allocator.member_tables(self.host(), self.group)
+        tables = self._allocator.store.tables(self.host(), self.group)
         self.arrays = _members(np.ascontiguousarray(tables))
 
 
@@ -238,10 +238,10 @@ class Batch:
             )
             entries.append(table[columns[first : first + length]])
             needed = table[None, : allocator.blocks_needed(start + length)]
-            for member, blocks in enumerate(allocator.member_tables(needed, group)):
+            for member, blocks in enumerate(allocator.store.tables(needed, group)):
                 chunks[member].append(Chunk(first, start, length, mx.array(blocks[0])))
         joined = entries[0] if len(entries) == 1 else np.concatenate(entries)
-        slots = allocator.member_slots(joined, self._positions, group)
+        slots = allocator.store.slots(joined, self._positions, group)
         return _members(slots), chunks
 
     def _choose_rows(self, spans: Sequence[Span]) -> None:

@@ -29,7 +29,7 @@ def windowed(*windows: int | None):
 def poison_free_blocks(engine: Engine) -> None:
     """NaN into every slot that nobody may read any more."""
     manager = engine.manager
-    blocks = np.array(manager.allocator._store.free, np.int32)
+    blocks = np.array(manager.allocator.store.free, np.int32)
     slots = mx.array((blocks[:, None] * BLOCK + np.arange(BLOCK, dtype=np.int32)).ravel())
     for layer, shape in enumerate(manager.pool.shapes):  # of a layer in each array
         rows = mx.full((slots.size, shape.n_kv_heads, shape.head_dim), mx.nan, shape.dtype)

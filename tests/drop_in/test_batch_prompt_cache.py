@@ -107,7 +107,7 @@ def test_admission_and_completion_copy_nothing(llama, monkeypatch):
     with patched_mlx_lm(block_size=BLOCK):
         tokens = joining_and_leaving(llama, PROMPTS)
     (pool,) = traffic.pools
-    assert pool.allocator.cow_clones == 0
+    assert pool.allocator.store.cow_clones == 0
     # a row that ends at step t was computed one step ahead
     computed = sum(map(len, PROMPTS)) + sum(map(len, tokens))
     assert traffic.written == len(llama.layers) * computed
@@ -143,7 +143,7 @@ def test_given_caches_are_extended_by_the_batch_and_stay_as_they_are():
         caches, answers = run()
         assert answers == expected
         pool = caches[0][0].layer.pool
-        assert pool.allocator.cow_clones <= 2 * len(prompts)
+        assert pool.allocator.store.cow_clones <= 2 * len(prompts)
         check_integrity(pool)
         del caches
         assert blocks_in_use(pool) == 0

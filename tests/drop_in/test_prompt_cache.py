@@ -95,7 +95,7 @@ def test_forks_diverge_and_copy_one_block_each(llama, cut):
         assert stock.trim_prompt_cache(fork, cut) == cut
         expected = stock_filled(llama, PROMPT[: len(PROMPT) - cut])
         assert greedy(llama, [i, i + 1], fork, 9) == greedy(llama, [i, i + 1], expected, 9)
-    assert pool.allocator.cow_clones <= 3
+    assert pool.allocator.store.cow_clones <= 3
     assert same(contents(cache), before)
     assert greedy(llama, [7], cache) == greedy(llama, [7], stock_filled(llama))
     check_integrity(pool)
@@ -124,7 +124,7 @@ def test_the_prompt_cache_of_the_server_reuses_pages(llama, stored, asked, left)
     assert blocks_in_use(pool) == -(-stored // BLOCK)
     expected = greedy(llama, [*PROMPT[:asked], 5], stock_make_prompt_cache(llama))
     assert greedy(llama, [*rest, 5], found) == expected
-    assert pool.allocator.cow_clones <= 1
+    assert pool.allocator.store.cow_clones <= 1
     again, _ = lru.fetch_nearest_cache("m", PROMPT[:stored])
     assert same(contents(again), contents(stock_filled(llama, PROMPT[:stored])))
     lru.trim_to(n_sequences=0)
@@ -179,7 +179,7 @@ def test_evaluating_a_state_copies_nothing(llama):
     states = [c.state for c in cache]
     mx.eval(states)
     assert mx.get_active_memory() - before < cache[0].nbytes // 10
-    assert pool_of(cache).allocator.cow_clones == 0
+    assert pool_of(cache).allocator.store.cow_clones == 0
 
 
 def test_shared_blocks_count_once(llama):

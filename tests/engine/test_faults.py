@@ -209,9 +209,7 @@ def test_a_request_on_which_the_model_fails_is_found_and_ended(
     bad = len(PROMPTS[culprit]) + 4
     saboteur.fails_when = lambda batch: any(
         seq_id == ids[culprit] and position >= bad
-        for seq_id, position in zip(
-            batch.seq_ids, batch.forwards[0].positions.tolist(), strict=False
-        )
+        for seq_id, position in zip(batch.seq_ids, batch.positions.tolist(), strict=False)
     )
     done = finish(engine)
     assert done[ids[culprit]].finish_reason is FinishReason.ERROR

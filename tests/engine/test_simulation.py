@@ -161,7 +161,7 @@ def a_reference_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def fork(allocator, parent, child):
         whole(allocator, parent, child)
-        allocator._store.counts[int(allocator.table(child)[0])] -= 1
+        allocator.store.counts[int(allocator.table(child)[0])] -= 1
 
     monkeypatch.setattr(BlockAllocator, "fork", fork)
 

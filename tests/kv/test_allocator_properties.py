@@ -45,7 +45,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def _snapshot(self) -> object:
         allocator = self.allocator
         tables = {seq_id: allocator.table(seq_id).tolist() for seq_id in self.contents}
-        return tables, allocator.num_available, allocator.num_cached, allocator.cow_clones
+        return tables, allocator.num_available, allocator.num_cached, allocator.store.cow_clones
 
     def _new_id(self) -> int:
         self.next_id += 1

@@ -63,7 +63,7 @@ def test_a_refused_append_changes_nothing():
         allocator.make_writable(1, 6, 13)
     assert (error.value.needed, error.value.available) == (3, 1)
     assert [allocator.table(i).tolist() for i in range(3)] == before
-    assert allocator.num_tokens(1) == 6 and allocator.cow_clones == 0
+    assert allocator.num_tokens(1) == 6 and allocator.store.cow_clones == 0
     allocator.check_integrity()
 
 
@@ -81,7 +81,7 @@ def test_fork_shares_everything_and_copies_only_the_tail_on_write():
     assert child[:2] == parent[:2] and child[2] not in parent
     assert allocator.table(0).tolist() == parent
     assert allocator.make_writable(0, 10, 11) == []  # the parent is alone on its tail again
-    assert allocator.cow_clones == 1
+    assert allocator.store.cow_clones == 1
     allocator.check_integrity()
 
 
@@ -90,7 +90,7 @@ def test_fork_at_a_block_boundary_copies_nothing():
     allocator.admit(0, 8)
     allocator.fork(0, 1)
     assert allocator.make_writable(1, 8, 9) == []
-    assert allocator.cow_clones == 0
+    assert allocator.store.cow_clones == 0
 
 
 def test_shared_blocks_live_until_their_last_holder_goes():
@@ -118,7 +118,7 @@ def test_the_source_of_a_copy_is_kept_until_the_copy_is_done():
     (source,) = offered(allocator, 0, [1, 2, 3])
     admission = allocator.admit(1, 4, [1, 2, 3, 4])
     assert admission.copies == [BlockCopy(source, int(allocator.table(1)[0]))]
-    assert allocator.num_available == 1 and allocator.cow_clones == 1
+    assert allocator.num_available == 1 and allocator.store.cow_clones == 1
     allocator.check_integrity()
     allocator.admit(2, 4)
     with pytest.raises(OutOfBlocksError):
@@ -194,7 +194,7 @@ def test_a_refused_admission_changes_nothing():
         allocator.admit(1, 8, [1, 2, 3, 4, 5, 6, 7, 8], spare=2)
     assert (error.value.needed, error.value.available) == (3, 2)
     assert 1 not in allocator and allocator.num_cached == 2 and allocator.num_available == 3
-    assert allocator.cow_clones == 0
+    assert allocator.store.cow_clones == 0
     allocator.check_integrity()
 
 
@@ -210,7 +210,7 @@ def test_tables_of_many_long_sequences_grow_and_rows_are_reused():
     allocator = BlockAllocator(num_blocks=100_000, block_size=1)
     for seq_id in range(300):
         allocator.admit(seq_id, 300)
-    seen = allocator.tables(list(range(300)))
+    seen = allocator.block_tables.rows(allocator.table_rows(range(300)))
     assert seen.shape == (300, 300) and len(np.unique(seen)) == 90_000
     for seq_id in range(300):
         allocator.free(seq_id)
@@ -276,13 +276,13 @@ def test_one_more_token_each_takes_blocks_only_where_they_are_full():
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda a: a._store.counts.__setitem__(int(a.table(0)[0]), 2),
-        lambda a: a._store.free.append(int(a.table(0)[0])),
-        lambda a: a._store.free.pop(),
-        lambda a: a._store.free.append(a._store.free[-1]),
-        lambda a: a.block_tables.extend(a._sequences[0].row, [a._store.free[-1]]),
-        lambda a: a._store.origins.__setitem__(a._store.free[-1], a._store.free[-1]),
-        lambda a: a._store.origins.__setitem__(int(a.table(0)[0]), int(a.table(0)[1])),
+        lambda a: a.store.counts.__setitem__(int(a.table(0)[0]), 2),
+        lambda a: a.store.free.append(int(a.table(0)[0])),
+        lambda a: a.store.free.pop(),
+        lambda a: a.store.free.append(a.store.free[-1]),
+        lambda a: a.block_tables.extend(a._sequences[0].row, [a.store.free[-1]]),
+        lambda a: a.store.origins.__setitem__(a.store.free[-1], a.store.free[-1]),
+        lambda a: a.store.origins.__setitem__(int(a.table(0)[0]), int(a.table(0)[1])),
     ],
     ids=[
         "ref count",

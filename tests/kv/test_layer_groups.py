@@ -186,7 +186,7 @@ class TestPrefixes:
 
     def without_windowed(self, allocator: BlockAllocator, *indices: int) -> None:
         """Evict the windowed group's cached blocks with these indices."""
-        prefixes = allocator._store.prefixes[1]
+        prefixes = allocator.store.prefixes[1]
         for index in indices:
             first = self.TOKENS[index * SIZE]
             (block,) = [
@@ -194,7 +194,7 @@ class TestPrefixes:
                 for block in prefixes
                 if prefixes._by_block[block].tokens.startswith(first.to_bytes(8, "little"))
             ]
-            allocator._store.free += allocator._store._drop(block)
+            allocator.store.free += allocator.store._drop(block)
         allocator.check_integrity()
 
     def test_a_hit_holds_the_last_window_only(self):
@@ -234,7 +234,7 @@ class TestPrefixes:
         allocator.register_tail(0, self.TOKENS, 40)
         allocator.free(0)
         for _ in range(7):  # the oldest
-            allocator._store.free += allocator._store._drop(next(iter(allocator._store.idle)))
+            allocator.store.free += allocator.store._drop(next(iter(allocator.store.idle)))
         assert allocator.cached_prefix([*self.TOKENS, 1]) == 40
         assert allocator.admit(1, 41, [*self.TOKENS, 1]).num_cached == 40
         allocator.check_integrity()
@@ -255,11 +255,11 @@ class TestPrefixes:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda a: a._store.free.append(int(a._store._blocks[1][1, a.table(0, 1)[0]])),
-        lambda a: a._store._blocks[1].__setitem__((1, int(a.table(0, 1)[0])), 0),
+        lambda a: a.store.free.append(int(a.store._blocks[1][1, a.table(0, 1)[0]])),
+        lambda a: a.store._blocks[1].__setitem__((1, int(a.table(0, 1)[0])), 0),
         lambda a: a._sequences[0].first_entries.__setitem__(1, 1),
         lambda a: a.block_tables.extend(a._sequences[0].row, [9], 1),
-        lambda a: setattr(a._store, "num_idle", 1),
+        lambda a: setattr(a.store, "num_idle", 1),
     ],
     ids=["half free", "shared", "let go", "table too long", "miscounted"],
 )

@@ -5,7 +5,7 @@ from collections import OrderedDict
 import pytest
 
 from mlx_paged.kv import group_prefixes, prefix_cache, prefix_match
-from mlx_paged.kv.allocator import Admission, BlockAllocator
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.prefix_cache import (
     EVICTED_PER_BLOCK,
@@ -16,7 +16,7 @@ from mlx_paged.kv.prefix_cache import (
     root_hash,
     token_bytes,
 )
-from mlx_paged.kv.prefix_match import MissReason
+from mlx_paged.kv.prefix_match import MissReason, PrefixMatch
 
 BLOCK = 8  # so that two tokens are the smallest run to be copied
 
@@ -28,7 +28,7 @@ def text(*runs: tuple[int, int]) -> list[int]:
 
 def computed(
     allocator: BlockAllocator, seq_id: int, tokens: list[int], salt: bytes = b""
-) -> Admission:
+) -> PrefixMatch:
     """Admit a sequence and pretend that its K/V has been computed."""
     admission = allocator.admit(seq_id, len(tokens), tokens, salt)
     allocator.copies_done()
@@ -36,7 +36,7 @@ def computed(
     return admission
 
 
-def finished(allocator: BlockAllocator, tokens: list[int], salt: bytes = b"") -> Admission:
+def finished(allocator: BlockAllocator, tokens: list[int], salt: bytes = b"") -> PrefixMatch:
     """Let a sequence come and go, leaving its K/V for reuse."""
     admission = computed(allocator, -1, tokens, salt)
     allocator.register_tail(-1, tokens, len(tokens))
@@ -45,7 +45,7 @@ def finished(allocator: BlockAllocator, tokens: list[int], salt: bytes = b"") ->
     return admission
 
 
-def looked_up(allocator: BlockAllocator, tokens: list[int]) -> Admission:
+def looked_up(allocator: BlockAllocator, tokens: list[int]) -> PrefixMatch:
     """What a prompt would find now."""
     admission = allocator.admit(-2, len(tokens), tokens)
     allocator.copies_done()

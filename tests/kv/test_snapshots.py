@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_paged.kv.allocator import Admission, BlockAllocator
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.prefix_cache import PrefixCache
+from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
@@ -34,7 +35,7 @@ def finished(allocator: BlockAllocator, tokens: list[int], *positions: int) -> l
     return snapshots
 
 
-def admitted(allocator: BlockAllocator, tokens: list[int]) -> Admission:
+def admitted(allocator: BlockAllocator, tokens: list[int]) -> PrefixMatch:
     """What a sequence with these tokens would find."""
     admission = allocator.admit(-2, len(tokens), tokens)
     allocator.copies_done()
@@ -176,7 +177,7 @@ class TestHowManyAreKept:
 
 
 def blocks_forgotten_alone(allocator: BlockAllocator) -> None:
-    (prefixes,) = allocator._store.prefixes
+    (prefixes,) = allocator.store.prefixes
     PrefixCache.forget(prefixes, next(iter(prefixes)))
 
 

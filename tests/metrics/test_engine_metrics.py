@@ -45,8 +45,8 @@ def test_what_ticks_count_adds_up_to_what_happened(model, lookahead):
     found, allocator = engine.metrics(), engine.scheduler.allocator
     total = {name: sum(getattr(tick, name) for tick in engine.ticks) for name in COUNTS}
     assert total["preemptions"] == engine.scheduler.num_preemptions == found["preemptions"] > 0
-    assert total["cow_clones"] == allocator.cow_clones == found["cow_clones"] > 0
-    assert total["evictions"] == allocator.evictions == found["evictions"] > 0
+    assert total["cow_clones"] == allocator.store.cow_clones == found["cow_clones"] > 0
+    assert total["evictions"] == allocator.store.evictions == found["evictions"] > 0
     assert total["prefix_hit_tokens"] == allocator.prefix_hit_tokens > 0
     assert found["tokens_by_phase"] == {
         "prefill": total["prefill_tokens"],

@@ -111,10 +111,11 @@ def write_noise(engine: Engine, blocks) -> None:
         slots = mx.array(slots.ravel(), mx.int32)
         rows = [mx.random.normal((slots.size, shape.n_kv_heads, dim)) for dim in shape.row_dims]
         pool.write(layer, *rows, slots)
+    mx.eval(pool.handles())  # nothing orders writes through two views of one memory
 
 
 def overwrite_free_blocks(engine: Engine, step: int, ids: list[int]) -> None:
-    write_noise(engine, engine.manager.allocator._store.free)
+    write_noise(engine, engine.manager.allocator.store.free)
 
 
 def overwrite_all_kv(engine: Engine, step: int, ids: list[int]) -> None:

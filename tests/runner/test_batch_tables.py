@@ -121,7 +121,7 @@ def test_a_block_copied_on_write_shows(allocator):
     tables.update([0, 1])
     allocator.fork(0, 5)
     append(allocator, 0)
-    assert allocator.cow_clones == 1
+    assert allocator.store.cow_clones == 1
     tables.update([0, 1])
     assert_right(tables, allocator, [0, 1])
 

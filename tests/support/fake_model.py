@@ -272,7 +272,7 @@ class FakeRunner:
             first = 0 if group.window is None else max(0, start - group.window + 1)
             positions = np.arange(first, stop, dtype=np.int32)
             entries = self.allocator.table(seq_id, index)[positions // self.allocator.block_size]
-            members = self.allocator.member_slots(entries, positions, index).astype(np.int64)
+            members = self.allocator.store.slots(entries, positions, index).astype(np.int64)
             found += [(first, slots * group.pieces) for slots in members[index == 0 :]]
         return found
 

@@ -81,7 +81,7 @@ class Simulation:
         self.counts["steps"] = self.engine.stats.steps
         self.counts["faults"] = self.runner.num_raised
         self.counts["preemptions"] = scheduler.num_preemptions
-        self.counts["cow_clones"] = scheduler.allocator.cow_clones
+        self.counts["cow_clones"] = scheduler.allocator.store.cow_clones
         return self.counts
 
     # What callers do
