@@ -38,10 +38,13 @@ class LayerView:
 
     def handles(self) -> tuple[KVHandle, KVHandle]:
         """Handles to all K/V of the step's sequences, ``[B, H_kv, S, D]``."""
-        return (
-            KVHandle.of(self.step.gathered(self.kv.k[0]), self, "keys"),
-            KVHandle.of(self.step.gathered(self.kv.v[0]), self, "values"),
-        )
+        k, v = self.step.gathered(self.kv.k[0]), self.step.gathered(self.kv.v[0])
+        self._note_reads(k, v)
+        return KVHandle.of(k, self, "keys"), KVHandle.of(v, self, "values")
+
+    def _note_reads(self, *arrays: mx.array) -> None:
+        if self.window is not None:
+            self.step.reads = arrays
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -64,8 +67,11 @@ class LayerView:
         step, window = self.step, narrowest(window, self.window)
         attention = PoolAttention(self.kv, 0, scale, window, sinks, step.max_paged_queries)
         if q.shape[2] <= max(FEW_QUERIES, step.max_paged_queries):
-            return attention.rows(q, step.tables, step.context_lens)
-        return self._row_by_row(q, attention)
+            out = attention.rows(q, step.tables, step.context_lens)
+        else:
+            out = self._row_by_row(q, attention)
+        self._note_reads(out)
+        return out
 
     def _row_by_row(self, q: mx.array, attention: PoolAttention) -> mx.array:
         """MLX's own attention, one row after the other, each over its own context."""
@@ -234,7 +240,8 @@ class PagedCache(_BaseCache):
 
     @state.setter
     def state(self, state: State) -> None:
-        rows, self.window, _ = state
+        rows, window, _ = state
+        self.window = narrowest(window, self.layer.pool.window)
         self._set_rows([self._restored(row) for row in rows], [row[2] for row in rows])
 
     def _row_state(self, i: int) -> RowState:
@@ -258,7 +265,7 @@ class PagedCache(_BaseCache):
         if not keys or not values:
             return sequence
         k, v = (_contiguous(runs) for runs in (keys, values))
-        self.layer.write([sequence], (sequence.id,), PaddedSpans.of([0], num_tokens), k, v)
+        self.layer.write_last([sequence], k, v, num_tokens)
         # k and v may be views of other blocks, and no graph orders this read before later writes.
         mx.eval(k, v, self.layer.kv.handles())
         return sequence
@@ -266,15 +273,24 @@ class PagedCache(_BaseCache):
     # Content
 
     def is_trimmable(self) -> bool:
-        return not any(row.lacks_start for row in self.rows)
+        """Whether no window has left a token, as in mlx-lm."""
+        return self.window is None or int(self.starts.max(initial=0)) < self.window
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens of every row, at most what the shortest row has.
 
         Returns:
             How many tokens of each row were forgotten.
+
+        Raises:
+            ValueError: the cache is not trimmable.
         """
         n = max(0, min(n, int(self.starts.min()))) if self.rows else 0
+        if n > 0 and not self.is_trimmable():
+            raise ValueError(
+                f"[trim] n is {n}: expected 0, because a row is not shorter than the window of "
+                f"{self.window} tokens and lets go of the tokens before it"
+            )
         self.starts = self.starts - np.int32(n)
         self._latest = None
         for row, start in zip(self.rows, self.starts.tolist(), strict=True):
@@ -282,15 +298,16 @@ class PagedCache(_BaseCache):
         return n
 
     def size(self) -> int:
-        """Tokens of the longest row."""
-        return int(self.starts.max(initial=0))
+        """Tokens of the longest row, at most the window."""
+        longest = int(self.starts.max(initial=0))
+        return min(longest, self.window or longest)
 
     def empty(self) -> bool:
         return self.size() == 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that hold these rows; a shared block counts once."""
+        """Bytes of the blocks that these rows hold; a shared block counts once."""
         return self.layer.nbytes(self.rows, np.maximum(self.starts, 0).tolist())
 
 

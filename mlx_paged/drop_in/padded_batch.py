@@ -88,19 +88,29 @@ class PaddedBatch:
         spans: the positions that each row computes.
         tables: ``[B, M]`` int32 block tables; entries after a row's own blocks have no meaning.
         block_size: token slots in a block.
+        firsts: the first position that each row holds; None: all rows hold all.
 
     Attributes:
         valid: whether the tables still hold: no later step wrote a row, and no row was forked.
+        reads: of layers with a window, what the latest one read from the pool, or its attention.
+            The reads of the layers before it are evaluated with it.
         max_paged_queries: columns up to which the paged op attends.
     """
 
     def __init__(
-        self, ids: tuple[int, ...], spans: PaddedSpans, tables: Int32Array, block_size: int
+        self,
+        ids: tuple[int, ...],
+        spans: PaddedSpans,
+        tables: Int32Array,
+        block_size: int,
+        firsts: list[int] | None = None,
     ) -> None:
         self.ids = ids
         self.spans = spans
         self.valid = True
+        self.reads: tuple[mx.array, ...] = ()
         self.max_paged_queries = max_paged_queries()
+        self._firsts = firsts if firsts and any(firsts) else []
         self._block_size = block_size
         self._host_tables = self._wide_enough(tables)
 
@@ -152,6 +162,14 @@ class PaddedBatch:
         return Chunk(first - start, first, stop - first, mx.array(blocks))
 
     def gathered(self, cache: mx.array) -> mx.array:
-        """``[B, H_kv, S, D]``, each row's context of one layer's ``[H_kv, num_blocks, ...]``."""
+        """``[B, H_kv, S, D]``, each row's context of one layer's ``[H_kv, num_blocks, ...]``, with
+        zeros for what the row let go."""
         length = self.spans.max_context
-        return ops.gather_blocks(cache, self.tables[:, : -(-length // self._block_size)], length)
+        found = ops.gather_blocks(cache, self.tables[:, : -(-length // self._block_size)], length)
+        return mx.where(self._held, found, 0) if self._firsts else found
+
+    @cached_property
+    def _held(self) -> mx.array:
+        """``[B, 1, S, 1]`` bool: which positions a row holds."""
+        firsts = mx.array(self._firsts, mx.int32)[:, None, None, None]
+        return mx.arange(self.spans.max_context)[:, None] >= firsts

@@ -95,8 +95,19 @@ class PoolLayer:
             )
         return self.shape
 
+    def write_last(
+        self, rows: Sequence[PagedSequence], keys: mx.array, values: mx.array, stop: int
+    ) -> None:
+        """Write the tokens of empty sequences up to position `stop`. K/V ``[B, H_kv, N, D]`` may
+        lack the first ones in a layer with a window."""
+        lost = stop - keys.shape[2]
+        rest = lost % self.pool.block_size
+        k, v = (mx.pad(x, [(0, 0), (0, 0), (rest, 0), (0, 0)]) for x in (keys, values))
+        spans = PaddedSpans.of([lost - rest] * len(rows), k.shape[2])
+        self.write(rows, tuple(row.id for row in rows), spans, k, v)
+
     def runs(self, row: PagedSequence, num_tokens: int) -> tuple[list[mx.array], list[mx.array]]:
-        """K and V of a sequence as views of the pool, each ``[n, H_kv, tokens, D]``.
+        """K and V that a sequence holds as views of the pool, each ``[n, H_kv, tokens, D]``.
 
         There is one view for every run of adjacent blocks and one for a last block that is not
         full. Evaluating them copies nothing.
@@ -111,8 +122,10 @@ class PoolLayer:
         return _views(self.kv.k[0], spans), _views(self.kv.v[0], spans)
 
     def _blocks(self, row: PagedSequence, num_tokens: int) -> Int32Array:
+        """The blocks that a sequence holds of its first tokens."""
         allocator = self.pool.allocator
-        return np.array(allocator.table(row.id)[: allocator.blocks_needed(num_tokens)])
+        first = row.first_held // self.pool.block_size
+        return np.array(allocator.table(row.id)[first : allocator.blocks_needed(num_tokens)])
 
     def nbytes(self, rows: Sequence[PagedSequence], num_tokens: Sequence[int]) -> int:
         """Bytes of the blocks with these sequences' first tokens; a shared block counts once."""
@@ -129,10 +142,10 @@ class PoolLayer:
         child = row.fork_for(self)
         if source.pool is not self.pool and num_tokens > 0:
             blocks = mx.array(source._blocks(row, num_tokens))
-            keys, values = source.kv.gather(0, blocks, num_tokens)
+            keys, values = source.kv.gather(0, blocks, num_tokens - row.first_held)
             # Before any later write to these blocks: no graph would order the two.
             mx.eval(keys, values)
-            self.write([child], (child.id,), PaddedSpans.of([0], num_tokens), keys, values)
+            self.write_last([child], keys, values, num_tokens)
         return child
 
 

@@ -24,7 +24,7 @@ class PagedSequence:
         step: the forward that wrote it last.
         version: how often it was written.
         is_frozen: whether a state keeps it; no cache may write it then.
-        lacks_start: whether layers with a window hold zeros for tokens that no query sees any more.
+        first_held: the first position that it holds, a multiple of the block size.
     """
 
     def __init__(self, pool: SharedPool, seq_id: int) -> None:
@@ -34,7 +34,7 @@ class PagedSequence:
         self.step: PaddedBatch | None = None
         self.version = 0
         self.is_frozen = False
-        self.lacks_start = False
+        self.first_held = 0
         self._forks: WeakValueDictionary[int, PagedSequence] = WeakValueDictionary()
         self._forked_version = 0
         self._rewound: dict[int, int] = {}
@@ -62,7 +62,6 @@ class PagedSequence:
                 return fork
         fork = layer.pool.fork(self) if layer.pool is self.pool else layer.pool.new_sequence()
         fork.is_frozen = is_frozen
-        fork.lacks_start = self.lacks_start
         fork.layers.add(layer.index)
         self._forks[id(fork)] = fork
         return fork

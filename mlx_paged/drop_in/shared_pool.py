@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from weakref import WeakValueDictionary, ref
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
@@ -36,6 +37,8 @@ class SharedPool:
         block_size: token slots in a block.
         kv_memory: bytes of K/V at most; default what the device has left when the pool grows.
         model: whose pool it is.
+        window: tokens that a query of these layers sees at most, itself included. Sequences let go
+            of the blocks that their next query does not see. None: they keep all.
     """
 
     def __init__(
@@ -44,12 +47,14 @@ class SharedPool:
         block_size: int = BLOCK_SIZE,
         kv_memory: int | None = None,
         model: ref[nn.Module] | None = None,
+        window: int | None = None,
     ) -> None:
         self.allocator = BlockAllocator(1, block_size)
         self.num_layers = num_layers
         self.block_size = block_size
         self.kv_memory = kv_memory
         self.model = model
+        self.window = window
         self.lock = threading.RLock()
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
         self._by_key: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
@@ -69,7 +74,8 @@ class SharedPool:
         with self.lock:
             pool = self._successor() if self._successor else None
             if pool is None:
-                pool = SharedPool(self.num_layers, self.block_size, self.kv_memory, self.model)
+                options = self.num_layers, self.block_size, self.kv_memory, self.model, self.window
+                pool = SharedPool(*options)
                 self._successor = ref(pool)
                 for key in [key for key, known in _pools.of_models.items() if known is self]:
                     _pools.of_models[key] = pool
@@ -100,7 +106,7 @@ class SharedPool:
         with self.lock:
             child = PagedSequence(self, next(self._new_ids))
             self.allocator.fork(parent.id, child.id)
-            child.lacks_start = parent.lacks_start
+            child.first_held = parent.first_held
             if parent.step is not None:
                 parent.step.valid = False
         return child
@@ -155,7 +161,8 @@ class SharedPool:
             for layer in self._written_layers() if copies else []:
                 layer.kv.copy_blocks(copies)
             self.allocator.copies_done()
-        step = PaddedBatch(ids, spans, self.allocator.tables(ids), self.block_size)
+        firsts = [row.first_held for row in rows] if self.window else None
+        step = PaddedBatch(ids, spans, self.allocator.tables(ids), self.block_size, firsts)
         for row in rows:
             row.step = step
         return step
@@ -164,11 +171,41 @@ class SharedPool:
         kept = row.begin_step(start)
         if kept is not None:
             self.allocator.truncate(row.id, kept)
+        if self.window is not None:
+            self._let_go(row, start, self.window)
+        return self._append(row, start, stop)
+
+    def _append(self, row: PagedSequence, start: int, stop: int) -> list[BlockCopy]:
         try:
             return self.allocator.make_writable(row.id, start, stop)
         except OutOfBlocksError as error:
             self._grow(error)
             return self.allocator.make_writable(row.id, start, stop)
+
+    def _let_go(self, row: PagedSequence, start: int, window: int) -> None:
+        """Release the blocks that no query from `start` on sees."""
+        if self.allocator.num_tokens(row.id) < start:
+            self._begin_at(row, start)
+        first = max(0, start - window + 1) // self.block_size * self.block_size
+        if row.first_held > first and row.first_held != start:
+            raise ValueError(
+                f"[update_and_fetch] a layer goes on at position {start}, but the other layers let "
+                f"go of the positions before {row.first_held}: expected layers that go on together"
+            )
+        if first > row.first_held:
+            if row.step is not None:  # others may write to these blocks from now on
+                mx.async_eval(row.step.reads)  # type: ignore[no-untyped-call]
+            self.allocator.trim(row.id, first)
+            row.first_held = first
+
+    def _begin_at(self, row: PagedSequence, position: int) -> None:
+        """Let an empty sequence begin at the first position of a block."""
+        step = FIRST_BLOCKS * self.block_size
+        for start in range(self.allocator.num_tokens(row.id), position, step):
+            stop = min(start + step, position)
+            self._append(row, start, stop)
+            self.allocator.trim(row.id, stop)
+        row.first_held = position
 
     # Memory
 
@@ -198,10 +235,10 @@ class SharedPool:
 
 
 class _Pools(threading.local):
-    """The existing pools of one thread, by the model's address and the options."""
+    """The existing pools of one thread, by the model's address, the window and the options."""
 
     def __init__(self) -> None:
-        self.of_models: WeakValueDictionary[tuple[int, int, int | None], SharedPool]
+        self.of_models: WeakValueDictionary[tuple[int | None, ...], SharedPool]
         self.of_models = WeakValueDictionary()
 
 
@@ -209,12 +246,17 @@ _pools = _Pools()
 
 
 def pool_of(
-    model: nn.Module, num_layers: int, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
+    model: nn.Module,
+    num_layers: int,
+    block_size: int = BLOCK_SIZE,
+    kv_memory: int | None = None,
+    window: int | None = None,
 ) -> SharedPool:
-    """The pool that this thread's new caches of `model` share; it exists as long as they do."""
-    key = (id(model), block_size, kv_memory)
+    """The pool that this thread's new caches of the layers of `model` with this window share. It
+    exists as long as they do."""
+    key = (id(model), block_size, kv_memory, window)
     pool = _pools.of_models.get(key)
     if pool is None or pool.model is None or pool.model() is not model:
-        pool = SharedPool(num_layers, block_size, kv_memory, ref(model))
+        pool = SharedPool(num_layers, block_size, kv_memory, ref(model), window)
         _pools.of_models[key] = pool
     return pool
