@@ -150,6 +150,9 @@ class SharedPool:
         self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
     ) -> PaddedBatch:
         self.release_dropped()
+        if self.window is not None:  # what the rows let go may be written from now on
+            reads = [step.reads for step in {row.step for row in rows} if step is not None]
+            mx.async_eval(reads)  # type: ignore[no-untyped-call]
         copies: list[BlockCopy] = []
         try:
             for row, start, stop in zip(
@@ -193,8 +196,6 @@ class SharedPool:
                 f"go of the positions before {row.first_held}: expected layers that go on together"
             )
         if first > row.first_held:
-            if row.step is not None:  # others may write to these blocks from now on
-                mx.async_eval(row.step.reads)  # type: ignore[no-untyped-call]
             self.allocator.trim(row.id, first)
             row.first_held = first
 
