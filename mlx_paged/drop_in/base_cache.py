@@ -39,12 +39,8 @@ class LayerView:
     def handles(self) -> tuple[KVHandle, KVHandle]:
         """Handles to all K/V of the step's sequences, ``[B, H_kv, S, D]``."""
         k, v = self.step.gathered(self.kv.k[0]), self.step.gathered(self.kv.v[0])
-        self._note_reads(k, v)
+        self.step.reads = () if self.window is None else (k, v)
         return KVHandle.of(k, self, "keys"), KVHandle.of(v, self, "values")
-
-    def _note_reads(self, *arrays: mx.array) -> None:
-        if self.window is not None:
-            self.step.reads = arrays
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -66,11 +62,11 @@ class LayerView:
             return None
         step, window = self.step, narrowest(window, self.window)
         attention = PoolAttention(self.kv, 0, scale, window, sinks, step.max_paged_queries)
-        if q.shape[2] <= max(FEW_QUERIES, step.max_paged_queries):
-            out = attention.rows(q, step.tables, step.context_lens)
-        else:
+        if q.shape[2] > max(FEW_QUERIES, step.max_paged_queries):
             out = self._row_by_row(q, attention)
-        self._note_reads(out)
+        else:
+            out = attention.rows(q, step.tables, step.context_lens)
+        step.reads = () if self.window is None else (out,)
         return out
 
     def _row_by_row(self, q: mx.array, attention: PoolAttention) -> mx.array:
@@ -164,12 +160,12 @@ class PagedCache(_BaseCache):
             ValueError: the number of rows, heads or dimensions is not that of before.
             OutOfBlocksError: the pool is full and may not grow; nothing was written.
         """
+        if self._latest is None and self.empty():
+            self._begin(keys, values)
         if keys.shape[0] != len(self.rows):
             raise ValueError(
                 f"[update_and_fetch] keys have {keys.shape[0]} rows: expected {len(self.rows)}"
             )
-        if self._latest is None and self.empty():
-            self._start_in(self.layer.layer_for(keys, values))
         spans = self._spans(keys.shape[2])
         step = self.layer.write(self.rows, self.ids, spans, keys, values)
         self.starts = spans.stops
@@ -178,8 +174,9 @@ class PagedCache(_BaseCache):
         self._latest = LayerView(self.layer.kv, step, self.window)
         return self._latest.handles()
 
-    def _start_in(self, layer: PoolLayer) -> None:
-        """Let that layer hold the K/V of this empty cache."""
+    def _begin(self, keys: mx.array, values: mx.array) -> None:
+        """Let the layer for this first K/V hold it."""
+        layer = self.layer.layer_for(keys, values)
         if layer is not self.layer:
             self.layer = layer
             self._set_rows([row.fork_for(layer) for row in self.rows], self.starts)
@@ -281,16 +278,10 @@ class PagedCache(_BaseCache):
 
         Returns:
             How many tokens of each row were forgotten.
-
-        Raises:
-            ValueError: the cache is not trimmable.
         """
         n = max(0, min(n, int(self.starts.min()))) if self.rows else 0
         if n > 0 and not self.is_trimmable():
-            raise ValueError(
-                f"[trim] n is {n}: expected 0, because a row is not shorter than the window of "
-                f"{self.window} tokens and lets go of the tokens before it"
-            )
+            raise ValueError(f"[trim] n is {n}: expected 0 where a row fills its window")
         self.starts = self.starts - np.int32(n)
         self._latest = None
         for row, start in zip(self.rows, self.starts.tolist(), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -41,13 +40,10 @@ class PagedKVCache(PagedCache):
             )
         self.trim(self.offset - num_tokens)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self._add_rows(keys.shape[0])
-        return super().update_and_fetch(keys, values)
-
-    def _add_rows(self, count: int) -> None:
-        if len(self.rows) == 1 < count and self.empty():
-            self._set_rows(self.rows[0].with_companions(count), [0] * count)
+    def _begin(self, keys: mx.array, values: mx.array) -> None:
+        if len(self.rows) == 1 < keys.shape[0]:
+            self._set_rows(self.rows[0].with_companions(keys.shape[0]), [0] * keys.shape[0])
+        super()._begin(keys, values)
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchPagedKVCache:
@@ -84,12 +80,10 @@ class PagedKVCache(PagedCache):
         """Copy the K/V of mlx-lm's own cache to this empty one; of a rotating cache, its last
         window."""
         if isinstance(cache, stock.RotatingKVCache):
-            arrays = map(cache._temporal_order, (cache.keys, cache.values))
-            keys, values = (x[..., -cache.max_size :, :] for x in arrays)
+            keys, values = map(cache._temporal_order, (cache.keys, cache.values))
         else:
             keys, values = cache.keys_and_values()
-        self._add_rows(keys.shape[0])
-        self._start_in(self.layer.layer_for(keys, values))
+        self._begin(keys, values)
         self.layer.write_last(self.rows, keys, values, cache.offset)
         self.starts = np.full_like(self.starts, cache.offset)
 
@@ -223,22 +217,19 @@ def make_prompt_cache(
     """
     check_options("make_prompt_cache", block_size, kv_memory)
     caches: list[Any] = stock_make_prompt_cache(model, max_kv_size)
-    pageable = filter(is_pageable, leaves(caches))
-    windows = Counter(getattr(leaf, "max_size", None) for leaf in pageable)
+    windows = [getattr(c, "max_size", None) for c in leaves(caches) if is_pageable(c)]
     if not windows or model_type(model) in {*REFUSED, *ONE_AT_A_TIME}:
         return caches
     empty = {}
-    for window, count in windows.items():
-        share = kv_memory and max(1, kv_memory * count // windows.total())
+    for window in set(windows):
+        count = windows.count(window)
+        share = kv_memory and max(1, kv_memory * count // len(windows))
         pool = pool_of(model, count, block_size, share, window)
-        empty[window] = pool.new_sequence(), map(pool.layer, range(count))
+        rows, layers = [pool.new_sequence()], map(pool.layer, range(count))
+        empty[window] = iter([PagedKVCache(layer, rows, [0], window) for layer in layers])
 
     def paged(cache: Any) -> Any:
-        if not is_pageable(cache):
-            return cache
-        window = getattr(cache, "max_size", None)
-        sequence, layers = empty[window]
-        return PagedKVCache(next(layers), [sequence], [0], window)
+        return next(empty[getattr(cache, "max_size", None)]) if is_pageable(cache) else cache
 
     return _converted(paged, caches)
 

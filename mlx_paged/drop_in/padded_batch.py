@@ -88,29 +88,24 @@ class PaddedBatch:
         spans: the positions that each row computes.
         tables: ``[B, M]`` int32 block tables; entries after a row's own blocks have no meaning.
         block_size: token slots in a block.
-        firsts: the first position that each row holds; None: all rows hold all.
 
     Attributes:
         valid: whether the tables still hold: no later step wrote a row, and no row was forked.
         reads: of layers with a window, what the latest one read from the pool, or its attention.
             The reads of the layers before it are evaluated with it.
+        firsts: the first position that each row holds; empty: all rows hold all.
         max_paged_queries: columns up to which the paged op attends.
     """
 
     def __init__(
-        self,
-        ids: tuple[int, ...],
-        spans: PaddedSpans,
-        tables: Int32Array,
-        block_size: int,
-        firsts: list[int] | None = None,
+        self, ids: tuple[int, ...], spans: PaddedSpans, tables: Int32Array, block_size: int
     ) -> None:
         self.ids = ids
         self.spans = spans
         self.valid = True
         self.reads: tuple[mx.array, ...] = ()
+        self.firsts: list[int] = []
         self.max_paged_queries = max_paged_queries()
-        self._firsts = firsts if firsts and any(firsts) else []
         self._block_size = block_size
         self._host_tables = self._wide_enough(tables)
 
@@ -166,10 +161,10 @@ class PaddedBatch:
         zeros for what the row let go."""
         length = self.spans.max_context
         found = ops.gather_blocks(cache, self.tables[:, : -(-length // self._block_size)], length)
-        return mx.where(self._held, found, 0) if self._firsts else found
+        return mx.where(self._held, found, 0) if any(self.firsts) else found
 
     @cached_property
     def _held(self) -> mx.array:
         """``[B, 1, S, 1]`` bool: which positions a row holds."""
-        firsts = mx.array(self._firsts, mx.int32)[:, None, None, None]
+        firsts = mx.array(self.firsts, mx.int32)[:, None, None, None]
         return mx.arange(self.spans.max_context)[:, None] >= firsts

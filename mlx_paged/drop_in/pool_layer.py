@@ -99,11 +99,12 @@ class PoolLayer:
         self, rows: Sequence[PagedSequence], keys: mx.array, values: mx.array, stop: int
     ) -> None:
         """Write the tokens of empty sequences up to position `stop`. K/V ``[B, H_kv, N, D]`` may
-        lack the first ones in a layer with a window."""
-        lost = stop - keys.shape[2]
-        rest = lost % self.pool.block_size
-        k, v = (mx.pad(x, [(0, 0), (0, 0), (rest, 0), (0, 0)]) for x in (keys, values))
-        spans = PaddedSpans.of([lost - rest] * len(rows), k.shape[2])
+        lack what a window has left."""
+        num_kept = min(keys.shape[2], self.pool.window or stop)
+        rest = (stop - num_kept) % self.pool.block_size
+        padding = [(0, 0), (0, 0), (rest, 0), (0, 0)]
+        k, v = (mx.pad(x[..., -num_kept:, :], padding) for x in (keys, values))
+        spans = PaddedSpans.of([stop - k.shape[2]] * len(rows), k.shape[2])
         self.write(rows, tuple(row.id for row in rows), spans, k, v)
 
     def runs(self, row: PagedSequence, num_tokens: int) -> tuple[list[mx.array], list[mx.array]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import mlx.core as mx
+
 if TYPE_CHECKING:
     from mlx_paged.drop_in.padded_batch import PaddedBatch
     from mlx_paged.drop_in.pool_layer import PoolLayer
@@ -77,13 +79,16 @@ class PagedSequence:
         self._rewound[layer] = num_tokens
 
     def begin_step(self, start: int) -> int | None:
-        """Begin a step that writes from `start`; the step before becomes invalid.
+        """Begin a step that writes from `start`, also to blocks that the step before may have read.
+        That one becomes invalid.
 
         Returns:
             The length to cut the sequence to if every layer was trimmed at least that far.
         """
         if self.step is not None:
             self.step.valid = False
+            mx.async_eval(self.step.reads)  # type: ignore[no-untyped-call]
+            self.step.reads = ()
         rewound, self._rewound = self._rewound, {}
         self.version += 1
         if self.layers <= rewound.keys() and max(rewound.values(), default=start + 1) <= start:

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Sequence
 from weakref import WeakValueDictionary, ref
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
@@ -150,9 +149,6 @@ class SharedPool:
         self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
     ) -> PaddedBatch:
         self.release_dropped()
-        if self.window is not None:  # what the rows let go may be written from now on
-            reads = [step.reads for step in {row.step for row in rows} if step is not None]
-            mx.async_eval(reads)  # type: ignore[no-untyped-call]
         copies: list[BlockCopy] = []
         try:
             for row, start, stop in zip(
@@ -164,8 +160,9 @@ class SharedPool:
             for layer in self._written_layers() if copies else []:
                 layer.kv.copy_blocks(copies)
             self.allocator.copies_done()
-        firsts = [row.first_held for row in rows] if self.window else None
-        step = PaddedBatch(ids, spans, self.allocator.tables(ids), self.block_size, firsts)
+        step = PaddedBatch(ids, spans, self.allocator.tables(ids), self.block_size)
+        if self.window is not None:
+            step.firsts = [row.first_held for row in rows]
         for row in rows:
             row.step = step
         return step
@@ -187,26 +184,19 @@ class SharedPool:
 
     def _let_go(self, row: PagedSequence, start: int, window: int) -> None:
         """Release the blocks that no query from `start` on sees."""
-        if self.allocator.num_tokens(row.id) < start:
-            self._begin_at(row, start)
-        first = max(0, start - window + 1) // self.block_size * self.block_size
-        if row.first_held > first and row.first_held != start:
-            raise ValueError(
-                f"[update_and_fetch] a layer goes on at position {start}, but the other layers let "
-                f"go of the positions before {row.first_held}: expected layers that go on together"
-            )
-        if first > row.first_held:
-            self.allocator.trim(row.id, first)
-            row.first_held = first
-
-    def _begin_at(self, row: PagedSequence, position: int) -> None:
-        """Let an empty sequence begin at the first position of a block."""
-        step = FIRST_BLOCKS * self.block_size
-        for start in range(self.allocator.num_tokens(row.id), position, step):
-            stop = min(start + step, position)
-            self._append(row, start, stop)
+        size, stop = self.block_size, self.allocator.num_tokens(row.id)
+        while stop < start:  # an empty sequence, whose start was let go elsewhere
+            self._append(row, stop, min(start, stop + FIRST_BLOCKS * size))
+            row.first_held = stop = min(start, stop + FIRST_BLOCKS * size)
             self.allocator.trim(row.id, stop)
-        row.first_held = position
+        first = max(0, start - window + 1) // size * size
+        if first < row.first_held != start:
+            raise ValueError(
+                f"[update_and_fetch] a layer is at position {start}, but others of its window let "
+                f"go of what is before {row.first_held}: expected layers that go on together"
+            )
+        self.allocator.trim(row.id, first)
+        row.first_held = max(row.first_held, first)
 
     # Memory
 
@@ -236,7 +226,7 @@ class SharedPool:
 
 
 class _Pools(threading.local):
-    """The existing pools of one thread, by the model's address, the window and the options."""
+    """The existing pools of one thread, by the model's address, the options and the window."""
 
     def __init__(self) -> None:
         self.of_models: WeakValueDictionary[tuple[int | None, ...], SharedPool]
@@ -247,11 +237,7 @@ _pools = _Pools()
 
 
 def pool_of(
-    model: nn.Module,
-    num_layers: int,
-    block_size: int = BLOCK_SIZE,
-    kv_memory: int | None = None,
-    window: int | None = None,
+    model: nn.Module, num_layers: int, block_size: int, kv_memory: int | None, window: int | None
 ) -> SharedPool:
     """The pool that this thread's new caches of the layers of `model` with this window share. It
     exists as long as they do."""
