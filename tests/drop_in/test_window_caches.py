@@ -18,6 +18,7 @@ from prompt_cache_cases import (
     stock_filled,
 )
 
+from mlx_paged import OutOfBlocksError
 from mlx_paged.attention.sdpa_hook import mlx_attention
 from mlx_paged.drop_in.caches import as_paged, make_prompt_cache, stock_make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
@@ -105,7 +106,9 @@ def test_ragged_batches_join_and_leave(name):
 
 @pytest.mark.parametrize("before", [3, WINDOW - 1, WINDOW, 30])
 def test_copies_go_on_alone(model, before):
-    cache, plain = filled(model, TEXT[:before]), stock_filled(model, TEXT[:before])
+    cache, plain = filled(model, TEXT[: before - 2]), stock_filled(model, TEXT[: before - 2])
+    for caches in (cache, plain):
+        mx.eval(model(mx.array([TEXT[before - 2 : before]]), cache=caches))
     twins = copy.deepcopy(cache), [c.extract(0) for c in merged([cache, cache])]
     for i, twin in enumerate(twins):
         assert_continues(model, twin, [i, 9], copy.deepcopy(plain))
@@ -129,6 +132,7 @@ def test_a_batch_holds_no_more_than_its_rows(model):
     for c in window_layers(batch):
         assert blocks_in_use(c.layer.pool) <= 3 * (WINDOW // BLOCK + 1)
         assert c.nbytes == blocks_in_use(c.layer.pool) * c.layer.kv.block_bytes
+        assert copy.deepcopy(c).nbytes == c.nbytes
 
 
 @pytest.mark.parametrize("num_tokens", [WINDOW - 1, 23, 301])
@@ -202,9 +206,9 @@ def test_what_was_let_go_is_not_read(name, is_hooked, monkeypatch):
     cache, plain = make_prompt_cache(model, block_size=BLOCK), stock_make_prompt_cache(model)
     if not is_hooked:
         monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", mlx_attention)
-    for start in range(0, 60, 12):
+    for tokens in (TEXT[:60], [5], [6]):
         for caches in (cache, plain):
-            mx.eval(model(mx.array([TEXT[start : start + 12]]), cache=caches))
+            mx.eval(model(mx.array([tokens]), cache=caches))
         for c in window_layers(cache):
             poison(c)
     assert_continues(model, cache, [8, 2, 6], plain)
@@ -237,8 +241,10 @@ def test_layers_of_a_window_have_to_go_on_together():
 
 
 def test_all_pools_of_a_model_stay_within_the_memory_together(model):
-    limit = 40 * 3 * BLOCK * 2 * 2 * 8 * 4
-    cache = make_prompt_cache(model, block_size=BLOCK, kv_memory=limit)
-    model(mx.array([TEXT[:150]]), cache=cache)
-    pools = {c.layer.pool for c in cache}
+    caches, limit = [], 40 * 3 * BLOCK * 2 * 2 * 8 * 4
+    with pytest.raises(OutOfBlocksError):
+        while len(caches) < 30:
+            caches.append(filled(model, TEXT[: 2 * BLOCK - 1], kv_memory=limit))
+    pools = {c.layer.pool for c in caches[0]}
+    assert len(caches) == 20
     assert len(pools) == 2 and sum(pool.nbytes for pool in pools) <= limit
