@@ -199,8 +199,7 @@ def make_prompt_cache(
 ) -> list[Any]:
     """mlx-lm's prompt cache for `model`, with a paged cache for every layer that can have one.
 
-    The K/V is in one pool per model, thread and window. It grows as needed; the last cache frees
-    it. Layers with a window let go of the tokens that no query sees any more, as mlx-lm's do.
+    K/V is in one pool per model, thread and window. It grows as needed; the last cache frees it.
     Without :func:`attention_hook` (or the patch) the caches work too: attention then gathers K/V.
 
     A layer keeps mlx-lm's cache where paging has no use or gives a wrong result: recurrent states,

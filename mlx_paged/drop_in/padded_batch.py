@@ -91,9 +91,8 @@ class PaddedBatch:
 
     Attributes:
         valid: whether the tables still hold: no later step wrote a row, and no row was forked.
-        reads: of layers with a window, what the latest one read from the pool, or its attention.
-            The reads of the layers before it are evaluated with it.
-        firsts: the first position that each row holds; empty: all rows hold all.
+        reads: what the latest layer read, if it has a window. It depends on all reads before it.
+        firsts: the first position that each row holds.
         max_paged_queries: columns up to which the paged op attends.
     """
 

@@ -79,8 +79,7 @@ class PagedSequence:
         self._rewound[layer] = num_tokens
 
     def begin_step(self, start: int) -> int | None:
-        """Begin a step that writes from `start`, also to blocks that the step before may have read.
-        That one becomes invalid.
+        """Begin a step that writes from `start`; the step before becomes invalid and is evaluated.
 
         Returns:
             The length to cut the sequence to if every layer was trimmed at least that far.

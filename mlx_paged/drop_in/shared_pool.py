@@ -36,8 +36,7 @@ class SharedPool:
         block_size: token slots in a block.
         kv_memory: bytes of K/V at most; default what the device has left when the pool grows.
         model: whose pool it is.
-        window: tokens that a query of these layers sees at most, itself included. Sequences let go
-            of the blocks that their next query does not see. None: they keep all.
+        window: of its layers; sequences let go of the blocks behind it. None: they keep all.
     """
 
     def __init__(
@@ -161,8 +160,7 @@ class SharedPool:
                 layer.kv.copy_blocks(copies)
             self.allocator.copies_done()
         step = PaddedBatch(ids, spans, self.allocator.tables(ids), self.block_size)
-        if self.window is not None:
-            step.firsts = [row.first_held for row in rows]
+        step.firsts = [row.first_held for row in rows]
         for row in rows:
             row.step = step
         return step
@@ -239,8 +237,7 @@ _pools = _Pools()
 def pool_of(
     model: nn.Module, num_layers: int, block_size: int, kv_memory: int | None, window: int | None
 ) -> SharedPool:
-    """The pool that this thread's new caches of the layers of `model` with this window share. It
-    exists as long as they do."""
+    """This thread's pool for new caches of `model` and this window; it lives as long as they do."""
     key = (id(model), block_size, kv_memory, window)
     pool = _pools.of_models.get(key)
     if pool is None or pool.model is None or pool.model() is not model:
