@@ -80,6 +80,7 @@ class Forward:
         chunks: the tokens of the other rows, sequence by sequence.
         row_chunks: each row as a chunk, for rows of more columns than the paged op takes; None: a
             row of padding.
+        held: ``[rows, 1, S, 1]`` bool, which of the gathered keys a row holds; None: all.
         is_read: whether the output of attention is used.
     """
 
@@ -93,6 +94,7 @@ class Forward:
     next_offset: int | mx.array
     chunks: Sequence[Chunk] = ()
     row_chunks: Sequence[Chunk | None] = ()
+    held: mx.array | None = None
     is_read: bool = True
 
     @cached_property
@@ -158,13 +160,17 @@ class LayerView(AttendingCache):
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         """Handles to all K/V of the forward's sequences, ``[rows, H_kv, S, D]``."""
-        tables, length = self.forward.row_tables, self.forward.max_context
         k, v = self.pool.k[self.layer], self.pool.v[self.layer]
         kind = KVHandle
         if self.is_latent:
             kind, (k, v) = RotaryHandle, self.pool.write_targets(self.layer)
-        keys = KVHandle.of(ops.gather_blocks(k, tables, length), self, "keys")
-        return keys, kind.of(ops.gather_blocks(v, tables, length), self, "values")
+        keys, values = self._gathered(k), self._gathered(v)
+        return KVHandle.of(keys, self, "keys"), kind.of(values, self, "values")
+
+    def _gathered(self, cache: mx.array) -> mx.array:
+        forward = self.forward
+        found = ops.gather_blocks(cache, forward.row_tables, forward.max_context)
+        return found if forward.held is None else mx.where(forward.held, found, 0)
 
     def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """A copy of the K/V that the model stored for one sequence: ``[1, H_kv, num_tokens, D]``

@@ -11,7 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
 from mlx_paged.attention.forward import LayerView
-from mlx_paged.attention.sdpa_hook import AttendingCache
+from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
@@ -26,6 +26,22 @@ class StepView(LayerView):
     def __init__(self, layer: PoolLayer, step: PaddedBatch, window: int | None) -> None:
         super().__init__(layer.kv, 0, window, step.max_paged_queries, step)
         self.step = step
+
+    def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
+        handles = super().keys_and_values()
+        self._note_reads(*handles)
+        return handles
+
+    def attend(self, query: Query) -> mx.array | None:
+        out = super().attend(query)
+        if out is not None:
+            self._note_reads(out)
+        return out
+
+    def _note_reads(self, *arrays: mx.array) -> None:
+        """The next step may write to blocks that a window leaves and these arrays read."""
+        if self.window is not None:
+            self.step.reads = arrays
 
 
 RowState = tuple[list[mx.array] | None, list[mx.array] | None, int, ContentKey]
@@ -105,12 +121,12 @@ class PagedCache(AttendingCache, _BaseCache):
             ValueError: the number of rows, heads or dimensions is not that of before.
             OutOfBlocksError: the pool is full and may not grow; nothing was written.
         """
+        if self._latest is None and self.empty():
+            self._begin(keys, values)
         if keys.shape[0] != len(self.rows):
             raise ValueError(
                 f"[update_and_fetch] keys have {keys.shape[0]} rows: expected {len(self.rows)}"
             )
-        if self._latest is None and self.empty():
-            self._start_in(self.layer.layer_for(keys, values))
         spans = self._spans(keys.shape[2])
         step = self.layer.write(self.rows, self.ids, spans, keys, values)
         self.starts = spans.stops
@@ -119,8 +135,9 @@ class PagedCache(AttendingCache, _BaseCache):
         self._latest = StepView(self.layer, step, self.window)
         return self._latest.keys_and_values()
 
-    def _start_in(self, layer: PoolLayer) -> None:
-        """Let that layer hold the K/V of this empty cache."""
+    def _begin(self, keys: mx.array, values: mx.array) -> None:
+        """Let the layer for this first K/V hold it."""
+        layer = self.layer.layer_for(keys, values)
         if layer is not self.layer:
             self.layer = layer
             self._set_rows([row.fork_for(layer) for row in self.rows], self.starts)
@@ -177,7 +194,8 @@ class PagedCache(AttendingCache, _BaseCache):
 
     @state.setter
     def state(self, state: State) -> None:
-        rows, self.window, _ = state
+        rows, window, _ = state
+        self.window = narrowest(window, self.layer.pool.window)
         self._set_rows([self._restored(row) for row in rows], [row[2] for row in rows])
 
     def _row_state(self, i: int) -> RowState:
@@ -201,7 +219,7 @@ class PagedCache(AttendingCache, _BaseCache):
         if not keys or not values:
             return sequence
         k, v = (_contiguous(runs) for runs in (keys, values))
-        self.layer.write([sequence], (sequence.id,), PaddedSpans.of([0], num_tokens), k, v)
+        self.layer.write_last([sequence], k, v, num_tokens)
         # k and v may be views of other blocks, and no graph orders this read before later writes.
         mx.eval(k, v, self.layer.kv.handles())
         return sequence
@@ -209,7 +227,8 @@ class PagedCache(AttendingCache, _BaseCache):
     # Content
 
     def is_trimmable(self) -> bool:
-        return not any(row.lacks_start for row in self.rows)
+        """Whether no window has left a token, as in mlx-lm."""
+        return self.window is None or int(self.starts.max(initial=0)) < self.window
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens of every row, at most what the shortest row has.
@@ -218,6 +237,8 @@ class PagedCache(AttendingCache, _BaseCache):
             How many tokens of each row were forgotten.
         """
         n = max(0, min(n, int(self.starts.min()))) if self.rows else 0
+        if n > 0 and not self.is_trimmable():
+            raise ValueError(f"[trim] n is {n}: expected 0 where a row fills its window")
         self.starts = self.starts - np.int32(n)
         self._latest = None
         for row, start in zip(self.rows, self.starts.tolist(), strict=True):
@@ -225,15 +246,16 @@ class PagedCache(AttendingCache, _BaseCache):
         return n
 
     def size(self) -> int:
-        """Tokens of the longest row."""
-        return int(self.starts.max(initial=0))
+        """Tokens of the longest row, at most the window."""
+        longest = int(self.starts.max(initial=0))
+        return min(longest, self.window or longest)
 
     def empty(self) -> bool:
         return self.size() == 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that hold these rows; a shared block counts once."""
+        """Bytes of the blocks that these rows hold; a shared block counts once."""
         return self.layer.nbytes(self.rows, np.maximum(self.starts, 0).tolist())
 
 

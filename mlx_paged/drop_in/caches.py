@@ -40,10 +40,10 @@ class PagedKVCache(PagedCache):
             )
         self.trim(self.offset - num_tokens)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if len(self.rows) == 1 < keys.shape[0] and self.empty():
+    def _begin(self, keys: mx.array, values: mx.array) -> None:
+        if len(self.rows) == 1 < keys.shape[0]:
             self._set_rows(self.rows[0].with_companions(keys.shape[0]), [0] * keys.shape[0])
-        return super().update_and_fetch(keys, values)
+        super()._begin(keys, values)
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchPagedKVCache:
@@ -63,13 +63,13 @@ class PagedKVCache(PagedCache):
 
         The copy is evaluated, so that this cache may be trimmed or deleted.
         """
-        num_kept = min(self.size(), self.window or self.size())
+        num_kept = self.size()
         if self.window is None:
             cache = stock.KVCache()
         else:
             cache = stock.RotatingKVCache(self.window)
             cache._idx = num_kept
-        cache.offset = self.size()
+        cache.offset = self.offset
         if not self.empty():
             keys, values = self.keys_and_values()
             cache.keys, cache.values = keys[..., -num_kept:, :], values[..., -num_kept:, :]
@@ -77,20 +77,15 @@ class PagedKVCache(PagedCache):
         return cache
 
     def fill(self, cache: Any) -> None:
-        """Copy the K/V of mlx-lm's own cache to this empty one.
-
-        A rotating cache has lost the tokens that no query sees any more. Zeros take their place,
-        and the sequence can no longer be trimmed.
-        """
+        """Copy the K/V of mlx-lm's own cache to this empty one; of a rotating cache, its last
+        window."""
         if isinstance(cache, stock.RotatingKVCache):
             keys, values = map(cache._temporal_order, (cache.keys, cache.values))
         else:
             keys, values = cache.keys_and_values()
-        num_lost = cache.offset - keys.shape[2]
-        padding = [(0, 0), (0, 0), (num_lost, 0), (0, 0)]
-        self.update_and_fetch(mx.pad(keys, padding), mx.pad(values, padding))
-        for row in self.rows:
-            row.lacks_start |= num_lost > 0
+        self._begin(keys, values)
+        self.layer.write_last(self.rows, keys, values, cache.offset)
+        self.starts = np.full_like(self.starts, cache.offset)
 
 
 class BatchPagedKVCache(PagedCache):
@@ -204,7 +199,7 @@ def make_prompt_cache(
 ) -> list[Any]:
     """mlx-lm's prompt cache for `model`, with a paged cache for every layer that can have one.
 
-    The K/V is in one pool per model and thread. It grows as needed; the last cache frees it.
+    K/V is in one pool per model, thread and window. It grows as needed; the last cache frees it.
     Without :func:`attention_hook` (or the patch) the caches work too: attention then gathers K/V.
 
     A layer keeps mlx-lm's cache where paging has no use or gives a wrong result: recurrent states,
@@ -221,17 +216,19 @@ def make_prompt_cache(
     """
     check_options("make_prompt_cache", block_size, kv_memory)
     caches: list[Any] = stock_make_prompt_cache(model, max_kv_size)
-    num_layers = sum(is_pageable(leaf) for leaf in leaves(caches))
-    if num_layers == 0 or model_type(model) in {*REFUSED, *ONE_AT_A_TIME}:
+    windows = [getattr(c, "max_size", None) for c in leaves(caches) if is_pageable(c)]
+    if not windows or model_type(model) in {*REFUSED, *ONE_AT_A_TIME}:
         return caches
-    pool = pool_of(model, num_layers, block_size, kv_memory)
-    sequence, layers = pool.new_sequence(), map(pool.layer, range(num_layers))
+    empty = {}
+    for window in set(windows):
+        count = windows.count(window)
+        share = kv_memory and max(1, kv_memory * count // len(windows))
+        pool = pool_of(model, count, block_size, share, window)
+        rows, layers = [pool.new_sequence()], map(pool.layer, range(count))
+        empty[window] = iter([PagedKVCache(layer, rows, [0], window) for layer in layers])
 
     def paged(cache: Any) -> Any:
-        if not is_pageable(cache):
-            return cache
-        window = cache.max_size if type(cache) is stock.RotatingKVCache else None
-        return PagedKVCache(next(layers), [sequence], [0], window)
+        return next(empty[getattr(cache, "max_size", None)]) if is_pageable(cache) else cache
 
     return _converted(paged, caches)
 

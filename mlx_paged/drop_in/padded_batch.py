@@ -88,9 +88,11 @@ class PaddedBatch(Forward):
         spans: the positions that each row computes.
         tables: ``[B, M]`` int32 block tables; entries after a row's own blocks have no meaning.
         block_size: token slots in a block.
+        firsts: the first position that each row holds; default 0.
 
     Attributes:
         valid: whether the tables still hold: no later step wrote a row, and no row was forked.
+        reads: what the latest layer read, if it has a window. It depends on all reads before it.
         max_paged_queries: columns up to which the paged op attends.
     """
 
@@ -98,11 +100,17 @@ class PaddedBatch(Forward):
     next_offset: mx.array
 
     def __init__(
-        self, ids: tuple[int, ...], spans: PaddedSpans, tables: Int32Array, block_size: int
+        self,
+        ids: tuple[int, ...],
+        spans: PaddedSpans,
+        tables: Int32Array,
+        block_size: int,
+        firsts: Sequence[int] = (),
     ) -> None:
         self.ids = ids
         self.spans = spans
         self.valid = True
+        self.reads: tuple[mx.array, ...] = ()
         self.max_paged_queries = max_paged_queries()
         tables = _wide_enough(tables, spans, block_size)
         super().__init__(
@@ -115,6 +123,9 @@ class PaddedBatch(Forward):
             offset=as_int32(spans.starts),
             next_offset=as_int32(spans.stops),
         )
+        if any(firsts):
+            starts = as_int32(firsts)[:, None, None, None]
+            self.held = mx.arange(spans.max_context)[:, None] >= starts
         if spans.columns > max(FEW_QUERIES, self.max_paged_queries):
             starts, stops = spans.starts.tolist(), spans.stops.tolist()
             self.row_chunks = [

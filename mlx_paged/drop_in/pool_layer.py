@@ -105,8 +105,20 @@ class PoolLayer:
             )
         return self.shape
 
+    def write_last(
+        self, rows: Sequence[PagedSequence], keys: mx.array, values: mx.array, stop: int
+    ) -> None:
+        """Write the tokens of empty sequences up to position `stop`. K/V ``[B, H_kv, N, D]`` may
+        lack what a window has left."""
+        num_kept = min(keys.shape[2], self.pool.window or stop)
+        rest = (stop - num_kept) % self.pool.block_size
+        padding = [(0, 0), (0, 0), (rest, 0), (0, 0)]
+        k, v = (mx.pad(x[..., -num_kept:, :], padding) for x in (keys, values))
+        spans = PaddedSpans.of([stop - k.shape[2]] * len(rows), k.shape[2])
+        self.write(rows, tuple(row.id for row in rows), spans, k, v)
+
     def runs(self, row: PagedSequence, num_tokens: int) -> tuple[list[mx.array], list[mx.array]]:
-        """K and V of a sequence as views of the pool, each ``[n, H_kv, tokens, D]``.
+        """K and V that a sequence holds as views of the pool, each ``[n, H_kv, tokens, D]``.
 
         There is one view for every run of adjacent blocks and one for a last block that is not
         full. Evaluating them copies nothing.
@@ -122,8 +134,10 @@ class PoolLayer:
         return _views(keys, spans), _views(values, spans)
 
     def _blocks(self, row: PagedSequence, num_tokens: int) -> Int32Array:
+        """The blocks that a sequence holds of its first tokens."""
         allocator = self.pool.allocator
-        return np.array(allocator.table(row.id)[: allocator.blocks_needed(num_tokens)])
+        first = row.first_held // self.pool.block_size
+        return np.array(allocator.table(row.id)[first : allocator.blocks_needed(num_tokens)])
 
     def nbytes(self, rows: Sequence[PagedSequence], num_tokens: Sequence[int]) -> int:
         """Bytes of the blocks with these sequences' first tokens; a shared block counts once."""
@@ -140,10 +154,11 @@ class PoolLayer:
         child = row.fork_for(self)
         if source.pool is not self.pool and num_tokens > 0:
             blocks = mx.array(source._blocks(row, num_tokens))
-            keys, values = LayerView(source.kv, 0).contiguous(blocks, num_tokens)
+            view, num_held = LayerView(source.kv, 0), num_tokens - row.first_held
+            keys, values = view.contiguous(blocks, num_held)
             # Before any later write to these blocks: no graph would order the two.
             mx.eval(keys, values)
-            self.write([child], (child.id,), PaddedSpans.of([0], num_tokens), keys, values)
+            self.write_last([child], keys, values, num_tokens)
         return child
 
 

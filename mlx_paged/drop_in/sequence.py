@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+import mlx.core as mx
+
 if TYPE_CHECKING:
     from mlx_paged.drop_in.padded_batch import PaddedBatch
     from mlx_paged.drop_in.pool_layer import PoolLayer
@@ -24,7 +26,7 @@ class PagedSequence:
         step: the forward that wrote it last.
         version: how often it was written.
         is_frozen: whether a state keeps it; no cache may write it then.
-        lacks_start: whether layers with a window hold zeros for tokens that no query sees any more.
+        first_held: the first position that it holds, a multiple of the block size.
     """
 
     def __init__(self, pool: SharedPool, seq_id: int) -> None:
@@ -34,7 +36,7 @@ class PagedSequence:
         self.step: PaddedBatch | None = None
         self.version = 0
         self.is_frozen = False
-        self.lacks_start = False
+        self.first_held = 0
         self._forks: WeakValueDictionary[int, PagedSequence] = WeakValueDictionary()
         self._forked_version = 0
         self._rewound: dict[int, int] = {}
@@ -62,7 +64,6 @@ class PagedSequence:
                 return fork
         fork = layer.pool.fork(self) if layer.pool is self.pool else layer.pool.new_sequence()
         fork.is_frozen = is_frozen
-        fork.lacks_start = self.lacks_start
         fork.layers.add(layer.index)
         self._forks[id(fork)] = fork
         return fork
@@ -78,13 +79,15 @@ class PagedSequence:
         self._rewound[layer] = num_tokens
 
     def begin_step(self, start: int) -> int | None:
-        """Begin a step that writes from `start`; the step before becomes invalid.
+        """Begin a step that writes from `start`; the step before becomes invalid and is evaluated.
 
         Returns:
             The length to cut the sequence to if every layer was trimmed at least that far.
         """
         if self.step is not None:
             self.step.valid = False
+            mx.async_eval(self.step.reads)  # type: ignore[no-untyped-call]
+            self.step.reads = ()
         rewound, self._rewound = self._rewound, {}
         self.version += 1
         if self.layers <= rewound.keys() and max(rewound.values(), default=start + 1) <= start:

@@ -15,6 +15,7 @@ from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
+from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.pool import block_bytes
 
@@ -36,6 +37,7 @@ class SharedPool:
         block_size: token slots in a block.
         kv_memory: bytes of K/V at most; default what the device has left when the pool grows.
         model: whose pool it is.
+        window: of its layers; sequences let go of the blocks behind it. None: they keep all.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class SharedPool:
         block_size: int = BLOCK_SIZE,
         kv_memory: int | None = None,
         model: ref[nn.Module] | None = None,
+        window: int | None = None,
     ) -> None:
-        self.allocator = BlockAllocator(1, block_size)
+        self.allocator = BlockAllocator(1, block_size, [LayerGroup(window)])
         self.num_layers = num_layers
         self.block_size = block_size
         self.kv_memory = kv_memory
         self.model = model
+        self.window = window
         self.lock = threading.RLock()
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
         self._by_key: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
@@ -69,7 +73,8 @@ class SharedPool:
         with self.lock:
             pool = self._successor() if self._successor else None
             if pool is None:
-                pool = SharedPool(self.num_layers, self.block_size, self.kv_memory, self.model)
+                options = self.num_layers, self.block_size, self.kv_memory, self.model, self.window
+                pool = SharedPool(*options)
                 self._successor = ref(pool)
                 for key in [key for key, known in _pools.of_models.items() if known is self]:
                     _pools.of_models[key] = pool
@@ -100,7 +105,7 @@ class SharedPool:
         with self.lock:
             child = PagedSequence(self, next(self._new_ids))
             self.allocator.fork(parent.id, child.id)
-            child.lacks_start = parent.lacks_start
+            child.first_held = parent.first_held
             if parent.step is not None:
                 parent.step.valid = False
         return child
@@ -156,7 +161,8 @@ class SharedPool:
                 layer.kv.copy_blocks(copies)
             self.allocator.copies_done()
         tables = self.allocator.block_tables.rows(self.allocator.table_rows(ids))
-        step = PaddedBatch(ids, spans, tables, self.block_size)
+        firsts = [row.first_held for row in rows]
+        step = PaddedBatch(ids, spans, tables, self.block_size, firsts)
         for row in rows:
             row.step = step
         return step
@@ -165,11 +171,32 @@ class SharedPool:
         kept = row.begin_step(start)
         if kept is not None:
             self.allocator.truncate(row.id, kept)
+        if self.window is not None:
+            self._let_go(row, start, self.window)
+        return self._append(row, start, stop)
+
+    def _append(self, row: PagedSequence, start: int, stop: int) -> list[BlockCopy]:
         try:
             return self.allocator.make_writable(row.id, start, stop)
         except OutOfBlocksError as error:
             self._grow(error)
             return self.allocator.make_writable(row.id, start, stop)
+
+    def _let_go(self, row: PagedSequence, start: int, window: int) -> None:
+        """Release the blocks that no query from `start` on sees."""
+        size, stop = self.block_size, self.allocator.num_tokens(row.id)
+        while stop < start:  # an empty sequence, whose start was let go elsewhere
+            self._append(row, stop, min(start, stop + FIRST_BLOCKS * size))
+            row.first_held = stop = min(start, stop + FIRST_BLOCKS * size)
+            self.allocator.trim(row.id, stop + window)
+        first = max(0, start - window + 1) // size * size
+        if first < row.first_held != start:
+            raise ValueError(
+                f"[update_and_fetch] a layer is at position {start}, but others of its window let "
+                f"go of what is before {row.first_held}: expected layers that go on together"
+            )
+        self.allocator.trim(row.id, start + 1)
+        row.first_held = max(row.first_held, first)
 
     # Memory
 
@@ -199,10 +226,10 @@ class SharedPool:
 
 
 class _Pools(threading.local):
-    """The existing pools of one thread, by the model's address and the options."""
+    """The existing pools of one thread, by the model's address, the options and the window."""
 
     def __init__(self) -> None:
-        self.of_models: WeakValueDictionary[tuple[int, int, int | None], SharedPool]
+        self.of_models: WeakValueDictionary[tuple[int | None, ...], SharedPool]
         self.of_models = WeakValueDictionary()
 
 
@@ -210,12 +237,12 @@ _pools = _Pools()
 
 
 def pool_of(
-    model: nn.Module, num_layers: int, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
+    model: nn.Module, num_layers: int, block_size: int, kv_memory: int | None, window: int | None
 ) -> SharedPool:
-    """The pool that this thread's new caches of `model` share; it exists as long as they do."""
-    key = (id(model), block_size, kv_memory)
+    """This thread's pool for new caches of `model` and this window; it lives as long as they do."""
+    key = (id(model), block_size, kv_memory, window)
     pool = _pools.of_models.get(key)
     if pool is None or pool.model is None or pool.model() is not model:
-        pool = SharedPool(num_layers, block_size, kv_memory, ref(model))
+        pool = SharedPool(num_layers, block_size, kv_memory, ref(model), window)
         _pools.of_models[key] = pool
     return pool

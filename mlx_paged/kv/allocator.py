@@ -287,7 +287,7 @@ class BlockAllocator:
         are not registered yet stay."""
         sequence = self._sequence(seq_id)
         for group_index, group in enumerate(self.groups):
-            first = group.kept_from(min(position, sequence.num_tokens)) // self.block_size
+            first = min(group.kept_from(position), sequence.num_tokens) // self.block_size
             if offers and sequence.is_reusable:
                 first = min(first, len(sequence.hashes))
             before = sequence.first_entries[group_index]

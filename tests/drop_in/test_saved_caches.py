@@ -259,7 +259,7 @@ def test_tokens_that_windows_forgot_cannot_come_back_by_trimming(windowed):
         assert not stock.can_trim_prompt_cache(caches)
         assert stock.trim_prompt_cache(caches, 3) == 0
     assert stock.can_trim_prompt_cache([c.extract(1) for c in batch])
-    whole = as_paged(windowed, [c.as_stock() for c in filled(windowed, PROMPT[:WINDOW])])
+    whole = as_paged(windowed, [c.as_stock() for c in filled(windowed, PROMPT[: WINDOW - 1])])
     assert stock.can_trim_prompt_cache(whole)
 
 

@@ -209,12 +209,13 @@ def test_a_model_never_gets_the_pool_of_one_that_had_its_address():
         pass
 
     model = Model()
-    pool, address = shared_pool.pool_of(model, 1), id(model)
-    assert shared_pool.pool_of(model, 1) is pool
+    options = 1, BLOCK, None, None
+    pool, address = shared_pool.pool_of(model, *options), id(model)
+    assert shared_pool.pool_of(model, *options) is pool
     del model
     others = [Model() for _ in range(100)]
     reborn = [other for other in others if id(other) == address]
-    assert all(shared_pool.pool_of(other, 1) is not pool for other in reborn)
+    assert all(shared_pool.pool_of(other, *options) is not pool for other in reborn)
 
 
 def test_a_cache_of_another_pool_is_copied_once_for_all_layers(llama):
