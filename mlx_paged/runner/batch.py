@@ -193,7 +193,8 @@ class Batch:
         tables.update(self.seq_ids[:count])
         columns = self._positions // size
         blocks = [tables.blocks_at(columns[:count])]
-        chunks = []
+        chunks: list[Chunk] = []
+        host_tables: list[Int32Array] = []
         for index in range(count, len(self.seq_ids)):
             table = allocator.table(self.seq_ids[index])
             first, start, length = (
@@ -202,6 +203,7 @@ class Batch:
             blocks.append(table[columns[first : first + length]])
             block_ids = mx.array(table[: allocator.blocks_needed(start + length)])
             chunks.append(Chunk(first, start, length, block_ids))
+            host_tables.append(table)
         is_chunk = self.layout is Layout.CHUNK
         return Forward(
             columns=self.num_tokens if is_chunk else 1,
@@ -214,6 +216,7 @@ class Batch:
             next_offset=self.next_offset,
             chunks=() if is_chunk else chunks,
             row_chunks=chunks if is_chunk else (),
+            host_tables=() if is_chunk or not chunks else [tables.host(), *host_tables],
         )
 
     def _choose_rows(self, spans: Sequence[Span]) -> None:
@@ -280,8 +283,8 @@ class Batch:
         contexts = self._positions[self._sampled_rows] + np.int32(1)
         positions, context_lens = mx.array(contexts - np.int32(1)), mx.array(contexts)
         tables = self.forward.block_tables
-        drawing = np.flatnonzero(self._draws).astype(np.int32)
+        drawing = np.flatnonzero(self._draws)
         if not np.array_equal(drawing, np.arange(self.num_decodes)):
-            tables = mx.take(self.forward.sequence_tables, mx.array(drawing), axis=0)
+            tables = mx.array(self.forward.sequence_tables[drawing])
         offsets = int(contexts.max()), positions, context_lens
         return Forward(1, positions, None, tables, context_lens, *offsets)
