@@ -17,6 +17,7 @@ from mlx_paged.attention.sdpa_hook import (
     mlx_attention,
     narrowest,
 )
+from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import KVPool, as_int32
 
 
@@ -81,6 +82,8 @@ class Forward:
         row_chunks: each row as a chunk, for rows of more columns than the paged op takes; None: a
             row of padding.
         held: ``[rows, 1, S, 1]`` bool, which of the gathered keys a row holds; None: all.
+        host_tables: `block_tables` on the host, then each chunk's table ``[n]``; empty if there are
+            no chunks.
         is_read: whether the output of attention is used.
     """
 
@@ -95,16 +98,19 @@ class Forward:
     chunks: Sequence[Chunk] = ()
     row_chunks: Sequence[Chunk | None] = ()
     held: mx.array | None = None
+    host_tables: Sequence[Int32Array] = ()
     is_read: bool = True
 
     @cached_property
-    def sequence_tables(self) -> mx.array:
-        """``[R + len(chunks), M]`` int32: `block_tables`, then those of the chunks."""
-        tables = [self.block_tables, *(chunk.tables for chunk in self.chunks)]
-        width = max(table.shape[1] for table in tables)
-        return mx.concatenate(
-            [mx.pad(each, [(0, 0), (0, width - each.shape[1])]) for each in tables if each.size]
-        )
+    def sequence_tables(self) -> Int32Array:
+        """``[R + len(chunks), M]``, the block table of every sequence, on the host."""
+        rows, *others = self.host_tables
+        width = max([rows.shape[1], *map(len, others)])
+        tables = np.zeros((len(rows) + len(others), width), np.int32)
+        tables[: len(rows), : rows.shape[1]] = rows
+        for row, table in zip(tables[len(rows) :], others, strict=True):
+            row[: len(table)] = table
+        return tables
 
     @cached_property
     def row_tables(self) -> mx.array:
@@ -113,7 +119,7 @@ class Forward:
             return self.block_tables
         lengths = [1] * self.block_tables.shape[0] + [chunk.length for chunk in self.chunks]
         sequences = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        return mx.take(self.sequence_tables, mx.array(sequences), axis=0)
+        return mx.take(mx.array(self.sequence_tables), mx.array(sequences), axis=0)
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         """``[rows, 1, columns, S]`` bool over gathered keys: what the last `columns` tokens of each

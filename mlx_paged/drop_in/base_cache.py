@@ -11,7 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
 from mlx_paged.attention.forward import LayerView
-from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query
+from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query, narrowest
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence

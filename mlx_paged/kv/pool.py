@@ -168,10 +168,12 @@ class KVPool:
         """
         assert num_blocks >= self.num_blocks
         self._first_k, self._first_v = [], []  # otherwise they would keep the old arrays alive
-        for arrays in (self.k, self.v):
-            for layer in range(self.n_layers):
-                arrays[layer] = _longer(arrays[layer], num_blocks - self.num_blocks)
-                mx.eval(arrays[layer])
+        for layer, shape in enumerate(self.shapes):
+            self.set_keys(layer, _longer(self.k[layer], num_blocks - self.num_blocks))
+            mx.eval(self.k[layer], self.v[layer])
+            if not shape.latent:
+                self.v[layer] = _longer(self.v[layer], num_blocks - self.num_blocks)
+                mx.eval(self.v[layer])
         self.num_blocks = num_blocks
         self._first_k, self._first_v = list(self.k), list(self.v)
 

@@ -29,10 +29,12 @@ class BatchTables:
 
     Attributes:
         group: index of the group.
+        of_members: `arrays` on the host.
         arrays: for each member of the group ``[R, longest]`` int32, as of the last :meth:`update`;
             entries past a row's end are undefined, and so are those that a window has left.
     """
 
+    of_members: Int32Array
     arrays: list[mx.array]
     _seq_ids: list[int]
     _rows: Int32Array  # rows of these sequences in the allocator's tables
@@ -100,7 +102,8 @@ class BatchTables:
     def _upload(self) -> None:
         # MLX copies a contiguous array much faster than columns of a wider one.
         tables = self._allocator.store.tables(self.host(), self.group)
-        self.arrays = _members(np.ascontiguousarray(tables))
+        self.of_members = np.ascontiguousarray(tables)
+        self.arrays = _members(self.of_members)
 
 
 def _members(values: Int32Array) -> list[mx.array]:
@@ -205,7 +208,7 @@ class Batch:
         is_chunk = self.layout is Layout.CHUNK
         forwards = []
         for of_group in tables:
-            slots, chunks = self._slots_and_chunks(allocator, of_group)
+            slots, chunks, host_tables = self._slots_and_chunks(allocator, of_group)
             for member, of_member in enumerate(chunks):
                 forward = Forward(
                     columns=self.num_tokens if is_chunk else 1,
@@ -218,19 +221,22 @@ class Batch:
                     next_offset=self.next_offset,
                     chunks=() if is_chunk else of_member,
                     row_chunks=of_member if is_chunk else (),
+                    host_tables=() if is_chunk else host_tables[member],
                 )
                 forwards.append(forward)
         return forwards
 
     def _slots_and_chunks(
         self, allocator: BlockAllocator, tables: BatchTables
-    ) -> tuple[list[mx.array], list[list[Chunk]]]:
-        """The slot mapping and the chunks of each member of a group."""
+    ) -> tuple[list[mx.array], list[list[Chunk]], list[list[Int32Array]]]:
+        """The slot mapping, the chunks and, if there are any, the tables of each member of a group:
+        those of the decodes, then that of each chunk."""
         count, group = self.num_decodes, tables.group
         tables.update(self.seq_ids[:count])
         columns = self._positions // np.int32(allocator.block_size)
         entries = [tables.blocks_at(columns[:count])]
         chunks: list[list[Chunk]] = [[] for _ in tables.arrays]
+        host_tables: list[list[Int32Array]] = [[] for _ in tables.arrays]
         for index in range(count, len(self.seq_ids)):
             table = allocator.table(self.seq_ids[index], group)
             first, start, length = (
@@ -240,9 +246,11 @@ class Batch:
             needed = table[None, : allocator.blocks_needed(start + length)]
             for member, blocks in enumerate(allocator.store.tables(needed, group)):
                 chunks[member].append(Chunk(first, start, length, mx.array(blocks[0])))
+                host_tables[member] = host_tables[member] or [tables.of_members[member]]
+                host_tables[member].append(blocks[0])
         joined = entries[0] if len(entries) == 1 else np.concatenate(entries)
         slots = allocator.store.slots(joined, self._positions, group)
-        return _members(slots), chunks
+        return _members(slots), chunks, host_tables
 
     def _choose_rows(self, spans: Sequence[Span]) -> None:
         """Set which requests get a token, and from which rows of logits."""
@@ -308,11 +316,10 @@ class Batch:
         contexts = self._positions[self._sampled_rows] + np.int32(1)
         positions, context_lens = mx.array(contexts - np.int32(1)), mx.array(contexts)
         offsets = int(contexts.max()), positions, context_lens
-        drawing = np.flatnonzero(self._draws).astype(np.int32)
+        drawing = np.flatnonzero(self._draws)
         are_all = np.array_equal(drawing, np.arange(self.num_decodes))
-        rows = None if are_all else mx.array(drawing)
         tables = [
-            forward.block_tables if rows is None else mx.take(forward.sequence_tables, rows, axis=0)
+            forward.block_tables if are_all else mx.array(forward.sequence_tables[drawing])
             for forward in self.forwards
         ]
         return [Forward(1, positions, None, table, context_lens, *offsets) for table in tables]

@@ -229,3 +229,13 @@ def test_the_layers_that_pick_tokens_by_an_indexer_have_mlx_lms_tokens(models):
     model = models("deepseek_v32")
     texts = [greedy(model, p, stock_make_prompt_cache(model), NUM_DECODES) for p in PROMPTS[:2]]
     assert [greedy(model, p, paged(model), NUM_DECODES) for p in PROMPTS[:2]] == texts
+
+
+def test_a_pool_that_grew_holds_each_latent_once():
+    before = mx.get_active_memory()
+    pool = SharedPool(1, BLOCK)
+    cache = PagedKVCache(pool.layer(0), [pool.new_sequence()], [0])
+    for _ in range(9):
+        cache.update_and_fetch(*(mx.zeros((1, 1, 500, dim)) for dim in (512, 64)))
+        mx.eval(cache.keys)
+    assert mx.get_active_memory() - before < 1.2 * pool.nbytes
