@@ -1,13 +1,14 @@
 """Windowed architectures compute what mlx-lm does: a sample of scripts.windowed_parity."""
 
 import json
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 from architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build
 
 from mlx_paged import UnsupportedModelError
-from mlx_paged.attention import forward
+from mlx_paged.attention.forward import LayerView
 from mlx_paged.kv.allocator import BlockAllocator
 from scripts.windowed_parity import (
     BLOCK_SIZES,
@@ -51,29 +52,40 @@ def test_the_sample_has_all_sizes():
     assert {(case.window, case.prefill_chunk, case.block_size) for case in SAMPLE} == set(SIZES)
 
 
+def change_windows(monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int | None]) -> None:
+    """Let layers with a window attend with another one."""
+    whole = LayerView.through_tables
+
+    def through_tables(view, query, *args):
+        window = query.window and change(query.window)
+        return whole(view, query._replace(window=window), *args)
+
+    monkeypatch.setattr(LayerView, "through_tables", through_tables)
+
+
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_window_of_one_token_less_is_noticed_by(scenario, monkeypatch):
-    whole = forward.narrowest
-    monkeypatch.setattr(forward, "narrowest", lambda *windows: (whole(*windows) or 1) - 1 or None)
+    change_windows(monkeypatch, lambda window: window - 1)
     scenarios = Scenarios(Reference("gemma3", 20), Case("gemma3", 20, 7, 8))
     with pytest.raises(AssertionError, match="differ"):
         getattr(scenarios, scenario)()
 
 
 def test_blocks_that_are_released_one_token_too_early_are_noticed(monkeypatch):
-    # A sequence keeps a token more than its window.
+    # A sequence keeps a token more than its window. Blocks go when another one is full: at that
+    # position this window begins with a block.
     whole = BlockAllocator.trim
     monkeypatch.setattr(
         BlockAllocator, "trim", lambda self, i, position, **k: whole(self, i, position + 2, **k)
     )
     name = "muse_glimmer, windows only"
-    scenarios = Scenarios(Reference(name, 20), Case(name, 20, 64, 8))
+    scenarios = Scenarios(Reference(name, 18), Case(name, 18, 64, 8))
     with pytest.raises(AssertionError, match="differ"):
         scenarios.arrivals()
 
 
 def test_failures_are_printed_with_the_command_that_repeats_them(monkeypatch, capsys):
-    monkeypatch.setattr(forward, "narrowest", lambda *windows: None)
+    change_windows(monkeypatch, lambda window: None)
     sizes = ["--windows", "8", "--chunks", "64", "--block-sizes", "16"]
     assert main(["--names", "gpt_oss", *sizes]) == 1
     *lines, last = capsys.readouterr().out.splitlines()
