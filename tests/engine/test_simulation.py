@@ -17,6 +17,8 @@ from mlx_paged.engine.beams import BeamGroup
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.text import OutputProcessor
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.group_prefixes import GroupPrefixes
+from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.snapshots import Snapshots
 from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
@@ -267,7 +269,31 @@ def snapshots_filled_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Span, "pieces", lambda span: [span])
 
 
+def windows_let_go_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = LayerGroup.kept_from
+    early = lambda group, position: whole(group, position + 2)  # noqa: E731
+    monkeypatch.setattr(LayerGroup, "kept_from", early)
+
+
+def windows_never_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockAllocator, "trim", lambda *args, **options: None)
+
+
+def copies_of_one_group_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = FakePool.copy
+    first = lambda pool, copies: whole(pool, [c for c in copies if c.group == 0])  # noqa: E731
+    monkeypatch.setattr(FakePool, "copy", first)
+
+
+def hits_without_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupPrefixes, "_missing", lambda prefixes, known, count: None)
+
+
 DEFECTS = (
+    windows_let_go_too_early,
+    windows_never_let_go,
+    copies_of_one_group_only,
+    hits_without_their_window,
     no_copy_on_write,
     copies_ignored,
     tails_not_copied,
