@@ -52,7 +52,7 @@ class Engine(EngineCore):
         tokenizer: the second value. Without it prompts are token ids and outputs have no text.
         block_size: token slots in a block.
         kv_memory: bytes for the pool; default: what the device can spare.
-        num_blocks: size of the pool in blocks, instead of `kv_memory`.
+        num_blocks: size of the pool in blocks of all layers, instead of `kv_memory`.
         max_kv_tokens: if neither is given, the pool has room for no more than these tokens.
         max_running: the largest number of requests that are computed together.
         prefill_chunk: the largest number of prompt tokens in a step, beside the running requests.
