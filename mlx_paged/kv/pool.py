@@ -45,7 +45,7 @@ class KVShape:
 
 
 def block_bytes(shapes: Sequence[KVShape], block_size: int) -> int:
-    """Bytes of one block over all layers, keys and values together."""
+    """Bytes of one block of all these layers, keys and values together."""
     return block_size * sum(shape.token_bytes for shape in shapes)
 
 

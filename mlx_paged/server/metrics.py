@@ -46,7 +46,7 @@ def engine_metrics(engine: Engine) -> list[Metric]:
         _gauge("kv_blocks", "Size of the KV pool in blocks.", allocator.num_blocks),
         _gauge("kv_blocks_in_use", "Blocks that a sequence holds.", allocator.blocks_in_use),
         _gauge("kv_blocks_cached", "Free blocks in the prefix cache.", allocator.num_cached),
-        _gauge("kv_block_bytes", "Bytes of a block over all layers.", stats.block_bytes),
+        _gauge("kv_block_bytes", "Bytes of a block in all arrays of the pool.", stats.block_bytes),
         _gauge("profiling", "1 if each phase of a step is timed.", ticks.profile),
         *(_counter(name, text, getattr(stats, name)) for name, text in COUNTERS.items()),
         _counter("kv_blocks_touched", "Blocks that attention had to read.", stats.blocks_touched),
