@@ -41,9 +41,9 @@ class LayerGroup:
     def reach(self, position: int, num_tokens: int, chunk: int) -> int:
         """Up to which token a sequence of `num_tokens` whose next token is at `position` gets
         blocks when it starts. It computes at most `chunk` tokens in a step."""
-        return (
-            num_tokens if self.window is None else min(num_tokens, position + self.window + chunk)
-        )
+        if self.window is None:
+            return num_tokens
+        return min(num_tokens, self.kept_from(position) + self.window + chunk)
 
     def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
         """Blocks that a sequence of `num_tokens` holds at one time, at most."""
