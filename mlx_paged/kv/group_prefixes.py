@@ -6,20 +6,8 @@ from dataclasses import replace
 from mlx_paged.kv.block_tables import BlockTables, SequenceBlocks
 from mlx_paged.kv.blocks import BlockStore
 from mlx_paged.kv.layer_groups import LayerGroup
-from mlx_paged.kv.prefix_cache import (
-    TOKEN_BYTES,
-    PrefixCache,
-    chain_hash,
-    root_hash,
-    token_bytes,
-)
-from mlx_paged.kv.prefix_match import (
-    FullBlocks,
-    MissReason,
-    PrefixMatch,
-    known_start,
-    miss_reason,
-)
+from mlx_paged.kv.prefix_cache import TOKEN_BYTES, PrefixCache, chain_hash, root_hash, token_bytes
+from mlx_paged.kv.prefix_match import FullBlocks, MissReason, PrefixMatch, known_start, miss_reason
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
 
