@@ -7,7 +7,6 @@ from typing import NamedTuple, Never
 
 from mlx_paged.request import Request
 
-
 AGEING = 1000.0
 """Tokens per second, for `Policy.SHORTEST`. Without it a long prompt might wait forever."""
 
