@@ -34,7 +34,8 @@ class GroupPrefixes:
         self._store.prefixes = [StatefulPrefixCache(*args, max_snapshots)]
 
     def forget_all(self) -> None:
-        self._store.prefixes = [prefixes.emptied() for prefixes in self._store.prefixes]
+        for prefixes in self._store.prefixes:
+            prefixes.clear()
 
     def match(self, tokens: Sequence[int] | None, num_tokens: int, salt: bytes) -> PrefixMatch:
         """The longest reusable prefix of ``tokens[:num_tokens]``, without the last token. None: no

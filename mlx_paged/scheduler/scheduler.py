@@ -55,8 +55,6 @@ class Scheduler:
         rewinds: bool = True,
         max_snapshots: int = 0,
     ) -> None:
-        if max_running < 1:
-            raise ValueError(f"[Scheduler] max_running is {max_running}: expected >= 1")
         self.allocator = allocator
         self.max_running = max_running
         self.budget = ChunkBudget(prefill_chunk, max_stall)
