@@ -141,13 +141,11 @@ class BlockAllocator:
             spare: blocks that must stay available.
 
         Raises:
-            ValueError: `seq_id` is in use or `num_tokens` is negative.
+            ValueError: `seq_id` is in use.
             OutOfBlocksError: too few blocks; nothing changed.
         """
         if seq_id in self._sequences:
             raise ValueError(f"[admit] seq_id {seq_id} is in use: expected a new id")
-        if num_tokens < 0:
-            raise ValueError(f"[admit] num_tokens is {num_tokens}: expected >= 0")
         match, store = self._prefixes.match(tokens, num_tokens, salt), self.store
         num_full = len(match.hashes)
         blocks = [[entry.block for entry in entries] for entries in match.blocks]
@@ -189,15 +187,14 @@ class BlockAllocator:
             The block copies to perform, in order, before any write.
 
         Raises:
-            ValueError: an unknown sequence, or a span that is empty or leaves a hole.
+            ValueError: an unknown sequence, or a span that leaves a hole.
             OutOfBlocksError: too few blocks; nothing changed.
         """
         sequence = self._sequence(seq_id)
         if sequence.private_start <= start < stop <= sequence.private_stop:
             sequence.num_tokens = max(sequence.num_tokens, stop)
             return []
-        if not 0 <= start < stop:
-            raise ValueError(f"[make_writable] span [{start}, {stop}): expected 0 <= start < stop")
+        assert 0 <= start < stop, "an empty span"
         if start > sequence.num_tokens:
             raise ValueError(
                 f"[make_writable] start is {start}, but sequence {seq_id} has "

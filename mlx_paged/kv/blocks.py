@@ -127,21 +127,18 @@ class BlockStore:
         """Hand out entries with one reference each: of free blocks, then of the entries unused
         longest."""
         width = self._widths[group]
-        num_left = max(0, len(self.free) - num_entries * width)
-        blocks = self.free[num_left:]
+        needed = num_entries * width
+        num_left = max(0, len(self.free) - needed)
+        blocks = self.free[num_left:][::-1]
         del self.free[num_left:]
-        blocks.reverse()
-        while len(blocks) < num_entries * width:
+        while len(blocks) < needed:
             blocks += self._drop(next(iter(self.idle)))
             self.evictions += 1
-        if len(blocks) > num_entries * width:  # the last evicted entry has more than needed
-            self.free += blocks[num_entries * width :]
-            del blocks[num_entries * width :]
-        if width == 1:
-            entries = blocks
-        else:
-            entries = blocks[::width]
-            self._blocks[group][:, entries] = np.array(blocks, np.int32).reshape(-1, width).T
+        self.free += blocks[needed:]  # the last evicted entry may have more than needed
+        entries = blocks[:needed:width]
+        if width > 1:
+            rows = np.array(blocks[:needed], np.int32).reshape(-1, width)
+            self._blocks[group][:, entries] = rows.T
         for entry in entries:
             self.counts[entry] = 1
             self._group_of[entry] = group

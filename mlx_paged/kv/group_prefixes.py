@@ -1,24 +1,13 @@
 """The prefix caches of all layer groups together. Knows no mlx."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mlx_paged.kv.block_tables import BlockTables, SequenceBlocks
 from mlx_paged.kv.blocks import BlockStore
 from mlx_paged.kv.layer_groups import LayerGroup
-from mlx_paged.kv.prefix_cache import (
-    TOKEN_BYTES,
-    PrefixCache,
-    chain_hash,
-    root_hash,
-    token_bytes,
-)
-from mlx_paged.kv.prefix_match import (
-    FullBlocks,
-    MissReason,
-    PrefixMatch,
-    known_start,
-    miss_reason,
-)
+from mlx_paged.kv.prefix_cache import TOKEN_BYTES, PrefixCache, chain_hash, root_hash, token_bytes
+from mlx_paged.kv.prefix_match import FullBlocks, MissReason, PrefixMatch, known_start, miss_reason
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
 
@@ -45,7 +34,8 @@ class GroupPrefixes:
         self._store.prefixes = [StatefulPrefixCache(*args, max_snapshots)]
 
     def forget_all(self) -> None:
-        self._store.prefixes = [prefixes.emptied() for prefixes in self._store.prefixes]
+        for prefixes in self._store.prefixes:
+            prefixes.clear()
 
     def match(self, tokens: Sequence[int] | None, num_tokens: int, salt: bytes) -> PrefixMatch:
         """The longest reusable prefix of ``tokens[:num_tokens]``, without the last token. None: no
@@ -55,7 +45,9 @@ class GroupPrefixes:
         stop, root = max(0, min(num_tokens, len(tokens)) - 1), root_hash(salt)
         caches, size = self._store.prefixes, self._block_size
         if isinstance(caches[0], StatefulPrefixCache):
-            return caches[0].match(tokens, stop, root)
+            match = caches[0].match(tokens, stop, root)
+            (first,) = self._first_kept(len(match.hashes))
+            return replace(match, blocks=[match.blocks[0][first:]])
         known, count, was_evicted = self._common_start(tokens, stop, root)
         blocks = [
             [block for i in range(first, count) if (block := known.found(cache, i)) is not None]
@@ -81,15 +73,16 @@ class GroupPrefixes:
         whole = [cache for cache, group in pairs if group.window is None]
         known, was_evicted = known_start(whole, tokens, stop, root, self._block_size)
         count = len(known.hashes)
-        while len(whole) < len(caches) and (found := self._missing(known, count)) is not None:
+        while (found := self._missing(known, count)) is not None:
             cache, count = found
             was_evicted = cache.was_evicted(known.hashes[count])
         return known, count, was_evicted
 
     def _missing(self, known: FullBlocks, count: int) -> tuple[PrefixCache, int] | None:
-        """A cache that lacks one of the first `count` blocks that its group needs, and which one;
-        None if there is none."""
-        for cache, first in zip(self._store.prefixes, self._first_kept(count), strict=True):
+        """The cache of a group with a window that lacks one of the first `count` blocks that its
+        group needs, and which one; None if there is none."""
+        needed = zip(self._store.prefixes, self._groups, self._first_kept(count), strict=True)
+        for cache, first in ((c, first) for c, group, first in needed if group.window):
             for index in range(count - 1, first - 1, -1):
                 if known.found(cache, index) is None:
                     return cache, index

@@ -41,9 +41,9 @@ class LayerGroup:
     def reach(self, position: int, num_tokens: int, chunk: int) -> int:
         """Up to which token a sequence of `num_tokens` whose next token is at `position` gets
         blocks when it starts. It computes at most `chunk` tokens in a step."""
-        return (
-            num_tokens if self.window is None else min(num_tokens, position + self.window + chunk)
-        )
+        if self.window is None:
+            return num_tokens
+        return min(num_tokens, self.kept_from(position) + self.window + chunk)
 
     def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
         """Blocks that a sequence of `num_tokens` holds at one time, at most."""
@@ -143,19 +143,20 @@ def plan_pool(
             for (window, layers), count in zip(by_window.items(), pieces, strict=True)
         }
     in_order = sorted(groups, key=lambda group: group.window or 0)  # all tokens first
-    arrays: list[ArrayPlan] = []
+    arrays: dict[tuple[int, KVShape], ArrayPlan] = {}
     places: list[LayerPlace | None] = [None] * len(shapes)
     num_tables = 0
     for index, group in enumerate(in_order):
         for i, layer in enumerate(groups[group]):
             shape = shapes[layer]
             assert shape is not None
-            array = _array_for(shape, block_size // group.pieces, i % num_arrays, arrays)
-            arrays[array].groups.add(index)
-            member = i // num_arrays
+            member, memory = divmod(i, num_arrays)
+            plan = ArrayPlan(shape, block_size // group.pieces, memory)
+            arrays.setdefault((memory, shape), plan).groups.add(index)
+            array = list(arrays).index((memory, shape))
             places[layer] = LayerPlace(array, index, member, num_tables + member)
         num_tables += group.members
-    return PoolPlan(tuple(in_order), tuple(arrays), tuple(places))
+    return PoolPlan(tuple(in_order), tuple(arrays.values()), tuple(places))
 
 
 def _pieces(
@@ -177,12 +178,3 @@ def _pieces(
         and all(block_size % n == 0 for n in counts)
     )
     return counts if can_share else None
-
-
-def _array_for(shape: KVShape, block_size: int, memory: int, arrays: list[ArrayPlan]) -> int:
-    """The index of the arrays for a layer; adds them if there are none yet."""
-    for index, array in enumerate(arrays):
-        if array.memory == memory and array.shape == shape:
-            return index
-    arrays.append(ArrayPlan(shape, block_size, memory))
-    return len(arrays) - 1

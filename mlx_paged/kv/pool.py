@@ -119,11 +119,7 @@ class KVPool:
     def write(self, layer: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
         """Write K rows ``[T, n_kv_heads, head_dim]`` and V rows to their slots ``[T]``, in place.
         In latent layers these are the latents and the rotary keys."""
-        if self.shapes[layer].latent:
-            self._replace(layer, ops.write_kv(k, v, *self.write_targets(layer), slot_mapping))
-        else:
-            targets = self.k[layer], self.v[layer]
-            self.k[layer], self.v[layer] = ops.write_kv(k, v, *targets, slot_mapping)
+        self._replace(layer, ops.write_kv(k, v, *self.write_targets(layer), slot_mapping))
 
     def _replace(self, layer: int, written: tuple[mx.array, mx.array]) -> None:
         shape = self.shapes[layer]

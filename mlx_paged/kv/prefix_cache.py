@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
-from typing import Self
 
 from mlx_paged.kv.snapshots import Snapshots
 
@@ -88,7 +87,6 @@ class PrefixCache:
     def __init__(self, num_blocks: int, block_size: int, idle: OrderedDict[int, None]) -> None:
         self.block_size = block_size
         self.min_run = smallest_run(block_size)
-        self._num_blocks = num_blocks
         self._max_evicted = EVICTED_PER_BLOCK * num_blocks
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._by_block: dict[int, CachedBlock] = {}
@@ -102,9 +100,11 @@ class PrefixCache:
     def __iter__(self) -> Iterator[int]:
         return iter(self._by_block)
 
-    def emptied(self) -> Self:
-        """An empty cache of the same kind and size."""
-        return type(self)(self._num_blocks, self.block_size, self._idle)
+    def clear(self) -> None:
+        """Forget all blocks, and that any were known."""
+        for block in list(self._by_block):
+            self.forget(block)
+        self._evicted.clear()
 
     def register(self, block: int, key: bytes, parent: bytes, tokens: bytes) -> None:
         """Add a full block, whose hash is `key`. Of blocks with equal content the first stays."""

@@ -5,12 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.prefix_cache import (
-    CachedBlock,
-    PrefixCache,
-    chain_hash,
-    token_bytes,
-)
+from mlx_paged.kv.prefix_cache import CachedBlock, PrefixCache, chain_hash, token_bytes
 from mlx_paged.kv.snapshots import Snapshot
 
 

@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import chain
-from typing import Self
 
 from mlx_paged.kv.prefix_cache import (
     ROOT,
@@ -34,10 +33,6 @@ class StatefulPrefixCache(PrefixCache):
         self.min_run = 1
         self.snapshots: Snapshots = Snapshots(max_snapshots)
         self._min_copied_run = smallest_run(block_size)
-
-    def emptied(self) -> Self:
-        args = self._num_blocks, self.block_size, self._idle
-        return type(self)(*args, self.snapshots.max_snapshots)
 
     def attach(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
         """Keep a snapshot of the states after `tokens`, a block or its first tokens after `parent`.

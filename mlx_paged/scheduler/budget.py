@@ -19,16 +19,9 @@ class ChunkBudget:
         max_stall: predicted seconds of a step with decodes at most; MIN_CHUNK tokens may exceed
             it. None: no such bound.
         cost: predicts the time of a step.
-
-    Raises:
-        ValueError: `prefill_chunk` or `max_stall` is not above 0.
     """
 
     def __init__(self, prefill_chunk: int, max_stall: float | None) -> None:
-        if prefill_chunk < 1:
-            raise ValueError(f"[Scheduler] prefill_chunk is {prefill_chunk}: expected >= 1")
-        if max_stall is not None and not max_stall > 0:
-            raise ValueError(f"[Scheduler] max_stall is {max_stall}: expected > 0 or None")
         self.prefill_chunk = prefill_chunk
         self.max_stall = max_stall
         self.cost = CostModel()

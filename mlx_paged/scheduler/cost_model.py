@@ -133,13 +133,8 @@ class CostModel:
         self._differences: deque[float] = deque(maxlen=CHANGE_STEPS)  # the latest, without drift
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from the time of a step.
-
-        Raises:
-            ValueError: `seconds` is not a finite number > 0.
-        """
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"[observe] seconds is {seconds}: expected a finite number > 0")
+        """Learn from the time of a step, a finite number > 0."""
+        assert 0 < seconds < math.inf, f"seconds is {seconds}"
         features = work.features
         equations = self._chunks if work.chunk_tokens else self._decodes
         if equations.num_rows >= WARM_UP and self._is_familiar(features):

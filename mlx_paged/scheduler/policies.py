@@ -1,12 +1,14 @@
 """Which waiting request is admitted next, and which running one is preempted. Knows no mlx."""
 
-import math
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, Never
 
 from mlx_paged.request import Request
+
+AGEING = 1000.0
+"""Tokens per second, for `Policy.SHORTEST`. Without it a long prompt might wait forever."""
 
 
 class Policy(StrEnum):
@@ -34,28 +36,18 @@ class WaitingQueue:
     Preempted requests come first, oldest first; under `Policy.PRIORITY` they come first among those
     of the same priority. The caller may already have read some of their tokens.
 
-    Under `Policy.SHORTEST` a prompt's length counts as `ageing` tokens less for each second that it
-    waits. Only requests that arrive less than n / ageing seconds later can overtake a prompt of n
-    tokens. All waiting requests age at the same rate, so ``num_tokens + ageing * arrival_time``,
-    which never changes, gives the same order as ``num_tokens - ageing * waited``.
+    Under `Policy.SHORTEST` a prompt's length counts as `AGEING` tokens less for each second that it
+    waits. Only requests that arrive less than n / AGEING seconds later can overtake a prompt of n
+    tokens. All waiting requests age at the same rate, so ``num_tokens + AGEING * arrival_time``,
+    which never changes, gives the same order as ``num_tokens - AGEING * waited``.
 
     The order is fixed when a request is pushed; to change its priority, remove it and push it
     again. A removed entry stays in the heap until it is on top, or until most entries are removed
     ones. `peek` is O(1), the other methods O(log n) amortised.
-
-    Args:
-        policy: the order.
-        ageing: tokens per second, >= 0, for `Policy.SHORTEST`. At 0 a long prompt may wait forever.
-
-    Raises:
-        ValueError: the policy is unknown, or `ageing` is negative or not finite.
     """
 
-    def __init__(self, policy: Policy = Policy.FCFS, ageing: float = 1000.0) -> None:
-        if not 0 <= ageing < math.inf:
-            raise ValueError(f"[WaitingQueue] ageing is {ageing}: expected a finite number >= 0")
+    def __init__(self, policy: Policy = Policy.FCFS) -> None:
         self.policy = Policy(policy)
-        self.ageing = ageing
         self._heap: list[_Entry] = []  # its first entry is live
         self._live: dict[int, int] = {}  # request id -> serial of its entry
         self._num_pushed = 0
@@ -71,12 +63,8 @@ class WaitingQueue:
         return (entry.request for entry in sorted(filter(self._is_live, self._heap)))
 
     def push(self, request: Request) -> None:
-        """Add a new or preempted request; ValueError if it waits already."""
-        if request in self:
-            raise ValueError(
-                f"[WaitingQueue] request is {request.id}, which waits already: "
-                "expected one that does not"
-            )
+        """Add a new or preempted request, which does not wait yet."""
+        assert request not in self, f"request {request.id} waits already"
         self._num_pushed += 1
         self._live[request.id] = self._num_pushed
         heappush(self._heap, _Entry(self._key(request), self._num_pushed, request))
@@ -93,12 +81,9 @@ class WaitingQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """Remove any waiting request; ValueError if it does not wait."""
-        if self._live.pop(request.id, None) is None:
-            raise ValueError(
-                f"[WaitingQueue] request is {request.id}, which does not wait: "
-                "expected one that does"
-            )
+        """Remove any waiting request."""
+        assert request in self, f"request {request.id} does not wait"
+        del self._live[request.id]
         self._drop_removed()
 
     def _key(self, request: Request) -> tuple[float, ...]:
@@ -106,7 +91,7 @@ class WaitingQueue:
         if self.policy is Policy.PRIORITY:
             return (request.priority, ran, request.id)
         if self.policy is Policy.SHORTEST and not ran:
-            aged = request.num_tokens + self.ageing * request.arrival_time
+            aged = request.num_tokens + AGEING * request.arrival_time
             return (ran, aged, request.id)
         return (ran, 0, request.id)
 

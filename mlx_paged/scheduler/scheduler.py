@@ -55,8 +55,6 @@ class Scheduler:
         rewinds: bool = True,
         max_snapshots: int = 0,
     ) -> None:
-        if max_running < 1:
-            raise ValueError(f"[Scheduler] max_running is {max_running}: expected >= 1")
         self.allocator = allocator
         self.max_running = max_running
         self.budget = ChunkBudget(prefill_chunk, max_stall)
@@ -100,12 +98,14 @@ class Scheduler:
         blocks. If there are no blocks to share, it waits as a new request.
         """
         start = min(parent.num_computed, len(child.tokens) - 1)
-        goes_back = parent.num_computed > start
-        if parent.id not in self.allocator or (goes_back and not self._can_go_back(parent, start)):
+        can_start = parent.id in self.allocator
+        if can_start and parent.num_computed > start:
+            can_start = self.rewinds and self.allocator.can_continue(parent.id, start)
+        if can_start:
+            self._share(parent, child)
+            child.num_computed = start
+        else:
             self.waiting.push(child)
-            return
-        self._share(parent, child)
-        child.num_computed = start
 
     def schedule(self) -> Step:
         """Choose this step's tokens and make their slots writable."""
@@ -230,9 +230,6 @@ class Scheduler:
         forks = self._fork_samples(request) if samples and request.samples else ()
         snapshots = self._plan.on_the_way(request, start, stop) if self._plan else ()
         step.add(Span(request, start, stop, samples, forks, snapshots))
-
-    def _can_go_back(self, request: Request, position: int) -> bool:
-        return self.rewinds and self.allocator.can_continue(request.id, position)
 
     def _fork_samples(self, request: Request) -> tuple[Request, ...]:
         forks = tuple(fork for fork in request.samples if not fork.finish_reason)

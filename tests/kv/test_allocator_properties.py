@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -16,8 +17,13 @@ from hypothesis.stateful import (
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
+from mlx_paged.kv.layer_groups import LayerGroup
 
-TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+MAX_TOKENS = 20
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=MAX_TOKENS)
+
+Place = tuple[int, int]  # a block of the pool, and an offset in it
+Content = tuple[int, int, tuple[int, ...]]  # layer group, member, tokens up to its position
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -31,12 +37,27 @@ class AllocatorMachine(RuleBasedStateMachine):
     sequences = Bundle("sequences")
 
     @initialize(
-        num_blocks=st.integers(1, 24), block_size=st.integers(1, 9), seed=st.integers(0, 2**32)
+        num_blocks=st.integers(1, 24),
+        block_size=st.integers(1, 9),
+        windows=st.sampled_from([(None,), (None,), (5,), (None, 3), (None, 8), (2, 6)]),
+        members=st.integers(1, 2),
+        halves=st.booleans(),
+        seed=st.integers(0, 2**32),
     )
-    def start(self, num_blocks: int, block_size: int, seed: int) -> None:
-        self.allocator = BlockAllocator(num_blocks, block_size)
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        windows: tuple[int | None, ...],
+        members: int,
+        halves: bool,
+        seed: int,
+    ) -> None:
+        pieces = 2 if halves and block_size % 2 == 0 else 1
+        groups = [LayerGroup(windows[0]), *(LayerGroup(w, members, pieces) for w in windows[1:])]
+        self.allocator = BlockAllocator(num_blocks * len(groups), block_size, groups, MAX_TOKENS)
         self.random = random.Random(seed)
-        self.memory: dict[int, tuple[int, ...]] = {}  # slot -> tokens up to its position
+        self.memory: dict[Place, Content] = {}
         self.contents: dict[int, list[int]] = {}
         self.copies: list[BlockCopy] = []  # of the step under way
         self.unwritten: dict[int, int] = {}  # sequence -> first position the step writes
@@ -59,19 +80,31 @@ class AllocatorMachine(RuleBasedStateMachine):
         size = self.allocator.block_size
         for copy in self.random.sample(self.copies, len(self.copies)):
             for offset in range(size):
-                content = self.memory.get(copy.src * size + offset, ())
-                self.memory[copy.dst * size + offset] = content
+                content = self.memory.get((copy.src, offset), (-1, -1, ()))
+                self.memory[copy.dst, offset] = content
         for seq_id, start in self.unwritten.items():
             content = self.contents[seq_id]
-            slots = self.allocator.slots(seq_id, start, len(content)).tolist()
-            for position, slot in enumerate(slots, start):
-                self.memory[slot] = tuple(content[: position + 1])
+            self.memory |= self._expected(seq_id, [start] * len(self.allocator.groups))
         self.allocator.copies_done()
         for seq_id in self.unwritten:
             self.allocator.register_prefix(
                 seq_id, self.contents[seq_id], len(self.contents[seq_id])
             )
         self.copies, self.unwritten = [], {}
+
+    def _expected(self, seq_id: int, starts: list[int]) -> dict[Place, Content]:
+        """Where each group's K/V of a sequence is from a position on, and what is there."""
+        tokens, expected = self.contents[seq_id], {}
+        for i, (group, start) in enumerate(zip(self.allocator.groups, starts, strict=True)):
+            positions = np.arange(start, len(tokens), dtype=np.int32)
+            entries = self.allocator.table(seq_id, i)[positions // self.allocator.block_size]
+            slots = self.allocator.store.slots(entries, positions, i).tolist()
+            for member, row in enumerate(slots):
+                for position, slot in enumerate(row, start):
+                    place = divmod(slot, self.allocator.block_size // group.pieces)
+                    assert place not in expected
+                    expected[place] = (i, member, tuple(tokens[: position + 1]))
+        return expected
 
     @rule(target=sequences, tokens=TOKENS, reuse=st.booleans(), spare=st.integers(0, 2))
     def new(self, tokens: list[int], reuse: bool, spare: int):
@@ -103,7 +136,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         try:
             self.copies += self.allocator.append_each(chosen, lengths)
         except OutOfBlocksError as error:
-            assert error.needed == len(chosen) > error.available and self._snapshot() == before
+            assert error.needed == self.allocator.blocks_to_append(len(chosen)) > error.available
+            assert self._snapshot() == before
             return
         for seq_id, length in zip(chosen, lengths, strict=True):
             self.contents[seq_id].append(token)
@@ -144,7 +178,14 @@ class AllocatorMachine(RuleBasedStateMachine):
             self._dispatch()
         length = len(self.contents[seq_id])
         start = data.draw(st.integers(max(0, length - len(tokens)), length - 1))
-        self._overwrite(seq_id, start, tokens)
+        if self.allocator.can_continue(seq_id, start):
+            self._overwrite(seq_id, start, tokens)
+
+    @rule(seq_id=sequences, offers=st.booleans())
+    def let_go(self, seq_id: int, offers: bool) -> None:
+        if seq_id in self.unwritten:
+            self._dispatch()
+        self.allocator.trim(seq_id, len(self.contents[seq_id]), offers)
 
     def _overwrite(self, seq_id: int, start: int, tokens: list[int]) -> bool:
         before = self._snapshot()
@@ -174,7 +215,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(data=st.data(), seq_id=sequences)
     def offer_and_go_on(self, data: st.DataObject, seq_id: int) -> None:
         num_computed = self.unwritten.get(seq_id, len(self.contents[seq_id]))
-        num_offered = data.draw(st.integers(0, num_computed))
+        first = max(self.allocator._sequence(seq_id).first_entries) * self.allocator.block_size
+        num_offered = data.draw(st.integers(min(first, num_computed), num_computed))
         self.allocator.register_tail(seq_id, self.contents[seq_id], num_offered)
 
     @rule()
@@ -191,10 +233,11 @@ class AllocatorMachine(RuleBasedStateMachine):
     def every_sequence_reads_what_its_own_tokens_wrote(self) -> None:
         if getattr(self, "copies", None) or getattr(self, "unwritten", None):
             return
-        for seq_id, tokens in getattr(self, "contents", {}).items():
-            slots = self.allocator.slots(seq_id, 0, len(tokens)).tolist()
-            prefixes = [tuple(tokens[: i + 1]) for i in range(len(tokens))]
-            assert [self.memory[slot] for slot in slots] == prefixes
+        for seq_id in getattr(self, "contents", {}):
+            firsts = self.allocator._sequence(seq_id).first_entries
+            starts = [first * self.allocator.block_size for first in firsts]
+            expected = self._expected(seq_id, starts)
+            assert {place: self.memory[place] for place in expected} == expected
 
     def teardown(self) -> None:
         if hasattr(self, "allocator"):

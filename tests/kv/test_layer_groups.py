@@ -11,7 +11,9 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup, plan_pool
 from mlx_paged.kv.pool import KVPool, KVShape
+from mlx_paged.kv.prefix_cache import PrefixCache
 from mlx_paged.kv.prefix_match import MissReason
+from mlx_paged.kv.snapshots import Snapshot
 
 SMALL, LARGE = KVShape(2, 8, 8, mx.float16), KVShape(2, 16, 16, mx.float16)
 SIZE = 4
@@ -104,7 +106,7 @@ def grown(allocator: BlockAllocator, seq_id: int, tokens: list[int], chunk: int)
 
 
 class TestSequences:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=150, deadline=None)
     @given(
         num_tokens=st.integers(1, 90),
         window=st.integers(1, 30),
@@ -112,22 +114,32 @@ class TestSequences:
         members=st.integers(1, 3),
         pieces=st.sampled_from([1, 2]),
         num_more=st.integers(0, 20),
+        num_known=st.integers(0, 90),
+        recurrent=st.booleans(),
     )
     def test_a_pool_of_its_largest_need_is_enough_for_a_sequence(
-        self, num_tokens, window, chunk, members, pieces, num_more
+        self, num_tokens, window, chunk, members, pieces, num_more, num_known, recurrent
     ):
-        groups = LayerGroup(), LayerGroup(window, members, pieces)
+        groups = [LayerGroup(window, members, pieces)] + [LayerGroup()] * (not recurrent)
         largest = BlockAllocator(1, SIZE, groups, chunk).max_blocks(num_tokens + num_more)
         allocator = BlockAllocator(largest, SIZE, groups, chunk)
+        if recurrent:
+            allocator.require_states(1)
         tokens = list(range(num_tokens + num_more))
+        known = tokens[: min(num_known, num_tokens)]
+        grown(allocator, 1, known, chunk)
+        allocator.register_tail(1, known, len(known))
+        if recurrent and known:
+            allocator.attach_snapshot(1, known, Snapshot(len(known), states=()))
+        allocator.free(1)
         grown(allocator, 0, tokens[:num_tokens], chunk)
         for position in range(num_tokens, len(tokens)):
             allocator.make_writable(0, position, position + 1)
             allocator.register_prefix(0, tokens, position + 1)
             allocator.trim(0, position + 1, offers=True)
         allocator.check_integrity()
-        held = Counter(len(allocator.table(0, group)) for group in (0, 1))
-        assert held == {allocator.blocks_needed(len(tokens)): 2}
+        held = {len(allocator.table(0, group)) for group in range(len(groups))}
+        assert held == {allocator.blocks_needed(len(tokens))}
 
     def test_blocks_behind_the_window_go_within_the_chunks_of_a_prompt(self):
         allocator = BlockAllocator(1000, SIZE, FULL_AND_WINDOWED, chunk=12)
@@ -238,6 +250,22 @@ class TestPrefixes:
         assert allocator.cached_prefix([*self.TOKENS, 1]) == 40
         assert allocator.admit(1, 41, [*self.TOKENS, 1]).num_cached == 40
         allocator.check_integrity()
+
+    def test_a_search_looks_at_each_block_a_few_times_at_most(self, monkeypatch):
+        tokens = list(range(4 * 200))
+        allocator = BlockAllocator(2000, SIZE, FULL_AND_WINDOWED, chunk=len(tokens))
+        grown(allocator, 0, tokens, chunk=len(tokens))
+        allocator.free(0)
+        windowed = allocator.store.prefixes[1]
+        for block in [b for b in allocator.store.idle if b in windowed]:
+            allocator.store.free += allocator.store._drop(block)
+        looked = Counter()
+        find = PrefixCache.find
+        monkeypatch.setattr(
+            PrefixCache, "find", lambda self, *key: looked.update([key]) or find(self, *key)
+        )
+        assert allocator.cached_prefix(tokens) == 0
+        assert max(looked.values()) <= 3
 
     def test_the_last_idle_tails_are_taken_where_no_block_is_left_to_copy_them(self):
         tokens = self.TOKENS[:6]

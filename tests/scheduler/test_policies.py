@@ -6,9 +6,13 @@ import pytest
 
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.policies import Policy, PreemptionPolicy, WaitingQueue, choose_preempted
-
-AGEING = 10.0
+from mlx_paged.scheduler.policies import (
+    AGEING,
+    Policy,
+    PreemptionPolicy,
+    WaitingQueue,
+    choose_preempted,
+)
 
 
 def make_request(
@@ -40,11 +44,11 @@ def in_order(requests: list[Request], policy: Policy, now: float) -> list[int]:
 @pytest.mark.parametrize("policy", Policy)
 def test_any_pushes_pops_and_removals_leave_the_order_of_the_policy(policy, seed):
     rng = random.Random(seed)
-    queue, waiting, out = WaitingQueue(policy, AGEING), [], []
+    queue, waiting, out = WaitingQueue(policy), [], []
     for now in range(400):
         action = rng.choice(["push", "push", "push back", "pop", "remove"])
         if action == "push":
-            request = make_request(now, rng.randint(1, 900), rng.randint(-1, 1), arrival=now)
+            request = make_request(now, rng.randint(1, 900), rng.randint(-1, 1), arrival=now / 128)
             queue.push(request)
             waiting.append(request)
         elif action == "push back" and out:
@@ -86,19 +90,12 @@ def test_the_order_of_five_requests(policy, expected):
     assert [queue.pop().id for _ in range(5)] == expected
 
 
-@pytest.mark.parametrize("arrival, expected", [(9.8, [1, 0]), (10.2, [0, 1])])
+@pytest.mark.parametrize("arrival, expected", [(0.098, [1, 0]), (0.102, [0, 1])])
 def test_a_long_prompt_is_overtaken_only_until_it_has_waited_out_its_length(arrival, expected):
-    queue = WaitingQueue(Policy.SHORTEST, AGEING)
+    queue = WaitingQueue(Policy.SHORTEST)
     queue.push(make_request(1, 1, arrival=arrival))
     queue.push(make_request(0, 101, arrival=0))
     assert ids(queue) == expected
-
-
-def test_without_ageing_only_the_length_counts():
-    queue = WaitingQueue(Policy.SHORTEST, ageing=0)
-    queue.push(make_request(0, 101, arrival=0))
-    queue.push(make_request(1, 100, arrival=1e6))
-    assert ids(queue) == [1, 0]
 
 
 def test_a_removed_request_takes_its_latest_place_when_it_comes_back():
@@ -142,14 +139,11 @@ def test_a_policy_may_be_given_by_name():
 def test_mistakes_are_named():
     with pytest.raises(ValueError, match=r"policy is 'lifo': expected one of fcfs, priority, shor"):
         WaitingQueue("lifo")
-    for ageing in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=rf"ageing is {ageing}: expected a finite number"):
-            WaitingQueue(ageing=ageing)
     queue, request = WaitingQueue(), make_request(7)
-    with pytest.raises(ValueError, match="request is 7, which does not wait"):
+    with pytest.raises(AssertionError, match="request 7 does not wait"):
         queue.remove(request)
     queue.push(request)
-    with pytest.raises(ValueError, match="request is 7, which waits already"):
+    with pytest.raises(AssertionError, match="request 7 waits already"):
         queue.push(request)
     queue.pop()
     for take in (queue.peek, queue.pop):

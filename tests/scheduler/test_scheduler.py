@@ -170,12 +170,6 @@ def test_a_shared_prefix_is_not_scheduled_again():
     assert second.num_cached == 8
 
 
-@pytest.mark.parametrize("name", ["max_running", "prefill_chunk"])
-def test_mistakes_are_named(name):
-    with pytest.raises(ValueError, match=f"{name} is 0: expected >= 1"):
-        make_scheduler(**{name: 0})
-
-
 def test_samples_fork_off_even_where_one_token_of_the_prompt_was_left():
     """The step computes this token like a decode."""
     scheduler = make_scheduler(prefill_chunk=8)
