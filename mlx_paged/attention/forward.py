@@ -82,8 +82,7 @@ class Forward:
         row_chunks: each row as a chunk, for rows of more columns than the paged op takes; None: a
             row of padding.
         held: ``[rows, 1, S, 1]`` bool, which of the gathered keys a row holds; None: all.
-        host_tables: `block_tables` on the host, then each chunk's table ``[n]``; empty if there are
-            no chunks.
+        host_tables: `block_tables` on the host, then each chunk's table ``[n]``; of rows only.
         is_read: whether the output of attention is used.
     """
 

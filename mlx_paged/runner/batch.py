@@ -229,14 +229,14 @@ class Batch:
     def _slots_and_chunks(
         self, allocator: BlockAllocator, tables: BatchTables
     ) -> tuple[list[mx.array], list[list[Chunk]], list[list[Int32Array]]]:
-        """The slot mapping, the chunks and, if there are any, the tables of each member of a group:
-        those of the decodes, then that of each chunk."""
+        """The slot mapping, the chunks and the tables of each member of a group: those of the
+        decodes, then that of each chunk."""
         count, group = self.num_decodes, tables.group
         tables.update(self.seq_ids[:count])
         columns = self._positions // np.int32(allocator.block_size)
         entries = [tables.blocks_at(columns[:count])]
         chunks: list[list[Chunk]] = [[] for _ in tables.arrays]
-        host_tables: list[list[Int32Array]] = [[] for _ in tables.arrays]
+        host_tables: list[list[Int32Array]] = [[rows] for rows in tables.of_members]
         for index in range(count, len(self.seq_ids)):
             table = allocator.table(self.seq_ids[index], group)
             first, start, length = (
@@ -246,7 +246,6 @@ class Batch:
             needed = table[None, : allocator.blocks_needed(start + length)]
             for member, blocks in enumerate(allocator.store.tables(needed, group)):
                 chunks[member].append(Chunk(first, start, length, mx.array(blocks[0])))
-                host_tables[member] = host_tables[member] or [tables.of_members[member]]
                 host_tables[member].append(blocks[0])
         joined = entries[0] if len(entries) == 1 else np.concatenate(entries)
         slots = allocator.store.slots(joined, self._positions, group)

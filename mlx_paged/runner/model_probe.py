@@ -202,8 +202,8 @@ def _recorders(caches: Sequence[Any]) -> list[_Recorder]:
 
 def _widest(traces: Sequence[_Recorder]) -> int | None:
     """The widest window of all attention to a layer's K/V; None: it sees all tokens, or gathers."""
-    windows = {window for trace in traces for window in trace.windows}
-    return max((w for w in windows if w is not None), default=None) if None not in windows else None
+    windows = [window for trace in traces for window in trace.windows or (None,)]
+    return None if None in windows else max(windows)
 
 
 def model_type(model: nn.Module) -> str:
