@@ -76,10 +76,6 @@ class BatchTables:
         blocks: Int32Array = self._host[np.arange(len(columns)), columns]
         return blocks
 
-    def host(self) -> Int32Array:
-        """The group's tables, on the host."""
-        return self._host[:, : self._lengths.max(initial=0)]
-
     def _is_outdated(self) -> bool:
         tables = self._allocator.block_tables
         if tables.version == self._version:
@@ -101,7 +97,8 @@ class BatchTables:
 
     def _upload(self) -> None:
         # MLX copies a contiguous array much faster than columns of a wider one.
-        tables = self._allocator.store.tables(self.host(), self.group)
+        host = self._host[:, : self._lengths.max(initial=0)]
+        tables = self._allocator.store.tables(host, self.group)
         self.of_members = np.ascontiguousarray(tables)
         self.arrays = _members(self.of_members)
 
@@ -143,10 +140,6 @@ class Batch:
         num_decodes: how many of the first tokens are single ones, attended through block tables.
         start: position of the first token.
         positions: ``[T]`` int32, of each token in its sequence.
-        context_lens: ``[num_decodes]`` int32, the token itself included; of a chunk ``[1]``.
-        max_context: the longest context, which is the length of gathered keys.
-        offset: the rotary offset: `positions`, or of a chunk the position of its first token.
-        next_offset: the same after these tokens.
         forwards: what the layers know of it: group by group, one for each member.
         sampled: the requests that get a token.
         sampled_lengths: number of tokens of each of `sampled` before this one, tokens that are
@@ -188,17 +181,7 @@ class Batch:
             offsets = np.repeat(self._starts - self._first_rows, self._lengths)
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
         self.num_tokens = len(self._positions)
-        self.max_context = int(self._stops.max())
         self.positions = mx.array(self._positions)
-        self.offset: int | mx.array = self.positions
-        self.next_offset: int | mx.array
-        if layout is Layout.CHUNK:
-            self.offset, self.next_offset = self.start, self.max_context
-            self.context_lens = mx.array(self._stops)
-        else:
-            self.context_lens = self.next_offset = mx.array(self._stops[: self.num_decodes])
-            if self.num_decodes < len(spans):
-                self.next_offset = mx.array(self._positions + np.int32(1))
         self.forwards = self._forwards(allocator, tables or BatchTables.of_groups(allocator))
         self._choose_rows(spans)
         self.tokens = self._known_and_coming(spans, coming)
@@ -206,6 +189,12 @@ class Batch:
     def _forwards(self, allocator: BlockAllocator, tables: Sequence[BatchTables]) -> list[Forward]:
         """The batch as the layers of each group's members know it."""
         is_chunk = self.layout is Layout.CHUNK
+        context_lens = mx.array(self._stops if is_chunk else self._stops[: self.num_decodes])
+        max_context = int(self._stops.max())
+        offset: int | mx.array = self.start if is_chunk else self.positions
+        next_offset: int | mx.array = max_context if is_chunk else context_lens
+        if not is_chunk and self.num_decodes < len(self.seq_ids):
+            next_offset = mx.array(self._positions + np.int32(1))
         forwards = []
         for of_group in tables:
             slots, chunks, host_tables = self._slots_and_chunks(allocator, of_group)
@@ -215,10 +204,10 @@ class Batch:
                     positions=self.positions,
                     slot_mapping=slots[member],
                     block_tables=of_member[0].tables if is_chunk else of_group.arrays[member],
-                    context_lens=self.context_lens,
-                    max_context=self.max_context,
-                    offset=self.offset,
-                    next_offset=self.next_offset,
+                    context_lens=context_lens,
+                    max_context=max_context,
+                    offset=offset,
+                    next_offset=next_offset,
                     chunks=() if is_chunk else of_member,
                     row_chunks=of_member if is_chunk else (),
                     host_tables=() if is_chunk else host_tables[member],
