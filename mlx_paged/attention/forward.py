@@ -169,8 +169,8 @@ class LayerView(AttendingCache):
         kind = KVHandle
         if self.is_latent:
             kind, (k, v) = RotaryHandle, self.pool.write_targets(self.layer)
-        keys, values = self._gathered(k), self._gathered(v)
-        return KVHandle.of(keys, self, "keys"), kind.of(values, self, "values")
+        keys = KVHandle.of(self._gathered(k), cache=self, role="keys")
+        return keys, kind.of(self._gathered(v), cache=self, role="values")
 
     def _gathered(self, cache: mx.array) -> mx.array:
         forward = self.forward

@@ -11,13 +11,12 @@ import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
 from mlx_paged.attention.forward import LayerView, causal_mask
-from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query, narrowest
+from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query, TaggedArray, narrowest
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.shared_pool import ContentKey
 from mlx_paged.kv.block_tables import Int32Array
-from mlx_paged.ops import view_as
 
 
 class StepView(LayerView):
@@ -45,21 +44,16 @@ class StepView(LayerView):
             self.forward.reads = arrays
 
 
-RowState = tuple[list[mx.array] | None, list[mx.array] | None, int, ContentKey]
+Runs = Sequence[mx.array]
+RowState = tuple[Runs | None, Runs | None, int, ContentKey]
 State = tuple[list[RowState], int | None, int]
 
 
-class StateView(mx.array):
+class StateView(TaggedArray):
     """K or V in a `state`: a view of blocks, which are not freed while it exists."""
 
     sequence: PagedSequence
     layer: PoolLayer
-
-    @classmethod
-    def of(cls, view: mx.array, sequence: PagedSequence, layer: PoolLayer) -> StateView:
-        state = view_as(cls, view)
-        state.sequence, state.layer = sequence, layer
-        return state
 
 
 class PagedCache(AttendingCache, _BaseCache):
@@ -208,8 +202,9 @@ class PagedCache(AttendingCache, _BaseCache):
             return None, None, num_tokens, key
         fork = row.fork_for(self.layer, is_frozen=True)
         k, v = self.layer.runs(fork, num_tokens)
-        keys, values = ([StateView.of(run, fork, self.layer) for run in runs] for runs in (k, v))
-        return [*keys], [*values], num_tokens, key
+        tags = {"sequence": fork, "layer": self.layer}
+        keys, values = ([*(StateView.of(run, **tags) for run in runs)] for runs in (k, v))
+        return keys, values, num_tokens, key
 
     def _restored(self, state: RowState) -> PagedSequence:
         """A fork of the sequence that the views show, or a new one with a copy of their content."""
@@ -272,7 +267,7 @@ def _checked(name: str, handle: mx.array, present: mx.array | None) -> mx.array:
     return handle
 
 
-def _contiguous(runs: Sequence[mx.array]) -> mx.array:
+def _contiguous(runs: Runs) -> mx.array:
     """Views of blocks ``[n, H_kv, tokens, D]`` as ``[1, H_kv, all tokens, D]``."""
     parts = [run.transpose(1, 0, 2, 3).flatten(1, 2)[None] for run in runs]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

@@ -44,7 +44,8 @@ class PagedSequence:
         self._companions: list[PagedSequence] = []
 
     def __del__(self) -> None:
-        self.pool.release_later(self.id)
+        # Python may call this at any moment, also within an operation of the pool.
+        self.pool.dropped.append(self.id)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
         return self.pool.fork(self)

@@ -108,7 +108,8 @@ class _Recorder(AttendingCache, UntrimmedCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
-        return KVHandle.of(self.keys, self, "keys"), RotaryHandle.of(self.values, self, "values")
+        keys = KVHandle.of(self.keys, cache=self, role="keys")
+        return keys, RotaryHandle.of(self.values, cache=self, role="values")
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         return mx.broadcast_to(mx.tri(columns, dtype=mx.bool_), (self.rows, 1, columns, columns))
