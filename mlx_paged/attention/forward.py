@@ -82,8 +82,7 @@ class Forward:
         row_chunks: each row as a chunk, for rows of more columns than the paged op takes; None: a
             row of padding.
         held: ``[rows, 1, S, 1]`` bool, which of the gathered keys a row holds; None: all.
-        host_tables: `block_tables` on the host, then each chunk's table ``[n]``; empty if there are
-            no chunks.
+        host_tables: `block_tables` on the host, then each chunk's table ``[n]``; of rows only.
         is_read: whether the output of attention is used.
     """
 
@@ -170,8 +169,8 @@ class LayerView(AttendingCache):
         kind = KVHandle
         if self.is_latent:
             kind, (k, v) = RotaryHandle, self.pool.write_targets(self.layer)
-        keys, values = self._gathered(k), self._gathered(v)
-        return KVHandle.of(keys, self, "keys"), kind.of(values, self, "values")
+        keys = KVHandle.of(self._gathered(k), cache=self, role="keys")
+        return keys, kind.of(self._gathered(v), cache=self, role="values")
 
     def _gathered(self, cache: mx.array) -> mx.array:
         forward = self.forward

@@ -63,7 +63,7 @@ class AttendingCache:
     ) -> "CausalMask":
         """The mask of N tokens; its window is the smaller one of the layer's and `window_size`."""
         window = narrowest(window_size, self.window)
-        return CausalMask.of(self.mask(N, window), window)
+        return CausalMask.of(self.mask(N, window), window=window)
 
 
 def narrowest(window: int | None, other: int | None) -> int | None:
@@ -73,37 +73,34 @@ def narrowest(window: int | None, other: int | None) -> int | None:
     return min(window, other)
 
 
-class KVHandle(mx.array):
-    """Keys or values as a lazy array with a tag.
+class TaggedArray(mx.array):
+    """A lazy array with attributes of its own."""
 
-    The hook recognises the tag and asks `cache`; the array is then never evaluated. Any other use
-    of the handle gets the array.
+    @classmethod
+    def of(cls, array: mx.array, **attributes: Any) -> Self:
+        tagged = view_as(cls, array)
+        vars(tagged).update(attributes)
+        return tagged
+
+
+class KVHandle(TaggedArray):
+    """Keys or values as a lazy array.
+
+    The hook recognises the handle and asks `cache`; the array is then never evaluated. Any other
+    use of the handle gets the array.
     """
 
     cache: AttendingCache
     role: str  # "keys" or "values"
 
-    @classmethod
-    def of(cls, array: mx.array, cache: AttendingCache, role: str) -> Self:
-        handle = view_as(cls, array)
-        handle.cache = cache
-        handle.role = role
-        return handle
 
-
-class CausalMask(mx.array):
-    """A causal mask as a tagged lazy array: the hook reads only `window`."""
+class CausalMask(TaggedArray):
+    """A causal mask as a lazy array: the hook reads only `window`."""
 
     window: int | None
 
-    @classmethod
-    def of(cls, array: mx.array, window: int | None) -> Self:
-        mask = view_as(cls, array)
-        mask.window = window
-        return mask
 
-
-class RotaryScores(mx.array):
+class RotaryScores(TaggedArray):
     """Products of queries and a cache's rotary keys as a lazy array that keeps its factors.
 
     Attributes:
@@ -113,17 +110,7 @@ class RotaryScores(mx.array):
 
     cache: AttendingCache
     queries: mx.array
-    window: int | None
-
-    @classmethod
-    def of(
-        cls, array: mx.array, cache: AttendingCache, queries: mx.array, window: int | None = None
-    ) -> Self:
-        scores = view_as(cls, array)
-        scores.cache = cache
-        scores.queries = queries
-        scores.window = window
-        return scores
+    window: int | None = None
 
 
 _lock = Lock()
@@ -181,7 +168,7 @@ def _where(condition: Any, x: Any, y: Any, /, **kwargs: Any) -> mx.array:
     result = mlx_where(condition, x, y, **kwargs)
     is_masking = isinstance(x, RotaryScores) and isinstance(condition, CausalMask)
     if is_masking and x.window is None and _is_lowest(y, x.dtype):
-        return RotaryScores.of(result, x.cache, x.queries, condition.window)
+        return RotaryScores.of(result, cache=x.cache, queries=x.queries, window=condition.window)
     return result
 
 
@@ -204,16 +191,14 @@ class RotaryHandle(KVHandle):
         swapped = mx.swapaxes(self, axis1, axis2, **kwargs)
         if {axis1 % self.ndim, axis2 % self.ndim} != {self.ndim - 1, self.ndim - 2}:
             return swapped
-        columns = view_as(_RotaryColumns, swapped)
-        columns.cache = self.cache
-        return columns
+        return _RotaryColumns.of(swapped, cache=self.cache)
 
 
-class _RotaryColumns(mx.array):
+class _RotaryColumns(TaggedArray):
     """Rotary keys ``[B, 1, rope, S]``."""
 
     cache: AttendingCache
 
     def __rmatmul__(self, queries: mx.array) -> RotaryScores:
         """Python calls this before the left operand's own product: this is a subclass."""
-        return RotaryScores.of(mx.matmul(queries, self), self.cache, queries)
+        return RotaryScores.of(mx.matmul(queries, self), cache=self.cache, queries=queries)

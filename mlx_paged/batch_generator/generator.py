@@ -191,11 +191,9 @@ class BatchGenerator:
         require_tokens_of(caches, all_tokens)
         added: list[BatchSequence] = []
         try:
-            for pieces, context, row, cache, stop in zip(
-                segments, all_tokens, rows, caches, stops, strict=True
-            ):
-                uid = self._uid_count + len(added)
-                added.append(self._add(uid, pieces, context, row, cache, stop))
+            arguments = zip(segments, all_tokens, rows, caches, stops, strict=True)
+            for uid, row in enumerate(arguments, self._uid_count):
+                added.append(self._add(uid, *row))
         except BaseException:
             for sequence in added:
                 self._end(sequence)
@@ -214,10 +212,8 @@ class BatchGenerator:
         """
         extracted = self.extract_cache(uids) if return_prompt_caches else {}
         gone = set(uids)
-        for uid in gone:
-            sequence = self._sequences.pop(uid, None)
-            if sequence is not None:
-                self._end(sequence)
+        for uid in gone & self._sequences.keys():
+            self._end(self._sequences.pop(uid))
         self._results = deque(r for result in self._results if (r := result.without(gone)))
         return extracted
 

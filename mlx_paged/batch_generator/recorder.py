@@ -20,8 +20,7 @@ class Recording:
     logprobs: dict[int, mx.array] = field(default_factory=dict)
 
     def count(self, counters: BatchCounters, num_generated: int, seconds: float) -> None:
-        """Add these steps to mlx-lm's counters. Their time is divided between prompt tokens and
-        generated tokens in proportion to their numbers."""
+        """Add these steps to mlx-lm's counters."""
         share = self.prompt_tokens / max(1, self.prompt_tokens + num_generated)
         counters.prompt_tokens += self.prompt_tokens
         counters.prompt_time += seconds * share

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequences
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
 from mlx_paged.kv.pool import as_int32
@@ -129,7 +129,7 @@ def contiguous_caches(
     """mlx-lm's caches of exactly `tokens`, evaluated.
 
     K/V in the pool is copied. The model computes the rest: the newest token, or all tokens if the
-    request has no blocks any more.
+    pool has no longer what these caches keep.
 
     Args:
         request: its tokens start with `tokens`.
@@ -137,9 +137,8 @@ def contiguous_caches(
     """
     caches: Caches = make_prompt_cache(runner.model)
     start = min(request.num_computed, len(tokens))
-    is_recurrent = any(type(cache) is ArraysCache for cache in leaves(runner.caches))
-    if is_recurrent and request.num_computed > len(tokens):
-        start = 0  # a recurrent state cannot go back
+    if start and _has_lost(runner, request, start, caches):
+        start = 0
     if start:
         _copy(runner, request, start, caches)
     for first in range(start, len(tokens), chunk):
@@ -147,6 +146,19 @@ def contiguous_caches(
         mx.eval([cache.state for cache in caches])
     mx.eval([cache.state for cache in caches])
     return caches
+
+
+def _has_lost(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches) -> bool:
+    """Whether the pool lacks what `caches` of the first `num_tokens` of a request keep: states that
+    have gone on, or blocks that a window has left. Only rotating caches drop old tokens, too."""
+    allocator, position = runner.manager.allocator, num_tokens
+    for source, target in zip(leaves(runner.caches), leaves(caches), strict=True):
+        if not isinstance(source, PagedLayerCache):
+            if request.num_computed > num_tokens:
+                return True
+        elif allocator.groups[source.place.group].window and type(target) is not RotatingKVCache:
+            position = 0
+    return not allocator.can_continue(request.id, position)
 
 
 def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches) -> None:
@@ -162,10 +174,10 @@ def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches
     ]
     runner.states.load([request.id])
     for source, target in zip(leaves(runner.caches), leaves(caches), strict=True):
-        if isinstance(source, PagedLayerCache):
-            target.update_and_fetch(*source.contiguous(block_ids[source.place.table], num_tokens))
-        else:
+        if not isinstance(source, PagedLayerCache):
             target.cache = list(source.cache)
+        elif source.stores:
+            target.update_and_fetch(*source.contiguous(block_ids[source.place.table], num_tokens))
 
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]

@@ -10,22 +10,22 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
-from mlx_paged.attention.forward import LayerView
-from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query, narrowest
+from mlx_paged.attention.forward import LayerView, causal_mask
+from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query, TaggedArray, narrowest
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.shared_pool import ContentKey
 from mlx_paged.kv.block_tables import Int32Array
-from mlx_paged.ops import view_as
 
 
 class StepView(LayerView):
     """One layer's K/V at the end of a step."""
 
+    forward: PaddedBatch
+
     def __init__(self, layer: PoolLayer, step: PaddedBatch, window: int | None) -> None:
         super().__init__(layer.kv, 0, window, step.max_paged_queries, step)
-        self.step = step
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         handles = super().keys_and_values()
@@ -41,24 +41,19 @@ class StepView(LayerView):
     def _note_reads(self, *arrays: mx.array) -> None:
         """The next step may write to blocks that a window leaves and these arrays read."""
         if self.window is not None:
-            self.step.reads = arrays
+            self.forward.reads = arrays
 
 
-RowState = tuple[list[mx.array] | None, list[mx.array] | None, int, ContentKey]
+Runs = Sequence[mx.array]
+RowState = tuple[Runs | None, Runs | None, int, ContentKey]
 State = tuple[list[RowState], int | None, int]
 
 
-class StateView(mx.array):
+class StateView(TaggedArray):
     """K or V in a `state`: a view of blocks, which are not freed while it exists."""
 
     sequence: PagedSequence
     layer: PoolLayer
-
-    @classmethod
-    def of(cls, view: mx.array, sequence: PagedSequence, layer: PoolLayer) -> StateView:
-        state = view_as(cls, view)
-        state.sequence, state.layer = sequence, layer
-        return state
 
 
 class PagedCache(AttendingCache, _BaseCache):
@@ -157,7 +152,9 @@ class PagedCache(AttendingCache, _BaseCache):
         return self._latest.keys_and_values()
 
     def mask(self, columns: int, window: int | None) -> mx.array:
-        return self._spans(columns).mask(window)
+        spans = self._spans(columns)
+        positions = mx.array(spans.positions)[:, None, :, None]
+        return causal_mask(positions, spans.max_context, window)
 
     # The handles that pipeline-parallel models replace by dependent ones
 
@@ -205,10 +202,9 @@ class PagedCache(AttendingCache, _BaseCache):
             return None, None, num_tokens, key
         fork = row.fork_for(self.layer, is_frozen=True)
         k, v = self.layer.runs(fork, num_tokens)
-        return self._views(k, fork), self._views(v, fork), num_tokens, key
-
-    def _views(self, runs: list[mx.array], sequence: PagedSequence) -> list[mx.array]:
-        return [StateView.of(run, sequence, self.layer) for run in runs]
+        tags = {"sequence": fork, "layer": self.layer}
+        keys, values = ([*(StateView.of(run, **tags) for run in runs)] for runs in (k, v))
+        return keys, values, num_tokens, key
 
     def _restored(self, state: RowState) -> PagedSequence:
         """A fork of the sequence that the views show, or a new one with a copy of their content."""
@@ -242,7 +238,7 @@ class PagedCache(AttendingCache, _BaseCache):
         self.starts = self.starts - np.int32(n)
         self._latest = None
         for row, start in zip(self.rows, self.starts.tolist(), strict=True):
-            row.rewind(self.layer.index, start)
+            row.rewound[self.layer.index] = start
         return n
 
     def size(self) -> int:
@@ -256,7 +252,10 @@ class PagedCache(AttendingCache, _BaseCache):
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks that these rows hold; a shared block counts once."""
-        return self.layer.nbytes(self.rows, np.maximum(self.starts, 0).tolist())
+        starts = np.maximum(self.starts, 0).tolist()
+        held = [self.layer.blocks(*row).tolist() for row in zip(self.rows, starts, strict=True)]
+        num_blocks = len(set().union(*held))
+        return num_blocks * self.layer.kv.block_bytes if num_blocks else 0
 
 
 def _checked(name: str, handle: mx.array, present: mx.array | None) -> mx.array:
@@ -268,7 +267,7 @@ def _checked(name: str, handle: mx.array, present: mx.array | None) -> mx.array:
     return handle
 
 
-def _contiguous(runs: Sequence[mx.array]) -> mx.array:
+def _contiguous(runs: Runs) -> mx.array:
     """Views of blocks ``[n, H_kv, tokens, D]`` as ``[1, H_kv, all tokens, D]``."""
     parts = [run.transpose(1, 0, 2, 3).flatten(1, 2)[None] for run in runs]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

@@ -98,7 +98,7 @@ class BatchPagedKVCache(PagedCache):
     @property
     def offset(self) -> mx.array:
         """``[B]`` int32, position of each row's next token."""
-        return self._latest.step.next_offset if self._latest else as_int32(self.starts)
+        return self._latest.forward.next_offset if self._latest else as_int32(self.starts)
 
     # Padding
 

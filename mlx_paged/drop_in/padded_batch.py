@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.attention.forward import Chunk, Forward, causal_mask
+from mlx_paged.attention.forward import Chunk, Forward
 from mlx_paged.attention.pool_attention import FEW_QUERIES, max_paged_queries
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import ceil_div
@@ -40,9 +40,8 @@ class PaddedSpans:
     ) -> "PaddedSpans":
         """Rows of `columns` columns; of these at most `lengths` are no right padding."""
         starts = np.asarray(starts, np.int32)
-        if lengths is None:
-            return cls(starts, np.full_like(starts, columns), columns)
-        return cls(starts, np.clip(lengths, 0, columns, dtype=np.int32), columns)
+        kept = columns if lengths is None else np.clip(lengths, 0, columns)
+        return cls(starts, np.full_like(starts, kept), columns)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -72,12 +71,7 @@ class PaddedSpans:
     def are_tokens(self) -> npt.NDArray[np.bool_]:
         """``[B, N]`` bool: which columns are not padding."""
         columns = np.arange(self.columns, dtype=np.int32)
-        return (columns < self.lengths[:, None]) & (columns >= -self.starts[:, None])
-
-    def mask(self, window: int | None) -> mx.array:
-        """``[B, 1, N, S]`` bool over gathered keys: causal, of at most `window` tokens."""
-        positions = mx.array(self.positions)[:, None, :, None]
-        return causal_mask(positions, self.max_context, window)
+        return (columns < self.lengths[:, None]) & (self.positions >= 0)
 
 
 class PaddedBatch(Forward):

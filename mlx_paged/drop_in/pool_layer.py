@@ -124,7 +124,7 @@ class PoolLayer:
         full. Evaluating them copies nothing.
         """
         size = self.pool.block_size
-        blocks, rest = self._blocks(row, num_tokens), num_tokens % size
+        blocks, rest = self.blocks(row, num_tokens), num_tokens % size
         ends_run = np.diff(blocks) != 1
         ends_run[-1:] |= rest > 0
         runs = np.split(blocks, np.flatnonzero(ends_run) + 1)
@@ -133,18 +133,11 @@ class PoolLayer:
         keys, values = self.arrays
         return _views(keys, spans), _views(values, spans)
 
-    def _blocks(self, row: PagedSequence, num_tokens: int) -> Int32Array:
+    def blocks(self, row: PagedSequence, num_tokens: int) -> Int32Array:
         """The blocks that a sequence holds of its first tokens."""
         allocator = self.pool.allocator
         first = row.first_held // self.pool.block_size
         return np.array(allocator.table(row.id)[first : allocator.blocks_needed(num_tokens)])
-
-    def nbytes(self, rows: Sequence[PagedSequence], num_tokens: Sequence[int]) -> int:
-        """Bytes of the blocks with these sequences' first tokens; a shared block counts once."""
-        held: set[int] = set()
-        for row, count in zip(rows, num_tokens, strict=True):
-            held.update(self._blocks(row, count).tolist())
-        return len(held) * self.kv.block_bytes if held else 0
 
     def fork_from(self, row: PagedSequence, source: PoolLayer, num_tokens: int) -> PagedSequence:
         """A sequence of this layer's pool with the content of `row` in layer `source`.
@@ -153,7 +146,7 @@ class PoolLayer:
         """
         child = row.fork_for(self)
         if source.pool is not self.pool and num_tokens > 0:
-            blocks = mx.array(source._blocks(row, num_tokens))
+            blocks = mx.array(source.blocks(row, num_tokens))
             view, num_held = LayerView(source.kv, 0), num_tokens - row.first_held
             keys, values = view.contiguous(blocks, num_held)
             # Before any later write to these blocks: no graph would order the two.

@@ -25,6 +25,7 @@ class PagedSequence:
         layers: the layers whose caches show it.
         step: the forward that wrote it last.
         version: how often it was written.
+        rewound: by layer, to how many tokens it was trimmed since the sequence was written.
         is_frozen: whether a state keeps it; no cache may write it then.
         first_held: the first position that it holds, a multiple of the block size.
     """
@@ -39,11 +40,12 @@ class PagedSequence:
         self.first_held = 0
         self._forks: WeakValueDictionary[int, PagedSequence] = WeakValueDictionary()
         self._forked_version = 0
-        self._rewound: dict[int, int] = {}
+        self.rewound: dict[int, int] = {}
         self._companions: list[PagedSequence] = []
 
     def __del__(self) -> None:
-        self.pool.release_later(self.id)
+        # Python may call this at any moment, also within an operation of the pool.
+        self.pool.dropped.append(self.id)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
         return self.pool.fork(self)
@@ -74,10 +76,6 @@ class PagedSequence:
             self._companions.append(self.pool.new_sequence())
         return self, *self._companions[: count - 1]
 
-    def rewind(self, layer: int, num_tokens: int) -> None:
-        """Note that this layer keeps only its first `num_tokens`."""
-        self._rewound[layer] = num_tokens
-
     def begin_step(self, start: int) -> int | None:
         """Begin a step that writes from `start`; the step before becomes invalid and is evaluated.
 
@@ -88,7 +86,7 @@ class PagedSequence:
             self.step.valid = False
             mx.async_eval(self.step.reads)  # type: ignore[no-untyped-call]
             self.step.reads = ()
-        rewound, self._rewound = self._rewound, {}
+        rewound, self.rewound = self.rewound, {}
         self.version += 1
         if self.layers <= rewound.keys() and max(rewound.values(), default=start + 1) <= start:
             return start

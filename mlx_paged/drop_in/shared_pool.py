@@ -58,7 +58,7 @@ class SharedPool:
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
         self._by_key: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
         self._new_ids = itertools.count()
-        self._dropped: deque[int] = deque()
+        self.dropped: deque[int] = deque()  # ids of deleted sequences that still hold blocks
         self._successor: ref[SharedPool] | None = None
 
     def layer(self, index: int) -> PoolLayer:
@@ -110,18 +110,11 @@ class SharedPool:
                 parent.step.valid = False
         return child
 
-    def release_later(self, seq_id: int) -> None:
-        """Free a deleted sequence at the next operation.
-
-        Python may call this at any moment, also within an operation of the pool.
-        """
-        self._dropped.append(seq_id)
-
     def release_dropped(self) -> None:
         """Give back the blocks of the deleted sequences."""
         with self.lock:
-            while self._dropped:
-                seq_id = self._dropped.popleft()
+            while self.dropped:
+                seq_id = self.dropped.popleft()
                 if seq_id in self.allocator:
                     self.allocator.free(seq_id)
 

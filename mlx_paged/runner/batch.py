@@ -76,10 +76,6 @@ class BatchTables:
         blocks: Int32Array = self._host[np.arange(len(columns)), columns]
         return blocks
 
-    def host(self) -> Int32Array:
-        """The group's tables, on the host."""
-        return self._host[:, : self._lengths.max(initial=0)]
-
     def _is_outdated(self) -> bool:
         tables = self._allocator.block_tables
         if tables.version == self._version:
@@ -101,7 +97,8 @@ class BatchTables:
 
     def _upload(self) -> None:
         # MLX copies a contiguous array much faster than columns of a wider one.
-        tables = self._allocator.store.tables(self.host(), self.group)
+        host = self._host[:, : self._lengths.max(initial=0)]
+        tables = self._allocator.store.tables(host, self.group)
         self.of_members = np.ascontiguousarray(tables)
         self.arrays = _members(self.of_members)
 
@@ -143,10 +140,6 @@ class Batch:
         num_decodes: how many of the first tokens are single ones, attended through block tables.
         start: position of the first token.
         positions: ``[T]`` int32, of each token in its sequence.
-        context_lens: ``[num_decodes]`` int32, the token itself included; of a chunk ``[1]``.
-        max_context: the longest context, which is the length of gathered keys.
-        offset: the rotary offset: `positions`, or of a chunk the position of its first token.
-        next_offset: the same after these tokens.
         forwards: what the layers know of it: group by group, one for each member.
         sampled: the requests that get a token.
         sampled_lengths: number of tokens of each of `sampled` before this one, tokens that are
@@ -188,17 +181,7 @@ class Batch:
             offsets = np.repeat(self._starts - self._first_rows, self._lengths)
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
         self.num_tokens = len(self._positions)
-        self.max_context = int(self._stops.max())
         self.positions = mx.array(self._positions)
-        self.offset: int | mx.array = self.positions
-        self.next_offset: int | mx.array
-        if layout is Layout.CHUNK:
-            self.offset, self.next_offset = self.start, self.max_context
-            self.context_lens = mx.array(self._stops)
-        else:
-            self.context_lens = self.next_offset = mx.array(self._stops[: self.num_decodes])
-            if self.num_decodes < len(spans):
-                self.next_offset = mx.array(self._positions + np.int32(1))
         self.forwards = self._forwards(allocator, tables or BatchTables.of_groups(allocator))
         self._choose_rows(spans)
         self.tokens = self._known_and_coming(spans, coming)
@@ -206,6 +189,12 @@ class Batch:
     def _forwards(self, allocator: BlockAllocator, tables: Sequence[BatchTables]) -> list[Forward]:
         """The batch as the layers of each group's members know it."""
         is_chunk = self.layout is Layout.CHUNK
+        context_lens = mx.array(self._stops if is_chunk else self._stops[: self.num_decodes])
+        max_context = int(self._stops.max())
+        offset: int | mx.array = self.start if is_chunk else self.positions
+        next_offset: int | mx.array = max_context if is_chunk else context_lens
+        if not is_chunk and self.num_decodes < len(self.seq_ids):
+            next_offset = mx.array(self._positions + np.int32(1))
         forwards = []
         for of_group in tables:
             slots, chunks, host_tables = self._slots_and_chunks(allocator, of_group)
@@ -215,10 +204,10 @@ class Batch:
                     positions=self.positions,
                     slot_mapping=slots[member],
                     block_tables=of_member[0].tables if is_chunk else of_group.arrays[member],
-                    context_lens=self.context_lens,
-                    max_context=self.max_context,
-                    offset=self.offset,
-                    next_offset=self.next_offset,
+                    context_lens=context_lens,
+                    max_context=max_context,
+                    offset=offset,
+                    next_offset=next_offset,
                     chunks=() if is_chunk else of_member,
                     row_chunks=of_member if is_chunk else (),
                     host_tables=() if is_chunk else host_tables[member],
@@ -229,14 +218,14 @@ class Batch:
     def _slots_and_chunks(
         self, allocator: BlockAllocator, tables: BatchTables
     ) -> tuple[list[mx.array], list[list[Chunk]], list[list[Int32Array]]]:
-        """The slot mapping, the chunks and, if there are any, the tables of each member of a group:
-        those of the decodes, then that of each chunk."""
+        """The slot mapping, the chunks and the tables of each member of a group: those of the
+        decodes, then that of each chunk."""
         count, group = self.num_decodes, tables.group
         tables.update(self.seq_ids[:count])
         columns = self._positions // np.int32(allocator.block_size)
         entries = [tables.blocks_at(columns[:count])]
         chunks: list[list[Chunk]] = [[] for _ in tables.arrays]
-        host_tables: list[list[Int32Array]] = [[] for _ in tables.arrays]
+        host_tables: list[list[Int32Array]] = [[rows] for rows in tables.of_members]
         for index in range(count, len(self.seq_ids)):
             table = allocator.table(self.seq_ids[index], group)
             first, start, length = (
@@ -246,7 +235,6 @@ class Batch:
             needed = table[None, : allocator.blocks_needed(start + length)]
             for member, blocks in enumerate(allocator.store.tables(needed, group)):
                 chunks[member].append(Chunk(first, start, length, mx.array(blocks[0])))
-                host_tables[member] = host_tables[member] or [tables.of_members[member]]
                 host_tables[member].append(blocks[0])
         joined = entries[0] if len(entries) == 1 else np.concatenate(entries)
         slots = allocator.store.slots(joined, self._positions, group)

@@ -1,7 +1,5 @@
 """One layer of the pool as an mlx-lm cache."""
 
-from typing import Any
-
 import mlx.core as mx
 from mlx_lm.models.cache import _BaseCache
 
@@ -35,7 +33,7 @@ class PagedLayerCache(LayerView, UntrimmedCache):
     """The K/V cache of one layer, as the model sees it: the sequences of the bound forward.
 
     It follows the cache protocol of mlx-lm 0.32: ``offset``, ``update_and_fetch``, ``make_mask``,
-    ``keys``, ``values``, ``keys_and_values``, ``state``. Bind every forward before it.
+    ``keys``, ``values``, ``keys_and_values``. Bind every forward before it.
 
     Attributes:
         forward: the bound one, or its sampled rows, which the last layer computes alone.
@@ -102,18 +100,3 @@ class PagedLayerCache(LayerView, UntrimmedCache):
     @values.setter
     def values(self, handle: mx.array) -> None:
         pass
-
-    @property
-    def state(self) -> Any:
-        return self.keys, self.values
-
-    @property
-    def nbytes(self) -> int:
-        _, num_blocks, block_size, _ = self.keys.shape
-        return num_blocks * block_size * self.pool.shapes[self.layer].token_bytes
-
-    def size(self) -> int:
-        return self.forward.max_context
-
-    def empty(self) -> bool:
-        return self.forward.max_context == 0

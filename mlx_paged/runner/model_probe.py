@@ -1,6 +1,7 @@
 """Trace a model once to find what its layers store and how its tokens may be batched."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -107,7 +108,8 @@ class _Recorder(AttendingCache, UntrimmedCache):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
-        return KVHandle.of(self.keys, self, "keys"), RotaryHandle.of(self.values, self, "values")
+        keys = KVHandle.of(self.keys, cache=self, role="keys")
+        return keys, RotaryHandle.of(self.values, cache=self, role="values")
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         return mx.broadcast_to(mx.tri(columns, dtype=mx.bool_), (self.rows, 1, columns, columns))
@@ -124,39 +126,6 @@ class _Recorder(AttendingCache, UntrimmedCache):
         self.attention = AttentionKind(shape, q.shape[1], q.dtype, window, has_sinks)
         return mx.zeros((*q.shape[:3], shape.v_head_dim)) if self._is_narrowed else None
 
-    def size(self) -> int:
-        return 0
-
-    def empty(self) -> bool:
-        return True
-
-
-class _NarrowedTrace:
-    """The recorders of a batched trace in which the last layer computes some of the rows."""
-
-    num_tokens = TRACE_ROWS
-
-    def __init__(self, recorders: Sequence[_Recorder]) -> None:
-        self._recorders = recorders
-        self.narrowed = False
-
-    def store_only(self) -> None:
-        """Do nothing: a trace stores nothing."""
-
-    def attend_only(self) -> None:
-        self.narrowed = True
-        self._num_written = self._count_written()
-        for recorder in self._recorders:
-            recorder.narrow(len(SAMPLED_ROWS))
-
-    @property
-    def was_last(self) -> bool:
-        """Whether a layer was narrowed and no layer after it stored anything."""
-        return self.narrowed and self._num_written == self._count_written()
-
-    def _count_written(self) -> int:
-        return sum(recorder.shape is not None for recorder in self._recorders)
-
 
 def probe(model: nn.Module) -> ModelProfile:
     """Trace forwards of a chunk and of batches, without evaluating them.
@@ -172,13 +141,16 @@ def probe(model: nn.Module) -> ModelProfile:
     states = [leaf for leaf in caches if isinstance(leaf, stock.ArraysCache)]
     recurrent = bool(states)
     diverted = all(leaf.attention is not None for leaf in chunk if leaf.shape is not None)
-    decode = None if name in ONE_AT_A_TIME else _decode_trace(model)
+    batching = Batching.MIXED if diverted and not recurrent else Batching.ALTERNATE
+    decode = None
+    if name not in ONE_AT_A_TIME:
+        with suppress(ValueError, TypeError):  # a row cannot have a position and mask of its own
+            decode = _recorders(_trace(model, rows=TRACE_ROWS, length=1))
     if decode is None:
         batching = Batching.SINGLE
-    else:
-        batching = Batching.MIXED if diverted and not recurrent else Batching.ALTERNATE
     traces = list(zip(decode or chunk, chunk, strict=True))
-    layers = [_latent_or(*pair) for pair in traces]
+    # A layer stores what its decodes attend to, if these are latents.
+    layers = [own if own.shape and own.shape.latent else other for own, other in traces]
     kinds = [leaf.attention for leaf in layers if leaf.shape is not None]
     return ModelProfile(
         shapes=tuple(leaf.shape for leaf in layers),
@@ -191,19 +163,14 @@ def probe(model: nn.Module) -> ModelProfile:
     )
 
 
-def _latent_or(decode: _Recorder, chunk: _Recorder) -> _Recorder:
-    """A layer's record of decodes if these attend to latents, else its record of the chunk."""
-    return decode if decode.shape is not None and decode.shape.latent else chunk
-
-
 def _recorders(caches: Sequence[Any]) -> list[_Recorder]:
     return [leaf for leaf in leaves(caches) if isinstance(leaf, _Recorder)]
 
 
 def _widest(traces: Sequence[_Recorder]) -> int | None:
     """The widest window of all attention to a layer's K/V; None: it sees all tokens, or gathers."""
-    windows = {window for trace in traces for window in trace.windows}
-    return max((w for w in windows if w is not None), default=None) if None not in windows else None
+    windows = [window for trace in traces for window in trace.windows or (None,)]
+    return None if None in windows else max(w for w in windows if w is not None)
 
 
 def model_type(model: nn.Module) -> str:
@@ -226,23 +193,22 @@ def _recording_caches(model: nn.Module, rows: int) -> list[Any]:
 def _narrows(model: nn.Module) -> bool:
     """Whether the model's last layer and its head can compute some of a batch's rows."""
     caches = _recording_caches(model, TRACE_ROWS)
-    trace = _NarrowedTrace(_recorders(caches))
+    recorders = _recorders(caches)
+    written: list[int] = []  # layers that had stored K/V when a layer was narrowed
+
+    def narrow() -> None:
+        written.append(sum(recorder.shape is not None for recorder in recorders))
+        for recorder in recorders:
+            recorder.narrow(len(SAMPLED_ROWS))
+
     rows = LogitRows.of(model).only(mx.array(SAMPLED_ROWS), 0)
+    narrowed = LastLayer.of(model).narrowed(TRACE_ROWS, lambda: None, narrow)
     try:
-        with attention_hook(), rows, LastLayer.of(model).narrowed(trace):
+        with attention_hook(), rows, narrowed:
             model(mx.zeros((TRACE_ROWS, 1), mx.int32), cache=caches)
     except (ValueError, TypeError):
         return False
-    return trace.was_last
-
-
-def _decode_trace(model: nn.Module) -> list[_Recorder] | None:
-    """The records of a batch of decodes; None if the model's shapes do not allow each row its own
-    position and mask."""
-    try:
-        return _recorders(_trace(model, rows=TRACE_ROWS, length=1))
-    except (ValueError, TypeError):
-        return None
+    return written[-1:] == [sum(recorder.shape is not None for recorder in recorders)]
 
 
 def make_caches(model: nn.Module, pool: KVPool, places: Sequence[LayerPlace | None]) -> list[Any]:

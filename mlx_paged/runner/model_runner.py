@@ -192,7 +192,17 @@ class ModelRunner:
         is_worth_it = batch.num_sampled_rows > 0 and num_skipped >= WORTH_SKIPPING
         if self.last_layer is None or not is_worth_it:
             return nullcontext()
-        return self.last_layer.narrowed(_Caches(self.layers, batch))
+
+        def store_only() -> None:
+            for layer in self.layers:
+                layer.store_only()
+
+        def attend_only() -> None:
+            forwards = batch.sampled_alone()
+            for layer in self.layers:
+                layer.attend_only(forwards[layer.place.table])
+
+        return self.last_layer.narrowed(batch.num_tokens, store_only, attend_only)
 
     def _forward(self, batch: Batch) -> mx.array:
         """Logits ``[R, vocab]`` of the batch's sampled rows."""
@@ -212,27 +222,6 @@ class ModelRunner:
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Caches:
-    """The caches of a forward of a batch of rows."""
-
-    layers: list[PagedLayerCache]
-    batch: Batch
-
-    @property
-    def num_tokens(self) -> int:
-        return self.batch.num_tokens
-
-    def store_only(self) -> None:
-        for layer in self.layers:
-            layer.store_only()
-
-    def attend_only(self) -> None:
-        forwards = self.batch.sampled_alone()
-        for layer in self.layers:
-            layer.attend_only(forwards[layer.place.table])
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

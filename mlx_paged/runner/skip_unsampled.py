@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import local
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -87,24 +87,12 @@ WORTH_SKIPPING = 16
 """Skipping the last layer of fewer tokens saves less time than a second call of it costs."""
 
 
-class Caches(Protocol):
-    """All caches of a forward whose last layer is called twice."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the forward, each a row."""
-
-    def store_only(self) -> None:
-        """The next call of a layer only stores K/V; its output is not used."""
-
-    def attend_only(self) -> None:
-        """The next call computes the sampled tokens. Their K/V is stored already."""
-
-
 class _Forward(local):
-    """Each thread's forward."""
+    """Each thread's forward: its tokens, each a row, and what happens before both calls."""
 
-    caches: Caches | None = None
+    num_tokens: int | None = None
+    store_only: Callable[[], None]
+    attend_only: Callable[[], None]
 
 
 class LastLayer:
@@ -120,9 +108,9 @@ class LastLayer:
     def __init__(self, model: nn.Module) -> None:
         self._forward = _Forward()
         self._logit_rows = LogitRows.of(model)
-        layer = _last(model)
-        if layer is not None:
-            override(layer, "__call__", self._call)
+        layers = getattr(model, "layers", None)
+        if isinstance(layers, list) and layers and isinstance(layers[-1], nn.Module):
+            override(layers[-1], "__call__", self._call)
 
     @classmethod
     def of(cls, model: nn.Module) -> "LastLayer":
@@ -130,28 +118,24 @@ class LastLayer:
         return attached_to(model, "last_layer", cls)
 
     @contextmanager
-    def narrowed(self, caches: Caches) -> Iterator[None]:
+    def narrowed(
+        self, num_tokens: int, store_only: Callable[[], None], attend_only: Callable[[], None]
+    ) -> Iterator[None]:
         """Within this context the last layer computes only the rows that :class:`LogitRows` is told
-        to compute."""
-        self._forward.caches = caches
+        to compute, of `num_tokens`. The other arguments prepare the caches for the two calls."""
+        forward = self._forward
+        forward.num_tokens = num_tokens
+        forward.store_only, forward.attend_only = store_only, attend_only
         try:
             yield
         finally:
-            self._forward.caches = None
+            forward.num_tokens = None
 
     def _call(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        caches = self._forward.caches
-        if caches is None or not args or args[0].shape[0] != caches.num_tokens:
+        forward = self._forward
+        if not args or args[0].shape[0] != forward.num_tokens:
             return layer(*args, **kwargs)
-        caches.store_only()
+        forward.store_only()
         layer(*args, **kwargs)
-        caches.attend_only()
+        forward.attend_only()
         return layer(self._logit_rows.take(args[0]), *args[1:], **kwargs)
-
-
-def _last(model: nn.Module) -> nn.Module | None:
-    """The last layer, if the model lists its layers."""
-    layers = getattr(model, "layers", None)
-    if not isinstance(layers, list) or not layers or not isinstance(layers[-1], nn.Module):
-        return None
-    return layers[-1]

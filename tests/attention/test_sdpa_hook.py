@@ -42,7 +42,7 @@ def arrays() -> tuple[mx.array, mx.array, mx.array]:
 
 def handles(cache: FakeCache) -> tuple[mx.array, KVHandle, KVHandle]:
     q, k, v = arrays()
-    return q, KVHandle.of(k, cache, "keys"), KVHandle.of(v, cache, "values")
+    return q, KVHandle.of(k, cache=cache, role="keys"), KVHandle.of(v, cache=cache, role="values")
 
 
 def attention(*args, **kwargs):
@@ -51,7 +51,7 @@ def attention(*args, **kwargs):
 
 def test_a_pair_of_handles_is_answered_by_its_cache():
     cache = FakeCache(answer=mx.array(7.0))
-    mask = CausalMask.of(mx.array(True), 5)
+    mask = CausalMask.of(mx.array(True), window=5)
     with attention_hook():
         assert attention(*handles(cache), scale=0.5, mask=mask).item() == 7.0
         assert attention(*handles(cache), scale=0.25).item() == 7.0
@@ -113,8 +113,8 @@ class Latents:
             for i, shape in enumerate([(1, 2, 1, 8), (1, 2, 1, 4), (1, 1, 3, 8), (1, 1, 3, 4)])
         )
         self.plain = latents, self.q_pe @ rotary.swapaxes(-1, -2)
-        self.latents = KVHandle.of(latents, cache, "keys")
-        self.rotary = RotaryHandle.of(rotary, cache, "values")
+        self.latents = KVHandle.of(latents, cache=cache, role="keys")
+        self.rotary = RotaryHandle.of(rotary, cache=cache, role="values")
 
     def scores(self) -> mx.array:
         return self.q_pe @ self.rotary.swapaxes(-1, -2)
@@ -136,7 +136,7 @@ def test_rotary_scores_and_latents_of_one_cache_are_answered_by_it(masked):
     with attention_hook():
         scores = case.scores()
         if masked:
-            scores = mx.where(CausalMask.of(MASK, 5), scores, LOWEST)
+            scores = mx.where(CausalMask.of(MASK, window=5), scores, LOWEST)
         assert attention(case.q, case.latents, case.latents, scale=0.3, mask=scores).item() == 7
     assert cache.asked == [(0.3, 5 if masked else None)]
     assert mx.array_equal(cache.rotary_queries[0], case.q_pe)
@@ -146,8 +146,8 @@ def test_rotary_scores_and_latents_of_one_cache_are_answered_by_it(masked):
     "change",
     [
         lambda scores: mx.where(MASK, scores, LOWEST),
-        lambda scores: mx.where(CausalMask.of(MASK, None), scores, 0.5),
-        lambda scores: mx.where(CausalMask.of(MASK, None), scores, mx.zeros((1, 2, 1, 3))),
+        lambda scores: mx.where(CausalMask.of(MASK, window=None), scores, 0.5),
+        lambda scores: mx.where(CausalMask.of(MASK, window=None), scores, mx.zeros((1, 2, 1, 3))),
         lambda scores: scores + 1.0,
         lambda scores: mx.maximum(scores, 0.0),
         lambda scores: scores[:, ::-1],
@@ -187,8 +187,8 @@ def test_handles_copy_nothing():
     array = mx.random.normal((1, 2, 1000, 64))
     mx.eval(array)
     with memory_limit(array.nbytes // 2):
-        handle = KVHandle.of(array, FakeCache(), "keys")
-        mask = CausalMask.of(array, None)
+        handle = KVHandle.of(array, cache=FakeCache(), role="keys")
+        mask = CausalMask.of(array, window=None)
         mx.eval(handle, mask)
     assert mx.array_equal(handle, array)
 

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
@@ -146,3 +147,15 @@ def test_blocks_trimmed_before_they_were_offered_are_not_offered():
     allocator.check_integrity()
     assert allocator.cached_prefix([*tokens[:8], 99]) == 0
     assert allocator.cached_prefix([*tokens, 99]) == 16
+
+
+def test_a_layer_whose_decodes_gather_keeps_all_tokens(monkeypatch):
+    whole = llama.scaled_dot_product_attention
+
+    def gathering_decodes(q, k, v, *args, **options):
+        if q.shape[2] == 1:
+            k, v = mx.array(k), mx.array(v)
+        return whole(q, k, v, *args, **options)
+
+    monkeypatch.setattr(llama, "scaled_dot_product_attention", gathering_decodes)
+    assert probe(windowed(12)).windows == (None,)

@@ -2,7 +2,10 @@
 
 import copy
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from architectures import VOCAB, build
 from batch_generators import (
     PROMPTS,
     continued,
@@ -14,6 +17,8 @@ from batch_generators import (
 from mlx_lm.generate import StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import solo_greedy
+
+from mlx_paged.batch_generator.generator import BatchGenerator
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "lfm2", "deepseek_v3"])
@@ -125,3 +130,33 @@ def test_removal_may_return_what_was_computed():
     cache, tokens = generator.remove([0], return_prompt_caches=True)[0]
     assert tokens[:5] == PROMPTS[0] and cache[0].offset == len(tokens) > 5
     assert generator.remove([0], return_prompt_caches=True) == {}
+
+
+def test_caches_of_what_a_window_has_left_are_computed():
+    """The prompt is computed to its end before the end of its first segment is reported, and the
+    next prompt takes the blocks that the windows have left."""
+    generator = paged("gemma3_text", prefill_step_size=40, prefix_cache=False)
+    generator.insert_segments([[PROMPTS[1][:14], PROMPTS[1][14:]], [PROMPTS[4]]], [8, 8])
+    prompts, _ = generator.next()
+    assert prompts[0].progress == (14, 40)
+    cache, context = generator.extract_cache([0])[0]
+    assert context == PROMPTS[1][:14]
+    assert continued(cache, [7, 8], 6, "gemma3_text") == continued(
+        None, [*context, 7, 8], 6, "gemma3_text"
+    )
+
+
+def test_caches_without_rotation_may_be_trimmed_behind_the_window():
+    """mlx-lm keeps all tokens of mistral3's layers with a window."""
+    mistral = build("mistral3")
+    generator = BatchGenerator(mistral, block_size=4, num_blocks=20, prefix_cache=False)
+    prompts = [[token % VOCAB for token in PROMPTS[i]] for i in (1, 4)]
+    [first, _] = generator.insert(prompts, max_tokens=[8, 30])
+    responses = [r for _ in range(16) for r in generator.next_generated()]
+    last = next(r for r in responses if r.uid == first and r.finish_reason)
+    cache, tokens = last.prompt_cache, last.all_tokens
+    expected = make_prompt_cache(mistral)
+    mistral(mx.array([tokens]), cache=expected)
+    for ours, theirs in zip(cache, expected, strict=True):
+        for found, stock in zip(ours.state[:2], theirs.state[:2], strict=True):
+            np.testing.assert_allclose(np.array(found), np.array(stock), atol=1e-4)

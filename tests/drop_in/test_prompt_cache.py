@@ -315,7 +315,7 @@ def test_layers_may_attend_to_what_another_layer_wrote(llama, window):
     full.trim(1)
     full.update_and_fetch(keys[:, :, -1:], values[:, :, -1:])
     latest = StepView(full.layer, full.rows[0].step, window)
-    for mask in (None, "causal", CausalMask.of(seen, None)):
+    for mask in (None, "causal", CausalMask.of(seen, window=None)):
         out = attend(q, *latest.keys_and_values(), scale=0.2, mask=mask)
         assert mx.allclose(out, expected, atol=1e-5)
     for mask in (None, seen):

@@ -91,6 +91,7 @@ CHUNK, END, DECODE, PIECE = (20, 3, 9), (11, 8, 11), (6, 5, 6), (30, 4, 5)
     [
         ([CHUNK, DECODE, END, PIECE, (17, 2, 17)], [1, 2, 4]),
         ([CHUNK, DECODE, PIECE], [1]),
+        ([DECODE, PIECE], [0]),
         ([DECODE, END], [0, 1]),
         ([CHUNK, END], [1]),
     ],

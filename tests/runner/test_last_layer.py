@@ -122,8 +122,7 @@ def test_the_tokens_are_mlx_lms(profile):
 class CountingCaches:
     """Counts the narrowed calls of a forward."""
 
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
+    def __init__(self) -> None:
         self.calls: list[str] = []
 
     def store_only(self) -> None:
@@ -137,21 +136,23 @@ def test_outside_the_context_and_in_other_threads_the_layer_is_whole():
     model, tokens = tiny_model("llama"), mx.array([prompt(7)] * 3)
     before = model(tokens)
     mx.eval(before)
-    last, caches = LastLayer.of(model), CountingCaches(3)
-    with last.narrowed(caches), ThreadPoolExecutor(1) as other:
+    last, caches = LastLayer.of(model), CountingCaches()
+    calls = caches.store_only, caches.attend_only
+    with last.narrowed(3, *calls), ThreadPoolExecutor(1) as other:
         assert other.submit(lambda: mx.array_equal(model(tokens), before).item()).result()
-    with pytest.raises(KeyError), last.narrowed(caches):
+    with pytest.raises(KeyError), last.narrowed(3, *calls):
         raise KeyError
     assert mx.array_equal(model(tokens), before)
     assert caches.calls == []
-    with last.narrowed(CountingCaches(4)):
+    with last.narrowed(4, *calls):
         assert mx.array_equal(model(tokens), before)
+    assert caches.calls == []
 
 
 def test_within_the_context_the_layer_stores_then_attends():
     model, tokens = tiny_model("llama"), mx.array([prompt(7)] * 3)
-    caches, rows = CountingCaches(3), LogitRows.of(model).only(mx.array([1]), 0)
-    with LastLayer.of(model).narrowed(caches), rows:
+    caches, rows = CountingCaches(), LogitRows.of(model).only(mx.array([1]), 0)
+    with LastLayer.of(model).narrowed(3, caches.store_only, caches.attend_only), rows:
         assert model(tokens).shape == (1, 7, VOCAB)
     assert caches.calls == ["store", "attend"]
 
