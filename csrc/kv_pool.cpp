@@ -238,6 +238,11 @@ class PoolRead : public mx::Primitive {
     read_->eval_gpu(inputs, outputs);
   }
 
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    return read_->vjp(primals, cotangents, argnums, outputs);
+  }
+
   const char* name() const override { return "PoolRead"; }
 
  private:

@@ -70,6 +70,13 @@ Raises:
     ValueError: a shape or dtype does not fit, a context length is outside ``[0, M * S]``, or a
         block id that a context reads is outside ``[0, N)``.)";
 
+constexpr const char* kIsTransformingDoc =
+    R"(Whether this thread is within one of MLX's function transformations: grad, vjp, jvp, vmap or
+compile.)";
+
+constexpr const char* kHasValuesDoc =
+    R"(Whether the array can be evaluated now: what mx.compile and mx.vmap trace has no values.)";
+
 constexpr const char* kViewAsDoc =
     R"(The array as an instance of a subclass of ``mx.array``. Its ``__init__`` is not called.
 
@@ -83,6 +90,20 @@ constexpr const char* kCpuFeaturesDoc =
 
 The environment variable MLX_PAGED_CPU, read at import, chooses a build. The default is the fastest
 one that the machine supports.)";
+
+// MLX does not export its own flag. An array that is marked as a tracer shows it.
+bool is_transforming() {
+  static const mx::array* const tracer = [] {
+    auto* array = new mx::array(0);  // outlives MLX's own static objects
+    array->set_tracer(true);
+    return array;
+  }();
+  return tracer->is_tracer();
+}
+
+bool has_values(const mx::array& array) {
+  return array.status() != mx::array::Status::unscheduled || !array.is_tracer();
+}
 
 nb::object view_as(nb::type_object kind, const mx::array& array) {
   if (!PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(kind.ptr()),
@@ -117,6 +138,8 @@ NB_MODULE(_ext, m) {
         kPoolZerosDoc);
   m.def("check_tables", &check_tables, "op"_a, "block_tables"_a, "context_lens"_a, "num_blocks"_a,
         "block_size"_a, kCheckTablesDoc);
+  m.def("is_transforming", &is_transforming, kIsTransformingDoc);
+  m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);
   m.def("cpu_features", [] { return std::string(cpu::active_kernel().name); }, kCpuFeaturesDoc);
   m.def("supported_kernels", &cpu::supported_kernel_names,

@@ -189,8 +189,11 @@ class LayerView(AttendingCache):
 
     def attend(self, query: Query) -> mx.array | None:
         """Outputs of padding have no meaning. None if the query does not fit what the layer stores,
-        or has another number of columns than the forward."""
+        or has another number of columns than the forward, or if MLX transforms the model (then the
+        derivatives are those of MLX's own attention)."""
         q, forward = query.q, self.forward
+        if ops.is_transforming():
+            return None
         if q.shape[2] != forward.columns or self.is_latent == (query.rotary is None):
             return None
         if not forward.is_read:

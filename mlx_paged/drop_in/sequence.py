@@ -7,6 +7,8 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 
+from mlx_paged.ops import is_transforming
+
 if TYPE_CHECKING:
     from mlx_paged.drop_in.padded_batch import PaddedBatch
     from mlx_paged.drop_in.pool_layer import PoolLayer
@@ -78,14 +80,16 @@ class PagedSequence:
 
     def begin_step(self, start: int) -> int | None:
         """Begin a step that writes from `start`; the step before becomes invalid and is evaluated.
+        Within a function transformation MLX refuses that, and writes copy what they change.
 
         Returns:
             The length to cut the sequence to if every layer was trimmed at least that far.
         """
         if self.step is not None:
             self.step.valid = False
-            mx.async_eval(self.step.reads)  # type: ignore[no-untyped-call]
-            self.step.reads = ()
+            if not is_transforming():
+                mx.async_eval(self.step.reads)  # type: ignore[no-untyped-call]
+                self.step.reads = ()
         rewound, self.rewound = self.rewound, {}
         self.version += 1
         if self.layers <= rewound.keys() and max(rewound.values(), default=start + 1) <= start:

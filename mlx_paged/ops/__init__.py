@@ -1,6 +1,13 @@
 """The paged ops. Only this folder imports the compiled module."""
 
-from mlx_paged._ext import gather_blocks, metal, pool_zeros, take_from_pool, view_as
+from mlx_paged._ext import (
+    gather_blocks,
+    is_transforming,
+    metal,
+    pool_zeros,
+    take_from_pool,
+    view_as,
+)
 from mlx_paged.ops.paged import (
     copy_blocks,
     install_in_mlx,
@@ -14,6 +21,7 @@ __all__ = [
     "copy_blocks",
     "gather_blocks",
     "install_in_mlx",
+    "is_transforming",
     "kernel_for",
     "metal",
     "paged_attention",

@@ -1,4 +1,4 @@
-"""The ops in plain MLX, for devices without a compiled kernel.
+"""The ops in plain MLX, for devices without a compiled kernel and for MLX's transformations.
 
 They take the validated arguments of ``mlx_paged._ext`` and compute the same; dimension letters as
 in ``mlx_paged.ops.paged``. Attention gathers all K/V of a batch. A write is a scatter: MLX copies

@@ -34,8 +34,17 @@ def kernel_for(
     """Whether a stream or device runs the compiled kernel ("native") or plain MLX ("reference").
 
     CPUs have a kernel for all head dimensions. GPUs have one if this build has Metal and the head
-    dimensions are multiples of 4 up to 576.
+    dimensions are multiples of 4 up to 576. Within one of MLX's function transformations (grad,
+    vjp, jvp, vmap, compile) the answer is "reference": plain MLX has derivatives.
     """
+    if _ext.is_transforming():
+        return "reference"
+    return _kernel_on(stream, head_dim, v_head_dim)
+
+
+def _kernel_on(
+    stream: Stream | None, head_dim: int, v_head_dim: int
+) -> Literal["native", "reference"]:
     if stream is None:
         stream = mx.default_device()
     device = stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
@@ -149,7 +158,7 @@ def paged_attention(
         "return_attn": return_attn,
     }
     result = _ext.paged_attention(*arrays, **options, stream=stream)  # validates, computes nothing
-    if not _is_native(stream, k_layer, v_layer):
+    if not _is_native(stream, k_layer, v_layer, block_tables):
         with _on(stream):
             result = fallback.paged_attention(*arrays, **options)
     if check_tables:
@@ -181,14 +190,14 @@ def write_kv(
     Returns:
         New handles of both caches. They share the pool's buffers. Do not use the old handles again:
         only the new ones order later ops after this write. On a GPU without a kernel for these
-        heads they are new arrays.
+        heads, and within a function transformation, they are new arrays.
 
     Raises:
         ValueError: an argument's rank, shape or dtype does not fit, a cache's last axis is not
             dense, a cache is a broadcast view, or the caches are one array or their rows overlap.
     """
     written = _ext.write_kv(k, v, k_cache, v_cache, slot_mapping, stream=stream)
-    if _is_native(stream, k_cache, v_cache):
+    if _is_native(stream, k_cache, v_cache, slot_mapping):
         return written
     with _on(stream):
         return fallback.write_kv(k, v, k_cache, v_cache, slot_mapping)
@@ -213,7 +222,7 @@ def copy_blocks(
         ValueError: as from ``write_kv``.
     """
     copied = _ext.copy_blocks(k_cache, v_cache, block_pairs, stream=stream)
-    if _is_native(stream, k_cache, v_cache):
+    if _is_native(stream, k_cache, v_cache, block_pairs):
         return copied
     with _on(stream):
         return fallback.copy_blocks(k_cache, v_cache, block_pairs)
@@ -256,9 +265,16 @@ def _layer(cache: Cache, layer: int) -> mx.array:
     return cache[layer]
 
 
-def _is_native(stream: Stream | None, k_cache: mx.array, v_cache: mx.array) -> bool:
-    """Whether the stream can evaluate the compiled op for these caches."""
-    return kernel_for(stream, k_cache.shape[-1], v_cache.shape[-1]) == "native"
+def _is_native(
+    stream: Stream | None, k_cache: mx.array, v_cache: mx.array, indices: mx.array
+) -> bool:
+    """Whether the stream can evaluate the compiled op for these caches.
+
+    Plain MLX needs the values of the indices. If MLX transforms these too, only the compiled op is
+    possible.
+    """
+    kernel = kernel_for if _ext.has_values(indices) else _kernel_on
+    return kernel(stream, k_cache.shape[-1], v_cache.shape[-1]) == "native"
 
 
 def _on(stream: Stream | None) -> AbstractContextManager[object]:
