@@ -2,9 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from threading import RLock
+from types import ModuleType
 from typing import Any
 
 import mlx.nn as nn
@@ -65,27 +67,30 @@ class _Patch:
     def update(self) -> None:
         """Patch mlx-lm if there are options in force, or restore it if there are none."""
         if self.options is not None and not self.is_applied:
-            for theirs, ours in REPLACED.items():
-                _replace(theirs, ours)
+            self.is_applied = True
             self.hook.enter_context(attention_hook())
+            _replace(REPLACED)
         elif self.options is None and self.is_applied:
+            self.is_applied = False
             self.hook.close()
-            for theirs, ours in REPLACED.items():
-                _replace(ours, theirs)
-        self.is_applied = self.options is not None
+            _replace({ours: theirs for theirs, ours in REPLACED.items()})
 
 
 _patch = _Patch()
 
 
 def _make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
-    """Replaces mlx-lm's function. A module imported under the patch keeps it, so it asks each time
-    whether mlx-lm is patched."""
+    """Replaces mlx-lm's function. A closure may keep it, so it asks whether mlx-lm is patched."""
     options = _patch.options
     if options is None:
         caches: list[Any] = stock_make_prompt_cache(model, max_kv_size)
         return caches
     return make_prompt_cache(model, max_kv_size, **options)
+
+
+def _save_prompt_cache(*args: Any, **options: Any) -> None:
+    """Replaces mlx-lm's function. Only the patch has this name, so it is never a caller's own."""
+    save_prompt_cache(*args, **options)
 
 
 def _insert_segments(
@@ -125,19 +130,35 @@ stock_insert_segments = BatchGenerator.insert_segments
 stock_prompt = PromptProcessingBatch.prompt
 REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     stock_make_prompt_cache: _make_prompt_cache,
-    stock_save_prompt_cache: save_prompt_cache,
+    stock_save_prompt_cache: _save_prompt_cache,
     stock_insert_segments: _insert_segments,
     stock_prompt: _prompt,
 }
 """Functions and methods of mlx-lm, and what replaces them."""
 
 
-def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Rebind every name of a function in the loaded modules of mlx-lm."""
-    modules = [m for n, m in sys.modules.items() if n == "mlx_lm" or n.startswith("mlx_lm.")]
-    for holder in (BatchGenerator, PromptProcessingBatch, *modules):
-        for name in [name for name, value in vars(holder).items() if value is old]:
-            setattr(holder, name, new)
+def _replace(replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
+    """Rebind every name of these functions in all loaded modules but this package's own."""
+    by_id, refused = {id(old): new for old, new in replaced.items()}, []
+    for holder in (BatchGenerator, PromptProcessingBatch):
+        _rebind(holder, by_id)
+    for name, module in sys.modules.copy().items():
+        if not issubclass(type(module), ModuleType) or name.split(".")[0] == "mlx_paged":
+            continue
+        try:
+            _rebind(module, by_id)
+        except Exception as error:
+            refused.append(f"{name} ({error!r})")
+    if refused:
+        message = f"cannot rebind mlx-lm's functions in these modules: {', '.join(refused)}"
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _rebind(holder: object, by_id: Mapping[int, Callable[..., Any]]) -> None:
+    namespace = object.__getattribute__(holder, "__dict__")  # vars() would load a lazy module
+    for name, value in namespace.copy().items():
+        if id(value) in by_id:
+            setattr(holder, name, by_id[id(value)])
 
 
 def patch_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) -> None:
@@ -145,9 +166,9 @@ def patch_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None) 
 
     ``generate``, ``stream_generate``, ``batch_generate``, ``BatchGenerator``, speculative decoding,
     ``LRUPromptCache`` and the server then use paged caches without a change. Existing caches stay
-    as they are; a batch that they join takes copies of them. Code that bound mlx-lm's functions to
-    names of its own before still calls mlx-lm's. Prompt caches are saved in mlx-lm's own format. A
-    second call only replaces the options.
+    as they are; a batch that they join takes copies of them. Modules that bound mlx-lm's functions
+    to names of their own before get the paged ones too; a warning names a module that refuses.
+    Prompt caches are saved in mlx-lm's own format. A second call only replaces the options.
 
     Args:
         block_size: token slots in a block.
@@ -177,10 +198,10 @@ def patched_mlx_lm(*, block_size: int = BLOCK_SIZE, kv_memory: int | None = None
     """As :func:`patch_mlx_lm`, within this context. Contexts may nest and overlap in several
     threads: the options of the latest one entered hold for all."""
     options = _checked(block_size, kv_memory)
-    with _patch.lock:
-        _patch.scopes.append(options)
-        _patch.update()
     try:
+        with _patch.lock:
+            _patch.scopes.append(options)
+            _patch.update()
         yield
     finally:
         with _patch.lock:

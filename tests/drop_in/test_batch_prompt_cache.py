@@ -9,7 +9,7 @@ import pytest
 from mlx_lm import batch_generate
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import blocks_in_use, check_integrity, merged
+from prompt_cache_cases import blocks_in_use, check_integrity, merged, stock_make_prompt_cache
 from tiny_models import VOCAB, tiny_model
 
 from mlx_paged.attention.pool_attention import path_counts
@@ -18,7 +18,6 @@ from mlx_paged.drop_in.caches import (
     BatchPagedKVCache,
     PagedKVCache,
     make_prompt_cache,
-    stock_make_prompt_cache,
 )
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.shared_pool import SharedPool

@@ -9,11 +9,20 @@ from architectures import VOCAB, build
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as stock
 from paged_cases import memory_limit
-from prompt_cache_cases import BLOCK, check_integrity, contents, greedy, merged, pool_of, same
+from prompt_cache_cases import (
+    BLOCK,
+    check_integrity,
+    contents,
+    greedy,
+    merged,
+    pool_of,
+    same,
+    stock_make_prompt_cache,
+)
 
 from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.attention.sdpa_hook import mlx_attention
-from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
+from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv.pool import KVShape

@@ -4,6 +4,8 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from importlib.util import LazyLoader, module_from_spec, spec_from_file_location
+from types import ModuleType
 
 import mlx.core as mx
 import mlx_lm
@@ -18,16 +20,14 @@ from mlx_paged.attention import sdpa_hook
 from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.attention.sdpa_hook import mlx_attention
 from mlx_paged.cli import load_model
-from mlx_paged.drop_in.caches import PagedKVCache, stock_make_prompt_cache
+from mlx_paged.drop_in import caches, patch
+from mlx_paged.drop_in.caches import PagedKVCache
 from mlx_paged.drop_in.patch import (
     TESTED_VERSIONS,
     UntestedVersionError,
     _replace,
     patch_mlx_lm,
     patched_mlx_lm,
-    stock_insert_segments,
-    stock_prompt,
-    stock_save_prompt_cache,
     unpatch_mlx_lm,
 )
 
@@ -49,12 +49,12 @@ def _restored():
 def is_patched() -> bool:
     """Whether everything is patched; fails if only some of it is."""
     signs = {
-        stock.make_prompt_cache is not stock_make_prompt_cache,
-        GENERATE.make_prompt_cache is not stock_make_prompt_cache,
+        stock.make_prompt_cache is not patch.stock_make_prompt_cache,
+        GENERATE.make_prompt_cache is not patch.stock_make_prompt_cache,
         mx.fast.scaled_dot_product_attention is not mlx_attention,
-        stock.save_prompt_cache is not stock_save_prompt_cache,
-        GENERATE.BatchGenerator.insert_segments is not stock_insert_segments,
-        GENERATE.PromptProcessingBatch.prompt is not stock_prompt,
+        stock.save_prompt_cache is not patch.stock_save_prompt_cache,
+        GENERATE.BatchGenerator.insert_segments is not patch.stock_insert_segments,
+        GENERATE.PromptProcessingBatch.prompt is not patch.stock_prompt,
     }
     assert len(signs) == 1
     return signs.pop()
@@ -139,10 +139,10 @@ def test_what_others_replace_meanwhile_is_left_to_them(monkeypatch):
     patch_mlx_lm()
     assert sdpa_hook._active == 1
     unpatch_mlx_lm()
-    assert sdpa_hook._active == 0 and stock.save_prompt_cache is stock_save_prompt_cache
+    assert sdpa_hook._active == 0 and stock.save_prompt_cache is patch.stock_save_prompt_cache
     monkeypatch.undo()
     assert type(stock.make_prompt_cache(tiny_model("llama"))[0]) is stock.KVCache
-    _replace(theirs, stock_make_prompt_cache)
+    _replace({theirs: patch.stock_make_prompt_cache})
 
 
 def test_a_module_imported_meanwhile_is_restored_too(tmp_path):
@@ -151,18 +151,122 @@ def test_a_module_imported_meanwhile_is_restored_too(tmp_path):
         "with patched_mlx_lm():\n"
         "    import mlx_lm.server, mlx_lm.models.cache as cache\n"
         "    assert mlx_lm.server.make_prompt_cache is cache.make_prompt_cache\n"
-        "    held = cache.make_prompt_cache\n"
-        "    save = cache.save_prompt_cache\n"
-        "assert mlx_lm.server.make_prompt_cache is cache.make_prompt_cache is not held\n"
+        "    held = (cache.make_prompt_cache, cache.save_prompt_cache)\n"
+        "assert mlx_lm.server.make_prompt_cache is cache.make_prompt_cache is not held[0]\n"
         "class Model: layers = [0]\n"
-        "assert type(held(Model())[0]) is cache.KVCache\n"
+        "assert type(held[0](Model())[0]) is cache.KVCache\n"
         "with patched_mlx_lm():\n"
-        "    paged = held(Model())\n"
-        "save(sys.argv[1], paged)\n"
+        "    paged = held[0](Model())\n"
+        "held[1](sys.argv[1], paged)\n"
         "assert type(cache.load_prompt_cache(sys.argv[1])[0]) is cache.KVCache\n"
     )
     file = str(tmp_path / "cache.safetensors")
     subprocess.run([sys.executable, "-c", code, file], check=True)
+
+
+class Holder(ModuleType):
+    """A module with mlx-lm's function under a name of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.make = stock.make_prompt_cache
+        self.unrelated = []
+
+
+class Refusing(Holder):
+    """Takes no attribute once it has been made."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if "unrelated" in vars(self):
+            raise TypeError("read only")
+        super().__setattr__(name, value)
+
+
+class Changing(Holder):
+    """Its names and the loaded modules change when a name is set."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        vars(self)[f"{name}_{len(vars(self))}"] = None
+        sys.modules[f"changing_{len(sys.modules)}"] = None
+        super().__setattr__(name, value)
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Loads modules, or what stands for them; unloads all that were loaded meanwhile."""
+    before = sys.modules.copy()
+    yield lambda name, module: monkeypatch.setitem(sys.modules, name, module)
+    for name in sys.modules.keys() - before.keys():
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("kind", [Holder, Changing])
+def test_names_of_other_modules_are_rebound_and_restored(kind, loaded):
+    early = kind("early")
+    unrelated = early.unrelated
+    loaded("early", early)
+    with patched_mlx_lm():
+        assert early.make is stock.make_prompt_cache is not patch.stock_make_prompt_cache
+        late = kind("late")
+        loaded("late", late)
+    assert early.make is late.make is stock.make_prompt_cache is patch.stock_make_prompt_cache
+    assert early.unrelated is unrelated
+
+
+def test_names_of_the_callers_own_for_this_packages_functions_stay(loaded):
+    own = Holder("own")
+    own.save = caches.save_prompt_cache
+    loaded("own", own)
+    with patched_mlx_lm():
+        pass
+    assert own.save is caches.save_prompt_cache
+
+
+def test_a_module_that_refuses_is_named_once_and_the_others_are_rebound(loaded):
+    refusing, last = Refusing("refusing"), Holder("last")
+    refusing.__dict__["second"] = stock.save_prompt_cache
+    loaded("refusing", refusing)
+    loaded("last", last)
+    with pytest.warns(RuntimeWarning, match=r"modules: refusing \(.*read only") as told:
+        patch_mlx_lm()
+    assert len(told) == 1 and is_patched()
+    assert last.make is stock.make_prompt_cache
+    assert refusing.make is patch.stock_make_prompt_cache
+    unpatch_mlx_lm()
+    assert last.make is refusing.make is stock.make_prompt_cache
+
+
+def test_a_warning_that_is_an_error_leaves_a_scope_whole(loaded):
+    loaded("refusing", Refusing("refusing"))
+    with pytest.raises(RuntimeWarning), patched_mlx_lm():
+        raise AssertionError
+    assert not is_patched()
+
+
+def test_what_is_no_module_and_what_is_not_loaded_yet_is_left_alone(loaded, tmp_path):
+    (tmp_path / "lazy.py").write_text("raise AssertionError('it was loaded')")
+    spec = spec_from_file_location("lazy", tmp_path / "lazy.py")
+    spec.loader = LazyLoader(spec.loader)
+    lazy = module_from_spec(spec)
+    spec.loader.exec_module(lazy)
+    for name, module in {"lazy": lazy, "none": None, "slots": object(), "class": Holder}.items():
+        loaded(name, module)
+    with patched_mlx_lm():
+        assert is_patched()
+    with pytest.raises(AssertionError, match="it was loaded"):
+        _ = lazy.anything
+
+
+def test_a_script_may_bind_names_before_the_import_line():
+    code = (
+        "from mlx_lm.models.cache import KVCache, make_prompt_cache\n"
+        "import mlx_paged.auto_patch\n"
+        "from mlx_paged.cli import load_model\n"
+        "assert type(make_prompt_cache(load_model()[0])[0]).__name__ == 'PagedKVCache'\n"
+        "mlx_paged.unpatch_mlx_lm()\n"
+        "assert type(make_prompt_cache(load_model()[0])[0]) is KVCache\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_untested_mlx_lm_is_refused_by_name(monkeypatch):

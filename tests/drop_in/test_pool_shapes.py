@@ -15,10 +15,11 @@ from prompt_cache_cases import (
     pool_of,
     same,
     stock_filled,
+    stock_make_prompt_cache,
 )
 from tiny_models import tiny_model
 
-from mlx_paged.drop_in.caches import make_prompt_cache, stock_make_prompt_cache
+from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.shared_pool import SharedPool
 

@@ -21,13 +21,14 @@ from prompt_cache_cases import (
     pool_of,
     same,
     stock_filled,
+    stock_make_prompt_cache,
 )
 from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.attention.sdpa_hook import CausalMask, mlx_attention
 from mlx_paged.drop_in.base_cache import StepView
-from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
+from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.runner.model_probe import leaves
 

@@ -21,17 +21,18 @@ from prompt_cache_cases import (
     merged,
     same,
     stock_filled,
+    stock_make_prompt_cache,
 )
 from saved_cache_script import MODELS
 from tiny_models import tiny_model
 
+from mlx_paged.drop_in import patch
 from mlx_paged.drop_in.caches import (
     PagedKVCache,
     as_paged,
     make_prompt_cache,
-    stock_make_prompt_cache,
 )
-from mlx_paged.drop_in.patch import patched_mlx_lm, stock_save_prompt_cache
+from mlx_paged.drop_in.patch import patched_mlx_lm
 
 WINDOW = 12
 """Of the tiny gemma3_text."""
@@ -127,10 +128,10 @@ def test_an_empty_cache_can_be_saved(llama, file):
     assert greedy(llama, PROMPT, loaded) == greedy(llama, PROMPT, stock_make_prompt_cache(llama))
 
 
-def test_another_name_of_mlx_lms_function_refuses_paged_caches(llama, file):
+def test_mlx_lms_own_function_refuses_paged_caches(llama, file):
     """It would name classes in the file that mlx-lm does not have."""
     with pytest.raises(ValueError, match=r"not serializable.*SharedPool"):
-        stock_save_prompt_cache(file, filled(llama))
+        patch.stock_save_prompt_cache(file, filled(llama))
 
 
 @pytest.mark.parametrize("num_trimmed", [1, len(PROMPT)])

@@ -21,12 +21,13 @@ from prompt_cache_cases import (
     pool_of,
     same,
     stock_filled,
+    stock_make_prompt_cache,
 )
 from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged import OutOfBlocksError
 from mlx_paged.drop_in import shared_pool
-from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache, stock_make_prompt_cache
+from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv.pool import KVPool

@@ -16,11 +16,12 @@ from prompt_cache_cases import (
     greedy,
     merged,
     stock_filled,
+    stock_make_prompt_cache,
 )
 
 from mlx_paged import OutOfBlocksError
 from mlx_paged.attention.sdpa_hook import mlx_attention
-from mlx_paged.drop_in.caches import as_paged, make_prompt_cache, stock_make_prompt_cache
+from mlx_paged.drop_in.caches import as_paged, make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.kv.blocks import ceil_div
 

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "generate": {"engine", "metrics", "cli", *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
     "auto_patch": {"drop_in"},
+    "run": {"cli", "drop_in"},
     "drop_in": {"arguments", "runner", "attention", "kv", "ops"},
     "engine": {"runner", "metrics", "scheduler", "attention", "kv", *REQUESTS},
     "cli": {"scheduler"},
