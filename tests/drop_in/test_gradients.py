@@ -10,10 +10,10 @@ import pytest
 from architectures import build
 from mlx.utils import tree_flatten
 from numpy_reference import paged_attention_numpy
-from prompt_cache_cases import BLOCK, check_integrity, greedy, merged
+from prompt_cache_cases import BLOCK, check_integrity, greedy, merged, stock_make_prompt_cache
 
 from mlx_paged import ops
-from mlx_paged.drop_in.caches import make_prompt_cache, stock_make_prompt_cache
+from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 
 MODELS = ("llama", "qwen2", "gemma3", "deepseek_v3")
