@@ -140,11 +140,15 @@ class KVPool:
         """Copy whole blocks in every layer, in place; the handles change as in a write."""
         if not copies:
             return
+        uploaded: dict[frozenset[int], mx.array] = {}  # by groups: most arrays have the same
         for layer, array in enumerate(self._arrays):
-            pairs = [(copy.src, copy.dst) for copy in copies if copy.group in array.groups]
-            if pairs:
-                blocks = mx.array(pairs, mx.int32)
-                self._replace(layer, ops.copy_blocks(*self.write_targets(layer), blocks))
+            groups = frozenset(array.groups)
+            if groups not in uploaded:
+                pairs = [(copy.src, copy.dst) for copy in copies if copy.group in groups]
+                uploaded[groups] = mx.array(pairs, mx.int32).reshape(-1, 2)
+            if uploaded[groups].size:
+                targets = self.write_targets(layer)
+                self._replace(layer, ops.copy_blocks(*targets, uploaded[groups]))
 
     def gather(self, layer: int, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.
