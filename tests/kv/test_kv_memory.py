@@ -1,5 +1,7 @@
 """How large pools are by default, and which are refused, on Macs of several sizes."""
 
+import re
+
 import mlx.core as mx
 import pytest
 from fake_macs import GB, MACS, FakeMac, fake_mac
@@ -94,9 +96,11 @@ class TestSeveralEngines:
     def test_where_nothing_is_left_an_error_says_so(self, mac, llama):
         leave(mac, 8 * MIB)
         first = Engine(llama)
-        in_use = rf"\({mx.get_active_memory()} are in use\)"
-        with pytest.raises(ValueError, match=rf"kv_memory is \d+ bytes by default {in_use}, but"):
+        in_use = mx.get_active_memory()
+        with pytest.raises(ValueError, match=r"kv_memory is \d+ bytes by default") as error:
             Engine(llama)
+        [said] = re.findall(r"\((\d+) are in use\), but", str(error.value))
+        assert 0 <= int(said) - in_use < 64  # a trace of the model may hold a few numbers
         size = pool_bytes(first)
         del first
         assert pool_bytes(Engine(llama)) == size
