@@ -167,7 +167,10 @@ class BlockAllocator:
         idle_tails = [block for block in tails if block in store.idle]
         can_copy = needed + spare + sum(map(store.width_of, idle_tails)) <= available
         for block in idle_tails:  # all of them, before any block is taken
-            store.hold_source(block) if can_copy else store.take_idle(block)
+            if can_copy:
+                store.hold_source(block)
+            else:
+                store.take_idle(block)
         copied = []
         for group, (of_group, stop) in enumerate(zip(blocks, stops, strict=True)):
             if tails and (can_copy or tails[group] not in idle_tails):

@@ -174,9 +174,8 @@ class KVBlockManager:
         """``(block_tables [B, max_blocks] int32, context_lens [B] int32)`` for the attention op,
         valid by construction."""
         lens = [self.allocator.num_tokens(seq_id) for seq_id in seq_ids]
-        return as_int32(
-            self.allocator.block_tables.rows(self.allocator.table_rows(seq_ids))
-        ), as_int32(lens)
+        rows = self.allocator.table_rows(seq_ids)
+        return as_int32(self.allocator.block_tables.rows(rows)), as_int32(lens)
 
     # Writing
 

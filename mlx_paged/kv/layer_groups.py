@@ -79,13 +79,11 @@ class LayerPlace:
     Attributes:
         array: index of its pair of arrays.
         group: index of its layer group.
-        member: which of the layers of its group in this array it is.
         table: which of all members of all groups, in order: they have a block table each.
     """
 
     array: int
     group: int
-    member: int
     table: int
 
 
@@ -154,7 +152,7 @@ def plan_pool(
             plan = ArrayPlan(shape, block_size // group.pieces, memory)
             arrays.setdefault((memory, shape), plan).groups.add(index)
             array = list(arrays).index((memory, shape))
-            places[layer] = LayerPlace(array, index, member, num_tables + member)
+            places[layer] = LayerPlace(array, index, num_tables + member)
         num_tables += group.members
     return PoolPlan(tuple(in_order), tuple(arrays.values()), tuple(places))
 

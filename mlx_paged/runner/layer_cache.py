@@ -45,7 +45,7 @@ class PagedLayerCache(LayerView, UntrimmedCache):
     def __init__(self, pool: KVPool, place: LayerPlace | None, window: int | None = None) -> None:
         """The cache of a layer at `place` in the pool; None: of a layer that stores nothing."""
         self.stores = place is not None
-        self.place = place or LayerPlace(0, 0, 0, 0)
+        self.place = place or LayerPlace(0, 0, 0)
         super().__init__(pool, self.place.array, window, max_paged_queries())
         self._is_written = False
         self._was_written = False  # before the call that only stored
