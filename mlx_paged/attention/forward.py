@@ -1,14 +1,16 @@
 """One forward, and how one layer attends in it: through block tables or over gathered blocks."""
 
+import os
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.attention.pool_attention import ANY_NUMBER, FEW_QUERIES, path_counts
 from mlx_paged.attention.sdpa_hook import (
     AttendingCache,
     KVHandle,
@@ -19,6 +21,43 @@ from mlx_paged.attention.sdpa_hook import (
 )
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import KVPool, as_int32
+
+PATHS = "paged", "gather"
+"""The paged op, through block tables; blocks gathered into one array, then MLX's own attention."""
+
+VARIABLE = "MLX_PAGED_ATTENTION"
+"""The environment variable that forces one of the paths."""
+
+FEW_QUERIES = 8
+"""On a GPU, chunks of up to so many tokens of a sequence take the paged op."""
+
+ANY_NUMBER = 2**31
+
+path_counts: Counter[str] = Counter()
+"""How often each path was called since the process began."""
+
+
+def max_paged_queries() -> int:
+    """How many tokens of a sequence take the paged op; longer chunks are gathered.
+
+    The default device and the environment decide. Callers ask once and keep the answer.
+    """
+    path = _forced_path()
+    if path is None:
+        return ANY_NUMBER if mx.default_device() == mx.cpu else FEW_QUERIES
+    return ANY_NUMBER if path == "paged" else 0
+
+
+@cache
+def _forced_path() -> str | None:
+    """What the environment asks for; None: nothing, or nothing that exists."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted in PATHS:
+        return wanted
+    if wanted:
+        expected = " or ".join(PATHS)
+        warnings.warn(f"{VARIABLE} is {wanted!r}: expected {expected}; ignored", stacklevel=3)
+    return None
 
 
 def causal_mask(queries: mx.array, num_keys: int, window: int | None, first: int = 0) -> mx.array:

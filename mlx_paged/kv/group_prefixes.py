@@ -91,7 +91,7 @@ class GroupPrefixes:
             hashes.append(chain_hash(parent, content))
             for cache, blocks in zip(caches, found, strict=True):
                 blocks.append(cache.find(hashes[-1], parent, content))
-            if any(blocks[-1] is None for blocks in complete):
+            if not all([blocks[-1] for blocks in complete]):
                 break
             parent = hashes[-1]
         count = len(hashes)
