@@ -220,7 +220,7 @@ class Batch:
     def _slots_chunks_and_tables(
         self, allocator: BlockAllocator, tables: BatchTables
     ) -> tuple[list[mx.array], list[list[Chunk]], list[mx.array]]:
-        """For each member of a group the slot mapping, the chunks, and the tables of all sequences."""
+        """The slot mapping, the chunks and all sequences' tables, for each member of a group."""
         count, group, store = self.num_decodes, tables.group, allocator.store
         tables.update(self.seq_ids[:count])
         columns = self._positions // np.int32(allocator.block_size)
