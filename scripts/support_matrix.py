@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged import Engine, UnsupportedModelError
-from mlx_paged.attention.pool_attention import path_counts
+from mlx_paged.attention.forward import path_counts
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.runner.model_probe import ONE_AT_A_TIME, Batching, ModelProfile, model_type, probe
 from tests.support.architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build

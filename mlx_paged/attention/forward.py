@@ -1,14 +1,15 @@
 """One forward, and how one layer attends in it: through block tables or over gathered blocks."""
 
+import os
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.attention.pool_attention import ANY_NUMBER, FEW_QUERIES, path_counts
 from mlx_paged.attention.sdpa_hook import (
     AttendingCache,
     KVHandle,
@@ -17,8 +18,44 @@ from mlx_paged.attention.sdpa_hook import (
     mlx_attention,
     narrowest,
 )
-from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import KVPool, as_int32
+
+PATHS = "paged", "gather"
+"""The paged op, through block tables; blocks gathered into one array, then MLX's own attention."""
+
+VARIABLE = "MLX_PAGED_ATTENTION"
+"""The environment variable that forces one of the paths."""
+
+FEW_QUERIES = 8
+"""On a GPU, chunks of up to so many tokens of a sequence take the paged op."""
+
+ANY_NUMBER = 2**31
+
+path_counts: Counter[str] = Counter()
+"""How often each path was called since the process began."""
+
+
+def max_paged_queries() -> int:
+    """How many tokens of a sequence take the paged op; longer chunks are gathered.
+
+    The default device and the environment decide. Callers ask once and keep the answer.
+    """
+    path = _forced_path()
+    if path is None:
+        return ANY_NUMBER if mx.default_device() == mx.cpu else FEW_QUERIES
+    return ANY_NUMBER if path == "paged" else 0
+
+
+@cache
+def _forced_path() -> str | None:
+    """What the environment asks for; None: nothing, or nothing that exists."""
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted in PATHS:
+        return wanted
+    if wanted:
+        expected = " or ".join(PATHS)
+        warnings.warn(f"{VARIABLE} is {wanted!r}: expected {expected}; ignored", stacklevel=3)
+    return None
 
 
 def causal_mask(queries: mx.array, num_keys: int, window: int | None, first: int = 0) -> mx.array:
@@ -82,7 +119,7 @@ class Forward:
         row_chunks: each row as a chunk, for rows of more columns than the paged op takes; None: a
             row of padding.
         held: ``[rows, 1, S, 1]`` bool, which of the gathered keys a row holds; None: all.
-        host_tables: `block_tables` on the host, then each chunk's table ``[n]``; of rows only.
+        row_tables: ``[rows, M]`` int32, the block table of every row; None: `block_tables`.
         is_read: whether the output of attention is used.
     """
 
@@ -97,28 +134,8 @@ class Forward:
     chunks: Sequence[Chunk] = ()
     row_chunks: Sequence[Chunk | None] = ()
     held: mx.array | None = None
-    host_tables: Sequence[Int32Array] = ()
+    row_tables: mx.array | None = None
     is_read: bool = True
-
-    @cached_property
-    def sequence_tables(self) -> Int32Array:
-        """``[R + len(chunks), M]``, the block table of every sequence, on the host."""
-        rows, *others = self.host_tables
-        width = max([rows.shape[1], *map(len, others)])
-        tables = np.zeros((len(rows) + len(others), width), np.int32)
-        tables[: len(rows), : rows.shape[1]] = rows
-        for row, table in zip(tables[len(rows) :], others, strict=True):
-            row[: len(table)] = table
-        return tables
-
-    @cached_property
-    def row_tables(self) -> mx.array:
-        """``[rows, M]`` int32, the block table of every row."""
-        if not self.chunks:
-            return self.block_tables
-        lengths = [1] * self.block_tables.shape[0] + [chunk.length for chunk in self.chunks]
-        sequences = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        return mx.take(mx.array(self.sequence_tables), mx.array(sequences), axis=0)
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         """``[rows, 1, columns, S]`` bool over gathered keys: what the last `columns` tokens of each
@@ -174,7 +191,8 @@ class LayerView(AttendingCache):
 
     def _gathered(self, cache: mx.array) -> mx.array:
         forward = self.forward
-        found = ops.gather_blocks(cache, forward.row_tables, forward.max_context)
+        tables = forward.block_tables if forward.row_tables is None else forward.row_tables
+        found = ops.gather_blocks(cache, tables, forward.max_context)
         return found if forward.held is None else mx.where(forward.held, found, 0)
 
     def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:

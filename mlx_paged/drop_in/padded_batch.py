@@ -7,8 +7,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.attention.forward import Chunk, Forward
-from mlx_paged.attention.pool_attention import FEW_QUERIES, max_paged_queries
+from mlx_paged.attention.forward import FEW_QUERIES, Chunk, Forward, max_paged_queries
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import as_int32

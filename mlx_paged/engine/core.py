@@ -325,7 +325,7 @@ class EngineCore:
         result = self._pipeline.advance(ahead)
         self._recorder.results_ready()
         try:
-            if result.prompt_tokens:  # a first token comes with the prompt's last one
+            if result.step and result.step.prompt_tokens:  # a first token comes with the last one
                 self._note_first_tokens(result.choices)
             for choice in result.choices:
                 output = self._append(choice)

@@ -147,17 +147,11 @@ class Engine(EngineCore):
         promise_snapshots(self.manager.allocator, probed.state_bytes)
         phases = PhaseTimes() if profile else None
         if phases is None:
-            runner = ModelRunner(model, self.manager, probed, plan.places)
+            runner = ModelRunner(model, self.manager, probed)
         else:
-            runner = ProfilingRunner(model, self.manager, probed, plan.places, phases)
-        reads = KVReads.of(
-            (
-                (window, shape.token_bytes)
-                for window, shape in zip(probed.windows, probed.shapes, strict=True)
-                if shape is not None
-            ),
-            block_size,
-        )
+            runner = ProfilingRunner(model, self.manager, probed, phases)
+        layers = zip(probed.windows, probed.shapes, strict=True)
+        sizes = [(window, shape.token_bytes) for window, shape in layers if shape is not None]
         super().__init__(
             scheduler,
             runner,
@@ -166,7 +160,7 @@ class Engine(EngineCore):
             vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
             seed=seed,
             lookahead=lookahead and not profile,
-            instruments=RecorderConfig(log, reads, phases, writer),
+            instruments=RecorderConfig(log, KVReads.of(sizes, block_size), phases, writer),
         )
         if prewarm:
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)

@@ -22,7 +22,6 @@ class _UnderWay(Generic[LaunchedT]):
     launched: LaunchedT
     step: Step
     seconds: float  # to schedule and launch it
-    prompt_tokens: int
     blocks_in_use: int
 
 
@@ -103,13 +102,11 @@ class StepPipeline(Generic[LaunchedT]):
         for index, cause in launched.errors.items():
             launched.requests[index].error = cause
         in_use = self._scheduler.allocator.blocks_in_use
-        prompt_tokens = step.prompt_tokens
         result.launched.append(step)
-        result.launched_prompt_tokens += prompt_tokens
         ended = self._clock()
         result.schedule_seconds += committed_at - launched_at
         result.launch_seconds += launched_at - scheduled + ended - committed_at
-        return _UnderWay(launched, step, ended - started, prompt_tokens, in_use)
+        return _UnderWay(launched, step, ended - started, in_use)
 
     def _collect(self, current: _UnderWay[LaunchedT], result: StepResult) -> None:
         started = self._clock()
@@ -122,7 +119,6 @@ class StepPipeline(Generic[LaunchedT]):
         result.wait_seconds = self._clock() - started
         result.step = current.step
         result.seconds = current.seconds + result.wait_seconds
-        result.prompt_tokens = current.prompt_tokens
         result.blocks_in_use = current.blocks_in_use
         for request in current.launched.requests:
             request.num_in_flight -= not request.synchronous

@@ -10,7 +10,7 @@ from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.layer_groups import PoolPlan
+from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
 LayerKV = tuple[mx.array, mx.array]
@@ -89,8 +89,7 @@ class KVBlockManager:
                 f"[KVBlockManager] dtype is {dtype}: expected float32, float16 or bfloat16"
             )
         shapes = [KVShape(*dims, dtype) for dims in zip(heads, k_dims, v_dims, strict=True)]
-        self.allocator = BlockAllocator(max_blocks, block_size)
-        self.pool = KVPool(shapes, max_blocks, block_size)
+        self._make(plan_pool(shapes, [None] * n_layers, block_size), block_size, max_blocks, 0)
 
     @classmethod
     def planned(
@@ -99,9 +98,13 @@ class KVBlockManager:
         """A manager of the layers of a model, which compute at most `chunk` tokens of a sequence at
         once. With several layer groups only the allocator and the pool know all of them."""
         manager = cls.__new__(cls)
-        manager.allocator = BlockAllocator(max_blocks, block_size, plan.groups, chunk)
-        manager.pool = KVPool((), max_blocks, block_size, plan)
+        manager._make(plan, block_size, max_blocks, chunk)
         return manager
+
+    def _make(self, plan: PoolPlan, block_size: int, max_blocks: int, chunk: int) -> None:
+        self.plan = plan
+        self.allocator = BlockAllocator(max_blocks, block_size, plan.groups, chunk)
+        self.pool = KVPool((), max_blocks, block_size, plan)
 
     @property
     def k(self) -> list[mx.array]:

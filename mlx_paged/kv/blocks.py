@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
 from mlx_paged.kv.prefix_cache import PrefixCache
-
-Int32Array = npt.NDArray[np.int32]
 
 
 class OutOfBlocksError(RuntimeError):

@@ -1,13 +1,19 @@
 """The prefix caches of all layer groups together. Knows no mlx."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from mlx_paged.kv.block_tables import BlockTables, SequenceBlocks
 from mlx_paged.kv.blocks import BlockStore
 from mlx_paged.kv.layer_groups import LayerGroup
-from mlx_paged.kv.prefix_cache import TOKEN_BYTES, PrefixCache, chain_hash, root_hash, token_bytes
-from mlx_paged.kv.prefix_match import FullBlocks, MissReason, PrefixMatch, known_start, miss_reason
+from mlx_paged.kv.prefix_cache import (
+    TOKEN_BYTES,
+    CachedBlock,
+    chain_hash,
+    root_hash,
+    smallest_run,
+    token_bytes,
+)
+from mlx_paged.kv.prefix_match import MissReason, PrefixMatch, miss_reason
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
 
@@ -26,6 +32,7 @@ class GroupPrefixes:
         self._store = store
         self._tables = tables
         self._block_size = store.prefixes[0].block_size
+        self._min_run = smallest_run(self._block_size)
 
     def require_states(self, max_snapshots: int) -> None:
         """Reuse prefixes only up to a snapshot of recurrent states."""
@@ -43,49 +50,63 @@ class GroupPrefixes:
         if tokens is None:
             return PrefixMatch([], [[] for _ in self._groups], [], 0, MissReason.DISABLED)
         stop, root = max(0, min(num_tokens, len(tokens)) - 1), root_hash(salt)
-        caches, size = self._store.prefixes, self._block_size
-        if isinstance(caches[0], StatefulPrefixCache):
-            match = caches[0].match(tokens, stop, root)
-            (first,) = self._first_kept(len(match.hashes))
-            return replace(match, blocks=[match.blocks[0][first:]])
-        known, count, was_evicted = self._common_start(tokens, stop, root)
-        blocks = [
-            [block for i in range(first, count) if (block := known.found(cache, i)) is not None]
-            for cache, first in zip(caches, self._first_kept(count), strict=True)
-        ]
-        left = token_bytes(tokens, count * size, min((count + 1) * size, stop))
-        runs = [cache.longest_run(known.parent(count), left) for cache in caches]
+        caches, size, min_run = self._store.prefixes, self._block_size, self._min_run
+        hashes, found, was_evicted = self._full_blocks(tokens, stop, root)
+        whole = len(hashes) * size
+        left = token_bytes(tokens, whole, min(whole + size, stop))
+        runs = [cache.longest_run(hashes[-1] if hashes else root, left) for cache in caches]
         longest, length = runs[0]
         goes_on = longest is not None and len(longest.tokens) > length * TOKEN_BYTES
-        min_run, run = caches[0].min_run, min(length for _, length in runs)
-        tails = [block for block, _ in runs if block is not None and run >= min_run]
-        run = run if tails else 0
-        miss = miss_reason(min_run, count * size, stop, run, was_evicted, goes_on)
-        return PrefixMatch(known.hashes[:count], blocks, tails, count * size + run, miss)
+        run = min(length for _, length in runs)
+        run = run if run >= min_run else 0
+        tails = [block for block, _ in runs if block is not None and run]
+        miss = miss_reason(min_run, whole, stop, run, was_evicted, goes_on)
+        position, snapshot = whole + run, None
+        if isinstance(caches[0], StatefulPrefixCache):
+            args = position, stop, was_evicted, goes_on
+            position, tails, snapshot = caches[0].latest_state(hashes, tokens, stop, root)
+            miss = caches[0].miss_reason(position, *args)
+        count = position // size
+        blocks = [
+            [block for block in of_group[first:count] if block is not None]
+            for of_group, first in zip(found, self._first_kept(count), strict=True)
+        ]
+        without_state = whole if whole > position else 0
+        hashes = hashes[:count]
+        return PrefixMatch(hashes, blocks, tails, position, miss, snapshot, without_state)
 
-    def _common_start(
+    def _full_blocks(
         self, tokens: Sequence[int], stop: int, root: bytes
-    ) -> tuple[FullBlocks, int, bool]:
-        """Full blocks of ``tokens[:stop]``, how many of them every group can reuse, and whether the
-        next one was evicted."""
-        caches = self._store.prefixes
-        pairs = zip(caches, self._groups, strict=True)
-        whole = [cache for cache, group in pairs if group.window is None]
-        known, was_evicted = known_start(whole, tokens, stop, root, self._block_size)
-        count = len(known.hashes)
-        while (found := self._missing(known, count)) is not None:
-            cache, count = found
-            was_evicted = cache.was_evicted(known.hashes[count])
-        return known, count, was_evicted
+    ) -> tuple[list[bytes], list[list[CachedBlock | None]], bool]:
+        """Hashes of the full blocks of ``tokens[:stop]`` that every group can reuse, each group's
+        blocks of this content, and whether the next block was evicted."""
+        caches, size, parent = self._store.prefixes, self._block_size, root
+        hashes: list[bytes] = []
+        found: list[list[CachedBlock | None]] = [[] for _ in caches]
+        pairs = zip(self._groups, found, strict=True)
+        has_states = caches[0].snapshots is not None
+        complete = [blocks for group, blocks in pairs if group.window is None or has_states]
+        for start in range(0, stop - size + 1, size):
+            content = token_bytes(tokens, start, start + size)
+            hashes.append(chain_hash(parent, content))
+            for cache, blocks in zip(caches, found, strict=True):
+                blocks.append(cache.find(hashes[-1], parent, content))
+            if not all([blocks[-1] for blocks in complete]):
+                break
+            parent = hashes[-1]
+        count = len(hashes)
+        while (missing := self._missing(found, count)) is not None:
+            count = missing
+        next_one = hashes[count : count + 1]
+        was_evicted = any(cache.was_evicted(key) for key in next_one for cache in caches)
+        return hashes[:count], found, was_evicted
 
-    def _missing(self, known: FullBlocks, count: int) -> tuple[PrefixCache, int] | None:
-        """The cache of a group with a window that lacks one of the first `count` blocks that its
-        group needs, and which one; None if there is none."""
-        needed = zip(self._store.prefixes, self._groups, self._first_kept(count), strict=True)
-        for cache, first in ((c, first) for c, group, first in needed if group.window):
-            for index in range(count - 1, first - 1, -1):
-                if known.found(cache, index) is None:
-                    return cache, index
+    def _missing(self, found: list[list[CachedBlock | None]], count: int) -> int | None:
+        """One of the first `count` blocks that a group needs and lacks; None if there is none."""
+        for blocks, first in zip(found, self._first_kept(count), strict=True):
+            needed = blocks[first:count]
+            if not all(needed):
+                return first + needed.index(None)
         return None
 
     def _first_kept(self, count: int) -> list[int]:

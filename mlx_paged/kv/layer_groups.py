@@ -100,11 +100,6 @@ class PoolPlan:
         """Blocks of the pool that hold `block_size` tokens in all layers."""
         return sum(group.width for group in self.groups)
 
-    @property
-    def owners(self) -> list[ArrayPlan]:
-        """One pair of arrays for each memory; all have blocks of one size."""
-        return list({array.memory: array for array in reversed(self.arrays)}.values())[::-1]
-
 
 def plan_pool(
     shapes: Sequence[KVShape | None],

@@ -98,10 +98,9 @@ def num_blocks_for(
     """
     smallest = block_bytes(shapes, block_size)
     one_block, max_blocks = smallest, longest_pool(shapes, block_size)
-    if plan is not None and plan.owners:
-        owners = plan.owners
+    if plan is not None and plan.arrays:
         one_block = smallest // plan.width
-        max_blocks = longest_pool([owner.shape for owner in owners], owners[0].block_size)
+        max_blocks = min(longest_pool([array.shape], array.block_size) for array in plan.arrays)
     if kv_memory is not None:
         _check_held(kv_memory, max_blocks * one_block, reserved)
     budget = max(0, default_kv_memory() - reserved) if kv_memory is None else kv_memory

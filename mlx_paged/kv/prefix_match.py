@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.prefix_cache import CachedBlock, PrefixCache, chain_hash, token_bytes
+from mlx_paged.kv.prefix_cache import CachedBlock
 from mlx_paged.kv.snapshots import Snapshot
 
 
@@ -60,46 +60,6 @@ class PrefixMatch:
     snapshot: Snapshot | None = None
     prefix_without_state: int = 0
     copies: Sequence[BlockCopy] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class FullBlocks:
-    """The full blocks at the start of a prompt.
-
-    Attributes:
-        root: the parent hash of the first one.
-        hashes: of each block.
-        contents: the tokens of each block, as :func:`token_bytes`.
-    """
-
-    root: bytes
-    hashes: list[bytes]
-    contents: list[bytes]
-
-    def parent(self, index: int) -> bytes:
-        return self.hashes[index - 1] if index else self.root
-
-    def found(self, cache: PrefixCache, index: int) -> CachedBlock | None:
-        """The cached block with the content of this one."""
-        return cache.find(self.hashes[index], self.parent(index), self.contents[index])
-
-
-def known_start(
-    caches: Sequence[PrefixCache], tokens: Sequence[int], stop: int, root: bytes, block_size: int
-) -> tuple[FullBlocks, bool]:
-    """The full blocks of ``tokens[:stop]`` up to the first one that a cache lacks, and whether that
-    one was evicted. Without caches: all full blocks."""
-    known, parent = FullBlocks(root, [], []), root
-    for start in range(0, stop - block_size + 1, block_size):
-        content = token_bytes(tokens, start, start + block_size)
-        key = chain_hash(parent, content)
-        for cache in caches:
-            if cache.find(key, parent, content) is None:
-                return known, cache.was_evicted(key)
-        known.hashes.append(key)
-        known.contents.append(content)
-        parent = key
-    return known, False
 
 
 def miss_reason(

@@ -142,7 +142,7 @@ class TickRecorder:
             seconds = self._phases.take()
             for name in PHASES:
                 setattr(tick, name, 1000 * seconds.get(name.removesuffix("_ms"), 0.0))
-        tick.launched_prefill_tokens = result.launched_prompt_tokens
+        tick.launched_prefill_tokens = sum([step.prompt_tokens for step in result.launched])
         tick.faults = int(result.fault is not None)
         if result.step is not None:
             self._record_step(tick, result, result.step)
@@ -156,8 +156,8 @@ class TickRecorder:
         stats, reads = self._stats, self._reads
         contexts = reads.contexts(spans)
         tick.live_tokens = contexts.total
-        tick.prefill_tokens = result.prompt_tokens
-        tick.decode_tokens = step.decode_rows + step.chunk_tokens - result.prompt_tokens
+        tick.prefill_tokens = step.prompt_tokens
+        tick.decode_tokens = step.decode_rows + step.chunk_tokens - step.prompt_tokens
         tick.sampled = len(result.choices)
         tick.kv_bytes_read = reads.num_bytes(contexts)
         tick.blocks_touched = reads.num_blocks(contexts)

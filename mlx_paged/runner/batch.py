@@ -29,12 +29,10 @@ class BatchTables:
 
     Attributes:
         group: index of the group.
-        of_members: `arrays` on the host.
         arrays: for each member of the group ``[R, longest]`` int32, as of the last :meth:`update`;
             entries past a row's end are undefined, and so are those that a window has left.
     """
 
-    of_members: Int32Array
     arrays: list[mx.array]
     _seq_ids: list[int]
     _rows: Int32Array  # rows of these sequences in the allocator's tables
@@ -99,8 +97,7 @@ class BatchTables:
         # MLX copies a contiguous array much faster than columns of a wider one.
         host = self._host[:, : self._lengths.max(initial=0)]
         tables = self._allocator.store.tables(host, self.group)
-        self.of_members = np.ascontiguousarray(tables)
-        self.arrays = _members(self.of_members)
+        self.arrays = _members(np.ascontiguousarray(tables))
 
 
 def _members(values: Int32Array) -> list[mx.array]:
@@ -195,50 +192,59 @@ class Batch:
         next_offset: int | mx.array = max_context if is_chunk else context_lens
         if not is_chunk and self.num_decodes < len(self.seq_ids):
             next_offset = mx.array(self._positions + np.int32(1))
+        self._tables: list[mx.array] = []  # of all sequences, as each forward knows them
         forwards = []
         for of_group in tables:
-            slots, chunks, host_tables = self._slots_and_chunks(allocator, of_group)
+            slots, chunks, of_all = self._slots_chunks_and_tables(allocator, of_group)
+            self._tables += of_all
             for member, of_member in enumerate(chunks):
+                row_tables = of_all[member]
+                if of_member and not is_chunk:
+                    row_tables = mx.take(of_all[member], mx.array(self._sequences), axis=0)
                 forward = Forward(
                     columns=self.num_tokens if is_chunk else 1,
                     positions=self.positions,
                     slot_mapping=slots[member],
-                    block_tables=of_member[0].tables if is_chunk else of_group.arrays[member],
+                    block_tables=of_all[member] if is_chunk else of_group.arrays[member],
                     context_lens=context_lens,
                     max_context=max_context,
                     offset=offset,
                     next_offset=next_offset,
                     chunks=() if is_chunk else of_member,
                     row_chunks=of_member if is_chunk else (),
-                    host_tables=() if is_chunk else host_tables[member],
+                    row_tables=row_tables,
                 )
                 forwards.append(forward)
         return forwards
 
-    def _slots_and_chunks(
+    def _slots_chunks_and_tables(
         self, allocator: BlockAllocator, tables: BatchTables
-    ) -> tuple[list[mx.array], list[list[Chunk]], list[list[Int32Array]]]:
-        """The slot mapping, the chunks and the tables of each member of a group: those of the
-        decodes, then that of each chunk."""
-        count, group = self.num_decodes, tables.group
+    ) -> tuple[list[mx.array], list[list[Chunk]], list[mx.array]]:
+        """The slot mapping, the chunks and all sequences' tables, for each member of a group."""
+        count, group, store = self.num_decodes, tables.group, allocator.store
         tables.update(self.seq_ids[:count])
         columns = self._positions // np.int32(allocator.block_size)
-        entries = [tables.blocks_at(columns[:count])]
-        chunks: list[list[Chunk]] = [[] for _ in tables.arrays]
-        host_tables: list[list[Int32Array]] = [[rows] for rows in tables.of_members]
+        if count == len(self.seq_ids):
+            slots = store.slots(tables.blocks_at(columns), self._positions, group)
+            return _members(slots), [[] for _ in tables.arrays], tables.arrays
+        rows = allocator.table_rows(self.seq_ids)
+        entries = allocator.block_tables.rows(rows, group)[:, : columns.max() + 1]
+        slots = store.slots(entries[self._sequences, columns], self._positions, group)
+        of_members = np.ascontiguousarray(store.tables(entries, group))
+        chunks: list[list[Chunk]] = [[] for _ in of_members]
         for index in range(count, len(self.seq_ids)):
-            table = allocator.table(self.seq_ids[index], group)
             first, start, length = (
                 int(of[index]) for of in (self._first_rows, self._starts, self._lengths)
             )
-            entries.append(table[columns[first : first + length]])
-            needed = table[None, : allocator.blocks_needed(start + length)]
-            for member, blocks in enumerate(allocator.store.tables(needed, group)):
-                chunks[member].append(Chunk(first, start, length, mx.array(blocks[0])))
-                host_tables[member].append(blocks[0])
-        joined = entries[0] if len(entries) == 1 else np.concatenate(entries)
-        slots = allocator.store.slots(joined, self._positions, group)
-        return _members(slots), chunks, host_tables
+            width = allocator.blocks_needed(start + length) * allocator.groups[group].pieces
+            for member, blocks in enumerate(of_members[:, index, :width]):
+                chunks[member].append(Chunk(first, start, length, mx.array(blocks)))
+        return _members(slots), chunks, _members(of_members)
+
+    @cached_property
+    def _sequences(self) -> Int32Array:
+        """Which span each token belongs to, ``[T]``."""
+        return np.repeat(np.arange(len(self.seq_ids), dtype=np.int32), self._lengths)
 
     def _choose_rows(self, spans: Sequence[Span]) -> None:
         """Set which requests get a token, and from which rows of logits."""
@@ -304,10 +310,8 @@ class Batch:
         contexts = self._positions[self._sampled_rows] + np.int32(1)
         positions, context_lens = mx.array(contexts - np.int32(1)), mx.array(contexts)
         offsets = int(contexts.max()), positions, context_lens
-        drawing = np.flatnonzero(self._draws)
-        are_all = np.array_equal(drawing, np.arange(self.num_decodes))
-        tables = [
-            forward.block_tables if are_all else mx.array(forward.sequence_tables[drawing])
-            for forward in self.forwards
-        ]
+        drawing = np.flatnonzero(self._draws).astype(np.int32)
+        tables = [forward.block_tables for forward in self.forwards]
+        if not np.array_equal(drawing, np.arange(self.num_decodes)):
+            tables = [mx.take(of_all, mx.array(drawing), axis=0) for of_all in self._tables]
         return [Forward(1, positions, None, table, context_lens, *offsets) for table in tables]

@@ -14,7 +14,6 @@ from mlx_lm.models.cache import ArraysCache
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
-from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
@@ -54,23 +53,13 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs steps on an mlx-lm model whose K/V lives in `manager`'s pool.
+    """Runs steps on an mlx-lm model whose K/V lives in `manager`'s pool."""
 
-    Args:
-        places: where each layer's K/V is in the pool; None for a layer that stores nothing.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        manager: KVBlockManager,
-        profile: ModelProfile,
-        places: Sequence[LayerPlace | None],
-    ) -> None:
+    def __init__(self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile) -> None:
         self.model = model
         self.manager = manager
         self.batching = profile.batching
-        self.caches = make_caches(model, manager.pool, places)
+        self.caches = make_caches(model, manager.pool, manager.plan.places)
         self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
         self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
         self._is_recurrent = profile.recurrent

@@ -12,7 +12,6 @@ import mlx.nn as nn
 
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
-from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.metrics.timers import PhaseTimes
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch
@@ -36,10 +35,9 @@ class ProfilingRunner(ModelRunner):
         model: nn.Module,
         manager: KVBlockManager,
         profile: ModelProfile,
-        places: Sequence[LayerPlace | None],
         phases: PhaseTimes,
     ) -> None:
-        super().__init__(model, manager, profile, places)
+        super().__init__(model, manager, profile)
         self._phases = phases
         self.sampler = TimedSampler(phases)
         pool = manager.pool

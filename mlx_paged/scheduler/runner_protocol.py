@@ -79,9 +79,7 @@ class StepResult:
         schedule_seconds: of the call, for any step; so are the next two.
         launch_seconds: building and submitting the graph.
         wait_seconds: waiting for the device.
-        prompt_tokens: of `step`.
         launched: the steps launched in the call.
-        launched_prompt_tokens: of these steps.
         blocks_in_use: when `step` was launched.
         fault: `step` or a launched one failed. The choices are still valid.
     """
@@ -92,8 +90,6 @@ class StepResult:
     schedule_seconds: float = 0.0
     launch_seconds: float = 0.0
     wait_seconds: float = 0.0
-    prompt_tokens: int = 0
     launched: list[Step] = field(default_factory=list)
-    launched_prompt_tokens: int = 0
     blocks_in_use: int = 0
     fault: Fault | None = None

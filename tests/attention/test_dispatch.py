@@ -11,11 +11,14 @@ from paged_cases import TOLERANCE, random_case, worst_error
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine
-from mlx_paged.attention.forward import Chunk, Forward, LayerView, causal_mask
-from mlx_paged.attention.pool_attention import (
+from mlx_paged.attention.forward import (
     ANY_NUMBER,
     FEW_QUERIES,
     PATHS,
+    Chunk,
+    Forward,
+    LayerView,
+    causal_mask,
     max_paged_queries,
     path_counts,
 )

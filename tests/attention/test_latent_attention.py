@@ -15,7 +15,7 @@ from paged_cases import (
 from tiny_models import solo_greedy
 
 from mlx_paged import Engine, ops
-from mlx_paged.attention.pool_attention import path_counts
+from mlx_paged.attention.forward import path_counts
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 from mlx_paged.runner.model_probe import Batching, probe

@@ -12,7 +12,7 @@ from mlx_lm.models import cache as stock
 from prompt_cache_cases import blocks_in_use, check_integrity, merged, stock_make_prompt_cache
 from tiny_models import VOCAB, tiny_model
 
-from mlx_paged.attention.pool_attention import path_counts
+from mlx_paged.attention.forward import path_counts
 from mlx_paged.cli import load_model
 from mlx_paged.drop_in.caches import (
     BatchPagedKVCache,

@@ -20,7 +20,7 @@ from prompt_cache_cases import (
     stock_make_prompt_cache,
 )
 
-from mlx_paged.attention.pool_attention import path_counts
+from mlx_paged.attention.forward import path_counts
 from mlx_paged.attention.sdpa_hook import mlx_attention
 from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm

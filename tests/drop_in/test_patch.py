@@ -17,7 +17,7 @@ from tiny_models import tiny_model
 
 from mlx_paged import Engine
 from mlx_paged.attention import sdpa_hook
-from mlx_paged.attention.pool_attention import path_counts
+from mlx_paged.attention.forward import path_counts
 from mlx_paged.attention.sdpa_hook import mlx_attention
 from mlx_paged.cli import load_model
 from mlx_paged.drop_in import caches, patch

@@ -25,7 +25,7 @@ from prompt_cache_cases import (
 )
 from tiny_models import solo_greedy, tiny_model
 
-from mlx_paged.attention.pool_attention import path_counts
+from mlx_paged.attention.forward import path_counts
 from mlx_paged.attention.sdpa_hook import CausalMask, mlx_attention
 from mlx_paged.drop_in.base_cache import StepView
 from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache

@@ -13,7 +13,7 @@ import pytest
 from server_harness import TIMEOUT, solo
 
 from mlx_paged import unpatch_mlx_lm
-from mlx_paged.attention.pool_attention import path_counts
+from mlx_paged.attention.forward import path_counts
 from mlx_paged.cli import demo_model_path
 
 LINE = "import mlx_paged.auto_patch\n"

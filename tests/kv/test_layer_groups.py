@@ -58,8 +58,8 @@ class TestPlan:
         for place, shape in zip(plan.places, shapes, strict=True):
             assert place is None or plan.arrays[place.array].shape == shape
         num_bytes = block_size * sum(s.token_bytes for s in shapes if s is not None)
-        owners = sum(a.block_size * a.shape.token_bytes for a in plan.owners)
-        assert owners * plan.width == num_bytes or not places
+        of_memory = {a.memory: a.block_size * a.shape.token_bytes for a in plan.arrays}
+        assert sum(of_memory.values()) * plan.width == num_bytes or not places
 
     @pytest.mark.parametrize(
         ("shapes", "block_size"),

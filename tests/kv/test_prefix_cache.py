@@ -4,7 +4,7 @@ from collections import OrderedDict
 
 import pytest
 
-from mlx_paged.kv import group_prefixes, prefix_cache, prefix_match
+from mlx_paged.kv import group_prefixes, prefix_cache
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.prefix_cache import (
@@ -347,7 +347,7 @@ class TestTrust:
         assert allocator.cached_prefix(list(range(8, 17)), salt=salt) == 0
 
     def test_a_colliding_hash_is_not_a_hit(self, monkeypatch: pytest.MonkeyPatch):
-        for module in (prefix_cache, prefix_match, group_prefixes):
+        for module in (prefix_cache, group_prefixes):
             monkeypatch.setattr(module, "chain_hash", lambda parent, tokens: b"same for all")
         allocator = BlockAllocator(num_blocks=4, block_size=4)
         finished(allocator, [1, 2, 3, 4])

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine
-from mlx_paged.attention.pool_attention import path_counts
+from mlx_paged.attention.forward import path_counts
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from mlx_paged.attention import pool_attention
-from mlx_paged.attention.pool_attention import VARIABLE, path_counts
+from mlx_paged.attention import forward
+from mlx_paged.attention.forward import VARIABLE, path_counts
 
 
 @contextmanager
 def attending_by(wanted: str) -> Iterator[None]:
     """The environment variable has this value; paths are counted from 0."""
     with mock.patch.dict(os.environ, {VARIABLE: wanted}):
-        pool_attention._forced_path.cache_clear()
+        forward._forced_path.cache_clear()
         path_counts.clear()
         try:
             yield
         finally:
-            pool_attention._forced_path.cache_clear()
+            forward._forced_path.cache_clear()
