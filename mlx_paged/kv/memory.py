@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
 
+from mlx_paged.arguments import MAX_INT32
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVShape, block_bytes
@@ -112,7 +113,7 @@ def num_blocks_for(
             f"[Engine] kv_memory is {budget} bytes{source}, but one block of {block_size} tokens "
             f"takes {smallest}: expected at least that"
         )
-    return min(budget // one_block, max_blocks)
+    return min(budget // one_block, max_blocks, MAX_INT32 // block_size)  # slots are int32
 
 
 def _check_held(kv_memory: int, longest: int, reserved: int) -> None:

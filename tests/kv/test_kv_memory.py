@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 from mlx_paged import Engine, make_prompt_cache
 from mlx_paged.drop_in.caches import PagedKVCache
 from mlx_paged.drop_in.shared_pool import SharedPool
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.memory import memory_in_use, num_blocks_for, physical_memory, spare_memory
 from mlx_paged.kv.pool import KVShape
@@ -51,6 +52,15 @@ def leave(mac: FakeMac, spare: int) -> None:
 
 def pool_bytes(engine: Engine) -> int:
     return engine.manager.pool.nbytes
+
+
+def test_a_small_model_on_a_large_mac_gets_no_more_slots_than_int32_can_number(monkeypatch):
+    fake_mac(monkeypatch, "M3 Ultra, 512 GB")
+    shapes = [KVShape(1, 8, 8, mx.bfloat16)]
+    num_blocks = num_blocks_for(shapes, BLOCK, None)
+    assert num_blocks == 2**31 // BLOCK - 1
+    with pytest.raises(ValueError):
+        BlockAllocator(num_blocks + 1, BLOCK)
 
 
 @pytest.mark.parametrize("name", MACS)
