@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from architectures import build
 from mlx_lm.models import cache as stock
+from mlx_lm.models.base import create_attention_mask
 from prompt_cache_cases import BLOCK, blocks_in_use, pool_of, stock_make_prompt_cache
 from tiny_models import tiny_model
 
@@ -278,6 +279,23 @@ def test_mlx_lms_own_caches_stay_its_own_under_the_patch():
     assert {type(c) for c in stock_make_prompt_cache(tiny_model("llama"))} == {stock.KVCache}
 
 
+def test_threads_may_write_caches_that_another_one_made():
+    caches, found = [stock.KVCache() for _ in range(4)], []
+
+    def write(mine) -> None:
+        for cache in mine:
+            mx.eval(cache.update_and_fetch(*kv(5)))
+        mx.eval(mine[0].merge(mine).update_and_fetch(*kv(1, rows=2)))
+        found.append(mine[0].layer.pool)
+
+    threads = [threading.Thread(target=write, args=(caches[i : i + 2],)) for i in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == len({id(pool) for pool in found}) == 2
+
+
 def test_caches_made_without_a_model_share_one_pool():
     caches = [stock.KVCache() for _ in range(3)]
     for i, cache in enumerate(caches):
@@ -315,11 +333,13 @@ def test_pipelines_and_indexers_stay_paged():
 
 def test_a_checkpointed_layer_does_what_it_does_with_stock_caches():
     layer, found = tiny_model("llama").model.layers[0], []
+    x = mx.random.normal((1, 7, 64), key=mx.random.key(1))
     for cache in (stock.KVCache(), make_stock("KVCache")):
-        x = mx.random.normal((1, 7, 64), key=mx.random.key(1))
+        layer(x[:, :5], "causal", cache)
 
         def loss(x, cache=cache):
-            run = mx.checkpoint(lambda x: layer(x, "causal", cache))
+            mask = create_attention_mask(x, cache)
+            run = mx.checkpoint(lambda x: layer(x, mask, cache))
             return run(x).square().sum()
 
         found.append([*mx.value_and_grad(loss)(x), cache.offset])
