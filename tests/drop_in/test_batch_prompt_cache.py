@@ -9,16 +9,13 @@ import pytest
 from mlx_lm import batch_generate
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import blocks_in_use, check_integrity, merged, stock_make_prompt_cache
+from prompt_cache_cases import blocks_in_use, check_integrity, merged
 from tiny_models import VOCAB, tiny_model
 
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.cli import load_model
-from mlx_paged.drop_in.caches import (
-    BatchPagedKVCache,
-    PagedKVCache,
-    make_prompt_cache,
-)
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.kv_caches import BatchPagedKVCache, PagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv.pool import KVPool
@@ -282,7 +279,7 @@ def test_any_sequence_of_operations_is_that_on_plain_rows(seed, window):
 
     def fresh():
         sequence = pool.new_sequence()
-        caches = [PagedKVCache(pool.layer(i), [sequence], [0], window) for i in range(2)]
+        caches = [PagedKVCache.of(pool.layer(i), [sequence], [0], window) for i in range(2)]
         return caches, [[empty]] * 2
 
     def batch_of(count):
@@ -369,10 +366,10 @@ def test_a_batch_has_the_protocol_of_stock_batches(llama):
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda b: b.extend(stock.BatchKVCache([0])), "other is a BatchKVCache"),
+        (lambda b: b.extend(stock.ArraysCache(2)), "a cache is a ArraysCache"),
         (lambda b: b.prepare(left_padding=[1]), "left_padding is given, but"),
         (lambda b: b.prepare(right_padding=[1]), "without lengths"),
-        (lambda b: BatchPagedKVCache.merge([b, PagedKVCache(b.layer, [], [], 7)]), "windows None"),
+        (lambda b: BatchPagedKVCache.merge([b, PagedKVCache.of(b.layer, [], [], 7)]), "window 7"),
         (lambda b: b.update_and_fetch(*[mx.ones((3, 2, 1, 16))] * 2), "3 rows: expected 1"),
     ],
     ids=["extend", "left", "right", "window", "rows"],
@@ -382,12 +379,3 @@ def test_mistakes_name_the_argument(llama, mistake, message):
     llama(mx.array([PROMPTS[0]]), cache=cache)
     with pytest.raises(ValueError, match=message):
         mistake(merged([cache])[0])
-
-
-def test_stock_and_paged_caches_do_not_mix_silently(llama):
-    stocks, paged = stock_make_prompt_cache(llama), make_prompt_cache(llama)
-    for cache in (stocks, paged):
-        llama(mx.array([PROMPTS[0]]), cache=cache)
-    batch = stock.BatchKVCache.merge([stocks[0]])
-    with pytest.raises((AttributeError, ValueError)):
-        batch.extend(merged([paged])[0])
