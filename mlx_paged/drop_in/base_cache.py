@@ -251,11 +251,8 @@ class PagedCache(AttendingCache, _BaseCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that these rows hold; a shared block counts once."""
-        starts = np.maximum(self.starts, 0).tolist()
-        held = [self.layer.blocks(*row).tolist() for row in zip(self.rows, starts, strict=True)]
-        num_blocks = len(set().union(*held))
-        return num_blocks * self.layer.kv.block_bytes if num_blocks else 0
+        """Bytes of the blocks that these rows hold: of a block with n sharers, each holds 1/n."""
+        return self.layer.held_bytes(self.rows)
 
 
 def _checked(name: str, handle: mx.array, present: mx.array | None) -> mx.array:
