@@ -11,6 +11,8 @@ from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import ArrayPlan, PoolPlan
 
+SMALL_ARRAY = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -191,7 +193,7 @@ class KVPool:
 
     def _replace_arrays(self, change: Callable[[mx.array], mx.array], num_blocks: int) -> None:
         """Let `change` make each array, ``[num_blocks, n_kv_heads, block_size, head_dim]``, from
-        the one before. This is done one at a time, so that at most one is held twice."""
+        the one before. Large ones are made one at a time, so that at most one is held twice."""
 
         def changed(cache: mx.array) -> mx.array:
             return change(cache.transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
@@ -199,10 +201,10 @@ class KVPool:
         self._first_k, self._first_v = [], []  # otherwise they would keep the old arrays alive
         for layer, shape in enumerate(self.shapes):
             self.set_keys(layer, changed(self.k[layer]))
-            mx.eval(self.k[layer], self.v[layer])
+            _evaluate(self.k[layer], self.v[layer])
             if not shape.latent:
                 self.v[layer] = changed(self.v[layer])
-                mx.eval(self.v[layer])
+                _evaluate(self.v[layer])
         self.num_blocks = num_blocks
         self._first_k, self._first_v = list(self.k), list(self.v)
 
@@ -220,6 +222,12 @@ class KVPool:
     def handles(self) -> list[mx.array]:
         """Every layer's newest handles. Evaluate them once a step: this bounds the graph."""
         return [*self.k, *self.v]
+
+
+def _evaluate(*arrays: mx.array) -> None:
+    """Wait for large arrays. Small ones are only queued: to wait would take longer than they do."""
+    evaluate = mx.eval if arrays[0].nbytes > SMALL_ARRAY else mx.async_eval
+    evaluate(*arrays)
 
 
 def _latents(keys: mx.array, shape: KVShape) -> mx.array:
