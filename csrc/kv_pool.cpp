@@ -1,4 +1,4 @@
-// The ops that write, copy, read and allocate a layer's pool, and their primitives.
+// The ops that write, copy and read a layer's pool, and their primitives.
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -10,13 +10,8 @@
 #include "csrc/metal/plans.h"
 #include "csrc/ops.h"
 #include "csrc/validate.h"
-#include "mlx/allocator.h"
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace mlx_paged {
 
@@ -24,10 +19,6 @@ namespace {
 
 // Below this many bytes waking a thread costs more than it saves.
 constexpr int64_t kMinParallelBytes = 1 << 18;
-
-// A pool on a CPU begins at a multiple of this: rows then begin with a cache line, and blocks of
-// this size with a page.
-constexpr uintptr_t kPage = 4096;
 
 // Keys or values [H_kv, N, S, D] of a layer's pool: any layout with dense rows; strides in bytes.
 struct PoolView {
@@ -255,47 +246,6 @@ mx::array pool_read(const mx::array& read) {
                    read.inputs());
 }
 
-// Asks Linux to back the huge pages (of x86-64, and of AArch64 with pages of 4 KiB) that lie wholly
-// within [data, data + size). Linux may refuse; other systems are not asked.
-void use_huge_pages([[maybe_unused]] std::byte* data, [[maybe_unused]] size_t size) {
-#if defined(__linux__)
-  constexpr uintptr_t kHugePage = 1 << 21;
-  const auto begin = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
-  const uintptr_t end = (begin + size) / kHugePage * kHugePage;
-  if (first < end) {
-    madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
-  }
-#endif
-}
-
-class PoolZeros : public mx::Primitive {
- public:
-  using mx::Primitive::Primitive;
-
-  // The system chooses the size of a page when it is first touched.
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
-    mx::array& out = outputs[0];
-    mx::allocator::Data memory = mx::allocator::malloc(out.nbytes() + kPage);
-    const auto begin = reinterpret_cast<uintptr_t>(memory.buffer().raw_ptr());
-    const auto offset = static_cast<int64_t>((kPage - begin % kPage) % kPage);
-    out.set_data(std::move(memory), out.size(), out.strides(), out.flags(), offset);
-    cpu::encoder_for(stream(), inputs, outputs)
-        .dispatch([data = out.data<std::byte>(), size = out.nbytes()] {
-          use_huge_pages(data, size);
-          std::memset(data, 0, size);
-        });
-  }
-
-  void eval_gpu(const Arrays&, Arrays&) override {
-    throw std::logic_error("[pool_zeros] this primitive runs on CPUs only");
-  }
-
-  const char* name() const override { return "PoolZeros"; }
-
-  bool is_equivalent(const mx::Primitive&) const override { return true; }
-};
-
 }  // namespace
 
 ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
@@ -334,15 +284,6 @@ mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, i
       pool_read(mx::gather(cache, {head, block}, {0, 1}, {1, 1, block_size, head_dim}));
   const mx::array rows = mx::reshape(blocks, {batch, heads, columns * block_size, head_dim});
   return mx::slice(rows, {0, 0, 0, 0}, {batch, heads, num_tokens, head_dim});
-}
-
-mx::array pool_zeros(const std::vector<int>& sizes, mx::Dtype dtype, mx::StreamOrDevice stream) {
-  const mx::Shape shape(sizes.begin(), sizes.end());
-  const mx::Stream on = mx::to_stream(stream);
-  if (on.device == mx::Device::gpu) {
-    return mx::zeros(shape, dtype, on);
-  }
-  return mx::array(shape, dtype, std::make_shared<PoolZeros>(on), Arrays{});
 }
 
 }  // namespace mlx_paged

@@ -11,6 +11,8 @@
 // in its memory, must be multiples of 4 elements. No op copies a pool.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
@@ -69,7 +71,12 @@ mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, i
 
 mx::array take_from_pool(const mx::array& rows, const mx::array& indices);
 
-mx::array pool_zeros(const std::vector<int>& shape, mx::Dtype dtype, mx::StreamOrDevice stream);
+mx::array pool_zeros(const std::vector<int>& shape, mx::Dtype dtype, int64_t capacity,
+                     mx::StreamOrDevice stream);
+
+OptionalArray grown_in_place(const mx::array& blocks, int num_blocks, mx::StreamOrDevice stream);
+
+size_t reserved_bytes();
 
 void check_tables(const std::string& op, const mx::array& block_tables,
                   const mx::array& context_lens, int num_blocks, int block_size);

@@ -1,5 +1,6 @@
 #include "python/bindings.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
@@ -52,7 +53,23 @@ all of it at once, since zeros are written.
 Args:
     shape: of the array.
     dtype: of the array.
+    capacity: the size of the first axis up to which :func:`grown_in_place` shall work. On Linux
+        without a GPU, an array with a capacity above its size takes only the memory that is
+        written. Elsewhere, and where the system refuses the address space, it has no effect.
     stream: stream or device. A GPU gives plain zeros.)";
+
+constexpr const char* kGrownInPlaceDoc =
+    R"(An array of `num_blocks` blocks whose first ones are `blocks`, in the same memory. The others
+are zeros until they are written.
+
+Returns:
+    None if the memory has no room: :func:`pool_zeros` made it with no capacity, or a smaller one.
+    Also if the array is not evaluated or scheduled, or is no whole array in the order of its axes.
+
+Args:
+    blocks: an array of :func:`pool_zeros`, or one with the same memory.
+    num_blocks: the new size of the first axis.
+    stream: stream or device.)";
 
 constexpr const char* kCheckTablesDoc =
     R"(Check the values of block tables and context lengths on the host.
@@ -134,8 +151,13 @@ NB_MODULE(_ext, m) {
   m.def("gather_blocks", &gather_blocks, "cache"_a, "block_tables"_a, "num_tokens"_a,
         kGatherBlocksDoc);
   m.def("take_from_pool", &take_from_pool, "rows"_a, "indices"_a, kTakeFromPoolDoc);
-  m.def("pool_zeros", &pool_zeros, "shape"_a, "dtype"_a, nb::kw_only(), "stream"_a = nb::none(),
-        kPoolZerosDoc);
+  m.def("pool_zeros", &pool_zeros, "shape"_a, "dtype"_a, nb::kw_only(), "capacity"_a = 0,
+        "stream"_a = nb::none(), kPoolZerosDoc);
+  m.def("grown_in_place", &grown_in_place, "blocks"_a, "num_blocks"_a, nb::kw_only(),
+        "stream"_a = nb::none(), kGrownInPlaceDoc);
+  m.def(
+      "reserved_bytes", &reserved_bytes,
+      "Bytes of all arrays that :func:`pool_zeros` made with a capacity. MLX counts none of them.");
   m.def("check_tables", &check_tables, "op"_a, "block_tables"_a, "context_lens"_a, "num_blocks"_a,
         "block_size"_a, kCheckTablesDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);

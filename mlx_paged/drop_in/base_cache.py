@@ -307,10 +307,5 @@ class PagedCache(AttendingCache, _BaseCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that these rows hold; a block of n sequences counts as 1/n here."""
-        pool = self.layer.pool
-        pool.release_dropped()
-        starts, counts = np.maximum(self.starts, 0).tolist(), pool.allocator.store.counts
-        held = [self.layer.blocks(*row).tolist() for row in zip(self.rows, starts, strict=True)]
-        num_blocks = sum(1 / counts[block] for blocks in held for block in blocks)
-        return round(num_blocks * self.layer.kv.block_bytes) if num_blocks else 0
+        """Bytes of the blocks that these rows hold: of a block with n sharers, each holds 1/n."""
+        return self.layer.held_bytes(self.rows)

@@ -45,7 +45,8 @@ class PoolLayer:
         assert self.shape is not None, "a layer is read before it is written"
         num_blocks = self.pool.allocator.num_blocks
         if self._kv is None:
-            self._kv = KVPool([self.shape], num_blocks, self.pool.block_size)
+            shapes, capacity = [self.shape], self.pool.max_blocks()
+            self._kv = KVPool(shapes, num_blocks, self.pool.block_size, capacity=capacity)
         elif self._kv.num_blocks < num_blocks:
             self._kv.grow(num_blocks)
         return self._kv
@@ -54,6 +55,24 @@ class PoolLayer:
     def arrays(self) -> tuple[mx.array, mx.array]:
         """What the model stored, ``[H_kv, num_blocks, block_size, D]`` each."""
         return self.kv.write_targets(0)
+
+    def keep(self, blocks: Int32Array, num_blocks: int) -> None:
+        """Keep only these blocks, as the first of `num_blocks`; without any, no arrays."""
+        if len(blocks):
+            self.kv.keep(blocks, num_blocks)
+        else:
+            self._kv = None
+
+    def held_bytes(self, rows: Sequence[PagedSequence]) -> int:
+        """Bytes of the blocks that the rows hold: of a block with n sharers, each holds 1/n."""
+        if not self.is_written:
+            return 0
+        self.pool.release_dropped()
+        allocator = self.pool.allocator
+        counts = allocator.store.counts
+        tables = [self.blocks(row, allocator.num_tokens(row.id)).tolist() for row in rows]
+        held: float = sum(1 / counts[block] for table in tables for block in table)
+        return round(held * self.kv.block_bytes)
 
     def depend_on(self, arrays: list[mx.array]) -> None:
         """Evaluate `arrays` before what is read or written from now on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -13,6 +14,19 @@ if TYPE_CHECKING:
     from mlx_paged.drop_in.padded_batch import PaddedBatch
     from mlx_paged.drop_in.pool_layer import PoolLayer
     from mlx_paged.drop_in.shared_pool import SharedPool
+
+
+class _Collector:
+    """Whether Python's garbage collector runs, in any thread."""
+
+    is_running = False
+
+    def note(self, phase: str, info: dict[str, int]) -> None:
+        self.is_running = phase == "start"
+
+
+_collector = _Collector()
+gc.callbacks.append(_collector.note)
 
 
 class PagedSequence:
@@ -46,8 +60,13 @@ class PagedSequence:
         self._companions: list[PagedSequence] = []
 
     def __del__(self) -> None:
-        # Python may call this at any moment, also within an operation of the pool.
         self.pool.dropped.append(self.id)
+        # Python's collector may call this at any moment, also within an operation of the pool. MLX
+        # calls it for a state's sequence while it evaluates, and may not evaluate again then.
+        if self.is_frozen:
+            self.pool.frozen.discard(self)
+        elif not _collector.is_running:
+            self.pool.settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
         return self.pool.fork(self)
@@ -68,6 +87,8 @@ class PagedSequence:
                 return fork
         fork = layer.pool.fork(self) if layer.pool is self.pool else layer.pool.new_sequence()
         fork.is_frozen = is_frozen
+        if is_frozen:
+            fork.pool.frozen.add(fork)
         fork.layers.add(layer.index)
         self._forks[id(fork)] = fork
         return fork

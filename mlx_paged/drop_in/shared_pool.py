@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
-from weakref import WeakValueDictionary, ref
+from dataclasses import replace
+from weakref import WeakSet, WeakValueDictionary, ref
 
+import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.block_tables import Int32Array, renumbered
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.memory import longest_pool, spare_memory
@@ -22,15 +28,16 @@ from mlx_paged.kv.pool import KVShape, block_bytes
 ContentKey = tuple["SharedPool", int, int]
 """A sequence at one time: its pool, its id and its version."""
 
-FIRST_BLOCKS = 16
+FEWEST_NEW_BLOCKS = 16
 BLOCK_SIZE = 16
 
 
 class SharedPool:
     """Sequences of K/V whose layers are written one after the other, as mlx-lm's caches are.
 
-    It begins small and doubles whenever it is full; growing copies it once. Only one thread may
-    use it at a time, because MLX evaluates a graph only on the thread that made it.
+    Its memory follows the blocks in use: it holds at most 1.5 times their bytes and 16 blocks more.
+    It grows by a quarter, and shrinks by moving the blocks in use to smaller arrays. Only one
+    thread may use it at a time, because MLX evaluates a graph only on the thread that made it.
 
     Args:
         num_layers: how many layers will be written.
@@ -60,6 +67,9 @@ class SharedPool:
         self._by_key: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
         self._new_ids = itertools.count()
         self.dropped: deque[int] = deque()  # ids of deleted sequences that still hold blocks
+        self.frozen: WeakSet[PagedSequence] = WeakSet()  # whose blocks a state shows
+        self._steps: WeakSet[PaddedBatch] = WeakSet()
+        self._thread = 0  # that evaluates: the one of the latest step
         self._successor: ref[SharedPool] | None = None
 
     def layer(self, index: int) -> PoolLayer:
@@ -146,6 +156,7 @@ class SharedPool:
     def _new_step(
         self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
     ) -> PaddedBatch:
+        self._thread = threading.get_ident()
         self.release_dropped()
         copies: list[BlockCopy] = []
         try:
@@ -158,9 +169,11 @@ class SharedPool:
             for layer in self._written_layers() if copies else []:
                 layer.kv.copy_blocks(copies)
             self.allocator.copies_done()
+        self._shrink()
         tables = self.allocator.block_tables.rows(self.allocator.table_rows(ids))
         firsts = [row.first_held for row in rows]
         step = PaddedBatch(ids, spans, tables, self.block_size, firsts)
+        self._steps.add(step)
         for row in rows:
             row.step = step
         return step
@@ -184,8 +197,8 @@ class SharedPool:
         """Release the blocks that no query from `start` on sees."""
         size, stop = self.block_size, self.allocator.num_tokens(row.id)
         while stop < start:  # an empty sequence, whose start was let go elsewhere
-            self._append(row, stop, min(start, stop + FIRST_BLOCKS * size))
-            row.first_held = stop = min(start, stop + FIRST_BLOCKS * size)
+            self._append(row, stop, min(start, stop + FEWEST_NEW_BLOCKS * size))
+            row.first_held = stop = min(start, stop + FEWEST_NEW_BLOCKS * size)
             self.allocator.trim(row.id, stop + window)
         first = max(0, start - window + 1) // size * size
         if first < row.first_held != start:
@@ -202,12 +215,43 @@ class SharedPool:
         """Double the pool, or more if that is not enough, within what memory allows."""
         have = self.allocator.num_blocks
         needed = have + error.needed - error.available
-        max_blocks = max(have, self._max_blocks())
+        max_blocks = max(have, self.max_blocks())
         if needed > max_blocks:
             raise OutOfBlocksError(error.needed, error.available + max_blocks - have)
-        self.allocator.grow(min(max_blocks, max(needed, 2 * have, FIRST_BLOCKS)))
+        self.allocator.grow(min(max_blocks, max(needed, _with_room(have))))
 
-    def _max_blocks(self) -> int:
+    def settle(self) -> None:
+        """Release what deleted sequences hold, and the memory that is too much then.
+
+        Does nothing on another thread than that of the latest step: MLX would not evaluate there.
+        """
+        if self._thread != threading.get_ident() or sys.is_finalizing():
+            return
+        if self.lock.acquire(blocking=False):
+            try:
+                self.release_dropped()
+                self._shrink()
+            finally:
+                self.lock.release()
+
+    def _shrink(self) -> None:
+        """Move the held blocks to smaller arrays if too few are held. A state shows blocks where
+        they are: until it is deleted, the old arrays would stay too."""
+        have, held = self.allocator.num_blocks, self.allocator.blocks_in_use
+        is_small = have <= 1.5 * held + FEWEST_NEW_BLOCKS
+        if is_small or self.frozen or self.allocator.store.origins or ops.is_transforming():
+            return
+        layers = self._written_layers()
+        for layer in layers:
+            assert layer.kv.num_blocks == have  # it may have grown now
+        num_blocks = _with_room(held) if held else 1
+        kept = self.allocator.compact(num_blocks)
+        for layer in layers:
+            layer.keep(kept, num_blocks)
+        for step in self._steps:
+            _renumber(step, kept)
+
+    def max_blocks(self) -> int:
         """How many blocks memory allows."""
         shapes = [layer.shape for layer in list(self._layers.values()) if layer.shape is not None]
         if not shapes:
@@ -221,6 +265,24 @@ class SharedPool:
     def nbytes(self) -> int:
         """Bytes of the pool's K/V arrays."""
         return sum(layer.kv.nbytes for layer in self._written_layers())
+
+
+def _with_room(num_blocks: int) -> int:
+    """So many blocks and one growth step."""
+    return num_blocks + max(num_blocks // 4, FEWEST_NEW_BLOCKS)
+
+
+def _renumber(step: PaddedBatch, kept: Int32Array) -> None:
+    """Let what a step wrote be read where it is now. A layer that did not write yet begins a step
+    of its own."""
+
+    def moved(blocks: mx.array) -> mx.array:
+        return mx.array(renumbered(np.array(blocks), kept))
+
+    step.valid = False
+    step.reads = ()  # they are of the arrays before, which nothing writes any more
+    step.block_tables = moved(step.block_tables)
+    step.row_chunks = [c and replace(c, block_ids=moved(c.block_ids)) for c in step.row_chunks]
 
 
 class _Pools(threading.local):

@@ -245,12 +245,9 @@ class BlockAllocator:
         if child_seq_id in self._sequences:
             raise ValueError(f"[fork] child_seq_id {child_seq_id} is in use: expected a new id")
         parent.private_stop = 0
-        child = replace(
-            parent,
-            row=self.block_tables.add_row(),
-            first_entries=list(parent.first_entries),
-            hashes=list(parent.hashes),
-        )
+        row = self.block_tables.add_row()
+        firsts, hashes = list(parent.first_entries), list(parent.hashes)
+        child = replace(parent, row=row, first_entries=firsts, hashes=hashes)
         self._sequences[child_seq_id] = child
         self.block_tables.copy_row(parent.row, child.row)
         for entries in self._held(child):
@@ -319,9 +316,15 @@ class BlockAllocator:
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are `num_blocks`; all others are used before them."""
-        assert num_blocks >= self.num_blocks
         self.store.grow(num_blocks)
         self.num_blocks = num_blocks
+
+    def compact(self, num_blocks: int) -> Int32Array:
+        """Shrink to `num_blocks`. Held blocks become the first ones; returns what they were."""
+        kept = self.store.compact(num_blocks)
+        self.block_tables.renumber(kept)
+        self.num_blocks = num_blocks
+        return kept
 
     def drop_cached(self) -> None:
         """Forget all cached content that no sequence holds."""
@@ -365,14 +368,10 @@ class BlockAllocator:
         """Give the sequence entries ``[first, last)`` that no other sequence shares: copy shared
         ones, forget the others' content, append those that are missing. Raise OutOfBlocksError,
         and change nothing, if there are too few blocks."""
-        store, tables = self.store, self.block_tables
-        held: list[list[int]] = [
-            tables.row(sequence.row, group)[first:last].tolist()
-            for group in range(len(self.groups))
-        ]
-        missing = [
-            max(0, last - tables.length(sequence.row, group)) for group in range(len(self.groups))
-        ]
+        store, tables, row = self.store, self.block_tables, sequence.row
+        groups = range(len(self.groups))
+        held: list[list[int]] = [tables.row(row, i)[first:last].tolist() for i in groups]
+        missing = [max(0, last - tables.length(row, group)) for group in groups]
         store.require(
             sum(
                 group.width * (sum(store.counts[block] > 1 for block in blocks) + count)

@@ -110,12 +110,26 @@ class BlockTables:
         self._lengths[:, target] = self._lengths[:, source]
         self._changed(target)
 
+    def renumber(self, kept: Int32Array) -> None:
+        """Block ``kept[i]`` is block i now. Entries of other blocks mean nothing."""
+        self._entries = renumbered(self._entries, kept)
+        self.version += 1
+        self._versions[:] = self.version
+
     def _widen(self) -> None:
         self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=2)
 
     def _changed(self, row: int) -> None:
         self.version += 1
         self._versions[row] = self.version
+
+
+def renumbered(blocks: Int32Array, kept: Int32Array) -> Int32Array:
+    """The new numbers of blocks where ``kept[i]`` is block i now, and 0 for all other blocks."""
+    numbers = np.zeros(max(blocks.max(initial=0), kept.max(initial=0)) + 1, np.int32)
+    numbers[kept] = np.arange(len(kept))
+    renumbered: Int32Array = numbers[blocks]
+    return renumbered
 
 
 @dataclass(slots=True)

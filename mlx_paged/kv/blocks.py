@@ -110,10 +110,29 @@ class BlockStore:
     def grow(self, num_blocks: int) -> None:
         """Add free blocks until there are `num_blocks`; all others are used before them."""
         num_more = num_blocks - len(self.counts)
+        assert num_more >= 0
         self.free[:0] = range(num_blocks - 1, len(self.counts) - 1, -1)
         self.counts += [0] * num_more
         self._group_of += [0] * num_more
         self._blocks = [np.pad(blocks, ((0, 0), (0, num_more))) for blocks in self._blocks]
+
+    def compact(self, num_blocks: int) -> Int32Array:
+        """Shrink to `num_blocks`. Held blocks become the first ones, in order.
+
+        Only for entries of one block, while no content is cached and no copy is pending.
+
+        Returns:
+            The number that each of them had.
+        """
+        assert not self.origins and not self.idle and set(self._widths) == {1}
+        kept: Int32Array = np.flatnonzero(self.counts).astype(np.int32)
+        num_free = num_blocks - len(kept)
+        assert num_free >= 0
+        self.counts = [self.counts[block] for block in kept] + [0] * num_free
+        self.free = list(range(num_blocks - 1, len(kept) - 1, -1))
+        self._group_of = [self._group_of[block] for block in kept] + [0] * num_free
+        self._blocks = [np.zeros((0, num_blocks), np.int32) for _ in self._blocks]
+        return kept
 
     def require(self, needed: int, available: int | None = None) -> None:
         """Raise OutOfBlocksError if `needed` exceeds `available`, by default `num_available`."""

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary, finalize
 
 import mlx.core as mx
 
+from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import PoolPlan
@@ -45,14 +46,15 @@ def device_memory() -> int:
 
 
 def memory_in_use() -> int:
-    """Bytes of all evaluated arrays of this process, and of promised snapshots not yet taken."""
+    """Bytes of all evaluated arrays of this process, of pools that MLX does not count, and of
+    promised snapshots not yet taken."""
     with _lock:
         promised = sum(
             state_bytes * (snapshots.max_snapshots - len(snapshots))
             for allocator, state_bytes in _with_snapshots.items()
             if (snapshots := allocator.snapshots) is not None
         )
-    return mx.get_active_memory() + promised
+    return mx.get_active_memory() + ops.reserved_bytes() + promised
 
 
 def spare_memory() -> int:

@@ -1,6 +1,6 @@
 """The K/V arrays of each layer, which all sequences share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -10,6 +10,8 @@ from mlx_paged import ops
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import ArrayPlan, PoolPlan
+
+SMALL_ARRAY = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,10 @@ class KVPool:
     ones inside an array only. ``k[layer]`` and ``v[layer]`` are handles: a write returns new ones
     over the same buffer, and the old ones must not be read again. In latent layers V is a view of
     K. Layers of several layer groups may share one pair of arrays, which counts as one layer here.
+
+    Attributes:
+        capacity: up to how many blocks :meth:`grow` should copy nothing. On a CPU this reserves
+            address space; memory is taken where blocks are written.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class KVPool:
         num_blocks: int,
         block_size: int,
         plan: PoolPlan | None = None,
+        capacity: int = 0,
     ) -> None:
         """Make the arrays: a pair for each shape, or those of a plan."""
         arrays = [ArrayPlan(shape, block_size, i, {0}) for i, shape in enumerate(shapes)]
@@ -72,6 +79,7 @@ class KVPool:
         self.shapes = tuple(array.shape for array in self._arrays)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.capacity = capacity
         self.k: list[mx.array] = []
         self.v: list[mx.array] = []
         owners: dict[int, int] = {}  # the first pair of arrays with each memory
@@ -92,7 +100,8 @@ class KVPool:
         """An array of zeros, or a view of array `shared` of those known."""
         shape = (self.num_blocks, array.shape.n_kv_heads, array.block_size, head_dim)
         if shared is None:
-            return ops.pool_zeros(shape, array.shape.dtype).transpose(1, 0, 2, 3)
+            zeros = ops.pool_zeros(shape, array.shape.dtype, capacity=self.capacity)
+            return zeros.transpose(1, 0, 2, 3)
         return known[shared].transpose(1, 0, 2, 3).reshape(shape).transpose(1, 0, 2, 3)
 
     @property
@@ -164,18 +173,47 @@ class KVPool:
     def grow(self, num_blocks: int) -> None:
         """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.
 
-        Arrays are copied one at a time, so that at most one is held twice.
+        Beyond the capacity, and on a GPU, this copies the arrays.
         """
         assert num_blocks >= self.num_blocks
+
+        def longer(blocks: mx.array) -> mx.array:
+            mx.async_eval(blocks)  # type: ignore[no-untyped-call]
+            grown = ops.grown_in_place(blocks, num_blocks)
+            return self._with_room(blocks, num_blocks) if grown is None else grown
+
+        self._replace_arrays(longer, num_blocks)
+
+    def keep(self, block_ids: Int32Array, num_blocks: int) -> None:
+        """Move these blocks to new arrays, as the first of `num_blocks`, and give up the others."""
+        kept = mx.array(block_ids)
+        self._replace_arrays(
+            lambda blocks: self._with_room(mx.take(blocks, kept, axis=0), num_blocks), num_blocks
+        )
+
+    def _replace_arrays(self, change: Callable[[mx.array], mx.array], num_blocks: int) -> None:
+        """Let `change` make each array, ``[num_blocks, n_kv_heads, block_size, head_dim]``, from
+        the one before. Large ones are made one at a time, so that at most one is held twice."""
+
+        def changed(cache: mx.array) -> mx.array:
+            return change(cache.transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
+
         self._first_k, self._first_v = [], []  # otherwise they would keep the old arrays alive
         for layer, shape in enumerate(self.shapes):
-            self.set_keys(layer, _longer(self.k[layer], num_blocks - self.num_blocks))
-            mx.eval(self.k[layer], self.v[layer])
+            self.set_keys(layer, changed(self.k[layer]))
+            _evaluate(self.k[layer], self.v[layer])
             if not shape.latent:
-                self.v[layer] = _longer(self.v[layer], num_blocks - self.num_blocks)
-                mx.eval(self.v[layer])
+                self.v[layer] = changed(self.v[layer])
+                _evaluate(self.v[layer])
         self.num_blocks = num_blocks
         self._first_k, self._first_v = list(self.k), list(self.v)
+
+    def _with_room(self, blocks: mx.array, num_blocks: int) -> mx.array:
+        """A copy of the blocks, with zeros after them up to `num_blocks`."""
+        shape = num_blocks, *blocks.shape[1:]
+        longer = ops.pool_zeros(shape, blocks.dtype, capacity=self.capacity)
+        longer[: blocks.shape[0]] = blocks
+        return longer
 
     def reset_handles(self) -> None:
         """Discard writes that were never evaluated. The content of their slots is then unknown."""
@@ -186,18 +224,15 @@ class KVPool:
         return [*self.k, *self.v]
 
 
+def _evaluate(*arrays: mx.array) -> None:
+    """Wait for large arrays. Small ones are only queued: to wait would take longer than they do."""
+    evaluate = mx.eval if arrays[0].nbytes > SMALL_ARRAY else mx.async_eval
+    evaluate(*arrays)
+
+
 def _latents(keys: mx.array, shape: KVShape) -> mx.array:
     """The values of a latent layer, a view of its keys."""
     return keys[..., : shape.v_head_dim]
-
-
-def _longer(cache: mx.array, num_more: int) -> mx.array:
-    """A copy of one array with `num_more` blocks of zeros at its end."""
-    blocks = cache.transpose(1, 0, 2, 3)  # the order in memory: one run is copied
-    num_blocks, *block = blocks.shape
-    longer = ops.pool_zeros((num_blocks + num_more, *block), cache.dtype)
-    longer[:num_blocks] = blocks
-    return longer.transpose(1, 0, 2, 3)
 
 
 def _gather_heads(cache: mx.array, block_ids: mx.array) -> mx.array:

@@ -2,9 +2,11 @@
 
 from mlx_paged._ext import (
     gather_blocks,
+    grown_in_place,
     is_transforming,
     metal,
     pool_zeros,
+    reserved_bytes,
     take_from_pool,
     view_as,
 )
@@ -20,12 +22,14 @@ from mlx_paged.ops.paged import (
 __all__ = [
     "copy_blocks",
     "gather_blocks",
+    "grown_in_place",
     "install_in_mlx",
     "is_transforming",
     "kernel_for",
     "metal",
     "paged_attention",
     "pool_zeros",
+    "reserved_bytes",
     "take_from_pool",
     "uninstall_from_mlx",
     "view_as",

@@ -87,7 +87,7 @@ def test_a_growing_pool_keeps_what_is_in_it(llama):
         tokens = mx.array([(PROMPT * 10)[start : start + 50]])
         llama(tokens, cache=cache)
         llama(tokens, cache=expected)
-    assert pool_of(cache).allocator.num_blocks == 400
+    assert pool_of(cache).allocator.num_blocks == 390
     assert same(contents(cache), contents(expected))
 
 
@@ -129,7 +129,7 @@ def test_blocks_that_there_are_count_as_available_where_memory_has_none(monkeypa
     cache = PagedKVCache.of(layer, [layer.pool.new_sequence()], [0])
     cache.update_and_fetch(*[mx.zeros((1, 2, 41, 16))] * 2)
     monkeypatch.setattr("mlx_paged.drop_in.shared_pool.spare_memory", lambda: 0)
-    with pytest.raises(OutOfBlocksError, match="25 KV blocks needed, 5 available"):
+    with pytest.raises(OutOfBlocksError, match="25 KV blocks needed, 6 available"):
         cache.update_and_fetch(*[mx.zeros((1, 2, 100, 16))] * 2)
 
 
