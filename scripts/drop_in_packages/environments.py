@@ -65,12 +65,13 @@ class Environment:
         if not package.forced:
             pip(self.python, *install, self.name)
             return
+        wanted = f"{self.name}=={package.forced}"
         try:
-            pip(self.python, "install", "--dry-run", "-c", constraints, *BASE, self.name)
+            pip(self.python, *install, "--dry-run", wanted)
         except InstallError as error:
             self.refusal = str(error)
         pip(self.python, *install)
-        pip(self.python, "install", "--no-deps", self.name)
+        pip(self.python, "install", "--no-deps", wanted)
         needed = json.loads(run(self.python, "-c", REQUIREMENTS, self.name))
         pip(self.python, *install, *needed)
 

@@ -10,12 +10,12 @@ class Package:
     Args:
         workload: a file of the folder workloads, without its prefix `try_` and its suffix.
         extra: requirements of the workload that the package does not name.
-        forced: the package asks for another mlx-lm. It is installed without this requirement.
+        forced: a version that asks for another mlx-lm. It is installed without this requirement.
     """
 
     workload: str
     extra: tuple[str, ...] = ()
-    forced: bool = False
+    forced: str = ""
 
 
 PACKAGES = {
@@ -29,7 +29,7 @@ PACKAGES = {
     "mlx-tune": Package("mlx_tune"),
     "mlx-optiq": Package("mlx_optiq"),
     "pion-vllm-mlx": Package("pion_vllm_mlx"),
-    "rapid-mlx": Package("rapid_mlx", forced=True),
-    "vllm-mlx": Package("vllm_mlx", forced=True),
+    "rapid-mlx": Package("rapid_mlx", forced="0.16.10"),
+    "vllm-mlx": Package("vllm_mlx", forced="0.6.0"),
     "mlx-serve": Package("mlx_serve"),
 }
