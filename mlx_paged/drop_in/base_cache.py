@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any, Self
+import copyreg
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
+from weakref import ref
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import _BaseCache
 
+from mlx_paged import ops
 from mlx_paged.attention.forward import LayerView, causal_mask
-from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query, TaggedArray, narrowest
+from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
-from mlx_paged.drop_in.shared_pool import ContentKey
+from mlx_paged.drop_in.shared_pool import loose_layer
+from mlx_paged.drop_in.stored_arrays import StoredArray, held_until_evaluated
 from mlx_paged.kv.block_tables import Int32Array
 
 
@@ -44,16 +48,14 @@ class StepView(LayerView):
             self.forward.reads = arrays
 
 
-Runs = Sequence[mx.array]
-RowState = tuple[Runs | None, Runs | None, int, ContentKey]
-State = tuple[list[RowState], int | None, int]
+def stored(read: Callable[[Any], Any]) -> property:
+    """An attribute of mlx-lm's cache. If it is assigned, the cache becomes mlx-lm's own."""
 
+    def assign(cache: PagedCache, value: Any) -> None:
+        cache.become_stock()
+        setattr(cache, read.__name__, value)
 
-class StateView(TaggedArray):
-    """K or V in a `state`: a view of blocks, which are not freed while it exists."""
-
-    sequence: PagedSequence
-    layer: PoolLayer
+    return property(read, assign)
 
 
 class PagedCache(AttendingCache, _BaseCache):
@@ -73,7 +75,10 @@ class PagedCache(AttendingCache, _BaseCache):
         window: tokens that a query sees at most, itself included (sliding-window layers).
     """
 
+    stock_class: ClassVar[type[Any]]
+    loose_options: ClassVar[dict[str, Any]] = {}
     starts: Int32Array
+    _is_begun = False
     _remaining: Int32Array | None = None  # tokens before each row's right padding
 
     def __init__(
@@ -87,6 +92,12 @@ class PagedCache(AttendingCache, _BaseCache):
         self.window = window
         self._set_rows(rows, starts)
 
+    def _start_alone(self, window: int | None, starts: Sequence[int]) -> None:
+        """Be an empty cache that belongs to no model's list of caches."""
+        layer = loose_layer(window, **self.loose_options)
+        rows = [layer.pool.new_sequence() for _ in starts]
+        PagedCache.__init__(self, layer, rows, starts, window)
+
     def _set_rows(self, rows: Sequence[PagedSequence], starts: Int32Array | Sequence[int]) -> None:
         for row in rows:
             row.layers.add(self.layer.index)
@@ -94,10 +105,17 @@ class PagedCache(AttendingCache, _BaseCache):
         self.ids = tuple(row.id for row in rows)
         self.starts = np.array(starts, np.int32)
         self._latest: StepView | None = None
+        self._views: dict[str, ref[StoredArray]] = {}
+        self._is_begun = self._is_begun or bool((self.starts > 0).any())
+
+    def __copy__(self) -> Self:
+        """A fork, so that the writes of one cache never change the other."""
+        return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A fork. The layers that are copied with one `memo` share its rows."""
-        fork = copy.copy(self)
+        fork = type(self).__new__(type(self))
+        fork.__dict__.update(vars(self))
         fork._set_rows([copy.deepcopy(row, memo) for row in self.rows], self.starts)
         return fork
 
@@ -116,7 +134,7 @@ class PagedCache(AttendingCache, _BaseCache):
             ValueError: the number of rows, heads or dimensions is not that of before.
             OutOfBlocksError: the pool is full and may not grow; nothing was written.
         """
-        if self._latest is None and self.empty():
+        if self._latest is None and self.size() == 0:
             self._begin(keys, values)
         if keys.shape[0] != len(self.rows):
             raise ValueError(
@@ -132,7 +150,11 @@ class PagedCache(AttendingCache, _BaseCache):
 
     def _begin(self, keys: mx.array, values: mx.array) -> None:
         """Let the layer for this first K/V hold it."""
-        layer = self.layer.layer_for(keys, values)
+        self._move_to(self.layer.layer_for(keys, values))
+        self._is_begun = True
+
+    def _move_to(self, layer: PoolLayer) -> None:
+        """Let another layer hold what comes; there is nothing yet."""
         if layer is not self.layer:
             self.layer = layer
             self._set_rows([row.fork_for(layer) for row in self.rows], self.starts)
@@ -144,7 +166,7 @@ class PagedCache(AttendingCache, _BaseCache):
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Handles of all K/V, ``[B, H_kv, S, D]``, for a layer that reuses this layer's K/V."""
-        if self.empty():
+        if self.size() == 0:
             raise ValueError("[keys_and_values] the cache is empty: expected one with tokens")
         if self._latest is None:
             step = self.layer.pool.step(self.rows, self.ids, PaddedSpans.of(self.starts, 0))
@@ -156,69 +178,102 @@ class PagedCache(AttendingCache, _BaseCache):
         positions = mx.array(spans.positions)[:, None, :, None]
         return causal_mask(positions, spans.max_context, window)
 
-    # The handles that pipeline-parallel models replace by dependent ones
+    # The attributes of mlx-lm's cache
 
     @property
     def keys(self) -> mx.array | None:
-        """The layer's keys in the pool, ``[H_kv, num_blocks, block_size, D]``; None if empty."""
-        return self.layer.arrays[0] if self.layer.is_written else None
+        """``[B, H_kv, T, D]``, gathered when evaluated; None if nothing was written.
+
+        Rows of a batch end at the same column and begin with zeros as padding. Layers with a window
+        show the last window. The array keeps its content whatever becomes of the cache.
+        """
+        return self._shown("keys")
 
     @keys.setter
-    def keys(self, handle: mx.array) -> None:
-        self.layer.depend_on(_checked("keys", handle, self.keys))
+    def keys(self, array: mx.array | None) -> None:
+        self._assign("keys", array)
 
     @property
     def values(self) -> mx.array | None:
-        """The layer's values in the pool, as `keys`."""
-        return self.layer.arrays[1] if self.layer.is_written else None
+        """The values, as `keys`."""
+        return self._shown("values")
 
     @values.setter
-    def values(self, handle: mx.array) -> None:
-        self.layer.depend_on(_checked("values", handle, self.values))
+    def values(self, array: mx.array | None) -> None:
+        self._assign("values", array)
 
-    # State
+    def _assign(self, name: str, array: mx.array | None) -> None:
+        """Add dependencies to the present array, or become mlx-lm's own cache with this array."""
+        if isinstance(array, StoredArray) and array.starts is vars(self).get("starts"):
+            if array.role == name and array.dependencies:
+                self.layer.depend_on(array.dependencies)
+                self._views = {}
+                return
+            if array.role == "cleared" and name == "values":
+                return
+        self.become_stock()
+        setattr(self, name, array)
 
-    @property
-    def state(self) -> State:
-        """``(rows, window, layer)``; a row is ``(key views, value views, tokens, key)``.
+    def _shown(self, role: str) -> StoredArray | None:
+        """The keys or values: the array that somebody has already, or a new one."""
+        if not self._is_begun:
+            return None
+        array = self._views[role]() if role in self._views else None
+        if array is None or array.starts is not self.starts:
+            array = StoredArray.of(
+                self._gathered(role),
+                role=role,
+                layer=ref(self.layer),
+                starts=self.starts,
+                dependencies=[],
+            )
+            self._views = {**self._views, role: ref(array)}
+        return array
 
-        The views are of the pool, ``[n, H_kv, tokens, D]`` for each run of adjacent blocks. To
-        evaluate them evaluates the writes and copies nothing. Their content does not change.
-        mlx-lm's own `save_prompt_cache` refuses the key and so writes no paged cache to a file.
-        """
-        states = [self._row_state(i) for i in range(len(self.rows))]
-        return states, self.window, self.layer.index
+    def _gathered(self, role: str) -> mx.array:
+        """A lazy copy of the K or V of the last `size()` tokens of each row."""
+        array, width, pool = self.layer.arrays[role == "values"], self.size(), self.layer.pool
+        if width == 0:
+            return mx.zeros((len(self.rows), array.shape[0], 0, array.shape[3]), array.dtype)
+        lengths = np.maximum(self.starts, 0)
+        skipped = np.maximum(lengths - width, 0) // pool.block_size
+        lengths = lengths - skipped * pool.block_size  # in blocks from the first one that is shown
+        num_blocks = -(-lengths // pool.block_size)
+        tables = np.zeros((len(self.rows), num_blocks.max()), np.int32)
+        for row, first, count, table in zip(self.rows, skipped, num_blocks, tables, strict=True):
+            table[:count] = pool.allocator.table(row.id)[first : first + count]
+        found = ops.gather_blocks(array, mx.array(tables), int(lengths.max()))
+        if not ops.is_transforming():
+            forks = [row.fork_for(self.layer, is_frozen=True) for row in self.rows]
+            found = held_until_evaluated(found, forks)
+        first = lengths - width  # column of the gathered array that comes first; below 0: padding
+        if np.all(first == first[0]):
+            return found[:, :, int(first[0]) :]
+        columns = (mx.array(first)[:, None] + mx.arange(width))[:, None, :, None]
+        found = mx.take_along_axis(found, mx.maximum(columns, 0), axis=2)
+        return mx.where(columns >= 0, found, mx.zeros((), found.dtype))
 
-    @state.setter
-    def state(self, state: State) -> None:
-        rows, window, _ = state
-        self.window = narrowest(window, self.layer.pool.window)
-        self._set_rows([self._restored(row) for row in rows], [row[2] for row in rows])
+    def stock_attributes(self) -> dict[str, Any]:
+        """What mlx-lm's own cache with this content has."""
+        raise NotImplementedError
 
-    def _row_state(self, i: int) -> RowState:
-        row, num_tokens = self.rows[i], int(self.starts[i])
-        key = row.pool, row.id, row.version
-        if num_tokens <= 0:
-            return None, None, num_tokens, key
-        fork = row.fork_for(self.layer, is_frozen=True)
-        k, v = self.layer.runs(fork, num_tokens)
-        tags = {"sequence": fork, "layer": self.layer}
-        keys, values = ([*(StateView.of(run, **tags) for run in runs)] for runs in (k, v))
-        return keys, values, num_tokens, key
+    def as_stock(self) -> Any:
+        """mlx-lm's own cache with a lazy copy of the K/V."""
+        cache = object.__new__(self.stock_class)
+        cache.__dict__.update(self.stock_attributes())
+        return cache
 
-    def _restored(self, state: RowState) -> PagedSequence:
-        """A fork of the sequence that the views show, or a new one with a copy of their content."""
-        keys, values, num_tokens, key = state
-        if keys and isinstance(keys[0], StateView) and keys[0].layer is self.layer:
-            return keys[0].sequence.fork_for(self.layer)
-        sequence = self.layer.pool.sequence_for(key, self.layer.index)
-        if not keys or not values:
-            return sequence
-        k, v = (_contiguous(runs) for runs in (keys, values))
-        self.layer.write_last([sequence], k, v, num_tokens)
-        # k and v may be views of other blocks, and no graph orders this read before later writes.
-        mx.eval(k, v, self.layer.kv.handles())
-        return sequence
+    def become_stock(self) -> None:
+        """Be mlx-lm's own cache, with a lazy copy of the K/V, from now on."""
+        attributes = self.stock_attributes() if vars(self) else {}
+        self.__dict__.clear()
+        self.__class__ = self.stock_class
+        self.__dict__.update(attributes)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as mlx-lm's own cache."""
+        make = copyreg._reconstructor  # type: ignore[attr-defined]
+        return make, (self.stock_class, object, None), self.stock_attributes()
 
     # Content
 
@@ -243,31 +298,19 @@ class PagedCache(AttendingCache, _BaseCache):
 
     def size(self) -> int:
         """Tokens of the longest row, at most the window."""
-        longest = int(self.starts.max(initial=0))
+        longest = max(0, int(self.starts.max(initial=0)))
         return min(longest, self.window or longest)
 
     def empty(self) -> bool:
-        return self.size() == 0
+        """Whether nothing was written, as in mlx-lm."""
+        return not self._is_begun
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that these rows hold; a shared block counts once."""
-        starts = np.maximum(self.starts, 0).tolist()
+        """Bytes of the blocks that these rows hold; a block of n sequences counts as 1/n here."""
+        pool = self.layer.pool
+        pool.release_dropped()
+        starts, counts = np.maximum(self.starts, 0).tolist(), pool.allocator.store.counts
         held = [self.layer.blocks(*row).tolist() for row in zip(self.rows, starts, strict=True)]
-        num_blocks = len(set().union(*held))
-        return num_blocks * self.layer.kv.block_bytes if num_blocks else 0
-
-
-def _checked(name: str, handle: mx.array, present: mx.array | None) -> mx.array:
-    if present is None or handle.shape != present.shape:
-        raise ValueError(
-            f"[PagedCache] {name} is set to an array of shape {handle.shape}: expected the "
-            f"present {name} with a dependency added; set `state` to replace content"
-        )
-    return handle
-
-
-def _contiguous(runs: Runs) -> mx.array:
-    """Views of blocks ``[n, H_kv, tokens, D]`` as ``[1, H_kv, all tokens, D]``."""
-    parts = [run.transpose(1, 0, 2, 3).flatten(1, 2)[None] for run in runs]
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+        num_blocks = sum(1 / counts[block] for blocks in held for block in blocks)
+        return round(num_blocks * self.layer.kv.block_bytes) if num_blocks else 0

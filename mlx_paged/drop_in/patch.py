@@ -13,16 +13,13 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
-from mlx_lm.models.cache import save_prompt_cache as stock_save_prompt_cache
 
 from mlx_paged.attention.sdpa_hook import attention_hook
-from mlx_paged.drop_in.caches import (
-    as_paged,
-    check_options,
-    make_prompt_cache,
-    save_prompt_cache,
-)
+from mlx_paged.drop_in.base_cache import PagedCache
+from mlx_paged.drop_in.caches import as_paged, check_options, construction, make_prompt_cache
+from mlx_paged.drop_in.kv_caches import CLASSES
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
+from mlx_paged.drop_in.stored_arrays import stored_arrays_hook
 from mlx_paged.runner.model_probe import model_type
 
 TESTED_VERSIONS = ("0.32.2",)
@@ -66,9 +63,11 @@ class _Patch:
 
     def update(self) -> None:
         """Patch mlx-lm if there are options in force, or restore it if there are none."""
+        PagedCache.loose_options = self.options or {}
         if self.options is not None and not self.is_applied:
             self.is_applied = True
             self.hook.enter_context(attention_hook())
+            self.hook.enter_context(stored_arrays_hook())
             _replace(REPLACED)
         elif self.options is None and self.is_applied:
             self.is_applied = False
@@ -88,9 +87,21 @@ def _make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list
     return make_prompt_cache(model, max_kv_size, **options)
 
 
-def _save_prompt_cache(*args: Any, **options: Any) -> None:
-    """Replaces mlx-lm's function. Only the patch has this name, so it is never a caller's own."""
-    save_prompt_cache(*args, **options)
+def _constructor(paged: type[PagedCache]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The constructor of mlx-lm's class and what replaces it, so that calls of the class give the
+    paged one. Loading, copying and unpickling call no constructor."""
+    kind = paged.stock_class
+    stock_init = kind.__init__
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        is_paged = _patch.options is not None and not construction.is_stock
+        if is_paged and type(self) is kind:
+            self.__class__ = paged
+            paged.__init__(self, *args, **options)
+        else:
+            stock_init(self, *args, **options)
+
+    return stock_init, __init__
 
 
 def _insert_segments(
@@ -130,9 +141,9 @@ stock_insert_segments = BatchGenerator.insert_segments
 stock_prompt = PromptProcessingBatch.prompt
 REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     stock_make_prompt_cache: _make_prompt_cache,
-    stock_save_prompt_cache: _save_prompt_cache,
     stock_insert_segments: _insert_segments,
     stock_prompt: _prompt,
+    **dict(map(_constructor, CLASSES)),
 }
 """Functions and methods of mlx-lm, and what replaces them."""
 
@@ -140,7 +151,7 @@ REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
 def _replace(replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
     """Rebind every name of these functions in all loaded modules but this package's own."""
     by_id, refused = {id(old): new for old, new in replaced.items()}, []
-    for holder in (BatchGenerator, PromptProcessingBatch):
+    for holder in (BatchGenerator, PromptProcessingBatch, *(c.stock_class for c in CLASSES)):
         _rebind(holder, by_id)
     for name, module in sys.modules.copy().items():
         if not issubclass(type(module), ModuleType) or name.split(".")[0] == "mlx_paged":

@@ -55,14 +55,16 @@ class PoolLayer:
         """What the model stored, ``[H_kv, num_blocks, block_size, D]`` each."""
         return self.kv.write_targets(0)
 
-    def depend_on(self, array: mx.array) -> None:
-        """Evaluate `array` before what is read or written from now on."""
-        self.kv.set_keys(0, mx.depends([self.kv.k[0]], [array])[0])
+    def depend_on(self, arrays: list[mx.array]) -> None:
+        """Evaluate `arrays` before what is read or written from now on."""
+        self.kv.set_keys(0, mx.depends([self.kv.k[0]], arrays)[0])
 
     def layer_for(self, keys: mx.array, values: mx.array) -> PoolLayer:
         """The layer for the first K/V of a sequence: this one, or the same layer of another pool if
         this one holds K/V of another shape or type."""
         shape, layer = _shape_of(keys, values), self
+        if self.pool.is_loose:
+            return self.pool.loose_layer(shape)
         while layer.shape not in (None, shape):
             layer = layer.pool.successor().layer(self.index)
         return layer
@@ -117,22 +119,6 @@ class PoolLayer:
         spans = PaddedSpans.of([stop - k.shape[2]] * len(rows), k.shape[2])
         self.write(rows, tuple(row.id for row in rows), spans, k, v)
 
-    def runs(self, row: PagedSequence, num_tokens: int) -> tuple[list[mx.array], list[mx.array]]:
-        """K and V that a sequence holds as views of the pool, each ``[n, H_kv, tokens, D]``.
-
-        There is one view for every run of adjacent blocks and one for a last block that is not
-        full. Evaluating them copies nothing.
-        """
-        size = self.pool.block_size
-        blocks, rest = self.blocks(row, num_tokens), num_tokens % size
-        ends_run = np.diff(blocks) != 1
-        ends_run[-1:] |= rest > 0
-        runs = np.split(blocks, np.flatnonzero(ends_run) + 1)
-        spans = [(int(run[0]), int(run[-1]) + 1, size) for run in runs]
-        spans[-1] = *spans[-1][:2], rest or size
-        keys, values = self.arrays
-        return _views(keys, spans), _views(values, spans)
-
     def blocks(self, row: PagedSequence, num_tokens: int) -> Int32Array:
         """The blocks that a sequence holds of its first tokens."""
         allocator = self.pool.allocator
@@ -165,8 +151,3 @@ def _shape_of(keys: mx.array, values: mx.array) -> KVShape:
 
 def _dims(shape: KVShape) -> tuple[int, int, int]:
     return shape.n_kv_heads, *shape.row_dims
-
-
-def _views(cache: mx.array, spans: list[tuple[int, int, int]]) -> list[mx.array]:
-    blocks = cache.transpose(1, 0, 2, 3)
-    return [blocks[first:stop, :, :tokens] for first, stop, tokens in spans]

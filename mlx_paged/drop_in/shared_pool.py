@@ -17,7 +17,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.memory import longest_pool, spare_memory
-from mlx_paged.kv.pool import block_bytes
+from mlx_paged.kv.pool import KVShape, block_bytes
 
 ContentKey = tuple["SharedPool", int, int]
 """A sequence at one time: its pool, its id and its version."""
@@ -54,6 +54,7 @@ class SharedPool:
         self.kv_memory = kv_memory
         self.model = model
         self.window = window
+        self.is_loose = False
         self.lock = threading.RLock()
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
         self._by_key: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
@@ -67,6 +68,10 @@ class SharedPool:
         if layer is None:
             layer = self._layers[index] = PoolLayer(self, index)
         return layer
+
+    def loose_layer(self, shape: KVShape) -> PoolLayer:
+        """The layer of this thread for this K/V of caches with the pool's options."""
+        return loose_layer(self.window, self.block_size, self.kv_memory, shape)
 
     def successor(self) -> SharedPool:
         """The pool for K/V of another shape. The model's new caches begin in it from now on."""
@@ -219,9 +224,15 @@ class SharedPool:
 
 
 class _Pools(threading.local):
-    """The existing pools of one thread, by the model's address, the options and the window."""
+    """The existing pools of one thread.
+
+    Attributes:
+        of_models: by the model's address, the options and the window.
+        loose: by the window, the options and the shape.
+    """
 
     def __init__(self) -> None:
+        self.loose: WeakValueDictionary[tuple[object, ...], SharedPool] = WeakValueDictionary()
         self.of_models: WeakValueDictionary[tuple[int | None, ...], SharedPool]
         self.of_models = WeakValueDictionary()
 
@@ -239,3 +250,22 @@ def pool_of(
         pool = SharedPool(num_layers, block_size, kv_memory, ref(model), window)
         _pools.of_models[key] = pool
     return pool
+
+
+def loose_layer(
+    window: int | None,
+    block_size: int = BLOCK_SIZE,
+    kv_memory: int | None = None,
+    shape: KVShape | None = None,
+) -> PoolLayer:
+    """The one layer of this thread's pool for caches that were made without a model.
+
+    All of them with K/V of one shape are sequences of this layer, so that no batch needs a copy.
+    Without a shape: the layer of caches that have nothing yet.
+    """
+    key = window, block_size, kv_memory, shape
+    pool = _pools.loose.get(key)
+    if pool is None:
+        pool = _pools.loose[key] = SharedPool(1, block_size, kv_memory, None, window)
+        pool.is_loose = True
+    return pool.layer(0)

@@ -231,7 +231,7 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
 
 def _convert(cache: Any, make: Any) -> Any:
     """`cache` with each K/V leaf replaced by ``make(window)``; recurrent states stay."""
-    kind = type(cache)
+    kind = getattr(cache, "stock_class", type(cache))  # under the patch, a paged one
     if kind is stock.CacheList:
         return stock.CacheList(*(_convert(c, make) for c in cache.caches))
     if kind is stock.ArraysCache:

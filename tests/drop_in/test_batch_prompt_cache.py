@@ -14,11 +14,8 @@ from tiny_models import VOCAB, tiny_model
 
 from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.cli import load_model
-from mlx_paged.drop_in.caches import (
-    BatchPagedKVCache,
-    PagedKVCache,
-    make_prompt_cache,
-)
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.kv_caches import BatchPagedKVCache, PagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv.pool import KVPool
@@ -282,7 +279,7 @@ def test_any_sequence_of_operations_is_that_on_plain_rows(seed, window):
 
     def fresh():
         sequence = pool.new_sequence()
-        caches = [PagedKVCache(pool.layer(i), [sequence], [0], window) for i in range(2)]
+        caches = [PagedKVCache.of(pool.layer(i), [sequence], [0], window) for i in range(2)]
         return caches, [[empty]] * 2
 
     def batch_of(count):
@@ -369,10 +366,10 @@ def test_a_batch_has_the_protocol_of_stock_batches(llama):
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        (lambda b: b.extend(stock.BatchKVCache([0])), "other is a BatchKVCache"),
+        (lambda b: b.extend(stock.ArraysCache(2)), "a cache is a ArraysCache"),
         (lambda b: b.prepare(left_padding=[1]), "left_padding is given, but"),
         (lambda b: b.prepare(right_padding=[1]), "without lengths"),
-        (lambda b: BatchPagedKVCache.merge([b, PagedKVCache(b.layer, [], [], 7)]), "windows None"),
+        (lambda b: BatchPagedKVCache.merge([b, PagedKVCache.of(b.layer, [], [], 7)]), "window 7"),
         (lambda b: b.update_and_fetch(*[mx.ones((3, 2, 1, 16))] * 2), "3 rows: expected 1"),
     ],
     ids=["extend", "left", "right", "window", "rows"],
@@ -384,10 +381,27 @@ def test_mistakes_name_the_argument(llama, mistake, message):
         mistake(merged([cache])[0])
 
 
-def test_stock_and_paged_caches_do_not_mix_silently(llama):
-    stocks, paged = stock_make_prompt_cache(llama), make_prompt_cache(llama)
-    for cache in (stocks, paged):
-        llama(mx.array([PROMPTS[0]]), cache=cache)
-    batch = stock.BatchKVCache.merge([stocks[0]])
-    with pytest.raises((AttributeError, ValueError)):
-        batch.extend(merged([paged])[0])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("kinds", ["SP", "PS", "SSP", "PSS"])
+@pytest.mark.parametrize("way", ["merge", "extend"])
+def test_stock_and_paged_caches_share_a_batch(model_type, kinds, way):
+    """In any order; each row goes on as alone."""
+    model = tiny_model(model_type)
+    make = {"S": stock_make_prompt_cache, "P": make_prompt_cache}
+    caches = [make[kind](model) for kind in kinds]
+    for cache, prompt in zip(caches, PROMPTS, strict=False):
+        model(mx.array([prompt]), cache=cache)
+    if way == "merge":
+        batch = merged(caches)
+    else:
+        batch = merged(caches[:1])
+        for cache in caches[1:]:
+            for layer, more in zip(batch, merged([cache]), strict=True):
+                layer.extend(more)
+    pools = {c.layer.pool for c in batch if isinstance(c, BatchPagedKVCache)}
+    blocks = sum(-(-len(p) // 16) for p in PROMPTS[: len(kinds)])
+    assert all(blocks_in_use(pool) <= 2 * blocks for pool in pools)
+    with patched_mlx_lm():
+        logits = model(mx.array([[7]] * len(kinds)), cache=batch)
+    for row, prompt in zip(logits, PROMPTS, strict=False):
+        assert mx.allclose(row, model(mx.array([[*prompt, 7]]))[0, -1:], atol=1e-4)

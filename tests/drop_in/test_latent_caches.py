@@ -22,7 +22,8 @@ from prompt_cache_cases import (
 
 from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.attention.sdpa_hook import mlx_attention
-from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.kv_caches import PagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv.pool import KVShape
@@ -170,13 +171,10 @@ class TestReads:
 
     def test_a_state_and_what_is_restored_from_it(self, cache, expected):
         states = [c.state for c in cache]
-        (keys, values, num_tokens, _) = states[0][0][0]
+        keys, values, num_tokens = states[0]
         assert num_tokens == len(PROMPTS[0])
-        assert {x.shape[-1] for x in keys} == {RANK} and {x.shape[-1] for x in values} == {ROPE}
-        copies = [
-            ([([mx.array(x) for x in k], [mx.array(x) for x in v], n, key)], window, layer)
-            for [(k, v, n, key)], window, layer in states
-        ]
+        assert (keys.shape[-1], values.shape[-1]) == (RANK, ROPE)
+        copies = [(mx.array(k), mx.array(v), n) for k, v, n in states]
         for given in (states, copies):
             restored = make_prompt_cache_like(cache)
             for c, state in zip(restored, given, strict=True):
@@ -212,13 +210,13 @@ class TestReads:
 def make_prompt_cache_like(cache) -> list:
     """Empty caches of the same layers."""
     sequence = pool_of(cache).new_sequence()
-    return [PagedKVCache(c.layer, [sequence], [0], c.window) for c in cache]
+    return [PagedKVCache.of(c.layer, [sequence], [0], c.window) for c in cache]
 
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_keys_and_values_of_one_head_and_two_widths_are_attended_as_such(length):
     pool = SharedPool(1, BLOCK)
-    cache = PagedKVCache(pool.layer(0), [pool.new_sequence()], [0])
+    cache = PagedKVCache.of(pool.layer(0), [pool.new_sequence()], [0])
     q, k, v = (mx.random.normal(s) for s in ((1, 4, length, 8), (1, 1, 9, 8), (1, 1, 9, 6)))
     first, last = ([x[:, :, part] for x in (k, v)] for part in (slice(-length), slice(-length, 9)))
     cache.update_and_fetch(*first)
@@ -243,7 +241,7 @@ def test_the_layers_that_pick_tokens_by_an_indexer_have_mlx_lms_tokens(models):
 def test_a_pool_that_grew_holds_each_latent_once():
     before = mx.get_active_memory()
     pool = SharedPool(1, BLOCK)
-    cache = PagedKVCache(pool.layer(0), [pool.new_sequence()], [0])
+    cache = PagedKVCache.of(pool.layer(0), [pool.new_sequence()], [0])
     for _ in range(9):
         cache.update_and_fetch(*(mx.zeros((1, 1, 500, dim)) for dim in (512, 64)))
         mx.eval(cache.keys)

@@ -21,7 +21,7 @@ from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.attention.sdpa_hook import mlx_attention
 from mlx_paged.cli import load_model
 from mlx_paged.drop_in import caches, patch
-from mlx_paged.drop_in.caches import PagedKVCache
+from mlx_paged.drop_in.kv_caches import KVCache
 from mlx_paged.drop_in.patch import (
     TESTED_VERSIONS,
     UntestedVersionError,
@@ -30,6 +30,7 @@ from mlx_paged.drop_in.patch import (
     patched_mlx_lm,
     unpatch_mlx_lm,
 )
+from mlx_paged.drop_in.stored_arrays import mlx_eval
 
 GENERATE = sys.modules["mlx_lm.generate"]
 
@@ -52,7 +53,8 @@ def is_patched() -> bool:
         stock.make_prompt_cache is not patch.stock_make_prompt_cache,
         GENERATE.make_prompt_cache is not patch.stock_make_prompt_cache,
         mx.fast.scaled_dot_product_attention is not mlx_attention,
-        stock.save_prompt_cache is not patch.stock_save_prompt_cache,
+        type(stock.KVCache()) is not stock.KVCache,
+        mx.eval is not mlx_eval,
         GENERATE.BatchGenerator.insert_segments is not patch.stock_insert_segments,
         GENERATE.PromptProcessingBatch.prompt is not patch.stock_prompt,
     }
@@ -139,7 +141,7 @@ def test_what_others_replace_meanwhile_is_left_to_them(monkeypatch):
     patch_mlx_lm()
     assert sdpa_hook._active == 1
     unpatch_mlx_lm()
-    assert sdpa_hook._active == 0 and stock.save_prompt_cache is patch.stock_save_prompt_cache
+    assert sdpa_hook._active == 0 and mx.eval is mlx_eval
     monkeypatch.undo()
     assert type(stock.make_prompt_cache(tiny_model("llama"))[0]) is stock.KVCache
     _replace({theirs: patch.stock_make_prompt_cache})
@@ -215,16 +217,16 @@ def test_names_of_other_modules_are_rebound_and_restored(kind, loaded):
 
 def test_names_of_the_callers_own_for_this_packages_functions_stay(loaded):
     own = Holder("own")
-    own.save = caches.save_prompt_cache
+    own.make = caches.make_prompt_cache
     loaded("own", own)
     with patched_mlx_lm():
         pass
-    assert own.save is caches.save_prompt_cache
+    assert own.make is caches.make_prompt_cache
 
 
 def test_a_module_that_refuses_is_named_once_and_the_others_are_rebound(loaded):
     refusing, last = Refusing("refusing"), Holder("last")
-    refusing.__dict__["second"] = stock.save_prompt_cache
+    refusing.__dict__["second"] = stock.make_prompt_cache
     loaded("refusing", refusing)
     loaded("last", last)
     with pytest.warns(RuntimeWarning, match=r"modules: refusing \(.*read only") as told:
@@ -262,7 +264,8 @@ def test_a_script_may_bind_names_before_the_import_line():
         "from mlx_lm.models.cache import KVCache, make_prompt_cache\n"
         "import mlx_paged.auto_patch\n"
         "from mlx_paged.cli import load_model\n"
-        "assert type(make_prompt_cache(load_model()[0])[0]).__name__ == 'PagedKVCache'\n"
+        "kind = type(make_prompt_cache(load_model()[0])[0])\n"
+        "assert kind.__module__ == 'mlx_paged.drop_in.kv_caches' and issubclass(kind, KVCache)\n"
         "mlx_paged.unpatch_mlx_lm()\n"
         "assert type(make_prompt_cache(load_model()[0])[0]) is KVCache\n"
     )
@@ -324,7 +327,7 @@ def test_the_prompt_cache_is_paged_where_mlx_lm_makes_it(demo):
         (cache,) = batch_generate(
             model, tokenizer, [[1, 2, 3]], max_tokens=2, return_prompt_caches=True
         ).caches
-    assert {type(c) for c in cache} == {PagedKVCache}
+    assert {type(c) for c in cache} == {KVCache}
 
 
 def test_an_engine_may_be_made_while_mlx_lm_is_patched():

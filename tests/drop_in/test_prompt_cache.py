@@ -18,6 +18,7 @@ from prompt_cache_cases import (
     contents,
     filled,
     greedy,
+    merged,
     pool_of,
     same,
     stock_filled,
@@ -28,7 +29,8 @@ from tiny_models import solo_greedy, tiny_model
 from mlx_paged.attention.pool_attention import path_counts
 from mlx_paged.attention.sdpa_hook import CausalMask, mlx_attention
 from mlx_paged.drop_in.base_cache import StepView
-from mlx_paged.drop_in.caches import PagedKVCache, make_prompt_cache
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.kv_caches import KVCache, PagedKVCache, RotatingKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.runner.model_probe import leaves
 
@@ -179,18 +181,20 @@ def test_evaluating_a_state_copies_nothing(llama):
     cache = filled(llama, PROMPT * 20)
     mx.eval([c.state for c in cache])
     before = mx.get_active_memory()
-    states = [c.state for c in cache]
-    mx.eval(states)
+    mx.eval([c.state for c in cache])
     assert mx.get_active_memory() - before < cache[0].nbytes // 10
     assert pool_of(cache).allocator.store.cow_clones == 0
 
 
-def test_shared_blocks_count_once(llama):
+def test_shared_blocks_count_in_proportion(llama):
     cache = filled(llama)
-    token_bytes = 2 * 2 * 16 * 4
-    assert {c.nbytes for c in cache} == {-(-len(PROMPT) // BLOCK) * BLOCK * token_bytes}
-    batch = PagedKVCache.merge([cache[0], copy.deepcopy(cache[0])])
-    assert batch.nbytes == cache[0].nbytes
+    nbytes = -(-len(PROMPT) // BLOCK) * BLOCK * 2 * 2 * 16 * 4
+    assert {c.nbytes for c in cache} == {nbytes}
+    forks = [copy.deepcopy(cache) for _ in range(3)]
+    assert {c.nbytes for c in (*cache, *forks[0])} == {nbytes // 4}
+    batch = merged(forks)
+    del cache, forks
+    assert {c.nbytes for c in batch} == {nbytes}
 
 
 def test_quantization_makes_mlx_lms_own_quantized_cache():
@@ -216,17 +220,20 @@ def test_a_window_layer_is_not_quantized():
 @pytest.mark.parametrize(
     ("model_type", "options", "kinds"),
     [
-        ("llama", {}, {"PagedKVCache"}),
+        ("llama", {}, {"KVCache"}),
         ("qwen3", {"max_kv_size": 64}, {"RotatingKVCache"}),
-        ("gemma3_text", {"max_kv_size": 64}, {"PagedKVCache"}),
-        ("jamba", {}, {"PagedKVCache", "ArraysCache"}),
-        ("llama4_text", {}, {"PagedKVCache"}),
+        ("gemma3_text", {"max_kv_size": 64}, {"KVCache", "RotatingKVCache"}),
+        ("jamba", {}, {"KVCache", "ArraysCache"}),
+        ("llama4_text", {}, {"KVCache"}),
         ("mamba2", {}, {"ArraysCache"}),
         ("afm7", {}, {"KVCache"}),
     ],
 )
 def test_layers_are_paged_where_that_is_right(model_type, options, kinds):
     assert {type(c).__name__ for c in make_prompt_cache(tiny_model(model_type), **options)} == kinds
+
+
+PAGED = KVCache, RotatingKVCache
 
 
 def test_the_document_names_the_models_that_keep_mlx_lms_caches():
@@ -237,12 +244,12 @@ def test_the_document_names_the_models_that_keep_mlx_lms_caches():
         name: {type(c) for c in leaves(make_prompt_cache(build(name)))}
         for name in ARCHITECTURES.keys() - NOT_ON_A_CPU.keys()
     }
-    unpaged = {name for name, classes in kinds.items() if PagedKVCache not in classes}
+    unpaged = {name for name, classes in kinds.items() if classes.isdisjoint(PAGED)}
     states_only = {name for name in unpaged if kinds[name] == {stock.ArraysCache}}
     assert set(re.findall(r"\w+", named[1])) - {"and"} == unpaged - states_only
     assert set(re.findall(r"\w+", stateful[1])) - {"and"} == states_only
     others = set.union(*(kinds[name] for name in kinds.keys() - unpaged))
-    assert others == {PagedKVCache, stock.ArraysCache, stock.ChunkedKVCache}
+    assert others == {*PAGED, stock.ArraysCache, stock.ChunkedKVCache}
 
 
 def test_lists_of_caches_are_taken_apart():
@@ -290,11 +297,12 @@ def test_types_are_cast_to_that_of_the_first_keys(llama):
             ),
             "keys are .*float32 but values",
         ),
-        (lambda c: setattr(c, "keys", mx.ones((1, 2, 3, 16))), "use|set `state`"),
-        (lambda c: setattr(c, "offset", 50), "offset is 50"),
-        (lambda c: PagedKVCache.merge([c, stock.KVCache()]), "has a KVCache"),
+        (
+            lambda c: PagedKVCache.merge([c, stock.QuantizedKVCache()]),
+            "a cache is a QuantizedKVCache with window None: expected K/V that",
+        ),
     ],
-    ids=["rows", "heads", "types", "keys", "offset", "merge"],
+    ids=["rows", "heads", "types", "merge"],
 )
 def test_mistakes_name_the_argument(llama, mistake, message):
     cache = filled(llama)
@@ -307,7 +315,7 @@ def test_mistakes_name_the_argument(llama, mistake, message):
 def test_layers_may_attend_to_what_another_layer_wrote(llama, window):
     """The handles of a cache answer without a forward of its own, and know its window."""
     full = filled(llama)[0]
-    cache = PagedKVCache(full.layer, full.rows, full.starts, window)
+    cache = PagedKVCache.of(full.layer, full.rows, full.starts, window)
     keys, values = map(mx.array, cache.keys_and_values())
     q = mx.random.normal((1, 4, 1, 16), key=mx.random.key(0))
     attend = mx.fast.scaled_dot_product_attention
@@ -333,5 +341,3 @@ def test_an_empty_cache_has_nothing_to_give(llama):
     assert cache.keys is None and cache.values is None and not hasattr(cache, "bits")
     with pytest.raises(ValueError, match="empty"):
         cache.keys_and_values()
-    with pytest.raises(ValueError, match="keys"):
-        cache.keys = mx.ones(3)

@@ -26,12 +26,8 @@ from prompt_cache_cases import (
 from saved_cache_script import MODELS
 from tiny_models import tiny_model
 
-from mlx_paged.drop_in import patch
-from mlx_paged.drop_in.caches import (
-    PagedKVCache,
-    as_paged,
-    make_prompt_cache,
-)
+from mlx_paged.drop_in.caches import as_paged, make_prompt_cache, unpaged_prompt_cache
+from mlx_paged.drop_in.kv_caches import KVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 
 WINDOW = 12
@@ -126,12 +122,6 @@ def test_an_empty_cache_can_be_saved(llama, file):
     loaded = stock.load_prompt_cache(file)
     assert all(c.empty() for c in loaded)
     assert greedy(llama, PROMPT, loaded) == greedy(llama, PROMPT, stock_make_prompt_cache(llama))
-
-
-def test_mlx_lms_own_function_refuses_paged_caches(llama, file):
-    """It would name classes in the file that mlx-lm does not have."""
-    with pytest.raises(ValueError, match=r"not serializable.*SharedPool"):
-        patch.stock_save_prompt_cache(file, filled(llama))
 
 
 @pytest.mark.parametrize("num_trimmed", [1, len(PROMPT)])
@@ -236,11 +226,11 @@ def test_lists_of_caches_join_too():
         def make_cache(self):
             return [stock.CacheList(stock.KVCache(), stock.ArraysCache(2)), stock.KVCache()]
 
-    given = Lists().make_cache()
+    given = unpaged_prompt_cache(Lists())
     kv = [mx.random.normal((1, 2, 5, 16), key=mx.random.key(i)) for i in range(2)]
     given[0][0].update_and_fetch(*kv)
     first, second = as_paged(Lists(), given)
-    assert type(first[0]) is type(second) is PagedKVCache and first[1] is given[0][1]
+    assert type(first[0]) is type(second) is KVCache and first[1] is given[0][1]
     assert same(contents([first[0]]), kv) and second.empty()
     assert as_paged(Lists(), [first, second]) == [first, second]
 

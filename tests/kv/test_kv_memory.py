@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten, tree_map
 from tiny_models import tiny_model
 
 from mlx_paged import Engine, make_prompt_cache
-from mlx_paged.drop_in.caches import PagedKVCache
+from mlx_paged.drop_in.kv_caches import PagedKVCache
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.memory import memory_in_use, num_blocks_for, physical_memory, spare_memory
@@ -193,7 +193,7 @@ class TestLongArrays:
     def test_bound_a_pool_that_grows(self, m1, kv_memory):
         m1.longest_buffer = 10 * 2 * BLOCK * 16 * 4  # ten blocks of 2 heads of 16 float32
         layer = SharedPool(1, BLOCK, kv_memory).layer(0)
-        cache = PagedKVCache(layer, [layer.pool.new_sequence()], [0])
+        cache = PagedKVCache.of(layer, [layer.pool.new_sequence()], [0])
         cache.update_and_fetch(*[mx.zeros((1, 2, 10 * BLOCK, 16))] * 2)
         assert layer.pool.allocator.num_blocks == 10
         with pytest.raises(OutOfBlocksError):

@@ -14,7 +14,7 @@ BLOCK = 4
 
 def stock_make_prompt_cache(model) -> list:
     """mlx-lm's own caches, also under the patch, which rebinds the names of test modules."""
-    return caches.stock_make_prompt_cache(model)
+    return caches.unpaged_prompt_cache(model)
 
 
 def greedy(model, tokens, cache, num_tokens: int = 6) -> list[int]:
