@@ -56,6 +56,8 @@ class Row:
     def equal(self) -> str:
         if not self.stock:
             return ""
+        if any(error.startswith("exit status") for error in self.errors):
+            return "the stock run fails"
         return "yes" if not self.differences else f"{len(self.differences)} differ"
 
 

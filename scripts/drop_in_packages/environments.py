@@ -39,14 +39,14 @@ class Environment:
     """An environment; `refusal` says why pip refused the package's own requirement of mlx-lm."""
 
     def __init__(self, folder: Path, name: str, package: Package, wheel: Path) -> None:
-        self.folder = folder
+        self.folder = folder.resolve()  # as scripts name it: child processes compare it
         self.name = name
         self.python = folder / "bin" / "python"
         self.refusal = ""
         if not (folder / "complete").exists():
             self._install(package)
             (folder / "complete").write_text(self.refusal)
-        self.refusal = (folder / "complete").read_text()
+        self.refusal = (folder / "complete").read_text().strip()
         pip(self.python, "install", "--no-deps", "--force-reinstall", wheel)
 
     def _install(self, package: Package) -> None:

@@ -1,10 +1,12 @@
 """mlx-lm-lora: gradients of cached chunks, forked prompt caches, its training command."""
 
 import json
+import sys
 
 import mlx.core as mx
 import mlx.nn as nn
-from common import MODEL, PROMPTS, WORK, arrays, attempt, command, show
+import mlx_lm_lora.train
+from common import MODEL, PROMPTS, WORK, arrays, attempt, show
 from mlx.utils import tree_flatten
 from mlx_lm import load
 from mlx_lm.generate import generate_step
@@ -52,6 +54,9 @@ for name in ("train", "valid", "test"):
 options = ["--data", WORK, "--train", "--iters", "4", "--batch-size", "2", "--num-layers", "2"]
 options += ["--max-seq-length", "128", "--seed", "0", "--adapter-path", WORK / "adapter"]
 options += ["--val-batches", "1", "--efficient-long-context"]
-command("train", "mlx_lm_lora.train", "--model", MODEL, *options)
+sys.argv = ["mlx_lm_lora.train", "--model", str(MODEL), *map(str, options)]
+mx.device_info = lambda: {"max_recommended_working_set_size": 8 << 30}  # of Metal only
+mx.set_wired_limit = lambda limit: None
+attempt("train", mlx_lm_lora.train.main)
 saved = WORK / "adapter" / "adapters.safetensors"
 show("train, adapter", dict(mx.load(str(saved))) if saved.exists() else None)
