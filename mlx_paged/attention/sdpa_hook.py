@@ -60,7 +60,7 @@ class AttendingCache:
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> "CausalMask":
+    ) -> "CausalMask | str | None":
         """The mask of N tokens; its window is the smaller one of the layer's and `window_size`."""
         window = narrowest(window_size, self.window)
         return CausalMask.of(self.mask(N, window), window=window)
@@ -143,13 +143,14 @@ def _attention(
 ) -> mx.array:
     out = None
     if isinstance(k, KVHandle):
-        if mask is None or isinstance(mask, str):
-            mask = k.cache.make_mask(q.shape[2])
-        sinks = kwargs.get("sinks")
-        if isinstance(mask, CausalMask) and _is_pair(k, v):
-            out = k.cache.attend(Query(q, scale, mask.window, sinks))
+        sinks, is_implied = kwargs.get("sinks"), mask is None or isinstance(mask, str)
+        if (is_implied or isinstance(mask, CausalMask)) and _is_pair(k, v):
+            window = k.cache.window if is_implied else mask.window
+            out = k.cache.attend(Query(q, scale, window, sinks))
         elif isinstance(mask, RotaryScores) and _is_latent(q, k, v, mask):
             out = mask.cache.attend(Query(q, scale, mask.window, sinks, mask.queries))
+        if out is None and is_implied:
+            mask = k.cache.make_mask(q.shape[2])
     return mlx_attention(q, k, v, scale=scale, mask=mask, **kwargs) if out is None else out
 
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models import cache as stock
 
+from mlx_paged.attention.sdpa_hook import CausalMask
 from mlx_paged.drop_in.base_cache import PagedCache, stored
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
@@ -60,6 +61,14 @@ class PagedKVCache(PagedCache):
         self._set_rows([layer.pool.sequence_for(key, layer.index) for key in keys], [0])
         if given.offset > 0:
             self.fill(given)
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> CausalMask | str | None:
+        """As in mlx-lm: an array only if there is a window or `return_array` asks for one."""
+        if self.window is None and window_size is None and (N == 1 or not return_array):
+            return None if N == 1 else "causal"
+        return super().make_mask(N, return_array, window_size)
 
     def _begin(self, keys: mx.array, values: mx.array) -> None:
         if len(self.rows) == 1 < keys.shape[0]:

@@ -1,5 +1,6 @@
 """Keys and values of paged caches as arrays with the shapes that mlx-lm's caches show."""
 
+import operator
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,10 @@ class StoredArray(TaggedArray):
     layer: ref[PoolLayer]
     starts: Int32Array
     dependencies: list[mx.array]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle as MLX's own array."""
+        return operator.itemgetter(0), ([mx.array(self)],)
 
 
 def held_until_evaluated(array: mx.array, owner: object) -> mx.array:

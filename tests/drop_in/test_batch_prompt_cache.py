@@ -9,7 +9,7 @@ import pytest
 from mlx_lm import batch_generate
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import blocks_in_use, check_integrity, merged, stock_make_prompt_cache
+from prompt_cache_cases import blocks_in_use, check_integrity, merged
 from tiny_models import VOCAB, tiny_model
 
 from mlx_paged.attention.pool_attention import path_counts
@@ -379,29 +379,3 @@ def test_mistakes_name_the_argument(llama, mistake, message):
     llama(mx.array([PROMPTS[0]]), cache=cache)
     with pytest.raises(ValueError, match=message):
         mistake(merged([cache])[0])
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
-@pytest.mark.parametrize("kinds", ["SP", "PS", "SSP", "PSS"])
-@pytest.mark.parametrize("way", ["merge", "extend"])
-def test_stock_and_paged_caches_share_a_batch(model_type, kinds, way):
-    """In any order; each row goes on as alone."""
-    model = tiny_model(model_type)
-    make = {"S": stock_make_prompt_cache, "P": make_prompt_cache}
-    caches = [make[kind](model) for kind in kinds]
-    for cache, prompt in zip(caches, PROMPTS, strict=False):
-        model(mx.array([prompt]), cache=cache)
-    if way == "merge":
-        batch = merged(caches)
-    else:
-        batch = merged(caches[:1])
-        for cache in caches[1:]:
-            for layer, more in zip(batch, merged([cache]), strict=True):
-                layer.extend(more)
-    pools = {c.layer.pool for c in batch if isinstance(c, BatchPagedKVCache)}
-    blocks = sum(-(-len(p) // 16) for p in PROMPTS[: len(kinds)])
-    assert all(blocks_in_use(pool) <= 2 * blocks for pool in pools)
-    with patched_mlx_lm():
-        logits = model(mx.array([[7]] * len(kinds)), cache=batch)
-    for row, prompt in zip(logits, PROMPTS, strict=False):
-        assert mx.allclose(row, model(mx.array([[*prompt, 7]]))[0, -1:], atol=1e-4)
