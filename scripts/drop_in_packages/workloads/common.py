@@ -123,8 +123,8 @@ def post(url: str, body: dict[str, Any]) -> Any:
             text = answer.read().decode()
     except urllib.error.HTTPError as error:
         return {"error": f"{error.code} {error.read().decode()[:300]}"}
-    pattern = r'"(id|created|system_fingerprint|[a-z_]*time[a-z_]*|[a-z_]*_tps|[a-z_]*_ms)": ?("[^"]*"|[\d.]+)'
-    text = re.sub(pattern, r'"\1": 0', text)
+    names = r"id|created|system_fingerprint|[a-z_]*time[a-z_]*|[a-z_]*_tps|[a-z_]*_ms"
+    text = re.sub(rf'"({names})": ?("[^"]*"|[\d.]+)', r'"\1": 0', text)
     return json.loads(text) if text.startswith("{") else text
 
 
