@@ -68,7 +68,18 @@ class PagedKVCache(PagedCache):
         """As in mlx-lm: an array only if there is a window or `return_array` asks for one."""
         if self.window is None and window_size is None and (N == 1 or not return_array):
             return None if N == 1 else "causal"
-        return super().make_mask(N, return_array, window_size)
+        mask = super().make_mask(N, return_array, window_size)
+        if isinstance(mask, CausalMask):  # one for all rows, which have equal lengths
+            mask = CausalMask.of(mask[0, 0], window=mask.window)
+        return mask
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """As in every paged cache. If a pool cannot hold the first K/V, mlx-lm's own cache does."""
+        if not self._is_begun and not mx.issubdtype(keys.dtype, mx.floating):
+            self.become_stock()
+            kept: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)
+            return kept
+        return super().update_and_fetch(keys, values)
 
     def _begin(self, keys: mx.array, values: mx.array) -> None:
         if len(self.rows) == 1 < keys.shape[0]:

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.caches import as_paged, check_options, construction, make_prompt_cache
-from mlx_paged.drop_in.kv_caches import CLASSES
+from mlx_paged.drop_in.kv_caches import KVCache
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
 from mlx_paged.drop_in.stored_arrays import stored_arrays_hook
 from mlx_paged.runner.model_probe import model_type
@@ -89,7 +89,8 @@ def _make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list
 
 def _constructor(paged: type[PagedCache]) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The constructor of mlx-lm's class and what replaces it, so that calls of the class give the
-    paged one. Loading, copying and unpickling call no constructor."""
+    paged one. Loading, copying and unpickling call no constructor. Rotating caches and batches that
+    a script makes itself stay mlx-lm's own: it knows how these lay out K/V and padding."""
     kind = paged.stock_class
     stock_init = kind.__init__
 
@@ -143,7 +144,7 @@ REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     stock_make_prompt_cache: _make_prompt_cache,
     stock_insert_segments: _insert_segments,
     stock_prompt: _prompt,
-    **dict(map(_constructor, CLASSES)),
+    **dict([_constructor(KVCache)]),
 }
 """Functions and methods of mlx-lm, and what replaces them."""
 
@@ -151,7 +152,7 @@ REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
 def _replace(replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
     """Rebind every name of these functions in all loaded modules but this package's own."""
     by_id, refused = {id(old): new for old, new in replaced.items()}, []
-    for holder in (BatchGenerator, PromptProcessingBatch, *(c.stock_class for c in CLASSES)):
+    for holder in (BatchGenerator, PromptProcessingBatch, KVCache.stock_class):
         _rebind(holder, by_id)
     for name, module in sys.modules.copy().items():
         if not issubclass(type(module), ModuleType) or name.split(".")[0] == "mlx_paged":

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import mlx.core as mx
 import pytest
@@ -14,17 +15,20 @@ from mlx_lm.models.base import create_attention_mask
 from prompt_cache_cases import BLOCK, blocks_in_use, pool_of, stock_make_prompt_cache
 from tiny_models import tiny_model
 
+from mlx_paged.drop_in import kv_caches
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.caches import construction, make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm, unpatch_mlx_lm
 
 WINDOW = 12
-MAKE = {
-    "KVCache": lambda: stock.KVCache(),
-    "RotatingKVCache": lambda: stock.RotatingKVCache(max_size=WINDOW),
-    "BatchKVCache": lambda: stock.BatchKVCache([0, 3]),
-    "BatchRotatingKVCache": lambda: stock.BatchRotatingKVCache(WINDOW, [0, 3]),
+ARGUMENTS = {
+    "KVCache": (),
+    "RotatingKVCache": (WINDOW,),
+    "BatchKVCache": ([0, 3],),
+    "BatchRotatingKVCache": (WINDOW, [0, 3]),
 }
+MAKE = {name: partial(getattr(kv_caches, name), *args) for name, args in ARGUMENTS.items()}
+MAKE["KVCache"] = lambda: stock.KVCache()
 SHAPES = {"heads": (2, 16, 16), "one head": (1, 16, 16), "latent": (1, 24, 8)}
 
 
@@ -37,7 +41,7 @@ def _patched():
 def make_stock(name: str):
     construction.is_stock = True
     try:
-        return MAKE[name]()
+        return getattr(stock, name)(*ARGUMENTS[name])
     finally:
         construction.is_stock = False
 
@@ -104,6 +108,27 @@ def test_classes_are_mlx_lms(name):
     assert_equal(cache, plain)
     unpatch_mlx_lm()
     assert isinstance(MAKE[name](), PagedCache)  # the fixture's scope still holds
+
+
+@pytest.mark.parametrize("name", [name for name in ARGUMENTS if name != "KVCache"])
+def test_rotating_caches_and_batches_that_a_script_makes_stay_mlx_lms(name):
+    assert type(getattr(stock, name)(*ARGUMENTS[name])) is getattr(stock, name)
+
+
+def test_masks_have_the_shape_of_mlx_lms():
+    cache, plain = pair("KVCache")
+    for columns, window in ((1, 4), (3, None), (3, 4)):
+        mask, expected = (
+            create_attention_mask(mx.zeros((1, columns)), c, window, return_array=True)
+            for c in (cache, plain)
+        )
+        assert mx.array_equal(mask, expected)
+
+
+def test_integers_stay_in_mlx_lms_cache():
+    cache, numbers = stock.KVCache(), mx.arange(3).reshape(1, 1, 3, 1)
+    cache.update_and_fetch(numbers, numbers)
+    assert cache.keys_and_values()[0].tolist() == numbers.tolist()
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

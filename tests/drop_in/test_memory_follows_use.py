@@ -242,15 +242,6 @@ def test_a_state_keeps_its_content_and_its_pool_until_it_is_deleted(llama):
     check_integrity(pool)
 
 
-def test_a_pool_does_not_shrink_while_mlx_evaluates_a_state(llama):
-    """The state's sequence is deleted then, and shrinking would evaluate within an evaluation."""
-    long, cache = filled(llama, PROMPT * 10), filled(llama)
-    states, expected = [c.state for c in cache], contents(cache)
-    del long
-    mx.eval(states)
-    assert same([np.array(x) for state in states for x in state[:2]], expected)
-
-
 @pytest.mark.parametrize("columns", [1, 40])
 def test_a_pool_may_shrink_within_a_forward(llama, columns):
     """Between two layers, and between a layer's write and its attention."""
