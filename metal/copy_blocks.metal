@@ -18,10 +18,10 @@ template <typename T>
     const int to = block_pairs[pair * p.pairs_strides[0] + p.pairs_strides[1]];
     const bool is_valid = from >= 0 && from < p.num_blocks && to >= 0 && to < p.num_blocks;
     if (is_valid && vector < p.k_vectors) {
-      vector_at(k + to * p.k_strides[1]) = vector_at(k + from * p.k_strides[1]);
+      write_vector(k + to * p.k_strides[1], read_vector<T>(k + from * p.k_strides[1]));
     }
     if (is_valid && vector < p.v_vectors) {
-      vector_at(v + to * p.v_strides[1]) = vector_at(v + from * p.v_strides[1]);
+      write_vector(v + to * p.v_strides[1], read_vector<T>(v + from * p.v_strides[1]));
     }
   }
 }

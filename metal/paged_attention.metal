@@ -91,23 +91,12 @@ inline float query_element(
   return own * precise::cos(angle) + (is_first ? -other : other) * precise::sin(angle);
 }
 
-// Four neighbouring elements.
-template <typename T>
-inline float4 load_vector(const device T* elements) {
-  const vec<T, VECTOR> loaded = *reinterpret_cast<const device vec<T, VECTOR>*>(elements);
-  float4 result;
-  for (int i = 0; i < VECTOR; i++) {
-    result[i] = float(loaded[i]);
-  }
-  return result;
-}
-
 // A vector of a query row, rotated if there are angles.
 template <typename Q>
 inline float4 query_vector(
     const device Q* q, const device float* angles, int vector, constant AttentionParams& p) {
   if (WHOLE_QUERIES && !HAS_ROPE) {
-    return load_vector(q + vector * VECTOR);
+    return float4(read_vector(q + vector * VECTOR));
   }
   float4 result;
   for (int i = 0; i < VECTOR; i++) {
@@ -127,14 +116,14 @@ inline Slot locate(int key, int end, const device int* table, constant Attention
 // This lane's vectors of one row of the pool; zeros if the slot is not valid.
 template <typename T, int DIM, int TEAM, int VECTORS>
 inline void load_row(
-    const device T* head, Slot slot, const constant long* strides, int team_lane,
+    const device T* head, Slot slot, long block_stride, long slot_stride, int team_lane,
     thread float4 (&result)[VECTORS]) {
-  const long start = slot.block * strides[1] + slot.offset * strides[2];
+  const long start = slot.block * block_stride + slot.offset * slot_stride;
   for (int c = 0; c < VECTORS; c++) {
     const int vector = team_lane + c * TEAM;
     result[c] = float4(0.0f);
     if (slot.is_valid && vector < DIM / VECTOR) {
-      result[c] = load_vector(head + start + vector * VECTOR);
+      result[c] = float4(read_vector(head + start + vector * VECTOR));
     }
   }
 }
@@ -226,9 +215,10 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     const long angles = sequence * p.rope_strides[0] + rows[r].token * p.rope_strides[1];
     for (int c = 0; c < K_VECTORS; c++) {
       const int vector = team_lane + c * TEAM;
-      const bool is_seen = sees_keys && vector < D / VECTOR;
-      queries[r][c] =
-          is_seen ? query_vector(row, rope_freqs + angles, vector, p) : float4(0.0f);
+      queries[r][c] = float4(0.0f);
+      if (sees_keys && vector < D / VECTOR) {
+        queries[r][c] = query_vector(row, rope_freqs + angles, vector, p);
+      }
     }
   }
   begin = max(begin, split * p.keys_per_split);
@@ -250,13 +240,13 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     const Slot slot = locate(key, end, table, p);
     float4 k[K_VECTORS];
     float4 v[V_VECTORS];
-    load_row<T, D, TEAM>(k_head, slot, p.k_strides, team_lane, k);
+    load_row<T, D, TEAM>(k_head, slot, p.k_strides[1], p.k_strides[2], team_lane, k);
     if (VALUES_IN_KEYS) {
       for (int c = 0; c < V_VECTORS; c++) {
         v[c] = k[min(c, K_VECTORS - 1)];
       }
     } else {
-      load_row<T, DV, TEAM>(v_head, slot, p.v_strides, team_lane, v);
+      load_row<T, DV, TEAM>(v_head, slot, p.v_strides[1], p.v_strides[2], team_lane, v);
     }
     for (int r = 0; r < ROWS; r++) {
       float partial = 0.0f;
@@ -362,7 +352,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     const int key = base + team;
     const Slot slot = locate(key, end, table, p);
     float4 k[K_VECTORS];
-    load_row<T, D, TEAM>(k_head, slot, p.k_strides, team_lane, k);
+    load_row<T, D, TEAM>(k_head, slot, p.k_strides[1], p.k_strides[2], team_lane, k);
     for (int r = 0; r < ROWS; r++) {
       float partial = 0.0f;
       for (int c = 0; c < K_VECTORS; c++) {

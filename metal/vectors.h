@@ -3,8 +3,14 @@
 constant constexpr int LANES = 32;  // of a simdgroup
 constant constexpr int VECTOR = 4;  // neighbouring elements that a lane moves at once
 
-// A vector of the pool, which is stored or copied at once.
+// Neighbouring elements, loaded at once.
 template <typename T>
-inline device vec<T, VECTOR>& vector_at(device T* elements) {
-  return *reinterpret_cast<device vec<T, VECTOR>*>(elements);
+inline vec<T, VECTOR> read_vector(const device T* elements) {
+  return *reinterpret_cast<const device vec<T, VECTOR>*>(elements);
+}
+
+// The same, stored at once.
+template <typename T>
+inline void write_vector(device T* elements, vec<T, VECTOR> values) {
+  *reinterpret_cast<device vec<T, VECTOR>*>(elements) = values;
 }

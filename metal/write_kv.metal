@@ -7,7 +7,7 @@ constant bool WHOLE_VECTORS [[function_constant(16)]];  // new rows are as dense
 template <typename T>
 inline vec<T, VECTOR> new_elements(const device T* row, int vector, long stride) {
   if (WHOLE_VECTORS) {
-    return *reinterpret_cast<const device vec<T, VECTOR>*>(row + VECTOR * vector);
+    return read_vector(row + VECTOR * vector);
   }
   vec<T, VECTOR> elements;
   for (int i = 0; i < VECTOR; i++) {
@@ -40,12 +40,12 @@ template <typename T>
     const device T* from = k + row * p.k_strides[0] + head * p.k_strides[1];
     device T* to = k_cache + head * p.k_cache_strides[0] + block * p.k_cache_strides[1] +
         offset * p.k_cache_strides[2];
-    vector_at(to + VECTOR * vector) = new_elements(from, vector, p.k_strides[2]);
+    write_vector(to + VECTOR * vector, new_elements(from, vector, p.k_strides[2]));
   }
   if (vector < p.v_vectors) {
     const device T* from = v + row * p.v_strides[0] + head * p.v_strides[1];
     device T* to = v_cache + head * p.v_cache_strides[0] + block * p.v_cache_strides[1] +
         offset * p.v_cache_strides[2];
-    vector_at(to + VECTOR * vector) = new_elements(from, vector, p.v_strides[2]);
+    write_vector(to + VECTOR * vector, new_elements(from, vector, p.v_strides[2]));
   }
 }

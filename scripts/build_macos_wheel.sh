@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Cross-compiles the macOS arm64 wheel on Linux and audits it; see scripts/macos/README.md.
+# Cross-compiles the macOS arm64 wheel on Linux and audits it, or audits a wheel that a Mac built; see
+# scripts/macos/README.md.
 set -euo pipefail
 
-usage="usage: $0 [--python 3.11|3.12|3.13] [--out DIR] [--negative-controls]"
+usage="usage: $0 [--python 3.11|3.12|3.13|3.14] [--out DIR] [--negative-controls] | --audit WHEEL"
 root=$(realpath "$(dirname "$0")/..")
 python=3.11
 out=$root/build/macos/wheels
 controls=false
+wheel=
 
 fail() {
   echo "$1" >&2
@@ -18,12 +20,13 @@ while (($#)); do
     --python) python=${2:?$usage}; shift ;;
     --out) out=$(realpath -m "${2:?$usage}"); shift ;;
     --negative-controls) controls=true ;;
+    --audit) wheel=$(realpath -m "${2:?$usage}"); shift ;;
     *) fail "$usage" ;;
   esac
   shift
 done
 
-for tool in ld64.lld-19 llvm-{ar,ranlib,install-name-tool,otool}-19; do
+[[ -n $wheel ]] || for tool in ld64.lld-19 llvm-{ar,ranlib,install-name-tool,otool}-19; do
   command -v "$tool" >/dev/null || fail "$tool is missing: apt-get install lld-19 llvm-19"
 done
 "python$python" -c "" || fail "python$python is missing"
@@ -53,6 +56,11 @@ if [[ ! -d $packages ]]; then
   mv "$packages.part" "$packages"
 fi
 python -m scripts.macos.write_stubs "$packages" "$stubs"
+
+if [[ -n $wheel ]]; then
+  python -m scripts.macos.audit_wheel "$wheel" --packages "$packages" --stubs "$stubs"
+  exit
+fi
 
 echo "+ wheel"
 # setuptools and CMake take the platform from these; what they write stays below build/macos.

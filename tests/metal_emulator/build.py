@@ -36,9 +36,9 @@ def build_kernels(code: str, mode: Mode) -> Path:
     return cached(".so", [code, _device_text(), *flags, toolchain.version()], compile_to)
 
 
-def check_kernels(code: str) -> None:
+def check_kernels(code: str, *more_flags: str) -> None:
     """Raise CompileError if translated `code` does not compile."""
-    flags = (*_KERNEL_FLAGS, "-fsyntax-only", "-ferror-limit=0")
+    flags = (*_KERNEL_FLAGS, "-fsyntax-only", "-ferror-limit=0", *more_flags)
     toolchain.clang(*flags, *_device_flags(), "-x", "c++", "-", source=code)
 
 

@@ -39,13 +39,13 @@ def is_required() -> bool:
     return os.environ.get("METAL_EMULATOR_REQUIRED") == "1"
 
 
-def clang(*arguments: str, source: str | None = None) -> str:
+def clang(*arguments: str, source: str | None = None, may_fail: bool = False) -> str:
     """Run clang++, with `source` as its standard input if given. Returns its standard output."""
     if missing():
         raise ToolchainMissing(missing())
     command = [f"clang++-{VERSION}", "-fno-color-diagnostics", *arguments]
     result = subprocess.run(command, input=source, capture_output=True, text=True)
-    if result.returncode != 0:
+    if result.returncode != 0 and not may_fail:
         raise CompileError(result.stderr.strip())
     return result.stdout
 

@@ -41,6 +41,8 @@ class Parameter:
     index: str
     name: str
     condition: str  # the expression of its function_constant(...) attribute, or ""
+    words: tuple[str, ...]  # of its type and name
+    start: int  # its first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,8 @@ def _parameters(tokens: TokenList, attributes: Attributes, open_at: int) -> tupl
                 tokens.fail(f"parameter {name} has no attribute that the emulator knows", start)
             used = {p.index for p in parameters if p.kind == "buffer"}
             place = ("buffer", next(str(i) for i in range(len(used) + 1) if str(i) not in used))
-        parameters.append(Parameter(*place, name, condition))
+        words = tuple(tokens.words(start, stop))
+        parameters.append(Parameter(*place, name, condition, words, tokens.following(start)))
     return tuple(parameters)
 
 

@@ -1,0 +1,104 @@
+"""Checks the Metal sources and launches for what Apple's compiler and MLX's encoder refuse.
+
+    python -m scripts.metal.check [PATH ...]
+
+Without paths it checks every launch that an engine can reach (scripts/metal/reachable.py) and the
+source of each. Paths are sources as MLX gets them, as scripts.metal.sources writes them, or folders
+of such files. Prints a line for each finding, then the numbers of sources, plans and rules. Exits
+with 1 if there are findings.
+"""
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from scripts.metal.reachable import BLOCK_SIZES, architectures, kinds_of, reachable_calls
+from scripts.metal.sources import DTYPES
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tests")]
+
+from metal_emulator.apple_rules import (  # noqa: E402
+    RULES,
+    Finding,
+    check_call,
+    check_source,
+    split_instantiation,
+)
+
+TOGETHER = 16
+"""Sources that differ only in their last line, the instantiation, are checked as one text with so
+many such lines."""
+
+
+def joined(sources: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The texts to check, by the name of the first source in each."""
+    lines: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, source in sources.items():
+        template, instantiation = split_instantiation(source)
+        lines[template][name] = instantiation
+    for template, instantiations in lines.items():
+        names = list(instantiations)
+        for start in range(0, len(names), TOGETHER):
+            some = names[start : start + TOGETHER]
+            text = "\n".join([template, *(instantiations[name] for name in some), ""])
+            yield some[0], text
+
+
+def check_sources(sources: Mapping[str, str]) -> list[Finding]:
+    """The findings in sources, by file name."""
+    return [found for name, text in joined(sources) for found in check_source(text, name)]
+
+
+def check_reachable(
+    dtypes: Sequence[mx.Dtype] = DTYPES, block_sizes: Sequence[int] = BLOCK_SIZES
+) -> tuple[list[Finding], str]:
+    """The findings in all that an engine can reach, and how much that is."""
+    served = list(architectures())
+    kinds = kinds_of(served)
+    findings: set[Finding] = set()
+    sources: dict[str, str] = {}
+    pipelines: set[str] = set()
+    num_plans = 0
+    for call in reachable_calls(kinds, dtypes, block_sizes):
+        findings.update(check_call(call))
+        for launch in call["launches"]:
+            num_plans += 1
+            pipelines.add(launch["pipeline"])
+            sources[f"{launch['kernel']}.metal"] = launch["source"]
+    findings.update(check_sources(sources))
+    size = (
+        f"{len(sources)} sources, {num_plans} plans of {len(pipelines)} pipelines for "
+        f"{len(served)} architectures with {len(kinds)} kinds of layers"
+    )
+    return sorted(findings), size
+
+
+def read_sources(paths: Iterable[Path]) -> dict[str, str]:
+    """Texts by file name. A byte that is not UTF-8 becomes one that the rules refuse."""
+    files = [file for path in paths for file in (path.glob("*.metal") if path.is_dir() else [path])]
+    return {file.name: file.read_text(errors="surrogateescape") for file in sorted(files)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts.metal.check", description=__doc__)
+    parser.add_argument("paths", type=Path, nargs="*", metavar="PATH")
+    paths = parser.parse_args().paths
+    mx.set_default_device(mx.Device(mx.cpu))
+    if paths:
+        sources = read_sources(paths)
+        findings, size = check_sources(sources), f"{len(sources)} sources"
+    else:
+        findings, size = check_reachable()
+    for finding in findings:
+        print(finding)
+    print(f"{len(findings)} findings: {size}, {len(RULES)} rules")
+    sys.exit(bool(findings))
+
+
+if __name__ == "__main__":
+    main()

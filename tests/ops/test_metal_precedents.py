@@ -1,0 +1,111 @@
+"""docs/metal-precedents.md has every construct of the Metal kernels, and what it says is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+from metal_emulator import mlx_include_dir, require_emulator
+from metal_emulator.constructs import constructs
+from metal_emulator.mlx_headers import KERNELS
+
+from scripts.metal.sources import launches
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = (ROOT / "docs" / "metal-precedents.md").read_text()
+SOURCES = {launch["kernel"]: launch["source"] for launch in launches()}
+ROW = re.compile(
+    r"^\| (?P<what>.+?) \| (?P<where>[\w.-]+)(?: `(?P<file>[^`]+)`)?.*?(?: \| `(?P<text>.+)`)? \|$"
+)
+
+FORMS = {
+    "load of a vector through a cast pointer": r"reinterpret_cast<const device vec<",
+    "store of a vector through a cast pointer": r"reinterpret_cast<device vec<[^;]*\) = ",
+    "conversion of a vector": r"float4\(read_vector\(",
+    "element of a vector at a variable index": r"\b(result|elements)\[i\] =",
+    "private array of vectors": r"float4 k\[K_VECTORS\];",
+    "private array of structs": r"QueryRow rows\[ROWS\];",
+    "private array as an argument, its size deduced": r"thread float4 \(&\w+\)\[",
+    "struct as a function's result": r"inline Slot locate\(",
+    "parameter struct by reference": r"constant \w+Params& p",
+    "array of threadgroup memory in a kernel": r"threadgroup float \w+\[",
+    "pointer into threadgroup memory": r"threadgroup float\* \w+ = ",
+    "constant outside of functions": r"^constant constexpr \w+ \w+ = ",
+    "constexpr function in a constant": r"constexpr int TEAM = team_size\(",
+    "bool function constant": r"^constant bool \w+ \[\[function_constant\(",
+    "integer function constant": r"^constant int \w+ \[\[function_constant\(",
+    "constant made of function constants": r"^constant bool WHOLE = !SPLIT;",
+    "optional argument": r"\[\[buffer\(\d+\), function_constant\(HAS_\w+\)\]\]",
+    "optional argument by a constant that is made of others": r"function_constant\(WHOLE\)",
+    "thread limit by a constant outside of functions": r"max_total_\w+\(THREADS\)",
+    "instance of a kernel template": r"\]\] \[\[kernel\]\] decltype\(",
+    "shuffle over a cast distance": r"simd_shuffle_xor\(\w+, ushort\(TEAM\)\)",
+    "loop over a halved ushort": r"for \(ushort step = TEAM / 2; step > 0; step /= 2\)",
+}
+"""What the rows of the second table stand for in metal/."""
+
+REFUSED = {
+    "function that returns a reference": r"^inline (device|constant|thread\w*) [^=;{]*& \w+\(",
+    "choice between vectors": r"\? [^:;]+ : float4\(",
+    "pointer to a member of a parameter struct": r"\bp\.\w*strides[,)]",
+}
+"""Forms for which no precedent was found."""
+
+
+def rows(title: str) -> list[re.Match[str]]:
+    """The rows of the table under a title."""
+    (section,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", DOCUMENT, re.DOTALL | re.MULTILINE)
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    found = [ROW.match(line) for line in lines]
+    assert None not in found
+    return [row for row in found if row is not None]
+
+
+def named() -> dict[str, re.Match[str]]:
+    return {name: row for row in rows("Names") for name in re.findall(r"`(\w+)`", row["what"])}
+
+
+def header(row: re.Match[str]) -> str:
+    return (mlx_include_dir() / KERNELS / row["file"]).read_text()
+
+
+@pytest.fixture(scope="module")
+def used() -> set[str]:
+    require_emulator()
+    one_each = {source.rpartition("\ntemplate")[0]: source for source in SOURCES.values()}
+    found = {name for source in one_each.values() for name in constructs(source)}
+    return found | {"half", "bfloat"}
+
+
+def test_every_name_has_a_precedent(used):
+    assert used == named().keys()
+
+
+def test_a_new_name_is_found():
+    require_emulator()
+    source = SOURCES["copy_blocks_half"].replace("bool is_valid", "static bool x = simd_any(true)")
+    assert {"static", "simd_any"} <= constructs(source)
+
+
+@pytest.mark.parametrize("name", named())
+def test_the_precedent_has_the_name(name):
+    row = named()[name]
+    if row["where"] == "mlx":
+        assert re.search(rf"\b{name}\b", header(row))
+
+
+@pytest.mark.parametrize("row", rows("Forms"), ids=lambda row: row["what"])
+def test_every_form_is_there_and_in_its_precedent(row):
+    pattern = re.compile(FORMS[row["what"]], re.MULTILINE)
+    assert any(pattern.search(source) for source in SOURCES.values())
+    if row["where"] == "mlx":
+        assert row["text"] in header(row)
+
+
+def test_every_form_has_a_row():
+    assert {row["what"] for row in rows("Forms")} == FORMS.keys()
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_forms_without_a_precedent_are_not_used(form):
+    pattern = re.compile(REFUSED[form], re.MULTILINE)
+    assert not any(pattern.search(source) for source in SOURCES.values())
