@@ -1,6 +1,8 @@
 """The paged ops. Only this folder imports the compiled module."""
 
 from mlx_paged._ext import (
+    BUILT_WITH,
+    cpu_features,
     gather_blocks,
     is_transforming,
     metal,
@@ -18,7 +20,9 @@ from mlx_paged.ops.paged import (
 )
 
 __all__ = [
+    "BUILT_WITH",
     "copy_blocks",
+    "cpu_features",
     "gather_blocks",
     "install_in_mlx",
     "is_transforming",

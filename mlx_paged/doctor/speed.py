@@ -1,0 +1,141 @@
+"""How fast decodes read K/V, beside MLX's own attention and a plain read; the host's time."""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import median
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.cli import load_model
+from mlx_paged.doctor.findings import Findings
+from mlx_paged.engine.engine import Engine
+from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+from mlx_paged.metrics.tick import PARTS
+
+GB = 1e9
+KV_BYTES = 128 * 2**20
+"""K/V of all layers together. Layers take turns, so that no cache of the processor holds it."""
+
+BLOCK_SIZE = 16
+SHAPE = KVShape(8, 128, 128, mx.float16)
+NUM_HEADS = 32
+NUM_ROWS = 16
+"""Requests that decode while the host's time is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One token for each of `batch` sequences with `context` tokens each."""
+
+    batch: int
+    context: int
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.batch * self.context * SHAPE.token_bytes
+
+
+def check_speed(found: Findings, quick: bool) -> None:
+    """decode bandwidth and the host's time"""
+    cases = [Decode(4, 2048)] if quick else [Decode(1, 8192), Decode(8, 2048), Decode(32, 512)]
+    num_bytes, rounds = (KV_BYTES // 4, 3) if quick else (KV_BYTES, 7)
+    head = f"GB/s of K/V, medians of {rounds} rounds in turns; {NUM_HEADS} query heads,"
+    found.lines.append(f"{head} {SHAPE.n_kv_heads} KV heads of {SHAPE.head_dim}, float16")
+    for case in found.progress(cases, "shape"):
+        rates = decode_rates(case, max(1, num_bytes // case.layer_bytes), rounds)
+        name = f"{case.batch} x {case.context} tokens"
+        found.numbers[name] = rates
+        text = ", ".join(f"{way} {rate:.1f}" for way, rate in rates.items())
+        share = 100 * rates["mlx_paged"] / rates["read"]
+        found.lines.append(f"{name}: {text}; mlx_paged is at {share:.0f} % of the read")
+    parts = host_parts(20 if quick else 60)
+    found.numbers["step_ms"] = parts
+    text = ", ".join(f"{name.removesuffix('_ms')} {ms:.2f}" for name, ms in parts.items())
+    found.lines.append(f"a decode step of {NUM_ROWS} requests, demo model, in ms: {text}")
+    if mx.default_device() == mx.Device(mx.cpu):
+        found.lines.append("on a CPU most of the launch is the model's computation")
+
+
+def decode_rates(case: Decode, num_layers: int, rounds: int) -> dict[str, float]:
+    """GB/s by way: a plain read of as many bytes, MLX's attention on contiguous K/V, the paged op
+    on blocks in random order."""
+    columns = ceil_div(case.context, BLOCK_SIZE)
+    num_blocks = case.batch * columns
+    order = np.random.default_rng(0).permutation(num_blocks).reshape(case.batch, columns)
+    tables, lens = as_int32(order.astype(np.int32)), as_int32([case.context] * case.batch)
+    pool = KVPool([SHAPE] * num_layers, num_blocks, BLOCK_SIZE)
+    slots = as_int32(range(num_blocks * BLOCK_SIZE))
+    rows = mx.random.normal((slots.size, SHAPE.n_kv_heads, SHAPE.head_dim)).astype(SHAPE.dtype)
+    for layer in range(num_layers):
+        pool.write(layer, rows, rows, slots)
+    contiguous = [
+        [mx.contiguous(ops.gather_blocks(cache, tables, case.context)) for cache in layer]
+        for layer in zip(pool.k, pool.v, strict=True)
+    ]
+    q = mx.random.normal((case.batch, NUM_HEADS, 1, SHAPE.head_dim)).astype(SHAPE.dtype)
+    mx.eval(q, tables, lens, contiguous, pool.handles())
+    attend, scale = mx.fast.scaled_dot_product_attention, SHAPE.head_dim**-0.5
+    num_bytes = num_layers * case.layer_bytes
+    reader = MemoryReader(os.cpu_count() or 1, num_bytes)
+    ways: dict[str, Callable[[], None]] = {
+        "read": reader.read,
+        "MLX contiguous": lambda: mx.eval([attend(q, k, v, scale=scale) for k, v in contiguous]),
+        "mlx_paged": lambda: mx.eval(
+            [
+                ops.paged_attention(q, pool.k, pool.v, tables, lens, layer)
+                for layer in range(num_layers)
+            ]
+        ),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds + 1):
+        for way, run in ways.items():
+            started = time.perf_counter()
+            run()
+            times[way].append(time.perf_counter() - started)
+    return {way: num_bytes / median(taken[1:]) / GB for way, taken in times.items()}
+
+
+def host_parts(num_steps: int) -> dict[str, float]:
+    """Medians of the parts of a decode step, in milliseconds."""
+    model, _ = load_model()
+    engine = Engine(model, num_blocks=1024, max_running=NUM_ROWS)
+    for first in range(NUM_ROWS):
+        engine.add_request([first + 1] * 8, max_tokens=num_steps + 8)
+    while engine.has_work:
+        engine.step()
+    ticks = [tick for tick in engine.ticks if not tick.has_prompt_tokens and tick.decode_tokens]
+    return {
+        part: round(median(getattr(tick, part) for tick in ticks), 4)
+        for part in ("tick_ms", *PARTS)
+    }
+
+
+class MemoryReader:
+    """Reads an array that fits no cache: with threads on a CPU, with a kernel on a GPU."""
+
+    def __init__(self, num_threads: int, num_bytes: int = KV_BYTES) -> None:
+        self.num_bytes = num_bytes
+        self._parts = np.array_split(np.ones(num_bytes // 8, np.int64), num_threads)
+        self._threads = ThreadPoolExecutor(num_threads)
+        self.read: Callable[[], None] = self._read_on_cpu
+        if mx.default_device() != mx.Device(mx.cpu):
+            self._array = mx.ones(num_bytes // 4, mx.int32)
+            mx.eval(self._array)
+            self.read = self._read_on_gpu
+
+    def _read_on_cpu(self) -> None:
+        list(self._threads.map(np.bitwise_or.reduce, self._parts))
+
+    def _read_on_gpu(self) -> None:
+        mx.eval(mx.max(self._array))
+
+    def gb_s(self, seconds: float) -> float:
+        """GB/s of a `read` that took so long."""
+        return self.num_bytes / seconds / GB
