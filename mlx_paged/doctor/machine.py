@@ -3,6 +3,7 @@
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -15,52 +16,43 @@ from mlx_paged.drop_in.patch import TESTED_VERSIONS
 from mlx_paged.kv.memory import default_kv_memory, device_memory, memory_in_use
 
 GB = 1e9
-LIMITS = ("memory_size", "max_recommended_working_set_size", "max_buffer_length")
+LIMITS = ("max_recommended_working_set_size", "max_buffer_length")
 
 
 def check_machine(found: Findings, quick: bool) -> None:
     """versions, the device, the path of attention"""
     mlx_version: str = mx.__version__  # type: ignore[attr-defined]
-    built_with, mlx_lm_version = ops.BUILT_WITH, mlx_lm.__version__
-    device = mx.device_info()
+    device, built_with = mx.device_info(), ops.BUILT_WITH
+    limits = {name.replace("_", " "): int(device[name]) for name in LIMITS if name in device}
+    limits |= {
+        "memory": device_memory(),
+        "in use": memory_in_use(),
+        "default pool": default_kv_memory(),
+    }
     found.numbers |= {
         "mlx_paged": _version("mlx-paged"),
         "mlx": mlx_version,
-        "built_with": built_with,
-        "mlx_lm": mlx_lm_version,
-        "mlx_lm_tested": TESTED_VERSIONS,
-        "python": platform.python_version(),
+        "built with": built_with,
+        "mlx-lm": mlx_lm.__version__,
+        "tested mlx-lm": TESTED_VERSIONS,
+        "Python": platform.python_version(),
         "system": platform.platform(),
         "device": dict(device),
-        "kernels": kernels_in_use(),
-        "max_paged_queries": max_paged_queries(),
+        "GB": {name: round(size / GB, 1) for name, size in limits.items()},
+        "attention": attention_path(),
     }
-    found.lines += [
-        f"mlx_paged {_version('mlx-paged')}, Python {platform.python_version()},"
-        f" {platform.platform()}",
-        f"mlx {mlx_version}; the module was built with mlx {built_with['mlx']},"
-        f" nanobind {built_with['nanobind']}",
-        f"mlx-lm {mlx_lm_version}; tested with {', '.join(TESTED_VERSIONS)}",
-        f"device: {mx.default_device().type.name}, {device.get('device_name', 'unknown')}"
-        f" ({device.get('architecture', platform.machine())})",
-        "; ".join(_limits(device)),
-        f"attention: {attention_path()}",
-    ]
+    for name, value in found.numbers.items():
+        found.lines.append(f"{name}: {_text(value)}")
     # A development build of mlx has a suffix after these three numbers.
     if mlx_version.split(".")[:3] != built_with["mlx"].split("."):
         found.failures.append(
             f"mlx is {mlx_version}: expected {built_with['mlx']}, with which mlx_paged was built"
         )
-    if mlx_lm_version not in TESTED_VERSIONS:
-        found.failures.append(
-            f"mlx-lm is {mlx_lm_version}: expected {' or '.join(TESTED_VERSIONS)}"
-        )
+    if mlx_lm.__version__ not in TESTED_VERSIONS:
+        expected = " or ".join(TESTED_VERSIONS)
+        found.failures.append(f"mlx-lm is {mlx_lm.__version__}: expected {expected}")
     pool = ops.pool_zeros((1, 1, 8, 4), mx.float32)  # TypeError if the two ABIs differ
-    if (
-        not isinstance(pool, mx.array)
-        or ops.gather_blocks(pool, mx.zeros((1, 1), mx.int32), 8).size != 32
-    ):
-        found.failures.append("the module and mlx.core do not share their arrays")
+    mx.eval(ops.gather_blocks(pool, mx.zeros((1, 1), mx.int32), 8))
 
 
 def attention_path() -> str:
@@ -80,21 +72,15 @@ def attention_path() -> str:
     return f"{paged}, for up to {most} tokens of a sequence; for more: {gathered} ({why})"
 
 
-def _limits(device: dict[str, str | int]) -> list[str]:
-    known = [
-        f"{name.replace('_', ' ')} {int(device[name]) / GB:.1f} GB"
-        for name in LIMITS
-        if name in device
-    ] or [f"memory {device_memory() / GB:.1f} GB"]
-    return [
-        *known,
-        f"in use {memory_in_use() / GB:.1f} GB",
-        f"a pool takes {default_kv_memory() / GB:.1f} GB by default",
-    ]
+def _text(value: Any) -> str:
+    """Several values in one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "from a source tree"
+        return "not installed: a source tree"

@@ -31,7 +31,7 @@ PROMPTS = (
     SHARED + "\nclass Writer:",
 )
 SUFFIX = "\n\ndef "
-NUM_FORKS = 6
+NUM_FORKS = 4
 FORK_EVERY = 5
 """Steps from one fork to the next."""
 
@@ -116,7 +116,7 @@ class Play:
 
 def check_tokens(found: Findings, quick: bool) -> None:
     """tokens of the engine against mlx-lm's, on the demo model"""
-    demo = demo_model(20 if quick else 40)
+    demo = demo_model(16 if quick else 40)
     engine = Engine(demo.model, num_blocks=512, prefill_chunk=24, max_running=6)
     play = Play(engine, demo.mlx_lm)
     for _ in found.progress(range(2), "round"):  # the second one finds prefixes of the first
@@ -127,10 +127,10 @@ def check_tokens(found: Findings, quick: bool) -> None:
 def check_order(found: Findings, quick: bool) -> None:
     """reads and writes of a pool in a busy engine against a calm run"""
     _rewrite_pool(found, rounds=20 if quick else 80)
-    demo = demo_model(20 if quick else 40)
+    demo = demo_model(16 if quick else 40)
     for chunk in found.progress((7,) if quick else (7, 16, 48), "engine"):
         engine = Engine(
-            demo.model, block_size=8, num_blocks=36 if quick else 44, prefill_chunk=chunk
+            demo.model, block_size=8, num_blocks=28 if quick else 36, prefill_chunk=chunk
         )
         play = Play(engine, demo.mlx_lm)
         play.run(demo.prompts, demo.suffix)
