@@ -84,12 +84,12 @@ def error_of(variant: Variant) -> float:
     """Relative error of the variant's worst row; NaN if it read what it must not."""
     if variant.op != "attention":
         return _edit_error(variant)
-    call = attention_call(variant)
-    q, k, v, tables, lens = call.arrays
-    got = ops.paged_attention(q, [k], [v], tables, lens, **call.options)
-    options = {n: to_numpy(a) if isinstance(a, mx.array) else a for n, a in call.options.items()}
+    arrays, options = attention_call(variant)
+    q, k, v, tables, lens = arrays
+    got = ops.paged_attention(q, [k], [v], tables, lens, **options)
     weights = options.pop("return_attn", False)
-    want = float64.attention(*map(to_numpy, call.arrays), **options)
+    options = {n: to_numpy(x) if isinstance(x, mx.array) else x for n, x in options.items()}
+    want = float64.attention(*map(to_numpy, arrays), **options)
     if weights:
         out_error, error = (_worst_row(to_numpy(a), b) for a, b in zip(got, want, strict=True))
         # The weights are float32 and have its tolerance.

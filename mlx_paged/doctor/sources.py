@@ -47,8 +47,8 @@ def sources_of(variant: Variant) -> dict[str, str]:
     """By kernel: the source that MLX gets for a variant on a GPU."""
     metal = ops.metal
     if variant.op == "attention":
-        call = attention_call(variant)
-        plan = metal.plan_attention(*call.arrays, scale=1.0, **call.options)
+        arrays, options = attention_call(variant)
+        plan = metal.plan_attention(*arrays, scale=1.0, **options)
     else:
         shape, size = variant.shape, variant.block_size
         dims = shape.row_dims

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from functools import cache
 from itertools import count
-from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
 
@@ -40,39 +38,46 @@ TIE = 2.0**-10
 may round the inputs of float32 products to 11 bits."""
 
 
-class MlxLm:
-    """What mlx-lm generates for a prompt alone: the calm run."""
+class Demo:
+    """The demo model and prompts for it. mlx-lm, with one prompt at a time, is the calm run."""
 
-    def __init__(self, model: nn.Module, max_tokens: int) -> None:
-        self._model = model
+    def __init__(self, max_tokens: int) -> None:
+        self.model, tokenizer = load_model()
+        self.prompts = [list(tokenizer.encode(prompt)) for prompt in PROMPTS]
+        self.suffix = list(tokenizer.encode(SUFFIX))
         self.max_tokens = max_tokens
         self.answer = cache(self._answer)
 
     def _answer(self, prompt: tuple[int, ...]) -> tuple[list[int], list[Array]]:
         """Greedy tokens, and for each the log-probabilities of all tokens."""
-        steps = [*generate_step(mx.array(prompt), self._model, max_tokens=self.max_tokens)]
+        steps = [*generate_step(mx.array(prompt), self.model, max_tokens=self.max_tokens)]
         return [int(token) for token, _ in steps], [np.array(row).ravel() for _, row in steps]
+
+
+demo_model = cache(Demo)
+"""By number of tokens. Two checks share the answers."""
 
 
 class Play:
     """Requests on an engine: they arrive one by one, and some fork while they run."""
 
-    def __init__(self, engine: Engine, mlx_lm: MlxLm) -> None:
+    def __init__(self, engine: Engine, demo: Demo) -> None:
         self._engine = engine
-        self._mlx_lm = mlx_lm
+        self._demo = demo
         self._prompts: dict[int, list[int]] = {}
         self.tokens = 0
         self.ties = 0
         self.wrong: list[str] = []
 
-    def run(self, prompts: Sequence[list[int]], suffix: list[int]) -> None:
+    def run(self) -> None:
         """Complete all prompts and NUM_FORKS forks; compare each with mlx-lm."""
-        engine, waiting = self._engine, list(prompts)
+        engine, waiting = self._engine, list(self._demo.prompts)
         forks_left = NUM_FORKS
         for step in count():
             if waiting and step % 2 == 0:
                 prompt = waiting.pop(0)
-                self._prompts[engine.add_request(prompt, **self._options)] = prompt
+                request_id = engine.add_request(prompt, max_tokens=self._demo.max_tokens)
+                self._prompts[request_id] = prompt
             if not waiting and not engine.has_work:
                 return
             running = []
@@ -83,21 +88,17 @@ class Play:
                     self._compare(output.completion)
             if running and forks_left and step % FORK_EVERY == 0:
                 forks_left -= 1
-                self._fork(running[-1], suffix if forks_left % 2 else [])
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"max_tokens": self._mlx_lm.max_tokens}
+                self._fork(running[-1], self._demo.suffix if forks_left % 2 else [])
 
     def _fork(self, parent: int, suffix: list[int]) -> None:
-        child = self._engine.fork(parent, suffix, **self._options)
+        child = self._engine.fork(parent, suffix, max_tokens=self._demo.max_tokens)
         request = self._engine.request(child)
         assert request is not None
         self._prompts[child] = list(request.tokens)
 
     def _compare(self, completion: Completion) -> None:
         name, prompt = completion.request_id, self._prompts[completion.request_id]
-        want, rows = self._mlx_lm.answer(tuple(prompt))
+        want, rows = self._demo.answer(tuple(prompt))
         got = completion.tokens
         self.tokens += len(want)
         if completion.error is not None or len(got) != len(want):
@@ -118,37 +119,23 @@ def check_tokens(found: Findings, quick: bool) -> None:
     """tokens of the engine against mlx-lm's, on the demo model"""
     demo = demo_model(16 if quick else 40)
     engine = Engine(demo.model, num_blocks=512, prefill_chunk=24, max_running=6)
-    play = Play(engine, demo.mlx_lm)
+    play = Play(engine, demo)
     for _ in found.progress(range(2), "round"):  # the second one finds prefixes of the first
-        play.run(demo.prompts, demo.suffix)
+        play.run()
     _report(found, play, engine, ("prefix_hit_tokens", "cow_clones"))
 
 
 def check_order(found: Findings, quick: bool) -> None:
     """reads and writes of a pool in a busy engine against a calm run"""
-    _rewrite_pool(found, rounds=20 if quick else 80)
+    rewrite_pool(found, rounds=20 if quick else 80)
     demo = demo_model(16 if quick else 40)
     for chunk in found.progress((7,) if quick else (7, 16, 48), "engine"):
         engine = Engine(
             demo.model, block_size=8, num_blocks=28 if quick else 36, prefill_chunk=chunk
         )
-        play = Play(engine, demo.mlx_lm)
-        play.run(demo.prompts, demo.suffix)
+        play = Play(engine, demo)
+        play.run()
         _report(found, play, engine, ("preemptions", "cow_clones"))
-
-
-class Demo:
-    """The demo model, prompts for it, and mlx-lm's answers."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self.model, tokenizer = load_model()
-        self.prompts = [list(tokenizer.encode(prompt)) for prompt in PROMPTS]
-        self.suffix = list(tokenizer.encode(SUFFIX))
-        self.mlx_lm = MlxLm(self.model, max_tokens)
-
-
-demo_model = cache(Demo)
-"""Two checks share the answers."""
 
 
 def _report(found: Findings, play: Play, engine: Engine, events: Sequence[str]) -> None:
@@ -167,7 +154,7 @@ def _report(found: Findings, play: Play, engine: Engine, events: Sequence[str]) 
     )
 
 
-def _rewrite_pool(found: Findings, rounds: int) -> None:
+def rewrite_pool(found: Findings, rounds: int) -> None:
     """Write a whole pool, attend over it, copy blocks in it, and again, while the device still
     computes the rounds before. Keys and values of a round are one number, and so is its output."""
     num_blocks, size, heads, dim = 65, 16, 8, 128
@@ -189,3 +176,13 @@ def _rewrite_pool(found: Findings, rounds: int) -> None:
     found.lines.append(f"pool rewritten {rounds} times while it was read")
     if wrong:
         found.failures.append(f"rounds {wrong[:8]} read what other rounds wrote")
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    pool.write(0, rows[:1], rows[:1], slots[:1])
+    mx.eval(pool.handles())
+    grown = mx.get_peak_memory() - before
+    if ops.kernel_for() == "native" and grown > pool.nbytes // 4:
+        found.failures.append(
+            f"a write of one token took {grown} bytes: expected no copy of a pool"
+        )

@@ -83,25 +83,11 @@ def all_variants() -> list[Variant]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments of ``paged_attention`` for a variant. NaN fills every slot that no sequence
-    has."""
+def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
+    """Random arguments of ``paged_attention``, on one layer's caches: five arrays, and the options.
 
-    q: mx.array
-    k: mx.array
-    v: mx.array
-    tables: mx.array
-    lens: mx.array
-    options: dict[str, Any]
-
-    @property
-    def arrays(self) -> tuple[mx.array, ...]:
-        return self.q, self.k, self.v, self.tables, self.lens
-
-
-def attention_call(variant: Variant) -> Call:
-    """Random arguments; tables name blocks in random order."""
+    Tables name blocks in random order. NaN fills every slot that no sequence has.
+    """
     rng, shape, block_size = variant.rng(), variant.shape, variant.block_size
     contexts = np.array(LONG_CONTEXTS if variant.option.startswith("long") else CONTEXTS, np.int32)
     columns = -(-int(contexts.max()) // block_size)
@@ -114,20 +100,18 @@ def attention_call(variant: Variant) -> Call:
 
     def cache(dim: int) -> mx.array:
         numbers = _normal(rng, num_blocks, shape.n_kv_heads, block_size, dim)
-        return mx.array(np.where(used, numbers, np.nan).astype(np.float32)).astype(shape.dtype)
+        poisoned = mx.array(np.where(used, numbers, np.float32(np.nan)))
+        return poisoned.astype(shape.dtype).transpose(1, 0, 2, 3)  # a pool's order in memory
 
-    k = cache(shape.head_dim).transpose(1, 0, 2, 3)  # the order in memory is a pool's
-    v = k[..., : shape.v_head_dim] if shape.latent else None
-    num_heads = shape.n_kv_heads * variant.group
-    sizes = len(contexts), num_heads, variant.tokens, columns * block_size
+    k = cache(shape.head_dim)
+    v = k[..., : shape.v_head_dim] if shape.latent else cache(shape.v_head_dim)
+    sizes = len(contexts), shape.n_kv_heads * variant.group, variant.tokens, columns * block_size
     q = mx.array(_normal(rng, *sizes[:3], shape.head_dim)).astype(variant.q_dtype)
     options = OPTIONS[variant.option](rng, sizes, shape)
-    options = {n: mx.array(v) if isinstance(v, np.ndarray) else v for n, v in options.items()}
-    if v is None:
-        v = cache(shape.v_head_dim).transpose(1, 0, 2, 3)
-    call = Call(q, k, v, mx.array(tables), mx.array(contexts), options)
-    mx.eval(call.arrays, options)
-    return call
+    options = {n: mx.array(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    arrays = [q, k, v, mx.array(tables), mx.array(contexts)]
+    mx.eval(arrays, options)
+    return arrays, options
 
 
 def _normal(rng: np.random.Generator, *sizes: int) -> Array:

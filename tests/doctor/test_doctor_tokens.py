@@ -35,7 +35,7 @@ def test_blocks_that_are_not_copied_give_wrong_tokens(monkeypatch):
 def test_reads_after_later_writes_are_noticed(monkeypatch):
     monkeypatch.setattr(mx, "async_eval", lambda output, handles: mx.eval(handles))
     found = Findings("order")
-    tokens._rewrite_pool(found, rounds=8)
+    tokens.rewrite_pool(found, rounds=8)
     assert found.failures == ["rounds [0, 1, 2, 3, 4, 5, 6] read what other rounds wrote"]
 
 
@@ -72,3 +72,16 @@ def test_an_engine_without_preemptions_is_no_proof(monkeypatch):
     monkeypatch.setattr(tokens, "Engine", roomy)
     found = run_check("order", tokens.check_order, True)
     assert found.failures == ["the engine met no preemptions"]
+
+
+def test_a_write_that_copies_the_pool_is_noticed(monkeypatch):
+    right, readers = ops.write_kv, []
+
+    def copying(k: mx.array, v: mx.array, k_cache: mx.array, *rest: Any) -> Any:
+        readers.append(k_cache)  # otherwise MLX adds in place
+        return right(k, v, mx.array(k_cache) + 0, *rest)
+
+    monkeypatch.setattr(ops, "write_kv", copying)
+    found = Findings("order")
+    tokens.rewrite_pool(found, rounds=2)
+    assert [failure[:23] for failure in found.failures] == ["a write of one token to"]
