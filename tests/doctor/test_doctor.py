@@ -114,7 +114,11 @@ class TestStatus:
             raise KeyboardInterrupt
 
         doctor.CHECKS["second"] = interrupted
-        assert doctor.main([]) == 130
+        try:
+            status = doctor.main([])
+        except KeyboardInterrupt:
+            pytest.fail("Ctrl-C was not caught")
+        assert status == 130
         assert capsys.readouterr() == ("", "interrupted\n")
 
     @pytest.mark.parametrize(
