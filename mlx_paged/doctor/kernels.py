@@ -35,7 +35,8 @@ def compare(variants: list[Variant], found: Findings) -> None:
         try:
             error, allowed = error_of(variant), tolerance(variant)
             num_run += 1
-            worst[variant.dtype] = max(worst[variant.dtype], (error, variant.name))
+            if np.isfinite(error):
+                worst[variant.dtype] = max(worst[variant.dtype], (error, variant.name))
             reason = "" if error <= allowed else f"error {error:.2g}, tolerance {allowed:.2g}"
         except Exception as raised:
             reason = message(raised)

@@ -58,7 +58,7 @@ def check_machine(found: Findings, quick: bool) -> None:
 def attention_path() -> str:
     """What computes attention on the default device, and why."""
     most = max_paged_queries()
-    why = f"the device is a {mx.default_device().type.name}"
+    why = f"the device is a {mx.default_device().type.name.upper()}"
     if VARIABLE in os.environ:
         why = f"{VARIABLE} is {os.environ[VARIABLE]}"
     paged, gathered = (

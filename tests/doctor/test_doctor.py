@@ -170,7 +170,7 @@ class TestMachine:
             (8, None, "K, through block tables, for up to 8 tokens of a sequence; for more: "),
             (0, "gather", "gathered blocks, MLX's attention (MLX_PAGED_ATTENTION is gather)"),
             (2**31, "paged", "K, through block tables (MLX_PAGED_ATTENTION is paged)"),
-            (2**31, None, "K, through block tables (the device is a cpu)"),
+            (2**31, None, "K, through block tables (the device is a CPU)"),
         ],
     )
     def test_the_path_of_attention_is_named(self, most, variable, path, monkeypatch):

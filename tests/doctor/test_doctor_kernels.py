@@ -1,5 +1,6 @@
 """The doctor's variants, its float64 attention, and kernels that it must find wrong."""
 
+import json
 from dataclasses import fields
 
 import mlx.core as mx
@@ -128,6 +129,13 @@ class TestWrongKernels:
         right = ops.copy_blocks
         monkeypatch.setattr(ops, "copy_blocks", lambda k, v, pairs: right(k, v, pairs[::-1]))
         assert list(failures()) == [COPY.name]
+
+    def test_the_json_of_an_infinite_error_is_valid(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(ops, "write_kv", lambda k, v, k_cache, v_cache, _: (k_cache, v_cache))
+        path = tmp_path / "report.json"
+        assert doctor.main(["--only", WRITE.name, "--json", str(path)]) == 1
+        report = json.loads(path.read_text(), parse_constant=pytest.fail)
+        assert "error inf" in report["checks"]["kernels"]["failures"][0]
 
     def test_a_crash_in_one_variant_is_its_failure(self, monkeypatch):
         right = ops.paged_attention
