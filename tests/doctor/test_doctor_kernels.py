@@ -6,6 +6,7 @@ from dataclasses import fields
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_runner import MetalRunner
 from numpy_reference import paged_attention_numpy
 
 from mlx_paged import ops
@@ -83,6 +84,13 @@ class TestVariants:
 class TestWrongKernels:
     def test_the_right_ones_pass(self):
         assert failures() == {}
+
+    def test_the_metal_kernels_pass_in_the_emulator(self, monkeypatch):
+        runner = MetalRunner()
+        runner.install(monkeypatch)
+        assert failures() == {}
+        ran = {kernel.split("_")[0] for kernel in runner.trace.kernels}
+        assert ran == {"paged", "merge", "write", "copy"}
 
     @pytest.mark.parametrize(
         "plant",
