@@ -6,15 +6,14 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
+
+from mlx_paged.doctor.speed import MemoryReader
 
 READ_BYTES = 128 * 2**20  # far more than any last-level cache holds
-GB = 1e9
 GEMM_SIZE = 512
 SLOW_GFLOPS = 20.0  # A reference BLAS reaches about 4 on one core, an optimised one 50 or more
 
@@ -78,30 +77,6 @@ class Clock(StrEnum):
         run()
         elapsed = read() - started
         return elapsed if self is Clock.WALL else elapsed / num_threads
-
-
-class MemoryReader:
-    """Reads an array that fits no cache: with threads on a CPU, with a kernel on a GPU."""
-
-    def __init__(self, num_threads: int, num_bytes: int = READ_BYTES) -> None:
-        self.num_bytes = num_bytes
-        self._parts = np.array_split(np.ones(num_bytes // 8, np.int64), num_threads)
-        self._threads = ThreadPoolExecutor(num_threads)
-        self.read: Callable[[], None] = self._read_on_cpu
-        if mx.default_device() != mx.cpu:
-            self._array = mx.ones(num_bytes // 4, mx.int32)
-            mx.eval(self._array)
-            self.read = self._read_on_gpu
-
-    def _read_on_cpu(self) -> None:
-        list(self._threads.map(np.bitwise_or.reduce, self._parts))
-
-    def _read_on_gpu(self) -> None:
-        mx.eval(mx.max(self._array))
-
-    def gb_s(self, seconds: float) -> float:
-        """GB/s of a `read` that took so long."""
-        return self.num_bytes / seconds / GB
 
 
 def measure_read(

@@ -8,6 +8,9 @@ import mlx.core as mx
 _Array = TypeVar("_Array", bound=mx.array)
 _Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
 
+BUILT_WITH: dict[str, str]
+"""By package: the version whose headers the module was compiled with."""
+
 def paged_attention(
     q: mx.array,
     k_cache: mx.array,

@@ -10,6 +10,7 @@
 
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/thread_pool.h"
+#include "mlx/version.h"
 
 namespace mlx_paged {
 
@@ -118,6 +119,10 @@ bool is_transforming() {
   return tracer->is_tracer();
 }
 
+std::string version(int major, int minor, int patch) {
+  return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(patch);
+}
+
 bool has_values(const mx::array& array) {
   return array.status() != mx::array::Status::unscheduled || !array.is_tracer();
 }
@@ -168,6 +173,11 @@ NB_MODULE(_ext, m) {
         "Names of the builds of the CPU kernels that this machine can run, slowest first.");
   m.def("num_threads", &cpu::num_threads,
         "Threads that CPU kernels use: MLX_PAGED_NUM_THREADS, read at import, or the hardware's.");
+
+  nb::dict built_with;
+  built_with["mlx"] = version(MLX_VERSION_MAJOR, MLX_VERSION_MINOR, MLX_VERSION_PATCH);
+  built_with["nanobind"] = version(NB_VERSION_MAJOR, NB_VERSION_MINOR, NB_VERSION_PATCH);
+  m.attr("BUILT_WITH") = built_with;
 
   bind_layers(m);
   bind_plans(m);

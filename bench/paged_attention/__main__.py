@@ -20,7 +20,6 @@ from tqdm import tqdm
 from bench.command import AT_LEAST_TWO, GIB, INTERRUPTED, make_parser, print_result
 from bench.machine import (
     Clock,
-    MemoryReader,
     check_machine,
     cores,
     describe,
@@ -32,6 +31,7 @@ from bench.paged_attention.ggml import is_installed
 from bench.paged_attention.report import case_lines, ceiling_lines, plot
 from bench.paged_attention.timing import time_case
 from mlx_paged.cli import COUNT, KV_BLOCK_SIZES, Parser, number
+from mlx_paged.doctor.speed import MemoryReader
 from mlx_paged.kv.memory import physical_memory
 
 GEMM_REPEATS = 20

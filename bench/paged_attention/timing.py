@@ -8,8 +8,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from bench.machine import GB, Clock, MemoryReader, cores
+from bench.machine import Clock, cores
 from bench.paged_attention.cases import Case, Inputs
+from mlx_paged.doctor.speed import GB, MemoryReader
 
 READ = "read"
 

@@ -1,6 +1,8 @@
 """The paged ops. Only this folder imports the compiled module."""
 
 from mlx_paged._ext import (
+    BUILT_WITH,
+    cpu_features,
     gather_blocks,
     grown_in_place,
     is_transforming,
@@ -20,7 +22,9 @@ from mlx_paged.ops.paged import (
 )
 
 __all__ = [
+    "BUILT_WITH",
     "copy_blocks",
+    "cpu_features",
     "gather_blocks",
     "grown_in_place",
     "install_in_mlx",

@@ -41,7 +41,7 @@ class Environment:
     def __init__(self, folder: Path, name: str, package: Package, wheel: Path) -> None:
         self.folder = folder.resolve()  # as scripts name it: child processes compare it
         self.name = name
-        self.python = folder / "bin" / "python"
+        self.python = self.folder / "bin" / "python"
         self.refusal = ""
         if not (folder / "complete").exists():
             self._install(package)

@@ -8,12 +8,13 @@ from paged_cases import TOLERANCE, worst_error
 from test_bench_cli import Outputs
 
 from bench import machine
-from bench.machine import Clock, MemoryReader, measure_read
+from bench.machine import Clock, measure_read
 from bench.paged_attention import __main__ as paged_attention
 from bench.paged_attention import timing as attention_timing
 from bench.paged_attention.cases import Case, HeadCounts, Inputs
 from bench.paged_attention.ggml import GgmlAttention
 from bench.paged_attention.timing import in_turns, summary
+from mlx_paged.doctor.speed import MemoryReader
 
 TINY = ["--quick", "--heads=4:2:8", "--dtypes", "float32", "--batches=2", "--contexts=33"]
 TINY += ["--block-sizes=8", "--chunk-lengths=4", "--chunk-contexts=9", "--rounds=1"]

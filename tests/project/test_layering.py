@@ -15,6 +15,7 @@ REQUESTS = {"arguments", "request", "sampling_params", "outputs"}
 MAY_IMPORT = {
     "server": {"engine", "metrics", "cli", *REQUESTS},
     "generate": {"engine", "metrics", "cli", *REQUESTS},
+    "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", "cli", *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
     "auto_patch": {"drop_in"},
     "run": {"cli", "drop_in"},

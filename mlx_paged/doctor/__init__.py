@@ -1,0 +1,1 @@
+"""python -m mlx_paged.doctor: checks an installation and its device."""

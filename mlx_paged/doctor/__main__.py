@@ -1,0 +1,79 @@
+"""``python -m mlx_paged.doctor``: checks an installation and its device, and prints one page.
+
+The page goes to stdout, progress bars and mistakes to stderr.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mlx_paged.cli import HelpFormatter, Parser
+from mlx_paged.doctor.findings import Check, page, run_check
+from mlx_paged.doctor.kernels import check_kernels, compare
+from mlx_paged.doctor.machine import check_machine
+from mlx_paged.doctor.sources import check_sources
+from mlx_paged.doctor.speed import check_speed
+from mlx_paged.doctor.tokens import check_order, check_tokens
+from mlx_paged.doctor.variants import all_variants
+
+FAILED = 1
+INTERRUPTED = 130
+CHECKS: dict[str, Check] = {
+    "machine": check_machine,
+    "kernels": check_kernels,
+    "sources": check_sources,
+    "tokens": check_tokens,
+    "order": check_order,
+    "speed": check_speed,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks. Returns 0 if all is right, 1 if not, 130 after Ctrl-C."""
+    parser = Parser(
+        "mlx_paged.doctor",
+        description="Checks an installation and its device; prints a page for an issue.",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="check a sample, in a few seconds")
+    parser.add_argument("--json", metavar="FILE", help="also write all findings to this file")
+    texts = "; ".join(f"{name}: {check.__doc__}" for name, check in CHECKS.items())
+    only = f"one check, or one variant of a kernel as the page names it ({texts})"
+    parser.add_argument("--only", metavar="NAME", help=only)
+    args = parser.parse_args(argv)
+    checks = _chosen(args.only)
+    if not checks:
+        names = ", ".join(CHECKS)
+        parser.error(f"argument --only: expected {names} or a variant, got {args.only!r}")
+    if args.json is not None:  # a path that cannot be written fails before the work
+        try:
+            Path(args.json).open("a", encoding="utf-8").close()
+        except OSError as error:
+            parser.error(f"argument --json: {error}")
+    try:
+        results = [run_check(name, check, args.quick) for name, check in checks.items()]
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    print(page(results, args.quick))
+    ok = all(found.ok for found in results)
+    if args.json is not None:
+        findings = {found.name: found.as_dict() for found in results}
+        report = {"ok": ok, "quick": args.quick, "checks": findings}
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0 if ok else FAILED
+
+
+def _chosen(only: str | None) -> dict[str, Check]:
+    """The checks that run, by name; none if there is no such check or variant."""
+    if only is None:
+        return CHECKS
+    if only in CHECKS:
+        return {only: CHECKS[only]}
+    variants = [variant for variant in all_variants() if variant.name == only]
+    return {"kernels": lambda found, _: compare(variants, found)} if variants else {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What checks find, and the page that says it."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+MAX_SHOWN = 8
+"""Failures of a check that the page shows. The JSON file has all of them."""
+
+MAX_MESSAGE_LINES = 6
+"""Lines of an error message that are kept: a compiler's messages are long."""
+
+
+@dataclass(slots=True)
+class Findings:
+    """What one check has found so far."""
+
+    name: str
+    lines: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    def progress(self, items: Iterable[T], unit: str) -> Iterator[T]:
+        """The items, with a progress bar on stderr if that is a terminal."""
+        return iter(tqdm(items, desc=self.name, unit=unit, leave=False, disable=None))
+
+    def text(self) -> str:
+        """The part of the page about this check."""
+        shown = [f"FAILED: {failure}" for failure in self.failures[:MAX_SHOWN]]
+        if len(self.failures) > MAX_SHOWN:
+            shown.append(f"FAILED: {len(self.failures) - MAX_SHOWN} more")
+        lines = [line for entry in [*self.lines, *shown] for line in entry.splitlines()]
+        head = f"{self.name}: {'ok' if self.ok else 'FAILED'} ({self.seconds:.1f} s)"
+        return "\n".join([head, *(f"  {line}" for line in lines)])
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"ok": self.ok, **asdict(self)}
+
+
+Check = Callable[[Findings, bool], None]
+"""Writes what it finds; the flag asks for a quick check. Its docstring describes it."""
+
+
+def run_check(name: str, check: Check, quick: bool) -> Findings:
+    """Run a check. An exception is a failure of this check."""
+    found = Findings(name)
+    started = time.perf_counter()
+    try:
+        check(found, quick)
+    except Exception as error:
+        found.failures.append(message(error))
+    found.seconds = time.perf_counter() - started
+    return found
+
+
+def message(error: Exception) -> str:
+    """The type and the first lines of an error."""
+    lines = f"{type(error).__name__}: {error}".strip().splitlines()
+    return "\n  ".join(lines[:MAX_MESSAGE_LINES])
+
+
+def page(checks: list[Findings], quick: bool) -> str:
+    """All findings as plain text."""
+    failed = [found.name for found in checks if not found.ok]
+    verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks are ok"
+    seconds = sum(found.seconds for found in checks)
+    head = f"mlx_paged.doctor{' --quick' if quick else ''}: {verdict} ({seconds:.0f} s)"
+    return "\n".join([head, *(found.text() for found in checks)])

@@ -1,0 +1,82 @@
+"""Paged attention in float64, computed in NumPy and without any code of the kernels."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    context_lens: Array,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """``mlx_paged.paged_attention`` with ``return_attn`` on one layer's pool of float64."""
+    block_size = k_cache.shape[2]
+    rope_freqs, attn_mask = options.pop("rope_freqs", None), options.pop("attn_mask", None)
+    out = np.zeros((*q.shape[:3], v_cache.shape[3]))
+    weights = np.zeros((*q.shape[:3], block_tables.shape[1] * block_size))
+    for b, length in enumerate(context_lens):
+        blocks, offsets = np.divmod(np.arange(length), block_size)
+        blocks = block_tables[b, blocks]
+        query = q[b] if rope_freqs is None else _rotated(q[b], rope_freqs[b])
+        mask = None if attn_mask is None else attn_mask[b, ..., :length]
+        k, v = k_cache[:, blocks, offsets], v_cache[:, blocks, offsets]
+        out[b], weights[b, ..., :length] = _attend(query, k, v, mask=mask, **options)
+    return out, weights
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    mask: Array | None,
+    causal: bool = True,
+    kv_head_mapping: Array | None = None,
+    window: int | None = None,
+    sinks: Array | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Array | None = None,
+) -> tuple[Array, Array]:
+    """One sequence: ``q [H, L, D]``, ``k [H_kv, n, D]``, ``v [H_kv, n, D_v]``."""
+    (num_heads, num_tokens, head_dim), (num_kv_heads, num_keys, _) = q.shape, k.shape
+    if kv_head_mapping is None:
+        kv_head_mapping = np.arange(num_heads) // (num_heads // num_kv_heads)
+    k, v = k[kv_head_mapping], v[kv_head_mapping]
+    key, position = np.arange(num_keys), num_keys - num_tokens + np.arange(num_tokens)[:, None]
+    seen = np.broadcast_to(position >= 0, (num_tokens, num_keys))
+    if causal or window is not None:
+        seen = seen & (key <= position)
+    if window is not None:
+        seen = seen & (key > position - window)
+    scores = q @ k.swapaxes(1, 2) * head_dim**-0.5
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores + alibi_slopes[:, None, None] * (key - position)
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf) if mask.dtype == np.bool_ else scores + mask
+    scores = np.where(seen, scores, -np.inf)
+    highest = scores.max(axis=-1, keepdims=True)
+    highest[highest == -np.inf] = 0
+    weights = np.exp(scores - highest)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total = np.where(total > 0, total + np.exp(sinks[:, None, None] - highest), 1)
+    weights = weights / np.where(total > 0, total, 1)
+    return weights @ v, weights
+
+
+def _rotated(query: Array, angles: Array) -> Array:
+    """Dims (i, i + R/2) of ``[H, L, D]`` rotated by angle i of ``[L, R/2]``."""
+    half = angles.shape[-1]
+    first, second, rest = query[..., :half], query[..., half : 2 * half], query[..., 2 * half :]
+    cosine, sine = np.cos(angles), np.sin(angles)
+    turned = first * cosine - second * sine, first * sine + second * cosine
+    return np.concatenate((*turned, rest), axis=-1)

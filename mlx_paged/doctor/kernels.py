@@ -1,0 +1,142 @@
+"""Compares every variant of the kernels with float64."""
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged import ops
+from mlx_paged.doctor import float64
+from mlx_paged.doctor.findings import Findings, message
+from mlx_paged.doctor.variants import DTYPES, QUICK_STEP, Variant, all_variants, attention_call
+from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.pool import KVPool, as_int32
+
+SUMS = 32 * 2.0**-23
+"""Relative error that sums and functions of float32 may leave in a row of outputs."""
+
+TF32 = 2.0**-10
+"""Relative error where plain MLX multiplies float32 matrices with 11 bits on a GPU."""
+
+MAX_FAILURES = 40
+"""The check ends after so many: a source that does not compile fails in many variants."""
+
+COMMAND = "python -m mlx_paged.doctor --only"
+
+
+def check_kernels(found: Findings, quick: bool) -> None:
+    """every variant of the kernels against float64"""
+    compare(all_variants()[:: QUICK_STEP if quick else 1], found)
+
+
+def compare(variants: list[Variant], found: Findings) -> None:
+    """Run each variant on the default device; a wrong one is a failure."""
+    worst = {dtype: (0.0, "none") for dtype in DTYPES}
+    num_run = 0
+    for variant in found.progress(variants, "variant"):
+        try:
+            error, allowed = error_of(variant), tolerance(variant)
+            num_run += 1
+            if np.isfinite(error):
+                worst[variant.dtype] = max(worst[variant.dtype], (error, variant.name))
+            reason = "" if error <= allowed else f"error {error:.2g}, tolerance {allowed:.2g}"
+        except Exception as raised:
+            reason = message(raised)
+        if reason:
+            found.failures.append(f"{variant.name}: {reason}\n  repeat: {COMMAND} {variant.name}")
+            if len(found.failures) == MAX_FAILURES:
+                found.failures.append(f"gave up after {MAX_FAILURES} failures")
+                break
+    found.numbers |= {"variants": len(variants), "run": num_run, "kernels": kernels_in_use()}
+    found.lines.append(f"{num_run} of {len(variants)} variants run, on {kernels_in_use()}")
+    found.lines.append(
+        "largest relative error of an output row; tolerance: eps / 2 of the output's dtype"
+        f" + {SUMS:.1e} for float32 sums; writes and copies: exact"
+    )
+    for dtype, (error, name) in worst.items():
+        found.numbers[dtype] = {
+            "worst_error": error,
+            "variant": name,
+            "tolerance": _tolerance_of(dtype),
+        }
+        found.lines.append(f"{dtype}: {error:.2e} of {_tolerance_of(dtype):.2e} ({name})")
+
+
+def kernels_in_use() -> str:
+    """Which kernels answer on the default device."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return f"the CPU kernels ({ops.cpu_features()})"
+    if ops.kernel_for() == "native":
+        return "the Metal kernels"
+    return "plain MLX (this build has no kernels for this GPU)"
+
+
+def _tolerance_of(dtype: str) -> float:
+    plain_mlx_on_a_gpu = ops.kernel_for() == "reference"
+    return float(mx.finfo(DTYPES[dtype]).eps) / 2 + (TF32 if plain_mlx_on_a_gpu else SUMS)
+
+
+def tolerance(variant: Variant) -> float:
+    """Largest relative error of an output row."""
+    if variant.op != "attention":
+        return 0.0
+    return _tolerance_of("float32" if variant.q_dtype == mx.float32 else variant.dtype)
+
+
+def error_of(variant: Variant) -> float:
+    """Relative error of the variant's worst row; NaN if it read what it must not."""
+    if variant.op != "attention":
+        return _edit_error(variant)
+    arrays, options = attention_call(variant)
+    q, k, v, tables, lens = arrays
+    got = ops.paged_attention(q, [k], [v], tables, lens, **options)
+    weights = options.pop("return_attn", False)
+    options = {n: to_numpy(x) if isinstance(x, mx.array) else x for n, x in options.items()}
+    want = float64.attention(*map(to_numpy, arrays), **options)
+    if weights:
+        out_error, error = (_worst_row(to_numpy(a), b) for a, b in zip(got, want, strict=True))
+        # The weights are float32 and have its tolerance.
+        return max(out_error, error * tolerance(variant) / _tolerance_of("float32"))
+    return _worst_row(to_numpy(got), want[0])
+
+
+def to_numpy(array: mx.array) -> float64.Array:
+    """Floats as float64, everything else as it is."""
+    if mx.issubdtype(array.dtype, mx.floating):
+        return np.array(array.astype(mx.float32)).astype(np.float64)
+    return np.array(array)
+
+
+def _worst_row(got: float64.Array, want: float64.Array) -> float:
+    """Rows that must be zero have no error or an infinite one."""
+    size, difference = np.linalg.norm(want, axis=-1), np.linalg.norm(got - want, axis=-1)
+    of_zero = np.where(difference == 0, 0.0, np.inf) + 0 * difference
+    return float(np.where(size > 0, difference / np.where(size > 0, size, 1), of_zero).max())
+
+
+def _edit_error(variant: Variant) -> float:
+    """0 if a pool has exactly the rows that were written, or the blocks that were copied."""
+    rng, shape, size = variant.rng(), variant.shape, variant.block_size
+    pool = KVPool([shape], 6, size)
+    slots = rng.permutation(6 * size)[: 5 * size].astype(np.int32)
+    slots[3], slots[7] = -1, 6 * size  # skipped
+    k, v = (
+        mx.array(rng.standard_normal((len(slots), shape.n_kv_heads, dim), np.float32)).astype(
+            shape.dtype
+        )
+        for dim in shape.row_dims
+    )
+    pool.write(0, k, v, as_int32(slots))
+    want = []
+    for row in (k, v):
+        blocks = np.zeros((6 * size, *row.shape[1:]))
+        inside = (slots >= 0) & (slots < 6 * size)
+        blocks[slots[inside]] = to_numpy(row)[inside]
+        want.append(blocks.reshape(6, size, *row.shape[1:]).transpose(2, 0, 1, 3))
+    if variant.op == "copy":
+        pairs = [(0, 3), (3, 5), (2, 0)]  # in this order
+        pool.copy_blocks([BlockCopy(*pair) for pair in pairs])
+        for blocks in want:
+            for source, destination in pairs:
+                blocks[:, destination] = blocks[:, source]
+    got = map(to_numpy, pool.write_targets(0))
+    same = all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+    return 0.0 if same else float("inf")

@@ -1,0 +1,86 @@
+"""Versions, the device and its limits, and the path that attention takes."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+
+from mlx_paged import ops
+from mlx_paged.attention.pool_attention import ANY_NUMBER, VARIABLE, max_paged_queries
+from mlx_paged.doctor.findings import Findings
+from mlx_paged.doctor.kernels import kernels_in_use
+from mlx_paged.drop_in.patch import TESTED_VERSIONS
+from mlx_paged.kv.memory import default_kv_memory, device_memory, memory_in_use
+
+GB = 1e9
+LIMITS = ("max_recommended_working_set_size", "max_buffer_length")
+
+
+def check_machine(found: Findings, quick: bool) -> None:
+    """versions, the device, the path of attention"""
+    mlx_version: str = mx.__version__  # type: ignore[attr-defined]
+    device, built_with = mx.device_info(), ops.BUILT_WITH
+    limits = {name.replace("_", " "): int(device[name]) for name in LIMITS if name in device}
+    limits |= {
+        "memory": device_memory(),
+        "in use": memory_in_use(),
+        "default pool": default_kv_memory(),
+    }
+    found.numbers |= {
+        "mlx_paged": _version("mlx-paged"),
+        "mlx": mlx_version,
+        "built with": built_with,
+        "mlx-lm": mlx_lm.__version__,
+        "tested mlx-lm": TESTED_VERSIONS,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "device": dict(device),
+        "GB": {name: round(size / GB, 1) for name, size in limits.items()},
+        "attention": attention_path(),
+    }
+    for name, value in found.numbers.items():
+        found.lines.append(f"{name}: {_text(value)}")
+    # A development build of mlx has a suffix after these three numbers.
+    if mlx_version.split(".")[:3] != built_with["mlx"].split("."):
+        found.failures.append(
+            f"mlx is {mlx_version}: expected {built_with['mlx']}, with which mlx_paged was built"
+        )
+    if mlx_lm.__version__ not in TESTED_VERSIONS:
+        expected = " or ".join(TESTED_VERSIONS)
+        found.failures.append(f"mlx-lm is {mlx_lm.__version__}: expected {expected}")
+    pool = ops.pool_zeros((1, 1, 8, 4), mx.float32)  # TypeError if the two ABIs differ
+    mx.eval(ops.gather_blocks(pool, mx.zeros((1, 1), mx.int32), 8))
+
+
+def attention_path() -> str:
+    """What computes attention on the default device, and why."""
+    most = max_paged_queries()
+    why = f"the device is a {mx.default_device().type.name.upper()}"
+    if VARIABLE in os.environ:
+        why = f"{VARIABLE} is {os.environ[VARIABLE]}"
+    paged, gathered = (
+        f"{kernels_in_use()}, through block tables",
+        "gathered blocks, MLX's attention",
+    )
+    if most == 0:
+        return f"{gathered} ({why})"
+    if most == ANY_NUMBER:
+        return f"{paged} ({why})"
+    return f"{paged}, for up to {most} tokens of a sequence; for more: {gathered} ({why})"
+
+
+def _text(value: Any) -> str:
+    """Several values in one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(each)}" for name, each in value.items())
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed: a source tree"

@@ -1,0 +1,70 @@
+"""Assembles the Metal sources that MLX would get, and compiles them where Xcode is."""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import mlx.core as mx
+
+from mlx_paged import ops
+from mlx_paged.doctor.findings import MAX_MESSAGE_LINES, Findings
+from mlx_paged.doctor.variants import QUICK_STEP, Variant, all_variants, attention_call
+
+COMPILE = ("xcrun", "-sdk", "macosx", "metal", "-std=metal3.1", "-o", os.devnull, "-c")
+FIND = ("xcrun", "--find", "metal")
+NEW_SOURCE = ("plain", "long", "float32-queries")
+"""Options with sources of their own. All others are function constants."""
+
+
+def check_sources(found: Findings, quick: bool) -> None:
+    """the Metal sources, compiled where there is Xcode"""
+    variants = {
+        (v.op, v.dtype, v.heads, v.group, v.tokens, v.option): v
+        for v in all_variants()
+        if v.option in NEW_SOURCE
+    }
+    chosen = [*variants.values()][:: QUICK_STEP if quick else 1]
+    sources: dict[str, str] = {}
+    for variant in found.progress(chosen, "plan"):
+        sources |= sources_of(variant)
+    found.numbers |= {"assembled": len(sources), "compiled": 0}
+    if not shutil.which(FIND[0]) or subprocess.run(FIND, capture_output=True).returncode:
+        found.lines.append(f"{len(sources)} assembled, none compiled: no `{' '.join(FIND)}` here")
+        return
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
+        results = threads.map(partial(_compile, Path(folder)), *zip(*sources.items(), strict=True))
+        errors = dict(zip(sources, found.progress(results, "source"), strict=True))
+    found.failures += [f"{kernel}: {error}" for kernel, error in errors.items() if error]
+    found.numbers["compiled"] = len(sources) - len(found.failures)
+    found.lines.append(f"{found.numbers['compiled']} of {len(sources)} compiled by Xcode")
+
+
+def sources_of(variant: Variant) -> dict[str, str]:
+    """By kernel: the source that MLX gets for a variant on a GPU."""
+    metal = ops.metal
+    if variant.op == "attention":
+        arrays, options = attention_call(variant)
+        plan = metal.plan_attention(*arrays, scale=1.0, **options)
+    else:
+        shape, size = variant.shape, variant.block_size
+        dims = shape.row_dims
+        caches = [mx.zeros((shape.n_kv_heads, 2, size, dim), shape.dtype) for dim in dims]
+        rows = [mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in dims]
+        if variant.op == "write":
+            plan = metal.plan_write_kv(*rows, *caches, mx.zeros((1,), mx.int32))
+        else:
+            plan = metal.plan_copy_blocks(*caches, mx.zeros((1, 2), mx.int32))
+    return {launch["kernel"]: launch["source"] for launch in plan["launches"]}
+
+
+def _compile(folder: Path, kernel: str, source: str) -> str:
+    """The first lines of the compiler's message if it refuses the source, else nothing."""
+    path = folder / f"{kernel}.metal"
+    path.write_text(source)
+    done = subprocess.run([*COMPILE, path], capture_output=True, text=True)
+    lines = (done.stderr or f"exit status {done.returncode}").splitlines()
+    return "\n  ".join(lines[:MAX_MESSAGE_LINES]) if done.returncode else ""

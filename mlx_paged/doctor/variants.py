@@ -1,0 +1,177 @@
+"""The variants of the kernels, and random calls of each."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_paged.doctor.float64 import Array
+from mlx_paged.kv.pool import KVShape
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+BLOCK_SIZES = (8, 16, 32)
+GROUPS = (1, 2, 4, 8)
+"""Query heads that share a KV head."""
+
+TOKENS = (1, 5)
+"""Query tokens of each sequence: a decode and a chunk."""
+
+HEADS = {f"d{dim}": (dim, dim) for dim in (20, 32, 64, 80, 96, 128, 192, 256)}
+HEADS |= {"d192v128": (192, 128), "latent576": (576, 512)}
+"""By name: dimensions of keys and of values. Latent values are columns of the keys."""
+
+CONTEXTS = (1, 70, 33)
+LONG_CONTEXTS = (700, 3, 290)
+"""Context lengths; the Metal kernels split long ones and merge the parts."""
+
+QUICK_STEP = 11
+"""A quick check takes every so many-th variant. No number of values above is a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to call an op: "attention", "write" or "copy"."""
+
+    op: str
+    dtype: str
+    heads: str
+    block_size: int
+    group: int = 1
+    tokens: int = 1
+    option: str = "plain"
+
+    @property
+    def name(self) -> str:
+        name = f"{self.op}-{self.dtype}-{self.heads}-block{self.block_size}"
+        if self.op != "attention":
+            return name
+        return f"{name}-group{self.group}-tokens{self.tokens}-{self.option}"
+
+    @property
+    def shape(self) -> KVShape:
+        latent = self.heads.startswith("latent")
+        return KVShape(1 if latent else 2, *HEADS[self.heads], DTYPES[self.dtype], latent)
+
+    @property
+    def q_dtype(self) -> mx.Dtype:
+        return mx.float32 if self.option == "float32-queries" else DTYPES[self.dtype]
+
+    def rng(self) -> np.random.Generator:
+        """The same random numbers in every run."""
+        return np.random.default_rng(zlib.crc32(self.name.encode()))
+
+
+def all_variants() -> list[Variant]:
+    """Attention without options in every combination of the other properties; each option with each
+    dtype, head dimension and number of tokens; writes and copies."""
+    found = [
+        Variant("attention", dtype, heads, block_size, group, tokens)
+        for dtype, heads, block_size, group, tokens in product(
+            DTYPES, HEADS, BLOCK_SIZES, GROUPS, TOKENS
+        )
+    ]
+    with_options = product(DTYPES, HEADS, TOKENS, [*OPTIONS][1:])
+    for i, (dtype, heads, tokens, option) in enumerate(with_options):
+        block_size, group = BLOCK_SIZES[i % 3], GROUPS[i % 4]
+        found.append(Variant("attention", dtype, heads, block_size, group, tokens, option))
+    for op, dtype, heads, block_size in product(("write", "copy"), DTYPES, HEADS, BLOCK_SIZES):
+        found.append(Variant(op, dtype, heads, block_size))
+    return found
+
+
+def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
+    """Random arguments of ``paged_attention``, on one layer's caches: five arrays, and the options.
+
+    Tables name blocks in random order. NaN fills every slot that no sequence has.
+    """
+    rng, shape, block_size = variant.rng(), variant.shape, variant.block_size
+    contexts = np.array(LONG_CONTEXTS if variant.option.startswith("long") else CONTEXTS, np.int32)
+    columns = -(-int(contexts.max()) // block_size)
+    num_blocks = len(contexts) * columns
+    tables = rng.permutation(num_blocks).reshape(len(contexts), columns).astype(np.int32)
+    used = np.zeros((num_blocks, 1, block_size, 1), np.bool_)
+    for table, context in zip(tables, contexts, strict=True):
+        blocks, offsets = np.divmod(np.arange(context), block_size)
+        used[table[blocks], 0, offsets] = True
+
+    def cache(dim: int) -> mx.array:
+        numbers = _normal(rng, num_blocks, shape.n_kv_heads, block_size, dim)
+        poisoned = mx.array(np.where(used, numbers, np.float32(np.nan)))
+        return poisoned.astype(shape.dtype).transpose(1, 0, 2, 3)  # a pool's order in memory
+
+    k = cache(shape.head_dim)
+    v = k[..., : shape.v_head_dim] if shape.latent else cache(shape.v_head_dim)
+    sizes = len(contexts), shape.n_kv_heads * variant.group, variant.tokens, columns * block_size
+    q = mx.array(_normal(rng, *sizes[:3], shape.head_dim)).astype(variant.q_dtype)
+    options = OPTIONS[variant.option](rng, sizes, shape)
+    options = {n: mx.array(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    arrays = [q, k, v, mx.array(tables), mx.array(contexts)]
+    mx.eval(arrays, options)
+    return arrays, options
+
+
+def _normal(rng: np.random.Generator, *sizes: int) -> Array:
+    return rng.standard_normal(sizes, np.float32)
+
+
+Sizes = tuple[int, int, int, int]
+"""Sequences, query heads, tokens of each sequence, keys that a table has room for."""
+
+Option = Callable[[np.random.Generator, Sizes, KVShape], dict[str, Any]]
+
+
+def _bool_mask(rng: np.random.Generator, sizes: Sizes, shape: KVShape) -> dict[str, Any]:
+    """True for 7 keys in 10, and for no key that the first query of the last sequence sees."""
+    mask = rng.random(sizes) < 0.7
+    mask[-1, :, 0] = False
+    return {"attn_mask": mask}
+
+
+def _float_mask(rng: np.random.Generator, sizes: Sizes, shape: KVShape) -> dict[str, Any]:
+    seen = _bool_mask(rng, sizes, shape)["attn_mask"]
+    return {"attn_mask": np.where(seen, _normal(rng, *sizes), np.float32(-np.inf))}
+
+
+def _rope(share: int) -> Option:
+    """Rotate the first 1/`share` of the dimensions by angles as large as positions are."""
+
+    def options(rng: np.random.Generator, sizes: Sizes, shape: KVShape) -> dict[str, Any]:
+        angles = rng.uniform(0, 5000, (sizes[0], sizes[2], shape.head_dim // 2 // share))
+        return {"rope_freqs": angles.astype(np.float32)}
+
+    return options
+
+
+def _many(rng: np.random.Generator, sizes: Sizes, shape: KVShape) -> dict[str, Any]:
+    names = ("window", "sinks", "softcap", "alibi", "float-mask", "partial-rope", "mapping")
+    together: dict[str, Any] = {}
+    for name in names:
+        together |= OPTIONS[name](rng, sizes, shape)
+    return together
+
+
+OPTIONS: dict[str, Option] = {
+    "plain": lambda rng, sizes, shape: {},
+    "long": lambda rng, sizes, shape: {},
+    "long-sinks": lambda rng, sizes, shape: {"sinks": _normal(rng, sizes[1])},
+    "float32-queries": lambda rng, sizes, shape: {},
+    "weights": lambda rng, sizes, shape: {"return_attn": True},
+    "not-causal": lambda rng, sizes, shape: {"causal": False},
+    "window": lambda rng, sizes, shape: {"window": 21},
+    "sinks": lambda rng, sizes, shape: {"sinks": _normal(rng, sizes[1])},
+    "softcap": lambda rng, sizes, shape: {"softcap": 0.7},
+    "alibi": lambda rng, sizes, shape: {"alibi_slopes": abs(_normal(rng, sizes[1])) / 3},
+    "bool-mask": _bool_mask,
+    "float-mask": _float_mask,
+    "rope": _rope(share=1),
+    "partial-rope": _rope(share=4),
+    "mapping": lambda rng, sizes, shape: {
+        "kv_head_mapping": rng.integers(0, shape.n_kv_heads, sizes[1]).astype(np.int32)
+    },
+    "many": _many,
+}
+"""By name: arguments of ``paged_attention``. "long" has long contexts."""

@@ -1,0 +1,204 @@
+"""The doctor's page, exit statuses, JSON and mistakes."""
+
+import contextlib
+import io
+import json
+from types import SimpleNamespace
+
+import mlx_lm
+import pytest
+
+from mlx_paged import ops
+from mlx_paged.doctor import __main__ as doctor
+from mlx_paged.doctor import machine, sources
+from mlx_paged.doctor.findings import Findings, run_check
+
+NAMES = ["machine", "kernels", "sources", "tokens", "order", "speed"]
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory) -> SimpleNamespace:
+    """What a quick run returns, prints and writes."""
+    path = tmp_path_factory.mktemp("doctor") / "report.json"
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = doctor.main(["--quick", "--json", str(path)])
+    return SimpleNamespace(
+        status=status, out=out.getvalue(), err=err.getvalue(), json=json.loads(path.read_text())
+    )
+
+
+@pytest.fixture
+def few_checks(monkeypatch) -> dict:
+    """Two quick checks, which note that they ran, in place of the real ones."""
+    ran: dict[str, bool] = {}
+
+    def check(found: Findings, quick: bool) -> None:
+        """a check"""
+        ran[found.name] = quick
+        found.lines.append(f"{found.name} was here")
+
+    monkeypatch.setattr(doctor, "CHECKS", {"first": check, "second": check})
+    return ran
+
+
+class TestQuickRun:
+    def test_all_is_right_and_nothing_is_on_stderr(self, quick):
+        assert (quick.status, quick.err) == (0, "")
+
+    def test_the_page_is_one_page_and_names_every_check(self, quick):
+        lines = quick.out.splitlines()
+        assert lines[0].startswith("mlx_paged.doctor --quick: all checks are ok (")
+        heads = [line.split(":")[0] for line in lines[1:] if not line.startswith(" ")]
+        assert heads == NAMES
+        assert all(f"\n{name}: ok (" in quick.out for name in NAMES)
+        assert len(lines) <= 40 and quick.out.isascii()
+
+    def test_the_page_says_what_answered(self, quick):
+        assert f"variants run, on the CPU kernels ({ops.cpu_features()})" in quick.out
+        assert "attention: the CPU kernels" in quick.out
+
+    def test_the_json_has_every_number(self, quick):
+        report = quick.json
+        assert (report["ok"], report["quick"]) == (True, True)
+        assert list(report["checks"]) == NAMES
+        for name, found in report["checks"].items():
+            assert found.keys() == {"ok", "name", "lines", "failures", "numbers", "seconds"}
+            assert (found["ok"], found["name"], found["failures"]) == (True, name, [])
+            assert found["lines"] and found["seconds"] >= 0
+        kernels = report["checks"]["kernels"]["numbers"]
+        assert kernels["variants"] == kernels["run"] > 100
+        for dtype in ("float32", "float16", "bfloat16"):
+            assert 0 < kernels[dtype]["worst_error"] <= kernels[dtype]["tolerance"]
+        assert report["checks"]["machine"]["numbers"]["built with"] == ops.BUILT_WITH
+        assert report["checks"]["sources"]["numbers"]["assembled"] > 20
+        for play in (check := report["checks"])["tokens"]["numbers"]["plays"]:
+            assert min(play["prefix_hit_tokens"], play["cow_clones"], play["tokens"]) > 0
+        for play in check["order"]["numbers"]["plays"]:
+            assert min(play["preemptions"], play["cow_clones"], play["chunk_only_steps"]) > 0
+        rates = check["speed"]["numbers"]["4 x 2048 tokens"]
+        assert rates.keys() == {"read", "MLX contiguous", "mlx_paged"} and min(rates.values()) > 0
+        assert check["speed"]["numbers"]["step_ms"]["tick_ms"] > 0
+
+
+class TestStatus:
+    def test_a_check_that_crashes_fails_and_the_others_run(
+        self, few_checks, monkeypatch, tmp_path, capsys
+    ):
+        def crash(found: Findings, quick: bool) -> None:
+            found.lines.append("half of it is done")
+            raise RuntimeError(
+                "[metal::Device] Unable to build metal library\nline 3: no such type"
+            )
+
+        doctor.CHECKS["crash"] = crash
+        doctor.CHECKS["last"] = doctor.CHECKS["first"]
+        path = tmp_path / "report.json"
+        assert doctor.main(["--json", str(path)]) == 1
+        out = capsys.readouterr().out
+        assert out.startswith("mlx_paged.doctor: FAILED: crash (")
+        assert "half of it is done" in out
+        assert "FAILED: RuntimeError: [metal::Device] Unable to build metal library" in out
+        assert "line 3: no such type" in out
+        assert list(few_checks) == ["first", "second", "last"]
+        report = json.loads(path.read_text())
+        assert not report["ok"] and not report["checks"]["crash"]["ok"]
+
+    def test_only_one_check_runs(self, few_checks, capsys):
+        assert doctor.main(["--only", "second", "--quick"]) == 0
+        assert few_checks == {"second": True}
+        assert "first" not in capsys.readouterr().out
+
+    def test_ctrl_c_is_one_line(self, few_checks, capsys):
+        def interrupted(found: Findings, quick: bool) -> None:
+            raise KeyboardInterrupt
+
+        doctor.CHECKS["second"] = interrupted
+        try:
+            status = doctor.main([])
+        except KeyboardInterrupt:
+            pytest.fail("Ctrl-C was not caught")
+        assert status == 130
+        assert capsys.readouterr() == ("", "interrupted\n")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--slow"], "unrecognized arguments: --slow"),
+            (["--only", "kernel"], "--only: expected first, second or a variant, got 'kernel'"),
+            (["--only"], "--only: expected one argument"),
+            (["--json", "/no/such/folder/report.json"], "--json: [Errno 2] No such file"),
+        ],
+    )
+    def test_a_mistake_is_one_line_before_the_work(self, arguments, message, few_checks, capsys):
+        with pytest.raises(SystemExit) as exit_info:
+            doctor.main(arguments)
+        out, err = capsys.readouterr()
+        assert exit_info.value.code == 2 and out == ""
+        assert err.startswith("mlx_paged.doctor: error: ") and err.count("\n") == 1
+        assert message in err
+        assert few_checks == {}
+
+    def test_the_page_shows_some_of_many_failures(self):
+        found = Findings("kernels", failures=[f"variant {i}" for i in range(100)])
+        text = found.text()
+        assert "variant 7" in text and "variant 8" not in text and "FAILED: 92 more" in text
+
+
+class TestMachine:
+    def test_another_mlx_than_at_build_time_fails(self, monkeypatch):
+        monkeypatch.setattr(ops, "BUILT_WITH", {"mlx": "0.32.3", "nanobind": "3.1.0"})
+        (failure,) = run_check("machine", machine.check_machine, True).failures
+        assert "expected 0.32.3, with which mlx_paged was built" in failure
+
+    def test_an_untested_mlx_lm_fails(self, monkeypatch):
+        monkeypatch.setattr(mlx_lm, "__version__", "0.33.0")
+        (failure,) = run_check("machine", machine.check_machine, True).failures
+        assert failure.startswith("mlx-lm is 0.33.0: expected ")
+
+    def test_a_module_that_rejects_arrays_fails(self, monkeypatch):
+        def reject(*arguments: object) -> None:
+            raise TypeError("gather_blocks(): incompatible function arguments")
+
+        monkeypatch.setattr(ops, "gather_blocks", reject)
+        (failure,) = run_check("machine", machine.check_machine, True).failures
+        assert failure.startswith("TypeError: gather_blocks()")
+
+    @pytest.mark.parametrize(
+        ("most", "variable", "path"),
+        [
+            (8, None, "K, through block tables, for up to 8 tokens of a sequence; for more: "),
+            (0, "gather", "gathered blocks, MLX's attention (MLX_PAGED_ATTENTION is gather)"),
+            (2**31, "paged", "K, through block tables (MLX_PAGED_ATTENTION is paged)"),
+            (2**31, None, "K, through block tables (the device is a CPU)"),
+        ],
+    )
+    def test_the_path_of_attention_is_named(self, most, variable, path, monkeypatch):
+        monkeypatch.delenv("MLX_PAGED_ATTENTION", raising=False)
+        if variable is not None:
+            monkeypatch.setenv("MLX_PAGED_ATTENTION", variable)
+        monkeypatch.setattr(machine, "max_paged_queries", lambda: most)
+        monkeypatch.setattr(machine, "kernels_in_use", lambda: "K")
+        assert machine.attention_path().startswith(path)
+
+
+class TestSources:
+    def test_without_xcode_nothing_is_compiled(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        found = run_check("sources", sources.check_sources, True)
+        assert found.ok and found.numbers["compiled"] == 0
+        assert "none compiled: no `xcrun --find metal` here" in found.text()
+
+    def test_a_source_that_xcode_refuses_is_named(self, monkeypatch, tmp_path):
+        xcrun = tmp_path / "xcrun"
+        xcrun.write_text(
+            '#!/bin/sh\n[ "$1" = --find ] && exit 0\nfor source; do :; done\n'
+            'case "$source" in *copy_blocks_half*) echo "line 3: no such type" >&2; exit 1;; esac\n'
+            'exec test -s "$source"\n'
+        )
+        xcrun.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        found = run_check("sources", sources.check_sources, True)
+        assert [failure.split(":")[0][:16] for failure in found.failures] == ["copy_blocks_half"]
+        assert "no such type" in found.failures[0]
+        assert found.numbers["compiled"] == found.numbers["assembled"] - 1 > 20

@@ -1,0 +1,174 @@
+"""The doctor's variants, its float64 attention, and kernels that it must find wrong."""
+
+import json
+from dataclasses import fields
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from metal_runner import MetalRunner
+from numpy_reference import paged_attention_numpy
+
+from mlx_paged import ops
+from mlx_paged.doctor import __main__ as doctor
+from mlx_paged.doctor import float64, kernels
+from mlx_paged.doctor.findings import Findings
+from mlx_paged.doctor.variants import (
+    BLOCK_SIZES,
+    DTYPES,
+    GROUPS,
+    HEADS,
+    OPTIONS,
+    QUICK_STEP,
+    TOKENS,
+    Variant,
+    all_variants,
+    attention_call,
+)
+
+VARIANTS = all_variants()
+DECODE = Variant("attention", "float16", "d64", 16, 4)
+WEIGHTS = Variant("attention", "bfloat16", "d80", 8, 2, 5, "weights")
+WRITE = Variant("write", "bfloat16", "latent576", 32)
+COPY = Variant("copy", "float32", "d64", 8)
+SAMPLE = [
+    Variant("attention", "float32", "d128", 32, 2, 5, "window"),
+    DECODE,
+    WEIGHTS,
+    WRITE,
+    COPY,
+    Variant("attention", "float16", "latent576", 16, 8, 1, "long"),
+]
+
+
+def failures(variants: list[Variant] = SAMPLE) -> dict[str, str]:
+    """What a comparison finds, by variant."""
+    found = Findings("kernels")
+    kernels.compare(variants, found)
+    return dict(failure.split(": ", 1) for failure in found.failures)
+
+
+class TestVariants:
+    def test_there_is_every_combination_without_options(self):
+        plain = [v for v in VARIANTS if (v.op, v.option) == ("attention", "plain")]
+        sizes = map(len, (DTYPES, HEADS, BLOCK_SIZES, GROUPS, TOKENS))
+        assert len(plain) == len(set(plain)) == np.prod([*sizes])
+
+    def test_there_is_every_option_with_every_head_dimension(self):
+        seen = {(v.option, v.dtype, v.heads, v.tokens) for v in VARIANTS if v.op == "attention"}
+        assert len(seen) == len(OPTIONS) * len(DTYPES) * len(HEADS) * len(TOKENS)
+
+    def test_names_are_unique(self):
+        assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
+
+    def test_a_quick_check_has_every_value_of_every_property(self):
+        for field in fields(Variant):
+            values = {getattr(variant, field.name) for variant in VARIANTS}
+            assert {getattr(v, field.name) for v in VARIANTS[::QUICK_STEP]} == values
+
+    @pytest.mark.parametrize("option", OPTIONS)
+    def test_the_float64_attention_is_that_of_the_tests(self, option):
+        arrays, options = attention_call(Variant("attention", "float32", "d32", 8, 4, 5, option))
+        options = {
+            name: kernels.to_numpy(value) if isinstance(value, mx.array) else value
+            for name, value in options.items()
+            if name != "return_attn"
+        }
+        arrays = [*map(kernels.to_numpy, arrays)]
+        got = float64.attention(*arrays, **options)
+        want = paged_attention_numpy(*arrays, scale=32**-0.5, return_attn=True, **options)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
+
+
+class TestWrongKernels:
+    def test_the_right_ones_pass(self):
+        assert failures() == {}
+
+    def test_the_metal_kernels_pass_in_the_emulator(self, monkeypatch):
+        runner = MetalRunner()
+        runner.install(monkeypatch)
+        assert failures() == {}
+        ran = {kernel.split("_")[0] for kernel in runner.trace.kernels}
+        assert ran == {"paged", "merge", "write", "copy"}
+
+    @pytest.mark.parametrize(
+        "plant",
+        [
+            lambda call, q, *rest, **o: call(q[:, ::-1], *rest, **o),
+            lambda call, q, k, v, t, n, **o: call(q, k, v, t, n + 1, **o),
+            lambda call, q, k, v, t, n, **o: call(q, k, v, t, n - 1, **o),
+            lambda call, q, k, v, t, n, **o: call(q, k, v, t[::-1], n, **o),
+            lambda call, q, k, v, t, n, **o: call(q, k, v, t, n, **o) + 0 * v[0].sum(),
+        ],
+        ids=["heads swapped", "one key too many", "one key too few", "tables swapped", "all read"],
+    )
+    def test_a_wrong_attention_is_named(self, plant, monkeypatch):
+        right = ops.paged_attention
+
+        def wrong(q: mx.array, *rest: object, **options: object) -> object:
+            is_planted = q.dtype == mx.float16 and q.shape[-1] == 64
+            options["check_tables"] = False
+            return plant(right, q, *rest, **options) if is_planted else right(q, *rest, **options)
+
+        monkeypatch.setattr(ops, "paged_attention", wrong)
+        found = failures()
+        assert list(found) == [DECODE.name]
+        assert f"repeat: python -m mlx_paged.doctor --only {DECODE.name}" in found[DECODE.name]
+
+    def test_values_that_are_slightly_wrong_are_named(self, monkeypatch):
+        right = ops.paged_attention
+
+        def wrong(q: mx.array, *rest: object, **options: object) -> object:
+            result = right(q, *rest, **options)
+            if q.dtype == mx.float32:
+                return result * (1 + 1e-5)
+            return (result[0], result[1] * (1 + 1e-5)) if isinstance(result, tuple) else result
+
+        monkeypatch.setattr(ops, "paged_attention", wrong)
+        assert list(failures()) == [SAMPLE[0].name, WEIGHTS.name]
+
+    def test_a_write_to_the_wrong_slots_is_named(self, monkeypatch):
+        right = ops.write_kv
+        monkeypatch.setattr(ops, "write_kv", lambda *a: right(*a[:4], a[4] + 1))
+        assert list(failures()) == [WRITE.name, COPY.name]
+
+    def test_copies_in_another_order_are_named(self, monkeypatch):
+        right = ops.copy_blocks
+        monkeypatch.setattr(ops, "copy_blocks", lambda k, v, pairs: right(k, v, pairs[::-1]))
+        assert list(failures()) == [COPY.name]
+
+    def test_the_json_of_an_infinite_error_is_valid(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(ops, "write_kv", lambda k, v, k_cache, v_cache, _: (k_cache, v_cache))
+        path = tmp_path / "report.json"
+        assert doctor.main(["--only", WRITE.name, "--json", str(path)]) == 1
+        report = json.loads(path.read_text(), parse_constant=pytest.fail)
+        assert "error inf" in report["checks"]["kernels"]["failures"][0]
+
+    def test_a_crash_in_one_variant_is_its_failure(self, monkeypatch):
+        right = ops.paged_attention
+
+        def crash(q: mx.array, *rest: object, **options: object) -> object:
+            if q.shape[-1] == 128:
+                raise RuntimeError("Unable to build metal library")
+            return right(q, *rest, **options)
+
+        monkeypatch.setattr(ops, "paged_attention", crash)
+        found = failures()
+        assert list(found) == [SAMPLE[0].name]
+        assert found[SAMPLE[0].name].startswith("RuntimeError: Unable to build metal library")
+
+    def test_a_kernel_that_never_works_is_not_tried_for_ever(self, monkeypatch):
+        monkeypatch.setattr(ops, "paged_attention", None)
+        found = Findings("kernels")
+        kernels.compare([DECODE] * 100, found)
+        assert found.failures[-1] == f"gave up after {kernels.MAX_FAILURES} failures"
+        assert len(found.failures) == kernels.MAX_FAILURES + 1
+
+    def test_the_command_of_a_failure_repeats_it(self, monkeypatch, capsys):
+        assert doctor.main(["--only", DECODE.name]) == 0
+        assert "1 of 1 variants run" in capsys.readouterr().out
+        right = ops.paged_attention
+        monkeypatch.setattr(ops, "paged_attention", lambda *a, **o: -right(*a, **o))
+        assert doctor.main(["--only", DECODE.name]) == 1
+        assert f"FAILED: {DECODE.name}: error 2, tolerance 0.00049" in capsys.readouterr().out
