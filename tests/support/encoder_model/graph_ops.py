@@ -15,10 +15,10 @@ from encoder_model.trace import Access, Array, Binding, Op, Role
 if TYPE_CHECKING:
     from encoder_model.tracer import Tracer
 
-VIEWS = frozenset(
-    ("AsStrided", "Broadcast", "BroadcastAxes", "Copy", "ExpandDims", "Flatten", "Reshape")
-    + ("Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View")
-)
+VIEWS = {
+    *("AsStrided", "Broadcast", "BroadcastAxes", "Copy", "ExpandDims", "Flatten", "Reshape"),
+    *("Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View"),
+}
 """Primitives whose outputs are views of their first input."""
 
 

@@ -131,7 +131,7 @@ class Tracer:
     def _eval(self, call: Callable[..., None], args: tuple[Any, ...], waits: bool) -> None:
         arrays = [a for _, a in tree_flatten(list(args)) if isinstance(a, mx.array)]
         graph, order = self._graph(arrays)
-        placed = self._placed_calls(graph)
+        placed = self._placed_calls(graph, order)
         call(*args)  # first: the blocks of a call may be known only now
         if order:
             self.counts["evals"] += 1
@@ -155,11 +155,12 @@ class Tracer:
         graph = Graph(arrays, dict(self._names))
         return graph, graph.evaluation_order(outputs)
 
-    def _placed_calls(self, graph: Graph) -> dict[Node, Call]:
-        placed = {}
+    def _placed_calls(self, graph: Graph, order: Sequence[Node]) -> dict[Node, Call]:
+        """The calls that this eval evaluates, by node; the graph has others, too."""
+        placed, evaluated = {}, set(order)
         for known in self._calls:
             node = known.node_in(graph, self._name(known.outputs[0]))
-            if node is not None:
+            if node in evaluated:
                 placed[node] = known
         return placed
 
