@@ -11,7 +11,7 @@ import mlx.core as mx
 WIDTH = 20
 """The default of MLX_BFS_MAX_WIDTH."""
 
-NODE = re.compile(r'\{ (\d+) \[label ="(\w+)"')
+NODE = re.compile(r'\{ (\d+) \[label ="([^"]+)"')
 EDGE_IN = re.compile(r'"([^"]+)" -> (\d+)$')
 EDGE_OUT = re.compile(r'(\d+) -> "([^"]+)"$')
 

@@ -49,7 +49,7 @@ class Tracer:
         self._names: WeakValueDictionary[str, mx.array] = WeakValueDictionary()
         self._ids: dict[int, str] = {}
         self._streams: list[mx.Stream] = []
-        self._label = "before the first step"
+        self._label = ""
         self._num_names = self._num_steps = self._num_pools = 0
 
     def know(self, *arrays: mx.array) -> None:
@@ -115,7 +115,7 @@ class Tracer:
         self._num_steps += 1
         spans = [f"{s.request.id}[{s.start}:{s.stop})" for s in step.spans]
         copies = f", copies {[(c.src, c.dst) for c in step.copies]}" if step.copies else ""
-        self._label = f"step {self._num_steps} (spans {' '.join(spans)}{copies})"
+        self._label = f" of step {self._num_steps} (spans {' '.join(spans)}{copies})"
         return call(runner, step, before)
 
     def _read(self, call: Callable[..., Any], array: mx.array, *args: Any) -> Any:
@@ -136,7 +136,8 @@ class Tracer:
         if order:
             self.counts["evals"] += 1
             traced = GraphOps(self, graph, placed)
-            self._sink(Eval(tuple(traced.ops(order)), self._label, waits))
+            label = f"eval {self.counts['evals']}{self._label}"
+            self._sink(Eval(tuple(traced.ops(order)), label, waits))
             for node in order:
                 for name in node.outputs:
                     if name not in self._names:
