@@ -1,9 +1,11 @@
 """Each rule of the model decides a verdict, and graphs are ordered as MLX orders them."""
 
 import random
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from encoder_model import backend
 from encoder_model.backend import judge
 from encoder_model.graph import Graph
 from encoder_model.hand_made import CASES, HOST_READS, POOL_READ, POOL_WRITE, evals, hazards
@@ -90,3 +92,9 @@ def test_without_the_width_limit_the_order_is_another_one():
     graph = WrittenGraph(0, 45)
     modelled, unlimited = graph.modelled(), graph.modelled(width=10**6)
     assert modelled == graph.real() != unlimited
+
+
+def test_the_readme_has_every_rule_and_its_source():
+    text = (Path(backend.__file__).parent / "README.md").read_text()
+    for rule in Rule:
+        assert f"\n| {rule.name} | `{rule.source}` | {rule.statement} |" in text
