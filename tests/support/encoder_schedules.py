@@ -50,7 +50,8 @@ def run_schedule(seed: int, index: int, change: Change | None = None) -> Outcome
         backend.encode(change(event) if change else event)
 
     tracer = Tracer(sink)
-    patched = patched_mlx_lm(block_size=2) if kind == "patched batches" else nullcontext()
+    is_patched = kind == "patched batches" or (kind == "caches" and rng.random() < 0.5)
+    patched = patched_mlx_lm(block_size=2) if is_patched else nullcontext()
     with tracer.installed(FEW_QUERIES), patched:
         lives = list(lives_of(kind, seed, index))
         while working := [life for life in lives if life.has_work]:

@@ -101,13 +101,21 @@ class CacheLife:
         if not caches or rng.random() < 0.3:
             caches.append(make_prompt_cache(self._model, block_size=self._block_size))
         cache = rng.choice(caches)
-        action = rng.choice((self._generate, self._generate, self._fork, self._trim, self._delete))
-        action(cache)
+        actions = [self._generate] * 2 + [self._forward, self._fork, self._trim, self._delete]
+        rng.choice(actions)(cache)
+
+    def _prompt(self) -> list[int]:
+        length = self._rng.randint(1, 12)
+        return [self._rng.randrange(tiny_models.VOCAB) for _ in range(length)]
+
+    def _forward(self, cache: list[Any]) -> None:
+        """Call the model on the default stream, which is not that of `generate_step`."""
+        mx.async_eval(self._model(mx.array([self._prompt()]), cache=cache))
 
     def _generate(self, cache: list[Any]) -> None:
         rng = self._rng
         steps = generate_step(
-            mx.array([rng.randrange(tiny_models.VOCAB) for _ in range(rng.randint(1, 12))]),
+            mx.array(self._prompt()),
             self._model,
             max_tokens=6,
             prompt_cache=cache,
