@@ -177,9 +177,11 @@ class Engine(EngineCore):
             stream: computes the steps, if it is not the default stream.
         """
         if self._unwire is not None:
-            mx.synchronize(stream)
-            self._unwire()
-            self._unwire = None
+            unwire, self._unwire = self._unwire, None
+            try:
+                mx.synchronize(stream)
+            finally:  # also after an error of the device
+                unwire()
 
     def step(self) -> list[TokenOutput]:
         if self._dropped:

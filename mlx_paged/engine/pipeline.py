@@ -114,6 +114,7 @@ class StepPipeline(Generic[LaunchedT]):
             choices = self.runner.collect(current.launched)
         except BaseException as error:
             later = self._under_way.step.everyone if self._under_way else []
+            later += result.fault.requests if result.fault else []  # of a launch that failed
             result.fault = Fault(list(dict.fromkeys(current.step.everyone + later)), error)
             return
         result.wait_seconds = self._clock() - started

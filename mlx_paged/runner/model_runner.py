@@ -68,6 +68,7 @@ class ModelRunner:
         self.cpu_layers = CPULayers(model)
         self.sampler = Sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
+        self._error: Exception | None = None  # noted by `_begin`, until recovery
         self._tables = BatchTables.of_groups(manager.allocator)
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
@@ -105,11 +106,13 @@ class ModelRunner:
             sampled = self.sampler(*args)
             arrays = (sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
             pending += [array for array in arrays if array is not None]
-        mx.async_eval(pending)  # type: ignore[no-untyped-call]
+        self._begin(pending)
+        self._raise_noted()
         return LaunchedStep(requests, sampled, pending)
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
+        self._raise_noted()
         mx.eval(launched.pending)
         if launched.sampled is None:
             return []
@@ -123,7 +126,7 @@ class ModelRunner:
         if request.snapshot is not None:
             self._fill(request.snapshot, request)
             request.snapshot = None
-            mx.async_eval(self._copied)  # type: ignore[no-untyped-call]
+            self._begin(self._copied)
             self._copied = []  # evaluated by this thread: another one may launch the next step
         self.states.drop(request.id)
 
@@ -137,9 +140,21 @@ class ModelRunner:
             mx.synchronize()
         self.manager.pool.reset_handles()
         self.states.clear()
-        self._copied = []
+        self._copied, self._error = [], None
         self.sampler = Sampler()
         self._tables = BatchTables.of_groups(self.manager.allocator)
+
+    def _begin(self, arrays: list[mx.array]) -> None:
+        """Begin to evaluate arrays. MLX tells of an error of the device once, to whoever asks next;
+        so it is noted: the steps under way may be wrong, and reading them would raise nothing."""
+        try:
+            mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            self._error = error
+
+    def _raise_noted(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _fill(self, snapshot: Snapshot, request: Request) -> None:
         """Copy a request's current states into a snapshot."""

@@ -58,7 +58,8 @@ class Runner(Protocol[LaunchedT]):
         """Let a child start with its parent's recurrent states."""
 
     def recover(self) -> None:
-        """Discard the steps under way and all states that they may have damaged."""
+        """Discard the steps under way and all states that they may have damaged. Until then, an
+        error of the device is raised by every launch, and when any step is collected."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,6 +121,17 @@ def test_it_is_restored_where_the_device_fails(mac, monkeypatch):
     assert mac.wired == BEFORE
 
 
+def test_it_is_restored_where_an_engine_is_closed_on_a_device_that_fails(mac, llama, monkeypatch):
+    def fail(stream=None) -> None:
+        raise RuntimeError("device error")
+
+    engine = make_engine(llama)
+    monkeypatch.setattr(mx, "synchronize", fail)
+    with pytest.raises(RuntimeError, match="device error"):
+        engine.close()
+    assert mac.wired == BEFORE
+
+
 def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
     """The garbage collector runs at any moment."""
     owners = [Owner()]

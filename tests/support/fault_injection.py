@@ -14,6 +14,10 @@ class InjectedError(RuntimeError):
     """Raised on purpose."""
 
 
+class DeviceError(InjectedError):
+    """Raised by a launch because the device failed, perhaps in the step before."""
+
+
 @dataclass(frozen=True)
 class FailingProcessor:
     """A logits processor that raises as soon as there are `length` tokens, prompt included."""
@@ -58,10 +62,16 @@ class FaultyRunner:
     def __post_init__(self) -> None:
         self._under_way: list[_UnderWay] = []
         self._has_raised = False
+        self._device_error: Exception | None = None
 
     def launch(self, step: Step, before: Any) -> Any:
         error = self._error(step)
         where = self.rng.choice(("before", "after", "collect"))
+        if isinstance(error, DeviceError):
+            self._device_error = error
+            self._raise(
+                error, [r for u in self._under_way for r in u.step.everyone] + step.everyone
+            )
         if error is not None and where == "before":
             self._raise(error, step.everyone)
         launched = self.inner.launch(step, before)
@@ -71,6 +81,8 @@ class FaultyRunner:
         return launched
 
     def collect(self, launched: Any) -> list[SampledToken]:
+        if self._device_error is not None:  # raised before: no step under way can be trusted
+            raise self._device_error
         (current,) = (u for u in self._under_way if u.launched is launched)
         if current.error is not None:
             self._raise(current.error, [r for u in self._under_way for r in u.step.everyone])
@@ -85,7 +97,7 @@ class FaultyRunner:
 
     def recover(self) -> None:
         assert self._has_raised, "a step failed that was not made to"
-        self._has_raised = False
+        self._has_raised, self._device_error = False, None
         self._under_way.clear()
         self.inner.recover()
 
@@ -95,7 +107,8 @@ class FaultyRunner:
                 return InjectedError(f"request {request.id} fails at {request.num_tokens} tokens")
         if self.rng.random() >= self.rate:
             return None
-        return self.rng.choice((InjectedError("a step fails"), KeyboardInterrupt()))
+        failures = InjectedError("a step fails"), KeyboardInterrupt(), DeviceError("the GPU fails")
+        return self.rng.choice(failures)
 
     def _raise(self, error: BaseException, requests: list[Request]) -> None:
         self.num_raised += 1

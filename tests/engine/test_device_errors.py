@@ -1,0 +1,106 @@
+"""A device that fails costs no token, whoever is told of it, and no wrong token is given.
+
+MLX tells of a device's error once: to the next one who gives the device work or waits for it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from tiny_models import VOCAB, solo_greedy, tiny_model
+
+from mlx_paged import Engine
+from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
+
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(0, VOCAB, n).tolist() for n in (9, 25, 6)]
+NUM_TOKENS = 3, 8, 8
+
+
+class FailingDevice:
+    """Fails while it computes a step, and tells of it once.
+
+    Args:
+        at: which launch fails.
+        tells: which of MLX's functions raises the error.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, tells: str) -> None:
+        self.told: list[str] = []
+        self._has_failed = False
+        self._launches = 0
+        monkeypatch.setattr(mx, tells, self._asked(tells, getattr(mx, tells)))
+        launch = ModelRunner.launch
+
+        def failing(runner: ModelRunner, step: Any, before: Any) -> LaunchedStep:
+            launched = launch(runner, step, before)
+            self._launches += 1
+            if self._launches != at:
+                return launched
+            self._has_failed = True
+            assert launched.sampled is not None
+            wrong = (launched.sampled.tokens + 1) % VOCAB
+            return replace(launched, sampled=replace(launched.sampled, tokens=wrong))
+
+        monkeypatch.setattr(ModelRunner, "launch", failing)
+
+    def _asked(self, name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def ask(*args: Any) -> None:
+            function(*args)
+            if self._has_failed:
+                self._has_failed = False
+                self.told.append(name)
+                raise RuntimeError("[METAL] Command buffer execution failed")
+
+        return ask
+
+
+def run(model_type: str, lookahead: bool = True) -> tuple[Engine, list[list[int]]]:
+    engine = Engine(
+        tiny_model(model_type), block_size=4, num_blocks=96, prefill_chunk=64, lookahead=lookahead
+    )
+    ids = [
+        engine.add_request(prompt, max_tokens=count)
+        for prompt, count in zip(PROMPTS, NUM_TOKENS, strict=True)
+    ]
+    done = {}
+    while engine.has_work:
+        done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
+    assert [done[i].error for i in ids] == [None] * len(ids)
+    assert engine.manager.blocks_in_use == 0
+    return engine, [done[i].tokens for i in ids]
+
+
+def solo(model_type: str) -> list[list[int]]:
+    model = tiny_model(model_type)
+    return [solo_greedy(model, *request) for request in zip(PROMPTS, NUM_TOKENS, strict=True)]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "jamba"])
+@pytest.mark.parametrize("at", [1, 3, 4, 7])
+@pytest.mark.parametrize(
+    ("lookahead", "tells"), [(True, "async_eval"), (True, "eval"), (False, "eval")]
+)
+def test_a_failed_step_is_computed_again(monkeypatch, model_type, at, lookahead, tells):
+    expected = solo(model_type)
+    device = FailingDevice(monkeypatch, at, tells)
+    engine, found = run(model_type, lookahead)
+    assert found == expected and device.told == [tells] and engine.stats.faults == 1
+
+
+def test_a_snapshot_that_a_request_leaves_may_be_what_the_device_refuses(monkeypatch):
+    """The first request ends while the step that fails is under way."""
+    expected = solo("jamba")
+    device = FailingDevice(monkeypatch, NUM_TOKENS[0] + 1, "async_eval")
+    drop, told_in_drop = ModelRunner.drop, []
+
+    def watched(runner: ModelRunner, request: Any) -> None:
+        before = len(device.told)
+        drop(runner, request)
+        told_in_drop.extend(device.told[before:])
+
+    monkeypatch.setattr(ModelRunner, "drop", watched)
+    assert run("jamba")[1] == expected and told_in_drop == ["async_eval"]

@@ -1,0 +1,1 @@
+"""What MLX's Metal backend orders, as a model, and traces of the engine to judge by it."""

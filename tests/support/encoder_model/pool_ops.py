@@ -1,0 +1,131 @@
+"""Calls of this package's pool ops, and the blocks that they read and write."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from encoder_model.graph import Graph, Node
+from encoder_model.trace import Role
+from mlx_paged import ops
+
+ROLES: dict[str, dict[int, Role]] = {
+    "PagedAttention": {1: Role.POOL_READ, 2: Role.POOL_READ},
+    "WriteKV": {2: Role.POOL_WRITE, 3: Role.POOL_WRITE},
+    "CopyBlocks": {0: Role.POOL_WRITE, 1: Role.POOL_WRITE},
+    "PoolRead": {0: Role.POOL_READ},
+}
+"""How each primitive binds its inputs that are the pool's, by index. The others are inputs."""
+
+Blocks = tuple[set[int], set[int]]
+"""Blocks that are read and blocks that are written."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a pool op.
+
+    Attributes:
+        primitive: what does the work, perhaps behind views of its output.
+        outputs: what the call returned.
+        pools: the arrays of the pool that it was given.
+        blocks: computes what it touches.
+        stream: the index of the stream that it runs on.
+        made_before: how many evals there were before.
+    """
+
+    primitive: str
+    outputs: tuple[mx.array, ...]
+    pools: tuple[mx.array, ...]
+    blocks: Callable[[], Blocks]
+    stream: int
+    made_before: int
+
+    def node_in(self, graph: Graph, name: str) -> Node | None:
+        """The primitive's node, given the name of an output; None if it is evaluated already."""
+        node = graph.producer.get(name)
+        while node is not None and node.primitive != self.primitive:
+            node = graph.producer.get(node.inputs[0])
+        return node
+
+
+Recorder = Callable[[str, Any, tuple[mx.array, ...], Callable[[], Blocks]], None]
+"""Takes a primitive, what its call returned, the pool's arrays and what computes the blocks."""
+
+
+def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
+    """The functions of :mod:`mlx_paged.ops`, by name, which also record each call."""
+    attend, write, copy = ops.paged_attention, ops.write_kv, ops.copy_blocks
+    gather, take_runs = ops.gather_blocks, ops.take_from_pool
+
+    def paged_attention(q, k_cache, v_cache, tables, lens, layer_idx=0, **options: Any) -> Any:
+        out = attend(q, k_cache, v_cache, tables, lens, layer_idx, **options)
+        pools = k_cache[layer_idx], v_cache[layer_idx]
+        length, window = q.shape[2], options.get("window")
+        record("PagedAttention", out, pools, lambda: _read(pools, tables, lens, length, window))
+        return out
+
+    def write_kv(k, v, k_cache, v_cache, slots, **options: Any) -> Any:
+        written = write(k, v, k_cache, v_cache, slots, **options)
+        record("WriteKV", written, (k_cache, v_cache), lambda: _written(k_cache, slots))
+        return written
+
+    def copy_blocks(k_cache, v_cache, pairs, **options: Any) -> Any:
+        copied = copy(k_cache, v_cache, pairs, **options)
+        record("CopyBlocks", copied, (k_cache, v_cache), lambda: _copied(k_cache, pairs))
+        return copied
+
+    def gather_blocks(cache: mx.array, tables: mx.array, num_tokens: int) -> mx.array:
+        out = gather(cache, tables, num_tokens)
+        columns = -(-num_tokens // cache.shape[2])
+        record("PoolRead", out, (cache,), lambda: (_inside(cache, tables, columns), set()))
+        return out
+
+    def take_from_pool(runs: mx.array, indices: mx.array) -> mx.array:
+        """Rows ``[num_blocks * heads, ...]``; `indices` ``[heads, n]``."""
+        out = take_runs(runs, indices)
+        heads = indices.shape[0]
+        record("PoolRead", out, (), lambda: (set((_host(indices) // heads).flat), set()))
+        return out
+
+    return {
+        function.__name__: function
+        for function in (paged_attention, write_kv, copy_blocks, gather_blocks, take_from_pool)
+    }
+
+
+def _read(
+    pools: tuple[mx.array, ...],
+    tables: mx.array,
+    lens: mx.array,
+    length: int,
+    window: int | None,
+) -> Blocks:
+    _, num_blocks, size, _ = pools[0].shape
+    read: set[int] = set()
+    for table, context in zip(_host(tables), _host(lens).tolist(), strict=True):
+        first = 0 if window is None else max(0, context - length - window + 1)
+        read.update(table[first // size : -(-context // size)].tolist())
+    return {block for block in read if 0 <= block < num_blocks}, set()
+
+
+def _written(cache: mx.array, slots: mx.array) -> Blocks:
+    _, num_blocks, size, _ = cache.shape
+    blocks: Iterable[int] = (_host(slots).reshape(-1) // size).tolist()
+    return set(), {block for block in blocks if 0 <= block < num_blocks}
+
+
+def _copied(cache: mx.array, pairs: mx.array) -> Blocks:
+    sources, targets = _host(pairs).T.tolist()
+    return set(sources), set(targets)
+
+
+def _inside(cache: mx.array, tables: mx.array, columns: int) -> set[int]:
+    blocks: Iterable[int] = _host(tables)[:, :columns].flat
+    return {int(block) for block in blocks if 0 <= block < cache.shape[1]}
+
+
+def _host(array: mx.array) -> np.ndarray:
+    return np.asarray(array)

@@ -1,0 +1,198 @@
+"""Traces of what really runs: every eval's graph, as MLX's Metal backend would encode it."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakValueDictionary
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from encoder_model.graph import Graph, Node
+from encoder_model.graph_ops import GraphOps, address_of
+from encoder_model.pool_ops import Blocks, Call, recording
+from encoder_model.trace import Eval, Event, Free, HostWait, Synchronize
+from mlx_paged import ops
+from mlx_paged.attention.pool_attention import FEW_QUERIES
+from mlx_paged.drop_in import padded_batch
+from mlx_paged.kv.pool import KVPool
+from mlx_paged.runner import layer_cache
+from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.scheduler.step import Step
+
+CALLS_KEPT = 3
+"""Evals after which a lazy call is forgotten: most gathers are never evaluated."""
+
+
+class Tracer:
+    """Records what happens to MLX while it is installed.
+
+    Args:
+        sink: takes the events, one by one.
+        pool_elements: of each array of a pool; None: what it really has.
+
+    Attributes:
+        counts: pool ops by primitive, and evals.
+        pools: by address, a name for the memory of each array of a pool.
+        known: arrays whose memory the trace knows already.
+    """
+
+    def __init__(self, sink: Callable[[Event], None], pool_elements: int | None = None) -> None:
+        self.counts: Counter[str] = Counter()
+        self.pools: dict[int, str] = {}
+        self.known: set[str] = set()
+        self._sink = sink
+        self._pool_elements = pool_elements
+        self._calls: list[Call] = []
+        self._names: WeakValueDictionary[str, mx.array] = WeakValueDictionary()
+        self._ids: dict[int, str] = {}
+        self._streams: list[mx.Stream] = []
+        self._label = ""
+        self._num_names = self._num_steps = self._num_pools = 0
+
+    def know(self, *arrays: mx.array) -> None:
+        """Recognise these arrays when they return in a later eval."""
+        for array in arrays:
+            self._name(array)
+
+    @contextmanager
+    def installed(self, few_queries: int = FEW_QUERIES) -> Iterator["Tracer"]:
+        """Record everything within this context, on the attention paths that a GPU takes.
+
+        Args:
+            few_queries: longer chunks are gathered.
+        """
+        with ExitStack() as stack:
+            for name, function in recording(self._record).items():
+                stack.enter_context(patch.object(ops, name, function))
+            for module in (layer_cache, padded_batch):
+                path = patch.object(module, "max_paged_queries", lambda: few_queries)
+                stack.enter_context(path)
+            self._patch(stack, KVPool, "__init__", self._pool_made)
+            self._patch(stack, KVPool, "grow", self._pool_made)
+            self._patch(stack, ModelRunner, "launch", self._launched)
+            self._patch(stack, mx.array, "item", self._read)
+            self._patch(stack, mx.array, "tolist", self._read)
+            self._patch(stack, mx, "eval", lambda call, *args: self._eval(call, args, True))
+            self._patch(stack, mx, "async_eval", lambda call, *args: self._eval(call, args, False))
+            self._patch(stack, mx, "synchronize", self._synchronized)
+            yield self
+
+    @staticmethod
+    def _patch(stack: ExitStack, holder: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(holder, name)
+
+        def patched(*args: Any, **options: Any) -> Any:
+            return around(original, *args, **options)
+
+        setattr(holder, name, patched)
+        stack.callback(setattr, holder, name, original)
+
+    # What is recorded
+
+    def _record(
+        self,
+        primitive: str,
+        out: Any,
+        pools: tuple[mx.array, ...],
+        blocks: Callable[[], Blocks],
+    ) -> None:
+        outputs = tuple(out) if isinstance(out, tuple | list) else (out,)
+        self._calls.append(
+            Call(primitive, outputs, pools, blocks, self.stream(), self.counts["evals"])
+        )
+
+    def _pool_made(self, call: Callable[..., None], pool: KVPool, *args: Any, **kw: Any) -> None:
+        call(pool, *args, **kw)
+        self._num_pools += 1
+        for array in pool.handles():
+            address = address_of(array)
+            self.pools[address] = f"pool {self._num_pools} at {address:x}"
+
+    def _launched(self, call: Callable[..., Any], runner: Any, step: Step, before: Any) -> Any:
+        self._num_steps += 1
+        spans = [f"{s.request.id}[{s.start}:{s.stop})" for s in step.spans]
+        copies = f", copies {[(c.src, c.dst) for c in step.copies]}" if step.copies else ""
+        self._label = f" of step {self._num_steps} (spans {' '.join(spans)}{copies})"
+        return call(runner, step, before)
+
+    def _read(self, call: Callable[..., Any], array: mx.array, *args: Any) -> Any:
+        value = call(array, *args)
+        if id(array) in self._ids:
+            self._sink(HostWait(self._ids[id(array)]))
+        return value
+
+    def _synchronized(self, call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+        self._sink(Synchronize(self.stream(*args)))
+
+    def _eval(self, call: Callable[..., None], args: tuple[Any, ...], waits: bool) -> None:
+        arrays = [a for _, a in tree_flatten(list(args)) if isinstance(a, mx.array)]
+        graph, order = self._graph(arrays)
+        placed = self._placed_calls(graph, order)
+        call(*args)  # first: the blocks of a call may be known only now
+        if order:
+            self.counts["evals"] += 1
+            traced = GraphOps(self, graph, placed)
+            label = f"eval {self.counts['evals']}{self._label}"
+            self._sink(Eval(tuple(traced.ops(order)), label, waits))
+            for node in order:
+                for name in node.outputs:
+                    if name not in self._names:
+                        self._sink(Free(self.full_name(name)))
+        elif waits:
+            for array in arrays:
+                self._sink(HostWait(self._name(array)))
+        oldest = self.counts["evals"] - CALLS_KEPT
+        done = set(placed.values())
+        self._calls = [c for c in self._calls if c not in done and c.made_before >= oldest]
+
+    def _graph(self, arrays: Sequence[mx.array]) -> tuple[Graph, list[Node]]:
+        outputs = [self._name(array) for array in arrays]
+        for known in self._calls:
+            self.know(*known.outputs, *known.pools)
+        graph = Graph(arrays, dict(self._names))
+        return graph, graph.evaluation_order(outputs)
+
+    def _placed_calls(self, graph: Graph, order: Sequence[Node]) -> dict[Node, Call]:
+        """The calls that this eval evaluates, by node; the graph has others, too."""
+        placed, evaluated = {}, set(order)
+        for known in self._calls:
+            node = known.node_in(graph, self._name(known.outputs[0]))
+            if node in evaluated:
+                placed[node] = known
+        return placed
+
+    # Names
+
+    def _name(self, array: mx.array) -> str:
+        """The name of an array. Arrays of a pool that are views of one memory have one name."""
+        name = self._ids.get(id(array))
+        if name is None or self._names.get(name) is not array:
+            self._num_names += 1
+            name = self._ids[id(array)] = f"a{self._num_names}"
+            self._names[name] = array
+        return name
+
+    def full_name(self, name: str) -> str:
+        """A name in a graph as one that no other eval has."""
+        return name if name in self._names else f"{name} of eval {self.counts['evals']}"
+
+    def array(self, name: str) -> mx.array | None:
+        """The array of this name, if it has one of the tracer's names and still exists."""
+        return self._names.get(name)
+
+    def elements(self, call: Call) -> int:
+        """How many elements MLX counts if it binds one of the pool's arrays of a call."""
+        if self._pool_elements is not None:
+            return self._pool_elements
+        return max((array.size for array in call.pools), default=0)
+
+    def stream(self, stream: mx.Stream | None = None) -> int:
+        """A number for a stream; default the present one."""
+        stream = stream or mx.default_stream(mx.default_device())
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
