@@ -9,13 +9,13 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
+from mlx_paged.attention.pool_attention import FEW_QUERIES
 
 from encoder_model.graph import Graph, Node
 from encoder_model.graph_ops import GraphOps, address_of
 from encoder_model.pool_ops import Blocks, Call, recording
 from encoder_model.trace import Eval, Event, Free, HostWait, Synchronize
 from mlx_paged import ops
-from mlx_paged.attention.pool_attention import FEW_QUERIES
 from mlx_paged.drop_in import padded_batch
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.runner import layer_cache
