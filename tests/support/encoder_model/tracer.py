@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_paged.attention.pool_attention import FEW_QUERIES
+from mlx_paged.attention.forward import FEW_QUERIES
 
 from encoder_model.graph import Graph, Node
 from encoder_model.graph_ops import GraphOps, address_of
