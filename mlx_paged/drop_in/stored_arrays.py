@@ -13,7 +13,7 @@ from mlx_paged.attention.sdpa_hook import TaggedArray
 from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.kv.block_tables import Int32Array
 
-mlx_eval, mlx_depends, mlx_zeros_like = mx.eval, mx.depends, mx.zeros_like
+mlx_depends, mlx_zeros_like = mx.depends, mx.zeros_like
 
 
 class StoredArray(TaggedArray):
@@ -53,16 +53,17 @@ def stored_arrays_hook() -> Iterator[None]:
     `mx.eval` of arrays that nobody keeps, as in ``mx.eval([c.state for c in cache])``, only writes
     the K/V. `mx.depends` and `mx.zeros_like` mark their results, so that they can be assigned.
     """
-    hooks: tuple[Any, ...] = _eval, _depends, _zeros_like
+    before: Any = mx.eval
+
+    def evaluate(*trees: Any) -> None:
+        before(_written(trees))
+
+    hooks: tuple[Any, ...] = evaluate, _depends, _zeros_like
     mx.eval, mx.depends, mx.zeros_like = hooks
     try:
         yield
     finally:
-        mx.eval, mx.depends, mx.zeros_like = mlx_eval, mlx_depends, mlx_zeros_like
-
-
-def _eval(*trees: Any) -> None:
-    mlx_eval(_written(trees))
+        mx.eval, mx.depends, mx.zeros_like = before, mlx_depends, mlx_zeros_like
 
 
 def _references(items: Iterable[Any]) -> int:

@@ -30,7 +30,8 @@ from mlx_paged.drop_in.patch import (
     patched_mlx_lm,
     unpatch_mlx_lm,
 )
-from mlx_paged.drop_in.stored_arrays import mlx_eval
+
+mlx_eval = mx.eval
 
 GENERATE = sys.modules["mlx_lm.generate"]
 

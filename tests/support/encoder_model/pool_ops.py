@@ -43,6 +43,10 @@ class Call:
     stream: int
     made_before: int
 
+    @property
+    def writes(self) -> bool:
+        return Role.POOL_WRITE in ROLES[self.primitive].values()
+
     def node_in(self, graph: Graph, name: str) -> Node | None:
         """The primitive's node, given the name of an output; None if it is evaluated already."""
         node = graph.producer.get(name)

@@ -9,21 +9,21 @@ from weakref import WeakValueDictionary
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_paged.attention.forward import FEW_QUERIES
 
 from encoder_model.graph import Graph, Node
 from encoder_model.graph_ops import GraphOps, address_of
 from encoder_model.pool_ops import Blocks, Call, recording
 from encoder_model.trace import Eval, Event, Free, HostWait, Synchronize
 from mlx_paged import ops
+from mlx_paged.attention.forward import FEW_QUERIES
 from mlx_paged.drop_in import padded_batch
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.runner import layer_cache
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.scheduler.step import Step
 
-CALLS_KEPT = 3
-"""Evals after which a lazy call is forgotten: most gathers are never evaluated."""
+CALLS_KEPT = 30
+"""Evals after which a lazy read is forgotten: most gathers are never evaluated."""
 
 
 class Tracer:
@@ -72,6 +72,7 @@ class Tracer:
                 stack.enter_context(path)
             self._patch(stack, KVPool, "__init__", self._pool_made)
             self._patch(stack, KVPool, "grow", self._pool_made)
+            self._patch(stack, KVPool, "keep", self._pool_made)
             self._patch(stack, ModelRunner, "launch", self._launched)
             self._patch(stack, mx.array, "item", self._read)
             self._patch(stack, mx.array, "tolist", self._read)
@@ -147,7 +148,9 @@ class Tracer:
                 self._sink(HostWait(self._name(array)))
         oldest = self.counts["evals"] - CALLS_KEPT
         done = set(placed.values())
-        self._calls = [c for c in self._calls if c not in done and c.made_before >= oldest]
+        self._calls = [
+            c for c in self._calls if c not in done and (c.writes or c.made_before >= oldest)
+        ]
 
     def _graph(self, arrays: Sequence[mx.array]) -> tuple[Graph, list[Node]]:
         outputs = [self._name(array) for array in arrays]
