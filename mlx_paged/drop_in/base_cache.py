@@ -123,6 +123,9 @@ class PagedCache(AttendingCache, _BaseCache):
 
     def _spans(self, columns: int) -> PaddedSpans:
         """The positions that a forward of so many columns computes."""
+        latest = self.rows[0].step if self.rows and self._remaining is None else None
+        if latest is not None and latest.spans_from(self.ids, self.starts, columns):
+            return latest.spans  # the layers before this one made them
         return PaddedSpans.of(self.starts, columns, self._remaining)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -142,7 +145,7 @@ class PagedCache(AttendingCache, _BaseCache):
             )
         spans = self._spans(keys.shape[2])
         step = self.layer.write(self.rows, self.ids, spans, keys, values)
-        self.starts = spans.stops
+        self.starts = step.spans.stops  # one array for all layers
         if self._remaining is not None:
             self._remaining = self._remaining - np.int32(spans.columns)
         self._latest = StepView(self.layer, step, self.window)

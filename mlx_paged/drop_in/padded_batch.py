@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -43,30 +44,35 @@ class PaddedSpans:
         return cls(starts, np.full_like(starts, kept), columns)
 
     def __eq__(self, other: object) -> bool:
-        return (
+        return self is other or (
             isinstance(other, PaddedSpans)
             and self.columns == other.columns
             and np.array_equal(self.starts, other.starts)
             and np.array_equal(self.lengths, other.lengths)
         )
 
-    @property
+    @cached_property
+    def is_full(self) -> bool:
+        """Whether there is no right padding."""
+        return bool((self.lengths == self.columns).all())
+
+    @cached_property
     def stops(self) -> Int32Array:
         """``[B]`` int32, position after each row's last token."""
         return self.starts + self.lengths
 
-    @property
+    @cached_property
     def max_context(self) -> int:
         """Length of gathered keys: the longest context, these tokens included, at least 1."""
         return max(1, int(self.stops.max(initial=0)))
 
-    @property
+    @cached_property
     def positions(self) -> Int32Array:
         """``[B, N]`` int32, the position of every column."""
         columns: Int32Array = np.arange(self.columns, dtype=np.int32)
         return self.starts[:, None] + columns
 
-    @property
+    @cached_property
     def are_tokens(self) -> npt.NDArray[np.bool_]:
         """``[B, N]`` bool: which columns are not padding."""
         columns = np.arange(self.columns, dtype=np.int32)
@@ -125,6 +131,12 @@ class PaddedBatch(Forward):
                 _chunk(*row, block_size) for row in zip(tables, starts, stops, strict=True)
             ]
 
+    def spans_from(self, ids: tuple[int, ...], starts: Int32Array, columns: int) -> bool:
+        """Whether it has full rows of so many columns that begin at this very array of starts."""
+        spans = self.spans
+        is_same = self.valid and spans.starts is starts and spans.columns == columns
+        return is_same and self.ids == ids and spans.is_full
+
     def serves(self, ids: tuple[int, ...], spans: PaddedSpans) -> bool:
         """Whether another layer of the same forward can use it."""
         return self.valid and self.ids == ids and self.spans == spans
@@ -134,7 +146,9 @@ def _wide_enough(tables: Int32Array, spans: PaddedSpans, block_size: int) -> Int
     """The tables with exactly as many columns as the forward's positions need."""
     longest = max(1, int(spans.starts.max(initial=0)) + spans.columns)
     width = ceil_div(longest, block_size)
-    return np.pad(tables, ((0, 0), (0, max(0, width - tables.shape[1]))))[:, :width]
+    if width > tables.shape[1]:
+        tables = np.pad(tables, ((0, 0), (0, width - tables.shape[1])))
+    return tables[:, :width]
 
 
 def _slots(tables: Int32Array, spans: PaddedSpans, block_size: int) -> mx.array:

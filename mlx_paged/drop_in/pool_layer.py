@@ -105,8 +105,7 @@ class PoolLayer:
         with self.pool.lock:
             dtype = self._checked(keys, values).dtype
             step = self.pool.step(rows, ids, spans)
-            k = keys.astype(dtype).transpose(0, 2, 1, 3).flatten(0, 1)
-            v = values.astype(dtype).transpose(0, 2, 1, 3).flatten(0, 1)
+            k, v = (_token_rows(x.astype(dtype)) for x in (keys, values))
             self.kv.write(0, k, v, step.slot_mapping)
         return step
 
@@ -158,6 +157,11 @@ class PoolLayer:
             mx.eval(keys, values)
             self.write_last([child], keys, values, num_tokens)
         return child
+
+
+def _token_rows(x: mx.array) -> mx.array:
+    """K or V ``[B, H_kv, N, D]`` as ``[B * N, H_kv, D]``."""
+    return x.squeeze(2) if x.shape[2] == 1 else x.transpose(0, 2, 1, 3).flatten(0, 1)
 
 
 def _shape_of(keys: mx.array, values: mx.array) -> KVShape:
