@@ -44,7 +44,7 @@ class StepView(LayerView):
 
     def _note_reads(self, *arrays: mx.array) -> None:
         """The next step may write to blocks that a window leaves and these arrays read."""
-        if self.window is not None:
+        if self.window is not None and not ops.is_transforming():
             self.forward.reads = arrays
 
 

@@ -6,10 +6,6 @@ import gc
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-import mlx.core as mx
-
-from mlx_paged.ops import is_transforming
-
 if TYPE_CHECKING:
     from mlx_paged.drop_in.padded_batch import PaddedBatch
     from mlx_paged.drop_in.pool_layer import PoolLayer
@@ -100,17 +96,16 @@ class PagedSequence:
         return self, *self._companions[: count - 1]
 
     def begin_step(self, start: int) -> int | None:
-        """Begin a step that writes from `start`; the step before becomes invalid and is evaluated.
-        Within a function transformation MLX refuses that, and writes copy what they change.
+        """Begin a step that writes from `start`; the step before becomes invalid, and what it reads
+        comes before the pool's next writes.
 
         Returns:
             The length to cut the sequence to if every layer was trimmed at least that far.
         """
         if self.step is not None:
             self.step.valid = False
-            if not is_transforming():
-                mx.async_eval(self.step.reads)  # type: ignore[no-untyped-call]
-                self.step.reads = ()
+            self.pool.reads += self.step.reads
+            self.step.reads = ()
         rewound, self.rewound = self.rewound, {}
         self.version += 1
         if self.layers <= rewound.keys() and max(rewound.values(), default=start + 1) <= start:

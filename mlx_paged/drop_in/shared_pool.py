@@ -68,6 +68,7 @@ class SharedPool:
         self._new_ids = itertools.count()
         self.dropped: deque[int] = deque()  # ids of deleted sequences that still hold blocks
         self.frozen: WeakSet[PagedSequence] = WeakSet()  # whose blocks a state shows
+        self.reads: list[mx.array] = []  # of blocks that the next step may write
         self._steps: WeakSet[PaddedBatch] = WeakSet()
         self._thread = 0  # that evaluates: the one of the latest step
         self._successor: ref[SharedPool] | None = None
@@ -167,6 +168,8 @@ class SharedPool:
                     copies += self._make_writable(row, max(start, 0), stop)
         finally:
             for layer in self._written_layers() if copies else []:
+                if self.reads:
+                    layer.depend_on(self.reads)
                 layer.kv.copy_blocks(copies)
             self.allocator.copies_done()
         self._shrink()
@@ -174,6 +177,9 @@ class SharedPool:
         firsts = [row.first_held for row in rows]
         step = PaddedBatch(ids, spans, tables, self.block_size, firsts)
         self._steps.add(step)
+        if self.reads and not ops.is_transforming():
+            step.slot_mapping = mx.depends([step.slot_mapping], self.reads)[0]
+            self.reads = [step.slot_mapping]
         for row in rows:
             row.step = step
         return step

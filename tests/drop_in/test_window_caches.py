@@ -247,3 +247,11 @@ def test_all_pools_of_a_model_stay_within_the_memory_together(model):
     pools = {c.layer.pool for c in caches[0]}
     assert len(caches) == 20
     assert len(pools) == 2 and sum(pool.nbytes for pool in pools) <= limit
+
+
+def test_a_forward_does_not_evaluate_the_one_before(model, monkeypatch):
+    cache = filled(model, TEXT[: 3 * WINDOW])
+    for name in ("eval", "async_eval"):
+        monkeypatch.setattr(mx, name, lambda *args: pytest.fail("a forward evaluated something"))
+    for token in TEXT[:3]:
+        model(mx.array([[token]]), cache=cache)
