@@ -69,6 +69,8 @@ def command(name: str, *argv: str | Path, stdin: str = "") -> str:
     output = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "", run.stdout)  # colours and cursor moves
     output = re.sub(r" *\d+\.\d+(e-?\d+)?", " #", output)
     output = re.sub(r"(per second:) *\d+", r"\1 #", output)
+    output = re.sub(r" *\d+( +#k)", r" #\1", output)  # tokens per second in mlx_lm.lora's table
+    output = re.sub(r" +$", "", output, flags=re.M)  # as wide as the speeds were
     output = output.replace(str(WORK), "WORK")
     if run.returncode:
         show(name, {"error": run.stderr[-300:], "status": run.returncode, "output": output})

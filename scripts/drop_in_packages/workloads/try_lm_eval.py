@@ -21,6 +21,11 @@ CHOICES = 'doc_to_target: 0\ndoc_to_choice: ["return 1", "pass", "self.x = x"]\n
 UNTIL = 'doc_to_target: "x"\ngeneration_kwargs: {until: ["return"], max_gen_toks: 24}\n'
 KINDS = {"multiple_choice": CHOICES, "generate_until": UNTIL, "loglikelihood_rolling": UNTIL}
 
+
+def greedy(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
+
+
 data = WORK / "data.json"
 data.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS))
 for kind, rest in KINDS.items():
@@ -28,7 +33,7 @@ for kind, rest in KINDS.items():
     text = TASK.format(name=f"demo_{kind}", data=data, kind=kind, rest=target)
     (WORK / f"{kind}.yaml").write_text(text)
 mx.random.seed(0)
-model = MLXLM(str(MODEL), max_tokens=32, use_chat_template=False, sampler=mx.argmax)
+model = MLXLM(str(MODEL), max_tokens=32, use_chat_template=False, sampler=greedy)
 manager = TaskManager(include_path=str(WORK), include_defaults=False)
 found = lm_eval.simple_evaluate(
     model, tasks=[f"demo_{kind}" for kind in KINDS], task_manager=manager, bootstrap_iters=0
