@@ -29,6 +29,7 @@ from bench.machine import Clock, check_machine, machine_text
 from bench.models import llama_model, random_prompts
 from mlx_paged import BatchGenerator, make_prompt_cache, patched_mlx_lm
 from mlx_paged.cli import COUNT
+from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
 from mlx_paged.kv.blocks import ceil_div
 
@@ -96,7 +97,10 @@ def merged(singles: list[Caches]) -> Caches:
 
 
 def evaluate(caches: Caches) -> None:
-    mx.eval([(cache.keys, cache.values) for cache in caches])
+    """Finish the writes; `keys` and `values` of a paged cache would be copies."""
+    paged = (cache.layer.kv.handles() for cache in caches if isinstance(cache, PagedCache))
+    stock = ((c.keys, c.values) for c in caches if not isinstance(c, PagedCache))
+    mx.eval([*paged, *stock])
 
 
 class LiveBatch:

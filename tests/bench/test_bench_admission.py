@@ -23,9 +23,9 @@ def model():
 
 def rows_of(cache) -> list[np.ndarray]:
     """K of each row without its padding."""
-    keys = np.array(mx.array(cache.keys_and_values()[0]))
+    keys = np.array(mx.array(cache.keys))
     lengths = cache.offset.tolist()
-    first = getattr(cache, "left_padding", mx.zeros(len(lengths), mx.int32)).tolist()
+    first = cache.left_padding.tolist()
     return [row[:, i : i + n] for row, i, n in zip(keys, first, lengths, strict=True)]
 
 
