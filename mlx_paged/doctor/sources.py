@@ -14,8 +14,10 @@ from mlx_paged import ops
 from mlx_paged.doctor.findings import MAX_MESSAGE_LINES, Findings
 from mlx_paged.doctor.variants import QUICK_STEP, Variant, all_variants, attention_call
 
-COMPILE = ("xcrun", "-sdk", "macosx", "metal", "-std=metal3.1", "-o", os.devnull, "-c")
-FIND = ("xcrun", "--find", "metal")
+METAL = ("xcrun", "-sdk", "macosx", "metal")
+ASK = (*METAL, "--version")  # `xcrun --find` also finds the stub of an Xcode without a compiler
+COMPILE = (*METAL, "-std=metal3.1", "-fno-fast-math", "-w", "-o", os.devnull, "-c")
+SECONDS_TO_ANSWER = 60
 NEW_SOURCE = ("plain", "long", "float32-queries")
 """Options with sources of their own. All others are function constants."""
 
@@ -32,15 +34,17 @@ def check_sources(found: Findings, quick: bool) -> None:
     for variant in found.progress(chosen, "plan"):
         sources |= sources_of(variant)
     found.numbers |= {"assembled": len(sources), "compiled": 0}
-    if not shutil.which(FIND[0]) or subprocess.run(FIND, capture_output=True).returncode:
-        found.lines.append(f"{len(sources)} assembled, none compiled: no `{' '.join(FIND)}` here")
+    if (missing := _compiler_missing()) is not None:
+        found.lines.append(f"{len(sources)} assembled, none compiled: {missing}")
         return
     with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as threads:
         results = threads.map(partial(_compile, Path(folder)), *zip(*sources.items(), strict=True))
         errors = dict(zip(sources, found.progress(results, "source"), strict=True))
     found.failures += [f"{kernel}: {error}" for kernel, error in errors.items() if error]
     found.numbers["compiled"] = len(sources) - len(found.failures)
-    found.lines.append(f"{found.numbers['compiled']} of {len(sources)} compiled by Xcode")
+    found.lines.append(
+        f"{found.numbers['compiled']} of {len(sources)} compiled by Xcode as Metal 3.1"
+    )
 
 
 def sources_of(variant: Variant) -> dict[str, str]:
@@ -59,6 +63,18 @@ def sources_of(variant: Variant) -> dict[str, str]:
         else:
             plan = metal.plan_copy_blocks(*caches, mx.zeros((1, 2), mx.int32))
     return {launch["kernel"]: launch["source"] for launch in plan["launches"]}
+
+
+def _compiler_missing() -> str | None:
+    """Why Apple's compiler cannot be called; None if it can."""
+    if not shutil.which(ASK[0]):
+        return f"no `{ASK[0]}` here"
+    try:
+        done = subprocess.run(ASK, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER)
+    except subprocess.TimeoutExpired:
+        return f"`{' '.join(ASK)}` gave no answer in {SECONDS_TO_ANSWER} s"
+    message = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
+    return f"`{' '.join(ASK)}`: {message}" if done.returncode else None
 
 
 def _compile(folder: Path, kernel: str, source: str) -> str:

@@ -171,7 +171,8 @@ def rewrite_pool(found: Findings, rounds: int) -> None:
         outputs.append(ops.paged_attention(q, pool.k, pool.v, tables, lens))
         mx.async_eval(outputs[-1], pool.handles())  # type: ignore[no-untyped-call]
     errors = [np.abs(np.array(out) - number % 8).max() for number, out in enumerate(outputs)]
-    wrong = [number for number, error in enumerate(errors) if not error <= 1e-4]
+    largest = 1e-4 if ops.kernel_for() == "native" else 0.1  # plain MLX may multiply in TF32
+    wrong = [number for number, error in enumerate(errors) if not error <= largest]
     found.numbers["rewritten"] = rounds
     found.lines.append(f"pool rewritten {rounds} times while it was read")
     if wrong:

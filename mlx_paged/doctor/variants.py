@@ -157,6 +157,8 @@ def _many(rng: np.random.Generator, sizes: Sizes, shape: KVShape) -> dict[str, A
 OPTIONS: dict[str, Option] = {
     "plain": lambda rng, sizes, shape: {},
     "long": lambda rng, sizes, shape: {},
+    "long-window": lambda rng, sizes, shape: {"window": 300},
+    "long-many": lambda rng, sizes, shape: _many(rng, sizes, shape),
     "long-sinks": lambda rng, sizes, shape: {"sinks": _normal(rng, sizes[1])},
     "float32-queries": lambda rng, sizes, shape: {},
     "weights": lambda rng, sizes, shape: {"return_attn": True},

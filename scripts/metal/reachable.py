@@ -36,6 +36,10 @@ Call = dict[str, Any]
 """As ``_ext.metal`` describes it."""
 
 
+def _zeros_on_a_gpu(shape: Sequence[int], dtype: mx.Dtype, **_: int) -> mx.array:
+    return mx.zeros(shape, dtype)
+
+
 @dataclass(frozen=True)
 class Architecture:
     """One that is served, as its tiny model shows it."""
@@ -106,7 +110,7 @@ def calls_of(
         patches.enter_context(patch.object(mx, "default_device", lambda: mx.Device(mx.gpu)))
         patches.enter_context(patch.object(metal, "has_metal", lambda: True))
         patches.enter_context(patch.object(metal, "plan_attention", planned))
-        patches.enter_context(patch.object(ops, "pool_zeros", mx.zeros))  # as a GPU makes them
+        patches.enter_context(patch.object(ops, "pool_zeros", _zeros_on_a_gpu))
         patches.enter_context(patch.object(ops, "paged_attention", lambda q, *_, **__: q))
         patches.enter_context(patch.object(ops, "write_kv", written))
         patches.enter_context(patch.object(ops, "copy_blocks", copied))

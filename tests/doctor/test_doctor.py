@@ -187,12 +187,24 @@ class TestSources:
         monkeypatch.setenv("PATH", str(tmp_path))
         found = run_check("sources", sources.check_sources, True)
         assert found.ok and found.numbers["compiled"] == 0
-        assert "none compiled: no `xcrun --find metal` here" in found.text()
+        assert "none compiled: no `xcrun` here" in found.text()
+
+    def test_an_xcode_without_a_compiler_compiles_nothing(self, monkeypatch, tmp_path):
+        xcrun = tmp_path / "xcrun"
+        xcrun.write_text(
+            '#!/bin/sh\n[ "$1" = --find ] && exit 0\n'
+            "echo \"error: cannot execute tool 'metal'\" >&2; exit 1\n"
+        )
+        xcrun.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+        found = run_check("sources", sources.check_sources, True)
+        assert found.ok and found.numbers["compiled"] == 0
+        assert "--version`: error: cannot execute tool 'metal'" in found.text()
 
     def test_a_source_that_xcode_refuses_is_named(self, monkeypatch, tmp_path):
         xcrun = tmp_path / "xcrun"
         xcrun.write_text(
-            '#!/bin/sh\n[ "$1" = --find ] && exit 0\nfor source; do :; done\n'
+            '#!/bin/sh\nfor source; do :; done\n[ "$source" = --version ] && exit 0\n'
             'case "$source" in *copy_blocks_half*) echo "line 3: no such type" >&2; exit 1;; esac\n'
             'exec test -s "$source"\n'
         )

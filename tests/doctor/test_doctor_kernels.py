@@ -128,6 +128,18 @@ class TestWrongKernels:
         monkeypatch.setattr(ops, "paged_attention", wrong)
         assert list(failures()) == [SAMPLE[0].name, WEIGHTS.name]
 
+    def test_weights_that_are_nan_are_named(self, monkeypatch):
+        right = ops.paged_attention
+
+        def wrong(q: mx.array, *rest: object, **options: object) -> object:
+            result = right(q, *rest, **options)
+            if not isinstance(result, tuple):
+                return result
+            return result[0], mx.where(result[1] > 0.1, mx.nan, result[1])
+
+        monkeypatch.setattr(ops, "paged_attention", wrong)
+        assert list(failures()) == [WEIGHTS.name]
+
     def test_a_write_to_the_wrong_slots_is_named(self, monkeypatch):
         right = ops.write_kv
         monkeypatch.setattr(ops, "write_kv", lambda *a: right(*a[:4], a[4] + 1))
