@@ -75,7 +75,8 @@ class PagedKVCache(PagedCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """As in every paged cache. If a pool cannot hold the first K/V, mlx-lm's own cache does."""
-        if not self._is_begun and not mx.issubdtype(keys.dtype, mx.floating):
+        is_poolable = mx.issubdtype(keys.dtype, mx.floating) and keys.size and values.size
+        if not self._is_begun and not is_poolable:
             self.become_stock()
             kept: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)
             return kept

@@ -131,6 +131,13 @@ def test_integers_stay_in_mlx_lms_cache():
     assert cache.keys_and_values()[0].tolist() == numbers.tolist()
 
 
+def test_values_without_columns_stay_in_mlx_lms_cache():
+    """minimax_m3_vl keeps its index keys so."""
+    cache, keys = stock.KVCache(), mx.random.normal((1, 1, 3, 4))
+    found, values = cache.update_and_fetch(keys, mx.zeros((1, 1, 3, 0)))
+    assert mx.array_equal(found, keys) and values.shape == (1, 1, 3, 0)
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("steps", [(5,), (1,), (5, 6, 1, 1), (40, 1), (3, 1, 30), (WINDOW,)])
