@@ -131,13 +131,19 @@ class PagedCache(AttendingCache, _BaseCache):
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a forward's K/V, ``[B, H_kv, N, D]``; return lazy handles of all K/V.
 
-        The first K/V of a cache may have any shape and type; later K/V is cast to that type.
+        The first K/V of a cache may have any shape and type; later K/V is cast to that type. If a
+        pool cannot hold the first K/V, mlx-lm's own cache does.
 
         Raises:
             ValueError: the number of rows, heads or dimensions is not that of before.
             OutOfBlocksError: the pool is full and may not grow; nothing was written.
         """
         if self._latest is None and self.size() == 0:
+            is_poolable = mx.issubdtype(keys.dtype, mx.floating) and keys.size and values.size
+            if not is_poolable and not self._is_begun and self._remaining is None:
+                self.become_stock()
+                kept: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)
+                return kept
             self._begin(keys, values)
         if keys.shape[0] != len(self.rows):
             raise ValueError(

@@ -73,15 +73,6 @@ class PagedKVCache(PagedCache):
             mask = CausalMask.of(mask[0, 0], window=mask.window)
         return mask
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """As in every paged cache. If a pool cannot hold the first K/V, mlx-lm's own cache does."""
-        is_poolable = mx.issubdtype(keys.dtype, mx.floating) and keys.size and values.size
-        if not self._is_begun and not is_poolable:
-            self.become_stock()
-            kept: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)
-            return kept
-        return super().update_and_fetch(keys, values)
-
     def _begin(self, keys: mx.array, values: mx.array) -> None:
         if len(self.rows) == 1 < keys.shape[0]:
             self._set_rows(self.rows[0].with_companions(keys.shape[0]), [0] * keys.shape[0])

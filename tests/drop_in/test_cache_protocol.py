@@ -132,10 +132,11 @@ def test_integers_stay_in_mlx_lms_cache():
 
 
 def test_values_without_columns_stay_in_mlx_lms_cache():
-    """minimax_m3_vl keeps its index keys so."""
-    cache, keys = stock.KVCache(), mx.random.normal((1, 1, 3, 4))
-    found, values = cache.update_and_fetch(keys, mx.zeros((1, 1, 3, 0)))
-    assert mx.array_equal(found, keys) and values.shape == (1, 1, 3, 0)
+    """minimax_m3_vl keeps its index keys so, in batches too."""
+    keys = mx.random.normal((1, 1, 3, 4))
+    for cache in (stock.KVCache(), stock.KVCache().merge([stock.KVCache()])):
+        found, values = cache.update_and_fetch(keys, mx.zeros((1, 1, 3, 0)))
+        assert mx.array_equal(found, keys) and values.shape == (1, 1, 3, 0)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
