@@ -218,7 +218,7 @@ class SharedPool:
     # Memory
 
     def _grow(self, error: OutOfBlocksError) -> None:
-        """Double the pool, or more if that is not enough, within what memory allows."""
+        """Add a growth step, or more if that is not enough, within what memory allows."""
         have = self.allocator.num_blocks
         needed = have + error.needed - error.available
         max_blocks = max(have, self.max_blocks())

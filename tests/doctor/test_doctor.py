@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import mlx_lm
@@ -182,6 +183,15 @@ class TestMachine:
         assert machine.attention_path().startswith(path)
 
 
+def found_with_xcrun(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> Findings:
+    """What the check of sources finds where `xcrun` is this script."""
+    xcrun = folder / "xcrun"
+    xcrun.write_text(script)
+    xcrun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return run_check("sources", sources.check_sources, True)
+
+
 class TestSources:
     def test_without_xcode_nothing_is_compiled(self, monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -190,27 +200,23 @@ class TestSources:
         assert "none compiled: no `xcrun` here" in found.text()
 
     def test_an_xcode_without_a_compiler_compiles_nothing(self, monkeypatch, tmp_path):
-        xcrun = tmp_path / "xcrun"
-        xcrun.write_text(
+        found = found_with_xcrun(
+            monkeypatch,
+            tmp_path,
             '#!/bin/sh\n[ "$1" = --find ] && exit 0\n'
-            "echo \"error: cannot execute tool 'metal'\" >&2; exit 1\n"
+            "echo \"error: cannot execute tool 'metal'\" >&2; exit 1\n",
         )
-        xcrun.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        found = run_check("sources", sources.check_sources, True)
         assert found.ok and found.numbers["compiled"] == 0
         assert "--version`: error: cannot execute tool 'metal'" in found.text()
 
     def test_a_source_that_xcode_refuses_is_named(self, monkeypatch, tmp_path):
-        xcrun = tmp_path / "xcrun"
-        xcrun.write_text(
+        found = found_with_xcrun(
+            monkeypatch,
+            tmp_path,
             '#!/bin/sh\nfor source; do :; done\n[ "$source" = --version ] && exit 0\n'
             'case "$source" in *copy_blocks_half*) echo "line 3: no such type" >&2; exit 1;; esac\n'
-            'exec test -s "$source"\n'
+            'exec test -s "$source"\n',
         )
-        xcrun.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-        found = run_check("sources", sources.check_sources, True)
         assert [failure.split(":")[0][:16] for failure in found.failures] == ["copy_blocks_half"]
         assert "no such type" in found.failures[0]
         assert found.numbers["compiled"] == found.numbers["assembled"] - 1 > 20
