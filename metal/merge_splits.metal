@@ -12,7 +12,9 @@ template <typename Q, int DV>
     uint group_position [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]]) {
   const int row = int(group_position);
+  const int token = row % p.num_tokens;
   const int head = row / p.num_tokens % p.num_heads;
+  const int sequence = row / p.num_tokens / p.num_heads;
   const device float* sums = partial_sums + 2 * long(row) * p.num_splits;
   const device float* outs = partial_out + long(row) * p.num_splits * DV;
   const float sink = HAS_SINKS ? in_log2(sinks[head]) : LOWEST;
@@ -34,10 +36,12 @@ template <typename Q, int DV>
     }
   }
   const float total = HAS_SINKS ? sum + weight_of(sink, total_max) : sum;
+  device Q* out_row = out + sequence * p.out_strides[0] + head * p.out_strides[1] +
+      token * p.out_strides[2];
   for (int c = 0; c < ELEMENTS; c++) {
     const int d = int(lane) + c * LANES;
     if (d < DV) {
-      out[long(row) * DV + d] = Q(sum != 0.0f ? weighted[c] / total : 0.0f);
+      out_row[d] = Q(sum != 0.0f ? weighted[c] / total : 0.0f);
     }
   }
 }

@@ -7,22 +7,6 @@
 // team has its own streaming softmax. At the end the teams are merged; a second kernel merges the
 // splits.
 
-constant int BLOCK_SIZE [[function_constant(0)]];
-constant bool CAUSAL [[function_constant(1)]];
-constant bool HAS_WINDOW [[function_constant(2)]];
-constant bool HAS_SOFTCAP [[function_constant(3)]];
-constant bool HAS_ALIBI [[function_constant(4)]];
-constant bool HAS_BOOL_MASK [[function_constant(5)]];
-constant bool HAS_FLOAT_MASK [[function_constant(6)]];
-constant bool HAS_SINKS [[function_constant(7)]];
-constant bool HAS_ROPE [[function_constant(8)]];
-constant bool HAS_MAPPING [[function_constant(9)]];
-constant bool SPLIT [[function_constant(10)]];
-constant bool RETURN_ATTN [[function_constant(11)]];
-constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
-constant bool WHOLE_QUERIES [[function_constant(13)]];   // queries begin at whole vectors
-constant bool WHOLE = !SPLIT;
-
 constant constexpr int SIMDGROUPS = 8;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
 
@@ -36,23 +20,6 @@ constexpr int merged_rows(int rows, int value_dim) {
   return value_dim * rows > 256 ? (value_dim > 128 ? 1 : 2) : rows;
 }
 
-// One query row and the keys [first, stop) that it sees without a mask.
-struct QueryRow {
-  int head;
-  int token;
-  int position;
-  int first;
-  int stop;
-  long mask;  // offset of its mask
-};
-
-// The place of a key in the pool. A key that is not attended has no place.
-struct Slot {
-  bool is_valid;
-  int block;
-  int offset;
-};
-
 // Sum over the lanes of a team.
 template <int TEAM>
 inline float team_sum(float value) {
@@ -60,57 +27,6 @@ inline float team_sum(float value) {
     value += simd_shuffle_xor(value, step);
   }
   return value;
-}
-
-inline QueryRow query_row(
-    int row, int sequence, int head_slot, int context, constant AttentionParams& p) {
-  QueryRow result;
-  result.token = row / p.group;
-  result.head = head_slot * p.group + row % p.group;
-  result.position = context - p.num_tokens + result.token;
-  result.first = HAS_WINDOW ? max(0, result.position - p.window + 1) : 0;
-  const bool exists = row < p.group * p.num_tokens && result.position >= 0;
-  const int stop = CAUSAL || HAS_WINDOW ? result.position + 1 : context;
-  result.stop = exists ? stop : 0;
-  result.mask = sequence * p.mask_strides[0] + result.head * p.mask_strides[1] +
-      result.token * p.mask_strides[2];
-  return result;
-}
-
-// Dimension d of a query row, rotated if there are angles: pairs (d, d + R / 2) by angle d.
-template <typename Q>
-inline float query_element(
-    const device Q* q, const device float* angles, int d, constant AttentionParams& p) {
-  const float own = float(q[d]);
-  if (!HAS_ROPE || d >= 2 * p.rope_pairs) {
-    return own;
-  }
-  const bool is_first = d < p.rope_pairs;
-  const float angle = angles[is_first ? d : d - p.rope_pairs];
-  const float other = float(q[is_first ? d + p.rope_pairs : d - p.rope_pairs]);
-  return own * precise::cos(angle) + (is_first ? -other : other) * precise::sin(angle);
-}
-
-// A vector of a query row, rotated if there are angles.
-template <typename Q>
-inline float4 query_vector(
-    const device Q* q, const device float* angles, int vector, constant AttentionParams& p) {
-  if (WHOLE_QUERIES && !HAS_ROPE) {
-    return float4(read_vector(q + vector * VECTOR));
-  }
-  float4 result;
-  for (int i = 0; i < VECTOR; i++) {
-    result[i] = query_element(q, angles, vector * VECTOR + i, p);
-  }
-  return result;
-}
-
-inline Slot locate(int key, int end, const device int* table, constant AttentionParams& p) {
-  Slot slot;
-  slot.block = key < end ? table[key / BLOCK_SIZE * p.tables_strides[1]] : -1;
-  slot.offset = key % BLOCK_SIZE;
-  slot.is_valid = slot.block >= 0 && slot.block < p.num_blocks;
-  return slot;
 }
 
 // This lane's vectors of one row of the pool; zeros if the slot is not valid.
@@ -126,31 +42,6 @@ inline void load_row(
       result[c] = float4(read_vector(head + start + vector * VECTOR));
     }
   }
-}
-
-// The score of a key in units of log2; -inf if the row does not see the key, which may then hold
-// anything. If a row sees only keys with the lowest scores, these share the weights.
-inline float finish_score(
-    float qk, QueryRow row, int key, bool is_valid, const device bool* bool_mask,
-    const device float* float_mask, const device float* alibi_slopes, constant AttentionParams& p) {
-  if (!is_valid || key < row.first || key >= row.stop) {
-    return -INFINITY;
-  }
-  float score = qk * p.scale;
-  if (HAS_SOFTCAP) {
-    score = p.softcap * precise::tanh(score / p.softcap);
-  }
-  if (HAS_ALIBI) {
-    score += alibi_slopes[row.head] * float(key - row.position);
-  }
-  if (HAS_BOOL_MASK) {
-    score = bool_mask[row.mask + key * p.mask_strides[3]] ? score : -INFINITY;
-  }
-  if (HAS_FLOAT_MASK) {
-    const float bias = float_mask[row.mask + key * p.mask_strides[3]];
-    return bias == -INFINITY ? bias : in_log2(score + bias);
-  }
-  return score * LOG2E;
 }
 
 // Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. With a mapping, query
@@ -329,8 +220,9 @@ template <typename T, typename Q, int D, int DV, int ROWS>
         sum += shared_sum[s * ROWS + r] * scale;
         weighted += shared_out[(s * MERGED + i) * DV + d] * scale;
       }
-      const long out_row = (long(sequence) * p.num_heads + head) * p.num_tokens + row / p.group;
+      const int token = row / p.group;
       if (SPLIT) {
+        const long out_row = (long(sequence) * p.num_heads + head) * p.num_tokens + token;
         const long partial = out_row * p.num_splits + split;
         partial_out[partial * DV + d] = weighted;
         if (d == 0) {
@@ -339,7 +231,9 @@ template <typename T, typename Q, int D, int DV, int ROWS>
         }
       } else {
         const float total = HAS_SINKS ? sum + weight_of(sink, total_max) : sum;
-        out[out_row * DV + d] = Q(sum != 0.0f ? weighted / total : 0.0f);
+        const long out_row = sequence * p.out_strides[0] + head * p.out_strides[1] +
+            token * p.out_strides[2];
+        out[out_row + d] = Q(sum != 0.0f ? weighted / total : 0.0f);
       }
     }
   }

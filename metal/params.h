@@ -15,6 +15,7 @@
 
 struct AttentionParams {
   MLX_PAGED_INT64 q_strides[3];       // of sequence, head, token
+  MLX_PAGED_INT64 out_strides[3];     // of sequence, head, token
   MLX_PAGED_INT64 k_strides[3];       // of KV head, block, slot
   MLX_PAGED_INT64 v_strides[3];       // of KV head, block, slot
   MLX_PAGED_INT64 mask_strides[4];    // of sequence, head, token, key
@@ -37,9 +38,10 @@ struct AttentionParams {
 };
 
 struct MergeParams {
-  int num_rows;    // B * H * L
-  int num_heads;   // H
-  int num_tokens;  // L
+  MLX_PAGED_INT64 out_strides[3];  // of sequence, head, token
+  int num_rows;                    // B * H * L
+  int num_heads;                   // H
+  int num_tokens;                  // L
   int num_splits;
 };
 

@@ -1,15 +1,14 @@
 #include <algorithm>
 
 #include "csrc/metal/arrays.h"
+#include "csrc/metal/attention_launches.h"
 #include "csrc/metal/plans.h"
-#include "metal/params.h"
 
 namespace mlx_paged {
 
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kLanes = 32;
 constexpr int kMaxDim = 576;
 
 // A context is split until there are enough threadgroups for a GPU, but no split is shorter than
@@ -18,8 +17,6 @@ constexpr int kWantedThreadgroups = 128;
 constexpr int kMinKeysPerSplit = 256;
 constexpr int kKeysPerPass = 16;
 
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 // Rows of a threadgroup: all rows, rounded up to a power of two, unless they need too many
 // registers.
 int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
@@ -27,17 +24,8 @@ int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
   return num_rows > 2 ? max_rows : num_rows;
 }
 
-struct Geometry {
-  int head_slots;  // KV heads; with a mapping, query heads
-  int group;       // query heads of a slot
-  int rows;        // of a threadgroup
-  int row_tiles;
-  int num_splits;
-  int keys_per_split;
-};
-
-Geometry geometry(const AttentionInputs& in, const AttentionOptions& options) {
-  Geometry g;
+AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& options) {
+  AttentionGeometry g;
   const int num_heads = in.q.shape(1);
   g.head_slots = in.kv_head_mapping.has_value() ? num_heads : in.k_cache.shape(0);
   g.group = num_heads / g.head_slots;
@@ -52,110 +40,6 @@ Geometry geometry(const AttentionInputs& in, const AttentionOptions& options) {
   g.keys_per_split = std::max(1, ceil_div(ceil_div(max_keys, splits), kKeysPerPass)) * kKeysPerPass;
   g.num_splits = std::max(1, ceil_div(max_keys, g.keys_per_split));
   return g;
-}
-
-AttentionParams attention_params(const AttentionInputs& in, const AttentionOptions& options,
-                                 const Geometry& g) {
-  AttentionParams p{};
-  copy_strides(in.q, p.q_strides);
-  copy_strides(in.k_cache, p.k_strides);
-  copy_strides(in.v_cache, p.v_strides);
-  copy_strides(in.block_tables, p.tables_strides);
-  if (in.attn_mask) {
-    copy_strides(*in.attn_mask, p.mask_strides);
-  }
-  if (in.rope_freqs) {
-    copy_strides(*in.rope_freqs, p.rope_strides);
-    p.rope_pairs = in.rope_freqs->shape(2);
-  }
-  p.context_stride = in.context_lens.strides(0);
-  p.num_heads = in.q.shape(1);
-  p.num_kv_heads = in.k_cache.shape(0);
-  p.num_tokens = in.q.shape(2);
-  p.num_blocks = in.k_cache.shape(1);
-  p.max_blocks = in.block_tables.shape(1);
-  p.group = g.group;
-  p.row_tiles = g.row_tiles;
-  p.keys_per_split = g.keys_per_split;
-  p.num_splits = g.num_splits;
-  p.window = options.window.value_or(0);
-  p.scale = options.scale;
-  p.softcap = options.softcap.value_or(0);
-  return p;
-}
-
-// Whether V is the first columns of K in memory, so that a loaded key contains its value.
-bool values_in_keys(const AttentionInputs& in) {
-  const mx::array &k = in.k_cache, &v = in.v_cache;
-  if (v.shape(3) > k.shape(3) || v.data<char>() != k.data<char>()) {
-    return false;
-  }
-  for (int axis = 0; axis < 3; ++axis) {
-    if (k.shape(axis) > 1 && k.strides(axis) != v.strides(axis)) {
-      return false;
-    }
-  }
-  return true;
-}
-
-std::vector<FunctionConstant> constants(const AttentionInputs& in, const AttentionOptions& options,
-                                        bool split) {
-  using Type = FunctionConstant::Type;
-  const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
-  std::vector<FunctionConstant> all = {{0, Type::kInt, in.k_cache.shape(2)}};
-  const bool flags[] = {options.causal,
-                        options.window.has_value(),
-                        options.softcap.has_value(),
-                        in.alibi_slopes.has_value(),
-                        bool_mask,
-                        in.attn_mask.has_value() && !bool_mask,
-                        in.sinks.has_value(),
-                        in.rope_freqs.has_value(),
-                        in.kv_head_mapping.has_value(),
-                        split,
-                        options.return_attn,
-                        values_in_keys(in),
-                        has_whole_vectors(in.q)};
-  for (int i = 0; i < static_cast<int>(std::size(flags)); ++i) {
-    all.push_back({i + 1, Type::kBool, flags[i]});
-  }
-  return all;
-}
-
-// Binds the optional inputs, which follow the five that every call has.
-void bind_optional(const AttentionInputs& in, LaunchPlan& plan) {
-  const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
-  const std::pair<bool, int> optional[] = {{in.kv_head_mapping.has_value(), 9},
-                                           {in.rope_freqs.has_value(), 10},
-                                           {in.attn_mask.has_value(), bool_mask ? 11 : 12},
-                                           {in.sinks.has_value(), 13},
-                                           {in.alibi_slopes.has_value(), 14}};
-  int which = 5;
-  for (const auto& [present, index] : optional) {
-    if (present) {
-      plan.buffers.push_back({index, BufferBinding::Role::kInput, which++});
-    }
-  }
-}
-
-LaunchPlan merge_plan(const AttentionInputs& in, const Geometry& g) {
-  using Role = BufferBinding::Role;
-  const int value_dim = in.v_cache.shape(3);
-  const int num_rows = in.q.shape(0) * in.q.shape(1) * in.q.shape(2);
-  LaunchPlan plan;
-  plan.kernel = "merge_splits_" + metal_type(in.q) + "_v" + std::to_string(value_dim);
-  plan.instantiation = "merge_splits<" + metal_type(in.q) + ", " + std::to_string(value_dim) + ">";
-  plan.constants = {{14, FunctionConstant::Type::kBool, in.sinks.has_value()}};
-  plan.grid = {static_cast<uint32_t>(num_rows), 1, 1};
-  plan.threadgroup = {kLanes, 1, 1};
-  plan.buffers = {{0, Role::kScratch, 0}, {1, Role::kScratch, 1}, {3, Role::kOutput, 0}};
-  if (in.sinks.has_value()) {
-    const int before =
-        in.kv_head_mapping.has_value() + in.rope_freqs.has_value() + in.attn_mask.has_value();
-    plan.buffers.push_back({4, Role::kInput, 5 + before});
-  }
-  plan.set_params(2, MergeParams{num_rows, in.q.shape(1), in.q.shape(2), g.num_splits});
-  return plan;
 }
 
 }  // namespace
@@ -181,7 +65,7 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   }
   check_metal_pool("paged_attention", "k_cache", in.k_cache, false);
   check_metal_pool("paged_attention", "v_cache", in.v_cache, false);
-  const Geometry g = geometry(in, config);
+  const AttentionGeometry g = geometry(in, config);
   const int value_dim = in.v_cache.shape(3);
   const bool split = g.num_splits > 1;
   const std::string sizes[] = {std::to_string(in.q.shape(3)), std::to_string(value_dim),
@@ -191,7 +75,7 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
                 sizes[0] + "_v" + sizes[1] + "_r" + sizes[2];
   plan.instantiation = "paged_attention<" + metal_type(in.k_cache) + ", " + metal_type(in.q) +
                        ", " + sizes[0] + ", " + sizes[1] + ", " + sizes[2] + ">";
-  plan.constants = constants(in, config, split);
+  plan.constants = attention_constants(in, config, split);
   plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
                static_cast<uint32_t>(in.q.shape(0)), static_cast<uint32_t>(g.num_splits)};
   plan.threadgroup = {kThreads, 1, 1};

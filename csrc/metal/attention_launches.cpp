@@ -1,0 +1,125 @@
+#include "csrc/metal/attention_launches.h"
+
+#include "csrc/metal/arrays.h"
+
+namespace mlx_paged {
+
+namespace {
+
+// Whether V is the first columns of K in memory, so that a loaded key contains its value.
+bool values_in_keys(const AttentionInputs& in) {
+  const mx::array &k = in.k_cache, &v = in.v_cache;
+  if (v.shape(3) > k.shape(3) || v.data<char>() != k.data<char>()) {
+    return false;
+  }
+  for (int axis = 0; axis < 3; ++axis) {
+    if (k.shape(axis) > 1 && k.strides(axis) != v.strides(axis)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Outputs are dense, [B, H, L, D_v].
+void set_out_strides(const AttentionInputs& in, int64_t (&strides)[3]) {
+  const int64_t num_heads = in.q.shape(1), num_tokens = in.q.shape(2), dim = in.v_cache.shape(3);
+  strides[0] = num_heads * num_tokens * dim;
+  strides[1] = num_tokens * dim;
+  strides[2] = dim;
+}
+
+}  // namespace
+
+std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
+                                                  const AttentionOptions& options, bool split) {
+  using Type = FunctionConstant::Type;
+  const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
+  std::vector<FunctionConstant> all = {{0, Type::kInt, in.k_cache.shape(2)}};
+  const bool flags[] = {options.causal,
+                        options.window.has_value(),
+                        options.softcap.has_value(),
+                        in.alibi_slopes.has_value(),
+                        bool_mask,
+                        in.attn_mask.has_value() && !bool_mask,
+                        in.sinks.has_value(),
+                        in.rope_freqs.has_value(),
+                        in.kv_head_mapping.has_value(),
+                        split,
+                        options.return_attn,
+                        values_in_keys(in),
+                        has_whole_vectors(in.q)};
+  for (int i = 0; i < static_cast<int>(std::size(flags)); ++i) {
+    all.push_back({i + 1, Type::kBool, flags[i]});
+  }
+  return all;
+}
+
+void bind_optional(const AttentionInputs& in, LaunchPlan& plan) {
+  const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
+  const std::pair<bool, int> optional[] = {{in.kv_head_mapping.has_value(), 9},
+                                           {in.rope_freqs.has_value(), 10},
+                                           {in.attn_mask.has_value(), bool_mask ? 11 : 12},
+                                           {in.sinks.has_value(), 13},
+                                           {in.alibi_slopes.has_value(), 14}};
+  int which = 5;
+  for (const auto& [present, index] : optional) {
+    if (present) {
+      plan.buffers.push_back({index, BufferBinding::Role::kInput, which++});
+    }
+  }
+}
+
+AttentionParams attention_params(const AttentionInputs& in, const AttentionOptions& options,
+                                 const AttentionGeometry& g) {
+  AttentionParams p{};
+  copy_strides(in.q, p.q_strides);
+  set_out_strides(in, p.out_strides);
+  copy_strides(in.k_cache, p.k_strides);
+  copy_strides(in.v_cache, p.v_strides);
+  copy_strides(in.block_tables, p.tables_strides);
+  if (in.attn_mask) {
+    copy_strides(*in.attn_mask, p.mask_strides);
+  }
+  if (in.rope_freqs) {
+    copy_strides(*in.rope_freqs, p.rope_strides);
+    p.rope_pairs = in.rope_freqs->shape(2);
+  }
+  p.context_stride = in.context_lens.strides(0);
+  p.num_heads = in.q.shape(1);
+  p.num_kv_heads = in.k_cache.shape(0);
+  p.num_tokens = in.q.shape(2);
+  p.num_blocks = in.k_cache.shape(1);
+  p.max_blocks = in.block_tables.shape(1);
+  p.group = g.group;
+  p.row_tiles = g.row_tiles;
+  p.keys_per_split = g.keys_per_split;
+  p.num_splits = g.num_splits;
+  p.window = options.window.value_or(0);
+  p.scale = options.scale;
+  p.softcap = options.softcap.value_or(0);
+  return p;
+}
+
+LaunchPlan merge_plan(const AttentionInputs& in, const AttentionGeometry& g) {
+  using Role = BufferBinding::Role;
+  const int value_dim = in.v_cache.shape(3);
+  const int num_rows = in.q.shape(0) * in.q.shape(1) * in.q.shape(2);
+  LaunchPlan plan;
+  plan.kernel = "merge_splits_" + metal_type(in.q) + "_v" + std::to_string(value_dim);
+  plan.instantiation = "merge_splits<" + metal_type(in.q) + ", " + std::to_string(value_dim) + ">";
+  plan.constants = {{14, FunctionConstant::Type::kBool, in.sinks.has_value()}};
+  plan.grid = {static_cast<uint32_t>(num_rows), 1, 1};
+  plan.threadgroup = {kLanes, 1, 1};
+  plan.buffers = {{0, Role::kScratch, 0}, {1, Role::kScratch, 1}, {3, Role::kOutput, 0}};
+  if (in.sinks.has_value()) {
+    const int before =
+        in.kv_head_mapping.has_value() + in.rope_freqs.has_value() + in.attn_mask.has_value();
+    plan.buffers.push_back({4, Role::kInput, 5 + before});
+  }
+  MergeParams p{{}, num_rows, in.q.shape(1), in.q.shape(2), g.num_splits};
+  set_out_strides(in, p.out_strides);
+  plan.set_params(2, p);
+  return plan;
+}
+
+}  // namespace mlx_paged
