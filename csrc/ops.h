@@ -78,6 +78,9 @@ OptionalArray grown_in_place(const mx::array& blocks, int num_blocks, mx::Stream
 
 size_t reserved_bytes();
 
+// Whether this thread is within one of MLX's function transformations.
+bool is_transforming();
+
 void check_tables(const std::string& op, const mx::array& block_tables,
                   const mx::array& context_lens, int num_blocks, int block_size);
 

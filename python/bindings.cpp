@@ -1,15 +1,18 @@
 #include "python/bindings.h"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <new>
 
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/thread_pool.h"
+#include "csrc/validate.h"
 #include "mlx/version.h"
 
 namespace mlx_paged {
@@ -88,6 +91,21 @@ Raises:
     ValueError: a shape or dtype does not fit, a context length is outside ``[0, M * S]``, or a
         block id that a context reads is outside ``[0, N)``.)";
 
+constexpr const char* kPaddedArraysDoc =
+    R"(The arrays of a forward of B rows with N columns: positions, slot_mapping, block_tables,
+context_lens, offset and next_offset, as in :class:`mlx_paged.attention.forward.Forward`.
+
+Column c of row b is position ``starts[b] + c``. It is a token if this is not negative and c is below
+``lengths[b]``; any other column has slot -1. Context lengths include all columns. The block tables
+have as many columns as the positions need.
+
+Args:
+    starts: ``[B]`` int32.
+    lengths: ``[B]`` int32.
+    columns: N.
+    tables: ``[B, M]`` int32, the block table of each row.
+    block_size: tokens per block.)";
+
 constexpr const char* kIsTransformingDoc =
     R"(Whether this thread is within one of MLX's function transformations: grad, vjp, jvp, vmap or
 compile.)";
@@ -109,14 +127,40 @@ constexpr const char* kCpuFeaturesDoc =
 The environment variable MLX_PAGED_CPU, read at import, chooses a build. The default is the fastest
 one that the machine supports.)";
 
-// MLX does not export its own flag. An array that is marked as a tracer shows it.
-bool is_transforming() {
-  static const mx::array* const tracer = [] {
-    auto* array = new mx::array(0);  // outlives MLX's own static objects
-    array->set_tracer(true);
-    return array;
-  }();
-  return tracer->is_tracer();
+using HostVector = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using HostMatrix = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+Arrays padded_arrays(const HostVector& starts, const HostVector& lengths, int columns,
+                     const HostMatrix& tables, int block_size) {
+  const auto rows = static_cast<int>(starts.shape(0)), width = static_cast<int>(tables.shape(1));
+  std::vector<int32_t> positions, slots, blocks, contexts, stops;
+  int longest = 1;
+  for (int row = 0; row < rows; ++row) {
+    longest = std::max(longest, starts(row) + columns);
+  }
+  const int num_blocks = (longest + block_size - 1) / block_size;
+  for (int row = 0; row < rows; ++row) {
+    const int32_t* const table = tables.data() + int64_t{row} * width;
+    for (int column = 0; column < columns; ++column) {
+      const int position = starts(row) + column, entry = position / block_size;
+      const bool is_token = position >= 0 && column < lengths(row);
+      require(!is_token || entry < width, "padded_arrays", "row ", row, " has ", width,
+              " blocks: expected one for position ", position);
+      positions.push_back(position);
+      slots.push_back(is_token ? table[entry] * block_size + position % block_size : -1);
+    }
+    for (int entry = 0; entry < num_blocks; ++entry) {
+      blocks.push_back(entry < width ? table[entry] : 0);
+    }
+    contexts.push_back(starts(row) + columns);
+    stops.push_back(starts(row) + lengths(row));
+  }
+  const auto array = [](const auto& values, const mx::Shape& shape) {
+    return mx::array(values.begin(), shape, mx::int32);
+  };
+  return {array(positions, {rows, columns}), array(slots, {rows * columns}),
+          array(blocks, {rows, num_blocks}), array(contexts, {rows}),
+          mx::array(starts.data(), {rows}, mx::int32), array(stops, {rows})};
 }
 
 std::string version(int major, int minor, int patch) {
@@ -165,6 +209,8 @@ NB_MODULE(_ext, m) {
       "Bytes of all arrays that :func:`pool_zeros` made with a capacity. MLX counts none of them.");
   m.def("check_tables", &check_tables, "op"_a, "block_tables"_a, "context_lens"_a, "num_blocks"_a,
         "block_size"_a, kCheckTablesDoc);
+  m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a,
+        "block_size"_a, kPaddedArraysDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);

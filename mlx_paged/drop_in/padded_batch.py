@@ -6,15 +6,15 @@ from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from mlx_paged.attention.forward import FEW_QUERIES, Chunk, Forward, max_paged_queries
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import as_int32
+from mlx_paged.ops import padded_arrays
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class PaddedSpans:
     """B rows of N columns: column c of row b is position ``starts[b] + c`` of its sequence.
 
@@ -25,11 +25,13 @@ class PaddedSpans:
         starts: ``[B]`` int32, position of the first column.
         lengths: ``[B]`` int32, columns that are not right padding, each in [0, N].
         columns: N.
+        is_full: whether no row was given right padding.
     """
 
     starts: Int32Array
     lengths: Int32Array
     columns: int
+    is_full: bool
 
     @classmethod
     def of(
@@ -41,7 +43,7 @@ class PaddedSpans:
         """Rows of `columns` columns; of these at most `lengths` are no right padding."""
         starts = np.asarray(starts, np.int32)
         kept = columns if lengths is None else np.clip(lengths, 0, columns)
-        return cls(starts, np.full_like(starts, kept), columns)
+        return cls(starts, np.full_like(starts, kept), columns, lengths is None)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
@@ -52,11 +54,6 @@ class PaddedSpans:
         )
 
     @cached_property
-    def is_full(self) -> bool:
-        """Whether there is no right padding."""
-        return bool((self.lengths == self.columns).all())
-
-    @cached_property
     def stops(self) -> Int32Array:
         """``[B]`` int32, position after each row's last token."""
         return self.starts + self.lengths
@@ -64,19 +61,7 @@ class PaddedSpans:
     @cached_property
     def max_context(self) -> int:
         """Length of gathered keys: the longest context, these tokens included, at least 1."""
-        return max(1, int(self.stops.max(initial=0)))
-
-    @cached_property
-    def positions(self) -> Int32Array:
-        """``[B, N]`` int32, the position of every column."""
-        columns: Int32Array = np.arange(self.columns, dtype=np.int32)
-        return self.starts[:, None] + columns
-
-    @cached_property
-    def are_tokens(self) -> npt.NDArray[np.bool_]:
-        """``[B, N]`` bool: which columns are not padding."""
-        columns = np.arange(self.columns, dtype=np.int32)
-        return (columns < self.lengths[:, None]) & (self.positions >= 0)
+        return max(1, *self.stops.tolist())
 
 
 class PaddedBatch(Forward):
@@ -111,16 +96,17 @@ class PaddedBatch(Forward):
         self.valid = True
         self.reads: tuple[mx.array, ...] = ()
         self.max_paged_queries = max_paged_queries()
-        tables = _wide_enough(tables, spans, block_size)
+        arrays = padded_arrays(spans.starts, spans.lengths, spans.columns, tables, block_size)
+        positions, slot_mapping, block_tables, context_lens, offset, next_offset = arrays
         super().__init__(
-            columns=spans.columns,
-            positions=mx.array(spans.positions),
-            slot_mapping=_slots(tables, spans, block_size),
-            block_tables=mx.array(tables),
-            context_lens=as_int32(spans.starts + np.int32(spans.columns)),  # padding included
-            max_context=spans.max_context,
-            offset=as_int32(spans.starts),
-            next_offset=as_int32(spans.stops),
+            spans.columns,
+            positions,
+            slot_mapping,
+            block_tables,
+            context_lens,
+            spans.max_context,
+            offset,
+            next_offset,
         )
         if any(firsts):
             starts = as_int32(firsts)[:, None, None, None]
@@ -140,23 +126,6 @@ class PaddedBatch(Forward):
     def serves(self, ids: tuple[int, ...], spans: PaddedSpans) -> bool:
         """Whether another layer of the same forward can use it."""
         return self.valid and self.ids == ids and self.spans == spans
-
-
-def _wide_enough(tables: Int32Array, spans: PaddedSpans, block_size: int) -> Int32Array:
-    """The tables with exactly as many columns as the forward's positions need."""
-    longest = max(1, int(spans.starts.max(initial=0)) + spans.columns)
-    width = ceil_div(longest, block_size)
-    if width > tables.shape[1]:
-        tables = np.pad(tables, ((0, 0), (0, width - tables.shape[1])))
-    return tables[:, :width]
-
-
-def _slots(tables: Int32Array, spans: PaddedSpans, block_size: int) -> mx.array:
-    """Slot mapping of the columns; -1 for padding."""
-    positions, size = spans.positions, np.int32(block_size)
-    blocks = np.take_along_axis(tables, np.maximum(positions, 0) // size, axis=1)
-    slots = np.where(spans.are_tokens, blocks * size + positions % size, np.int32(-1))
-    return as_int32(slots.reshape(-1))
 
 
 def _chunk(table: Int32Array, start: int, stop: int, block_size: int) -> Chunk | None:
