@@ -1,4 +1,5 @@
 // The ops that write, copy and read a layer's pool, and their primitives.
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -311,6 +312,33 @@ bool is_transforming() {
     return array;
   }();
   return tracer->is_tracer();
+}
+
+std::optional<std::array<mx::array, 4>> append_kv(const mx::array& k, const mx::array& v,
+                                                  const mx::array& k_cache,
+                                                  const mx::array& v_cache,
+                                                  const mx::array& slot_mapping,
+                                                  const mx::array& block_tables, int num_tokens,
+                                                  const OptionalArray& held) {
+  const auto fits = [](const mx::array& x, const mx::array& cache) {
+    return x.ndim() == 4 && x.dtype() == cache.dtype() && x.shape(1) == cache.shape(0) &&
+           x.shape(3) == cache.shape(3);
+  };
+  const bool is_native = mx::default_device() == mx::Device::cpu ||
+                         (has_metal() && unsupported_on_metal(k.shape(-1), v.shape(-1)).empty());
+  if (!is_native || is_transforming() || !fits(k, k_cache) || !fits(v, v_cache)) {
+    return std::nullopt;
+  }
+  const auto rows = [](const mx::array& x) {
+    return x.shape(2) == 1 ? mx::squeeze(x, 2)
+                           : mx::flatten(mx::transpose(x, {0, 2, 1, 3}), 0, 1);
+  };
+  const auto gathered = [&](const mx::array& cache) {
+    const mx::array found = gather_blocks(cache, block_tables, num_tokens);
+    return held ? mx::where(*held, found, mx::array(0, found.dtype())) : found;
+  };
+  const auto [keys, values] = write_kv(rows(k), rows(v), k_cache, v_cache, slot_mapping, {});
+  return std::array{keys, values, gathered(keys), gathered(values)};
 }
 
 mx::array take_from_pool(const mx::array& rows, const mx::array& indices) {

@@ -91,6 +91,22 @@ Raises:
     ValueError: a shape or dtype does not fit, a context length is outside ``[0, M * S]``, or a
         block id that a context reads is outside ``[0, N)``.)";
 
+constexpr const char* kAppendKvDoc =
+    R"(``write_kv`` of K/V as a model gives it, and ``gather_blocks`` of all tokens, in one call.
+
+Args:
+    kind: a subclass of ``mx.array``.
+    k: ``[B, H_kv, N, D]``.
+    v: ``[B, H_kv, N, D_v]``.
+    k_cache: as in ``write_kv``, as are v_cache and slot_mapping.
+    block_tables: as in ``gather_blocks``, as is num_tokens.
+    held: broadcastable to the gathered arrays; they have zeros where it is false.
+
+Returns:
+    The new handles of both caches, and the gathered keys and values as instances of `kind`. None,
+    and nothing is written, if the current device has no kernel, within a function transformation,
+    and if k or v differs from its cache in type, heads or dimensions.)";
+
 constexpr const char* kPaddedArraysDoc =
     R"(The arrays of a forward of B rows with N columns: positions, slot_mapping, block_tables,
 context_lens, offset and next_offset, as in :class:`mlx_paged.attention.forward.Forward`.
@@ -182,6 +198,18 @@ nb::object view_as(nb::type_object kind, const mx::array& array) {
   return view;
 }
 
+nb::object append(nb::type_object kind, const mx::array& k, const mx::array& v,
+                  const mx::array& k_cache, const mx::array& v_cache, const mx::array& slot_mapping,
+                  const mx::array& block_tables, int num_tokens, const OptionalArray& held) {
+  const auto arrays =
+      append_kv(k, v, k_cache, v_cache, slot_mapping, block_tables, num_tokens, held);
+  if (!arrays) {
+    return nb::none();
+  }
+  const auto& [k_written, v_written, keys, values] = *arrays;
+  return nb::make_tuple(k_written, v_written, view_as(kind, keys), view_as(kind, values));
+}
+
 }  // namespace
 
 NB_MODULE(_ext, m) {
@@ -209,6 +237,8 @@ NB_MODULE(_ext, m) {
       "Bytes of all arrays that :func:`pool_zeros` made with a capacity. MLX counts none of them.");
   m.def("check_tables", &check_tables, "op"_a, "block_tables"_a, "context_lens"_a, "num_blocks"_a,
         "block_size"_a, kCheckTablesDoc);
+  m.def("append_kv", &append, "kind"_a, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
+        "block_tables"_a, "num_tokens"_a, "held"_a = nb::none(), kAppendKvDoc);
   m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a,
         "block_size"_a, kPaddedArraysDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);

@@ -21,6 +21,7 @@ from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.shared_pool import loose_layer
 from mlx_paged.drop_in.stored_arrays import StoredArray, held_until_evaluated
 from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.pool import as_int32
 
 
 class StepView(LayerView):
@@ -35,6 +36,23 @@ class StepView(LayerView):
         handles = super().keys_and_values()
         self._note_reads(*handles)
         return handles
+
+    def append(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle] | None:
+        """Write K/V, and return handles as `keys_and_values`; None if one call cannot do both."""
+        pool, step = self.pool, self.forward
+        if self.is_latent:
+            return None
+        caches, tables = (pool.k[0], pool.v[0]), step.block_tables
+        written = ops.append_kv(
+            KVHandle, keys, values, *caches, step.slot_mapping, tables, step.max_context, step.held
+        )
+        if written is None:
+            return None
+        pool.k[0], pool.v[0], k, v = written
+        k.cache = v.cache = self
+        k.role, v.role = "keys", "values"
+        self._note_reads(k, v)
+        return k, v
 
     def attend(self, query: Query) -> mx.array | None:
         out = super().attend(query)
@@ -121,12 +139,16 @@ class PagedCache(AttendingCache, _BaseCache):
 
     # A forward
 
+    def _step_of_layers_before(self, columns: int) -> PaddedBatch | None:
+        """The step of a forward of so many columns, if another layer has begun it."""
+        step = self.rows[0].step if self.rows and self._remaining is None else None
+        is_same = step is not None and step.spans_from(self.ids, self.starts, columns)
+        return step if is_same else None
+
     def _spans(self, columns: int) -> PaddedSpans:
         """The positions that a forward of so many columns computes."""
-        latest = self.rows[0].step if self.rows and self._remaining is None else None
-        if latest is not None and latest.spans_from(self.ids, self.starts, columns):
-            return latest.spans  # the layers before this one made them
-        return PaddedSpans.of(self.starts, columns, self._remaining)
+        step = self._step_of_layers_before(columns)
+        return step.spans if step else PaddedSpans.of(self.starts, columns, self._remaining)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a forward's K/V, ``[B, H_kv, N, D]``; return lazy handles of all K/V.
@@ -145,17 +167,26 @@ class PagedCache(AttendingCache, _BaseCache):
                 kept: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)
                 return kept
             self._begin(keys, values)
-        if keys.shape[0] != len(self.rows):
+        num_rows, _, columns, _ = keys.shape
+        if num_rows != len(self.rows):
             raise ValueError(
-                f"[update_and_fetch] keys have {keys.shape[0]} rows: expected {len(self.rows)}"
+                f"[update_and_fetch] keys have {num_rows} rows: expected {len(self.rows)}"
             )
-        spans = self._spans(keys.shape[2])
-        step = self.layer.write(self.rows, self.ids, spans, keys, values)
+        with self.layer.pool.lock:
+            step = self._step_of_layers_before(columns)
+            if step is None or not self.layer.is_written:
+                self.layer.check(keys, values)
+            if step is None:
+                step = self.layer.pool.step(self.rows, self.ids, self._spans(columns))
+            self._latest = StepView(self.layer, step, self.window)
+            handles = self._latest.append(keys, values)
+            if handles is None:
+                self.layer.write(step, keys, values)
+                handles = self._latest.keys_and_values()
         self.starts = step.spans.stops  # one array for all layers
         if self._remaining is not None:
-            self._remaining = self._remaining - np.int32(spans.columns)
-        self._latest = StepView(self.layer, step, self.window)
-        return self._latest.keys_and_values()
+            self._remaining = self._remaining - np.int32(columns)
+        return handles
 
     def _begin(self, keys: mx.array, values: mx.array) -> None:
         """Let the layer for this first K/V hold it."""
@@ -184,8 +215,8 @@ class PagedCache(AttendingCache, _BaseCache):
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         spans = self._spans(columns)
-        positions = mx.array(spans.positions)[:, None, :, None]
-        return causal_mask(positions, spans.max_context, window)
+        positions = as_int32(spans.starts[:, None] + np.arange(columns))
+        return causal_mask(positions[:, None, :, None], spans.max_context, window)
 
     # The attributes of mlx-lm's cache
 

@@ -31,7 +31,7 @@ class PagedKVCache(PagedCache):
     @property
     def offset(self) -> int:
         """Tokens of the sequence."""
-        return int(self.starts[0])
+        return self.starts.item(0)
 
     @offset.setter
     def offset(self, num_tokens: int) -> None:

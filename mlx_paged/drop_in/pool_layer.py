@@ -88,40 +88,34 @@ class PoolLayer:
             layer = layer.pool.successor().layer(self.index)
         return layer
 
-    def write(
-        self,
-        rows: Sequence[PagedSequence],
-        ids: tuple[int, ...],
-        spans: PaddedSpans,
-        keys: mx.array,
-        values: mx.array,
-    ) -> PaddedBatch:
-        """Write K/V, ``[B, H_kv, N, D]`` each, of the rows' spans.
+    def write(self, step: PaddedBatch, keys: mx.array, values: mx.array) -> None:
+        """Write K/V, ``[B, H_kv, N, D]`` each, of a step's rows.
 
         Raises:
             ValueError: keys and values have different types, or another shape than before.
-            OutOfBlocksError: the pool is full and may not grow; nothing was written.
         """
-        with self.pool.lock:
-            dtype = self._checked(keys, values).dtype
-            step = self.pool.step(rows, ids, spans)
-            k, v = (_token_rows(x.astype(dtype)) for x in (keys, values))
-            self.kv.write(0, k, v, step.slot_mapping)
-        return step
+        dtype = self.check(keys, values).dtype
+        k, v = (_token_rows(x.astype(dtype)) for x in (keys, values))
+        self.kv.write(0, k, v, step.slot_mapping)
 
-    def _checked(self, keys: mx.array, values: mx.array) -> KVShape:
+    def check(self, keys: mx.array, values: mx.array) -> KVShape:
+        """How this K/V is stored; the first one decides.
+
+        Raises:
+            ValueError: keys and values have different types, or another shape than before.
+        """
         if keys.dtype != values.dtype:
             raise ValueError(
                 f"[update_and_fetch] keys are {keys.dtype} but values {values.dtype}: "
                 "expected one type"
             )
-        shape = _shape_of(keys, values)
         if self.shape is None:
-            self.shape = shape
-        if _dims(shape) != _dims(self.shape):
+            self.shape = _shape_of(keys, values)
+        dims, expected = (keys.shape[1], keys.shape[3], values.shape[3]), _dims(self.shape)
+        if dims != expected:
             raise ValueError(
-                f"[update_and_fetch] K/V have (heads, head_dim, v_head_dim) = {_dims(shape)}: "
-                f"expected {_dims(self.shape)} as before"
+                f"[update_and_fetch] K/V have (heads, head_dim, v_head_dim) = {dims}: "
+                f"expected {expected} as before"
             )
         return self.shape
 
@@ -135,7 +129,9 @@ class PoolLayer:
         padding = [(0, 0), (0, 0), (rest, 0), (0, 0)]
         k, v = (mx.pad(x[..., -num_kept:, :], padding) for x in (keys, values))
         spans = PaddedSpans.of([stop - k.shape[2]] * len(rows), k.shape[2])
-        self.write(rows, tuple(row.id for row in rows), spans, k, v)
+        with self.pool.lock:
+            self.check(k, v)
+            self.write(self.pool.step(rows, tuple(row.id for row in rows), spans), k, v)
 
     def blocks(self, row: PagedSequence, num_tokens: int) -> Int32Array:
         """The blocks that a sequence holds of its first tokens."""

@@ -2,6 +2,7 @@
 
 from mlx_paged._ext import (
     BUILT_WITH,
+    append_kv,
     cpu_features,
     gather_blocks,
     grown_in_place,
@@ -24,6 +25,7 @@ from mlx_paged.ops.paged import (
 
 __all__ = [
     "BUILT_WITH",
+    "append_kv",
     "copy_blocks",
     "cpu_features",
     "gather_blocks",
