@@ -116,10 +116,11 @@ Column c of row b is position ``starts[b] + c``. It is a token if this is not ne
 have as many columns as the positions need.
 
 Args:
-    starts: ``[B]`` int32.
-    lengths: ``[B]`` int32.
+    starts: B numbers.
+    lengths: B numbers.
     columns: N.
-    tables: ``[B, M]`` int32, the block table of each row.
+    tables: ``[R, M]`` int32, block tables.
+    rows: which of these tables each row has, B numbers.
     block_size: tokens per block.)";
 
 constexpr const char* kIsTransformingDoc =
@@ -143,24 +144,23 @@ constexpr const char* kCpuFeaturesDoc =
 The environment variable MLX_PAGED_CPU, read at import, chooses a build. The default is the fastest
 one that the machine supports.)";
 
-using HostVector = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using HostMatrix = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using HostTables = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-Arrays padded_arrays(const HostVector& starts, const HostVector& lengths, int columns,
-                     const HostMatrix& tables, int block_size) {
-  const auto rows = static_cast<int>(starts.shape(0)), width = static_cast<int>(tables.shape(1));
-  std::vector<int32_t> positions, slots, blocks, contexts, stops;
+Arrays padded_arrays(const std::vector<int>& starts, const std::vector<int>& lengths, int columns,
+                     const HostTables& tables, const std::vector<int>& rows, int block_size) {
+  const auto batch = static_cast<int>(starts.size()), width = static_cast<int>(tables.shape(1));
   int longest = 1;
-  for (int row = 0; row < rows; ++row) {
-    longest = std::max(longest, starts(row) + columns);
+  for (const int start : starts) {
+    longest = std::max(longest, start + columns);
   }
   const int num_blocks = (longest + block_size - 1) / block_size;
-  for (int row = 0; row < rows; ++row) {
-    const int32_t* const table = tables.data() + int64_t{row} * width;
+  std::vector<int32_t> positions, slots, blocks, contexts, stops;
+  for (int i = 0; i < batch; ++i) {
+    const int32_t* const table = tables.data() + int64_t{rows[i]} * width;
     for (int column = 0; column < columns; ++column) {
-      const int position = starts(row) + column, entry = position / block_size;
-      const bool is_token = position >= 0 && column < lengths(row);
-      require(!is_token || entry < width, "padded_arrays", "row ", row, " has ", width,
+      const int position = starts[i] + column, entry = position / block_size;
+      const bool is_token = position >= 0 && column < lengths[i];
+      require(!is_token || entry < width, "padded_arrays", "table ", rows[i], " has ", width,
               " blocks: expected one for position ", position);
       positions.push_back(position);
       slots.push_back(is_token ? table[entry] * block_size + position % block_size : -1);
@@ -168,15 +168,15 @@ Arrays padded_arrays(const HostVector& starts, const HostVector& lengths, int co
     for (int entry = 0; entry < num_blocks; ++entry) {
       blocks.push_back(entry < width ? table[entry] : 0);
     }
-    contexts.push_back(starts(row) + columns);
-    stops.push_back(starts(row) + lengths(row));
+    contexts.push_back(starts[i] + columns);
+    stops.push_back(starts[i] + lengths[i]);
   }
   const auto array = [](const auto& values, const mx::Shape& shape) {
     return mx::array(values.begin(), shape, mx::int32);
   };
-  return {array(positions, {rows, columns}), array(slots, {rows * columns}),
-          array(blocks, {rows, num_blocks}), array(contexts, {rows}),
-          mx::array(starts.data(), {rows}, mx::int32), array(stops, {rows})};
+  return {array(positions, {batch, columns}), array(slots, {batch * columns}),
+          array(blocks, {batch, num_blocks}), array(contexts, {batch}),
+          array(starts, {batch}),             array(stops, {batch})};
 }
 
 std::string version(int major, int minor, int patch) {
@@ -240,7 +240,7 @@ NB_MODULE(_ext, m) {
   m.def("append_kv", &append, "kind"_a, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
         "block_tables"_a, "num_tokens"_a, "held"_a = nb::none(), kAppendKvDoc);
   m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a,
-        "block_size"_a, kPaddedArraysDoc);
+        "rows"_a, "block_size"_a, kPaddedArraysDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);

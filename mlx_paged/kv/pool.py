@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +13,8 @@ from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import ArrayPlan, PoolPlan
 
 SMALL_ARRAY = 1 << 20
+
+Tagged = TypeVar("Tagged", bound=mx.array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,20 @@ class KVPool:
         """Write K rows ``[T, n_kv_heads, head_dim]`` and V rows to their slots ``[T]``, in place.
         In latent layers these are the latents and the rotary keys."""
         self._replace(layer, ops.write_kv(k, v, *self.write_targets(layer), slot_mapping))
+
+    def append(
+        self, kind: type[Tagged], layer: int, k: mx.array, v: mx.array, slots: mx.array, *read: Any
+    ) -> tuple[Tagged, Tagged] | None:
+        """Write K ``[B, n_kv_heads, N, head_dim]`` and V, and gather all K and V that block tables
+        show, as instances of `kind`; see :func:`mlx_paged.ops.append_kv`. None, and nothing is
+        written, where one call cannot do both."""
+        if self.shapes[layer].latent:
+            return None
+        found = ops.append_kv(kind, k, v, self.k[layer], self.v[layer], slots, *read)
+        if found is None:
+            return None
+        self.k[layer], self.v[layer], keys, values = found
+        return keys, values
 
     def _replace(self, layer: int, written: tuple[mx.array, mx.array]) -> None:
         shape = self.shapes[layer]
