@@ -242,9 +242,9 @@ class PoolRead : public mx::Primitive {
   std::shared_ptr<mx::Primitive> read_;
 };
 
-// The blocks of each head side by side, by MLX's gather, and a view of their first tokens. One node of
-// the graph: most arrays of this kind are made for attention over the pool, which never evaluates
-// them. Inputs cache, heads [H_kv], block_tables.
+// The blocks of each head side by side, by MLX's gather, and a view of their first tokens. One node
+// of the graph: most arrays of this kind are made for attention over the pool, which never
+// evaluates them. Inputs cache, heads [H_kv], block_tables.
 class GatherBlocks : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
@@ -330,8 +330,7 @@ std::optional<std::array<mx::array, 4>> append_kv(const mx::array& k, const mx::
     return std::nullopt;
   }
   const auto rows = [](const mx::array& x) {
-    return x.shape(2) == 1 ? mx::squeeze(x, 2)
-                           : mx::flatten(mx::transpose(x, {0, 2, 1, 3}), 0, 1);
+    return x.shape(2) == 1 ? mx::squeeze(x, 2) : mx::flatten(mx::transpose(x, {0, 2, 1, 3}), 0, 1);
   };
   const auto gathered = [&](const mx::array& cache) {
     const mx::array found = gather_blocks(cache, block_tables, num_tokens);
@@ -363,7 +362,8 @@ mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, i
     std::iota(every_head.begin(), every_head.end(), 0);
     const mx::array head(every_head.begin(), {heads}, mx::int32);
     return mx::array({batch, heads, num_tokens, head_dim}, cache.dtype(),
-                     std::make_shared<GatherBlocks>(mx::to_stream({})), {cache, head, block_tables});
+                     std::make_shared<GatherBlocks>(mx::to_stream({})),
+                     {cache, head, block_tables});
   }
   const mx::array head = mx::reshape(mx::arange(heads), {1, heads, 1});
   const mx::array block = mx::expand_dims(block_tables, 1);

@@ -174,9 +174,12 @@ Arrays padded_arrays(const std::vector<int>& starts, const std::vector<int>& len
   const auto array = [](const auto& values, const mx::Shape& shape) {
     return mx::array(values.begin(), shape, mx::int32);
   };
-  return {array(positions, {batch, columns}), array(slots, {batch * columns}),
-          array(blocks, {batch, num_blocks}), array(contexts, {batch}),
-          array(starts, {batch}),             array(stops, {batch})};
+  return {array(positions, {batch, columns}),
+          array(slots, {batch * columns}),
+          array(blocks, {batch, num_blocks}),
+          array(contexts, {batch}),
+          array(starts, {batch}),
+          array(stops, {batch})};
 }
 
 std::string version(int major, int minor, int patch) {
@@ -239,8 +242,8 @@ NB_MODULE(_ext, m) {
         "block_size"_a, kCheckTablesDoc);
   m.def("append_kv", &append, "kind"_a, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
         "block_tables"_a, "num_tokens"_a, "held"_a = nb::none(), kAppendKvDoc);
-  m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a,
-        "rows"_a, "block_size"_a, kPaddedArraysDoc);
+  m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a, "rows"_a,
+        "block_size"_a, kPaddedArraysDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);

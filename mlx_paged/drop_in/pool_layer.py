@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ class PoolLayer:
         pool: the pool whose blocks all layers share.
         index: which layer it is.
         shape: None until it is known.
+        moves: to arrays of so many blocks that begin with these blocks, in order; to none, if there
+            are no blocks.
     """
 
     def __init__(self, pool: SharedPool, index: int) -> None:
@@ -34,6 +37,7 @@ class PoolLayer:
         self.index = index
         self.shape: KVShape | None = None
         self._kv: KVPool | None = None
+        self.moves: deque[tuple[Int32Array, int]] = deque()
 
     @property
     def is_written(self) -> bool:
@@ -43,6 +47,7 @@ class PoolLayer:
     def kv(self) -> KVPool:
         """The arrays, with as many blocks as the pool has."""
         assert self.shape is not None, "a layer is read before it is written"
+        self.move()
         num_blocks = self.pool.allocator.num_blocks
         if self._kv is None:
             shapes, capacity = [self.shape], self.pool.max_blocks()
@@ -56,12 +61,15 @@ class PoolLayer:
         """What the model stored, ``[H_kv, num_blocks, block_size, D]`` each."""
         return self.kv.write_targets(0)
 
-    def keep(self, blocks: Int32Array, num_blocks: int) -> None:
-        """Keep only these blocks, as the first of `num_blocks`; without any, no arrays."""
-        if len(blocks):
-            self.kv.keep(blocks, num_blocks)
-        else:
-            self._kv = None
+    def move(self) -> None:
+        """Perform the moves. If memory runs out, the move stays for the next use of the arrays."""
+        while self.moves:
+            blocks, num_blocks = self.moves[0]
+            if self._kv is not None and len(blocks):
+                self._kv.keep(blocks, num_blocks)
+            else:
+                self._kv = None
+            self.moves.popleft()
 
     def held_bytes(self, rows: Sequence[PagedSequence]) -> int:
         """Bytes of the blocks that the rows hold: of a block with n sharers, each holds 1/n."""

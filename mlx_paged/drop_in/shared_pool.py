@@ -251,9 +251,11 @@ class SharedPool:
         num_blocks = _with_room(held) if held else 1
         kept = self.allocator.compact(num_blocks)
         for layer in layers:
-            layer.keep(kept, num_blocks)
+            layer.moves.append((kept, num_blocks))
         for step in self._steps:
             _renumber(step, kept)
+        for layer in layers:
+            layer.move()
 
     def max_blocks(self) -> int:
         """How many blocks memory allows."""

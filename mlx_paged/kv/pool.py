@@ -210,18 +210,20 @@ class KVPool:
 
     def _replace_arrays(self, change: Callable[[mx.array], mx.array], num_blocks: int) -> None:
         """Let `change` make each array, ``[num_blocks, n_kv_heads, block_size, head_dim]``, from
-        the one before. Large ones are made one at a time, so that at most one is held twice."""
+        the one before. Large ones are made one layer at a time, so that the arrays of at most one
+        are held twice. A layer for which memory runs out stays as it is."""
 
         def changed(cache: mx.array) -> mx.array:
-            return change(cache.transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
+            new = change(cache.transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
+            _evaluate(new)
+            return new
 
         self._first_k, self._first_v = [], []  # otherwise they would keep the old arrays alive
         for layer, shape in enumerate(self.shapes):
-            self.set_keys(layer, changed(self.k[layer]))
-            _evaluate(self.k[layer], self.v[layer])
-            if not shape.latent:
-                self.v[layer] = changed(self.v[layer])
-                _evaluate(self.v[layer])
+            keys = changed(self.k[layer])
+            self.v[layer] = _latents(keys, shape) if shape.latent else changed(self.v[layer])
+            self.k[layer] = keys
+            _evaluate(self.v[layer])
         self.num_blocks = num_blocks
         self._first_k, self._first_v = list(self.k), list(self.v)
 
