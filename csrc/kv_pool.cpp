@@ -258,7 +258,7 @@ class GatherBlocks : public mx::Primitive {
     gather(inputs, outputs[0], &mx::Primitive::eval_gpu);
   }
 
-  const char* name() const override { return "GatherBlocks"; }
+  const char* name() const override { return "PoolRead"; }
 
  private:
   void gather(const Arrays& inputs, mx::array& out,
