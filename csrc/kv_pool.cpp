@@ -1,7 +1,9 @@
 // The ops that write, copy and read a layer's pool, and their primitives.
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -240,6 +242,47 @@ class PoolRead : public mx::Primitive {
   std::shared_ptr<mx::Primitive> read_;
 };
 
+// The blocks of each head side by side, by MLX's gather, and a view of their first tokens. One node
+// of the graph: most arrays of this kind are made for attention over the pool, which never
+// evaluates them. Inputs cache, heads [H_kv], block_tables.
+class GatherBlocks : public mx::Primitive {
+ public:
+  using mx::Primitive::Primitive;
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    gather(inputs, outputs[0], &mx::Primitive::eval_cpu);
+  }
+
+  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
+    register_pool_read(inputs[0], stream());
+    gather(inputs, outputs[0], &mx::Primitive::eval_gpu);
+  }
+
+  const char* name() const override { return "PoolRead"; }
+
+ private:
+  void gather(const Arrays& inputs, mx::array& out,
+              void (mx::Primitive::*eval)(const Arrays&, Arrays&)) {
+    const mx::array &cache = inputs[0], &heads = inputs[1], &tables = inputs[2];
+    const mx::Shape shape = {tables.shape(0), cache.shape(0), tables.shape(1)};
+    const mx::Shape one_block = {1, 1, cache.shape(2), cache.shape(3)};
+    const auto index = [&](const mx::array& a, const mx::Strides& strides) {
+      mx::array broadcast(shape, a.dtype(), nullptr, {});
+      broadcast.copy_shared_buffer(a, strides, {}, a.data_size());
+      return broadcast;
+    };
+    const mx::array head = index(heads, {0, 1, 0});
+    const mx::array block = index(tables, {tables.strides(0), 0, tables.strides(1)});
+    const mx::array gathered = mx::gather(cache, {head, block}, {0, 1}, one_block, stream());
+    Arrays blocks = {mx::array(gathered.shape(), gathered.dtype(), nullptr, {})};
+    (gathered.primitive_ptr().get()->*eval)({cache, head, block}, blocks);
+    const mx::Strides& strides = blocks[0].strides();
+    const bool is_whole = out.size() == blocks[0].size();
+    out.copy_shared_buffer(blocks[0], {strides[0], strides[1], cache.shape(3), 1},
+                           {is_whole, is_whole, false}, blocks[0].data_size());
+  }
+};
+
 // An array that MLX's op reads from a pool, with its primitive wrapped.
 mx::array pool_read(const mx::array& read) {
   return mx::array(read.shape(), read.dtype(), std::make_shared<PoolRead>(read.primitive_ptr()),
@@ -261,6 +304,42 @@ ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
   return edited<CopyBlocks>({k_cache, v_cache, block_pairs}, stream);
 }
 
+// MLX does not export its own flag. An array that is marked as a tracer shows it.
+bool is_transforming() {
+  static const mx::array* const tracer = [] {
+    auto* array = new mx::array(0);  // outlives MLX's own static objects
+    array->set_tracer(true);
+    return array;
+  }();
+  return tracer->is_tracer();
+}
+
+std::optional<std::array<mx::array, 4>> append_kv(const mx::array& k, const mx::array& v,
+                                                  const mx::array& k_cache,
+                                                  const mx::array& v_cache,
+                                                  const mx::array& slot_mapping,
+                                                  const mx::array& block_tables, int num_tokens,
+                                                  const OptionalArray& held) {
+  const auto fits = [](const mx::array& x, const mx::array& cache) {
+    return x.ndim() == 4 && x.dtype() == cache.dtype() && x.shape(1) == cache.shape(0) &&
+           x.shape(3) == cache.shape(3);
+  };
+  const bool is_native = mx::default_device() == mx::Device::cpu ||
+                         (has_metal() && unsupported_on_metal(k.shape(-1), v.shape(-1)).empty());
+  if (!is_native || is_transforming() || !fits(k, k_cache) || !fits(v, v_cache)) {
+    return std::nullopt;
+  }
+  const auto rows = [](const mx::array& x) {
+    return x.shape(2) == 1 ? mx::squeeze(x, 2) : mx::flatten(mx::transpose(x, {0, 2, 1, 3}), 0, 1);
+  };
+  const auto gathered = [&](const mx::array& cache) {
+    const mx::array found = gather_blocks(cache, block_tables, num_tokens);
+    return held ? mx::where(*held, found, mx::array(0, found.dtype())) : found;
+  };
+  const auto [keys, values] = write_kv(rows(k), rows(v), k_cache, v_cache, slot_mapping, {});
+  return std::array{keys, values, gathered(keys), gathered(values)};
+}
+
 mx::array take_from_pool(const mx::array& rows, const mx::array& indices) {
   mx::Shape one_row = rows.shape();
   one_row[0] = 1;
@@ -278,6 +357,14 @@ mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, i
   require(num_tokens >= 0 && num_tokens <= max_tokens, "gather_blocks", "num_tokens is ",
           num_tokens, ": expected 0 to ", max_tokens, ", what the tables hold");
   // One index for each head, so that the blocks of a head are neighbours in the result.
+  if (!is_transforming() && num_tokens > 0 && cache.size() > 0 && batch > 0) {
+    std::vector<int> every_head(heads);
+    std::iota(every_head.begin(), every_head.end(), 0);
+    const mx::array head(every_head.begin(), {heads}, mx::int32);
+    return mx::array({batch, heads, num_tokens, head_dim}, cache.dtype(),
+                     std::make_shared<GatherBlocks>(mx::to_stream({})),
+                     {cache, head, block_tables});
+  }
   const mx::array head = mx::reshape(mx::arange(heads), {1, heads, 1});
   const mx::array block = mx::expand_dims(block_tables, 1);
   const mx::array blocks =

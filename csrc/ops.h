@@ -11,6 +11,7 @@
 // in its memory, must be multiples of 4 elements. No op copies a pool.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -64,6 +65,16 @@ ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_ca
                    const mx::array& v_cache, const mx::array& slot_mapping,
                    mx::StreamOrDevice stream);
 
+// Writes k and v [B, H_kv, N, D], and returns the caches as write_kv does, then the keys and the
+// values of all tokens as gather_blocks does, with zeros where `held` is false. Nothing if there is
+// no kernel, or if k or v differs from its cache in type, heads or dimensions.
+std::optional<std::array<mx::array, 4>> append_kv(const mx::array& k, const mx::array& v,
+                                                  const mx::array& k_cache,
+                                                  const mx::array& v_cache,
+                                                  const mx::array& slot_mapping,
+                                                  const mx::array& block_tables, int num_tokens,
+                                                  const OptionalArray& held);
+
 ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
                       const mx::array& block_pairs, mx::StreamOrDevice stream);
 
@@ -77,6 +88,9 @@ mx::array pool_zeros(const std::vector<int>& shape, mx::Dtype dtype, int64_t cap
 OptionalArray grown_in_place(const mx::array& blocks, int num_blocks, mx::StreamOrDevice stream);
 
 size_t reserved_bytes();
+
+// Whether this thread is within one of MLX's function transformations.
+bool is_transforming();
 
 void check_tables(const std::string& op, const mx::array& block_tables,
                   const mx::array& context_lens, int num_blocks, int block_size);

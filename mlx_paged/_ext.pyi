@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 _Array = TypeVar("_Array", bound=mx.array)
 _Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
@@ -43,6 +45,25 @@ def copy_blocks(
     k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, *, stream: _Stream = None
 ) -> tuple[mx.array, mx.array]: ...
 def gather_blocks(cache: mx.array, block_tables: mx.array, num_tokens: int) -> mx.array: ...
+def append_kv(
+    kind: type[_Array],
+    k: mx.array,
+    v: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    slot_mapping: mx.array,
+    block_tables: mx.array,
+    num_tokens: int,
+    held: mx.array | None = None,
+) -> tuple[mx.array, mx.array, _Array, _Array] | None: ...
+def padded_arrays(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    columns: int,
+    tables: npt.NDArray[np.int32],
+    rows: Sequence[int],
+    block_size: int,
+) -> list[mx.array]: ...
 def take_from_pool(rows: mx.array, indices: mx.array) -> mx.array: ...
 def pool_zeros(
     shape: Sequence[int], dtype: mx.Dtype, *, capacity: int = 0, stream: _Stream = None

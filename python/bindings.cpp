@@ -1,15 +1,18 @@
 #include "python/bindings.h"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <new>
 
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/thread_pool.h"
+#include "csrc/validate.h"
 #include "mlx/version.h"
 
 namespace mlx_paged {
@@ -88,6 +91,38 @@ Raises:
     ValueError: a shape or dtype does not fit, a context length is outside ``[0, M * S]``, or a
         block id that a context reads is outside ``[0, N)``.)";
 
+constexpr const char* kAppendKvDoc =
+    R"(``write_kv`` of K/V as a model gives it, and ``gather_blocks`` of all tokens, in one call.
+
+Args:
+    kind: a subclass of ``mx.array``.
+    k: ``[B, H_kv, N, D]``.
+    v: ``[B, H_kv, N, D_v]``.
+    k_cache: as in ``write_kv``, as are v_cache and slot_mapping.
+    block_tables: as in ``gather_blocks``, as is num_tokens.
+    held: broadcastable to the gathered arrays; they have zeros where it is false.
+
+Returns:
+    The new handles of both caches, and the gathered keys and values as instances of `kind`. None,
+    and nothing is written, if the current device has no kernel, within a function transformation,
+    and if k or v differs from its cache in type, heads or dimensions.)";
+
+constexpr const char* kPaddedArraysDoc =
+    R"(The arrays of a forward of B rows with N columns: positions, slot_mapping, block_tables,
+context_lens, offset and next_offset, as in :class:`mlx_paged.attention.forward.Forward`.
+
+Column c of row b is position ``starts[b] + c``. It is a token if this is not negative and c is below
+``lengths[b]``; any other column has slot -1. Context lengths include all columns. The block tables
+have as many columns as the positions need.
+
+Args:
+    starts: B numbers.
+    lengths: B numbers.
+    columns: N.
+    tables: ``[R, M]`` int32, block tables.
+    rows: which of these tables each row has, B numbers.
+    block_size: tokens per block.)";
+
 constexpr const char* kIsTransformingDoc =
     R"(Whether this thread is within one of MLX's function transformations: grad, vjp, jvp, vmap or
 compile.)";
@@ -109,14 +144,42 @@ constexpr const char* kCpuFeaturesDoc =
 The environment variable MLX_PAGED_CPU, read at import, chooses a build. The default is the fastest
 one that the machine supports.)";
 
-// MLX does not export its own flag. An array that is marked as a tracer shows it.
-bool is_transforming() {
-  static const mx::array* const tracer = [] {
-    auto* array = new mx::array(0);  // outlives MLX's own static objects
-    array->set_tracer(true);
-    return array;
-  }();
-  return tracer->is_tracer();
+using HostTables = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+Arrays padded_arrays(const std::vector<int>& starts, const std::vector<int>& lengths, int columns,
+                     const HostTables& tables, const std::vector<int>& rows, int block_size) {
+  const auto batch = static_cast<int>(starts.size()), width = static_cast<int>(tables.shape(1));
+  int longest = 1;
+  for (const int start : starts) {
+    longest = std::max(longest, start + columns);
+  }
+  const int num_blocks = (longest + block_size - 1) / block_size;
+  std::vector<int32_t> positions, slots, blocks, contexts, stops;
+  for (int i = 0; i < batch; ++i) {
+    const int32_t* const table = tables.data() + int64_t{rows[i]} * width;
+    for (int column = 0; column < columns; ++column) {
+      const int position = starts[i] + column, entry = position / block_size;
+      const bool is_token = position >= 0 && column < lengths[i];
+      require(!is_token || entry < width, "padded_arrays", "table ", rows[i], " has ", width,
+              " blocks: expected one for position ", position);
+      positions.push_back(position);
+      slots.push_back(is_token ? table[entry] * block_size + position % block_size : -1);
+    }
+    for (int entry = 0; entry < num_blocks; ++entry) {
+      blocks.push_back(entry < width ? table[entry] : 0);
+    }
+    contexts.push_back(starts[i] + columns);
+    stops.push_back(starts[i] + lengths[i]);
+  }
+  const auto array = [](const auto& values, const mx::Shape& shape) {
+    return mx::array(values.begin(), shape, mx::int32);
+  };
+  return {array(positions, {batch, columns}),
+          array(slots, {batch * columns}),
+          array(blocks, {batch, num_blocks}),
+          array(contexts, {batch}),
+          array(starts, {batch}),
+          array(stops, {batch})};
 }
 
 std::string version(int major, int minor, int patch) {
@@ -136,6 +199,18 @@ nb::object view_as(nb::type_object kind, const mx::array& array) {
   new (nb::inst_ptr<mx::array>(view)) mx::array(array);
   nb::inst_mark_ready(view);
   return view;
+}
+
+nb::object append(nb::type_object kind, const mx::array& k, const mx::array& v,
+                  const mx::array& k_cache, const mx::array& v_cache, const mx::array& slot_mapping,
+                  const mx::array& block_tables, int num_tokens, const OptionalArray& held) {
+  const auto arrays =
+      append_kv(k, v, k_cache, v_cache, slot_mapping, block_tables, num_tokens, held);
+  if (!arrays) {
+    return nb::none();
+  }
+  const auto& [k_written, v_written, keys, values] = *arrays;
+  return nb::make_tuple(k_written, v_written, view_as(kind, keys), view_as(kind, values));
 }
 
 }  // namespace
@@ -165,6 +240,10 @@ NB_MODULE(_ext, m) {
       "Bytes of all arrays that :func:`pool_zeros` made with a capacity. MLX counts none of them.");
   m.def("check_tables", &check_tables, "op"_a, "block_tables"_a, "context_lens"_a, "num_blocks"_a,
         "block_size"_a, kCheckTablesDoc);
+  m.def("append_kv", &append, "kind"_a, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
+        "block_tables"_a, "num_tokens"_a, "held"_a = nb::none(), kAppendKvDoc);
+  m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a, "rows"_a,
+        "block_size"_a, kPaddedArraysDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);

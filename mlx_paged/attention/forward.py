@@ -219,10 +219,9 @@ class LayerView(AttendingCache):
             return mx.broadcast_to(mx.zeros((), q.dtype), shape)
         if query.rotary is not None:
             q = mx.concatenate([q, (query.rotary / query.scale).astype(q.dtype)], axis=-1)
-        window = query.window
-        if window != self.window:  # the mask is another layer's
-            window = narrowest(window, self.window)
-        query = Query(q, query.scale, window, query.sinks)
+            query = query._replace(q=q, rotary=None)
+        if query.window != self.window:  # the mask is another layer's
+            query = query._replace(window=narrowest(query.window, self.window))
         if forward.columns > max(FEW_QUERIES, self._max_paged_queries):
             return self._row_by_row(query)
         if not forward.chunks:

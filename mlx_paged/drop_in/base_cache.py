@@ -20,7 +20,7 @@ from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.drop_in.shared_pool import loose_layer
 from mlx_paged.drop_in.stored_arrays import StoredArray, held_until_evaluated
-from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.pool import as_int32
 
 
 class StepView(LayerView):
@@ -35,6 +35,21 @@ class StepView(LayerView):
         handles = super().keys_and_values()
         self._note_reads(*handles)
         return handles
+
+    def append(self, keys: mx.array, values: mx.array) -> tuple[KVHandle, KVHandle] | None:
+        """Write K/V, and return handles as `keys_and_values`; None if one call cannot do both."""
+        step = self.forward
+        slots, tables = step.slot_mapping, step.block_tables
+        gathered = self.pool.append(
+            KVHandle, self.layer, keys, values, slots, tables, step.max_context, step.held
+        )
+        if gathered is None:
+            return None
+        k, v = gathered
+        k.cache = v.cache = self
+        k.role, v.role = "keys", "values"
+        self._note_reads(k, v)
+        return k, v
 
     def attend(self, query: Query) -> mx.array | None:
         out = super().attend(query)
@@ -71,21 +86,21 @@ class PagedCache(AttendingCache, _BaseCache):
     Args:
         layer: the layer that holds the K/V.
         rows: the sequences, none twice.
-        starts: ``[B]``, tokens of each sequence in this layer.
+        starts: tokens of each sequence in this layer.
         window: tokens that a query sees at most, itself included (sliding-window layers).
     """
 
     stock_class: ClassVar[type[Any]]
     loose_options: ClassVar[dict[str, Any]] = {}
-    starts: Int32Array
+    starts: tuple[int, ...]  # a new one whenever the content changes
     _is_begun = False
-    _remaining: Int32Array | None = None  # tokens before each row's right padding
+    _remaining: tuple[int, ...] | None = None  # tokens before each row's right padding
 
     def __init__(
         self,
         layer: PoolLayer,
         rows: Sequence[PagedSequence],
-        starts: Int32Array | Sequence[int],
+        starts: Sequence[int],
         window: int | None = None,
     ) -> None:
         self.layer = layer
@@ -98,15 +113,15 @@ class PagedCache(AttendingCache, _BaseCache):
         rows = [layer.pool.new_sequence() for _ in starts]
         PagedCache.__init__(self, layer, rows, starts, window)
 
-    def _set_rows(self, rows: Sequence[PagedSequence], starts: Int32Array | Sequence[int]) -> None:
+    def _set_rows(self, rows: Sequence[PagedSequence], starts: Sequence[int]) -> None:
         for row in rows:
             row.layers.add(self.layer.index)
         self.rows = tuple(rows)
         self.ids = tuple(row.id for row in rows)
-        self.starts = np.array(starts, np.int32)
+        self.starts = (*starts,)
         self._latest: StepView | None = None
         self._views: dict[str, ref[StoredArray]] = {}
-        self._is_begun = self._is_begun or bool((self.starts > 0).any())
+        self._is_begun = self._is_begun or any(start > 0 for start in self.starts)
 
     def __copy__(self) -> Self:
         """A fork, so that the writes of one cache never change the other."""
@@ -121,12 +136,16 @@ class PagedCache(AttendingCache, _BaseCache):
 
     # A forward
 
+    def _step_of_layers_before(self, columns: int) -> PaddedBatch | None:
+        """The step of a forward of so many columns, if another layer has begun it."""
+        step = self.rows[0].step if self.rows and self._remaining is None else None
+        is_same = step is not None and step.spans_from(self.ids, self.starts, columns)
+        return step if is_same else None
+
     def _spans(self, columns: int) -> PaddedSpans:
         """The positions that a forward of so many columns computes."""
-        latest = self.rows[0].step if self.rows and self._remaining is None else None
-        if latest is not None and latest.spans_from(self.ids, self.starts, columns):
-            return latest.spans  # the layers before this one made them
-        return PaddedSpans.of(self.starts, columns, self._remaining)
+        step = self._step_of_layers_before(columns)
+        return step.spans if step else PaddedSpans.of(self.starts, columns, self._remaining)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write a forward's K/V, ``[B, H_kv, N, D]``; return lazy handles of all K/V.
@@ -145,17 +164,26 @@ class PagedCache(AttendingCache, _BaseCache):
                 kept: tuple[mx.array, mx.array] = self.update_and_fetch(keys, values)
                 return kept
             self._begin(keys, values)
-        if keys.shape[0] != len(self.rows):
+        num_rows, _, columns, _ = keys.shape
+        if num_rows != len(self.rows):
             raise ValueError(
-                f"[update_and_fetch] keys have {keys.shape[0]} rows: expected {len(self.rows)}"
+                f"[update_and_fetch] keys have {num_rows} rows: expected {len(self.rows)}"
             )
-        spans = self._spans(keys.shape[2])
-        step = self.layer.write(self.rows, self.ids, spans, keys, values)
-        self.starts = step.spans.stops  # one array for all layers
+        with self.layer.pool.lock:
+            step = self._step_of_layers_before(columns)
+            if step is None or not self.layer.is_written:
+                self.layer.check(keys, values)
+            if step is None:
+                step = self.layer.pool.step(self.rows, self.ids, self._spans(columns))
+            self._latest = StepView(self.layer, step, self.window)
+            handles = self._latest.append(keys, values)
+            if handles is None:
+                self.layer.write(step, keys, values)
+                handles = self._latest.keys_and_values()
+        self.starts = step.spans.stops  # one tuple for all layers
         if self._remaining is not None:
-            self._remaining = self._remaining - np.int32(spans.columns)
-        self._latest = StepView(self.layer, step, self.window)
-        return self._latest.keys_and_values()
+            self._remaining = tuple(length - columns for length in self._remaining)
+        return handles
 
     def _begin(self, keys: mx.array, values: mx.array) -> None:
         """Let the layer for this first K/V hold it."""
@@ -170,8 +198,8 @@ class PagedCache(AttendingCache, _BaseCache):
 
     def rows_in(self, layer: PoolLayer) -> list[PagedSequence]:
         """Forks of the rows into another layer, with their K/V."""
-        starts = self.starts.tolist()
-        return [layer.fork_from(r, self.layer, n) for r, n in zip(self.rows, starts, strict=True)]
+        contents = zip(self.rows, self.starts, strict=True)
+        return [layer.fork_from(row, self.layer, start) for row, start in contents]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Handles of all K/V, ``[B, H_kv, S, D]``, for a layer that reuses this layer's K/V."""
@@ -184,8 +212,8 @@ class PagedCache(AttendingCache, _BaseCache):
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         spans = self._spans(columns)
-        positions = mx.array(spans.positions)[:, None, :, None]
-        return causal_mask(positions, spans.max_context, window)
+        positions = as_int32(np.array(spans.starts, np.int32)[:, None] + np.arange(columns))
+        return causal_mask(positions[:, None, :, None], spans.max_context, window)
 
     # The attributes of mlx-lm's cache
 
@@ -244,7 +272,7 @@ class PagedCache(AttendingCache, _BaseCache):
         array, width, pool = self.layer.arrays[role == "values"], self.size(), self.layer.pool
         if width == 0:
             return mx.zeros((len(self.rows), array.shape[0], 0, array.shape[3]), array.dtype)
-        lengths = np.maximum(self.starts, 0)
+        lengths = np.maximum(np.array(self.starts, np.int32), 0)
         skipped = np.maximum(lengths - width, 0) // pool.block_size
         lengths = lengths - skipped * pool.block_size  # in blocks from the first one that is shown
         num_blocks = -(-lengths // pool.block_size)
@@ -288,7 +316,7 @@ class PagedCache(AttendingCache, _BaseCache):
 
     def is_trimmable(self) -> bool:
         """Whether no window has left a token, as in mlx-lm."""
-        return self.window is None or int(self.starts.max(initial=0)) < self.window
+        return self.window is None or max(self.starts, default=0) < self.window
 
     def trim(self, n: int) -> int:
         """Forget the last `n` tokens of every row, at most what the shortest row has.
@@ -296,18 +324,18 @@ class PagedCache(AttendingCache, _BaseCache):
         Returns:
             How many tokens of each row were forgotten.
         """
-        n = max(0, min(n, int(self.starts.min()))) if self.rows else 0
+        n = max(0, min(n, *self.starts)) if self.rows else 0
         if n > 0 and not self.is_trimmable():
             raise ValueError(f"[trim] n is {n}: expected 0 where a row fills its window")
-        self.starts = self.starts - np.int32(n)
+        self.starts = tuple(start - n for start in self.starts)
         self._latest = None
-        for row, start in zip(self.rows, self.starts.tolist(), strict=True):
+        for row, start in zip(self.rows, self.starts, strict=True):
             row.rewound[self.layer.index] = start
         return n
 
     def size(self) -> int:
         """Tokens of the longest row, at most the window."""
-        longest = max(0, int(self.starts.max(initial=0)))
+        longest = max((0, *self.starts))
         return min(longest, self.window or longest)
 
     def empty(self) -> bool:

@@ -31,7 +31,7 @@ class PagedKVCache(PagedCache):
     @property
     def offset(self) -> int:
         """Tokens of the sequence."""
-        return int(self.starts[0])
+        return self.starts[0]
 
     @offset.setter
     def offset(self, num_tokens: int) -> None:
@@ -92,7 +92,7 @@ class PagedKVCache(PagedCache):
             keys, values = cache.keys_and_values()
         self._begin(keys, values)
         self.layer.write_last(self.rows, keys, values, cache.offset)
-        self._set_rows(self.rows, np.full_like(self.starts, cache.offset))
+        self._set_rows(self.rows, [cache.offset] * len(self.rows))
 
     def stock_attributes(self) -> dict[str, Any]:
         return {"keys": self.keys, "values": self.values, "offset": self.offset}
@@ -119,7 +119,7 @@ class BatchPagedKVCache(PagedCache):
     def left_padding(self) -> mx.array:
         """``[B]`` int32, columns of `keys` before each row's first token; below 0: tokens that a
         window has left."""
-        return as_int32(self.size() - self.starts)
+        return as_int32([self.size() - start for start in self.starts])
 
     @stored
     def _idx(self) -> int:
@@ -151,11 +151,12 @@ class BatchPagedKVCache(PagedCache):
                     "[prepare] left_padding is given, but the cache has tokens: expected an "
                     "empty one"
                 )
-            self._set_rows(self.rows, self.starts - np.array(left_padding, np.int32))
+            starts = zip(self.starts, left_padding, strict=True)
+            self._set_rows(self.rows, [start - padding for start, padding in starts])
         if right_padding is not None and max(right_padding) > 0:
             if lengths is None:
                 raise ValueError("[prepare] right_padding is given without lengths: expected both")
-            self._remaining = np.array(lengths, np.int32)
+            self._remaining = tuple(lengths)
 
     def finalize(self) -> None:
         """End the right padding."""
@@ -173,8 +174,8 @@ class BatchPagedKVCache(PagedCache):
             rows.append(row.fork_for(self.layer) if row.id in seen else row)
             seen.add(row.id)
         if self._remaining is not None:
-            self._remaining = self._remaining[indices]
-        self._set_rows(rows, self.starts[indices])
+            self._remaining = tuple(self._remaining[i] for i in indices)
+        self._set_rows(rows, [self.starts[i] for i in indices])
 
     def extend(self, other: Any) -> None:
         """Add forks of the rows of another cache with the same window, or copies of the rows of
@@ -187,7 +188,7 @@ class BatchPagedKVCache(PagedCache):
     def extract(self, idx: int) -> PagedKVCache:
         """A fork of one row as a cache of its own."""
         row = self.rows[idx].fork_for(self.layer)
-        cache: PagedKVCache = PagedKVCache.of(self.layer, [row], self.starts[[idx]], self.window)
+        cache: PagedKVCache = PagedKVCache.of(self.layer, [row], [self.starts[idx]], self.window)
         return cache
 
     @classmethod
@@ -260,7 +261,7 @@ class BatchRotatingKVCache(BatchPagedKVCache, stock.BatchRotatingKVCache):
 
     @stored
     def _offset(self) -> int:
-        return max(0, int(self.starts.max(initial=0)))
+        return max((0, *self.starts))
 
     @stored
     def rotated(self) -> bool:
@@ -319,7 +320,7 @@ def _joined(
         _check_joins(where, window, cache)
         if isinstance(cache, PagedCache):
             rows += cache.rows_in(layer)
-            starts += cache.starts.tolist()
+            starts += cache.starts
             continue
         for row in _stock_rows(cache):
             # All layers ask for their rows one by one and get the same sequences.
@@ -330,7 +331,7 @@ def _joined(
             if row.offset > 0:
                 copy.fill(row)
             rows += copy.rows
-            starts += copy.starts.tolist()
+            starts += copy.starts
     return rows, starts
 
 

@@ -1,20 +1,20 @@
 """One padded forward over sequences of a pool: the arrays that all its layers share."""
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 
 from mlx_paged.attention.forward import FEW_QUERIES, Chunk, Forward, max_paged_queries
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import as_int32
+from mlx_paged.ops import padded_arrays
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass
 class PaddedSpans:
     """B rows of N columns: column c of row b is position ``starts[b] + c`` of its sequence.
 
@@ -22,61 +22,36 @@ class PaddedSpans:
     tokens: their K/V is written nowhere.
 
     Attributes:
-        starts: ``[B]`` int32, position of the first column.
-        lengths: ``[B]`` int32, columns that are not right padding, each in [0, N].
+        starts: of each row, position of the first column.
+        lengths: of each row, columns that are not right padding, each in [0, N].
         columns: N.
+        is_full: whether no row was given right padding.
     """
 
-    starts: Int32Array
-    lengths: Int32Array
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
     columns: int
+    is_full: bool = field(compare=False)
 
     @classmethod
     def of(
-        cls,
-        starts: Int32Array | Sequence[int],
-        columns: int,
-        lengths: Int32Array | None = None,
+        cls, starts: Sequence[int], columns: int, lengths: Sequence[int] | None = None
     ) -> "PaddedSpans":
         """Rows of `columns` columns; of these at most `lengths` are no right padding."""
-        starts = np.asarray(starts, np.int32)
-        kept = columns if lengths is None else np.clip(lengths, 0, columns)
-        return cls(starts, np.full_like(starts, kept), columns)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, PaddedSpans)
-            and self.columns == other.columns
-            and np.array_equal(self.starts, other.starts)
-            and np.array_equal(self.lengths, other.lengths)
-        )
+        if lengths is None:
+            return cls(tuple(starts), (columns,) * len(starts), columns, True)
+        kept = tuple(max(0, min(length, columns)) for length in lengths)
+        return cls(tuple(starts), kept, columns, False)
 
     @cached_property
-    def is_full(self) -> bool:
-        """Whether there is no right padding."""
-        return bool((self.lengths == self.columns).all())
-
-    @cached_property
-    def stops(self) -> Int32Array:
-        """``[B]`` int32, position after each row's last token."""
-        return self.starts + self.lengths
+    def stops(self) -> tuple[int, ...]:
+        """Position after each row's last token."""
+        return tuple(map(operator.add, self.starts, self.lengths))
 
     @cached_property
     def max_context(self) -> int:
         """Length of gathered keys: the longest context, these tokens included, at least 1."""
-        return max(1, int(self.stops.max(initial=0)))
-
-    @cached_property
-    def positions(self) -> Int32Array:
-        """``[B, N]`` int32, the position of every column."""
-        columns: Int32Array = np.arange(self.columns, dtype=np.int32)
-        return self.starts[:, None] + columns
-
-    @cached_property
-    def are_tokens(self) -> npt.NDArray[np.bool_]:
-        """``[B, N]`` bool: which columns are not padding."""
-        columns = np.arange(self.columns, dtype=np.int32)
-        return (columns < self.lengths[:, None]) & (self.positions >= 0)
+        return max((1, *self.stops))
 
 
 class PaddedBatch(Forward):
@@ -85,8 +60,9 @@ class PaddedBatch(Forward):
     Args:
         ids: the sequence of each row.
         spans: the positions that each row computes.
-        tables: ``[B, M]`` int32 block tables; entries after a row's own blocks have no meaning.
+        tables: ``[R, M]`` int32 block tables; entries after a row's own blocks have no meaning.
         block_size: token slots in a block.
+        rows: which of these tables each row has; default all in order.
         firsts: the first position that each row holds; default 0.
 
     Attributes:
@@ -104,6 +80,7 @@ class PaddedBatch(Forward):
         spans: PaddedSpans,
         tables: Int32Array,
         block_size: int,
+        rows: Sequence[int] | None = None,
         firsts: Sequence[int] = (),
     ) -> None:
         self.ids = ids
@@ -111,28 +88,30 @@ class PaddedBatch(Forward):
         self.valid = True
         self.reads: tuple[mx.array, ...] = ()
         self.max_paged_queries = max_paged_queries()
-        tables = _wide_enough(tables, spans, block_size)
+        rows = range(len(ids)) if rows is None else rows
+        arrays = padded_arrays(spans.starts, spans.lengths, spans.columns, tables, rows, block_size)
+        positions, slot_mapping, block_tables, context_lens, offset, next_offset = arrays
         super().__init__(
-            columns=spans.columns,
-            positions=mx.array(spans.positions),
-            slot_mapping=_slots(tables, spans, block_size),
-            block_tables=mx.array(tables),
-            context_lens=as_int32(spans.starts + np.int32(spans.columns)),  # padding included
-            max_context=spans.max_context,
-            offset=as_int32(spans.starts),
-            next_offset=as_int32(spans.stops),
+            spans.columns,
+            positions,
+            slot_mapping,
+            block_tables,
+            context_lens,
+            spans.max_context,
+            offset,
+            next_offset,
         )
         if any(firsts):
-            starts = as_int32(firsts)[:, None, None, None]
-            self.held = mx.arange(spans.max_context)[:, None] >= starts
+            held_from = as_int32(firsts)[:, None, None, None]
+            self.held = mx.arange(spans.max_context)[:, None] >= held_from
         if spans.columns > max(FEW_QUERIES, self.max_paged_queries):
-            starts, stops = spans.starts.tolist(), spans.stops.tolist()
             self.row_chunks = [
-                _chunk(*row, block_size) for row in zip(tables, starts, stops, strict=True)
+                _chunk(tables[row], start, stop, block_size)
+                for row, start, stop in zip(rows, spans.starts, spans.stops, strict=True)
             ]
 
-    def spans_from(self, ids: tuple[int, ...], starts: Int32Array, columns: int) -> bool:
-        """Whether it has full rows of so many columns that begin at this very array of starts."""
+    def spans_from(self, ids: tuple[int, ...], starts: tuple[int, ...], columns: int) -> bool:
+        """Whether it has full rows of so many columns that begin at this very tuple of starts."""
         spans = self.spans
         is_same = self.valid and spans.starts is starts and spans.columns == columns
         return is_same and self.ids == ids and spans.is_full
@@ -140,23 +119,6 @@ class PaddedBatch(Forward):
     def serves(self, ids: tuple[int, ...], spans: PaddedSpans) -> bool:
         """Whether another layer of the same forward can use it."""
         return self.valid and self.ids == ids and self.spans == spans
-
-
-def _wide_enough(tables: Int32Array, spans: PaddedSpans, block_size: int) -> Int32Array:
-    """The tables with exactly as many columns as the forward's positions need."""
-    longest = max(1, int(spans.starts.max(initial=0)) + spans.columns)
-    width = ceil_div(longest, block_size)
-    if width > tables.shape[1]:
-        tables = np.pad(tables, ((0, 0), (0, width - tables.shape[1])))
-    return tables[:, :width]
-
-
-def _slots(tables: Int32Array, spans: PaddedSpans, block_size: int) -> mx.array:
-    """Slot mapping of the columns; -1 for padding."""
-    positions, size = spans.positions, np.int32(block_size)
-    blocks = np.take_along_axis(tables, np.maximum(positions, 0) // size, axis=1)
-    slots = np.where(spans.are_tokens, blocks * size + positions % size, np.int32(-1))
-    return as_int32(slots.reshape(-1))
 
 
 def _chunk(table: Int32Array, start: int, stop: int, block_size: int) -> Chunk | None:

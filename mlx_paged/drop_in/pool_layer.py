@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,8 @@ class PoolLayer:
         pool: the pool whose blocks all layers share.
         index: which layer it is.
         shape: None until it is known.
+        moves: to arrays of so many blocks that begin with these blocks, in order; to none, if there
+            are no blocks.
     """
 
     def __init__(self, pool: SharedPool, index: int) -> None:
@@ -34,6 +37,7 @@ class PoolLayer:
         self.index = index
         self.shape: KVShape | None = None
         self._kv: KVPool | None = None
+        self.moves: deque[tuple[Int32Array, int]] = deque()
 
     @property
     def is_written(self) -> bool:
@@ -43,6 +47,7 @@ class PoolLayer:
     def kv(self) -> KVPool:
         """The arrays, with as many blocks as the pool has."""
         assert self.shape is not None, "a layer is read before it is written"
+        self.move()
         num_blocks = self.pool.allocator.num_blocks
         if self._kv is None:
             shapes, capacity = [self.shape], self.pool.max_blocks()
@@ -56,12 +61,15 @@ class PoolLayer:
         """What the model stored, ``[H_kv, num_blocks, block_size, D]`` each."""
         return self.kv.write_targets(0)
 
-    def keep(self, blocks: Int32Array, num_blocks: int) -> None:
-        """Keep only these blocks, as the first of `num_blocks`; without any, no arrays."""
-        if len(blocks):
-            self.kv.keep(blocks, num_blocks)
-        else:
-            self._kv = None
+    def move(self) -> None:
+        """Perform the moves. If memory runs out, the move stays for the next use of the arrays."""
+        while self.moves:
+            blocks, num_blocks = self.moves[0]
+            if self._kv is not None and len(blocks):
+                self._kv.keep(blocks, num_blocks)
+            else:
+                self._kv = None
+            self.moves.popleft()
 
     def held_bytes(self, rows: Sequence[PagedSequence]) -> int:
         """Bytes of the blocks that the rows hold: of a block with n sharers, each holds 1/n."""
@@ -88,40 +96,34 @@ class PoolLayer:
             layer = layer.pool.successor().layer(self.index)
         return layer
 
-    def write(
-        self,
-        rows: Sequence[PagedSequence],
-        ids: tuple[int, ...],
-        spans: PaddedSpans,
-        keys: mx.array,
-        values: mx.array,
-    ) -> PaddedBatch:
-        """Write K/V, ``[B, H_kv, N, D]`` each, of the rows' spans.
+    def write(self, step: PaddedBatch, keys: mx.array, values: mx.array) -> None:
+        """Write K/V, ``[B, H_kv, N, D]`` each, of a step's rows.
 
         Raises:
             ValueError: keys and values have different types, or another shape than before.
-            OutOfBlocksError: the pool is full and may not grow; nothing was written.
         """
-        with self.pool.lock:
-            dtype = self._checked(keys, values).dtype
-            step = self.pool.step(rows, ids, spans)
-            k, v = (_token_rows(x.astype(dtype)) for x in (keys, values))
-            self.kv.write(0, k, v, step.slot_mapping)
-        return step
+        dtype = self.check(keys, values).dtype
+        k, v = (_token_rows(x.astype(dtype)) for x in (keys, values))
+        self.kv.write(0, k, v, step.slot_mapping)
 
-    def _checked(self, keys: mx.array, values: mx.array) -> KVShape:
+    def check(self, keys: mx.array, values: mx.array) -> KVShape:
+        """How this K/V is stored; the first one decides.
+
+        Raises:
+            ValueError: keys and values have different types, or another shape than before.
+        """
         if keys.dtype != values.dtype:
             raise ValueError(
                 f"[update_and_fetch] keys are {keys.dtype} but values {values.dtype}: "
                 "expected one type"
             )
-        shape = _shape_of(keys, values)
         if self.shape is None:
-            self.shape = shape
-        if _dims(shape) != _dims(self.shape):
+            self.shape = _shape_of(keys, values)
+        dims, expected = (keys.shape[1], keys.shape[3], values.shape[3]), _dims(self.shape)
+        if dims != expected:
             raise ValueError(
-                f"[update_and_fetch] K/V have (heads, head_dim, v_head_dim) = {_dims(shape)}: "
-                f"expected {_dims(self.shape)} as before"
+                f"[update_and_fetch] K/V have (heads, head_dim, v_head_dim) = {dims}: "
+                f"expected {expected} as before"
             )
         return self.shape
 
@@ -135,7 +137,9 @@ class PoolLayer:
         padding = [(0, 0), (0, 0), (rest, 0), (0, 0)]
         k, v = (mx.pad(x[..., -num_kept:, :], padding) for x in (keys, values))
         spans = PaddedSpans.of([stop - k.shape[2]] * len(rows), k.shape[2])
-        self.write(rows, tuple(row.id for row in rows), spans, k, v)
+        with self.pool.lock:
+            self.check(k, v)
+            self.write(self.pool.step(rows, tuple(row.id for row in rows), spans), k, v)
 
     def blocks(self, row: PagedSequence, num_tokens: int) -> Int32Array:
         """The blocks that a sequence holds of its first tokens."""

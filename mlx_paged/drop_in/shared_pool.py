@@ -161,9 +161,7 @@ class SharedPool:
         self.release_dropped()
         copies: list[BlockCopy] = []
         try:
-            for row, start, stop in zip(
-                rows, spans.starts.tolist(), spans.stops.tolist(), strict=True
-            ):
+            for row, start, stop in zip(rows, spans.starts, spans.stops, strict=True):
                 if stop > max(start, 0):
                     copies += self._make_writable(row, max(start, 0), stop)
         finally:
@@ -173,9 +171,9 @@ class SharedPool:
                 layer.kv.copy_blocks(copies)
             self.allocator.copies_done()
         self._shrink()
-        tables = self.allocator.block_tables.rows(self.allocator.table_rows(ids))
+        tables = self.allocator.block_tables.tables(), self.block_size
         firsts = [row.first_held for row in rows]
-        step = PaddedBatch(ids, spans, tables, self.block_size, firsts)
+        step = PaddedBatch(ids, spans, *tables, self.allocator.table_rows(ids).tolist(), firsts)
         self._steps.add(step)
         if self.reads and not ops.is_transforming():
             step.slot_mapping = mx.depends([step.slot_mapping], self.reads)[0]
@@ -253,9 +251,11 @@ class SharedPool:
         num_blocks = _with_room(held) if held else 1
         kept = self.allocator.compact(num_blocks)
         for layer in layers:
-            layer.keep(kept, num_blocks)
+            layer.moves.append((kept, num_blocks))
         for step in self._steps:
             _renumber(step, kept)
+        for layer in layers:
+            layer.move()
 
     def max_blocks(self) -> int:
         """How many blocks memory allows."""

@@ -11,7 +11,6 @@ import mlx.core as mx
 
 from mlx_paged.attention.sdpa_hook import TaggedArray
 from mlx_paged.drop_in.pool_layer import PoolLayer
-from mlx_paged.kv.block_tables import Int32Array
 
 mlx_depends, mlx_zeros_like = mx.depends, mx.zeros_like
 
@@ -22,13 +21,13 @@ class StoredArray(TaggedArray):
     Attributes:
         role: "keys" or "values"; "cleared": zeros of the shape of the keys.
         layer: the layer that stores them.
-        starts: the cache's own array of that time, which identifies the cache and its content.
+        starts: the cache's own tuple of that time, which identifies the cache and its content.
         dependencies: arrays that were added as dependencies.
     """
 
     role: str
     layer: ref[PoolLayer]
-    starts: Int32Array
+    starts: tuple[int, ...]
     dependencies: list[mx.array]
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -66,6 +66,11 @@ class BlockTables:
         """The row's block ids, ``[length]``: a view, valid until the next change."""
         return self._entries[group, row, : self._lengths[group, row]]
 
+    def tables(self, group: int = 0) -> Int32Array:
+        """All rows, ``[R, M]``: a view, valid until the next change."""
+        tables: Int32Array = self._entries[group]
+        return tables
+
     def rows(self, rows: Sequence[int] | Int32Array, group: int = 0) -> Int32Array:
         """A copy of several rows, ``[len(rows), longest]``; past a row's end is padding."""
         width = int(self._lengths[group, rows].max(initial=0))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +13,8 @@ from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import ArrayPlan, PoolPlan
 
 SMALL_ARRAY = 1 << 20
+
+Tagged = TypeVar("Tagged", bound=mx.array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,20 @@ class KVPool:
         In latent layers these are the latents and the rotary keys."""
         self._replace(layer, ops.write_kv(k, v, *self.write_targets(layer), slot_mapping))
 
+    def append(
+        self, kind: type[Tagged], layer: int, k: mx.array, v: mx.array, slots: mx.array, *read: Any
+    ) -> tuple[Tagged, Tagged] | None:
+        """Write K ``[B, n_kv_heads, N, head_dim]`` and V, and gather all K and V that block tables
+        show, as instances of `kind`; see :func:`mlx_paged.ops.append_kv`. None, and nothing is
+        written, where one call cannot do both."""
+        if self.shapes[layer].latent:
+            return None
+        found = ops.append_kv(kind, k, v, self.k[layer], self.v[layer], slots, *read)
+        if found is None:
+            return None
+        self.k[layer], self.v[layer], keys, values = found
+        return keys, values
+
     def _replace(self, layer: int, written: tuple[mx.array, mx.array]) -> None:
         shape = self.shapes[layer]
         if not shape.latent:
@@ -193,18 +210,20 @@ class KVPool:
 
     def _replace_arrays(self, change: Callable[[mx.array], mx.array], num_blocks: int) -> None:
         """Let `change` make each array, ``[num_blocks, n_kv_heads, block_size, head_dim]``, from
-        the one before. Large ones are made one at a time, so that at most one is held twice."""
+        the one before. Large ones are made one layer at a time, so that the arrays of at most one
+        are held twice. A layer for which memory runs out stays as it is."""
 
         def changed(cache: mx.array) -> mx.array:
-            return change(cache.transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
+            new = change(cache.transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
+            _evaluate(new)
+            return new
 
         self._first_k, self._first_v = [], []  # otherwise they would keep the old arrays alive
         for layer, shape in enumerate(self.shapes):
-            self.set_keys(layer, changed(self.k[layer]))
-            _evaluate(self.k[layer], self.v[layer])
-            if not shape.latent:
-                self.v[layer] = changed(self.v[layer])
-                _evaluate(self.v[layer])
+            keys = changed(self.k[layer])
+            self.v[layer] = _latents(keys, shape) if shape.latent else changed(self.v[layer])
+            self.k[layer] = keys
+            _evaluate(self.v[layer])
         self.num_blocks = num_blocks
         self._first_k, self._first_v = list(self.k), list(self.v)
 

@@ -2,11 +2,13 @@
 
 from mlx_paged._ext import (
     BUILT_WITH,
+    append_kv,
     cpu_features,
     gather_blocks,
     grown_in_place,
     is_transforming,
     metal,
+    padded_arrays,
     pool_zeros,
     reserved_bytes,
     take_from_pool,
@@ -23,6 +25,7 @@ from mlx_paged.ops.paged import (
 
 __all__ = [
     "BUILT_WITH",
+    "append_kv",
     "copy_blocks",
     "cpu_features",
     "gather_blocks",
@@ -31,6 +34,7 @@ __all__ = [
     "is_transforming",
     "kernel_for",
     "metal",
+    "padded_arrays",
     "paged_attention",
     "pool_zeros",
     "reserved_bytes",

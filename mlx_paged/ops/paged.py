@@ -45,9 +45,7 @@ def kernel_for(
 def _kernel_on(
     stream: Stream | None, head_dim: int, v_head_dim: int
 ) -> Literal["native", "reference"]:
-    if stream is None:
-        stream = mx.default_device()
-    device = stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
+    device = mx.default_device() if stream is None else getattr(stream, "device", stream)
     if device == mx.cpu:
         return "native"
     metal = _ext.metal.has_metal() and not _ext.metal.unsupported(head_dim, v_head_dim)

@@ -101,7 +101,7 @@ def test_rows_of_a_padded_forward_are_gathered_one_by_one_if_long(path, columns,
     contexts = np.array([12, 29, 16], np.int32)
     case = random_case(contexts.tolist(), num_tokens=columns, block_size=BLOCK)
     pool = pool_of(case)
-    spans = PaddedSpans.of(contexts - np.int32(columns), columns)
+    spans = PaddedSpans.of((contexts - columns).tolist(), columns)
     with attending_by(path):
         step = PaddedBatch((0, 1, 2), spans, np.array(case.block_tables), BLOCK)
         view = LayerView(pool, 0, None, step.max_paged_queries, step)

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm import batch_generate
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import blocks_in_use, check_integrity, merged
+from prompt_cache_cases import blocks_in_use, check_integrity, merged, tokens_written
 from tiny_models import VOCAB, tiny_model
 
 from mlx_paged.attention.forward import path_counts
@@ -18,7 +18,6 @@ from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import BatchPagedKVCache, PagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.shared_pool import SharedPool
-from mlx_paged.kv.pool import KVPool
 
 BLOCK = 4
 LENGTHS = (5, 40, 17, 33, 1, 2, 29)
@@ -82,20 +81,19 @@ class Traffic:
     """What becomes of the pools in a scope: tokens written, blocks copied, objects left."""
 
     def __init__(self, monkeypatch) -> None:
-        self.written = 0
         self.pools: list[SharedPool] = []
-        write, init = KVPool.write, SharedPool.__init__
-
-        def counting_write(pool, layer, k, v, slots):
-            self.written += int((slots >= 0).sum())
-            write(pool, layer, k, v, slots)
+        self._written = tokens_written(monkeypatch)
+        init = SharedPool.__init__
 
         def noting_init(pool, *args, **kwargs):
             init(pool, *args, **kwargs)
             self.pools.append(pool)
 
-        monkeypatch.setattr(KVPool, "write", counting_write)
         monkeypatch.setattr(SharedPool, "__init__", noting_init)
+
+    @property
+    def written(self) -> int:
+        return sum(self._written)
 
 
 def test_admission_and_completion_copy_nothing(llama, monkeypatch):

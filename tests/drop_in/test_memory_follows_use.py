@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -265,6 +266,29 @@ def test_a_pool_may_shrink_within_a_forward(llama, columns):
         assert mx.allclose(found, logits, atol=1e-5)
         del cache[index].update_and_fetch
         assert same(contents(cache), contents(expected))
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+def test_memory_that_runs_out_while_a_pool_shrinks_loses_nothing(llama, monkeypatch, nth):
+    long, cache = [filled(llama, PROMPT * 10)], filled(llama)
+    pool, expected = pool_of(cache), contents(cache)
+    thread = threading.Thread(target=long.clear)  # leaves the work to this thread
+    thread.start()
+    thread.join()
+    zeros, calls = ops.pool_zeros, itertools.count(1)
+
+    def running_out(*args, **options):
+        if next(calls) == nth:
+            raise RuntimeError("[malloc] Unable to allocate")
+        return zeros(*args, **options)
+
+    monkeypatch.setattr(ops, "pool_zeros", running_out)
+    with pytest.raises(RuntimeError, match="Unable to allocate"):
+        pool.settle()
+    assert same(contents(cache), expected)
+    assert greedy(llama, [3], cache) == greedy(llama, [3], stock_filled(llama))
+    assert {c.layer.kv.num_blocks for c in cache} == {pool.allocator.num_blocks}
+    check_integrity(pool)
 
 
 @pytest.mark.parametrize("way", ["collector", "thread"])

@@ -1,5 +1,7 @@
 """Stock and paged caches in one batch."""
 
+from contextlib import nullcontext
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -55,11 +57,8 @@ def test_a_batch_that_runs_takes_caches_of_the_other_kind(model_type, is_patched
                 tokens.setdefault(response.uid, []).append(response.token)
 
     for i, prompt in enumerate(PROMPTS):
-        generator.insert([prompt])
-        if is_patched_first == (i == 0):
-            with patched_mlx_lm():
-                run(4)
-        else:
+        with patched_mlx_lm() if is_patched_first == (i == 0) else nullcontext():
+            generator.insert([prompt])
             run(4)
     with patched_mlx_lm():
         run(20)

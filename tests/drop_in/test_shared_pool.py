@@ -22,6 +22,7 @@ from prompt_cache_cases import (
     same,
     stock_filled,
     stock_make_prompt_cache,
+    tokens_written,
 )
 from tiny_models import solo_greedy, tiny_model
 
@@ -31,7 +32,6 @@ from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import PagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.shared_pool import SharedPool
-from mlx_paged.kv.pool import KVPool
 
 
 @pytest.fixture(autouse=True)
@@ -187,17 +187,10 @@ def test_options_below_one_are_refused(llama, option):
 
 def test_no_forward_writes_more_than_its_tokens(llama, monkeypatch):
     """The pool is written once for each computed token: no operation rewrites K/V."""
-    written = []
-    write = KVPool.write
-
-    def counting(self, layer, k, v, slots):
-        written.append(int((slots >= 0).sum()))
-        write(self, layer, k, v, slots)
-
+    written = tokens_written(monkeypatch)
     steps = []
     new_step = SharedPool._new_step
     monkeypatch.setattr(SharedPool, "_new_step", lambda *args: steps.append(1) or new_step(*args))
-    monkeypatch.setattr(KVPool, "write", counting)
     cache = filled(llama)
     fork = copy.deepcopy(cache)
     stock.trim_prompt_cache(fork, 5)

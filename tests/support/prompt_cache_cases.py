@@ -1,5 +1,7 @@
 """Prompt caches, paged and stock, and what is in them."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
@@ -7,6 +9,7 @@ from tiny_models import VOCAB
 
 from mlx_paged.drop_in import caches
 from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.kv.pool import KVPool
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 41).tolist()
 BLOCK = 4
@@ -63,3 +66,22 @@ def check_integrity(pool) -> None:
     """Assert that every block is free or held and that nothing leaks."""
     pool.release_dropped()
     pool.allocator.check_integrity()
+
+
+def tokens_written(monkeypatch: Any) -> list[int]:
+    """How many tokens each write of a layer's K/V stores from now on."""
+    written: list[int] = []
+    write, append = KVPool.write, KVPool.append
+
+    def counting_write(pool: KVPool, layer: int, k: Any, v: Any, slots: mx.array) -> None:
+        written.append(int((slots >= 0).sum()))
+        write(pool, layer, k, v, slots)
+
+    def counting_append(pool: KVPool, *args: Any) -> Any:
+        found, slots = append(pool, *args), args[4]
+        written.extend([] if found is None else [int((slots >= 0).sum())])
+        return found
+
+    monkeypatch.setattr(KVPool, "write", counting_write)
+    monkeypatch.setattr(KVPool, "append", counting_append)
+    return written
