@@ -363,7 +363,7 @@ mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, i
     const mx::array head(every_head.begin(), {heads}, mx::int32);
     return mx::array({batch, heads, num_tokens, head_dim}, cache.dtype(),
                      std::make_shared<GatherBlocks>(mx::to_stream({})),
-                     {cache, head, block_tables});
+                     {cache, head, mx::astype(block_tables, mx::int32)});
   }
   const mx::array head = mx::reshape(mx::arange(heads), {1, heads, 1});
   const mx::array block = mx::expand_dims(block_tables, 1);

@@ -51,7 +51,7 @@ class Call:
         """The primitive's node, given the name of an output; None if it is evaluated already."""
         node = graph.producer.get(name)
         while node is not None and node.primitive != self.primitive:
-            node = graph.producer.get(node.inputs[0])
+            node = graph.producer.get(node.inputs[1 if node.primitive == "Select" else 0])
         return node
 
 
@@ -62,7 +62,7 @@ Recorder = Callable[[str, Any, tuple[mx.array, ...], Callable[[], Blocks]], None
 def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
     """The functions of :mod:`mlx_paged.ops`, by name, which also record each call."""
     attend, write, copy = ops.paged_attention, ops.write_kv, ops.copy_blocks
-    gather, take_runs = ops.gather_blocks, ops.take_from_pool
+    gather, take_runs, append = ops.gather_blocks, ops.take_from_pool, ops.append_kv
 
     def paged_attention(q, k_cache, v_cache, tables, lens, layer_idx=0, **options: Any) -> Any:
         out = attend(q, k_cache, v_cache, tables, lens, layer_idx, **options)
@@ -75,6 +75,16 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
         written = write(k, v, k_cache, v_cache, slots, **options)
         record("WriteKV", written, (k_cache, v_cache), lambda: _written(k_cache, slots))
         return written
+
+    def append_kv(kind, k, v, k_cache, v_cache, slots, tables, num_tokens, *held: Any) -> Any:
+        found = append(kind, k, v, k_cache, v_cache, slots, tables, num_tokens, *held)
+        if found is None:
+            return None
+        record("WriteKV", found[:2], (k_cache, v_cache), lambda: _written(k_cache, slots))
+        columns = -(-num_tokens // k_cache.shape[2])
+        for pool, read in zip(found[:2], found[2:], strict=True):
+            record("PoolRead", read, (pool,), lambda: (_inside(pool, tables, columns), set()))
+        return found
 
     def copy_blocks(k_cache, v_cache, pairs, **options: Any) -> Any:
         copied = copy(k_cache, v_cache, pairs, **options)
@@ -96,7 +106,9 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
 
     return {
         function.__name__: function
-        for function in (paged_attention, write_kv, copy_blocks, gather_blocks, take_from_pool)
+        for function in (
+            *(paged_attention, write_kv, append_kv, copy_blocks, gather_blocks, take_from_pool),
+        )
     }
 
 
