@@ -5,7 +5,7 @@ import re
 from . import toolchain
 
 _PASSES = (
-    # Neighbouring elements are one load, as they are where a GPU has vector loads.
+    # Neighbouring elements are one load, as where a GPU has vector loads.
     "-passes=function(load-store-vectorizer,tsan)",
     "-tsan-instrument-func-entry-exit=0",
     "-tsan-instrument-atomics=0",

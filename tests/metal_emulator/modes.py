@@ -26,6 +26,8 @@ _FLAGS = {
         "-O1",
         "-fno-vectorize",
         "-fno-slp-vectorize",
+        # Over the elements of a lane, which are neighbours.
+        *("-funroll-loops", "-mllvm", "-unroll-runtime=false"),
         # What instrument.py merges: no more bytes than its hooks know.
         "-mprefer-vector-width=128",
         # Functions are marked only: instrument.py watches what is left of their accesses.

@@ -17,9 +17,10 @@ template [[host_name("each_once_half4")]] kernel void each_once<half4>(device co
 // Every thread loads all of its threadgroup's 64 elements.
 kernel void all_of_the_group(device const float *in [[buffer(0)]], device float *out [[buffer(1)]],
                              uint i [[thread_position_in_grid]],
+                             uint lanes [[threads_per_simdgroup]],
                              uint group [[threadgroup_position_in_grid]]) {
   float sum = 0;
-  for (int j = 0; j < 64; j++) sum += in[group * 64 + j];
+  for (uint j = 0; j < 2 * lanes; j++) sum += in[group * 64 + j];
   out[i] = sum;
 }
 
