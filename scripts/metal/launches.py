@@ -1,248 +1,269 @@
-"""The decode kernels in the emulator, this package's and MLX's own: what they do, counted.
+"""Decode kernels in the emulator, this package's and MLX's own: what they do, counted.
 
-The emulator of tests/metal_emulator runs both on the same shapes, and both results are compared
-with float64.
+The emulator of tests/metal_emulator runs them on the same work, and every result is compared with
+float64. All counts are per tile: 32 keys of one KV head, for all query heads that share it.
 """
 
-import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
-from scripts.metal.model import (
-    EXPONENTIAL,
-    LANES,
-    REDUCTION,
-    SHUFFLE,
-    SIZES,
-    Work,
-)
+from mlx_paged import _ext
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
-from metal_emulator import LaunchStats, Library, Mode, mlx_include_dir  # noqa: E402
-from metal_emulator import mlx_sdpa_vector as mlx_kernels  # noqa: E402
-from metal_emulator.attention_cases import (  # noqa: E402
-    FLOAT16,
-    Case,
-    Problem,
-    relative_rms,
-    to_float64,
-)
+from metal_emulator import GpuCode, LaunchStats, Mode, gpu_code  # noqa: E402
 from metal_runner import MetalRunner  # noqa: E402
 from paged_cases import TOLERANCE, random_case, worst_error  # noqa: E402
 
-TEAMS = 2
-"""Of the paged kernel's simdgroups at D up to 256: each takes a key."""
-MLX_KEYS = 4
-"""That MLX's first pass loads together."""
-
-QUERIES = 0
-KEYS_AND_VALUES = (1, 2)
-TABLES = (3, 4)
-ARRAYS = {
-    "paged": ({0, 1, 2, 3, 4, 6, 7, 8}, {0, 1, 3}),
-    "MLX, one pass": ({0, 1, 2, 3},),
-    "MLX, two passes": ({0, 1, 2, 3, 4, 5}, {0, 1, 2, 3}),
-}
-"""Buffers of each launch that are no constants."""
+TILE = 32
+"""Keys of one KV head: what counts are divided by."""
+KV_HEADS = 8
+"""Of the model. What one of them costs is counted."""
+BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """One sequence that decodes one token: H query heads, H_kv KV heads, dimension D, float16."""
+class Work:
+    """Sequences that decode one token each, in float16; `group` query heads share a KV head."""
 
-    heads: int
-    kv_heads: int
     head_dim: int
+    group: int
+    contexts: tuple[int, ...]
+
+    @property
+    def tiles(self) -> float:
+        """Of one KV head, of all sequences together."""
+        return sum(self.contexts) / TILE
+
+    @property
+    def live_bytes(self) -> int:
+        """Of the keys and values of a tile."""
+        return 2 * 2 * self.head_dim * TILE
 
     def __str__(self) -> str:
-        return f"H {self.heads}, H_kv {self.kv_heads}, D {self.head_dim}"
-
-    def mlx_blocks(self, size: str, context: int) -> int:
-        """Threadgroups of MLX's first pass that share a KV head on a chip of this size; 0 if there
-        is one pass only.
-
-        Raises:
-            ValueError: if the heads do not come in groups of four, where MLX does otherwise.
-        """
-        if self.heads != 4 * self.kv_heads:
-            raise ValueError(f"shape is {self}: expected four query heads to a KV head")
-        if context < (1024 if size in ("Max", "Ultra") else 4096):
-            return 0
-        return 128 if size == "Ultra" else 64
+        longest, rest = self.contexts[0], self.contexts[1:]
+        return f"{longest:,} + {len(rest)} of {rest[0]}" if rest else f"{longest:,}"
 
 
-SHAPES = (Shape(32, 8, 128), Shape(8, 2, 64))
+def ragged(context: int, batch: int) -> tuple[int, ...]:
+    """One long context, and others of an eighth of it, but no more than 512 keys."""
+    return (context, *[min(512, context // 8)] * (batch - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What all launches of one call did, over its number of output rows, H.
+    """What all launches of one call did for a tile.
 
-    Bytes `asked` are what lanes ask for, repetitions included; those `per_group` have each byte
-    once a threadgroup, and those `once` once. Instructions, the lines of 128 bytes that they touch
-    and simdgroup operations are counted once a simdgroup.
+    Bytes `asked` are what lanes ask for, repetitions included; those `moved` have each byte once a
+    threadgroup; `least` once a call. `kv_` are those of keys and values alone. Instructions, the
+    lines of 128 bytes that they touch and operations count once for all lanes that execute them
+    together, and barriers once a threadgroup.
     """
 
-    q_asked: float
-    q_per_group: float
-    q_loads: float
-    kv_asked: float
-    kv_per_group: float
-    kv_once: float
-    kv_loads: float
-    kv_lines: float
-    table_asked: float
-    table_per_group: float
+    kv_moved: float
+    kv_least: float
+    asked: float
+    moved: float
+    least: float
+    lines: float
+    accesses: float
+    loads: float
     table_loads: float
-    merged: float
-    stored: float
     reductions: float
     shuffles: float
+    matrix_products: float
+    exponentials: float
+    multiplies_64: float
     barriers: float
-    accesses: float
+    simdgroup_barriers: float
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One launch in the emulator.
+
+    Attributes:
+        stats: of the whole launch.
+        roles: what its buffers hold: "q", "kv", "table", "partial", "out" or another word.
+        weight: how many of a call's launches for one KV head it stands for.
+    """
+
+    stats: LaunchStats
+    roles: dict[int, str]
+    weight: float = 1.0
+
+    def counts(self) -> dict[str, float]:
+        """By the names of Counts."""
+        s = self.stats
+        of_kv = [i for i, role in self.roles.items() if role == "kv"]
+        once = {i: s.unique_loaded_bytes[i] for i in self.roles}
+        lines = [s.lines[i] for i in self.roles]
+        stored = sum(s.stored_bytes[i] for i in self.roles)
+        found = {
+            "kv_moved": sum(once[i].per_threadgroup for i in of_kv),
+            "kv_least": sum(once[i].per_launch for i in of_kv),
+            "asked": stored + sum(s.loaded_bytes[i] for i in self.roles),
+            "moved": stored + sum(each.per_threadgroup for each in once.values()),
+            "least": stored + sum(each.per_launch for each in once.values()),
+            "lines": sum(each.loaded + each.stored for each in lines),
+            "accesses": sum(each.load_instructions + each.store_instructions for each in lines),
+            "loads": sum(each.load_instructions for each in lines),
+            "table_loads": sum(
+                s.lines[i].load_instructions for i, role in self.roles.items() if role == "table"
+            ),
+            "reductions": s.simd_reductions,
+            "shuffles": s.simd_ops - s.simd_reductions - s.matrix_multiplications,
+            "matrix_products": s.matrix_multiplications,
+            "exponentials": s.operations["exponential"].by_simdgroups,
+            "multiplies_64": s.operations["multiply_64"].by_simdgroups,
+            "barriers": s.barriers,
+            "simdgroup_barriers": s.simdgroup_barriers,
+        }
+        return {name: self.weight * value for name, value in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kernel on one shape at one context length."""
+    """One kernel on one work. Threadgroups, threads and code are those of the launch that reads the
+    keys; `sizes` are the chips that take this kernel."""
 
-    shape: Shape
-    context: int
+    work: Work
     kernel: str
     sizes: tuple[str, ...]
+    launches: int
     threadgroups: int
     threads: int
     threadgroup_bytes: int
-    lane_bytes: int
+    code: GpuCode
     counts: Counts
 
-    def work(self) -> Work:
-        """What the model needs to know, of the whole call."""
-        c, rows = self.counts, self.shape.heads
-        extra = c.q_per_group + c.table_per_group + c.merged + c.stored
-        multiplications = 3 * self.context * self.shape.head_dim / LANES
-        exponentials = 2 * self.context / (TEAMS if self.kernel == "paged" else 1)
-        instructions = (
-            c.accesses
-            + REDUCTION * c.reductions
-            + SHUFFLE * c.shuffles
-            + EXPONENTIAL * exponentials
-            + multiplications
-        )
-        return Work(
-            label=f"{self.context:,} | {self.kernel}",
-            sizes=self.sizes,
-            least_bytes=rows * (c.kv_once + extra),
-            most_bytes=rows * (c.kv_per_group + extra),
-            instructions=rows * instructions,
-            threadgroups=self.threadgroups,
-            threads=self.threads,
-            threadgroup_bytes=self.threadgroup_bytes,
-            lane_bytes=self.lane_bytes,
-        )
+
+def total(work: Work, launched: Iterable[Launched]) -> Counts:
+    """The counts of all launches, for a tile."""
+    found = [each.counts() for each in launched]
+    return Counts(**{name: sum(each[name] for each in found) / work.tiles for name in found[0]})
 
 
-def _row(
-    shape: Shape,
-    context: int,
-    kernel: str,
-    stats: list[LaunchStats],
-    lane_bytes: int,
-    sizes: tuple[str, ...] = SIZES,
-) -> Row:
-    # A paged call that is not split has nothing to merge.
-    launches = list(zip(stats, ARRAYS[kernel.split(" of ")[0]], strict=False))
-    first, rest = stats[0], launches[1:]
-    tables = TABLES if kernel == "paged" else ()
-    lines = [s.lines[i] for s, own in launches for i in own & {*s.lines}]
-    totals = Counts(
-        q_asked=first.loaded_bytes[QUERIES],
-        q_per_group=first.unique_loaded_bytes[QUERIES].per_threadgroup,
-        q_loads=first.lines[QUERIES].load_instructions,
-        kv_asked=sum(first.loaded_bytes[i] for i in KEYS_AND_VALUES),
-        kv_per_group=sum(first.unique_loaded_bytes[i].per_threadgroup for i in KEYS_AND_VALUES),
-        kv_once=sum(first.unique_loaded_bytes[i].per_launch for i in KEYS_AND_VALUES),
-        kv_loads=sum(first.lines[i].load_instructions for i in KEYS_AND_VALUES),
-        kv_lines=sum(first.lines[i].loaded for i in KEYS_AND_VALUES),
-        table_asked=sum(first.loaded_bytes[i] for i in tables),
-        table_per_group=sum(first.unique_loaded_bytes[i].per_threadgroup for i in tables),
-        table_loads=sum(first.lines[i].load_instructions for i in tables),
-        merged=sum(s.unique_loaded_bytes[i].per_launch for s, own in rest for i in own),
-        stored=sum(sum(s.stored_bytes.values()) for s in stats),
-        reductions=sum(s.simd_reductions for s in stats),
-        shuffles=sum(s.simd_ops - s.simd_reductions for s in stats),
-        barriers=sum(s.barriers for s in stats),
-        accesses=sum(each.load_instructions + each.store_instructions for each in lines),
+def _plan(work: Work, kv_heads: int, spare_columns: int) -> list[dict[str, Any]]:
+    """The launches that the op makes of this work."""
+    batch = len(work.contexts)
+    columns = -(-max(work.contexts) // BLOCK_SIZE) + spare_columns
+    caches = (mx.zeros((kv_heads, 1, BLOCK_SIZE, work.head_dim), mx.float16) for _ in range(2))
+    call = _ext.metal.plan_attention(
+        mx.zeros((batch, kv_heads * work.group, 1, work.head_dim), mx.float16),
+        *caches,
+        mx.zeros((batch, columns), mx.int32),
+        mx.ones((batch,), mx.int32),
+        scale=1.0,
     )
-    per_row = Counts(**{name: n / shape.heads for name, n in asdict(totals).items()})
-    threads = first.threads // first.threadgroups
-    return Row(
-        shape,
-        context,
-        kernel,
-        sizes,
-        first.threadgroups,
-        threads,
-        first.threadgroup_bytes,
-        lane_bytes,
-        per_row,
+    return list(call["launches"])
+
+
+def _threadgroups(launch: dict[str, Any]) -> int:
+    each = launch["threadgroup"] if launch["grid_in_threads"] else (1, 1, 1)
+    return prod(-(-n // size) for n, size in zip(launch["grid"], each, strict=True))
+
+
+def _roles(launch: dict[str, Any]) -> dict[int, str]:
+    """What the launch's buffers hold, by index."""
+    inputs = {0: "q", 3: "table", 4: "length"}
+    names = {"pool_read": "kv", "scratch": "partial", "output": "out"}
+    return {
+        index: inputs.get(n, "option") if role == "input" else names[role]
+        for index, role, n in launch["buffers"]
+    }
+
+
+@cache
+def _code(
+    source: str, kernel: str, threads: int, constants: tuple[tuple[int, int], ...]
+) -> GpuCode:
+    return gpu_code(source, kernel, threads, dict(constants))
+
+
+def worst(codes: Sequence[GpuCode]) -> GpuCode:
+    """Of kernels that share the work, what is worst of any."""
+    return GpuCode(
+        registers=max(code.registers for code in codes),
+        spilled=max(code.spilled for code in codes),
+        bytes_in_flight=min(code.bytes_in_flight for code in codes),
+        dependent_loads=max(code.dependent_loads for code in codes),
     )
 
 
-def paged(shape: Shape, context: int) -> Row:
-    """This package's kernel on shuffled blocks of 16 tokens."""
+def paged(work: Work, spare_columns: int = 0) -> Row:
+    """This package's kernels on shuffled blocks of 16 tokens. Block tables have so many columns
+    more than the longest context needs.
+
+    One KV head runs alone if the plan for all of them only has as many threadgroups more; else all
+    of them run.
+    """
+    plan, of_one = (_plan(work, heads, spare_columns) for heads in (KV_HEADS, 1))
+    sizes = [[_threadgroups(launch) for launch in launches] for launches in (plan, of_one)]
+    run_heads = 1 if sizes[0] == [KV_HEADS * n for n in sizes[1]] else KV_HEADS
     case = random_case(
-        [context],
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
+        work.contexts,
+        num_heads=run_heads * work.group,
+        num_kv_heads=run_heads,
+        head_dim=work.head_dim,
         dtype=mx.float16,
-        spare_columns=0,
+        block_size=BLOCK_SIZE,
+        spare_columns=spare_columns,
     )
+    call = _ext.metal.plan_attention(*case.arrays, scale=case.scale)
     runner = MetalRunner(Mode.RACE)
-    q, k_cache, v_cache, tables, lens = case.arrays
-    out = runner.paged_attention(q, [k_cache], [v_cache], tables, lens)
+    out = runner.run(call)[0].astype(mx.float16)
     assert worst_error(out, case.expected()[0]) < TOLERANCE[mx.float16]
-    rows, vectors = shape.heads // shape.kv_heads, shape.head_dim // (LANES // TEAMS)
-    floats = 2 * vectors * (rows + 1) + 2 * rows  # queries, outputs, key, value; maxima and sums
-    return _row(shape, context, "paged", runner.trace.stats, 4 * floats)
+    launched = [
+        Launched(stats, _roles(launch), 1 / run_heads)
+        for launch, stats in zip(call["launches"], runner.trace.stats, strict=True)
+    ]
+    readers = [i for i, each in enumerate(launched) if "kv" in each.roles.values()]
+    codes = [
+        _code(
+            plan[i]["source"],
+            plan[i]["kernel"],
+            prod(plan[i]["threadgroup"]),
+            tuple(sorted(plan[i]["constants"].items())),
+        )
+        for i in readers
+    ]
+    return Row(
+        work=work,
+        kernel="paged",
+        sizes=(),
+        launches=len(plan),
+        threadgroups=sum(sizes[0][i] for i in readers),
+        threads=max(prod(plan[i]["threadgroup"]) for i in readers),
+        threadgroup_bytes=max(launched[i].stats.threadgroup_bytes for i in readers),
+        code=worst(codes),
+        counts=total(work, launched),
+    )
 
 
-@functools.cache
-def _mlx_library(head_dim: int) -> Library:
-    kernels = {f"sdpa_vector_{name}float16_t_{head_dim}" for name in ("", "2pass_1_", "2pass_2_")}
-    return Library.from_file(mlx_kernels.SOURCE, [mlx_include_dir()], Mode.RACE, kernels)
-
-
-def contiguous(shape: Shape, context: int, blocks: int, sizes: tuple[str, ...] = SIZES) -> Row:
-    """MLX's kernel on contiguous keys and values, in two passes of `blocks` or, if 0, in one."""
-    case = Case(FLOAT16, 1, shape.heads, shape.kv_heads, 1, context, shape.head_dim)
-    problem, library = Problem(case), _mlx_library(shape.head_dim)
-    elements = shape.head_dim // LANES
-    if not blocks:
-        out, stats = mlx_kernels.run_one_pass(problem, library)
-        launches, name = [stats], "MLX, one pass"
-        lane_bytes = 4 * (3 * elements + 2)  # query, key, output; maximum and sum
-    else:
-        out, launches = mlx_kernels.run_two_pass(problem, library, num_blocks=blocks)
-        name = f"MLX, two passes of {blocks}"
-        lane_bytes = 4 * (2 * elements + 2) + 2 * MLX_KEYS * 2 * elements  # keys, values as halfs
-    assert relative_rms(to_float64(out, FLOAT16), problem.in_float64()) < FLOAT16.tolerance
-    return _row(shape, context, name, launches, lane_bytes, sizes)
-
-
-def rows(shape: Shape, context: int) -> Iterator[Row]:
-    """On one shape at one context length this package's kernel, and those of MLX's that some chip
-    takes."""
-    yield paged(shape, context)
-    chosen: dict[int, list[str]] = {}
-    for size in SIZES:
-        chosen.setdefault(shape.mlx_blocks(size, context), []).append(size)
-    for blocks, sizes in chosen.items():
-        yield contiguous(shape, context, blocks, tuple(sizes))
+def decode_limits() -> dict[str, float]:
+    """What 32 more keys cost the decode kernel at D 128 and groups of four, without what a call
+    costs in any case: its start and its merges. With the registers of a lane."""
+    few, many = Work(128, 4, (256,)), Work(128, 4, (512,))
+    # Tables of the same width, because that decides how a context is split.
+    rows = (paged(few, spare_columns=256 // BLOCK_SIZE), paged(many))
+    begin, end = (asdict(row.counts) for row in rows)
+    more = {
+        name: (end[name] * many.tiles - begin[name] * few.tiles) / (many.tiles - few.tiles)
+        for name in end
+    }
+    return {
+        "table_loads": more["table_loads"],
+        "simd_operations": more["reductions"] + more["shuffles"],
+        "exponentials": more["exponentials"],
+        "kv_bytes": more["kv_moved"] / many.live_bytes,
+        "registers": rows[1].code.registers,
+    }

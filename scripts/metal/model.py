@@ -3,26 +3,27 @@
 It knows nothing of caches, latency and clocks; docs/metal-counts.md says what it is made of.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-THREADGROUP_MEMORY = 60 * 1024
+from scripts.metal.launches import KV_HEADS, TILE, Row
+
+LANES = 32
 REGISTERS = 208 * 1024
 """Bytes, of a core's threads together."""
+THREADGROUP_MEMORY = 60 * 1024
 THREADS = 3072
 """Of a core, at most."""
-LANES = 32
 ISSUE_RATE = 4 * 1.278e9
 """Simdgroup instructions a core issues in a second: one of each of its four schedulers a cycle."""
-SHUFFLE, REDUCTION, EXPONENTIAL = 2, 15, 4
+SHUFFLE, REDUCTION, EXPONENTIAL, MULTIPLY_64, MATRIX_PRODUCT = 2, 15, 4, 16, 20
 """Cycles that other instructions would have of the same scheduler."""
-
-SIZES = ("base", "Pro", "Max", "Ultra")
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A GPU as its maker describes it: cores of the largest configuration, bandwidth in GB/s."""
+    """A GPU as its maker describes it: cores of the largest configuration, bandwidth in GB/s.
+    `size` is the one of anchors.SIZES."""
 
     name: str
     size: str
@@ -32,11 +33,11 @@ class Chip:
 
 
 CHIPS = (
-    Chip("M1", "base", 8, 68, "cores [1], bandwidth [2]"),
-    Chip("M2, M3", "base", 10, 100, "[3]"),
-    Chip("M4", "base", 10, 120, "[4]"),
-    Chip("M5", "base", 10, 153, "[5]"),
-    Chip("M4 Pro", "Pro", 20, 273, "[6]"),
+    Chip("M1", "base, Pro", 8, 68, "cores [1], bandwidth [2]"),
+    Chip("M2, M3", "base, Pro", 10, 100, "[3]"),
+    Chip("M4", "base, Pro", 10, 120, "[4]"),
+    Chip("M5", "base, Pro", 10, 153, "[5]"),
+    Chip("M4 Pro", "base, Pro", 20, 273, "[6]"),
     Chip("M1 Max", "Max", 32, 400, "[7]"),
     Chip("M4 Max", "Max", 40, 546, "[8]"),
     Chip("M5 Max", "Max", 40, 614, "[9]"),
@@ -44,63 +45,44 @@ CHIPS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A call of a kernel.
+def cycles(row: Row) -> float:
+    """Of schedulers, for the whole call: what instructions of simdgroups take."""
+    c, work = row.counts, row.work
+    products = MATRIX_PRODUCT * c.matrix_products
+    if not c.matrix_products:
+        products = 2 * work.head_dim * work.group * TILE / LANES
+    of_tile = (
+        c.accesses
+        + products
+        + SHUFFLE * c.shuffles
+        + REDUCTION * c.reductions
+        + EXPONENTIAL * c.exponentials
+        + MULTIPLY_64 * c.multiplies_64
+    )
+    return of_tile * work.tiles * KV_HEADS
 
-    Attributes:
-        label: of its row.
-        sizes: of the chips that run it.
-        least_bytes: of memory, if caches keep all that threadgroups share.
-        most_bytes: if they keep nothing of it.
-        instructions: of simdgroups, in cycles of a scheduler.
-        threadgroups, threads, threadgroup_bytes: of the launch; threads and bytes of each.
-        lane_bytes: of registers that a thread needs at least.
-    """
 
-    label: str
-    sizes: tuple[str, ...]
-    least_bytes: float
-    most_bytes: float
-    instructions: float
-    threadgroups: int
-    threads: int
-    threadgroup_bytes: int
-    lane_bytes: int
+def occupancy(row: Row) -> str:
+    """Share of a core's threads that its threadgroups have, and what keeps it from more."""
+    limits = {
+        "threads": THREADS // row.threads,
+        "registers": REGISTERS // (4 * row.code.registers * row.threads),
+        "memory": THREADGROUP_MEMORY // max(1, row.threadgroup_bytes),
+    }
+    limit, resident = min(limits.items(), key=lambda item: item[1])
+    share = f"{max(1, resident) * row.threads / THREADS:.0%}"
+    return share if limit == "threads" else f"{share}, {limit}"
 
-    @property
-    def limits(self) -> dict[str, int]:
-        """Threadgroups that a core can hold at a time, by what limits them."""
-        return {
-            "threads": THREADS // self.threads,
-            "registers": REGISTERS // (self.lane_bytes * self.threads),
-            "memory": THREADGROUP_MEMORY // max(1, self.threadgroup_bytes),
-        }
 
-    @property
-    def occupancy(self) -> str:
-        """Share of a core's threads that its threadgroups have, and what keeps it from more."""
-        limit, resident = min(self.limits.items(), key=lambda item: item[1])
-        share = max(1, resident) * self.threads / THREADS
-        return f"{share:.0%}" if limit == "threads" else f"{share:.0%}, {limit}"
-
-    def seconds(self, chip: Chip) -> tuple[float, float, float]:
-        """By memory at best and at worst, and by instructions on the cores that have work."""
-        busy = min(chip.cores, self.threadgroups)
-        bandwidth = chip.bandwidth * 1e9
-        return (
-            self.least_bytes / bandwidth,
-            self.most_bytes / bandwidth,
-            self.instructions / (busy * ISSUE_RATE),
-        )
-
-    def cell(self, chip: Chip) -> str:
-        """Microseconds: the larger of memory's and the instructions', at best and at worst."""
-        if chip.size not in self.sizes:
-            return ""
-        least, most, compute = self.seconds(chip)
-        low, high = (f"{max(memory, compute) * 1e6:,.0f}" for memory in (least, most))
-        return (low if low == high else f"{low}..{high}") + ("" if most >= compute else "*")
+def cell(row: Row, chip: Chip) -> str:
+    """Microseconds: the larger of memory's and the instructions', at best and at worst."""
+    if row.sizes and chip.size not in row.sizes:
+        return ""
+    compute = cycles(row) / (min(chip.cores, row.threadgroups) * ISSUE_RATE)
+    scale = row.work.tiles * KV_HEADS / (chip.bandwidth * 1e9)
+    least, most = (each * scale for each in (row.counts.least, row.counts.moved))
+    low, high = (f"{max(memory, compute) * 1e6:,.0f}" for memory in (least, most))
+    return (low if low == high else f"{low}..{high}") + ("" if most >= compute else "*")
 
 
 TEXT = """
@@ -112,7 +94,7 @@ TEXT = """
                 in whole threadgroups, at least 1: what a core holds at a time
     occupancy = resident * threads / 3,072
     memory    = bytes / bandwidth
-    compute   = instructions / (min(cores, threadgroups) * 4 * 1.278e9)
+    compute   = cycles / (min(cores, threadgroups) * 4 * 1.278e9)
     time      = max(memory, compute)
 
 - threadgroup memory, registers and threads of a core, its four schedulers of one simdgroup
@@ -120,15 +102,13 @@ TEXT = """
   Apple said of it: 2.6 TFLOPS [1] and "nearly 25,000 threads" [13]. **All chips are taken to have
   them. For the M3, M4 and M5 no source was found**; from the M3 on, registers and threadgroup
   memory share what a core has [14], and the limits are no longer apart.
-- registers: bytes of the arrays that a thread keeps through its loop over the keys. It is the least
-  that a compiler can do with; what Apple's does is not known.
-- bytes: queries, keys and values, tables, partial results and output. At best each byte of keys and
-  values comes from memory once, at worst once for every threadgroup that loads it: a range where
-  the two differ.
-- instructions, of simdgroups: loads and stores as counted, and the multiplications of scores and
-  output, 3 * context * D a row, 32 an instruction; 2 for every shuffle, 15 for every `simd_sum` or
-  `simd_max` and 4 for every exponential, of which a row takes two a key: cycles that [12] found for
-  the M1 Max. `simd_max` is taken to cost what `simd_sum` does. Index arithmetic is left out.
+- bytes: at best each byte of keys and values comes from memory once, at worst once for every
+  threadgroup that loads it: a range where the two differ.
+- cycles: 1 for a load or store; 2 * D * keys a row over 32 for scores and output, or {matrix} for
+  a product of 8x8 matrices, of which a core of an M1 Max sustains 102 multiplications a cycle [12];
+  {shuffle} for a shuffle, {reduction} for a reduction, {exponential} for an exponential and
+  {multiply} for a 64-bit multiplication, what [12] found for the M1 Max. Other index arithmetic and
+  rescaling are left out.
 - bandwidth and cores are Apple's, as those who quoted its announcements have them; Apple's own
   pages were not at hand.
 
@@ -161,19 +141,34 @@ TEXT = """
 14. AppleInsider, "What Apple's three GPU enhancements in A17 Pro and M3 actually do":
     https://appleinsider.com/articles/23/11/10/what-apples-three-gpu-enhancements-in-a17-pro-and-m3-actually-do
 
-Microseconds of one call, that is of one layer; * where instructions are the larger term throughout.
-With its occupancy goes what limits it, unless that is the number of threads.
+Microseconds of one call, that is of one layer; * where cycles are the larger term throughout. With
+its occupancy goes what limits it, unless that is the number of threads.
 """
 
+MODELLED = (128, (4, 8))
+"""The head dimension and the groups of the table."""
 
-def model_table(works: Sequence[tuple[str, Work]]) -> str:
-    """The section of the document. `works` are pairs of a shape and a call on it."""
-    chips = "\n".join(f"| {c.name} | {c.bandwidth:g} | {c.cores} | {c.source} |" for c in CHIPS)
-    parts = [TEXT.format(chips=chips)]
+
+def model_section(rows: Iterable[Row]) -> str:
+    """The section of the document, for some of the rows."""
+    table = "\n".join(f"| {c.name} | {c.bandwidth:g} | {c.cores} | {c.source} |" for c in CHIPS)
     names = " | ".join(chip.name for chip in CHIPS)
-    for shape in dict.fromkeys(shape for shape, _ in works):
-        parts.append(f"\n| {shape} | | occupancy | {names} |\n|---|---|---|{'--:|' * len(CHIPS)}\n")
-        for work in (work for name, work in works if name == shape):
-            cells = " | ".join(work.cell(chip) for chip in CHIPS)
-            parts.append(f"| {work.label} | {work.occupancy} | {cells} |\n")
-    return "".join(parts)
+    parts = [
+        TEXT.format(
+            chips=table,
+            matrix=MATRIX_PRODUCT,
+            shuffle=SHUFFLE,
+            reduction=REDUCTION,
+            exponential=EXPONENTIAL,
+            multiply=MULTIPLY_64,
+        ),
+        f"| group | keys | kernel | occupancy | {names} |",
+        f"|--:|---|---|---|{'--:|' * len(CHIPS)}",
+    ]
+    head_dim, groups = MODELLED
+    for row in rows:
+        if row.work.head_dim == head_dim and row.work.group in groups:
+            cells = " | ".join(cell(row, chip) for chip in CHIPS)
+            start = f"| {row.work.group} | {row.work} | {row.kernel} | {occupancy(row)}"
+            parts.append(f"{start} | {cells} |")
+    return "\n".join([*parts, ""])

@@ -1,6 +1,7 @@
 """Runs Metal kernels on x86-64 Linux and reports what a GPU would not: see README.md."""
 
 from .findings import EmulatorFinding, Finding, FindingKind
+from .gpu_compiler import GpuCode, gpu_code
 from .language.tokens import TranslationError
 from .launch import LaunchStats, Lines, Result, UniqueBytes
 from .library import Library
@@ -15,6 +16,7 @@ __all__ = [
     "EmulatorFinding",
     "Finding",
     "FindingKind",
+    "GpuCode",
     "LaunchStats",
     "Library",
     "Lines",
@@ -23,6 +25,7 @@ __all__ = [
     "ToolchainMissing",
     "TranslationError",
     "UniqueBytes",
+    "gpu_code",
     "mlx_include_dir",
     "require_emulator",
     "typecheck",

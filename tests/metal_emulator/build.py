@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from . import swizzles, toolchain
+from . import instrument, swizzles, toolchain
 from .cache import cached, directory, provide
 from .modes import Mode
 
@@ -23,6 +23,8 @@ _KERNEL_FLAGS = (
     *("-Wno-everything", "-gline-tables-only"),
 )
 _LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-Bsymbolic")
+_CODE_FLAGS = ("-x", "ir", "-O1", "-Xclang", "-disable-llvm-passes", "-Wno-everything")
+"""To make code of LLVM's text as it is."""
 _RUNTIME_FLAGS = ("-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-gline-tables-only")
 
 
@@ -31,9 +33,16 @@ def build_kernels(code: str, mode: Mode) -> Path:
     flags = (*_KERNEL_FLAGS, *_LIBRARY_FLAGS, *mode.flags)
 
     def compile_to(path: Path) -> None:
-        toolchain.clang(*flags, *_device_flags(), "-x", "c++", "-", "-o", str(path), source=code)
+        arguments = (*flags, *_device_flags(), "-x", "c++", "-")
+        if not mode.watches_accesses:
+            toolchain.clang(*arguments, "-o", str(path), source=code)
+            return
+        optimised = toolchain.clang(*arguments, "-S", "-emit-llvm", "-o", "-", source=code)
+        text = instrument.instrument(optimised)
+        toolchain.clang(*_CODE_FLAGS, *_LIBRARY_FLAGS, "-", "-o", str(path), source=text)
 
-    return cached(".so", [code, _device_text(), *flags, toolchain.version()], compile_to)
+    parts = [code, _device_text(), *flags, instrument.version(), toolchain.version()]
+    return cached(".so", parts, compile_to)
 
 
 def check_kernels(code: str, *more_flags: str) -> None:
@@ -64,9 +73,14 @@ def _device_text() -> str:
     return "\0".join([*headers, *(swizzles.members(size) for size in (2, 3, 4))])
 
 
-def _device_flags() -> tuple[str, ...]:
+def generated_headers() -> Path:
+    """The folder of the headers that are written by program."""
     generated = directory() / "generated"
     generated.mkdir(exist_ok=True)
     for size in (2, 3, 4):
         provide(generated / f"swizzles_{size}.h", swizzles.members(size))
-    return "-include", str(DEVICE_HEADERS / "metal.h"), f"-I{generated}"
+    return generated
+
+
+def _device_flags() -> tuple[str, ...]:
+    return "-include", str(DEVICE_HEADERS / "metal.h"), f"-I{generated_headers()}"

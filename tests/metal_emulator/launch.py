@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from . import runtime_library
+from . import instrument, runtime_library
 from .findings import Finding
 from .language.translation import KernelSignature
 
@@ -55,8 +55,18 @@ class Lines:
 
 
 @dataclass(frozen=True, slots=True)
+class Operations:
+    """How often one kind of operation was executed: by simdgroups, which execute it once for all
+    lanes that are active, and by lanes."""
+
+    by_simdgroups: int
+    by_lanes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchStats:
-    """What a launch did. The dictionaries go by buffer index and are filled in Mode.RACE only."""
+    """What a launch did. The dictionaries go by buffer index unless they say otherwise, and are
+    filled in Mode.RACE only."""
 
     threadgroups: int
     threads: int
@@ -68,6 +78,8 @@ class LaunchStats:
     """simd_sum, simd_shuffle, simdgroup_load, ...: counted once per simdgroup."""
     simd_reductions: int
     """Those of them that combine all lanes: simd_sum, simd_max, simd_all, ..."""
+    matrix_multiplications: int
+    """Those of them that multiply simdgroup matrices of 8x8."""
     threadgroup_bytes: int
     """The most that any threadgroup had, as the GPU would allocate it."""
     loaded_bytes: dict[int, int] = field(default_factory=dict)
@@ -77,6 +89,8 @@ class LaunchStats:
     unique_loaded_bytes: dict[int, UniqueBytes] = field(default_factory=dict)
     """Loaded bytes without repetition: the traffic that caches of that scope cannot avoid."""
     lines: dict[int, Lines] = field(default_factory=dict)
+    operations: dict[str, Operations] = field(default_factory=dict)
+    """By their names in instrument.OPERATIONS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +168,7 @@ def make_stats(
         simdgroup_barriers=counts.simdgroup_barriers,
         simd_ops=counts.simd_operations,
         simd_reductions=counts.simd_reductions,
+        matrix_multiplications=counts.matrix_multiplications,
         threadgroup_bytes=counts.threadgroup_bytes,
         loaded_bytes={i: t.loaded for i, t in traffic.items()},
         stored_bytes={i: t.stored for i, t in traffic.items()},
@@ -164,7 +179,13 @@ def make_stats(
             for i, t in traffic.items()
         },
         lines={i: _lines(counts.lines[i]) for i in traffic},
+        operations=_operations(counts) if has_traffic else {},
     )
+
+
+def _operations(counts: runtime_library.Counts) -> dict[str, Operations]:
+    found = zip(instrument.OPERATIONS, counts.operations, strict=True)
+    return {name: Operations(each.by_simdgroups, each.by_lanes) for name, each in found}
 
 
 def _lines(counts: runtime_library.LineCounts) -> Lines:

@@ -15,6 +15,7 @@ instantiate_sdpa_vector(float16_t, 128)
 instantiate_sdpa_vector(bfloat16_t, 128)
 instantiate_sdpa_vector(float, 64)
 instantiate_sdpa_vector(float16_t, 64)
+instantiate_sdpa_vector(float16_t, 256)
 
 #define instantiate_sdpa_vector_gqa(type, dim, group, heads)           \
   instantiate_kernel(                                                  \
@@ -22,5 +23,6 @@ instantiate_sdpa_vector(float16_t, 64)
       sdpa_vector_2pass_1_gqa, type, dim, dim, group, heads)
 
 instantiate_sdpa_vector_gqa(float, 128, 8, 4)
+instantiate_sdpa_vector_gqa(float16_t, 64, 8, 8)
 instantiate_sdpa_vector_gqa(float16_t, 128, 8, 4)
 instantiate_sdpa_vector_gqa(bfloat16_t, 128, 4, 2)

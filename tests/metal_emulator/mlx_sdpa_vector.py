@@ -31,7 +31,8 @@ def optional_buffers(problem: Problem, first: int) -> dict[int, Buffer]:
     buffers: dict[int, Buffer] = {}
     if problem.mask is not None:
         buffers[first if case.mask == "bool" else first + 1] = raw(problem.mask)
-        strides = (1, case.keys, case.queries * case.keys)  # key, query, head
+        head_stride = case.queries * case.keys if problem.mask.shape[1] > 1 else 0
+        strides = (1, case.keys, head_stride)  # key, query, head
         buffers |= {first + 2 + i: np.int32(stride) for i, stride in enumerate(strides)}
     if problem.sinks is not None:
         buffers[first + 5] = raw(problem.sinks)

@@ -26,11 +26,16 @@ _FLAGS = {
         "-O1",
         "-fno-vectorize",
         "-fno-slp-vectorize",
+        # Over the elements of a lane, which are neighbours.
+        *("-funroll-loops", "-mllvm", "-unroll-runtime=false"),
+        # What instrument.py merges: no more bytes than its hooks know.
+        "-mprefer-vector-width=128",
+        # Functions are marked only: instrument.py watches what is left of their accesses.
         "-fsanitize=thread",
-        "-fno-sanitize-link-runtime",
         *("-mllvm", "-tsan-instrument-func-entry-exit=0"),
+        *("-mllvm", "-tsan-instrument-memory-accesses=0"),
+        *("-mllvm", "-tsan-instrument-memintrinsics=0"),
         *("-mllvm", "-tsan-instrument-atomics=0"),
-        *("-mllvm", "-tsan-instrument-read-before-write"),
     ),
     Mode.UBSAN: (
         "-O1",

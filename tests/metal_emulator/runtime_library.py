@@ -13,6 +13,7 @@ from typing import Any
 
 from .build import build_runtime
 from .cache import directory
+from .instrument import OPERATIONS
 
 MAX_BUFFERS = 31
 MAX_THREADGROUP_BUFFERS = 31
@@ -67,6 +68,10 @@ class LineCounts(ctypes.Structure):
     )
 
 
+class OperationCounts(ctypes.Structure):
+    _fields_ = (("by_simdgroups", ctypes.c_uint64), ("by_lanes", ctypes.c_uint64))
+
+
 class Counts(ctypes.Structure):
     _fields_ = (
         ("threadgroups", ctypes.c_uint64),
@@ -75,9 +80,11 @@ class Counts(ctypes.Structure):
         ("simdgroup_barriers", ctypes.c_uint64),
         ("simd_operations", ctypes.c_uint64),
         ("simd_reductions", ctypes.c_uint64),
+        ("matrix_multiplications", ctypes.c_uint64),
         ("threadgroup_bytes", ctypes.c_uint64),
         ("traffic", TrafficCounts * MAX_BUFFERS),
         ("lines", LineCounts * MAX_BUFFERS),
+        ("operations", OperationCounts * len(OPERATIONS)),
     )
 
 

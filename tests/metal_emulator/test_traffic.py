@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from .launch import LaunchStats, Lines, UniqueBytes
+from .launch import LaunchStats, Lines, Operations, UniqueBytes
 from .library import Library
 from .modes import Mode
 
@@ -121,6 +121,30 @@ def test_reductions_and_barriers(mode: Mode) -> None:
     assert (stats.barriers, stats.threadgroups, stats.threads) == (GROUPS, GROUPS, THREADS)
 
 
+def test_neighbours_are_one_load() -> None:
+    stats = run("neighbours", np.zeros(4 * THREADS, np.float16), np.zeros(THREADS, np.float32))
+    simdgroups = SIMDGROUPS * GROUPS
+    assert stats.lines[0] == Lines(simdgroups, 2 * simdgroups, 0, 0)
+    assert stats.loaded_bytes[0] == 4 * THREADS * 2
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_operations_of_all_lanes_together_and_of_each(seed: int) -> None:
+    arrays = [*(np.zeros(THREADS, np.float32) for _ in range(2)), np.array([1], np.int64)]
+    stats = run("operations", *arrays, seed=seed)
+    simdgroups = SIMDGROUPS * GROUPS
+    assert stats.operations == {
+        "exponential": Operations(5 * simdgroups, 4 * THREADS + THREADS // 2),
+        "multiply_64": Operations(simdgroups, THREADS),
+    }
+
+
+def test_matrix_products() -> None:
+    simdgroups = SIMDGROUPS * GROUPS
+    stats = run("product", np.ones(64, np.float32), np.zeros(64 * simdgroups, np.float32))
+    assert stats.matrix_multiplications == simdgroups
+
+
 def test_other_modes_do_not_count() -> None:
     stats = run("in_place", np.zeros(THREADS, np.float32), mode=Mode.FAST)
-    assert (stats.threads, stats.loaded_bytes) == (THREADS, {})
+    assert (stats.threads, stats.loaded_bytes, stats.operations) == (THREADS, {}, {})

@@ -24,7 +24,7 @@ def missing() -> str:
     machine = f"{platform.system()} {platform.machine()}"
     if machine != "Linux x86_64":
         return f"the Metal emulator runs on Linux x86_64 only, this is {machine}"
-    programs = (f"clang++-{VERSION}", f"llvm-symbolizer-{VERSION}")
+    programs = [f"{program}-{VERSION}" for program in ("clang++", "opt", "llvm-symbolizer")]
     absent = [program for program in programs if shutil.which(program) is None]
     if not absent:
         return ""
@@ -40,10 +40,15 @@ def is_required() -> bool:
 
 
 def clang(*arguments: str, source: str | None = None, may_fail: bool = False) -> str:
-    """Run clang++, with `source` as its standard input if given. Returns its standard output."""
+    """Run clang++, as `run` does."""
+    return run("clang++", "-fno-color-diagnostics", *arguments, source=source, may_fail=may_fail)
+
+
+def run(program: str, *arguments: str, source: str | None = None, may_fail: bool = False) -> str:
+    """Run a program, with `source` as its standard input if given. Returns its standard output."""
     if missing():
         raise ToolchainMissing(missing())
-    command = [f"clang++-{VERSION}", "-fno-color-diagnostics", *arguments]
+    command = [f"{program}-{VERSION}", *arguments]
     result = subprocess.run(command, input=source, capture_output=True, text=True)
     if result.returncode != 0 and not may_fail:
         raise CompileError(result.stderr.strip())

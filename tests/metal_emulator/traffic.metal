@@ -17,9 +17,10 @@ template [[host_name("each_once_half4")]] kernel void each_once<half4>(device co
 // Every thread loads all of its threadgroup's 64 elements.
 kernel void all_of_the_group(device const float *in [[buffer(0)]], device float *out [[buffer(1)]],
                              uint i [[thread_position_in_grid]],
+                             uint lanes [[threads_per_simdgroup]],
                              uint group [[threadgroup_position_in_grid]]) {
   float sum = 0;
-  for (int j = 0; j < 64; j++) sum += in[group * 64 + j];
+  for (uint j = 0; j < 2 * lanes; j++) sum += in[group * 64 + j];
   out[i] = sum;
 }
 
@@ -58,4 +59,33 @@ kernel void reduced(device const float *in [[buffer(0)]], device float *out [[bu
   sum += simd_shuffle_xor(sum, 1) + simd_shuffle_xor(sum, 2);
   threadgroup_barrier(mem_flags::mem_threadgroup);
   out[i] = simd_max(sum);
+}
+
+// Every lane loads four neighbours, one by one.
+kernel void neighbours(device const half *in [[buffer(0)]], device float *out [[buffer(1)]],
+                       uint i [[thread_position_in_grid]]) {
+  half values[4];
+  for (int j = 0; j < 4; j++) values[j] = in[4 * i + j];
+  out[i] = float(values[0]) + float(values[1]) * float(values[2]) - float(values[3]);
+}
+
+// Four exponentials of every lane and one more of half of them; a 64-bit multiplication each.
+kernel void operations(device const float *in [[buffer(0)]], device float *out [[buffer(1)]],
+                       constant long &stride [[buffer(2)]],
+                       uint lane [[thread_index_in_simdgroup]],
+                       uint i [[thread_position_in_grid]]) {
+  float sum = precise::exp(in[i]);
+  for (int j = 0; j < 3; j++) sum += fast::exp2(in[i] + sum);
+  if (lane < 16) sum += fast::exp(sum);
+  out[long(i) * stride] = sum;
+}
+
+// A matrix product.
+kernel void product(device const float *in [[buffer(0)]], device float *out [[buffer(1)]],
+                    uint group [[threadgroup_position_in_grid]],
+                    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  simdgroup_matrix<float, 8, 8> a;
+  simdgroup_load(a, in, 8);
+  simdgroup_multiply_accumulate(a, a, a, a);
+  simdgroup_store(a, out + (group * 2 + simdgroup) * 64, 8);
 }

@@ -100,19 +100,19 @@ class MetalRunner:
         call = _ext.metal.plan_attention(
             q, k_cache[layer_idx], v_cache[layer_idx], block_tables, context_lens, **options
         )
-        outputs = self._run(call)
+        outputs = self.run(call)
         out = outputs[0].astype(q.dtype)
         return (out, outputs[1]) if len(outputs) > 1 else out
 
     def write_kv(self, k, v, k_cache, v_cache, slot_mapping) -> tuple[mx.array, mx.array]:
-        self._run(_ext.metal.plan_write_kv(k, v, k_cache, v_cache, slot_mapping))
+        self.run(_ext.metal.plan_write_kv(k, v, k_cache, v_cache, slot_mapping))
         return k_cache, v_cache
 
     def copy_blocks(self, k_cache, v_cache, block_pairs) -> tuple[mx.array, mx.array]:
-        self._run(_ext.metal.plan_copy_blocks(k_cache, v_cache, block_pairs))
+        self.run(_ext.metal.plan_copy_blocks(k_cache, v_cache, block_pairs))
         return k_cache, v_cache
 
-    def _run(self, call: dict[str, Any]) -> list[mx.array]:
+    def run(self, call: dict[str, Any]) -> list[mx.array]:
         """Launch everything; returns the outputs that are not inputs written in place."""
         inputs = _up_to_common_ends([memory(array) for array in call["inputs"]])
         fresh: list[mx.array] = []

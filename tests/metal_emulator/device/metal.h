@@ -11,11 +11,12 @@
 #include "kernel_entry.h"
 #include "limits.h"
 #include "math.h"
-#include "mlx_builtins.h"
 #include "simdgroup.h"
 #include "simdgroup_matrix.h"
 #include "traits.h"
 #include "vector.h"
+// After the functions that it calls.
+#include "mlx_builtins.h"
 
 // Address spaces are erased; `constant` keeps what it says about writing.
 #define device

@@ -1,9 +1,6 @@
 // Apple's private builtins, as far as MLX's bf16_math.h calls them.
 #pragma once
 
-#include "math.h"
-#include "simdgroup.h"
-
 #define EMULATOR_BUILTIN_1(f) \
   EMULATOR_INLINE float __metal_##f(float x, int) { return metal::f(x); }
 EMULATOR_BUILTIN_1(acos)

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "line_counter.h"
+#include "operations.h"
 #include "race_cell.h"
 #include "shadow.h"
 #include "traffic.h"
@@ -28,9 +29,14 @@ class AccessMonitor {
   // Whether a fault at this address would be news.
   bool has_reported(const char* address) const;
   // The lanes of a simdgroup have met, or ended.
-  void meet() { lines_.meet(); }
+  void meet() {
+    lines_.meet();
+    operations.meet();
+  }
   TrafficCounts traffic(int buffer) const;
   LineCounts lines(int buffer) const;
+
+  OperationCounter operations;
 
  private:
   struct BufferCell {

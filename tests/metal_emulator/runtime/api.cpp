@@ -38,6 +38,7 @@ struct Counts {
   uint64_t threadgroup_bytes;
   TrafficCounts traffic[kMaxBuffers];
   LineCounts lines[kMaxBuffers];
+  OperationCounts operations[kOperations];
 };
 
 struct FindingView {
@@ -110,6 +111,10 @@ EMULATOR_EXPORT void emulator_counts(Counts* counts) {
   for (int i = 0; i < kMaxBuffers; i++) {
     counts->traffic[i] = latest->monitor ? latest->monitor->traffic(i) : TrafficCounts();
     counts->lines[i] = latest->monitor ? latest->monitor->lines(i) : LineCounts();
+  }
+  for (int i = 0; i < kOperations; i++) {
+    counts->operations[i] =
+        latest->monitor ? latest->monitor->operations.counts(i) : OperationCounts();
   }
 }
 

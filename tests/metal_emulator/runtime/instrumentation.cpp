@@ -57,6 +57,13 @@ EMULATOR_EXPORT void* __tsan_memset(void* to, int value, size_t size) {
 }
 EMULATOR_EXPORT void __tsan_init() {}
 
+// Inserted by instrument.py (Mode.RACE)
+EMULATOR_EXPORT void emulator_operation(int operation) {
+  if (!current_launch || !current_launch->monitor || !current_launch->running) return;
+  const unsigned lane = current_launch->running->position.lane;
+  current_launch->monitor->operations.execute(SITE, lane, static_cast<Operation>(operation));
+}
+
 // -fsanitize=undefined -fsanitize-minimal-runtime (Mode.UBSAN)
 #define UNDEFINED_HOOK(name, what) \
   EMULATOR_EXPORT void __ubsan_handle_##name##_minimal() { undefined(what, SITE); }

@@ -37,10 +37,11 @@ struct LaunchShape {
 struct LaunchCounts {
   uint64_t threadgroups = 0;
   uint64_t threads = 0;
-  uint64_t barriers = 0;            // threadgroup_barrier, once per threadgroup
-  uint64_t simdgroup_barriers = 0;  // simdgroup_barrier, once per simdgroup
-  uint64_t simd_operations = 0;     // simd_sum, simd_shuffle, ..., once per simdgroup
-  uint64_t simd_reductions = 0;     // those of them that combine all lanes: simd_sum, ...
+  uint64_t barriers = 0;                // threadgroup_barrier, once per threadgroup
+  uint64_t simdgroup_barriers = 0;      // simdgroup_barrier, once per simdgroup
+  uint64_t simd_operations = 0;         // simd_sum, simd_shuffle, ..., once per simdgroup
+  uint64_t simd_reductions = 0;         // those of them that combine all lanes: simd_sum, ...
+  uint64_t matrix_multiplications = 0;  // those of them that multiply 8x8 matrices
 };
 
 struct Launch {

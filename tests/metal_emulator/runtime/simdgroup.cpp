@@ -1,10 +1,18 @@
 #include "simdgroup.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "launch.h"
 
 namespace emulator {
+namespace {
+
+bool is_matrix_multiplication(const char* operation) {
+  return strcmp(operation, "simdgroup_multiply_accumulate") == 0;
+}
+
+}  // namespace
 
 void Simdgroup::start(Launch* launch, Thread* first, int size) {
   launch_ = launch;
@@ -53,6 +61,7 @@ bool Simdgroup::complete_operation() {
     launch_->counts.simdgroup_barriers++;
   } else {
     launch_->counts.simd_operations++;
+    launch_->counts.matrix_multiplications += is_matrix_multiplication(earliest->operation);
   }
   values.active = 0;
   values.is_reduced = false;
