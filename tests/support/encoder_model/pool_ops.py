@@ -83,7 +83,7 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
         record("WriteKV", found[:2], (k_cache, v_cache), lambda: _written(k_cache, slots))
         columns = -(-num_tokens // k_cache.shape[2])
         for pool, read in zip(found[:2], found[2:], strict=True):
-            record("PoolRead", read, (pool,), lambda: (_inside(pool, tables, columns), set()))
+            record("PoolRead", read, (pool,), lambda: (_inside(k_cache, tables, columns), set()))
         return found
 
     def copy_blocks(k_cache, v_cache, pairs, **options: Any) -> Any:
