@@ -30,7 +30,8 @@ using Arrays = std::vector<mx::array>;
 using OptionalArray = std::optional<mx::array>;
 using ArrayPair = std::pair<mx::array, mx::array>;
 
-// The arrays of paged_attention.
+// The arrays of paged_attention. With cu_seqlens, sequences have different numbers of tokens: the
+// tokens of sequence s are rows cu_seqlens[s] to cu_seqlens[s + 1] - 1 of q [T, H, 1, D].
 struct AttentionInputs {
   mx::array q;             // [B, H, L, D]
   mx::array k_cache;       // [H_kv, N, S, D]
@@ -42,6 +43,7 @@ struct AttentionInputs {
   OptionalArray attn_mask;
   OptionalArray sinks;
   OptionalArray alibi_slopes;
+  OptionalArray cu_seqlens;  // [B + 1]
 };
 
 // The other arguments of paged_attention.
@@ -51,6 +53,7 @@ struct AttentionOptions {
   bool return_attn;
   std::optional<int> window;
   std::optional<float> softcap;
+  int num_decodes = 0;  // with cu_seqlens: how many of the first sequences have one token each
 
   bool operator==(const AttentionOptions&) const = default;
 };

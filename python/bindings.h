@@ -28,10 +28,18 @@ void def_attention(nb::module_& module, const char* name, Function function,
                  const OptionalArray& attn_mask, std::optional<int> window,
                  const OptionalArray& sinks, std::optional<float> softcap,
                  const OptionalArray& alibi_slopes, bool return_attn, Extra... extra) {
-        return function(
-            AttentionInputs{q, k_cache, v_cache, block_tables, context_lens, kv_head_mapping,
-                            rope_freqs, attn_mask, sinks, alibi_slopes},
-            AttentionOptions{scale, causal, return_attn, window, softcap}, extra...);
+        return function(AttentionInputs{q,
+                                        k_cache,
+                                        v_cache,
+                                        block_tables,
+                                        context_lens,
+                                        kv_head_mapping,
+                                        rope_freqs,
+                                        attn_mask,
+                                        sinks,
+                                        alibi_slopes,
+                                        {}},
+                        AttentionOptions{scale, causal, return_attn, window, softcap}, extra...);
       },
       "q"_a, "k_cache"_a, "v_cache"_a, "block_tables"_a, "context_lens"_a, nb::kw_only(), "scale"_a,
       "causal"_a = true, "kv_head_mapping"_a = nb::none(), "rope_freqs"_a = nb::none(),
