@@ -40,10 +40,9 @@ inline QueryRow query_row(
   result.token = row / p.group;
   result.head = head_slot * p.group + row % p.group;
   result.position = context - p.num_tokens + result.token;
-  result.first = HAS_WINDOW ? max(0, result.position - p.window + 1) : 0;
-  const bool exists = row < p.group * p.num_tokens && result.position >= 0;
-  const int stop = CAUSAL || HAS_WINDOW ? result.position + 1 : context;
-  result.stop = exists ? stop : 0;
+  const KeyRange keys = key_range(result.position, context, CAUSAL, HAS_WINDOW ? p.window : 0);
+  result.first = keys.first;
+  result.stop = row < p.group * p.num_tokens ? keys.stop : 0;
   result.mask = sequence * p.mask_strides[0] + result.head * p.mask_strides[1] +
       result.token * p.mask_strides[2];
   return result;

@@ -96,7 +96,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
   int begin = max_keys;
   int end = 0;
   for (int r = 0; r < ROWS; r++) {
-    rows[r] = query_row(first_row + r, sequence, head_slot, has_keys ? context : 0, p);
+    rows[r] = query_row(first_row + r, sequence, head_slot, context, p);
     const bool sees_keys = rows[r].stop > 0;
     // A row that sees no key does not lower `begin`, unless no row sees a key.
     begin = min(begin, rows[r].first);
@@ -114,6 +114,10 @@ template <typename T, typename Q, int D, int DV, int ROWS>
   }
   begin = max(begin, split * p.keys_per_split);
   end = min(end, (split + 1) * p.keys_per_split);
+  if (SPLIT && begin >= end) {
+    return;  // The merge does not read what this split would store.
+  }
+  end = has_keys ? end : 0;
 
   float running_max[ROWS];
   float running_sum[ROWS];

@@ -39,10 +39,14 @@ struct AttentionParams {
 
 struct MergeParams {
   MLX_PAGED_INT64 out_strides[3];  // of sequence, head, token
-  int num_rows;                    // B * H * L
-  int num_heads;                   // H
-  int num_tokens;                  // L
+  int context_stride;
+  int num_heads;   // H
+  int num_tokens;  // L
+  int max_keys;    // of a sequence
   int num_splits;
+  int keys_per_split;
+  int is_causal;
+  int window;  // the most keys that a query sees; 0 if it sees all
 };
 
 struct WriteParams {

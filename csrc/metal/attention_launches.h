@@ -13,15 +13,27 @@ constexpr int kLanes = 32;  // of a simdgroup
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// How the keys of every sequence are divided among threadgroups.
+struct Splits {
+  int count;
+  int keys;  // of a split
+};
+
 // How the query rows and the keys of a call are divided among threadgroups.
 struct AttentionGeometry {
   int head_slots;  // KV heads; with a mapping, query heads
   int group;       // query heads of a slot
   int rows;        // of a threadgroup
   int row_tiles;
-  int num_splits;
-  int keys_per_split;
+  Splits splits;
 };
+
+// Depends on shapes and options alone, so equal calls have equal results on every machine. A
+// threadgroup whose split has no key that its rows see leaves at once, and stores nothing.
+Splits split_keys(const AttentionInputs& in, const AttentionOptions& options);
+
+// The bytes of the partial results: outputs, and maxima with sums.
+std::vector<size_t> partial_bytes(const AttentionInputs& in, int num_splits);
 
 // Indices 0 to 13 of metal/attention.h.
 std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
@@ -34,6 +46,7 @@ AttentionParams attention_params(const AttentionInputs& in, const AttentionOptio
 void bind_optional(const AttentionInputs& in, LaunchPlan& plan);
 
 // The merge of the splits of each row: scratch buffer 0 has their outputs, 1 their maxima and sums.
-LaunchPlan merge_plan(const AttentionInputs& in, const AttentionGeometry& g);
+LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options,
+                      const AttentionGeometry& g);
 
 }  // namespace mlx_paged

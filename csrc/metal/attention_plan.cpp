@@ -11,12 +11,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxDim = 576;
 
-// A context is split until there are enough threadgroups for a GPU, but no split is shorter than
-// kMinKeysPerSplit. Both numbers are the same on every machine, so results are the same too.
-constexpr int kWantedThreadgroups = 128;
-constexpr int kMinKeysPerSplit = 256;
-constexpr int kKeysPerPass = 16;
-
 // Rows of a threadgroup: all rows, rounded up to a power of two, unless they need too many
 // registers.
 int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
@@ -32,13 +26,7 @@ AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& op
   const int num_rows = g.group * in.q.shape(2);
   g.rows = rows_per_threadgroup(num_rows, in.q.shape(3), in.v_cache.shape(3));
   g.row_tiles = ceil_div(num_rows, g.rows);
-  const int max_keys = in.block_tables.shape(1) * in.k_cache.shape(2);
-  const int threadgroups = g.head_slots * g.row_tiles * in.q.shape(0);
-  const int wanted =
-      std::min(ceil_div(kWantedThreadgroups, threadgroups), ceil_div(max_keys, kMinKeysPerSplit));
-  const int splits = options.return_attn ? 1 : std::max(1, wanted);
-  g.keys_per_split = std::max(1, ceil_div(ceil_div(max_keys, splits), kKeysPerPass)) * kKeysPerPass;
-  g.num_splits = std::max(1, ceil_div(max_keys, g.keys_per_split));
+  g.splits = split_keys(in, options);
   return g;
 }
 
@@ -67,7 +55,7 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   check_metal_pool("paged_attention", "v_cache", in.v_cache, false);
   const AttentionGeometry g = geometry(in, config);
   const int value_dim = in.v_cache.shape(3);
-  const bool split = g.num_splits > 1;
+  const bool split = g.splits.count > 1;
   const std::string sizes[] = {std::to_string(in.q.shape(3)), std::to_string(value_dim),
                                std::to_string(g.rows)};
   LaunchPlan plan;
@@ -77,7 +65,7 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
                        ", " + sizes[0] + ", " + sizes[1] + ", " + sizes[2] + ">";
   plan.constants = attention_constants(in, config, split);
   plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
-               static_cast<uint32_t>(in.q.shape(0)), static_cast<uint32_t>(g.num_splits)};
+               static_cast<uint32_t>(in.q.shape(0)), static_cast<uint32_t>(g.splits.count)};
   plan.threadgroup = {kThreads, 1, 1};
   plan.buffers = {{0, Role::kInput, 0},
                   {1, Role::kPoolRead, 1},
@@ -95,9 +83,7 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   }
   plan.buffers.push_back({7, Role::kScratch, 0});
   plan.buffers.push_back({8, Role::kScratch, 1});
-  const size_t partials = size_t{1} * in.q.shape(0) * in.q.shape(1) * in.q.shape(2) * g.num_splits;
-  return {{plan, merge_plan(in, g)},
-          {partials * value_dim * sizeof(float), partials * 2 * sizeof(float)}};
+  return {{plan, merge_plan(in, config, g)}, partial_bytes(in, g.splits.count)};
 }
 
 }  // namespace mlx_paged
