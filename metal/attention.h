@@ -1,21 +1,12 @@
-// What the attention kernels share: their function constants, a query row and the keys that it sees,
-// the place of a key in the pool, and the score of a key.
+// The tile kernel's own function constants, a query row and the keys that it sees, the place of a key
+// in the pool, and the score of a key.
 
-constant int BLOCK_SIZE [[function_constant(0)]];
-constant bool CAUSAL [[function_constant(1)]];
-constant bool HAS_WINDOW [[function_constant(2)]];
-constant bool HAS_SOFTCAP [[function_constant(3)]];
 constant bool HAS_ALIBI [[function_constant(4)]];
 constant bool HAS_BOOL_MASK [[function_constant(5)]];
 constant bool HAS_FLOAT_MASK [[function_constant(6)]];
-constant bool HAS_SINKS [[function_constant(7)]];
 constant bool HAS_ROPE [[function_constant(8)]];
 constant bool HAS_MAPPING [[function_constant(9)]];
-constant bool SPLIT [[function_constant(10)]];
 constant bool RETURN_ATTN [[function_constant(11)]];
-constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
-constant bool WHOLE_QUERIES [[function_constant(13)]];   // queries begin at whole vectors
-constant bool WHOLE = !SPLIT;
 
 // One query row and the keys [first, stop) that it sees without a mask.
 struct QueryRow {

@@ -35,6 +35,8 @@ struct AttentionParams {
   int rope_pairs;  // R / 2
   float scale;     // multiplies q.k
   float softcap;
+  int num_sequences;   // B
+  int first_sequence;  // of a ragged batch, that this launch computes
 };
 
 struct MergeParams {

@@ -9,7 +9,6 @@ namespace mlx_paged {
 namespace {
 
 constexpr int kSplitKeys = 512;
-constexpr int kMaxSplits = 64;
 constexpr int kTile = 32;  // keys that a simdgroup of the kernels takes at once
 constexpr int64_t kMaxPartialBytes = 64 << 20;
 constexpr int kMergeThreads = 256;
@@ -42,14 +41,14 @@ void set_out_strides(const AttentionInputs& in, int64_t (&strides)[3]) {
 
 }  // namespace
 
-Splits split_keys(const AttentionInputs& in, const AttentionOptions& options) {
+Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, int most) {
   const int max_keys = in.block_tables.shape(1) * in.k_cache.shape(2);
   if (options.return_attn || max_keys <= kSplitKeys) {
     return {1, max_keys};
   }
   const int64_t row_bytes = (int64_t{in.v_cache.shape(3)} + 2) * sizeof(float);
   const int64_t affordable = kMaxPartialBytes / (num_rows(in) * row_bytes);
-  const int wanted = std::min(ceil_div(max_keys, kSplitKeys), kMaxSplits);
+  const int wanted = std::min(ceil_div(max_keys, kSplitKeys), most);
   const int count = static_cast<int>(std::clamp<int64_t>(affordable, 1, wanted));
   const int keys = std::max(kSplitKeys, ceil_div(ceil_div(max_keys, count), kTile) * kTile);
   return {ceil_div(max_keys, keys), keys};
@@ -90,7 +89,8 @@ void bind_optional(const AttentionInputs& in, LaunchPlan& plan) {
                                            {in.rope_freqs.has_value(), 10},
                                            {in.attn_mask.has_value(), bool_mask ? 11 : 12},
                                            {in.sinks.has_value(), 13},
-                                           {in.alibi_slopes.has_value(), 14}};
+                                           {in.alibi_slopes.has_value(), 14},
+                                           {in.cu_seqlens.has_value(), 16}};
   int which = 5;
   for (const auto& [present, index] : optional) {
     if (present) {
@@ -118,6 +118,15 @@ AttentionParams attention_params(const AttentionInputs& in, const AttentionOptio
   p.num_heads = in.q.shape(1);
   p.num_kv_heads = in.k_cache.shape(0);
   p.num_tokens = in.q.shape(2);
+  p.num_sequences = in.block_tables.shape(0);
+  if (in.cu_seqlens) {  // The rows of q are tokens, not sequences.
+    for (int64_t* strides : {p.q_strides, p.out_strides}) {
+      strides[2] = strides[0];
+      strides[0] = 0;
+    }
+    p.num_tokens = in.q.shape(0);
+    p.first_sequence = options.num_decodes;
+  }
   p.num_blocks = in.k_cache.shape(1);
   p.max_blocks = in.block_tables.shape(1);
   p.group = g.group;

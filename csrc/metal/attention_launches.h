@@ -10,6 +10,7 @@
 namespace mlx_paged {
 
 constexpr int kLanes = 32;  // of a simdgroup
+constexpr int kMaxSplits = 64;
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -30,12 +31,13 @@ struct AttentionGeometry {
 
 // Depends on shapes and options alone, so equal calls have equal results on every machine. A
 // threadgroup whose split has no key that its rows see leaves at once, and stores nothing.
-Splits split_keys(const AttentionInputs& in, const AttentionOptions& options);
+Splits split_keys(const AttentionInputs& in, const AttentionOptions& options,
+                  int most = kMaxSplits);
 
 // The bytes of the partial results: outputs, and maxima with sums.
 std::vector<size_t> partial_bytes(const AttentionInputs& in, int num_splits);
 
-// Indices 0 to 13 of metal/attention.h.
+// Indices 0 to 13, of metal/attention_constants.h and metal/attention.h.
 std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
                                                   const AttentionOptions& options, bool split);
 

@@ -2,6 +2,7 @@
 
 #include "csrc/metal/arrays.h"
 #include "csrc/metal/attention_launches.h"
+#include "csrc/metal/matrix_plan.h"
 #include "csrc/metal/plans.h"
 
 namespace mlx_paged {
@@ -53,6 +54,9 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   }
   check_metal_pool("paged_attention", "k_cache", in.k_cache, false);
   check_metal_pool("paged_attention", "v_cache", in.v_cache, false);
+  if (supports_matrix(in, config)) {
+    return plan_matrix(in, config);
+  }
   const AttentionGeometry g = geometry(in, config);
   const int value_dim = in.v_cache.shape(3);
   const bool split = g.splits.count > 1;
