@@ -2,9 +2,25 @@
 // with keys that the row sees are read: no threadgroup stored the others.
 
 constant bool HAS_SINKS [[function_constant(14)]];
+constant bool HAS_SEQLENS [[function_constant(18)]];  // a ragged batch
 
 constant constexpr int SIMDGROUPS = 8;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
+
+// The sequence of a token of a ragged batch.
+inline int sequence_of(int token, const device int* cu_seqlens, int num_sequences) {
+  int low = 0;
+  int high = num_sequences - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (cu_seqlens[middle] <= token) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
 
 template <typename Q, int DV>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void merge_splits(
@@ -14,6 +30,7 @@ template <typename Q, int DV>
     constant MergeParams& p [[buffer(3)]],
     device Q* out [[buffer(4)]],
     const device float* sinks [[buffer(5), function_constant(HAS_SINKS)]],
+    const device int* cu_seqlens [[buffer(6), function_constant(HAS_SEQLENS)]],
     uint group_position [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
@@ -22,12 +39,19 @@ template <typename Q, int DV>
   const int row = int(group_position);
   const int token = row % p.num_tokens;
   const int head = row / p.num_tokens % p.num_heads;
-  const int sequence = row / p.num_tokens / p.num_heads;
+  const int q_row = row / p.num_tokens / p.num_heads;
+  int sequence = q_row;
+  int tokens_after = p.num_tokens - token;  // of the same sequence, this token included
+  if (HAS_SEQLENS) {
+    sequence = sequence_of(q_row, cu_seqlens, p.num_sequences);
+    tokens_after = cu_seqlens[sequence + 1] - q_row;
+  }
   const int context = clamp(context_lens[sequence * p.context_stride], 0, p.max_keys);
-  const int position = context - p.num_tokens + token;
+  const int position = context - tokens_after;
   const KeyRange keys = key_range(position, context, p.is_causal != 0, p.window);
   const int begin = keys.first / p.keys_per_split;
-  const int end = (keys.stop + p.keys_per_split - 1) / p.keys_per_split;
+  const int end =
+      min((keys.stop + p.keys_per_split - 1) / p.keys_per_split, p.num_splits);
   const device float* sums = partial_sums + 2 * long(row) * p.num_splits;
   const device float* outs = partial_out + long(row) * p.num_splits * DV;
 
@@ -67,7 +91,7 @@ template <typename Q, int DV>
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   const float total = HAS_SINKS ? sum + weight_of(sink, total_max) : sum;
-  device Q* out_row = out + sequence * p.out_strides[0] + head * p.out_strides[1] +
+  device Q* out_row = out + q_row * p.out_strides[0] + head * p.out_strides[1] +
       token * p.out_strides[2];
   for (int d = int(simdgroup) * LANES + int(lane); d < DV; d += THREADS) {
     float element = 0.0f;

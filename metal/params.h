@@ -24,7 +24,7 @@ struct AttentionParams {
   int context_stride;
   int num_heads;       // H
   int num_kv_heads;    // H_kv
-  int num_tokens;      // L
+  int num_tokens;      // L; T in a ragged batch
   int num_blocks;      // N
   int max_blocks;      // M
   int group;           // query heads that share a KV head; 1 with a mapping
@@ -42,9 +42,10 @@ struct AttentionParams {
 struct MergeParams {
   MLX_PAGED_INT64 out_strides[3];  // of sequence, head, token
   int context_stride;
-  int num_heads;   // H
-  int num_tokens;  // L
-  int max_keys;    // of a sequence
+  int num_sequences;  // B
+  int num_heads;      // H
+  int num_tokens;     // L; 1 in a ragged batch, whose outputs are [T, H, 1, D_v]
+  int max_keys;       // of a sequence
   int num_splits;
   int keys_per_split;
   int is_causal;

@@ -32,10 +32,7 @@ struct AttentionGeometry {
 // Depends on shapes and options alone, so equal calls have equal results on every machine. A
 // threadgroup whose split has no key that its rows see leaves at once, and stores nothing.
 Splits split_keys(const AttentionInputs& in, const AttentionOptions& options,
-                  int most = kMaxSplits);
-
-// The bytes of the partial results: outputs, and maxima with sums.
-std::vector<size_t> partial_bytes(const AttentionInputs& in, int num_splits);
+                  int most_splits = kMaxSplits);
 
 // Indices 0 to 13, of metal/attention_constants.h and metal/attention.h.
 std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
@@ -44,11 +41,13 @@ std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
 AttentionParams attention_params(const AttentionInputs& in, const AttentionOptions& options,
                                  const AttentionGeometry& g);
 
-// Binds the optional inputs, which follow the five that every call has, at indices 9 to 14.
-void bind_optional(const AttentionInputs& in, LaunchPlan& plan);
+// Binds inputs at indices 0 to 4 and 9 to 16, the output at 6 or, if the keys are split, the partial
+// results at 7 and 8.
+void bind_attention(const AttentionInputs& in, bool split, LaunchPlan& plan);
 
-// The merge of the splits of each row: scratch buffer 0 has their outputs, 1 their maxima and sums.
-LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options,
-                      const AttentionGeometry& g);
+// The launches, and the merge of the splits of each row if there are several: scratch buffer 0 has
+// their outputs, 1 their maxima and sums.
+LaunchPlans with_merge(std::vector<LaunchPlan> launches, const AttentionInputs& in,
+                       const AttentionOptions& options, const Splits& splits);
 
 }  // namespace mlx_paged

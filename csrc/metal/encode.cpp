@@ -86,9 +86,9 @@ void encode(const LaunchPlans& plans, const Arrays& inputs, Arrays& outputs, mx:
   for (const LaunchPlan& plan : plans.launches) {
     auto* state = pipeline(device, plan);
     encoder.set_compute_pipeline_state(state);
-    const bool is_first = &plan == &plans.launches.front();
+    const bool is_last = &plan == &plans.launches.back();
     for (const BufferBinding& binding : plan.buffers) {
-      bind(encoder, binding, inputs, outputs, scratch, is_first);
+      bind(encoder, binding, inputs, outputs, scratch, !is_last);
     }
     encoder.set_bytes(plan.params.data(), static_cast<int>(plan.params.size()), plan.params_index);
     plan.grid_in_threads ? encoder.dispatch_threads(size(plan.grid), size(plan.threadgroup))

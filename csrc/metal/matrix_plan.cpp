@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "csrc/metal/arrays.h"
-#include "csrc/metal/attention_launches.h"
 
 namespace mlx_paged {
 
@@ -58,18 +57,6 @@ int num_row_tiles(const AttentionInputs& in, const AttentionOptions& options, in
   return in.q.shape(0) * group / rows + in.block_tables.shape(0) - before;
 }
 
-AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& options) {
-  AttentionGeometry g;
-  g.head_slots = in.k_cache.shape(0);
-  g.group = in.q.shape(1) / g.head_slots;
-  g.rows = rows_of_tile(in, options);
-  g.row_tiles = num_row_tiles(in, options, g.group, g.rows);
-  const int sequences = in.cu_seqlens ? 1 : in.q.shape(0);
-  const int threadgroups = g.head_slots * g.row_tiles * sequences;
-  g.splits = split_keys(in, options, std::max(1, kMostThreadgroups / std::max(1, threadgroups)));
-  return g;
-}
-
 }  // namespace
 
 bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options) {
@@ -81,9 +68,20 @@ bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options)
          (in.cu_seqlens || rows_of_sequence(in, options) > few_rows);
 }
 
-LaunchPlans plan_matrix(const AttentionInputs& in, const AttentionOptions& options) {
-  using Role = BufferBinding::Role;
-  const AttentionGeometry g = geometry(in, options);
+AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOptions& options) {
+  AttentionGeometry g;
+  g.head_slots = in.k_cache.shape(0);
+  g.group = in.q.shape(1) / g.head_slots;
+  g.rows = rows_of_tile(in, options);
+  g.row_tiles = num_row_tiles(in, options, g.group, g.rows);
+  const int sequences = in.cu_seqlens ? 1 : in.q.shape(0);
+  const int threadgroups = g.head_slots * g.row_tiles * sequences;
+  g.splits = split_keys(in, options, std::max(1, kMostThreadgroups / std::max(1, threadgroups)));
+  return g;
+}
+
+LaunchPlan matrix_launch(const AttentionInputs& in, const AttentionOptions& options,
+                         const AttentionGeometry& g) {
   const bool split = g.splits.count > 1;
   const std::string type = metal_type(in.k_cache), head_dim = std::to_string(in.q.shape(3)),
                     value_dim = std::to_string(in.v_cache.shape(3)), rows = std::to_string(g.rows);
@@ -102,20 +100,9 @@ LaunchPlans plan_matrix(const AttentionInputs& in, const AttentionOptions& optio
                in.cu_seqlens ? 1u : static_cast<uint32_t>(in.q.shape(0)),
                static_cast<uint32_t>(g.splits.count)};
   plan.threadgroup = {kThreads, 1, 1};
-  plan.buffers = {{0, Role::kInput, 0},
-                  {1, Role::kPoolRead, 1},
-                  {2, Role::kPoolRead, 2},
-                  {3, Role::kInput, 3},
-                  {4, Role::kInput, 4}};
   plan.set_params(5, attention_params(in, options, g));
-  bind_optional(in, plan);
-  if (!split) {
-    plan.buffers.push_back({6, Role::kOutput, 0});
-    return {{plan}, {}};
-  }
-  plan.buffers.push_back({7, Role::kScratch, 0});
-  plan.buffers.push_back({8, Role::kScratch, 1});
-  return {{plan, merge_plan(in, options, g)}, partial_bytes(in, g.splits.count)};
+  bind_attention(in, split, plan);
+  return plan;
 }
 
 }  // namespace mlx_paged
