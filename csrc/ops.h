@@ -63,6 +63,10 @@ std::variant<mx::array, ArrayPair> paged_attention(AttentionInputs inputs,
                                                    const AttentionOptions& options,
                                                    mx::StreamOrDevice stream);
 
+// inputs.q is [T, H, D] or [T, H, 1, D]. Returns as many axes, with D_v in place of D.
+mx::array paged_attention_varlen(AttentionInputs inputs, const AttentionOptions& options,
+                                 mx::StreamOrDevice stream);
+
 ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
                    const mx::array& v_cache, const mx::array& slot_mapping,
                    mx::StreamOrDevice stream);
@@ -83,5 +87,8 @@ size_t reserved_bytes();
 
 void check_tables(const std::string& op, const mx::array& block_tables,
                   const mx::array& context_lens, int num_blocks, int block_size);
+
+void check_cu_seqlens(const std::string& op, const mx::array& cu_seqlens, int num_tokens,
+                      int num_decodes);
 
 }  // namespace mlx_paged

@@ -30,6 +30,22 @@ def paged_attention(
     return_attn: bool = False,
     stream: _Stream = None,
 ) -> mx.array | Any: ...  # the pair with return_attn
+def paged_attention_varlen(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    cu_seqlens: mx.array,
+    *,
+    scale: float,
+    num_decodes: int = 0,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    stream: _Stream = None,
+) -> mx.array: ...
 def write_kv(
     k: mx.array,
     v: mx.array,
@@ -54,6 +70,7 @@ def reserved_bytes() -> int: ...
 def check_tables(
     op: str, block_tables: mx.array, context_lens: mx.array, num_blocks: int, block_size: int
 ) -> None: ...
+def check_cu_seqlens(op: str, cu_seqlens: mx.array, num_tokens: int, num_decodes: int) -> None: ...
 def is_transforming() -> bool: ...
 def has_values(array: mx.array) -> bool: ...
 def view_as(kind: type[_Array], array: mx.array) -> _Array: ...

@@ -88,6 +88,19 @@ Raises:
     ValueError: a shape or dtype does not fit, a context length is outside ``[0, M * S]``, or a
         block id that a context reads is outside ``[0, N)``.)";
 
+constexpr const char* kCheckCuSeqlensDoc =
+    R"(Check the values of cu_seqlens on the host, as :func:`check_tables` does.
+
+Args:
+    op: name that starts the error message.
+    cu_seqlens: ``[B + 1]`` int32.
+    num_tokens: T, tokens of all sequences.
+    num_decodes: how many of the first sequences have one token each.
+
+Raises:
+    ValueError: a shape or dtype does not fit, or the values do not rise from 0 to T, by one for
+        each of the first `num_decodes` sequences.)";
+
 constexpr const char* kIsTransformingDoc =
     R"(Whether this thread is within one of MLX's function transformations: grad, vjp, jvp, vmap or
 compile.)";
@@ -149,6 +162,9 @@ NB_MODULE(_ext, m) {
 
   def_attention<mx::StreamOrDevice>(m, "paged_attention", &paged_attention, "stream"_a = nb::none(),
                                     "See :func:`mlx_paged.ops.paged_attention`.");
+  def_varlen_attention<mx::StreamOrDevice>(m, "paged_attention_varlen", &paged_attention_varlen,
+                                           "stream"_a = nb::none(),
+                                           "See :func:`mlx_paged.ops.paged_attention_varlen`.");
   m.def("write_kv", &write_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
         nb::kw_only(), "stream"_a = nb::none(), "See :func:`mlx_paged.ops.write_kv`.");
   m.def("copy_blocks", &copy_blocks, "k_cache"_a, "v_cache"_a, "block_pairs"_a, nb::kw_only(),
@@ -165,6 +181,8 @@ NB_MODULE(_ext, m) {
       "Bytes of all arrays that :func:`pool_zeros` made with a capacity. MLX counts none of them.");
   m.def("check_tables", &check_tables, "op"_a, "block_tables"_a, "context_lens"_a, "num_blocks"_a,
         "block_size"_a, kCheckTablesDoc);
+  m.def("check_cu_seqlens", &check_cu_seqlens, "op"_a, "cu_seqlens"_a, "num_tokens"_a,
+        "num_decodes"_a, kCheckCuSeqlensDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);

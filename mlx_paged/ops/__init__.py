@@ -17,6 +17,7 @@ from mlx_paged.ops.paged import (
     install_in_mlx,
     kernel_for,
     paged_attention,
+    paged_attention_varlen,
     uninstall_from_mlx,
     write_kv,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "kernel_for",
     "metal",
     "paged_attention",
+    "paged_attention_varlen",
     "pool_zeros",
     "reserved_bytes",
     "take_from_pool",

@@ -5,6 +5,8 @@ in ``mlx_paged.ops.paged``. Attention gathers all K/V of a batch. A write is a s
 the pool if an old handle or a pending read still holds it. They run on the default stream.
 """
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
@@ -76,6 +78,38 @@ def paged_attention(
     v = mx.where(attended, v, 0)[:, :, None]  # a weight of zero does not hide a NaN
     out = (per_group @ v).reshape(out_shape).astype(q.dtype)
     return (out, weights) if return_attn else out
+
+
+def paged_attention_varlen(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    cu_seqlens: mx.array,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    **options: Any,
+) -> mx.array:
+    """``mlx_paged.paged_attention_varlen``: every token is a sequence of one token, whose K/V is
+    gathered for it alone."""
+    num_tokens, block_size = q.shape[0], k_cache.shape[2]
+    if 0 in block_tables.shape:
+        return mx.zeros((*q.shape[:-1], v_cache.shape[3]), q.dtype)
+    token, ends = mx.arange(num_tokens), cu_seqlens[1:]
+    owner = mx.minimum((token[:, None] >= ends).sum(axis=1), ends.size - 1)
+    context = mx.clip(context_lens, 0, block_tables.shape[1] * block_size)[owner]
+    position = context - ends[owner] + token
+    seen = context if window is None and not causal else position + 1
+    is_one_of_them = (token >= cu_seqlens[0]) & (token < ends[-1]) & (position >= 0)
+    rows = q.reshape(num_tokens, q.shape[1], 1, q.shape[-1])
+    lens = mx.where(is_one_of_them, seen, 0)
+    out = paged_attention(
+        rows, k_cache, v_cache, block_tables[owner], lens, window=window, **options
+    )
+    assert isinstance(out, mx.array)
+    return out.reshape(*q.shape[:-1], v_cache.shape[3])
 
 
 def write_kv(

@@ -1,0 +1,265 @@
+"""Attention of sequences with different numbers of tokens, decodes and chunks in one op."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from numpy_reference import paged_attention_numpy
+from paged_cases import TOLERANCE, answer_by, as_numpy, latent_case, random_case, worst_error
+
+from mlx_paged import ops
+
+LENGTHS = {
+    "one_decode": [1],
+    "decodes": [1, 1, 1],
+    "a_chunk": [9],
+    "mixed": [1, 1, 5, 0, 70],
+    "no_tokens": [0, 0],
+    "empty_first": [0, 3, 1, 16],
+    "all_new": [7, 30],
+}
+"""Tokens of each sequence."""
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    with mx.stream(mx.cpu):
+        yield
+
+
+@pytest.fixture(params=["native", "reference"])
+def kernel(request, monkeypatch):
+    answer_by(monkeypatch, lambda *_: request.param)
+    return request.param
+
+
+@dataclass
+class Ragged:
+    """Arguments of one call on one layer's pool."""
+
+    q: mx.array
+    pool: tuple[mx.array, mx.array]
+    tables: mx.array
+    lens: mx.array
+    cu_seqlens: mx.array
+    options: dict[str, Any]
+
+    def attend(self, **overrides: Any) -> mx.array:
+        arrays = self.q, *([cache] for cache in self.pool), self.tables, self.lens
+        return ops.paged_attention_varlen(*arrays, self.cu_seqlens, **self.options, **overrides)
+
+    def expected(self) -> np.ndarray:
+        """In float64: each sequence alone."""
+        options = {"scale": self.q.shape[-1] ** -0.5} | {
+            name: as_numpy(value) if isinstance(value, mx.array) else value
+            for name, value in self.options.items()
+        }
+        q, k, v, tables, lens, begins = (
+            as_numpy(a) for a in (self.q, *self.pool, self.tables, self.lens, self.cu_seqlens)
+        )
+        rows = [np.zeros((0, q.shape[1], v.shape[3]))]
+        for s, (begin, end) in enumerate(pairwise(begins)):
+            own = q[begin:end].transpose(1, 0, 2)[None]
+            out = paged_attention_numpy(own, k, v, tables[s : s + 1], lens[s : s + 1], **options)
+            rows.append(out[0].transpose(1, 0, 2))
+        return np.concatenate(rows)
+
+
+def ragged_case(lengths, *, befores=(40, 3, 0, 11, 64), options=(), latent=None, **sizes) -> Ragged:
+    """Sequences with so many tokens, after `befores` ones that are stored; what is not theirs is
+    NaN, in the pool as well as in the tables."""
+    contexts = [before + n for before, n in zip(befores, lengths, strict=False)]
+    if latent:
+        case = latent_case(contexts, *latent, **sizes, options=options)
+    else:
+        case = random_case(contexts, **sizes, options=options)
+    rng = np.random.default_rng(len(lengths))
+    shape = sum(lengths), case.q.shape[1], case.q.shape[3]
+    q = mx.array(rng.standard_normal(shape)).astype(case.q.dtype)
+    begins = mx.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    pool = case.k_cache, case.v_cache
+    return Ragged(q, pool, case.block_tables, case.context_lens, begins, case.options)
+
+
+def assert_like_float64(case: Ragged, **overrides: Any) -> None:
+    out = case.attend(**overrides)
+    assert out.dtype == case.q.dtype
+    assert worst_error(out, case.expected()) < TOLERANCE[out.dtype]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("block_size", [1, 16, 20])
+def test_sequences_of_any_length_are_right(lengths, block_size, kernel):
+    assert_like_float64(ragged_case(lengths, block_size=block_size))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("non_causal",), ("window_1",), ("window_21", "sinks"), ("non_causal_window",), ("softcap",)],
+    ids=str,
+)
+def test_every_option_is_right(options, kernel):
+    assert_like_float64(ragged_case(LENGTHS["mixed"], options=options))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("q_dtype", TOLERANCE, ids=str)
+def test_every_dtype_is_right(dtype, q_dtype, kernel):
+    assert_like_float64(ragged_case([1, 12], dtype=dtype, q_dtype=q_dtype))
+
+
+@pytest.mark.parametrize("layout", ["HNSD", "NSHD"])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)], ids=str)
+def test_groups_and_pool_layouts_are_right(layout, heads, kernel):
+    sizes = dict(zip(("num_heads", "num_kv_heads"), heads, strict=True))
+    assert_like_float64(ragged_case([1, 1, 40], layout=layout, **sizes))
+
+
+@pytest.mark.parametrize("dims", [(64, 32), (65, 3), (256, 256)], ids=str)
+def test_head_dimensions_are_right(dims, kernel):
+    assert_like_float64(ragged_case([1, 1, 19], head_dim=dims[0], v_head_dim=dims[1]))
+
+
+def test_latents_are_right(kernel):
+    assert_like_float64(ragged_case([1, 1, 19], latent=(64, 16)))
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 2])
+def test_the_number_of_decodes_changes_nothing(num_decodes):
+    case = ragged_case([1, 1, 19])
+    assert mx.array_equal(case.attend(num_decodes=num_decodes), case.attend())
+
+
+def test_many_long_sequences_are_right():
+    """So many that the splits of the chunk have no room: one thread computes all of a tile."""
+    sizes = {"num_heads": 16, "num_kv_heads": 1, "head_dim": 8, "v_head_dim": 256}
+    assert_like_float64(ragged_case([1, 300], befores=(1400, 1300), **sizes))
+
+
+def test_rows_with_an_axis_of_their_own_keep_it():
+    case = ragged_case(LENGTHS["mixed"])
+    flat, case.q = case.attend(), case.q[:, :, None]
+    assert mx.array_equal(case.attend(), flat[:, :, None])
+
+
+@pytest.mark.parametrize("axes", [(1, 0, 2), (2, 1, 0)], ids=str)
+def test_queries_may_have_any_layout(axes):
+    case = ragged_case(LENGTHS["mixed"])
+    want = case.attend()
+    order = np.argsort(axes).tolist()
+    case.q = mx.contiguous(case.q.transpose(axes)).transpose(order)
+    assert mx.array_equal(case.attend(), want)
+
+
+def test_a_sequence_is_the_same_alone():
+    """Whatever shares its op, down to the last bit."""
+    case = ragged_case([1, 1, 5, 0, 70], befores=(700, 3, 600, 11, 1200))
+    together = case.attend()
+    begins = case.cu_seqlens.tolist()
+    for s, (begin, end) in enumerate(pairwise(begins)):
+        q = case.q[begin:end].transpose(1, 0, 2)[None]
+        caches = [[cache] for cache in case.pool]
+        alone = ops.paged_attention(q, *caches, case.tables[s : s + 1], case.lens[s : s + 1])
+        assert mx.array_equal(together[begin:end], alone[0].transpose(1, 0, 2))
+
+
+def test_a_step_may_have_no_sequence_or_a_pool_no_block(kernel):
+    case = ragged_case([1, 4])
+    case.pool = tuple(cache[:, :0] for cache in case.pool)
+    assert mx.array_equal(case.attend(check_tables=False), mx.zeros((5, 4, 64)))
+    empty = ragged_case([])
+    assert empty.attend().shape == (0, 4, 64)
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("begins", "message"),
+        [
+            ([0, 1, 2], r"cu_seqlens\[2\] is 2: expected 6, the tokens of q"),
+            ([1, 2, 6], r"cu_seqlens\[0\] is 1: expected 0, with num_decodes 1"),
+            ([0, 2, 6], r"cu_seqlens\[1\] is 2: expected 1, with num_decodes 1"),
+            ([0, 1, 0], r"cu_seqlens\[2\] is 0: expected 1, the entry before it, to 6"),
+            ([0, 1, 7], r"cu_seqlens\[2\] is 7: expected 1, the entry before it, to 6"),
+            ([0, 1], r"cu_seqlens has shape \(2,\) but block_tables has batch 2: expected \(3,\)"),
+        ],
+    )
+    def test_wrong_cu_seqlens_are_refused(self, begins, message):
+        case = ragged_case([1, 5])
+        case.cu_seqlens = mx.array(begins)
+        mx.eval(case.cu_seqlens)
+        with pytest.raises(ValueError, match=r"^\[paged_attention_varlen\] " + message + "$"):
+            case.attend(num_decodes=1)
+
+    @pytest.mark.parametrize(
+        ("name", "value", "message"),
+        [
+            ("q", mx.zeros((6, 4, 2, 64)), r"q has shape \(6, 4, 2, 64\): expected \(num_tokens"),
+            ("q", mx.zeros((6, 64)), r"q has shape \(6, 64\): expected \(num_tokens"),
+            ("cu_seqlens", mx.array([0.0, 1, 6]), r"cu_seqlens .* has dtype float32: expected int"),
+            ("lens", mx.array([1]), r"context_lens has shape \(1,\) but block_tables has batch 2"),
+            ("tables", mx.array([1]), r"block_tables has shape \(1,\): expected \(batch, max_bl"),
+        ],
+    )
+    def test_wrong_arrays_are_refused(self, name, value, message):
+        case = ragged_case([1, 5])
+        setattr(case, name, value)
+        with pytest.raises(ValueError, match=r"^\[paged_attention_varlen\] " + message):
+            case.attend()
+
+    @pytest.mark.parametrize("num_decodes", [-1, 3, True, 1.0])
+    def test_wrong_numbers_of_decodes_are_refused(self, num_decodes):
+        with pytest.raises(ValueError, match=r"^\[paged_attention_varlen\] num_decodes is"):
+            ragged_case([1, 5]).attend(num_decodes=num_decodes)
+
+    @pytest.mark.parametrize(
+        ("option", "value"), [("window", 0), ("scale", True), ("softcap", 0.0), ("layer_idx", 1)]
+    )
+    def test_wrong_options_are_refused(self, option, value):
+        with pytest.raises(ValueError, match=rf"^\[paged_attention_varlen\] {option} is"):
+            ragged_case([1, 5]).attend(**{option: value})
+
+    @pytest.mark.parametrize(
+        "begins", [[0, 1, 99], [-5, 1, 6], [0, 9, -3], [2**31 - 1, -(2**31), 6], [2, 3, 4]]
+    )
+    def test_wrong_values_read_nothing_outside(self, begins):
+        """Tokens between the first and the last entry are right; those of no sequence are zeros."""
+        case = ragged_case([1, 5])
+        case.cu_seqlens = mx.array(begins)
+        out = as_numpy(case.attend(check_tables=False))
+        assert np.isfinite(out).all()
+        if begins == [2, 3, 4]:
+            assert not out[:2].any() and not out[4:].any()
+            case.cu_seqlens, case.q = mx.array([0, 1, 2]), case.q[2:4]
+            assert np.array_equal(out[2:4], as_numpy(case.attend()))
+
+
+class TestTransforms:
+    def test_gradients_are_those_of_the_dense_op(self):
+        case = ragged_case([3, 3], befores=(5, 9), spare_columns=0)
+        k, v = (mx.where(mx.isnan(cache), 0, cache) for cache in case.pool)
+        tables = mx.where((case.tables >= 0) & (case.tables < k.shape[1]), case.tables, 0)
+
+        def ragged(q, k, v):
+            out = ops.paged_attention_varlen(q, [k], [v], tables, case.lens, case.cu_seqlens)
+            return (out**2).sum()
+
+        def dense(q, k, v):
+            rows = q.reshape(2, 3, *q.shape[1:]).transpose(0, 2, 1, 3)
+            return (ops.paged_attention(rows, [k], [v], tables, case.lens) ** 2).sum()
+
+        got, want = (mx.grad(f, (0, 1, 2))(case.q, k, v) for f in (ragged, dense))
+        for a, b in zip(got, want, strict=True):
+            assert mx.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+    def test_vmap_maps_queries(self):
+        case = ragged_case([1, 4])
+        many = mx.stack([case.q, 2 * case.q])
+
+        def attend(q):
+            return Ragged(q, case.pool, case.tables, case.lens, case.cu_seqlens, {}).attend()
+
+        got = mx.vmap(attend)(many)
+        assert mx.allclose(got, mx.stack([attend(q) for q in many]), rtol=1e-4, atol=1e-5)
