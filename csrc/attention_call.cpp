@@ -14,7 +14,8 @@ constexpr std::array kOptionalArrays = {
 
 // Converts the arrays to the form that the kernels read: float32 vectors, angles per query token, a
 // mask of full rank (broadcasting is a view). The Metal kernels support fewer combinations of
-// dtypes, and only dense arrays beside the pool, the tables and the mask.
+// dtypes, and only dense arrays beside the pool, the tables and the mask. They keep queries in
+// their own dtype, which would round rotated ones.
 void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
   const auto as_float32 = [&](OptionalArray& a) {
     if (a) {
@@ -36,7 +37,8 @@ void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
   }
   if (for_metal) {
     const mx::Dtype cache_dtype = in.k_cache.dtype();
-    in.q = mx::astype(in.q, in.q.dtype() == cache_dtype ? cache_dtype : mx::float32, stream);
+    const bool keeps_dtype = in.q.dtype() == cache_dtype && !in.rope_freqs;
+    in.q = mx::astype(in.q, keeps_dtype ? cache_dtype : mx::float32, stream);
     in.q = mx::contiguous(in.q, false, stream);
     for (const auto optional :
          {&AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs, &AttentionInputs::sinks,

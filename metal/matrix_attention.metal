@@ -11,8 +11,6 @@
 
 constant bool HAS_SEQLENS [[function_constant(17)]];  // the sequences have different lengths
 
-#define UNROLL _Pragma("clang loop unroll(full)")
-
 constant constexpr int SIMDGROUPS = 4;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
 constant constexpr int EDGE = 8;       // rows and columns of a matrix

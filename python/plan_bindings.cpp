@@ -100,6 +100,8 @@ void bind_plans(nb::module_& m) {
             "Why the Metal kernels do not support these head dimensions; empty if they do.");
   metal.attr("MOST_ROWS") = kMaxSharedRows;
   def_attention(metal, "plan_attention", &describe_attention, "The launches of paged_attention.");
+  def_varlen_attention(metal, "plan_attention_varlen", &describe_attention,
+                       "The launches of paged_attention_varlen, with q [T, H, 1, D].");
   metal.def("plan_write_kv", &describe_write, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a,
             "slot_mapping"_a, "The launches of write_kv.");
   metal.def("plan_copy_blocks", &describe_copy, "k_cache"_a, "v_cache"_a, "block_pairs"_a,

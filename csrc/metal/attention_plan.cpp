@@ -15,8 +15,9 @@ constexpr int kMaxDim = 576;
 // Rows of a threadgroup: all rows, rounded up to a power of two, unless they need too many
 // registers.
 int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
-  const int max_rows = std::max(head_dim, value_dim) > 128 ? 2 : kMaxSharedRows;
-  return num_rows > 2 ? max_rows : num_rows;
+  const int dim = std::max(head_dim, value_dim);
+  const int max_rows = dim > 256 ? 1 : dim > 128 ? 2 : kMaxSharedRows;
+  return std::min(num_rows > 2 ? kMaxSharedRows : num_rows, max_rows);
 }
 
 AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOptions& options) {

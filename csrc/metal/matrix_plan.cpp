@@ -61,7 +61,8 @@ int num_row_tiles(const AttentionInputs& in, const AttentionOptions& options, in
 
 bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options) {
   const int head_dim = in.q.shape(3), value_dim = in.v_cache.shape(3);
-  const int few_rows = std::max(head_dim, value_dim) > 128 ? 2 : 4;
+  const int dim = std::max(head_dim, value_dim);
+  const int few_rows = dim > 256 ? 1 : dim > 128 ? 2 : 4;  // that the other kernel computes at once
   const bool has_options = in.kv_head_mapping || in.rope_freqs || in.attn_mask || in.alibi_slopes;
   return in.k_cache.dtype() != mx::float32 && in.q.dtype() == in.k_cache.dtype() &&
          head_dim % kEdge == 0 && value_dim % kEdge == 0 && !has_options && !options.return_attn &&
