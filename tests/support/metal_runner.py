@@ -88,7 +88,7 @@ class MetalRunner:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the package's ops run here, on pools as a GPU makes them."""
         monkeypatch.setattr(ops, "pool_zeros", lambda shape, dtype, **_: mx.zeros(shape, dtype))
-        for op in ("paged_attention", "write_kv", "copy_blocks"):
+        for op in ("paged_attention", "paged_attention_varlen", "write_kv", "copy_blocks"):
             monkeypatch.setattr(ops, op, getattr(self, op))
 
     def paged_attention(
@@ -103,6 +103,28 @@ class MetalRunner:
         outputs = self._run(call)
         out = outputs[0].astype(q.dtype)
         return (out, outputs[1]) if len(outputs) > 1 else out
+
+    def paged_attention_varlen(
+        self,
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        cu_seqlens,
+        layer_idx=0,
+        **options: Any,
+    ) -> mx.array:
+        """As ``mlx_paged.paged_attention_varlen`` with lists of layers."""
+        options.pop("check_tables", None)
+        options.setdefault("scale", q.shape[-1] ** -0.5)
+        tokens = q if q.ndim == 4 else q[:, :, None]
+        caches = k_cache[layer_idx], v_cache[layer_idx]
+        call = _ext.metal.plan_attention_varlen(
+            tokens, *caches, block_tables, context_lens, cu_seqlens, **options
+        )
+        out = self._run(call)[0].astype(q.dtype)
+        return out if q.ndim == 4 else out[:, :, 0]
 
     def write_kv(self, k, v, k_cache, v_cache, slot_mapping) -> tuple[mx.array, mx.array]:
         self._run(_ext.metal.plan_write_kv(k, v, k_cache, v_cache, slot_mapping))
