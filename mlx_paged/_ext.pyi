@@ -117,6 +117,11 @@ class metal:
     @staticmethod
     def unsupported(head_dim: int, value_dim: int) -> str: ...
     @staticmethod
+    def serves_chunks(dtype: mx.Dtype, head_dim: int, value_dim: int) -> bool: ...
+    @staticmethod
+    def plan_attention_varlen(*arrays: mx.array, **options: Any) -> dict[str, Any]:
+        """The arguments are those of :func:`paged_attention_varlen` without `stream`."""
+    @staticmethod
     def plan_attention(*arrays: mx.array, **options: Any) -> dict[str, Any]:
         """The arguments are those of :func:`paged_attention` without `stream`."""
     @staticmethod

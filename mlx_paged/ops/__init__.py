@@ -18,6 +18,7 @@ from mlx_paged.ops.paged import (
     kernel_for,
     paged_attention,
     paged_attention_varlen,
+    serves_chunks,
     uninstall_from_mlx,
     write_kv,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "paged_attention_varlen",
     "pool_zeros",
     "reserved_bytes",
+    "serves_chunks",
     "take_from_pool",
     "uninstall_from_mlx",
     "view_as",

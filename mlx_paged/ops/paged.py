@@ -54,6 +54,12 @@ def _kernel_on(
     return "native" if metal else "reference"
 
 
+def serves_chunks(dtype: mx.Dtype, head_dim: int, v_head_dim: int) -> bool:
+    """Whether the GPU's kernel for chunks takes pools of this dtype with these head dimensions."""
+    metal = _ext.metal
+    return metal.has_metal() and metal.serves_chunks(dtype, head_dim, v_head_dim)
+
+
 def paged_attention(
     q: mx.array,
     k_cache: Cache,
