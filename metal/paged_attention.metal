@@ -58,6 +58,7 @@ inline void multiply_keys(
     thread vec<Q, VECTOR> (&queries)[ROWS][VECTORS], thread float (&products)[ROWS]) {
   constexpr int STEPS = SHARE < AHEAD ? SHARE : AHEAD;
   const int place = lane % SHARE;
+  NO_UNROLL
   for (int step = 0; step < SHARE; step += STEPS) {
     vec<T, VECTOR> keys[STEPS][VECTORS];
     UNROLL
@@ -105,6 +106,7 @@ inline void add_values(
   constexpr int STEPS = VECTORS == 1 && SHARE > AHEAD ? 2 * AHEAD : AHEAD;
   const int team = lane / SHARE;
   const int place = lane % SHARE;
+  NO_UNROLL
   for (int first = team; first - team < count; first += STEPS * TEAMS) {
     vec<T, VECTOR> values[STEPS][VECTORS];
     UNROLL
@@ -313,7 +315,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     } else {
       const uint offset = is_valid ? v_offset : NOWHERE;
       add_values<false, DV, V_LANES>(
-          v_head, offset, end - base, int(lane), weights, running_out);
+          v_head, offset, min(LANES, end - base), int(lane), weights, running_out);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }

@@ -3,6 +3,9 @@
 // Before a loop over arrays of registers: only constant indices keep them in registers.
 #define UNROLL _Pragma("clang loop unroll(full)")
 
+// Before a loop whose passes would need too many registers together.
+#define NO_UNROLL _Pragma("clang loop unroll(disable)")
+
 constant constexpr int LANES = 32;  // of a simdgroup
 constant constexpr int VECTOR = 4;  // neighbouring elements that a lane moves at once
 
