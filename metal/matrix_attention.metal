@@ -9,13 +9,15 @@
 //    values to threadgroup memory.
 // 4. Each simdgroup adds the weighted values to its columns of the output, for all rows.
 
-constant bool HAS_SEQLENS [[function_constant(17)]];  // the sequences have different lengths
+constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
+constant bool HAS_SEQLENS [[function_constant(17)]];     // a ragged batch
 
 constant constexpr int SIMDGROUPS = 4;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
 constant constexpr int EDGE = 8;       // rows and columns of a matrix
 constant constexpr int PAD = 2;        // vectors after a row of threadgroup memory: other banks
 constant constexpr int SCORE_PAD = 4;  // floats after a row of scores
+constant constexpr float UNSEEN = -1.0f;  // in place of a weight
 
 // Keys of a step: wide rows take more threadgroup memory.
 constexpr int step_keys(int head_dim, int value_dim) {
@@ -227,9 +229,10 @@ template <typename T, int D, int DV, int ROWS>
   const int context =
       clamp(context_lens[tile.sequence * p.context_stride], 0, p.max_blocks * BLOCK_SIZE);
   const int last_row = tile.first_row + num_rows - 1;
-  const int begin =
-      max(keys_of_row(tile, tile.first_row, context, p).first, split * p.keys_per_split);
-  const int end = min(keys_of_row(tile, last_row, context, p).stop, (split + 1) * p.keys_per_split);
+  const KeyRange of_first = keys_of_row(tile, tile.first_row, context, p);
+  const KeyRange of_last = keys_of_row(tile, last_row, context, p);
+  const int begin = max(of_first.first, split * p.keys_per_split);
+  const int end = min(of_last.stop, (split + 1) * p.keys_per_split);
   if (SPLIT && begin >= end) {
     return;  // The merge does not read what this split would store.
   }
@@ -303,6 +306,7 @@ template <typename T, int D, int DV, int ROWS>
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     // 3. Copy the values, and turn this thread's scores into weights.
+    const bool all_seen = base >= of_last.first && min(base + KEYS, end) <= of_first.stop;
     if (!VALUES_IN_KEYS) {
       stage_rows<T, DV, KEYS>(v_head, v_places, thread_index, rows);
     }
@@ -326,9 +330,11 @@ template <typename T, int D, int DV, int ROWS>
     running_sum *= factor;
     UNROLL
     for (int i = 0; i < TEAM_KEYS; i++) {
-      const float weight = own[i] != -INFINITY ? weight_of(own[i], new_max) : 0.0f;
+      const bool has_weight = own[i] != -INFINITY;
+      const float weight = has_weight ? weight_of(own[i], new_max) : 0.0f;
       running_sum += weight;
-      scores[team_row * S_STRIDE + i * TEAM + team_lane] = weight;
+      scores[team_row * S_STRIDE + i * TEAM + team_lane] =
+          has_weight || all_seen ? weight : UNSEEN;
     }
     if (team_lane == 0) {
       factors[team_row] = factor;
@@ -343,22 +349,39 @@ template <typename T, int D, int DV, int ROWS>
       outputs[i].thread_elements()[0] *= old_factor;
       outputs[i].thread_elements()[1] *= old_factor;
     }
-    for (int k = 0; k < KEYS; k += EDGE) {
-      simdgroup_matrix<float, 8, 8> weights[ROW_MATRICES];
-      UNROLL
-      for (int r = 0; r < ROW_MATRICES; r++) {
-        simdgroup_load(weights[r], scores + r * EDGE * S_STRIDE + k, S_STRIDE);
+    if (all_seen) {
+      for (int k = 0; k < KEYS; k += EDGE) {
+        simdgroup_matrix<float, 8, 8> weights[ROW_MATRICES];
+        UNROLL
+        for (int r = 0; r < ROW_MATRICES; r++) {
+          simdgroup_load(weights[r], scores + r * EDGE * S_STRIDE + k, S_STRIDE);
+        }
+        UNROLL
+        for (int c = 0; c < OWN_COLUMNS; c++) {
+          const int column = (c * SIMDGROUPS + simdgroup) * EDGE;
+          if (DV % (SIMDGROUPS * EDGE) == 0 || column < DV) {
+            simdgroup_matrix<T, 8, 8> value;
+            simdgroup_load(value, value_rows + k * value_stride + column, value_stride);
+            UNROLL
+            for (int r = 0; r < ROW_MATRICES; r++) {
+              const int i = r * OWN_COLUMNS + c;
+              simdgroup_multiply_accumulate(outputs[i], weights[r], value, outputs[i]);
+            }
+          }
+        }
       }
+    } else {
+      // A product of matrices would turn NaN in a value into NaN for rows that do not see it.
       UNROLL
-      for (int c = 0; c < OWN_COLUMNS; c++) {
-        const int column = (c * SIMDGROUPS + simdgroup) * EDGE;
-        if (DV % (SIMDGROUPS * EDGE) == 0 || column < DV) {
-          simdgroup_matrix<T, 8, 8> value;
-          simdgroup_load(value, value_rows + k * value_stride + column, value_stride);
-          UNROLL
-          for (int r = 0; r < ROW_MATRICES; r++) {
-            const int i = r * OWN_COLUMNS + c;
-            simdgroup_multiply_accumulate(outputs[i], weights[r], value, outputs[i]);
+      for (int i = 0; i < ROW_MATRICES * OWN_COLUMNS; i++) {
+        const int row = i / OWN_COLUMNS * EDGE + matrix_row;
+        const int column = (i % OWN_COLUMNS * SIMDGROUPS + simdgroup) * EDGE + matrix_column;
+        for (int k = 0; column < DV && k < KEYS; k++) {
+          const float weight = scores[row * S_STRIDE + k];
+          const threadgroup T* value = value_rows + k * value_stride + column;
+          if (weight != UNSEEN) {
+            outputs[i].thread_elements()[0] += weight * float(value[0]);
+            outputs[i].thread_elements()[1] += weight * float(value[1]);
           }
         }
       }

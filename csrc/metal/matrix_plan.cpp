@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "csrc/metal/arrays.h"
+#include "csrc/metal/plans.h"
 
 namespace mlx_paged {
 
@@ -21,8 +22,22 @@ constexpr int kPadding = 8;  // elements after a row of threadgroup memory
 // A call of many threadgroups is not split further than to about so many.
 constexpr int kMostThreadgroups = 1024;
 
-// The constants that the kernel reads, of those of all attention kernels.
-constexpr int kConstants[] = {0, 1, 2, 3, 7, 10, 12, 13};
+// metal/attention_constants.h.
+constexpr int kConstants[] = {0, 1, 2, 3, 7, 10, 13};
+
+// Whether V is the first columns of K in memory, so that a loaded key contains its value.
+bool values_in_keys(const AttentionInputs& in) {
+  const mx::array &k = in.k_cache, &v = in.v_cache;
+  if (v.shape(3) > k.shape(3) || v.data<char>() != k.data<char>()) {
+    return false;
+  }
+  for (int axis = 0; axis < 3; ++axis) {
+    if (k.shape(axis) > 1 && k.strides(axis) != v.strides(axis)) {
+      return false;
+    }
+  }
+  return true;
+}
 
 // The query rows of a sequence that share a KV head: in a ragged batch, their mean.
 int rows_of_sequence(const AttentionInputs& in, const AttentionOptions& options) {
@@ -59,13 +74,17 @@ int num_row_tiles(const AttentionInputs& in, const AttentionOptions& options, in
 
 }  // namespace
 
+bool has_matrix_kernel(mx::Dtype dtype, int head_dim, int value_dim) {
+  return (dtype == mx::float16 || dtype == mx::bfloat16) && head_dim % kEdge == 0 &&
+         value_dim % kEdge == 0 && unsupported_on_metal(head_dim, value_dim).empty();
+}
+
 bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options) {
-  const int head_dim = in.q.shape(3), value_dim = in.v_cache.shape(3);
-  const int dim = std::max(head_dim, value_dim);
+  const int dim = std::max(in.q.shape(3), in.v_cache.shape(3));
   const int few_rows = dim > 256 ? 1 : dim > 128 ? 2 : 4;  // that the other kernel computes at once
   const bool has_options = in.kv_head_mapping || in.rope_freqs || in.attn_mask || in.alibi_slopes;
-  return in.k_cache.dtype() != mx::float32 && in.q.dtype() == in.k_cache.dtype() &&
-         head_dim % kEdge == 0 && value_dim % kEdge == 0 && !has_options && !options.return_attn &&
+  return has_matrix_kernel(in.k_cache.dtype(), in.q.shape(3), in.v_cache.shape(3)) &&
+         in.q.dtype() == in.k_cache.dtype() && !has_options && !options.return_attn &&
          (in.cu_seqlens || rows_of_sequence(in, options) > few_rows);
 }
 
@@ -96,6 +115,7 @@ LaunchPlan matrix_launch(const AttentionInputs& in, const AttentionOptions& opti
       plan.constants.push_back(constant);
     }
   }
+  plan.constants.push_back({12, FunctionConstant::Type::kBool, values_in_keys(in)});
   plan.constants.push_back({17, FunctionConstant::Type::kBool, in.cu_seqlens.has_value()});
   plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
                in.cu_seqlens ? 1u : static_cast<uint32_t>(in.q.shape(0)),
