@@ -2,7 +2,6 @@
 // with keys that the row sees are read: no threadgroup stored the others.
 
 constant bool HAS_SINKS [[function_constant(14)]];
-constant bool HAS_SEQLENS [[function_constant(18)]];  // a ragged batch
 
 constant constexpr int SIMDGROUPS = 8;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
@@ -30,7 +29,7 @@ template <typename Q, int DV>
     constant MergeParams& p [[buffer(3)]],
     device Q* out [[buffer(4)]],
     const device float* sinks [[buffer(5), function_constant(HAS_SINKS)]],
-    const device int* cu_seqlens [[buffer(6), function_constant(HAS_SEQLENS)]],
+    const device int* cu_seqlens [[buffer(6)]],
     uint group_position [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
@@ -42,7 +41,7 @@ template <typename Q, int DV>
   const int q_row = row / p.num_tokens / p.num_heads;
   int sequence = q_row;
   int tokens_after = p.num_tokens - token;  // of the same sequence, this token included
-  if (HAS_SEQLENS) {
+  if (p.num_sequences > 0) {
     sequence = sequence_of(q_row, cu_seqlens, p.num_sequences);
     tokens_after = cu_seqlens[sequence + 1] - q_row;
   }

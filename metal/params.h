@@ -42,7 +42,7 @@ struct AttentionParams {
 struct MergeParams {
   MLX_PAGED_INT64 out_strides[3];  // of sequence, head, token
   int context_stride;
-  int num_sequences;  // B
+  int num_sequences;  // B in a ragged batch; otherwise 0, and cu_seqlens may be anything
   int num_heads;      // H
   int num_tokens;     // L; 1 in a ragged batch, whose outputs are [T, H, 1, D_v]
   int max_keys;       // of a sequence

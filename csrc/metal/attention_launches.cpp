@@ -32,9 +32,7 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options
   LaunchPlan plan;
   plan.kernel = "merge_splits_" + metal_type(in.q) + "_v" + value_dim;
   plan.instantiation = "merge_splits<" + metal_type(in.q) + ", " + value_dim + ">";
-  using Type = FunctionConstant::Type;
-  plan.constants = {{14, Type::kBool, in.sinks.has_value()},
-                    {18, Type::kBool, in.cu_seqlens.has_value()}};
+  plan.constants = {{14, FunctionConstant::Type::kBool, in.sinks.has_value()}};
   plan.grid = {static_cast<uint32_t>(num_rows(in)), 1, 1};
   plan.threadgroup = {kMergeThreads, 1, 1};
   plan.buffers = {
@@ -45,13 +43,11 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options
     plan.buffers.push_back({5, Role::kInput, which++});
   }
   which += in.alibi_slopes.has_value();
-  if (in.cu_seqlens.has_value()) {
-    plan.buffers.push_back({6, Role::kInput, which});
-  }
+  plan.buffers.push_back({6, Role::kInput, in.cu_seqlens ? which : 4});
   MergeParams p{};
   set_out_strides(in, p.out_strides);
   p.context_stride = in.context_lens.strides(0);
-  p.num_sequences = in.block_tables.shape(0);
+  p.num_sequences = in.cu_seqlens ? in.block_tables.shape(0) : 0;
   p.num_heads = in.q.shape(1);
   p.num_tokens = in.q.shape(2);
   p.max_keys = in.block_tables.shape(1) * in.k_cache.shape(2);

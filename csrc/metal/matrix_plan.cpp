@@ -39,20 +39,12 @@ bool values_in_keys(const AttentionInputs& in) {
   return true;
 }
 
-// The query rows of a sequence that share a KV head: in a ragged batch, their mean.
-int rows_of_sequence(const AttentionInputs& in, const AttentionOptions& options) {
-  const int group = in.q.shape(1) / in.k_cache.shape(0);
-  if (!in.cu_seqlens) {
-    return group * in.q.shape(2);
-  }
-  const int sequences = in.block_tables.shape(0) - options.num_decodes;
-  return group * ceil_div(in.q.shape(0) - options.num_decodes, std::max(1, sequences));
-}
-
-// Rows of a threadgroup: a power of two.
-int rows_of_tile(const AttentionInputs& in, const AttentionOptions& options) {
+// Rows of a threadgroup: a power of two. Ragged batches, whose lengths the host does not know, have
+// one pipeline: for long chunks.
+int rows_of_tile(const AttentionInputs& in) {
   const int head_dim = in.q.shape(3), value_dim = in.v_cache.shape(3);
-  const int num_rows = rows_of_sequence(in, options);
+  const int group = in.q.shape(1) / in.k_cache.shape(0);
+  const int num_rows = in.cu_seqlens ? kMaxRows : group * in.q.shape(2);
   int rows = kEdge;
   while (rows < std::min(num_rows, kMaxRows) && 2 * rows * value_dim <= kMaxOutputElements &&
          2 * rows * (head_dim + kPadding) <= kMaxQueryElements) {
@@ -82,17 +74,18 @@ bool has_matrix_kernel(mx::Dtype dtype, int head_dim, int value_dim) {
 bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options) {
   const int dim = std::max(in.q.shape(3), in.v_cache.shape(3));
   const int few_rows = dim > 256 ? 1 : dim > 128 ? 2 : 4;  // that the other kernel computes at once
+  const int group = in.q.shape(1) / in.k_cache.shape(0);
   const bool has_options = in.kv_head_mapping || in.rope_freqs || in.attn_mask || in.alibi_slopes;
   return has_matrix_kernel(in.k_cache.dtype(), in.q.shape(3), in.v_cache.shape(3)) &&
          in.q.dtype() == in.k_cache.dtype() && !has_options && !options.return_attn &&
-         (in.cu_seqlens || rows_of_sequence(in, options) > few_rows);
+         (in.cu_seqlens || group * in.q.shape(2) > few_rows);
 }
 
 AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOptions& options) {
   AttentionGeometry g;
   g.head_slots = in.k_cache.shape(0);
   g.group = in.q.shape(1) / g.head_slots;
-  g.rows = rows_of_tile(in, options);
+  g.rows = rows_of_tile(in);
   g.row_tiles = num_row_tiles(in, options, g.group, g.rows);
   const int sequences = in.cu_seqlens ? 1 : in.q.shape(0);
   const int threadgroups = g.head_slots * g.row_tiles * sequences;

@@ -1,7 +1,7 @@
 """Compile the GPU pipelines of an engine before the first request needs them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -14,8 +14,8 @@ from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
 NUM_BLOCKS = 2
-LENGTHS = range(1, ops.metal.MOST_ROWS + 1)
-"""Tokens of a sequence. Longer chunks use the pipeline of the longest: its threadgroup is full."""
+LENGTHS = *range(1, ops.metal.MOST_ROWS + 1), 64
+"""Tokens of a sequence: a decode, drafts, a chunk whose threadgroups are full."""
 
 LONG_CONTEXT = 8192
 """Tokens of a context that few sequences split over threadgroups."""
@@ -38,8 +38,8 @@ class AttentionKind:
 def prewarm(
     kinds: Sequence[AttentionKind], block_size: int, plan: PoolPlan | None = None
 ) -> float | None:
-    """Dispatch every pipeline once: attention of single tokens and of chunks, with whole and with
-    split contexts; writes and copies.
+    """Dispatch every pipeline once: attention of single tokens, of chunks and of both together, with
+    whole and with split contexts; writes and copies.
 
     A pipeline is compiled at its first dispatch, which takes tenths of a second on a GPU.
 
@@ -60,7 +60,7 @@ def prewarm(
 
 
 def _dispatch(kind: AttentionKind, block_size: int) -> None:
-    shape = kind.shape
+    shape, dims = kind.shape, (kind.shape.head_dim, kind.shape.v_head_dim)
     pool = KVPool([shape], NUM_BLOCKS, block_size)
     k, v = (mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in shape.row_dims)
     pool.write(0, k, v, as_int32([0]))
@@ -69,13 +69,26 @@ def _dispatch(kind: AttentionKind, block_size: int) -> None:
     options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
     columns = 1, max(1, LONG_CONTEXT // block_size)
     dispatched: set[str] = set()
+
+    def dispatch(plan: Callable[..., Any], op: Callable[..., mx.array], *arrays: mx.array) -> None:
+        q, rest = arrays[0], arrays[1:]
+        call = plan(q, pool.k[0], pool.v[0], *rest, **options)
+        pipelines = {launch["pipeline"] for launch in call["launches"]}
+        if not pipelines <= dispatched:
+            mx.eval(op(q, pool.k, pool.v, *rest, **options))
+            dispatched.update(pipelines)
+
     for batch, num_blocks, length in product((1, MANY_SEQUENCES), columns, LENGTHS):
         q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
         q = mx.broadcast_to(q, (batch, *q.shape[1:]))
         tables = mx.zeros((batch, num_blocks), mx.int32), mx.ones((batch,), mx.int32)
-        call = ops.metal.plan_attention(q, pool.k[0], pool.v[0], *tables, **options)
-        pipelines = {launch["pipeline"] for launch in call["launches"]}
-        if not pipelines <= dispatched:
-            mx.eval(ops.paged_attention(q, pool.k, pool.v, *tables, **options))
-            dispatched |= pipelines
+        dispatch(ops.metal.plan_attention, ops.paged_attention, q, *tables)
+    if kind.q_dtype != shape.dtype or not ops.serves_chunks(shape.dtype, *dims):
+        mx.eval(pool.handles())
+        return
+    for num_blocks in columns:
+        q = mx.zeros((2, kind.num_heads, 1, shape.head_dim), kind.q_dtype)
+        tables = mx.zeros((1, num_blocks), mx.int32), mx.ones((1,), mx.int32)
+        both = *tables, as_int32([0, 2])
+        dispatch(ops.metal.plan_attention_varlen, ops.paged_attention_varlen, q, *both)
     mx.eval(pool.handles())
