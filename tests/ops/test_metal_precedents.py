@@ -40,6 +40,16 @@ FORMS = {
     "instance of a kernel template": r"\]\] \[\[kernel\]\] decltype\(",
     "shuffle over a cast distance": r"simd_shuffle_xor\(\w+, ushort\(TEAM\)\)",
     "loop over a halved ushort": r"for \(ushort step = TEAM / 2; step > 0; step /= 2\)",
+    "private array of matrices": r"simdgroup_matrix<float, 8, 8> outputs\[",
+    "element of a matrix, of those that a lane holds": r"outputs\[i\]\.thread_elements\(\)\[0\] ",
+    "place of these elements in the matrix": r"matrix_row = \(lane / 4 & 4\) \+ lane / 2 % 4",
+    "load of a transposed matrix": r"simdgroup_load\(keys.* ulong2\(0, 0\), true\)",
+    "load of a matrix from threadgroup memory": r"simdgroup_load\(query, query_part",
+    "store of a matrix to threadgroup memory": r"simdgroup_store\(products",
+    "product of matrices of different types": r"accumulate\(outputs\[i\], weights\[r\], value,",
+    "array of vectors in threadgroup memory": r"threadgroup vec<T, VECTOR> \w+\[",
+    "threadgroup memory as another type": r"reinterpret_cast<const threadgroup T\*>\(",
+    "binary search": r"while \(low < high\)",
 }
 """What the rows of the second table stand for in metal/."""
 

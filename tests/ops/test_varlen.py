@@ -11,6 +11,7 @@ from ragged_cases import LENGTHS, Ragged, ragged_case
 
 from mlx_paged import ops
 
+
 @pytest.fixture(autouse=True)
 def on_cpu():
     with mx.stream(mx.cpu):
