@@ -1,5 +1,5 @@
-// What the attention kernels share: their function constants, a query row and the keys that it sees,
-// its elements, and the place of a key in the pool.
+// What the attention kernels share: their function constants, a query row with its elements and the
+// keys that it sees, and the place of a key in the pool.
 
 constant int BLOCK_SIZE [[function_constant(0)]];
 constant bool CAUSAL [[function_constant(1)]];

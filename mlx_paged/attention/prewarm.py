@@ -18,10 +18,7 @@ LENGTHS = range(1, ops.metal.MOST_ROWS + 1)
 """Tokens of a sequence. Longer chunks use the pipeline of the longest: its threadgroup is full."""
 
 LONG_CONTEXT = 8192
-"""Tokens of a context that few sequences split over threadgroups."""
-
-MANY_SEQUENCES = 128
-"""So many sequences split no context."""
+"""Tokens of a context that is split over threadgroups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +66,9 @@ def _dispatch(kind: AttentionKind, block_size: int) -> None:
     options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
     columns = 1, max(1, LONG_CONTEXT // block_size)
     dispatched: set[str] = set()
-    for batch, num_blocks, length in product((1, MANY_SEQUENCES), columns, LENGTHS):
+    for num_blocks, length in product(columns, LENGTHS):
         q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
-        q = mx.broadcast_to(q, (batch, *q.shape[1:]))
-        tables = mx.zeros((batch, num_blocks), mx.int32), mx.ones((batch,), mx.int32)
+        tables = mx.zeros((1, num_blocks), mx.int32), mx.ones((1,), mx.int32)
         call = ops.metal.plan_attention(q, pool.k[0], pool.v[0], *tables, **options)
         pipelines = {launch["pipeline"] for launch in call["launches"]}
         if not pipelines <= dispatched:
