@@ -1,5 +1,5 @@
-// Merge of the splits of each row. Grid: one threadgroup for each of the B * H * L rows. Only splits
-// with keys that the row sees are read: no threadgroup stored the others.
+// Merge of the splits of each row. Grid: one threadgroup for each of the B * H * L rows. It reads
+// only splits with keys that the row sees: no threadgroup stored the others.
 
 constant bool HAS_SINKS [[function_constant(14)]];
 

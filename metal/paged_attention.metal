@@ -1,9 +1,9 @@
 // Attention of few query rows over a long paged context (decode).
 //
 // One threadgroup computes ROWS query rows that share a KV head, over one split of the context. It
-// uses every loaded key and value for all these rows. A simdgroup takes a tile of 32 keys at a time:
+// uses every loaded key and value for all these rows. A simdgroup takes 32 keys at a time, a tile:
 // - Each lane finds the place of one key.
-// - Scores: some lanes share a key, and exchange their sums until each lane has the scores of one key.
+// - Scores: some lanes share a key. They exchange sums until each lane has the scores of one key.
 // - Softmax: each lane has one key. The weights go through threadgroup memory.
 // - Output: the lanes share the columns of the values.
 // At the end the simdgroups are merged; a second kernel merges the splits.
@@ -11,7 +11,9 @@
 constant constexpr int SIMDGROUPS = 8;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
 
-// Rows of the pool that a lane asks for before it uses the first.
+// Rows of the pool that a lane asks for before it uses the first, if all query rows see the whole
+// tile. In other tiles a lane asks for one: there are few of these tiles, and conditions on loads
+// need more registers.
 constant constexpr int AHEAD = 4;
 
 // Lanes that share a key: with four rows, no lane holds more than three vectors of each query.
@@ -56,7 +58,7 @@ template <bool IS_FULL, int D, int SHARE, typename T, typename Q, int ROWS, int 
 inline void multiply_keys(
     const device T* head, uint own_offset, int lane,
     thread vec<Q, VECTOR> (&queries)[ROWS][VECTORS], thread float (&products)[ROWS]) {
-  constexpr int STEPS = SHARE < AHEAD ? SHARE : AHEAD;
+  constexpr int STEPS = !IS_FULL ? 1 : SHARE < AHEAD ? SHARE : AHEAD;
   const int place = lane % SHARE;
   NO_UNROLL
   for (int step = 0; step < SHARE; step += STEPS) {
@@ -103,7 +105,8 @@ inline void add_values(
     const device T* head, uint own_offset, int count, int lane, const threadgroup float4* weights,
     thread float4 (&sums)[ROWS][VECTORS]) {
   constexpr int TEAMS = LANES / SHARE;  // that take a key each
-  constexpr int STEPS = VECTORS == 1 && SHARE > AHEAD ? 2 * AHEAD : AHEAD;
+  constexpr bool HAS_ROOM = VECTORS == 1 && ROWS < 4 && SHARE > AHEAD;
+  constexpr int STEPS = !IS_FULL ? 1 : HAS_ROOM ? 2 * AHEAD : AHEAD;
   const int team = lane / SHARE;
   const int place = lane % SHARE;
   NO_UNROLL
@@ -249,7 +252,9 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     const bool is_valid = block >= 0 && block < p.num_blocks;
     const int slot = key % BLOCK_SIZE;
     const uint k_offset = slot_offset(block, slot, p.k_strides[1], p.k_strides[2]);
-    const uint v_offset = slot_offset(block, slot, p.v_strides[1], p.v_strides[2]);
+    const uint v_offset = VALUES_IN_KEYS
+        ? k_offset
+        : slot_offset(block, slot, p.v_strides[1], p.v_strides[2]);
     const bool is_full = simd_all(is_valid && key >= all_begin && key < all_end) &&
         !HAS_BOOL_MASK && !HAS_FLOAT_MASK;
 

@@ -20,6 +20,23 @@ int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
   return std::min(num_rows > 2 ? kMaxSharedRows : num_rows, max_rows);
 }
 
+// The kernels count the vectors between the first slot of a head and any other one in 32 bits.
+void check_offsets(const char* argument, const mx::array& pool) {
+  int64_t last = 0;
+  bool is_ascending = true;
+  for (const int axis : {1, 2}) {
+    is_ascending &= pool.shape(axis) <= 1 || pool.strides(axis) >= 0;
+    last += (pool.shape(axis) - 1) * pool.strides(axis);
+  }
+  const int64_t most = int64_t{kVector} << 32;
+  if (!is_ascending || last + pool.shape(3) >= most) {
+    fail<std::runtime_error>("paged_attention", argument, " has strides ", pool.strides(1), " and ",
+                             pool.strides(2),
+                             " of blocks and slots: expected a head to end less than ", most,
+                             " elements behind its first slot");
+  }
+}
+
 AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOptions& options) {
   AttentionGeometry g;
   const int num_heads = in.q.shape(1);
@@ -129,6 +146,8 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   }
   check_metal_pool("paged_attention", "k_cache", in.k_cache, false);
   check_metal_pool("paged_attention", "v_cache", in.v_cache, false);
+  check_offsets("k_cache", in.k_cache);
+  check_offsets("v_cache", in.v_cache);
   return in.cu_seqlens ? plan_varlen(in, config) : plan_call(in, config);
 }
 

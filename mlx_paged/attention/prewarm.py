@@ -18,10 +18,7 @@ LENGTHS = *range(1, ops.metal.MOST_ROWS + 1), 64
 """Tokens of a sequence: a decode, drafts, a chunk whose threadgroups are full."""
 
 LONG_CONTEXT = 8192
-"""Tokens of a context that few sequences split over threadgroups."""
-
-MANY_SEQUENCES = 128
-"""So many sequences split no context."""
+"""Tokens of a context that is split over threadgroups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +35,8 @@ class AttentionKind:
 def prewarm(
     kinds: Sequence[AttentionKind], block_size: int, plan: PoolPlan | None = None
 ) -> float | None:
-    """Dispatch every pipeline once: attention of single tokens, of chunks and of both together, with
-    whole and with split contexts; writes and copies.
+    """Dispatch every pipeline once: attention of single tokens, of chunks and of both together,
+    with whole and with split contexts; writes and copies.
 
     A pipeline is compiled at its first dispatch, which takes tenths of a second on a GPU.
 
@@ -78,15 +75,12 @@ def _dispatch(kind: AttentionKind, block_size: int) -> None:
             mx.eval(op(q, pool.k, pool.v, *rest, **options))
             dispatched.update(pipelines)
 
-    for batch, num_blocks, length in product((1, MANY_SEQUENCES), columns, LENGTHS):
+    for num_blocks, length in product(columns, LENGTHS):
         q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
-        q = mx.broadcast_to(q, (batch, *q.shape[1:]))
-        tables = mx.zeros((batch, num_blocks), mx.int32), mx.ones((batch,), mx.int32)
+        tables = mx.zeros((1, num_blocks), mx.int32), mx.ones((1,), mx.int32)
         dispatch(ops.metal.plan_attention, ops.paged_attention, q, *tables)
-    if kind.q_dtype != shape.dtype or not ops.serves_chunks(shape.dtype, *dims):
-        mx.eval(pool.handles())
-        return
-    for num_blocks in columns:
+    has_varlen = kind.q_dtype == shape.dtype and ops.serves_chunks(shape.dtype, *dims)
+    for num_blocks in columns if has_varlen else ():
         q = mx.zeros((2, kind.num_heads, 1, shape.head_dim), kind.q_dtype)
         tables = mx.zeros((1, num_blocks), mx.int32), mx.ones((1,), mx.int32)
         both = *tables, as_int32([0, 2])

@@ -90,8 +90,8 @@ def in_dtype(kind: AttentionKind, dtype: mx.Dtype) -> AttentionKind:
 def calls_of(
     kinds: Sequence[AttentionKind], block_size: int, plan: PoolPlan | None = None
 ) -> list[Call]:
-    """What an engine's start plans on a GPU: attention of one sequence and of many, of one length and
-    of several, over short and long contexts; a write; a copy."""
+    """What an engine's start plans on a GPU: attention of one sequence and of many, of one length
+    and of several, over short and long contexts; a write; a copy."""
     calls: list[Call] = []
 
     def recorded(function: Any, changes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The Metal kernel for many query rows, run by the emulator with eval_gpu's plans, against float64."""
+"""The Metal kernel for many query rows, run by the emulator with eval_gpu's plans: it is right."""
 
 from typing import Any
 
@@ -200,7 +200,7 @@ class TestDifferentLengths:
         assert run(metal, case).shape == case.q.shape
 
     def test_what_the_kernel_does_not_compute_is_refused(self):
-        with pytest.raises(RuntimeError, match="k_cache has dtype float32 .* expected float16"):
+        with pytest.raises(RuntimeError, match=r"k_cache has dtype float32 .* expected float16"):
             run(MetalRunner(), ragged_case([1, 5]))
 
 
