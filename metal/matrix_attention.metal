@@ -19,13 +19,13 @@ constant constexpr int PAD = 2;        // vectors after a row of threadgroup mem
 constant constexpr int SCORE_PAD = 4;  // floats after a row of scores
 constant constexpr float UNSEEN = -1.0f;  // in place of a weight
 
-// Keys of a step: wide rows take more threadgroup memory.
-constexpr int step_keys(int head_dim, int value_dim) {
-  return head_dim > 128 || value_dim > 128 ? 16 : 32;
-}
-
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
+
+// Keys of a step: wide rows take more threadgroup memory.
+constexpr int step_keys(int head_dim, int value_dim) {
+  return larger(head_dim, value_dim) > 128 ? 16 : 32;
+}
 
 // The tokens of a sequence in q, and the first row that a threadgroup computes of them.
 struct RowTile {

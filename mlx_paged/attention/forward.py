@@ -55,8 +55,8 @@ def max_paged_queries() -> int:
 
 
 def max_paged_queries_of(shape: KVShape, in_every_layer: int) -> int:
-    """How many tokens of a sequence take the paged op in layers of this shape; longer chunks are
-    gathered. On a GPU these may be more than in every layer: some have a kernel for chunks."""
+    """How many tokens of a sequence take the paged op in layers of this shape, if queries have its
+    dtype; longer chunks are gathered. On a GPU some shapes have a kernel for chunks."""
     dims = shape.head_dim, shape.v_head_dim
     if in_every_layer != FEW_QUERIES or not ops.serves_chunks(shape.dtype, *dims):
         return in_every_layer
@@ -212,6 +212,7 @@ class LayerView(AttendingCache):
         self.shape = pool.shapes[layer]
         self.is_latent = self.shape.latent
         self._block_size = pool.k[layer].shape[2]
+        self._few_queries = max_paged_queries
         self._max_paged_queries = max_paged_queries_of(self.shape, max_paged_queries)
         if forward is not None:
             self.forward = forward
@@ -259,17 +260,18 @@ class LayerView(AttendingCache):
         if window != self.window:  # the mask is another layer's
             window = narrowest(window, self.window)
         query = Query(q, query.scale, window, query.sinks)
-        if forward.columns > max(FEW_QUERIES, self._max_paged_queries):
+        limit = self._max_paged_queries if q.dtype == self.shape.dtype else self._few_queries
+        if forward.columns > max(FEW_QUERIES, limit):
             return self._row_by_row(query)
         if forward.cu_seqlens is not None:
-            return self._ragged(query, forward.cu_seqlens)
-        if forward.columns <= self._max_paged_queries:
+            return self._ragged(query, forward.cu_seqlens, limit)
+        if forward.columns <= limit:
             return self.through_tables(query, forward.block_tables, forward.context_lens)
         return self.gathered_rows(query, forward.block_tables, forward.context_lens)
 
-    def _ragged(self, query: Query, cu_seqlens: mx.array) -> mx.array:
+    def _ragged(self, query: Query, cu_seqlens: mx.array, limit: int) -> mx.array:
         """Short sequences by the paged op, all at once; each of the others by MLX's attention."""
-        q, forward, limit = query.q, self.forward, self._max_paged_queries
+        q, forward = query.q, self.forward
         tables, lens, num_chunks = forward.block_tables, forward.context_lens, len(forward.chunks)
         num_decodes = tables.shape[0] - num_chunks
         chunks = [chunk for chunk in forward.chunks if chunk.length > limit]

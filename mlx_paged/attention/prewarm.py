@@ -57,7 +57,7 @@ def prewarm(
 
 
 def _dispatch(kind: AttentionKind, block_size: int) -> None:
-    shape, dims = kind.shape, (kind.shape.head_dim, kind.shape.v_head_dim)
+    shape = kind.shape
     pool = KVPool([shape], NUM_BLOCKS, block_size)
     k, v = (mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in shape.row_dims)
     pool.write(0, k, v, as_int32([0]))
@@ -67,22 +67,20 @@ def _dispatch(kind: AttentionKind, block_size: int) -> None:
     columns = 1, max(1, LONG_CONTEXT // block_size)
     dispatched: set[str] = set()
 
-    def dispatch(plan: Callable[..., Any], op: Callable[..., mx.array], *arrays: mx.array) -> None:
-        q, rest = arrays[0], arrays[1:]
-        call = plan(q, pool.k[0], pool.v[0], *rest, **options)
+    def dispatch(plan: Callable[..., Any], op: Callable[..., Any], *arrays: mx.array) -> None:
+        q, *others = arrays
+        call = plan(q, pool.k[0], pool.v[0], *others, **options)
         pipelines = {launch["pipeline"] for launch in call["launches"]}
         if not pipelines <= dispatched:
-            mx.eval(op(q, pool.k, pool.v, *rest, **options))
+            mx.eval(op(q, pool.k, pool.v, *others, **options))
             dispatched.update(pipelines)
 
+    in_chunks = ops.serves_chunks(shape.dtype, shape.head_dim, shape.v_head_dim)
     for num_blocks, length in product(columns, LENGTHS):
         q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
         tables = mx.zeros((1, num_blocks), mx.int32), mx.ones((1,), mx.int32)
         dispatch(ops.metal.plan_attention, ops.paged_attention, q, *tables)
-    has_varlen = kind.q_dtype == shape.dtype and ops.serves_chunks(shape.dtype, *dims)
-    for num_blocks in columns if has_varlen else ():
-        q = mx.zeros((2, kind.num_heads, 1, shape.head_dim), kind.q_dtype)
-        tables = mx.zeros((1, num_blocks), mx.int32), mx.ones((1,), mx.int32)
-        both = *tables, as_int32([0, 2])
-        dispatch(ops.metal.plan_attention_varlen, ops.paged_attention_varlen, q, *both)
+        if in_chunks and kind.q_dtype == shape.dtype:
+            arrays = q.transpose(2, 1, 0, 3), *tables, as_int32([0, length])
+            dispatch(ops.metal.plan_attention_varlen, ops.paged_attention_varlen, *arrays)
     mx.eval(pool.handles())

@@ -5,8 +5,6 @@ in ``mlx_paged.ops.paged``. Attention gathers all K/V of a batch. A write is a s
 the pool if an old handle or a pending read still holds it. They run on the default stream.
 """
 
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 
@@ -80,7 +78,7 @@ def paged_attention(
     return (out, weights) if return_attn else out
 
 
-def paged_attention_varlen(
+def single_tokens(
     q: mx.array,
     k_cache: mx.array,
     v_cache: mx.array,
@@ -88,28 +86,20 @@ def paged_attention_varlen(
     context_lens: mx.array,
     cu_seqlens: mx.array,
     *,
-    causal: bool = True,
-    window: int | None = None,
-    **options: Any,
-) -> mx.array:
-    """``mlx_paged.paged_attention_varlen``: every token is a sequence of one token, whose K/V is
-    gathered for it alone."""
-    num_tokens, block_size = q.shape[0], k_cache.shape[2]
-    if 0 in block_tables.shape:
-        return mx.zeros((*q.shape[:-1], v_cache.shape[3]), q.dtype)
-    token, ends = mx.arange(num_tokens), cu_seqlens[1:]
+    causal: bool,
+    window: int | None,
+) -> tuple[mx.array, list[mx.array], list[mx.array], mx.array, mx.array]:
+    """The arguments of ``mlx_paged.paged_attention`` for the tokens of
+    ``mlx_paged.paged_attention_varlen``: each is a sequence of its own."""
+    token, ends = mx.arange(q.shape[0]), cu_seqlens[1:]
     owner = mx.minimum((token[:, None] >= ends).sum(axis=1), ends.size - 1)
-    context = mx.clip(context_lens, 0, block_tables.shape[1] * block_size)[owner]
+    context = mx.clip(context_lens, 0, block_tables.shape[1] * k_cache.shape[2])[owner]
     position = context - ends[owner] + token
     seen = context if window is None and not causal else position + 1
-    is_one_of_them = (token >= cu_seqlens[0]) & (token < ends[-1]) & (position >= 0)
-    rows = q.reshape(num_tokens, q.shape[1], 1, q.shape[-1])
-    lens = mx.where(is_one_of_them, seen, 0)
-    out = paged_attention(
-        rows, k_cache, v_cache, block_tables[owner], lens, window=window, **options
-    )
-    assert isinstance(out, mx.array)
-    return out.reshape(*q.shape[:-1], v_cache.shape[3])
+    is_of_one = (token >= cu_seqlens[0]) & (token < ends[-1]) & (position >= 0)
+    rows = q.reshape(*q.shape[:2], 1, q.shape[-1])
+    lens = mx.where(is_of_one, seen, 0)
+    return rows, [k_cache], [v_cache], block_tables[owner], lens
 
 
 def write_kv(

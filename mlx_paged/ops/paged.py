@@ -45,13 +45,16 @@ def kernel_for(
 def _kernel_on(
     stream: Stream | None, head_dim: int, v_head_dim: int
 ) -> Literal["native", "reference"]:
-    if stream is None:
-        stream = mx.default_device()
-    device = stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
-    if device == mx.cpu:
+    if _device(stream) == mx.cpu:
         return "native"
     metal = _ext.metal.has_metal() and not _ext.metal.unsupported(head_dim, v_head_dim)
     return "native" if metal else "reference"
+
+
+def _device(stream: Stream | None) -> mx.Device | mx.DeviceType:
+    if stream is None:
+        return mx.default_device()
+    return stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
 
 
 def serves_chunks(dtype: mx.Dtype, head_dim: int, v_head_dim: int) -> bool:
@@ -224,9 +227,11 @@ def paged_attention_varlen(
     result = _ext.paged_attention_varlen(
         *arrays, **options, num_decodes=num_decodes, stream=stream
     )  # validates, computes nothing
-    if not _is_native(stream, k_layer, v_layer, block_tables):
+    if 0 not in block_tables.shape and not _serves_varlen(stream, *arrays[:4]):
         with _on(stream):
-            result = fallback.paged_attention_varlen(*arrays, **options)
+            rows = fallback.single_tokens(*arrays, causal=causal, window=window)
+            out = paged_attention(*rows, **options, check_tables=False)
+            result = out.reshape(result.shape)
     if check_tables:
         _ext.check_tables(name, block_tables, context_lens, *k_layer.shape[1:3])
         _ext.check_cu_seqlens(name, cu_seqlens, q.shape[0], num_decodes)
@@ -355,6 +360,17 @@ def _is_native(
     """
     kernel = kernel_for if _ext.has_values(indices) else _kernel_on
     return kernel(stream, k_cache.shape[-1], v_cache.shape[-1]) == "native"
+
+
+def _serves_varlen(
+    stream: Stream | None, q: mx.array, k_cache: mx.array, v_cache: mx.array, indices: mx.array
+) -> bool:
+    """Whether the stream can evaluate the compiled op for sequences of different lengths."""
+    if _device(stream) == mx.gpu:
+        dims = k_cache.shape[-1], v_cache.shape[-1]
+        if q.dtype != k_cache.dtype or not serves_chunks(k_cache.dtype, *dims):
+            return False
+    return _is_native(stream, k_cache, v_cache, indices)
 
 
 def _on(stream: Stream | None) -> AbstractContextManager[object]:

@@ -19,6 +19,18 @@ def attention(case: Case, **options: Any) -> dict[str, Any]:
     return _ext.metal.plan_attention(*case.arrays, scale=1.0, **case.options, **options)
 
 
+WRITTEN = "output", "scratch"
+"""Roles of what the first launches of an op write."""
+
+
+def mixed_step(contexts: list[int]) -> dict[str, Any]:
+    """A decode and a chunk of 6 tokens."""
+    case = random_case(contexts, dtype=mx.float16)
+    q = mx.zeros((7, case.q.shape[1], 1, case.q.shape[3]), mx.float16)
+    begins = mx.array([0, 1, 7])
+    return _ext.metal.plan_attention_varlen(q, *case.arrays[1:], begins, scale=1.0, num_decodes=1)
+
+
 def write(case: Case, num_tokens: int = 3) -> dict[str, Any]:
     pools = written_pools(case)
     heads = case.k_cache.shape[0]
@@ -184,6 +196,30 @@ class TestOneEncoder:
         script = EncoderScript()
         script.op(attention(LONG), {1: K, 2: V})
         assert script.run()[0].events == ["dispatch", "barrier", "dispatch"]
+
+    @pytest.mark.parametrize("writer", ["write", "copy"])
+    @pytest.mark.parametrize(
+        ("contexts", "events"),
+        [([45, 7], ["dispatch"] * 2), ([900, 7], ["dispatch", "dispatch", "barrier", "dispatch"])],
+    )
+    def test_decodes_and_chunks_run_at_once(self, contexts, events, writer):
+        """Though they write parts of one array. What follows waits for both."""
+        script, call = EncoderScript(), mixed_step(contexts)
+        script.op(call, {1: K, 2: V})
+        op, pools = OPS[writer]
+        script.op(op(SHORT), pools)
+        encoded = script.run()[0]
+        assert encoded.events == [*events, "barrier", "dispatch"]
+        writes = {i for i, role, _ in call["launches"][0]["buffers"] if role in WRITTEN}
+        assert writes and all(encoded.bound[0][i] == encoded.bound[1][i] for i in writes)
+
+    @pytest.mark.parametrize("contexts", [[45, 7], [900, 7]])
+    def test_what_reads_the_output_of_a_mixed_step_waits_for_it(self, contexts):
+        script, call = EncoderScript(), mixed_step(contexts)
+        script.op(call, {1: K, 2: V})
+        (out,) = (i for i, role, _ in call["launches"][-1]["buffers"] if role == "output")
+        script.read(script.run()[0].bound[-1][out], 1)
+        assert script.run()[0].events[-2:] == ["barrier", "dispatch"]
 
     @pytest.mark.parametrize(
         ("name", "where"), [("attention", (1, 2)), ("write", (4, 5)), ("copy", (2, 3))]

@@ -10,6 +10,7 @@ from paged_cases import TOLERANCE, answer_by, as_numpy, worst_error
 from ragged_cases import LENGTHS, Ragged, ragged_case
 
 from mlx_paged import ops
+from mlx_paged.ops import paged
 
 
 @pytest.fixture(autouse=True)
@@ -18,10 +19,35 @@ def on_cpu():
         yield
 
 
-@pytest.fixture(params=["native", "reference"])
+@pytest.fixture(params=["native", "reference", "single tokens"])
 def kernel(request, monkeypatch):
-    answer_by(monkeypatch, lambda *_: request.param)
+    """The kernel; plain MLX; the dense op, as on a GPU without a kernel for chunks."""
+    answer_by(monkeypatch, lambda *_: "reference" if request.param == "reference" else "native")
+    if request.param == "single tokens":
+        monkeypatch.setattr(paged, "_serves_varlen", lambda *_: False)
     return request.param
+
+
+@pytest.mark.parametrize(
+    ("q_dtype", "dtype", "dims", "is_served"),
+    [
+        (mx.float16, mx.float16, (64, 64), True),
+        (mx.bfloat16, mx.bfloat16, (576, 512), True),
+        (mx.float32, mx.float32, (64, 64), False),
+        (mx.float32, mx.float16, (64, 64), False),
+        (mx.float16, mx.float16, (64, 60), False),
+    ],
+)
+def test_gpus_have_a_kernel_for_some_pools(q_dtype, dtype, dims, is_served, monkeypatch):
+    monkeypatch.setattr(paged._ext.metal, "has_metal", lambda: True)
+    q = mx.zeros((1, 2, dims[0]), q_dtype)
+    k, v = (mx.zeros((2, 1, 4, dim), dtype) for dim in dims)
+    arrays = q, k, v, mx.zeros((1, 1), mx.int32)
+    assert paged._serves_varlen(mx.gpu, *arrays) == is_served
+    assert paged._serves_varlen(mx.cpu, *arrays)
+    assert ops.serves_chunks(dtype, *dims) == (is_served or q_dtype != dtype)
+    monkeypatch.setattr(paged._ext.metal, "has_metal", lambda: False)
+    assert not paged._serves_varlen(mx.gpu, *arrays) and not ops.serves_chunks(dtype, *dims)
 
 
 def assert_like_float64(case: Ragged, **overrides: Any) -> None:

@@ -16,6 +16,7 @@ import pytest
 from metal_emulator import LaunchStats, Library, Mode, require_emulator
 
 from mlx_paged import _ext, ops
+from mlx_paged.ops.fallback import single_tokens
 
 METAL = Path(__file__).resolve().parents[2] / "metal"
 POISON = 0xFF
@@ -119,7 +120,14 @@ class MetalRunner:
         options.pop("check_tables", None)
         options.setdefault("scale", q.shape[-1] ** -0.5)
         tokens = q if q.ndim == 4 else q[:, :, None]
-        caches = k_cache[layer_idx], v_cache[layer_idx]
+        caches = k, v = k_cache[layer_idx], v_cache[layer_idx]
+        is_served = _ext.metal.serves_chunks(k.dtype, k.shape[-1], v.shape[-1])
+        if not is_served or q.dtype != k.dtype:
+            del options["num_decodes"]
+            kind = {"causal": options.get("causal", True), "window": options.get("window")}
+            arrays = q, *caches, block_tables, context_lens, cu_seqlens
+            out = self.paged_attention(*single_tokens(*arrays, **kind), **options)
+            return out.reshape(*q.shape[:-1], -1)
         call = _ext.metal.plan_attention_varlen(
             tokens, *caches, block_tables, context_lens, cu_seqlens, **options
         )
