@@ -37,8 +37,8 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options
   plan.threadgroup = {kMergeThreads, 1, 1};
   plan.buffers = {
       {0, Role::kScratch, 0}, {1, Role::kScratch, 1}, {2, Role::kInput, 4}, {4, Role::kOutput, 0}};
-  int which = 5 + in.kv_head_mapping.has_value() + in.rope_freqs.has_value() +
-              in.attn_mask.has_value();
+  int which =
+      5 + in.kv_head_mapping.has_value() + in.rope_freqs.has_value() + in.attn_mask.has_value();
   if (in.sinks.has_value()) {
     plan.buffers.push_back({5, Role::kInput, which++});
   }

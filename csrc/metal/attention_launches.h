@@ -41,8 +41,8 @@ std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
 AttentionParams attention_params(const AttentionInputs& in, const AttentionOptions& options,
                                  const AttentionGeometry& g);
 
-// Binds inputs at indices 0 to 4 and 9 to 16, the output at 6 or, if the keys are split, the partial
-// results at 7 and 8.
+// Binds inputs at indices 0 to 4 and 9 to 16, the output at 6 or, if the keys are split, the
+// partial results at 7 and 8.
 void bind_attention(const AttentionInputs& in, bool split, LaunchPlan& plan);
 
 // The launches, and the merge of the splits of each row if there are several: scratch buffer 0 has

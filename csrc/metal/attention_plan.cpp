@@ -104,10 +104,10 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
     return plan_call(decodes, options);
   }
   if (!supports_matrix(in, options)) {
-    fail<std::runtime_error>("paged_attention_varlen", "k_cache has dtype ", in.k_cache.dtype(),
-                             " and q ", in.q.dtype(), ", with head dimensions ", in.q.shape(3),
-                             " and ", in.v_cache.shape(3),
-                             ": on a GPU expected float16 or bfloat16 for both, and multiples of 8");
+    fail<std::runtime_error>(
+        "paged_attention_varlen", "k_cache has dtype ", in.k_cache.dtype(), " and q ", in.q.dtype(),
+        ", with head dimensions ", in.q.shape(3), " and ", in.v_cache.shape(3),
+        ": on a GPU expected float16 or bfloat16 for both, and multiples of 8");
   }
   AttentionGeometry chunks = matrix_geometry(in, options);
   if (options.num_decodes == 0) {

@@ -12,8 +12,8 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kEdge = 8;  // rows and columns of a matrix
 
-// What the kernel holds of a threadgroup's rows: elements of their queries in threadgroup memory, and
-// of their outputs in registers.
+// What the kernel holds of a threadgroup's rows: elements of their queries in threadgroup memory,
+// and of their outputs in registers.
 constexpr int kMaxQueryElements = 6400;
 constexpr int kMaxOutputElements = 4096;
 constexpr int kMaxRows = 32;
@@ -53,8 +53,8 @@ int rows_of_tile(const AttentionInputs& in) {
   return rows;
 }
 
-// Threadgroups that share the rows of a KV head. Those of a ragged batch depend on the lengths of its
-// sequences, which the host does not know: this is the most.
+// Threadgroups that share the rows of a KV head. Those of a ragged batch depend on the lengths of
+// its sequences, which the host does not know: this is the most.
 int num_row_tiles(const AttentionInputs& in, const AttentionOptions& options, int group, int rows) {
   if (!in.cu_seqlens) {
     return ceil_div(group * in.q.shape(2), rows);

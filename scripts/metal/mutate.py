@@ -28,6 +28,7 @@ TESTS = tuple(
 FIRST = {
     "online_softmax.h": "nonfinite",
     "paged_attention.metal": "threadgroups or option or hide or nothing or debugging or full_table",
+    "row_tiles.h": "DifferentLengths or OneLength",
     "matrix_attention.metal": "Traffic or DifferentLengths or OneLength",
     "merge_splits.metal": "options_of_split",
     "write_kv.metal": "TestPool",
