@@ -9,8 +9,6 @@
 //    values to threadgroup memory.
 // 4. Each simdgroup adds the weighted values to its columns of the output, for all rows.
 
-constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
-
 constant constexpr int SIMDGROUPS = 4;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
 constant constexpr int EDGE = 8;       // rows and columns of a matrix

@@ -46,11 +46,8 @@ inline long row_index(RowTile tile, int row, int head_slot, constant AttentionPa
                      : (long(tile.sequence) * p.num_heads + head) * p.num_tokens + token;
 }
 
-// The keys that a row sees: none if the row does not exist.
-inline KeyRange keys_of_row(
-    RowTile tile, int row, int context, constant AttentionParams& p) {
+// The keys that a row sees.
+inline KeyRange keys_of_row(RowTile tile, int row, int context, constant AttentionParams& p) {
   const int position = context - tile.num_tokens + row / p.group;
-  KeyRange keys = key_range(position, context, CAUSAL, HAS_WINDOW ? p.window : 0);
-  keys.stop = row < tile.num_tokens * p.group ? keys.stop : 0;
-  return keys;
+  return key_range(position, context, CAUSAL, HAS_WINDOW ? p.window : 0);
 }

@@ -17,6 +17,20 @@ int64_t num_rows(const AttentionInputs& in) {
   return int64_t{1} * in.q.shape(0) * in.q.shape(1) * in.q.shape(2);
 }
 
+// Whether V is the first columns of K in memory, so that a loaded key contains its value.
+bool values_in_keys(const AttentionInputs& in) {
+  const mx::array &k = in.k_cache, &v = in.v_cache;
+  if (v.shape(3) > k.shape(3) || v.data<char>() != k.data<char>()) {
+    return false;
+  }
+  for (int axis = 0; axis < 3; ++axis) {
+    if (k.shape(axis) > 1 && k.strides(axis) != v.strides(axis)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // Outputs are dense, [B, H, L, D_v].
 void set_out_strides(const AttentionInputs& in, int64_t (&strides)[3]) {
   const int64_t num_heads = in.q.shape(1), num_tokens = in.q.shape(2), dim = in.v_cache.shape(3);
@@ -89,11 +103,12 @@ std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
                         in.rope_freqs.has_value(),
                         in.kv_head_mapping.has_value(),
                         split,
-                        options.return_attn};
+                        options.return_attn,
+                        values_in_keys(in),
+                        has_whole_vectors(in.q)};
   for (int i = 0; i < static_cast<int>(std::size(flags)); ++i) {
     all.push_back({i + 1, Type::kBool, flags[i]});
   }
-  all.push_back({13, Type::kBool, has_whole_vectors(in.q)});
   return all;
 }
 

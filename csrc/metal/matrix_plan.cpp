@@ -23,21 +23,7 @@ constexpr int kPadding = 8;  // elements after a row of threadgroup memory
 constexpr int kMostThreadgroups = 1024;
 
 // metal/attention_constants.h.
-constexpr int kConstants[] = {0, 1, 2, 3, 7, 10, 13};
-
-// Whether V is the first columns of K in memory, so that a loaded key contains its value.
-bool values_in_keys(const AttentionInputs& in) {
-  const mx::array &k = in.k_cache, &v = in.v_cache;
-  if (v.shape(3) > k.shape(3) || v.data<char>() != k.data<char>()) {
-    return false;
-  }
-  for (int axis = 0; axis < 3; ++axis) {
-    if (k.shape(axis) > 1 && k.strides(axis) != v.strides(axis)) {
-      return false;
-    }
-  }
-  return true;
-}
+constexpr int kConstants[] = {0, 1, 2, 3, 7, 10, 12, 13};
 
 // Rows of a threadgroup: a power of two. Ragged batches, whose lengths the host does not know, have
 // one pipeline: for long chunks.
@@ -108,7 +94,6 @@ LaunchPlan matrix_launch(const AttentionInputs& in, const AttentionOptions& opti
       plan.constants.push_back(constant);
     }
   }
-  plan.constants.push_back({12, FunctionConstant::Type::kBool, values_in_keys(in)});
   plan.constants.push_back({17, FunctionConstant::Type::kBool, in.cu_seqlens.has_value()});
   plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
                in.cu_seqlens ? 1u : static_cast<uint32_t>(in.q.shape(0)),
