@@ -306,7 +306,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
       const float weight = has_weight ? weight_of(score, new_max) : 0.0f;
       running_max[r] = new_max;
       running_sum[r] = running_sum[r] * old_scale + weight;
-      own_weights[r] = has_weight ? weight : -1.0f;
+      own_weights[r] = has_weight || is_full ? weight : -1.0f;
       UNROLL
       for (int c = 0; c < V_VECTORS; c++) {
         running_out[r][c] *= old_scale;
