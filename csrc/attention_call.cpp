@@ -7,13 +7,15 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr std::array kOptionalArrays = {&AttentionInputs::kv_head_mapping,
-                                        &AttentionInputs::rope_freqs, &AttentionInputs::attn_mask,
-                                        &AttentionInputs::sinks, &AttentionInputs::alibi_slopes};
+constexpr std::array kOptionalArrays = {
+    &AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs,
+    &AttentionInputs::attn_mask,       &AttentionInputs::sinks,
+    &AttentionInputs::alibi_slopes,    &AttentionInputs::cu_seqlens};
 
 // Converts the arrays to the form that the kernels read: float32 vectors, angles per query token, a
 // mask of full rank (broadcasting is a view). The Metal kernels support fewer combinations of
-// dtypes, and only dense arrays beside the pool, the tables and the mask.
+// dtypes, and only dense arrays beside the pool, the tables and the mask. They keep queries in
+// their own dtype, which would round rotated ones.
 void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
   const auto as_float32 = [&](OptionalArray& a) {
     if (a) {
@@ -35,10 +37,12 @@ void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
   }
   if (for_metal) {
     const mx::Dtype cache_dtype = in.k_cache.dtype();
-    in.q = mx::astype(in.q, in.q.dtype() == cache_dtype ? cache_dtype : mx::float32, stream);
+    const bool keeps_dtype = in.q.dtype() == cache_dtype && !in.rope_freqs;
+    in.q = mx::astype(in.q, keeps_dtype ? cache_dtype : mx::float32, stream);
     in.q = mx::contiguous(in.q, false, stream);
-    for (const auto optional : {&AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs,
-                                &AttentionInputs::sinks, &AttentionInputs::alibi_slopes}) {
+    for (const auto optional :
+         {&AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs, &AttentionInputs::sinks,
+          &AttentionInputs::alibi_slopes, &AttentionInputs::cu_seqlens}) {
       if (OptionalArray& a = in.*optional) {
         a = mx::contiguous(*a, false, stream);
       }
@@ -83,7 +87,7 @@ AttentionCall attention_call(AttentionInputs in, const AttentionOptions& options
 }
 
 AttentionInputs unflatten_inputs(const Arrays& arrays, const AttentionConfig& config) {
-  AttentionInputs in{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], {}, {}, {}, {}, {}};
+  AttentionInputs in{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], {}, {}, {}, {}, {}, {}};
   size_t next = 5;
   for (size_t i = 0; i < kOptionalArrays.size(); ++i) {
     if (config.has_optional[i]) {

@@ -10,7 +10,7 @@ namespace mlx_paged {
 
 // The options of a call, and which optional arrays it has, in the order of AttentionInputs.
 struct AttentionConfig : AttentionOptions {
-  std::array<bool, 5> has_optional;
+  std::array<bool, 6> has_optional;
 
   bool operator==(const AttentionConfig&) const = default;
 };

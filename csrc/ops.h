@@ -31,7 +31,8 @@ using Arrays = std::vector<mx::array>;
 using OptionalArray = std::optional<mx::array>;
 using ArrayPair = std::pair<mx::array, mx::array>;
 
-// The arrays of paged_attention.
+// The arrays of paged_attention. With cu_seqlens, sequences have different numbers of tokens: the
+// tokens of sequence s are rows cu_seqlens[s] to cu_seqlens[s + 1] - 1 of q [T, H, 1, D].
 struct AttentionInputs {
   mx::array q;             // [B, H, L, D]
   mx::array k_cache;       // [H_kv, N, S, D]
@@ -43,6 +44,7 @@ struct AttentionInputs {
   OptionalArray attn_mask;
   OptionalArray sinks;
   OptionalArray alibi_slopes;
+  OptionalArray cu_seqlens;  // [B + 1]
 };
 
 // The other arguments of paged_attention.
@@ -52,6 +54,7 @@ struct AttentionOptions {
   bool return_attn;
   std::optional<int> window;
   std::optional<float> softcap;
+  int num_decodes = 0;  // with cu_seqlens: how many of the first sequences have one token each
 
   bool operator==(const AttentionOptions&) const = default;
 };
@@ -60,6 +63,10 @@ struct AttentionOptions {
 std::variant<mx::array, ArrayPair> paged_attention(AttentionInputs inputs,
                                                    const AttentionOptions& options,
                                                    mx::StreamOrDevice stream);
+
+// inputs.q is [T, H, D] or [T, H, 1, D]. Returns as many axes, with D_v in place of D.
+mx::array paged_attention_varlen(AttentionInputs inputs, const AttentionOptions& options,
+                                 mx::StreamOrDevice stream);
 
 ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
                    const mx::array& v_cache, const mx::array& slot_mapping,
@@ -94,5 +101,8 @@ bool is_transforming();
 
 void check_tables(const std::string& op, const mx::array& block_tables,
                   const mx::array& context_lens, int num_blocks, int block_size);
+
+void check_cu_seqlens(const std::string& op, const mx::array& cu_seqlens, int num_tokens,
+                      int num_decodes);
 
 }  // namespace mlx_paged

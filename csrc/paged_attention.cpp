@@ -1,4 +1,5 @@
 #include <memory>
+#include <utility>
 
 #include "csrc/attention_call.h"
 #include "csrc/cpu/mlx_args.h"
@@ -36,12 +37,27 @@ void bind_optional(const AttentionInputs& in, cpu::AttentionArgs& args) {
   }
 }
 
+// The strides of q and out, and the numbers of tokens.
+void place_tokens(const AttentionInputs& in, cpu::AttentionArgs& args) {
+  copy_strides(in.q, args.q_strides);
+  args.out_strides[2] = args.value_dim;
+  args.out_strides[1] = int64_t{args.value_dim} * in.q.shape(2);
+  args.out_strides[0] = args.out_strides[1] * in.q.shape(1);
+  args.num_tokens = in.q.shape(2);
+  if (in.cu_seqlens) {  // the tokens of all sequences are on axis 0
+    args.cu_seqlens = in.cu_seqlens->data<int32_t>();
+    args.cu_seqlens_stride = in.cu_seqlens->strides(0);
+    args.num_tokens = in.q.shape(0);
+    args.q_strides[2] = std::exchange(args.q_strides[0], 0);
+    args.out_strides[2] = std::exchange(args.out_strides[0], 0);
+  }
+}
+
 cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionOptions& options,
                                Arrays& outputs) {
   cpu::AttentionArgs args{};
   args.q = in.q.data<void>();
   args.q_dtype = cpu::dtype_of(in.q);
-  copy_strides(in.q, args.q_strides);
   args.k = in.k_cache.data<void>();
   args.v = in.v_cache.data<void>();
   args.cache_dtype = cpu::dtype_of(in.k_cache);
@@ -54,9 +70,8 @@ cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionOptions
   bind_optional(in, args);
   args.out = outputs[0].data<void>();
   args.attn = options.return_attn ? outputs[1].data<float>() : nullptr;
-  args.batch = in.q.shape(0);
+  args.batch = in.block_tables.shape(0);
   args.num_heads = in.q.shape(1);
-  args.num_tokens = in.q.shape(2);
   args.head_dim = in.q.shape(3);
   args.num_kv_heads = in.k_cache.shape(0);
   args.num_blocks = in.k_cache.shape(1);
@@ -67,6 +82,7 @@ cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionOptions
   args.softcap = options.softcap.value_or(0);
   args.window = options.window.value_or(0);
   args.causal = options.causal;
+  place_tokens(in, args);
   return args;
 }
 
@@ -138,6 +154,16 @@ std::variant<mx::array, ArrayPair> paged_attention(AttentionInputs inputs,
     return ArrayPair{out, outputs[1]};
   }
   return out;
+}
+
+mx::array paged_attention_varlen(AttentionInputs inputs, const AttentionOptions& options,
+                                 mx::StreamOrDevice stream) {
+  const bool has_three_axes = inputs.q.ndim() == 3;
+  if (has_three_axes) {
+    inputs.q = mx::expand_dims(inputs.q, 2, stream);
+  }
+  const mx::array out = std::get<mx::array>(paged_attention(std::move(inputs), options, stream));
+  return has_three_axes ? mx::squeeze(out, 2, stream) : out;
 }
 
 }  // namespace mlx_paged

@@ -1,5 +1,6 @@
 #include "csrc/validate.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -64,19 +65,42 @@ bool is_mask_shape(const mx::Shape& shape, const mx::Shape& target) {
   return true;
 }
 
+// Checks the axes of q, and the arrays that say whose tokens are on them.
+void check_tokens(const char* op, const AttentionInputs& in, int num_decodes) {
+  if (!in.cu_seqlens) {
+    check_rank(op, "q", in.q, 4, "(batch, num_heads, num_tokens, head_dim)");
+    return;
+  }
+  require(in.q.ndim() == 4 && in.q.shape(2) == 1, op, "q has shape ", in.q.shape(),
+          ": expected (num_tokens, num_heads, head_dim), with or without an axis of 1 before the"
+          " last one");
+  check_rank(op, "block_tables", in.block_tables, 2, "(batch, max_blocks)");
+  const int batch = in.block_tables.shape(0);
+  check_int32(op, "cu_seqlens", *in.cu_seqlens);
+  require(in.cu_seqlens->shape() == mx::Shape{batch + 1}, op, "cu_seqlens has shape ",
+          in.cu_seqlens->shape(), " but block_tables has batch ", batch, ": expected (", batch + 1,
+          ",)");
+  const int most = std::min(batch, in.q.shape(0));
+  require(0 <= num_decodes && num_decodes <= most, op, "num_decodes is ", num_decodes,
+          ": expected 0 to ", most, ", the number of sequences or tokens");
+}
+
 void check_tables_shape(const char* op, const AttentionInputs& in) {
-  const int batch = in.q.shape(0);
+  const char* first = in.cu_seqlens ? "block_tables" : "q";
+  const int batch = in.cu_seqlens ? in.block_tables.shape(0) : in.q.shape(0);
   const mx::array& tables = in.block_tables;
   check_int32(op, "block_tables", tables);
   require(tables.ndim() == 2 && tables.shape(0) == batch, op, "block_tables has shape ",
-          tables.shape(), " but q has batch ", batch, ": expected (", batch, ", max_blocks)");
+          tables.shape(), " but ", first, " has batch ", batch, ": expected (", batch,
+          ", max_blocks)");
   const int64_t max_keys = int64_t{tables.shape(1)} * in.k_cache.shape(2);
   require(max_keys <= std::numeric_limits<int32_t>::max(), op, "block_tables has shape ",
           tables.shape(), ": with blocks of ", in.k_cache.shape(2), " tokens it addresses ",
           max_keys, " keys, expected below 2**31");
   check_int32(op, "context_lens", in.context_lens);
   require(in.context_lens.shape() == mx::Shape{batch}, op, "context_lens has shape ",
-          in.context_lens.shape(), " but q has batch ", batch, ": expected (", batch, ",)");
+          in.context_lens.shape(), " but ", first, " has batch ", batch, ": expected (", batch,
+          ",)");
 }
 
 // Does not check a mapping that is not evaluated yet.
@@ -166,8 +190,8 @@ void check_floating(const char* op, const char* name, const mx::array& a) {
 }
 
 void check_attention(const AttentionInputs& in, const AttentionOptions& options) {
-  const char* op = "paged_attention";
-  check_rank(op, "q", in.q, 4, "(batch, num_heads, num_tokens, head_dim)");
+  const char* op = in.cu_seqlens ? "paged_attention_varlen" : "paged_attention";
+  check_tokens(op, in, options.num_decodes);
   check_floating(op, "q", in.q);
   check_pool(op, in.k_cache, in.v_cache, false);
   require(in.q.shape(3) == in.k_cache.shape(3), op, "q has shape ", in.q.shape(),
@@ -181,6 +205,28 @@ void check_attention(const AttentionInputs& in, const AttentionOptions& options)
     check_mask(op, in);
   }
   check_scalars(op, options);
+}
+
+void check_cu_seqlens(const std::string& op, const mx::array& cu_seqlens, int num_tokens,
+                      int num_decodes) {
+  require(cu_seqlens.ndim() == 1 && cu_seqlens.size() > 0 && cu_seqlens.dtype() == mx::int32, op,
+          "cu_seqlens has shape ", cu_seqlens.shape(), " and dtype ", cu_seqlens.dtype(),
+          ": expected (batch + 1,) of int32");
+  if (!cu_seqlens.is_available()) {
+    return;
+  }
+  const int batch = cu_seqlens.shape(0) - 1;
+  const auto at = [&](int s) { return cu_seqlens.data<int32_t>()[s * cu_seqlens.strides(0)]; };
+  for (int s = 0; s <= std::min(num_decodes, batch); ++s) {
+    require(at(s) == s, op, "cu_seqlens[", s, "] is ", at(s), ": expected ", s,
+            ", with num_decodes ", num_decodes);
+  }
+  for (int s = num_decodes + 1; s <= batch; ++s) {
+    require(at(s - 1) <= at(s) && at(s) <= num_tokens, op, "cu_seqlens[", s, "] is ", at(s),
+            ": expected ", at(s - 1), ", the entry before it, to ", num_tokens);
+  }
+  require(at(batch) == num_tokens, op, "cu_seqlens[", batch, "] is ", at(batch), ": expected ",
+          num_tokens, ", the tokens of q");
 }
 
 void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,

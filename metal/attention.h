@@ -1,21 +1,15 @@
-// What the attention kernels share: their function constants, a query row and the keys that it sees,
-// the place of a key in the pool, and the score of a key.
+// The tile kernel's own function constants, a query row and the keys that it sees, its elements, and
+// the place of a key in the pool.
 
-constant int BLOCK_SIZE [[function_constant(0)]];
-constant bool CAUSAL [[function_constant(1)]];
-constant bool HAS_WINDOW [[function_constant(2)]];
-constant bool HAS_SOFTCAP [[function_constant(3)]];
 constant bool HAS_ALIBI [[function_constant(4)]];
 constant bool HAS_BOOL_MASK [[function_constant(5)]];
 constant bool HAS_FLOAT_MASK [[function_constant(6)]];
-constant bool HAS_SINKS [[function_constant(7)]];
 constant bool HAS_ROPE [[function_constant(8)]];
 constant bool HAS_MAPPING [[function_constant(9)]];
-constant bool SPLIT [[function_constant(10)]];
 constant bool RETURN_ATTN [[function_constant(11)]];
-constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
-constant bool WHOLE_QUERIES [[function_constant(13)]];   // queries begin at whole vectors
-constant bool WHOLE = !SPLIT;
+
+// The offset of a key that is not attended.
+constant constexpr uint NOWHERE = 0xFFFFFFFF;
 
 // One query row and the keys [first, stop) that it sees without a mask.
 struct QueryRow {
@@ -24,37 +18,25 @@ struct QueryRow {
   int position;
   int first;
   int stop;
-  long mask;  // offset of its mask
 };
 
-// The place of a key in the pool. A key that is not attended has no place.
-struct Slot {
-  bool is_valid;
-  int block;
-  int offset;
-};
-
-inline QueryRow query_row(
-    int row, int sequence, int head_slot, int context, constant AttentionParams& p) {
+inline QueryRow query_row(int row, int head_slot, int context, constant AttentionParams& p) {
   QueryRow result;
   result.token = row / p.group;
   result.head = head_slot * p.group + row % p.group;
   result.position = context - p.num_tokens + result.token;
-  result.first = HAS_WINDOW ? max(0, result.position - p.window + 1) : 0;
-  const bool exists = row < p.group * p.num_tokens && result.position >= 0;
-  const int stop = CAUSAL || HAS_WINDOW ? result.position + 1 : context;
-  result.stop = exists ? stop : 0;
-  result.mask = sequence * p.mask_strides[0] + result.head * p.mask_strides[1] +
-      result.token * p.mask_strides[2];
+  const KeyRange keys = key_range(result.position, context, CAUSAL, HAS_WINDOW ? p.window : 0);
+  result.first = keys.first;
+  result.stop = row < p.group * p.num_tokens ? keys.stop : 0;
   return result;
 }
 
-// Dimension d of a query row, rotated if there are angles: pairs (d, d + R / 2) by angle d.
+// Dimension d of a query row, rotated: pairs (d, d + R / 2) by angle d.
 template <typename Q>
-inline float query_element(
+inline float rotated_element(
     const device Q* q, const device float* angles, int d, constant AttentionParams& p) {
   const float own = float(q[d]);
-  if (!HAS_ROPE || d >= 2 * p.rope_pairs) {
+  if (d >= 2 * p.rope_pairs) {
     return own;
   }
   const bool is_first = d < p.rope_pairs;
@@ -63,49 +45,21 @@ inline float query_element(
   return own * precise::cos(angle) + (is_first ? -other : other) * precise::sin(angle);
 }
 
-// A vector of a query row, rotated if there are angles.
+// A vector of a query row.
 template <typename Q>
-inline float4 query_vector(
-    const device Q* q, const device float* angles, int vector, constant AttentionParams& p) {
-  if (WHOLE_QUERIES && !HAS_ROPE) {
-    return float4(read_vector(q + vector * VECTOR));
+inline vec<Q, VECTOR> query_vector(const device Q* q, int vector) {
+  if (WHOLE_QUERIES) {
+    return read_vector(q + vector * VECTOR);
   }
-  float4 result;
+  vec<Q, VECTOR> result;
+  UNROLL
   for (int i = 0; i < VECTOR; i++) {
-    result[i] = query_element(q, angles, vector * VECTOR + i, p);
+    result[i] = q[vector * VECTOR + i];
   }
   return result;
 }
 
-inline Slot locate(int key, int end, const device int* table, constant AttentionParams& p) {
-  Slot slot;
-  slot.block = key < end ? table[key / BLOCK_SIZE * p.tables_strides[1]] : -1;
-  slot.offset = key % BLOCK_SIZE;
-  slot.is_valid = slot.block >= 0 && slot.block < p.num_blocks;
-  return slot;
-}
-
-// The score of a key in units of log2; -inf if the row does not see the key, which may then hold
-// anything. If a row sees only keys with the lowest scores, these share the weights.
-inline float finish_score(
-    float qk, QueryRow row, int key, bool is_valid, const device bool* bool_mask,
-    const device float* float_mask, const device float* alibi_slopes, constant AttentionParams& p) {
-  if (!is_valid || key < row.first || key >= row.stop) {
-    return -INFINITY;
-  }
-  float score = qk * p.scale;
-  if (HAS_SOFTCAP) {
-    score = p.softcap * precise::tanh(score / p.softcap);
-  }
-  if (HAS_ALIBI) {
-    score += alibi_slopes[row.head] * float(key - row.position);
-  }
-  if (HAS_BOOL_MASK) {
-    score = bool_mask[row.mask + key * p.mask_strides[3]] ? score : -INFINITY;
-  }
-  if (HAS_FLOAT_MASK) {
-    const float bias = float_mask[row.mask + key * p.mask_strides[3]];
-    return bias == -INFINITY ? bias : in_log2(score + bias);
-  }
-  return score * LOG2E;
+// The offset of a slot in a head of the pool, in vectors.
+inline uint slot_offset(int block, int offset, long block_stride, long slot_stride) {
+  return uint(block) * uint(block_stride / VECTOR) + uint(offset) * uint(slot_stride / VECTOR);
 }

@@ -1,18 +1,29 @@
 // Attention of few query rows over a long paged context (decode).
 //
 // One threadgroup computes ROWS query rows that share a KV head, over one split of the context. It
-// uses every loaded key and value for all these rows. A simdgroup is two teams of 16 lanes, or, for
-// wide heads, one team of 32. A team takes one key at a time. A lane holds four neighbouring
-// dimensions of the key; wide heads need several such vectors, at intervals of the whole team. Each
-// team has its own streaming softmax. At the end the teams are merged; a second kernel merges the
-// splits.
+// uses every loaded key and value for all these rows. A simdgroup takes 32 keys at a time, a tile:
+// - Each lane finds the place of one key.
+// - Scores: some lanes share a key. They exchange sums until each lane has the scores of one key.
+// - Softmax: each lane has one key. The weights go through threadgroup memory.
+// - Output: the lanes share the columns of the values.
+// At the end the simdgroups are merged; a second kernel merges the splits.
 
 constant constexpr int SIMDGROUPS = 8;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
 
-// Lanes that share a key: no lane holds more than 20 elements of it.
-constexpr int team_size(int head_dim, int value_dim) {
-  return head_dim > 256 || value_dim > 256 ? LANES : LANES / 2;
+// Rows of the pool that a lane asks for before it uses the first, if all query rows see the whole
+// tile. In other tiles a lane asks for one: there are few of these tiles, and conditions on loads
+// need more registers.
+constant constexpr int AHEAD = 4;
+
+// Lanes that share a key: with four rows, no lane holds more than three vectors of each query.
+constexpr int key_lanes(int vectors) {
+  return vectors > 48 ? 32 : vectors > 24 ? 16 : vectors >= 8 ? 8 : vectors >= 4 ? 4 : vectors;
+}
+
+// Lanes that share a value: as few as it has vectors, so that no lane has more than it must.
+constexpr int value_lanes(int vectors) {
+  return vectors > 16 ? 32 : vectors > 8 ? 16 : vectors > 4 ? 8 : 4;
 }
 
 // Rows whose outputs are in threadgroup memory at once: 8 KiB, for widths up to 256.
@@ -20,26 +31,105 @@ constexpr int merged_rows(int rows, int value_dim) {
   return value_dim * rows > 256 ? (value_dim > 128 ? 1 : 2) : rows;
 }
 
-// Sum over the lanes of a team.
-template <int TEAM>
-inline float team_sum(float value) {
-  for (ushort step = TEAM / 2; step > 0; step /= 2) {
-    value += simd_shuffle_xor(value, step);
+// This lane's vectors of one row of the pool; zeros where there is no row.
+template <bool IS_FULL, int DIM, int STRIDE, typename T, int COUNT>
+inline void load_row(
+    const device T* head, uint offset, int lane, thread vec<T, VECTOR> (&row)[COUNT]) {
+  constexpr bool IS_EVEN = DIM == VECTOR * STRIDE * COUNT;
+  UNROLL
+  for (int c = 0; c < COUNT; c++) {
+    const int vector = lane + c * STRIDE;
+    row[c] = vec<T, VECTOR>(T(0.0f));
+    if ((IS_FULL || offset != NOWHERE) && (IS_EVEN || vector < DIM / VECTOR)) {
+      row[c] = read_vector_at(head, offset + uint(vector));
+    }
   }
-  return value;
 }
 
-// This lane's vectors of one row of the pool; zeros if the slot is not valid.
-template <typename T, int DIM, int TEAM, int VECTORS>
-inline void load_row(
-    const device T* head, Slot slot, long block_stride, long slot_stride, int team_lane,
-    thread float4 (&result)[VECTORS]) {
-  const long start = slot.block * block_stride + slot.offset * slot_stride;
-  for (int c = 0; c < VECTORS; c++) {
-    const int vector = team_lane + c * TEAM;
-    result[c] = float4(0.0f);
-    if (slot.is_valid && vector < DIM / VECTOR) {
-      result[c] = float4(read_vector(head + start + vector * VECTOR));
+// Half of two sums over two lanes, of which one has the bit: that one gets the second sum.
+inline float exchange(float first, float second, bool has_bit, ushort bit) {
+  const float kept = has_bit ? second : first;
+  const float given = has_bit ? first : second;
+  return kept + simd_shuffle_xor(given, bit);
+}
+
+// The products of the queries with the keys of a tile: lane i gets those of key i.
+template <bool IS_FULL, int D, int SHARE, typename T, typename Q, int ROWS, int VECTORS>
+inline void multiply_keys(
+    const device T* head, uint own_offset, int lane,
+    thread vec<Q, VECTOR> (&queries)[ROWS][VECTORS], thread float (&products)[ROWS]) {
+  constexpr int STEPS = !IS_FULL ? 1 : SHARE < AHEAD ? SHARE : AHEAD;
+  const int place = lane % SHARE;
+  NO_UNROLL
+  for (int step = 0; step < SHARE; step += STEPS) {
+    vec<T, VECTOR> keys[STEPS][VECTORS];
+    UNROLL
+    for (int i = 0; i < STEPS; i++) {
+      const uint offset = simd_shuffle(own_offset, ushort(lane - place + step + i));
+      load_row<IS_FULL, D, SHARE>(head, offset, place, keys[i]);
+    }
+    float sums[ROWS][AHEAD] = {{0.0f}};
+    UNROLL
+    for (int c = 0; c < VECTORS; c++) {
+      UNROLL
+      for (int r = 0; r < ROWS; r++) {
+        const float4 query = float4(queries[r][c]);
+        UNROLL
+        for (int i = 0; i < STEPS; i++) {
+          sums[r][i] += dot(query, float4(keys[i][c]));
+        }
+      }
+    }
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      if (STEPS == 4) {
+        sums[r][0] = exchange(sums[r][0], sums[r][2], (place & 2) != 0, 2);
+        sums[r][1] = exchange(sums[r][1], sums[r][3], (place & 2) != 0, 2);
+      }
+      if (STEPS >= 2) {
+        sums[r][0] = exchange(sums[r][0], sums[r][1], (place & 1) != 0, 1);
+      }
+      UNROLL
+      for (int bit = STEPS; bit < SHARE; bit *= 2) {
+        sums[r][0] += simd_shuffle_xor(sums[r][0], ushort(bit));
+      }
+      products[r] = place / STEPS == step / STEPS ? sums[r][0] : products[r];
+    }
+  }
+}
+
+// Adds the weighted values of the first `count` keys of a tile. A negative weight means that the
+// row does not see the key, which may then hold anything.
+template <bool IS_FULL, int DV, int SHARE, typename T, int ROWS, int VECTORS>
+inline void add_values(
+    const device T* head, uint own_offset, int count, int lane, const threadgroup float4* weights,
+    thread float4 (&sums)[ROWS][VECTORS]) {
+  constexpr int TEAMS = LANES / SHARE;  // that take a key each
+  constexpr bool HAS_ROOM = VECTORS == 1 && ROWS < 4 && SHARE > AHEAD;
+  constexpr int STEPS = !IS_FULL ? 1 : HAS_ROOM ? 2 * AHEAD : AHEAD;
+  const int team = lane / SHARE;
+  const int place = lane % SHARE;
+  NO_UNROLL
+  for (int first = team; first - team < count; first += STEPS * TEAMS) {
+    vec<T, VECTOR> values[STEPS][VECTORS];
+    UNROLL
+    for (int i = 0; i < STEPS; i++) {
+      const uint offset = simd_shuffle(own_offset, ushort(first + i * TEAMS));
+      load_row<IS_FULL, DV, SHARE>(head, offset, place, values[i]);
+    }
+    UNROLL
+    for (int i = 0; i < STEPS; i++) {
+      const float4 weight = weights[first + i * TEAMS];
+      UNROLL
+      for (int c = 0; c < VECTORS; c++) {
+        const float4 value = float4(values[i][c]);
+        UNROLL
+        for (int r = 0; r < ROWS; r++) {
+          if (IS_FULL || !(weight[r] < 0.0f)) {
+            sums[r][c] += weight[r] * value;
+          }
+        }
+      }
     }
   }
 }
@@ -67,21 +157,23 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     uint3 group_position [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  constexpr int TEAM = team_size(D, DV);
-  constexpr int TEAMS = LANES / TEAM;
   constexpr int MERGED = merged_rows(ROWS, DV);
-  constexpr int K_VECTORS = (D / VECTOR + TEAM - 1) / TEAM;  // of a key that a lane holds
-  constexpr int V_VECTORS = (DV / VECTOR + TEAM - 1) / TEAM;
-  threadgroup float shared_out[SIMDGROUPS * MERGED * DV];
+  constexpr int K_LANES = key_lanes(D / VECTOR);
+  constexpr int V_LANES = value_lanes(DV / VECTOR);
+  constexpr int K_VECTORS = (D / VECTOR + K_LANES - 1) / K_LANES;  // of a key that a lane holds
+  constexpr int V_VECTORS = (DV / VECTOR + V_LANES - 1) / V_LANES;
+  constexpr int OUT_VECTORS = DV / VECTOR;
+  constexpr int SHARED = MERGED * OUT_VECTORS > LANES ? MERGED * OUT_VECTORS : LANES;
+  threadgroup float4 shared[SIMDGROUPS * SHARED];  // weights, later outputs
   threadgroup float shared_max[SIMDGROUPS * ROWS];
   threadgroup float shared_sum[SIMDGROUPS * ROWS];
 
   const int head_slot = int(group_position.x) / p.row_tiles;
   const int first_row = int(group_position.x) % p.row_tiles * ROWS;
+  const int num_rows = min(ROWS, p.group * p.num_tokens - first_row);
   const int sequence = int(group_position.y);
   const int split = int(group_position.z);
-  const int team = int(lane) / TEAM;
-  const int team_lane = int(lane) % TEAM;
+  const int thread_index = int(simdgroup) * LANES + int(lane);
 
   const int kv_head = HAS_MAPPING ? kv_head_mapping[head_slot] : head_slot;
   const bool has_keys = kv_head >= 0 && kv_head < p.num_kv_heads;
@@ -91,107 +183,177 @@ template <typename T, typename Q, int D, int DV, int ROWS>
   const device T* k_head = k_cache + kv_head * p.k_strides[0];
   const device T* v_head = v_cache + kv_head * p.v_strides[0];
 
+  // The keys that any row sees, and those that all rows see.
   QueryRow rows[ROWS];
-  float4 queries[ROWS][K_VECTORS];
   int begin = max_keys;
   int end = 0;
+  int all_begin = 0;
+  int all_end = max_keys;
+  UNROLL
   for (int r = 0; r < ROWS; r++) {
-    rows[r] = query_row(first_row + r, sequence, head_slot, has_keys ? context : 0, p);
-    const bool sees_keys = rows[r].stop > 0;
+    rows[r] = query_row(first_row + r, head_slot, context, p);
     // A row that sees no key does not lower `begin`, unless no row sees a key.
     begin = min(begin, rows[r].first);
     end = max(end, rows[r].stop);
-    const device Q* row = q + sequence * p.q_strides[0] + rows[r].head * p.q_strides[1] +
-        rows[r].token * p.q_strides[2];
-    const long angles = sequence * p.rope_strides[0] + rows[r].token * p.rope_strides[1];
-    for (int c = 0; c < K_VECTORS; c++) {
-      const int vector = team_lane + c * TEAM;
-      queries[r][c] = float4(0.0f);
-      if (sees_keys && vector < D / VECTOR) {
-        queries[r][c] = query_vector(row, rope_freqs + angles, vector, p);
-      }
-    }
+    all_begin = max(all_begin, rows[r].first);
+    all_end = r < num_rows ? min(all_end, rows[r].stop) : all_end;
   }
   begin = max(begin, split * p.keys_per_split);
   end = min(end, (split + 1) * p.keys_per_split);
-
-  float running_max[ROWS];
-  float running_sum[ROWS];
-  float4 running_out[ROWS][V_VECTORS];
-  for (int r = 0; r < ROWS; r++) {
-    running_max[r] = LOWEST;
-    running_sum[r] = 0.0f;
-    for (int c = 0; c < V_VECTORS; c++) {
-      running_out[r][c] = float4(0.0f);
-    }
+  if (SPLIT && begin >= end) {
+    return;  // The merge does not read what this split would store.
   }
+  end = has_keys ? end : 0;
 
-  for (int base = begin + int(simdgroup) * TEAMS; base < end; base += SIMDGROUPS * TEAMS) {
-    const int key = base + team;
-    const Slot slot = locate(key, end, table, p);
-    float4 k[K_VECTORS];
-    float4 v[V_VECTORS];
-    load_row<T, D, TEAM>(k_head, slot, p.k_strides[1], p.k_strides[2], team_lane, k);
-    if (VALUES_IN_KEYS) {
-      for (int c = 0; c < V_VECTORS; c++) {
-        v[c] = k[min(c, K_VECTORS - 1)];
-      }
-    } else {
-      load_row<T, DV, TEAM>(v_head, slot, p.v_strides[1], p.v_strides[2], team_lane, v);
-    }
-    for (int r = 0; r < ROWS; r++) {
-      float partial = 0.0f;
-      for (int c = 0; c < K_VECTORS; c++) {
-        partial += dot(queries[r][c], k[c]);
-      }
-      const float score = finish_score(
-          team_sum<TEAM>(partial), rows[r], key, slot.is_valid, bool_mask, float_mask,
-          alibi_slopes, p);
-      if (score != -INFINITY) {
-        const float new_max = max(running_max[r], score);
-        const float old_scale = rescale(running_max[r], new_max);
-        const float weight = weight_of(score, new_max);
-        running_max[r] = new_max;
-        running_sum[r] = running_sum[r] * old_scale + weight;
-        for (int c = 0; c < V_VECTORS; c++) {
-          running_out[r][c] = running_out[r][c] * old_scale + weight * v[c];
+  vec<Q, VECTOR> queries[ROWS][K_VECTORS];
+  UNROLL
+  for (int r = 0; r < ROWS; r++) {
+    const device Q* row = q + sequence * p.q_strides[0] + rows[r].head * p.q_strides[1] +
+        rows[r].token * p.q_strides[2];
+    UNROLL
+    for (int c = 0; c < K_VECTORS; c++) {
+      const int vector = int(lane) % K_LANES + c * K_LANES;
+      queries[r][c] = vec<Q, VECTOR>(Q(0.0f));
+      if (rows[r].stop > 0 && vector < D / VECTOR) {
+        queries[r][c] = query_vector(row, vector);
+        if (HAS_ROPE) {
+          const device float* angles =
+              rope_freqs + sequence * p.rope_strides[0] + rows[r].token * p.rope_strides[1];
+          UNROLL
+          for (int i = 0; i < VECTOR; i++) {
+            queries[r][c][i] = Q(rotated_element(row, angles, vector * VECTOR + i, p));
+          }
         }
       }
     }
   }
 
-  // Merge the teams of each simdgroup.
-  for (int r = 0; TEAMS > 1 && r < ROWS; r++) {
-    const float other_max = simd_shuffle_xor(running_max[r], ushort(TEAM));
-    const float other_sum = simd_shuffle_xor(running_sum[r], ushort(TEAM));
-    const float new_max = max(running_max[r], other_max);
-    const float own_scale = rescale(running_max[r], new_max);
-    const float other_scale = rescale(other_max, new_max);
+  float running_max[ROWS];
+  float running_sum[ROWS];  // of the keys of this lane
+  float4 running_out[ROWS][V_VECTORS];
+  UNROLL
+  for (int r = 0; r < ROWS; r++) {
+    running_max[r] = LOWEST;
+    running_sum[r] = 0.0f;
+    UNROLL
     for (int c = 0; c < V_VECTORS; c++) {
-      for (int i = 0; i < VECTOR; i++) {
-        const float own = running_out[r][c][i];
-        const float other = simd_shuffle_xor(own, ushort(TEAM));
-        running_out[r][c][i] = own * own_scale + other * other_scale;
-      }
+      running_out[r][c] = float4(0.0f);
     }
-    running_sum[r] = running_sum[r] * own_scale + other_sum * other_scale;
-    running_max[r] = new_max;
   }
 
-  // Merge the simdgroups, some rows at a time: every thread takes some elements of them.
-  const int thread_index = int(simdgroup) * LANES + int(lane);
-  const int num_rows = min(ROWS, p.group * p.num_tokens - first_row);
-  for (int tile = 0; tile < ROWS; tile += MERGED) {
-    if (tile > 0) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
+  threadgroup float4* weights = shared + int(simdgroup) * LANES;
+  const int first_key = begin / LANES * LANES;
+  for (int base = first_key + int(simdgroup) * LANES; base < end; base += THREADS) {
+    const int key = base + int(lane);
+    int block = -1;
+    if (key >= begin && key < end) {
+      block = table[key / BLOCK_SIZE * int(p.tables_strides[1])];
     }
+    const bool is_valid = block >= 0 && block < p.num_blocks;
+    const int slot = key % BLOCK_SIZE;
+    const uint k_offset = slot_offset(block, slot, p.k_strides[1], p.k_strides[2]);
+    const uint v_offset = VALUES_IN_KEYS
+        ? k_offset
+        : slot_offset(block, slot, p.v_strides[1], p.v_strides[2]);
+    const bool is_full = simd_all(is_valid && key >= all_begin && key < all_end) &&
+        !HAS_BOOL_MASK && !HAS_FLOAT_MASK;
+
+    float scores[ROWS];
+    if (is_full) {
+      multiply_keys<true, D, K_LANES>(k_head, k_offset, int(lane), queries, scores);
+    } else {
+      const uint offset = is_valid ? k_offset : NOWHERE;
+      multiply_keys<false, D, K_LANES>(k_head, offset, int(lane), queries, scores);
+    }
+
+    float4 own_weights = float4(0.0f);
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      // In units of log2; -inf if the row does not see the key. If a row sees only keys with the
+      // lowest scores, these share the weights.
+      float score = scores[r] * p.scale;
+      if (HAS_SOFTCAP) {
+        score = p.softcap * precise::tanh(score / p.softcap);
+      }
+      const bool is_seen = is_valid && key >= rows[r].first && key < rows[r].stop;
+      if (HAS_ALIBI && is_seen) {
+        score += alibi_slopes[rows[r].head] * float(key - rows[r].position);
+      }
+      if (HAS_FLOAT_MASK && is_seen) {
+        const long row = sequence * p.mask_strides[0] + rows[r].head * p.mask_strides[1] +
+            rows[r].token * p.mask_strides[2];
+        const float bias = float_mask[row + key * p.mask_strides[3]];
+        score = bias == -INFINITY ? bias : in_log2(score + bias);
+      } else {
+        score *= LOG2E;
+      }
+      score = is_full || is_seen ? score : -INFINITY;
+      if (HAS_BOOL_MASK && is_seen) {
+        const long row = sequence * p.mask_strides[0] + rows[r].head * p.mask_strides[1] +
+            rows[r].token * p.mask_strides[2];
+        score = bool_mask[row + key * p.mask_strides[3]] ? score : -INFINITY;
+      }
+      if (RETURN_ATTN && r < num_rows && key < max_keys) {
+        const long attn_row =
+            (long(sequence) * p.num_heads + rows[r].head) * p.num_tokens + rows[r].token;
+        attn[attn_row * max_keys + key] = score;
+      }
+
+      const float bounded = score < INFINITY ? max(score, LOWEST) : LOWEST;
+      const float new_max = max(running_max[r], simd_max(bounded));
+      const float old_scale = rescale(running_max[r], new_max);
+      const bool has_weight = score != -INFINITY;
+      const float weight = has_weight ? weight_of(score, new_max) : 0.0f;
+      running_max[r] = new_max;
+      running_sum[r] = running_sum[r] * old_scale + weight;
+      own_weights[r] = has_weight || is_full ? weight : -1.0f;
+      UNROLL
+      for (int c = 0; c < V_VECTORS; c++) {
+        running_out[r][c] *= old_scale;
+      }
+    }
+
+    weights[lane] = own_weights;
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    if (is_full) {
+      add_values<true, DV, V_LANES>(v_head, v_offset, LANES, int(lane), weights, running_out);
+    } else {
+      const uint offset = is_valid ? v_offset : NOWHERE;
+      add_values<false, DV, V_LANES>(
+          v_head, offset, min(LANES, end - base), int(lane), weights, running_out);
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+
+  // Merge the lanes.
+  UNROLL
+  for (int r = 0; r < ROWS; r++) {
+    running_sum[r] = simd_sum(running_sum[r]);
+    UNROLL
+    for (int c = 0; c < V_VECTORS; c++) {
+      UNROLL
+      for (int i = 0; i < VECTOR; i++) {
+        UNROLL
+        for (int step = V_LANES; step < LANES; step *= 2) {
+          running_out[r][c][i] += simd_shuffle_xor(running_out[r][c][i], ushort(step));
+        }
+      }
+    }
+  }
+
+  // Merge the simdgroups, some rows at a time: every thread takes some vectors of them.
+  UNROLL
+  for (int tile = 0; tile < ROWS; tile += MERGED) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL
     for (int i = 0; i < MERGED; i++) {
       const int r = tile + i;
-      threadgroup float* own_out = shared_out + (int(simdgroup) * MERGED + i) * DV;
+      threadgroup float4* own_out = shared + (int(simdgroup) * MERGED + i) * OUT_VECTORS;
+      UNROLL
       for (int c = 0; c < V_VECTORS; c++) {
-        const int vector = team_lane + c * TEAM;
-        for (int j = 0; team == 0 && vector < DV / VECTOR && j < VECTOR; j++) {
-          own_out[vector * VECTOR + j] = running_out[r][c][j];
+        const int vector = int(lane) + c * V_LANES;
+        if (int(lane) < V_LANES && vector < OUT_VECTORS) {
+          own_out[vector] = running_out[r][c];
         }
       }
       if (lane == 0) {
@@ -202,10 +364,10 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     const int stop = min(MERGED, num_rows - tile);
-    for (int element = thread_index; element < stop * DV; element += THREADS) {
-      const int i = element / DV;
+    for (int item = thread_index; item < stop * OUT_VECTORS; item += THREADS) {
+      const int i = item / OUT_VECTORS;
       const int r = tile + i;
-      const int d = element % DV;
+      const int vector = item % OUT_VECTORS;
       const int row = first_row + r;
       const int head = head_slot * p.group + row % p.group;
       const float sink = HAS_SINKS && WHOLE ? in_log2(sinks[head]) : LOWEST;
@@ -214,26 +376,28 @@ template <typename T, typename Q, int D, int DV, int ROWS>
         total_max = max(total_max, shared_max[s * ROWS + r]);
       }
       float sum = 0.0f;
-      float weighted = 0.0f;
+      float4 weighted = float4(0.0f);
       for (int s = 0; s < SIMDGROUPS; s++) {
         const float scale = rescale(shared_max[s * ROWS + r], total_max);
         sum += shared_sum[s * ROWS + r] * scale;
-        weighted += shared_out[(s * MERGED + i) * DV + d] * scale;
+        weighted += shared[(s * MERGED + i) * OUT_VECTORS + vector] * scale;
       }
       const int token = row / p.group;
       if (SPLIT) {
         const long out_row = (long(sequence) * p.num_heads + head) * p.num_tokens + token;
         const long partial = out_row * p.num_splits + split;
-        partial_out[partial * DV + d] = weighted;
-        if (d == 0) {
+        write_vector(partial_out + partial * DV + vector * VECTOR, weighted);
+        if (vector == 0) {
           partial_sums[2 * partial] = total_max;
           partial_sums[2 * partial + 1] = sum;
         }
       } else {
         const float total = HAS_SINKS ? sum + weight_of(sink, total_max) : sum;
-        const long out_row = sequence * p.out_strides[0] + head * p.out_strides[1] +
+        device Q* out_row = out + sequence * p.out_strides[0] + head * p.out_strides[1] +
             token * p.out_strides[2];
-        out[out_row + d] = Q(sum != 0.0f ? weighted / total : 0.0f);
+        for (int j = 0; j < VECTOR; j++) {
+          out_row[vector * VECTOR + j] = Q(sum != 0.0f ? weighted[j] / total : 0.0f);
+        }
       }
     }
   }
@@ -241,34 +405,28 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     return;
   }
 
-  // Now the denominators are known. Compute the weights of all keys.
-  for (int base = int(simdgroup) * TEAMS; base < max_keys; base += SIMDGROUPS * TEAMS) {
-    const int key = base + team;
-    const Slot slot = locate(key, end, table, p);
-    float4 k[K_VECTORS];
-    load_row<T, D, TEAM>(k_head, slot, p.k_strides[1], p.k_strides[2], team_lane, k);
-    for (int r = 0; r < ROWS; r++) {
-      float partial = 0.0f;
-      for (int c = 0; c < K_VECTORS; c++) {
-        partial += dot(queries[r][c], k[c]);
-      }
-      const float score = finish_score(
-          team_sum<TEAM>(partial), rows[r], key, slot.is_valid, bool_mask, float_mask,
-          alibi_slopes, p);
-      if (team_lane == 0 && r < num_rows && key < max_keys) {
-        const float sink = HAS_SINKS ? in_log2(sinks[rows[r].head]) : LOWEST;
-        float total_max = max(LOWEST, sink);
-        for (int s = 0; s < SIMDGROUPS; s++) {
-          total_max = max(total_max, shared_max[s * ROWS + r]);
-        }
-        float sum = HAS_SINKS ? weight_of(sink, total_max) : 0.0f;
-        for (int s = 0; s < SIMDGROUPS; s++) {
-          sum += shared_sum[s * ROWS + r] * rescale(shared_max[s * ROWS + r], total_max);
-        }
-        const long attn_row =
-            (long(sequence) * p.num_heads + rows[r].head) * p.num_tokens + rows[r].token;
-        const float weight = weight_of(score, total_max) / sum;
-        attn[attn_row * max_keys + key] = score != -INFINITY ? weight : 0.0f;
+  // Now the denominators are known. Each thread turns the scores that it stored into weights, and
+  // stores zeros for keys that no row sees.
+  for (int r = 0; r < num_rows; r++) {
+    const int row = first_row + r;
+    const int head = head_slot * p.group + row % p.group;
+    const float sink = HAS_SINKS ? in_log2(sinks[head]) : LOWEST;
+    float total_max = max(LOWEST, sink);
+    for (int s = 0; s < SIMDGROUPS; s++) {
+      total_max = max(total_max, shared_max[s * ROWS + r]);
+    }
+    float sum = HAS_SINKS ? weight_of(sink, total_max) : 0.0f;
+    for (int s = 0; s < SIMDGROUPS; s++) {
+      sum += shared_sum[s * ROWS + r] * rescale(shared_max[s * ROWS + r], total_max);
+    }
+    const long attn_row =
+        (long(sequence) * p.num_heads + head) * p.num_tokens + row / p.group;
+    device float* own_attn = attn + attn_row * max_keys;
+    for (int key = first_key % THREADS - THREADS + thread_index; key < max_keys; key += THREADS) {
+      const bool is_stored = key >= first_key && key < end;
+      if (key >= 0) {
+        const float score = is_stored ? own_attn[key] : -INFINITY;
+        own_attn[key] = score != -INFINITY ? weight_of(score, total_max) / sum : 0.0f;
       }
     }
   }

@@ -24,7 +24,7 @@ struct AttentionParams {
   int context_stride;
   int num_heads;       // H
   int num_kv_heads;    // H_kv
-  int num_tokens;      // L
+  int num_tokens;      // L; T in a ragged batch
   int num_blocks;      // N
   int max_blocks;      // M
   int group;           // query heads that share a KV head; 1 with a mapping
@@ -35,14 +35,21 @@ struct AttentionParams {
   int rope_pairs;  // R / 2
   float scale;     // multiplies q.k
   float softcap;
+  int num_sequences;   // B
+  int first_sequence;  // of a ragged batch, that this launch computes
 };
 
 struct MergeParams {
   MLX_PAGED_INT64 out_strides[3];  // of sequence, head, token
-  int num_rows;                    // B * H * L
-  int num_heads;                   // H
-  int num_tokens;                  // L
+  int context_stride;
+  int num_sequences;  // B in a ragged batch; otherwise 0, and cu_seqlens may be anything
+  int num_heads;      // H
+  int num_tokens;     // L; 1 in a ragged batch, whose outputs are [T, H, 1, D_v]
+  int max_keys;       // of a sequence
   int num_splits;
+  int keys_per_split;
+  int is_causal;
+  int window;  // the most keys that a query sees; 0 if it sees all
 };
 
 struct WriteParams {

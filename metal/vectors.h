@@ -1,5 +1,11 @@
 // Sizes of the GPU that the kernels share, and access to whole vectors.
 
+// Before a loop over arrays of registers: only constant indices keep them in registers.
+#define UNROLL _Pragma("clang loop unroll(full)")
+
+// Before a loop whose passes would need too many registers together.
+#define NO_UNROLL _Pragma("clang loop unroll(disable)")
+
 constant constexpr int LANES = 32;  // of a simdgroup
 constant constexpr int VECTOR = 4;  // neighbouring elements that a lane moves at once
 
@@ -7,6 +13,12 @@ constant constexpr int VECTOR = 4;  // neighbouring elements that a lane moves a
 template <typename T>
 inline vec<T, VECTOR> read_vector(const device T* elements) {
   return *reinterpret_cast<const device vec<T, VECTOR>*>(elements);
+}
+
+// The same, at a multiple of their number.
+template <typename T>
+inline vec<T, VECTOR> read_vector_at(const device T* elements, uint vector) {
+  return reinterpret_cast<const device vec<T, VECTOR>*>(elements)[vector];
 }
 
 // The same, stored at once.

@@ -14,6 +14,7 @@ from mlx_paged.ops.paged import (
     copy_blocks,
     install_in_mlx,
     paged_attention,
+    paged_attention_varlen,
     uninstall_from_mlx,
     write_kv,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "install_in_mlx",
     "make_prompt_cache",
     "paged_attention",
+    "paged_attention_varlen",
     "patch_mlx_lm",
     "patched_mlx_lm",
     "uninstall_from_mlx",

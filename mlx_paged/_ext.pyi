@@ -32,6 +32,22 @@ def paged_attention(
     return_attn: bool = False,
     stream: _Stream = None,
 ) -> mx.array | Any: ...  # the pair with return_attn
+def paged_attention_varlen(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    cu_seqlens: mx.array,
+    *,
+    scale: float,
+    num_decodes: int = 0,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    stream: _Stream = None,
+) -> mx.array: ...
 def write_kv(
     k: mx.array,
     v: mx.array,
@@ -75,6 +91,7 @@ def reserved_bytes() -> int: ...
 def check_tables(
     op: str, block_tables: mx.array, context_lens: mx.array, num_blocks: int, block_size: int
 ) -> None: ...
+def check_cu_seqlens(op: str, cu_seqlens: mx.array, num_tokens: int, num_decodes: int) -> None: ...
 def is_transforming() -> bool: ...
 def has_values(array: mx.array) -> bool: ...
 def view_as(kind: type[_Array], array: mx.array) -> _Array: ...
@@ -120,6 +137,11 @@ class metal:
     def has_metal() -> bool: ...
     @staticmethod
     def unsupported(head_dim: int, value_dim: int) -> str: ...
+    @staticmethod
+    def serves_chunks(dtype: mx.Dtype, head_dim: int, value_dim: int) -> bool: ...
+    @staticmethod
+    def plan_attention_varlen(*arrays: mx.array, **options: Any) -> dict[str, Any]:
+        """The arguments are those of :func:`paged_attention_varlen` without `stream`."""
     @staticmethod
     def plan_attention(*arrays: mx.array, **options: Any) -> dict[str, Any]:
         """The arguments are those of :func:`paged_attention` without `stream`."""

@@ -123,6 +123,19 @@ Args:
     rows: which of these tables each row has, B numbers.
     block_size: tokens per block.)";
 
+constexpr const char* kCheckCuSeqlensDoc =
+    R"(Check the values of cu_seqlens on the host, as :func:`check_tables` does.
+
+Args:
+    op: name that starts the error message.
+    cu_seqlens: ``[B + 1]`` int32.
+    num_tokens: T, tokens of all sequences.
+    num_decodes: how many of the first sequences have one token each.
+
+Raises:
+    ValueError: a shape or dtype does not fit, or the values do not rise from 0 to T, by one for
+        each of the first `num_decodes` sequences.)";
+
 constexpr const char* kIsTransformingDoc =
     R"(Whether this thread is within one of MLX's function transformations: grad, vjp, jvp, vmap or
 compile.)";
@@ -224,6 +237,9 @@ NB_MODULE(_ext, m) {
 
   def_attention<mx::StreamOrDevice>(m, "paged_attention", &paged_attention, "stream"_a = nb::none(),
                                     "See :func:`mlx_paged.ops.paged_attention`.");
+  def_varlen_attention<mx::StreamOrDevice>(m, "paged_attention_varlen", &paged_attention_varlen,
+                                           "stream"_a = nb::none(),
+                                           "See :func:`mlx_paged.ops.paged_attention_varlen`.");
   m.def("write_kv", &write_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
         nb::kw_only(), "stream"_a = nb::none(), "See :func:`mlx_paged.ops.write_kv`.");
   m.def("copy_blocks", &copy_blocks, "k_cache"_a, "v_cache"_a, "block_pairs"_a, nb::kw_only(),
@@ -244,6 +260,8 @@ NB_MODULE(_ext, m) {
         "block_tables"_a, "num_tokens"_a, "held"_a = nb::none(), kAppendKvDoc);
   m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a, "rows"_a,
         "block_size"_a, kPaddedArraysDoc);
+  m.def("check_cu_seqlens", &check_cu_seqlens, "op"_a, "cu_seqlens"_a, "num_tokens"_a,
+        "num_decodes"_a, kCheckCuSeqlensDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);

@@ -28,16 +28,47 @@ void def_attention(nb::module_& module, const char* name, Function function,
                  const OptionalArray& attn_mask, std::optional<int> window,
                  const OptionalArray& sinks, std::optional<float> softcap,
                  const OptionalArray& alibi_slopes, bool return_attn, Extra... extra) {
-        return function(
-            AttentionInputs{q, k_cache, v_cache, block_tables, context_lens, kv_head_mapping,
-                            rope_freqs, attn_mask, sinks, alibi_slopes},
-            AttentionOptions{scale, causal, return_attn, window, softcap}, extra...);
+        return function(AttentionInputs{q,
+                                        k_cache,
+                                        v_cache,
+                                        block_tables,
+                                        context_lens,
+                                        kv_head_mapping,
+                                        rope_freqs,
+                                        attn_mask,
+                                        sinks,
+                                        alibi_slopes,
+                                        {}},
+                        AttentionOptions{scale, causal, return_attn, window, softcap}, extra...);
       },
       "q"_a, "k_cache"_a, "v_cache"_a, "block_tables"_a, "context_lens"_a, nb::kw_only(), "scale"_a,
       "causal"_a = true, "kv_head_mapping"_a = nb::none(), "rope_freqs"_a = nb::none(),
       "attn_mask"_a = nb::none(), "window"_a = nb::none(), "sinks"_a = nb::none(),
       "softcap"_a = nb::none(), "alibi_slopes"_a = nb::none(), "return_attn"_a = false,
       annotations...);
+}
+
+// Binds a function with the arguments of paged_attention_varlen.
+template <typename... Extra, typename Function, typename... Annotations>
+void def_varlen_attention(nb::module_& module, const char* name, Function function,
+                          const Annotations&... annotations) {
+  module.def(
+      name,
+      [function](const mx::array& q, const mx::array& k_cache, const mx::array& v_cache,
+                 const mx::array& block_tables, const mx::array& context_lens,
+                 const mx::array& cu_seqlens, float scale, int num_decodes, bool causal,
+                 std::optional<int> window, const OptionalArray& sinks,
+                 std::optional<float> softcap, Extra... extra) {
+        AttentionInputs in{q, k_cache, v_cache, block_tables, context_lens, {}, {}, {}, {}, {}, {}};
+        in.sinks = sinks;
+        in.cu_seqlens = cu_seqlens;
+        return function(std::move(in),
+                        AttentionOptions{scale, causal, false, window, softcap, num_decodes},
+                        extra...);
+      },
+      "q"_a, "k_cache"_a, "v_cache"_a, "block_tables"_a, "context_lens"_a, "cu_seqlens"_a,
+      nb::kw_only(), "scale"_a, "num_decodes"_a = 0, "causal"_a = true, "window"_a = nb::none(),
+      "sinks"_a = nb::none(), "softcap"_a = nb::none(), annotations...);
 }
 
 }  // namespace mlx_paged

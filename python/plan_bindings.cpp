@@ -98,8 +98,12 @@ void bind_plans(nb::module_& m) {
   metal.def("has_metal", &has_metal, "Whether this build can encode launches.");
   metal.def("unsupported", &unsupported_on_metal, "head_dim"_a, "value_dim"_a,
             "Why the Metal kernels do not support these head dimensions; empty if they do.");
+  metal.def("serves_chunks", &has_matrix_kernel, "dtype"_a, "head_dim"_a, "value_dim"_a,
+            "Whether the kernel for chunks computes pools of this dtype with these dimensions.");
   metal.attr("MOST_ROWS") = kMaxSharedRows;
   def_attention(metal, "plan_attention", &describe_attention, "The launches of paged_attention.");
+  def_varlen_attention(metal, "plan_attention_varlen", &describe_attention,
+                       "The launches of paged_attention_varlen, with q [T, H, 1, D].");
   metal.def("plan_write_kv", &describe_write, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a,
             "slot_mapping"_a, "The launches of write_kv.");
   metal.def("plan_copy_blocks", &describe_copy, "k_cache"_a, "v_cache"_a, "block_pairs"_a,

@@ -2,6 +2,7 @@
 
 #include "csrc/metal/arrays.h"
 #include "csrc/metal/attention_launches.h"
+#include "csrc/metal/matrix_plan.h"
 #include "csrc/metal/plans.h"
 
 namespace mlx_paged {
@@ -11,20 +12,32 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxDim = 576;
 
-// A context is split until there are enough threadgroups for a GPU, but no split is shorter than
-// kMinKeysPerSplit. Both numbers are the same on every machine, so results are the same too.
-constexpr int kWantedThreadgroups = 128;
-constexpr int kMinKeysPerSplit = 256;
-constexpr int kKeysPerPass = 16;
-
 // Rows of a threadgroup: all rows, rounded up to a power of two, unless they need too many
 // registers.
 int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
-  const int max_rows = std::max(head_dim, value_dim) > 128 ? 2 : kMaxSharedRows;
-  return num_rows > 2 ? max_rows : num_rows;
+  const int dim = std::max(head_dim, value_dim);
+  const int max_rows = dim > 256 ? 1 : dim > 128 ? 2 : kMaxSharedRows;
+  return std::min(num_rows > 2 ? kMaxSharedRows : num_rows, max_rows);
 }
 
-AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& options) {
+// The kernels count the vectors between the first slot of a head and any other one in 32 bits.
+void check_offsets(const char* argument, const mx::array& pool) {
+  int64_t last = 0;
+  bool is_ascending = true;
+  for (const int axis : {1, 2}) {
+    is_ascending &= pool.shape(axis) <= 1 || pool.strides(axis) >= 0;
+    last += (pool.shape(axis) - 1) * pool.strides(axis);
+  }
+  const int64_t most = int64_t{kVector} << 32;
+  if (!is_ascending || last + pool.shape(3) >= most) {
+    fail<std::runtime_error>("paged_attention", argument, " has strides ", pool.strides(1), " and ",
+                             pool.strides(2),
+                             " of blocks and slots: expected a head to end less than ", most,
+                             " elements behind its first slot");
+  }
+}
+
+AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOptions& options) {
   AttentionGeometry g;
   const int num_heads = in.q.shape(1);
   g.head_slots = in.kv_head_mapping.has_value() ? num_heads : in.k_cache.shape(0);
@@ -32,14 +45,83 @@ AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& op
   const int num_rows = g.group * in.q.shape(2);
   g.rows = rows_per_threadgroup(num_rows, in.q.shape(3), in.v_cache.shape(3));
   g.row_tiles = ceil_div(num_rows, g.rows);
-  const int max_keys = in.block_tables.shape(1) * in.k_cache.shape(2);
-  const int threadgroups = g.head_slots * g.row_tiles * in.q.shape(0);
-  const int wanted =
-      std::min(ceil_div(kWantedThreadgroups, threadgroups), ceil_div(max_keys, kMinKeysPerSplit));
-  const int splits = options.return_attn ? 1 : std::max(1, wanted);
-  g.keys_per_split = std::max(1, ceil_div(ceil_div(max_keys, splits), kKeysPerPass)) * kKeysPerPass;
-  g.num_splits = std::max(1, ceil_div(max_keys, g.keys_per_split));
+  g.splits = split_keys(in, options);
   return g;
+}
+
+LaunchPlan tile_launch(const AttentionInputs& in, const AttentionOptions& options,
+                       const AttentionGeometry& g) {
+  const bool split = g.splits.count > 1;
+  const std::string sizes[] = {std::to_string(in.q.shape(3)), std::to_string(in.v_cache.shape(3)),
+                               std::to_string(g.rows)};
+  LaunchPlan plan;
+  plan.kernel = "paged_attention_" + metal_type(in.k_cache) + "_" + metal_type(in.q) + "_d" +
+                sizes[0] + "_v" + sizes[1] + "_r" + sizes[2];
+  plan.instantiation = "paged_attention<" + metal_type(in.k_cache) + ", " + metal_type(in.q) +
+                       ", " + sizes[0] + ", " + sizes[1] + ", " + sizes[2] + ">";
+  plan.constants = attention_constants(in, options, split);
+  plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
+               static_cast<uint32_t>(in.q.shape(0)), static_cast<uint32_t>(g.splits.count)};
+  plan.threadgroup = {kThreads, 1, 1};
+  plan.set_params(5, attention_params(in, options, g));
+  bind_attention(in, split, plan);
+  if (options.return_attn) {
+    plan.buffers.push_back({15, BufferBinding::Role::kOutput, 1});
+  }
+  return plan;
+}
+
+// The geometry that a call of its own has.
+AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& options) {
+  return supports_matrix(in, options) ? matrix_geometry(in, options) : tile_geometry(in, options);
+}
+
+LaunchPlan launch(const AttentionInputs& in, const AttentionOptions& options,
+                  const AttentionGeometry& g) {
+  return supports_matrix(in, options) ? matrix_launch(in, options, g) : tile_launch(in, options, g);
+}
+
+LaunchPlans plan_call(const AttentionInputs& in, const AttentionOptions& options) {
+  const AttentionGeometry g = geometry(in, options);
+  return with_merge({launch(in, options, g)}, in, options, g.splits);
+}
+
+// The first sequences of a ragged batch, of one token each, as a call of their own.
+AttentionInputs decodes_of(const AttentionInputs& in, const AttentionOptions& options) {
+  AttentionInputs decodes = in;
+  decodes.cu_seqlens.reset();
+  mx::Shape shape = in.q.shape();
+  shape[0] = options.num_decodes;
+  decodes.q = mx::array(shape, in.q.dtype(), nullptr, Arrays{});
+  decodes.q.copy_shared_buffer(in.q, in.q.strides(), in.q.flags(), in.q.data_size());
+  return decodes;
+}
+
+// A ragged batch. If its chunks alone fill a GPU, only the contexts of the decodes are split.
+LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& options) {
+  const AttentionInputs decodes = decodes_of(in, options);
+  if (options.num_decodes == in.q.shape(0)) {
+    return plan_call(decodes, options);
+  }
+  if (!supports_matrix(in, options)) {
+    fail<std::runtime_error>(
+        "paged_attention_varlen", "k_cache has dtype ", in.k_cache.dtype(), " and q ", in.q.dtype(),
+        ", with head dimensions ", in.q.shape(3), " and ", in.v_cache.shape(3),
+        ": on a GPU expected float16 or bfloat16 for both, and multiples of 8");
+  }
+  AttentionGeometry chunks = matrix_geometry(in, options);
+  if (options.num_decodes == 0) {
+    return plan_call(in, options);
+  }
+  AttentionGeometry rows = geometry(decodes, options);
+  if (chunks.splits.count > 1) {
+    chunks.splits = rows.splits = split_keys(in, options);
+    return with_merge({matrix_launch(in, options, chunks), launch(decodes, options, rows)}, in,
+                      options, rows.splits);
+  }
+  LaunchPlans plans = plan_call(decodes, options);
+  plans.launches.insert(plans.launches.begin(), matrix_launch(in, options, chunks));
+  return plans;
 }
 
 }  // namespace
@@ -55,7 +137,6 @@ std::string unsupported_on_metal(int head_dim, int value_dim) {
 }
 
 LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) {
-  using Role = BufferBinding::Role;
   const AttentionInputs in = unflatten_inputs(inputs, config);
   if (in.q.size() == 0 || in.v_cache.shape(3) == 0) {
     return {};
@@ -65,39 +146,9 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   }
   check_metal_pool("paged_attention", "k_cache", in.k_cache, false);
   check_metal_pool("paged_attention", "v_cache", in.v_cache, false);
-  const AttentionGeometry g = geometry(in, config);
-  const int value_dim = in.v_cache.shape(3);
-  const bool split = g.num_splits > 1;
-  const std::string sizes[] = {std::to_string(in.q.shape(3)), std::to_string(value_dim),
-                               std::to_string(g.rows)};
-  LaunchPlan plan;
-  plan.kernel = "paged_attention_" + metal_type(in.k_cache) + "_" + metal_type(in.q) + "_d" +
-                sizes[0] + "_v" + sizes[1] + "_r" + sizes[2];
-  plan.instantiation = "paged_attention<" + metal_type(in.k_cache) + ", " + metal_type(in.q) +
-                       ", " + sizes[0] + ", " + sizes[1] + ", " + sizes[2] + ">";
-  plan.constants = attention_constants(in, config, split);
-  plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
-               static_cast<uint32_t>(in.q.shape(0)), static_cast<uint32_t>(g.num_splits)};
-  plan.threadgroup = {kThreads, 1, 1};
-  plan.buffers = {{0, Role::kInput, 0},
-                  {1, Role::kPoolRead, 1},
-                  {2, Role::kPoolRead, 2},
-                  {3, Role::kInput, 3},
-                  {4, Role::kInput, 4}};
-  plan.set_params(5, attention_params(in, config, g));
-  bind_optional(in, plan);
-  if (config.return_attn) {
-    plan.buffers.push_back({15, Role::kOutput, 1});
-  }
-  if (!split) {
-    plan.buffers.push_back({6, Role::kOutput, 0});
-    return {{plan}, {}};
-  }
-  plan.buffers.push_back({7, Role::kScratch, 0});
-  plan.buffers.push_back({8, Role::kScratch, 1});
-  const size_t partials = size_t{1} * in.q.shape(0) * in.q.shape(1) * in.q.shape(2) * g.num_splits;
-  return {{plan, merge_plan(in, g)},
-          {partials * value_dim * sizeof(float), partials * 2 * sizeof(float)}};
+  check_offsets("k_cache", in.k_cache);
+  check_offsets("v_cache", in.v_cache);
+  return in.cu_seqlens ? plan_varlen(in, config) : plan_call(in, config);
 }
 
 }  // namespace mlx_paged

@@ -1,3 +1,4 @@
+#include <optional>
 #include <stdexcept>
 
 #include "csrc/metal/plans.h"
@@ -83,16 +84,29 @@ void encode(const LaunchPlans& plans, const Arrays& inputs, Arrays& outputs, mx:
     scratch.back().set_data(mx::allocator::malloc(bytes));
     encoder.add_temporary(scratch.back());  // scratch only: inputs and outputs must stay fenced
   }
-  for (const LaunchPlan& plan : plans.launches) {
-    auto* state = pipeline(device, plan);
-    encoder.set_compute_pipeline_state(state);
-    const bool is_first = &plan == &plans.launches.front();
+  const auto launch = [&](const LaunchPlan& plan, bool writes_scratch) {
+    encoder.set_compute_pipeline_state(pipeline(device, plan));
     for (const BufferBinding& binding : plan.buffers) {
-      bind(encoder, binding, inputs, outputs, scratch, is_first);
+      bind(encoder, binding, inputs, outputs, scratch, writes_scratch);
     }
     encoder.set_bytes(plan.params.data(), static_cast<int>(plan.params.size()), plan.params_index);
     plan.grid_in_threads ? encoder.dispatch_threads(size(plan.grid), size(plan.threadgroup))
                          : encoder.dispatch_threadgroups(size(plan.grid), size(plan.threadgroup));
+  };
+  const auto merge = plans.launches.end() - (scratch.empty() ? 0 : 1);
+  {
+    // Barriers do not know what a concurrent context writes until it ends. Only attention has
+    // several launches, and its outputs have new memory, which nothing before them reads.
+    std::optional<mx::metal::CommandEncoder::ConcurrentContext> concurrent;
+    if (merge - plans.launches.begin() > 1) {
+      concurrent.emplace(encoder);
+    }
+    for (auto plan = plans.launches.begin(); plan != merge; ++plan) {
+      launch(*plan, true);
+    }
+  }
+  if (merge != plans.launches.end()) {
+    launch(*merge, false);
   }
 }
 

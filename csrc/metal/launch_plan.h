@@ -56,7 +56,8 @@ struct LaunchPlan {
   }
 };
 
-// The launches of one op, in order, and the bytes of each scratch buffer that they share.
+// The launches of one op, in order, and the bytes of each scratch buffer that they share. The last
+// launch reads scratch buffers, the others write them.
 struct LaunchPlans {
   std::vector<LaunchPlan> launches;
   std::vector<size_t> scratch_bytes;

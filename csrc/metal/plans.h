@@ -25,6 +25,9 @@ LaunchPlans plan_copy_blocks(const Arrays& inputs);
 // Why the Metal kernels do not support these head dimensions; empty if they do.
 std::string unsupported_on_metal(int head_dim, int value_dim);
 
+// Whether the kernel for many query rows computes such a pool, if queries have its dtype.
+bool has_matrix_kernel(mx::Dtype dtype, int head_dim, int value_dim);
+
 // The source of a launch's library: the headers of metal/, the file of its kernel and one
 // instantiation.
 std::string library_source(const LaunchPlan& plan);

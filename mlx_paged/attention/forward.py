@@ -4,8 +4,9 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -18,7 +19,7 @@ from mlx_paged.attention.sdpa_hook import (
     mlx_attention,
     narrowest,
 )
-from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.kv.pool import KVPool, KVShape, head_runs
 
 PATHS = "paged", "gather"
 """The paged op, through block tables; blocks gathered into one array, then MLX's own attention."""
@@ -27,7 +28,14 @@ VARIABLE = "MLX_PAGED_ATTENTION"
 """The environment variable that forces one of the paths."""
 
 FEW_QUERIES = 8
-"""On a GPU, chunks of up to so many tokens of a sequence take the paged op."""
+"""On a GPU, chunks of up to so many tokens of a sequence take the paged op in every layer."""
+
+LONG_CHUNK = 256
+"""On a GPU, chunks from so many tokens on are gathered in layers that MLX's fast kernel takes: the
+only one that uses all matrix units of every GPU."""
+
+LARGEST_HEAD_OF_MLX = 128
+"""The largest head dimension of that kernel."""
 
 ANY_NUMBER = 2**31
 
@@ -36,7 +44,7 @@ path_counts: Counter[str] = Counter()
 
 
 def max_paged_queries() -> int:
-    """How many tokens of a sequence take the paged op; longer chunks are gathered.
+    """How many tokens of a sequence take the paged op in every layer.
 
     The default device and the environment decide. Callers ask once and keep the answer.
     """
@@ -44,6 +52,15 @@ def max_paged_queries() -> int:
     if path is None:
         return ANY_NUMBER if mx.default_device() == mx.cpu else FEW_QUERIES
     return ANY_NUMBER if path == "paged" else 0
+
+
+def max_paged_queries_of(shape: KVShape, in_every_layer: int) -> int:
+    """How many tokens of a sequence take the paged op in layers of this shape, if queries have its
+    dtype; longer chunks are gathered. On a GPU some shapes have a kernel for chunks."""
+    dims = shape.head_dim, shape.v_head_dim
+    if in_every_layer != FEW_QUERIES or not ops.serves_chunks(shape.dtype, *dims):
+        return in_every_layer
+    return LONG_CHUNK - 1 if max(dims) <= LARGEST_HEAD_OF_MLX else ANY_NUMBER
 
 
 @cache
@@ -66,6 +83,14 @@ def causal_mask(queries: mx.array, num_keys: int, window: int | None, first: int
     return mask if window is None else mask & (keys > queries - window)
 
 
+class GatheredKeys(NamedTuple):
+    """By what a chunk's keys are gathered, how many there are, and which of them a token sees."""
+
+    runs: mx.array
+    num_keys: int
+    mask: mx.array | str
+
+
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Consecutive tokens of one sequence, attended together.
@@ -81,41 +106,50 @@ class Chunk:
     start: int
     length: int
     block_ids: mx.array
+    _keys: dict[tuple[int | None, int, int], GatheredKeys] = field(default_factory=dict, init=False)
 
     @property
     def stop(self) -> int:
         """Position after its last token: the number of tokens that this one attends to."""
         return self.start + self.length
 
-    @cached_property
-    def tables(self) -> mx.array:
-        """``[1, n]`` int32, the blocks as a batch of one."""
-        return self.block_ids[None]
-
-    @cached_property
-    def context_lens(self) -> mx.array:
-        """``[1]`` int32, the context as a batch of one."""
-        return as_int32([self.stop])
+    def keys(self, window: int | None, n_kv_heads: int, block_size: int) -> GatheredKeys:
+        """The keys of the blocks within the window. Layers that are alike share the arrays."""
+        if window is not None and window >= self.stop:
+            window = None
+        kind = window, n_kv_heads, block_size
+        if kind not in self._keys:
+            first = 0
+            mask: mx.array | str = "causal"
+            if window is not None:
+                first = max(0, self.start - window + 1) // block_size * block_size
+                queries = mx.arange(self.start, self.stop)[:, None]
+                mask = causal_mask(queries, self.stop, window, first)
+            runs = head_runs(self.block_ids[first // block_size :], n_kv_heads)
+            self._keys[kind] = GatheredKeys(runs, self.stop - first, mask)
+        return self._keys[kind]
 
 
 @dataclass(eq=False)
 class Forward:
     """What the layers that share their block tables know of one forward.
 
-    The queries of a layer are ``[rows, H, columns, D]``. The first rows attend as they are, each
-    through a block table of its own. Other rows, each of one column, are the tokens of `chunks`.
+    The queries of a layer are ``[rows, H, columns, D]``. Each row is a sequence, unless
+    `cu_seqlens` says which rows of one column are the tokens of each sequence.
 
     Attributes:
         columns: tokens in each row.
         positions: ``[rows * columns]`` int32, of each token in its sequence.
         slot_mapping: ``[rows * columns]`` int32, the slot for each token's K/V; None: K/V is stored
             already.
-        block_tables: ``[R, M]`` int32, of the rows that attend as they are.
-        context_lens: ``[R]`` int32, tokens of each of their sequences, these columns included.
+        block_tables: ``[B, M]`` int32, of the sequences.
+        context_lens: ``[B]`` int32, tokens of each sequence, these included.
         max_context: the longest context, which is the length of gathered keys.
         offset: position of each row's first token, ``[rows]`` int32; an int for a single chunk.
         next_offset: the same after these tokens.
-        chunks: the tokens of the other rows, sequence by sequence.
+        cu_seqlens: ``[B + 1]`` int32: sequence s has the rows ``cu_seqlens[s]`` to
+            ``cu_seqlens[s + 1] - 1``, and as many as the sequence before it or more.
+        chunks: the sequences of several rows, which are the last ones.
         row_chunks: each row as a chunk, for rows of more columns than the paged op takes; None: a
             row of padding.
         held: ``[rows, 1, S, 1]`` bool, which of the gathered keys a row holds; None: all.
@@ -131,6 +165,7 @@ class Forward:
     max_context: int
     offset: int | mx.array
     next_offset: int | mx.array
+    cu_seqlens: mx.array | None = None
     chunks: Sequence[Chunk] = ()
     row_chunks: Sequence[Chunk | None] = ()
     held: mx.array | None = None
@@ -157,7 +192,7 @@ class LayerView(AttendingCache):
         pool: holds the K/V.
         layer: index of this layer in the pool.
         window: tokens that a query of this layer sees at most, itself included.
-        max_paged_queries: tokens of a sequence up to which the paged op attends.
+        max_paged_queries: tokens of a sequence up to which the paged op attends in every layer.
         forward: may also be set later.
     """
 
@@ -174,9 +209,11 @@ class LayerView(AttendingCache):
         self.pool = pool
         self.layer = layer
         self.window = window
-        self.is_latent = pool.shapes[layer].latent
+        self.shape = pool.shapes[layer]
+        self.is_latent = self.shape.latent
         self._block_size = pool.k[layer].shape[2]
-        self._max_paged_queries = max_paged_queries
+        self._few_queries = max_paged_queries
+        self._max_paged_queries = max_paged_queries_of(self.shape, max_paged_queries)
         if forward is not None:
             self.forward = forward
 
@@ -215,24 +252,41 @@ class LayerView(AttendingCache):
         if q.shape[2] != forward.columns or self.is_latent == (query.rotary is None):
             return None
         if not forward.is_read:
-            shape = (*q.shape[:3], self.pool.shapes[self.layer].v_head_dim)
+            shape = (*q.shape[:3], self.shape.v_head_dim)
             return mx.broadcast_to(mx.zeros((), q.dtype), shape)
         if query.rotary is not None:
             q = mx.concatenate([q, (query.rotary / query.scale).astype(q.dtype)], axis=-1)
             query = query._replace(q=q, rotary=None)
         if query.window != self.window:  # the mask is another layer's
             query = query._replace(window=narrowest(query.window, self.window))
-        if forward.columns > max(FEW_QUERIES, self._max_paged_queries):
+        limit = self._max_paged_queries if q.dtype == self.shape.dtype else self._few_queries
+        if forward.columns > max(FEW_QUERIES, limit):
             return self._row_by_row(query)
-        if not forward.chunks:
-            return self.rows(query, forward.block_tables, forward.context_lens)
+        if forward.cu_seqlens is not None:
+            return self._ragged(query, forward.cu_seqlens, limit)
+        if forward.columns <= limit:
+            return self.through_tables(query, forward.block_tables, forward.context_lens)
+        return self.gathered_rows(query, forward.block_tables, forward.context_lens)
+
+    def _ragged(self, query: Query, cu_seqlens: mx.array, limit: int) -> mx.array:
+        """Short sequences by the paged op, all at once; each of the others by MLX's attention."""
+        q, forward = query.q, self.forward
+        tables, lens, num_chunks = forward.block_tables, forward.context_lens, len(forward.chunks)
+        num_decodes = tables.shape[0] - num_chunks
+        chunks = [chunk for chunk in forward.chunks if chunk.length > limit]
+        if not chunks:
+            return self.through_tables(query, tables, lens, cu_seqlens, num_decodes)
         parts = []
-        if num_rows := forward.block_tables.shape[0]:
-            first = query._replace(q=q[:num_rows])
-            parts.append(self.rows(first, forward.block_tables, forward.context_lens))
-        for chunk in forward.chunks:
+        if num_rows := chunks[0].first:
+            count = tables.shape[0] - len(chunks)
+            short = query._replace(q=q[:num_rows]), tables[:count], lens[:count]
+            if limit:
+                parts.append(self.through_tables(*short, cu_seqlens[: count + 1], num_decodes))
+            else:
+                parts.append(self.gathered_rows(*short))
+        for chunk in chunks:
             tokens = q[chunk.first : chunk.first + chunk.length].transpose(2, 1, 0, 3)
-            out = self.chunk(query._replace(q=tokens), chunk)
+            out = self.gathered_chunk(query._replace(q=tokens), chunk)
             parts.append(out.transpose(2, 1, 0, 3))
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
@@ -241,8 +295,7 @@ class LayerView(AttendingCache):
         q, rows = query.q, []
         for i, chunk in enumerate(self.forward.row_chunks):
             if chunk is None:
-                v_head_dim = self.pool.shapes[self.layer].v_head_dim
-                rows.append(mx.zeros((1, *q.shape[1:3], v_head_dim), q.dtype))
+                rows.append(mx.zeros((1, *q.shape[1:3], self.shape.v_head_dim), q.dtype))
                 continue
             stop = chunk.first + chunk.length
             tokens = q[i : i + 1, :, chunk.first : stop]
@@ -253,41 +306,39 @@ class LayerView(AttendingCache):
 
     # Both paths give the same answer
 
-    def rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
-        """The last L tokens of B sequences, ``q [B, H, L, D]``.
+    def through_tables(
+        self,
+        query: Query,
+        tables: mx.array,
+        context_lens: mx.array,
+        cu_seqlens: mx.array | None = None,
+        num_decodes: int = 0,
+    ) -> mx.array:
+        """The last L tokens of B sequences, ``q [B, H, L, D]``, by the paged op; with `cu_seqlens`
+        the last tokens of each, ``q [T, H, 1, D]``.
 
         Args:
             tables: ``[B, M]`` int32 block tables.
-            context_lens: ``[B]`` int32, tokens of each sequence, these L included.
+            context_lens: ``[B]`` int32, tokens of each sequence, these included.
+            cu_seqlens: ``[B + 1]`` int32, the rows of each sequence.
+            num_decodes: how many of the first sequences have one row.
         """
-        if query.q.shape[2] <= self._max_paged_queries:
-            return self.through_tables(query, tables, context_lens)
-        return self.gathered_rows(query, tables, context_lens)
-
-    def chunk(self, query: Query, chunk: Chunk) -> mx.array:
-        """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence."""
-        if query.q.shape[2] <= self._max_paged_queries:
-            return self.through_tables(query, chunk.tables, chunk.context_lens)
-        return self.gathered_chunk(query, chunk)
-
-    def through_tables(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
-        """As `rows`, by the paged op."""
         path_counts["paged"] += 1
-        return ops.paged_attention(
-            query.q,
-            self.pool.k,
-            self.pool.v,
-            tables,
-            context_lens,
-            self.layer,
-            scale=query.scale,
-            window=query.window,
-            sinks=query.sinks,
-            check_tables=False,
-        )
+        arrays = query.q, self.pool.k, self.pool.v, tables, context_lens
+        options: dict[str, Any] = {
+            "layer_idx": self.layer,
+            "scale": query.scale,
+            "window": query.window,
+            "sinks": query.sinks,
+            "check_tables": False,
+        }
+        if cu_seqlens is None:
+            out: mx.array = ops.paged_attention(*arrays, **options)
+            return out
+        return ops.paged_attention_varlen(*arrays, cu_seqlens, num_decodes=num_decodes, **options)
 
     def gathered_rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
-        """As `rows`, by MLX's own attention; all blocks of the tables are gathered."""
+        """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered."""
         path_counts["gather"] += 1
         num_keys, length = tables.shape[1] * self._block_size, query.q.shape[2]
         k = ops.gather_blocks(self.pool.k[self.layer], tables, num_keys)
@@ -298,12 +349,9 @@ class LayerView(AttendingCache):
         return mlx_attention(query.q, k, v, scale=query.scale, mask=mask, sinks=query.sinks)
 
     def gathered_chunk(self, query: Query, chunk: Chunk) -> mx.array:
-        """As `chunk`, by MLX's own attention; only blocks within the window are gathered."""
+        """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence, by MLX's own
+        attention; only blocks within the window are gathered."""
         path_counts["gather"] += 1
-        first, end, block_size = 0, chunk.stop, self._block_size
-        mask: mx.array | str = "causal"
-        if query.window is not None and end > query.window:
-            first = max(0, chunk.start - query.window + 1) // block_size * block_size
-            mask = causal_mask(mx.arange(chunk.start, end)[:, None], end, query.window, first)
-        k, v = self.pool.gather(self.layer, chunk.block_ids[first // block_size :], end - first)
-        return mlx_attention(query.q, k, v, scale=query.scale, mask=mask, sinks=query.sinks)
+        keys = chunk.keys(query.window, self.shape.n_kv_heads, self._block_size)
+        k, v = self.pool.gather(self.layer, keys.runs, keys.num_keys)
+        return mlx_attention(query.q, k, v, scale=query.scale, mask=keys.mask, sinks=query.sinks)

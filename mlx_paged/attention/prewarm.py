@@ -1,7 +1,7 @@
 """Compile the GPU pipelines of an engine before the first request needs them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -14,14 +14,11 @@ from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
 NUM_BLOCKS = 2
-LENGTHS = range(1, ops.metal.MOST_ROWS + 1)
-"""Tokens of a sequence. Longer chunks use the pipeline of the longest: its threadgroup is full."""
+LENGTHS = *range(1, ops.metal.MOST_ROWS + 1), 64
+"""Tokens of a sequence: a decode, drafts, a chunk whose threadgroups are full."""
 
 LONG_CONTEXT = 8192
-"""Tokens of a context that few sequences split over threadgroups."""
-
-MANY_SEQUENCES = 128
-"""So many sequences split no context."""
+"""Tokens of a context that is split over threadgroups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +35,8 @@ class AttentionKind:
 def prewarm(
     kinds: Sequence[AttentionKind], block_size: int, plan: PoolPlan | None = None
 ) -> float | None:
-    """Dispatch every pipeline once: attention of single tokens and of chunks, with whole and with
-    split contexts; writes and copies.
+    """Dispatch every pipeline once: attention of single tokens, of chunks and of both together,
+    with whole and with split contexts; writes and copies.
 
     A pipeline is compiled at its first dispatch, which takes tenths of a second on a GPU.
 
@@ -69,13 +66,21 @@ def _dispatch(kind: AttentionKind, block_size: int) -> None:
     options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
     columns = 1, max(1, LONG_CONTEXT // block_size)
     dispatched: set[str] = set()
-    for batch, num_blocks, length in product((1, MANY_SEQUENCES), columns, LENGTHS):
-        q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
-        q = mx.broadcast_to(q, (batch, *q.shape[1:]))
-        tables = mx.zeros((batch, num_blocks), mx.int32), mx.ones((batch,), mx.int32)
-        call = ops.metal.plan_attention(q, pool.k[0], pool.v[0], *tables, **options)
+
+    def dispatch(plan: Callable[..., Any], op: Callable[..., Any], *arrays: mx.array) -> None:
+        q, *others = arrays
+        call = plan(q, pool.k[0], pool.v[0], *others, **options)
         pipelines = {launch["pipeline"] for launch in call["launches"]}
         if not pipelines <= dispatched:
-            mx.eval(ops.paged_attention(q, pool.k, pool.v, *tables, **options))
-            dispatched |= pipelines
+            mx.eval(op(q, pool.k, pool.v, *others, **options))
+            dispatched.update(pipelines)
+
+    in_chunks = ops.serves_chunks(shape.dtype, shape.head_dim, shape.v_head_dim)
+    for num_blocks, length in product(columns, LENGTHS):
+        q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
+        tables = mx.zeros((1, num_blocks), mx.int32), mx.ones((1,), mx.int32)
+        dispatch(ops.metal.plan_attention, ops.paged_attention, q, *tables)
+        if in_chunks and kind.q_dtype == shape.dtype:
+            arrays = q.transpose(2, 1, 0, 3), *tables, as_int32([0, length])
+            dispatch(ops.metal.plan_attention_varlen, ops.paged_attention_varlen, *arrays)
     mx.eval(pool.handles())

@@ -176,16 +176,16 @@ class KVPool:
                 targets = self.write_targets(layer)
                 self._replace(layer, ops.copy_blocks(*targets, uploaded[groups]))
 
-    def gather(self, layer: int, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
+    def gather(self, layer: int, runs: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.
 
         Args:
-            block_ids: ``[n]`` int32, the sequence's blocks in logical order.
+            runs: the sequence's blocks, from :func:`head_runs`.
         """
-        k = _gather_heads(self.k[layer], block_ids)[:, :, :num_tokens]
+        k = _gather_heads(self.k[layer], runs)[:, :, :num_tokens]
         if self.shapes[layer].latent:
             return k, _latents(k, self.shapes[layer])
-        return k, _gather_heads(self.v[layer], block_ids)[:, :, :num_tokens]
+        return k, _gather_heads(self.v[layer], runs)[:, :, :num_tokens]
 
     def grow(self, num_blocks: int) -> None:
         """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.
@@ -254,14 +254,22 @@ def _latents(keys: mx.array, shape: KVShape) -> mx.array:
     return keys[..., : shape.v_head_dim]
 
 
-def _gather_heads(cache: mx.array, block_ids: mx.array) -> mx.array:
+def head_runs(block_ids: mx.array, n_kv_heads: int) -> mx.array:
+    """Where the tokens of each head and block are, ``[n_kv_heads, n]``.
+
+    Args:
+        block_ids: ``[n]`` int32, a sequence's blocks in logical order.
+    """
+    return block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
+
+
+def _gather_heads(cache: mx.array, runs: mx.array) -> mx.array:
     """The blocks of each head, one copy: ``[1, n_kv_heads, n * block_size, head_dim]``."""
     n_kv_heads, num_blocks, block_size, head_dim = cache.shape
     if head_dim == 0:
-        return mx.zeros((1, n_kv_heads, block_ids.size * block_size, 0), cache.dtype)
-    runs = cache.transpose(1, 0, 2, 3).reshape(num_blocks * n_kv_heads, block_size * head_dim)
-    rows = block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
-    return ops.take_from_pool(runs, rows).reshape(1, n_kv_heads, -1, head_dim)
+        return mx.zeros((1, n_kv_heads, runs.shape[1] * block_size, 0), cache.dtype)
+    rows = cache.transpose(1, 0, 2, 3).reshape(num_blocks * n_kv_heads, block_size * head_dim)
+    return ops.take_from_pool(rows, runs).reshape(1, n_kv_heads, -1, head_dim)
 
 
 def as_int32(values: Sequence[int] | Int32Array) -> mx.array:

@@ -78,6 +78,30 @@ def paged_attention(
     return (out, weights) if return_attn else out
 
 
+def single_tokens(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    cu_seqlens: mx.array,
+    *,
+    causal: bool,
+    window: int | None,
+) -> tuple[mx.array, list[mx.array], list[mx.array], mx.array, mx.array]:
+    """The arguments of ``mlx_paged.paged_attention`` for the tokens of
+    ``mlx_paged.paged_attention_varlen``: each is a sequence of its own."""
+    token, ends = mx.arange(q.shape[0]), cu_seqlens[1:]
+    owner = mx.minimum((token[:, None] >= ends).sum(axis=1), ends.size - 1)
+    context = mx.clip(context_lens, 0, block_tables.shape[1] * k_cache.shape[2])[owner]
+    position = context - ends[owner] + token
+    seen = context if window is None and not causal else position + 1
+    is_of_one = (token >= cu_seqlens[0]) & (token < ends[-1]) & (position >= 0)
+    rows = q.reshape(*q.shape[:2], 1, q.shape[-1])
+    lens = mx.where(is_of_one, seen, 0)
+    return rows, [k_cache], [v_cache], block_tables[owner], lens
+
+
 def write_kv(
     k: mx.array, v: mx.array, k_cache: mx.array, v_cache: mx.array, slot_mapping: mx.array
 ) -> tuple[mx.array, mx.array]:

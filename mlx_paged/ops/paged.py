@@ -45,11 +45,22 @@ def kernel_for(
 def _kernel_on(
     stream: Stream | None, head_dim: int, v_head_dim: int
 ) -> Literal["native", "reference"]:
-    device = mx.default_device() if stream is None else getattr(stream, "device", stream)
-    if device == mx.cpu:
+    if _device(stream) == mx.cpu:
         return "native"
     metal = _ext.metal.has_metal() and not _ext.metal.unsupported(head_dim, v_head_dim)
     return "native" if metal else "reference"
+
+
+def _device(stream: Stream | None) -> mx.Device | mx.DeviceType:
+    if stream is None:
+        return mx.default_device()
+    return stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
+
+
+def serves_chunks(dtype: mx.Dtype, head_dim: int, v_head_dim: int) -> bool:
+    """Whether the GPU's kernel for chunks takes pools of this dtype with these head dimensions."""
+    metal = _ext.metal
+    return metal.has_metal() and metal.serves_chunks(dtype, head_dim, v_head_dim)
 
 
 def paged_attention(
@@ -134,24 +145,14 @@ def paged_attention(
         >>> paged_attention(q, [k_cache], [v_cache], block_tables, context_lens).item()
         3.0
     """
-    k_layer, v_layer = _layers(k_cache, v_cache, layer_idx)
-    if window is not None:
-        window = integer("paged_attention", "window", window, 1, MAX_INT32)
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if isinstance(value, bool):
-            raise ValueError(f"[paged_attention] {name} is {value}: expected a number")
-    if scale is None:
-        scale = max((1, *q.shape[-1:])) ** -0.5
+    k_layer, v_layer = _layers("paged_attention", k_cache, v_cache, layer_idx)
     arrays = q, k_layer, v_layer, block_tables, context_lens
-    options: dict[str, Any] = {
-        "scale": scale,
+    options = _numbers("paged_attention", q, scale, window, softcap) | {
         "causal": causal,
         "kv_head_mapping": kv_head_mapping,
         "rope_freqs": rope_freqs,
         "attn_mask": attn_mask,
-        "window": window,
         "sinks": sinks,
-        "softcap": softcap,
         "alibi_slopes": alibi_slopes,
         "return_attn": return_attn,
     }
@@ -160,8 +161,80 @@ def paged_attention(
         with _on(stream):
             result = fallback.paged_attention(*arrays, **options)
     if check_tables:
-        _, num_blocks, block_size, _ = k_layer.shape
-        _ext.check_tables("paged_attention", block_tables, context_lens, num_blocks, block_size)
+        _ext.check_tables("paged_attention", block_tables, context_lens, *k_layer.shape[1:3])
+    return result
+
+
+def paged_attention_varlen(
+    q: mx.array,
+    k_cache: Cache,
+    v_cache: Cache,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    cu_seqlens: mx.array,
+    layer_idx: int = 0,
+    scale: float | None = None,
+    causal: bool = True,
+    *,
+    num_decodes: int = 0,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    check_tables: bool = True,
+    stream: Stream | None = None,
+) -> mx.array:
+    """``paged_attention`` for sequences with different numbers of query tokens: decodes and prefill
+    chunks in one op.
+
+    Args:
+        q: ``[T, H, D]`` or ``[T, H, 1, D]``, the tokens of all sequences, one sequence after the
+            other.
+        block_tables: ``[B, M]`` int32.
+        context_lens: ``[B]`` int32. A sequence's own tokens are the last ones of its context.
+        cu_seqlens: ``[B + 1]`` int32, rising from 0 to T. Sequence s has the tokens
+            ``cu_seqlens[s]`` to ``cu_seqlens[s + 1] - 1`` of q, and may have none.
+        num_decodes: how many of the first sequences have exactly one token each. The answer does
+            not depend on it; a GPU computes these sequences by another kernel.
+
+    The other arguments are those of ``paged_attention``.
+
+    Returns:
+        ``[T, H, D_v]`` or ``[T, H, 1, D_v]`` in q's dtype, as q.
+
+    Raises:
+        ValueError: as from ``paged_attention``. Also, if cu_seqlens is evaluated: it does not rise
+            from 0 to T, or not by 1 for each of the first `num_decodes` sequences. On a CPU wrong
+            values that are not evaluated read nothing outside q; tokens of no sequence are zeros.
+
+    Example:
+        Blocks of 2 tokens. The first sequence has 1 token in a context of 3, the second one 2
+        tokens in a context of 2. Every key is zero, so a value has the same weight as the others
+        that the token sees.
+
+        >>> k_cache = mx.zeros((1, 3, 2, 4))
+        >>> v_cache = mx.array([[[6.0], [8.0]], [[3.0], [5.0]], [[1.0], [2.0]]])[None]
+        >>> block_tables, context_lens = mx.array([[2, 0], [1, 0]]), mx.array([3, 2])
+        >>> q, cu_seqlens = mx.ones((3, 1, 4)), mx.array([0, 1, 3])
+        >>> arrays = q, [k_cache], [v_cache], block_tables, context_lens, cu_seqlens
+        >>> paged_attention_varlen(*arrays, num_decodes=1).flatten().tolist()
+        [3.0, 3.0, 4.0]
+    """
+    name = "paged_attention_varlen"
+    k_layer, v_layer = _layers(name, k_cache, v_cache, layer_idx)
+    arrays = q, k_layer, v_layer, block_tables, context_lens, cu_seqlens
+    options = _numbers(name, q, scale, window, softcap) | {"causal": causal, "sinks": sinks}
+    num_decodes = integer(name, "num_decodes", num_decodes, 0, MAX_INT32)
+    result = _ext.paged_attention_varlen(
+        *arrays, **options, num_decodes=num_decodes, stream=stream
+    )  # validates, computes nothing
+    if 0 not in block_tables.shape and not _serves_varlen(stream, *arrays[:4]):
+        with _on(stream):
+            rows = fallback.single_tokens(*arrays, causal=causal, window=window)
+            out = paged_attention(*rows, **options, check_tables=False)
+            result = out.reshape(result.shape)
+    if check_tables:
+        _ext.check_tables(name, block_tables, context_lens, *k_layer.shape[1:3])
+        _ext.check_cu_seqlens(name, cu_seqlens, q.shape[0], num_decodes)
     return result
 
 
@@ -237,23 +310,37 @@ def uninstall_from_mlx() -> None:
         delattr(mx.fast, "paged_attention")
 
 
-def _layers(k_cache: Cache, v_cache: Cache, layer_idx: int) -> tuple[mx.array, mx.array]:
+def _numbers(
+    op: str, q: mx.array, scale: float | None, window: int | None, softcap: float | None
+) -> dict[str, Any]:
+    """Options that are numbers, checked."""
+    if window is not None:
+        window = integer(op, "window", window, 1, MAX_INT32)
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if isinstance(value, bool):
+            raise ValueError(f"[{op}] {name} is {value}: expected a number")
+    if scale is None:
+        scale = max((1, *q.shape[-1:])) ** -0.5
+    return {"scale": scale, "window": window, "softcap": softcap}
+
+
+def _layers(op: str, k_cache: Cache, v_cache: Cache, layer_idx: int) -> tuple[mx.array, mx.array]:
     """One layer of both caches, without a copy."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if isinstance(cache, mx.array) and cache.ndim != 5:
             raise ValueError(
-                f"[paged_attention] {name} has shape {cache.shape}: expected (n_layers, n_kv_heads,"
+                f"[{op}] {name} has shape {cache.shape}: expected (n_layers, n_kv_heads,"
                 " n_blocks, block_size, head_dim), or a list of arrays without the first axis"
             )
     n_layers = len(k_cache)
     if len(v_cache) != n_layers or n_layers == 0:
         raise ValueError(
-            f"[paged_attention] v_cache has {len(v_cache)} layers and k_cache {n_layers}:"
+            f"[{op}] v_cache has {len(v_cache)} layers and k_cache {n_layers}:"
             " expected the same number, at least 1"
         )
     layer = layer_idx
     if type(layer) is not int or not 0 <= layer < n_layers:
-        layer = integer("paged_attention", "layer_idx", layer_idx, 0, n_layers - 1)
+        layer = integer(op, "layer_idx", layer_idx, 0, n_layers - 1)
     return _layer(k_cache, layer), _layer(v_cache, layer)
 
 
@@ -273,6 +360,17 @@ def _is_native(
     """
     kernel = kernel_for if _ext.has_values(indices) else _kernel_on
     return kernel(stream, k_cache.shape[-1], v_cache.shape[-1]) == "native"
+
+
+def _serves_varlen(
+    stream: Stream | None, q: mx.array, k_cache: mx.array, v_cache: mx.array, indices: mx.array
+) -> bool:
+    """Whether the stream can evaluate the compiled op for sequences of different lengths."""
+    if _device(stream) == mx.gpu:
+        dims = k_cache.shape[-1], v_cache.shape[-1]
+        if q.dtype != k_cache.dtype or not serves_chunks(k_cache.dtype, *dims):
+            return False
+    return _is_native(stream, k_cache, v_cache, indices)
 
 
 def _on(stream: Stream | None) -> AbstractContextManager[object]:

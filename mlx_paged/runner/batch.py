@@ -128,13 +128,13 @@ class PendingTokens:
 class Batch:
     """The arrays of one forward, shared by all layers.
 
-    T tokens: first the single ones (decodes), then those of chunks. The host data is in range by
-    construction, so nothing here checks it again.
+    T tokens: first the single ones (decodes), then those of chunks, short chunks first. The host
+    data is in range by construction, so nothing here checks it again.
 
     Attributes:
         tokens: ``[T]`` int32 ids.
         num_tokens: T.
-        num_decodes: how many of the first tokens are single ones, attended through block tables.
+        num_decodes: how many of the first tokens are single ones.
         start: position of the first token.
         positions: ``[T]`` int32, of each token in its sequence.
         forwards: what the layers know of it: group by group, one for each member.
@@ -164,8 +164,8 @@ class Batch:
         assert layout is Layout.ROWS or len(spans) == 1
         self.layout = layout
         singles = [s for s in spans if s.stop - s.start == 1] if layout is Layout.ROWS else []
-        if 0 < len(singles) < len(spans):
-            spans = singles + [s for s in spans if len(s) > 1]
+        if len(spans) > max(1, len(singles)):
+            spans = sorted(spans, key=len)
         self.num_decodes = len(singles)
         self.start = spans[0].start
         self.seq_ids = [span.request.id for span in spans]
@@ -186,34 +186,34 @@ class Batch:
     def _forwards(self, allocator: BlockAllocator, tables: Sequence[BatchTables]) -> list[Forward]:
         """The batch as the layers of each group's members know it."""
         is_chunk = self.layout is Layout.CHUNK
-        context_lens = mx.array(self._stops if is_chunk else self._stops[: self.num_decodes])
-        max_context = int(self._stops.max())
+        is_ragged = not is_chunk and self.num_decodes < len(self.seq_ids)
+        context_lens, max_context = mx.array(self._stops), int(self._stops.max())
         offset: int | mx.array = self.start if is_chunk else self.positions
         next_offset: int | mx.array = max_context if is_chunk else context_lens
-        if not is_chunk and self.num_decodes < len(self.seq_ids):
+        cu_seqlens = sequences = None
+        if is_ragged:
             next_offset = mx.array(self._positions + np.int32(1))
-        self._tables: list[mx.array] = []  # of all sequences, as each forward knows them
+            cu_seqlens = mx.array(np.append(self._first_rows, np.int32(self.num_tokens)))
+            sequences = mx.array(self._sequences)
         forwards = []
         for of_group in tables:
-            slots, chunks, of_all = self._slots_chunks_and_tables(allocator, of_group)
-            self._tables += of_all
-            for member, of_member in enumerate(chunks):
-                row_tables = of_all[member]
-                if of_member and not is_chunk:
-                    row_tables = mx.take(of_all[member], mx.array(self._sequences), axis=0)
+            members = zip(*self._slots_chunks_and_tables(allocator, of_group), strict=True)
+            for slots, chunks, block_tables in members:
                 forward = Forward(
                     columns=self.num_tokens if is_chunk else 1,
                     positions=self.positions,
-                    slot_mapping=slots[member],
-                    block_tables=of_all[member] if is_chunk else of_group.arrays[member],
+                    slot_mapping=slots,
+                    block_tables=block_tables,
                     context_lens=context_lens,
                     max_context=max_context,
                     offset=offset,
                     next_offset=next_offset,
-                    chunks=() if is_chunk else of_member,
-                    row_chunks=of_member if is_chunk else (),
-                    row_tables=row_tables,
+                    cu_seqlens=cu_seqlens,
+                    chunks=chunks if is_ragged else (),
+                    row_chunks=chunks if is_chunk else (),
                 )
+                if sequences is not None:
+                    forward.row_tables = mx.take(block_tables, sequences, axis=0)
                 forwards.append(forward)
         return forwards
 
@@ -222,9 +222,9 @@ class Batch:
     ) -> tuple[list[mx.array], list[list[Chunk]], list[mx.array]]:
         """The slot mapping, the chunks and all sequences' tables, for each member of a group."""
         count, group, store = self.num_decodes, tables.group, allocator.store
-        tables.update(self.seq_ids[:count])
         columns = self._positions // np.int32(allocator.block_size)
         if count == len(self.seq_ids):
+            tables.update(self.seq_ids)
             slots = store.slots(tables.blocks_at(columns), self._positions, group)
             return _members(slots), [[] for _ in tables.arrays], tables.arrays
         rows = allocator.table_rows(self.seq_ids)
@@ -310,8 +310,8 @@ class Batch:
         contexts = self._positions[self._sampled_rows] + np.int32(1)
         positions, context_lens = mx.array(contexts - np.int32(1)), mx.array(contexts)
         offsets = int(contexts.max()), positions, context_lens
-        drawing = np.flatnonzero(self._draws).astype(np.int32)
         tables = [forward.block_tables for forward in self.forwards]
-        if not np.array_equal(drawing, np.arange(self.num_decodes)):
-            tables = [mx.take(of_all, mx.array(drawing), axis=0) for of_all in self._tables]
+        if not self._draws.all():
+            drawing = mx.array(np.flatnonzero(self._draws).astype(np.int32))
+            tables = [mx.take(of_all, drawing, axis=0) for of_all in tables]
         return [Forward(1, positions, None, table, context_lens, *offsets) for table in tables]

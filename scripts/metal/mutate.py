@@ -23,11 +23,13 @@ from scripts.metal.sources import launches
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = tuple(
     f"tests/ops/test_metal_{what}.py"
-    for what in ("threadgroups", "vectors", "nonfinite", "kernels", "traffic")
+    for what in ("threadgroups", "vectors", "nonfinite", "matrix", "kernels", "traffic")
 )
 FIRST = {
     "online_softmax.h": "nonfinite",
     "paged_attention.metal": "threadgroups or option or hide or nothing or debugging or full_table",
+    "row_tiles.h": "DifferentLengths or OneLength",
+    "matrix_attention.metal": "Traffic or DifferentLengths or OneLength",
     "merge_splits.metal": "options_of_split",
     "write_kv.metal": "TestPool",
     "copy_blocks.metal": "TestPool",

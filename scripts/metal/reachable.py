@@ -90,8 +90,8 @@ def in_dtype(kind: AttentionKind, dtype: mx.Dtype) -> AttentionKind:
 def calls_of(
     kinds: Sequence[AttentionKind], block_size: int, plan: PoolPlan | None = None
 ) -> list[Call]:
-    """What an engine's start plans on a GPU: attention of one sequence and of many, over short
-    and long contexts; a write; a copy."""
+    """What an engine's start plans on a GPU: attention of one sequence and of many, of one length
+    and of several, over short and long contexts; a write; a copy."""
     calls: list[Call] = []
 
     def recorded(function: Any, changes: Any) -> Any:
@@ -104,6 +104,7 @@ def calls_of(
 
     metal = _ext.metal
     planned = recorded(metal.plan_attention, lambda call, _: call)
+    planned_varlen = recorded(metal.plan_attention_varlen, lambda call, _: call)
     written = recorded(metal.plan_write_kv, lambda _, arguments: arguments[2:4])
     copied = recorded(metal.plan_copy_blocks, lambda _, arguments: arguments[:2])
     with ExitStack() as patches:
@@ -111,7 +112,9 @@ def calls_of(
         patches.enter_context(patch.object(metal, "has_metal", lambda: True))
         patches.enter_context(patch.object(metal, "plan_attention", planned))
         patches.enter_context(patch.object(ops, "pool_zeros", _zeros_on_a_gpu))
-        patches.enter_context(patch.object(ops, "paged_attention", lambda q, *_, **__: q))
+        patches.enter_context(patch.object(metal, "plan_attention_varlen", planned_varlen))
+        for op in ("paged_attention", "paged_attention_varlen"):
+            patches.enter_context(patch.object(ops, op, lambda q, *_, **__: q))
         patches.enter_context(patch.object(ops, "write_kv", written))
         patches.enter_context(patch.object(ops, "copy_blocks", copied))
         prewarm(kinds, block_size, plan)

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_paged import _ext
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-HEADS = ((64, 64, 1), (128, 128, 2), (128, 128, 4), (256, 256, 2), (576, 512, 2))
+HEADS = ((64, 64, 1), (128, 128, 2), (128, 128, 4), (128, 128, 8), (256, 256, 2), (576, 512, 16))
 """Dimensions of keys and of values, and query heads that share a KV head."""
 
 BLOCK_SIZE = 16

@@ -1,6 +1,7 @@
 """Both paths of attention give mlx-lm's answer; the device and the environment decide."""
 
 import warnings
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -10,16 +11,18 @@ from mlx_lm.generate import generate_step
 from paged_cases import TOLERANCE, random_case, worst_error
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
-from mlx_paged import Engine
+from mlx_paged import Engine, ops
 from mlx_paged.attention.forward import (
     ANY_NUMBER,
     FEW_QUERIES,
+    LONG_CHUNK,
     PATHS,
     Chunk,
     Forward,
     LayerView,
     causal_mask,
     max_paged_queries,
+    max_paged_queries_of,
     path_counts,
 )
 from mlx_paged.attention.sdpa_hook import Query
@@ -157,14 +160,89 @@ def test_the_environment_overrides_the_device(path, expected, on_a_gpu):
         assert max_paged_queries() == expected
 
 
-@pytest.mark.parametrize(("length", "path"), [(1, "paged"), (8, "paged"), (9, "gather")])
-def test_longer_chunks_than_the_limit_are_gathered(length, path):
-    case = random_case([37], num_tokens=length, block_size=BLOCK)
+FEW_KV = KVShape(2, 64, 64, mx.float16)
+"""What the kernel for chunks takes, and MLX's own, too."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_served", "most"),
+    [
+        (FEW_KV, True, LONG_CHUNK - 1),
+        (FEW_KV, False, FEW_QUERIES),
+        (replace(FEW_KV, head_dim=128, v_head_dim=128), True, LONG_CHUNK - 1),
+        (replace(FEW_KV, head_dim=192), True, ANY_NUMBER),
+        (replace(FEW_KV, v_head_dim=256), True, ANY_NUMBER),
+    ],
+)
+def test_on_a_gpu_the_kernel_for_chunks_takes_those_that_mlx_has_no_better_one_for(
+    shape, is_served, most, monkeypatch
+):
+    monkeypatch.setattr(ops, "serves_chunks", lambda *_: is_served)
+    assert max_paged_queries_of(shape, FEW_QUERIES) == most
+    for forced in (0, ANY_NUMBER):
+        assert max_paged_queries_of(shape, forced) == forced
+
+
+def ragged_views(limit: int, window: int | None = None):
+    """A layer, its queries and, in float64, the answer: two decodes and chunks of 3 and of 9."""
+    lengths, contexts = [1, 1, 3, 9], [20, 5, 16, 37]
+    case = random_case(contexts, num_tokens=9, block_size=BLOCK)
+    case.options |= {"window": window} if window else {}
+    begins = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+    chunks = [
+        Chunk(begins[i], contexts[i] - lengths[i], lengths[i], case.block_tables[i]) for i in (2, 3)
+    ]
+    view = LayerView(pool_of(case), 0, max_paged_queries=limit)
+    for chunk, table in zip(chunks, np.array(case.block_tables)[2:], strict=True):
+        object.__setattr__(chunk, "block_ids", mx.array(table[: -(-chunk.stop // BLOCK)]))
+    rows = [case.q[i, :, 9 - n :].transpose(1, 0, 2) for i, n in enumerate(lengths)]
+    q = mx.concatenate(rows)[:, :, None]
+    lens = case.context_lens
+    view.forward = Forward(
+        1,
+        lens,
+        None,
+        case.block_tables,
+        lens,
+        37,
+        lens,
+        lens,
+        cu_seqlens=mx.array(begins),
+        chunks=chunks,
+    )
+    expected, _ = case.expected()
+    wanted = [expected[i, :, 9 - n :].transpose(1, 0, 2) for i, n in enumerate(lengths)]
+    return view, Query(q, case.scale, window, None), np.concatenate(wanted)[:, :, None]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(
+    ("limit", "counts"),
+    [
+        (ANY_NUMBER, {"paged": 1}),
+        (FEW_QUERIES, {"paged": 1, "gather": 1}),
+        (2, {"paged": 1, "gather": 2}),
+        (0, {"gather": 3}),
+    ],
+)
+def test_short_sequences_share_one_op_and_long_ones_are_gathered(limit, counts, window):
+    view, query, expected = ragged_views(limit, window)
     path_counts.clear()
-    view, query = LayerView(pool_of(case), 0, None, FEW_QUERIES), query_of(case)
-    view.chunk(query, Chunk(0, 37 - length, length, case.block_tables[0, :10]))
-    view.rows(query, case.block_tables, case.context_lens)
-    assert path_counts == {path: 2}
+    out = view.attend(query)
+    assert path_counts == counts
+    assert worst_error(out, expected) <= TOLERANCE[out.dtype]
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_layers_share_what_a_chunk_is_gathered_by(window):
+    view, query, _ = ragged_views(0, window)
+    view.attend(query)
+    *_, chunk = view.forward.chunks
+    first = chunk.keys(window, 2, BLOCK)
+    view.attend(query)
+    assert chunk.keys(window, 2, BLOCK) is first
+    assert chunk.keys(window, 4, BLOCK).runs.shape[0] == 4
+    assert chunk.keys(chunk.stop, 2, BLOCK) is chunk.keys(None, 2, BLOCK)
 
 
 def test_an_engine_gathers_long_chunks_on_a_gpu(monkeypatch):

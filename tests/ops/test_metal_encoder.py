@@ -8,7 +8,7 @@ from encoder_script import EncoderScript
 from paged_cases import MANY_OPTIONS, OPTIONS, Case, latent_case, primitives, random_case
 
 from mlx_paged import _ext
-from mlx_paged.kv.pool import KVPool, KVShape
+from mlx_paged.kv.pool import KVPool, KVShape, head_runs
 from mlx_paged.ops import fallback as reference_mlx
 
 K, V = 1, 2
@@ -17,6 +17,18 @@ K, V = 1, 2
 
 def attention(case: Case, **options: Any) -> dict[str, Any]:
     return _ext.metal.plan_attention(*case.arrays, scale=1.0, **case.options, **options)
+
+
+WRITTEN = "output", "scratch"
+"""Roles of what the first launches of an op write."""
+
+
+def mixed_step(contexts: list[int]) -> dict[str, Any]:
+    """A decode and a chunk of 6 tokens."""
+    case = random_case(contexts, dtype=mx.float16)
+    q = mx.zeros((7, case.q.shape[1], 1, case.q.shape[3]), mx.float16)
+    begins = mx.array([0, 1, 7])
+    return _ext.metal.plan_attention_varlen(q, *case.arrays[1:], begins, scale=1.0, num_decodes=1)
 
 
 def write(case: Case, num_tokens: int = 3) -> dict[str, Any]:
@@ -185,6 +197,31 @@ class TestOneEncoder:
         script.op(attention(LONG), {1: K, 2: V})
         assert script.run()[0].events == ["dispatch", "barrier", "dispatch"]
 
+    @pytest.mark.parametrize("writer", ["write", "copy"])
+    @pytest.mark.parametrize(
+        ("contexts", "events"),
+        [([45, 7], ["dispatch"]), ([900, 7], ["dispatch", "dispatch"])],
+    )
+    def test_decodes_and_chunks_run_at_once(self, contexts, events, writer):
+        """Though they write parts of one array. The merge, if there is one, and writes to the pool
+        wait for both."""
+        script, call = EncoderScript(), mixed_step(contexts)
+        script.op(call, {1: K, 2: V})
+        op, pools = OPS[writer]
+        script.op(op(SHORT), pools)
+        encoded = script.run()[0]
+        assert encoded.events == ["dispatch", "dispatch", "barrier", *events]
+        writes = {i for i, role, _ in call["launches"][0]["buffers"] if role in WRITTEN}
+        assert writes and all(encoded.bound[0][i] == encoded.bound[1][i] for i in writes)
+
+    @pytest.mark.parametrize("contexts", [[45, 7], [900, 7]])
+    def test_what_reads_the_output_of_a_mixed_step_waits_for_it(self, contexts):
+        script, call = EncoderScript(), mixed_step(contexts)
+        script.op(call, {1: K, 2: V})
+        (out,) = (i for i, role, _ in call["launches"][-1]["buffers"] if role == "output")
+        script.read(script.run()[0].bound[-1][out], 1)
+        assert script.run()[0].events[-2:] == ["barrier", "dispatch"]
+
     @pytest.mark.parametrize(
         ("name", "where"), [("attention", (1, 2)), ("write", (4, 5)), ("copy", (2, 3))]
     )
@@ -221,7 +258,7 @@ class TestReadsByMLX:
     def test_no_gather_goes_past_it(self, name):
         k, v = self.POOL.k[0], self.POOL.v[0]
         if name == "gather":
-            read = self.POOL.gather(0, mx.array([2, 0]), 7)
+            read = self.POOL.gather(0, head_runs(mx.array([2, 0]), 2), 7)
         elif name == "gather_blocks":
             read = _ext.gather_blocks(k, self.TABLES, 7), _ext.gather_blocks(v, self.TABLES, 7)
         else:

@@ -1,5 +1,6 @@
 """The real Metal sources, run by the emulator with eval_gpu's launch plans, against float64."""
 
+import contextlib
 from typing import Any
 
 import mlx.core as mx
@@ -55,6 +56,8 @@ def run(metal: MetalRunner, case: Case, **overrides: Any) -> Any:
     arguments = case.options | overrides
     result = metal.paged_attention(q, [k_cache], [v_cache], tables, lens, **arguments)
     q_dtype = q.dtype if q.dtype == k_cache.dtype else mx.float32
+    if "rope_freqs" in arguments:
+        q_dtype = mx.float32  # rotated queries are not rounded
     types = f"{METAL_TYPES[k_cache.dtype]}_{METAL_TYPES[q_dtype]}"
     widths = f"d{q.shape[3]}_v{v_cache.shape[3]}"
     assert metal.trace.kernels[0].startswith(f"paged_attention_{types}_{widths}_r")
@@ -179,10 +182,31 @@ class TestAttention:
         assert any_metal.trace.kernels[1:] == [f"merge_splits_{METAL_TYPES[dtype]}_v64"]
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-    def test_contexts_of_4097_tokens_in_a_large_batch_are_not_split(self, any_metal, dtype):
-        case = random_case([4097] + [1] * 127, num_heads=4, num_kv_heads=1, dtype=dtype)
+    def test_a_long_context_is_split_beside_many_short_ones(self, any_metal, dtype):
+        case = random_case([1, 0, 2000] + [3] * 13, num_heads=4, num_kv_heads=1, dtype=dtype)
         assert_matches_float64(any_metal, case)
-        assert len(any_metal.trace.kernels) == 1
+        assert len(any_metal.trace.kernels) == 2
+
+    @pytest.mark.parametrize("options", [[], ["window_21"], ["sinks"]], ids=str)
+    @pytest.mark.parametrize("num_tokens", [1, 3], ids="L{}".format)
+    def test_splits_without_keys_store_nothing_and_are_not_read(self, metal, options, num_tokens):
+        """The scratch memory of the emulator is NaN."""
+        contexts = [511, 512, 513, 1024, 1025, 1035, 2, 0]
+        case = random_case(contexts, num_tokens=num_tokens, options=options)
+        assert_matches_float64(metal, case)
+        assert len(metal.trace.kernels) == 2
+
+    def test_splits_of_rows_that_see_beyond_their_position(self, metal):
+        case = random_case([513, 1025, 3], num_tokens=2)
+        case.options["causal"] = False
+        assert_matches_float64(metal, case)
+        assert len(metal.trace.kernels) == 2
+
+    def test_heads_mapped_outside_the_pool_see_nothing_of_split_contexts(self, metal):
+        case = random_case([1030, 3])
+        case.options["kv_head_mapping"] = mx.array([-2, 0, 1, 2**31 - 2]) + 1
+        assert_matches_float64(metal, case)
+        assert len(metal.trace.kernels) == 2
 
     @pytest.mark.parametrize("option", ["sinks", "window_21", "float_mask"])
     def test_options_of_split_contexts(self, any_metal, option):
@@ -301,13 +325,32 @@ class TestPlans:
         assert len(names) == 2 * 11
 
     def test_the_split_depends_on_shapes_alone(self):
-        def splits(batch, columns):
-            tables = mx.zeros((batch, columns), mx.int32)
-            case = random_case([5] * batch)
-            call = _ext.metal.plan_attention(*case.arrays[:3], tables, case.context_lens, scale=1.0)
+        def splits(batch, keys, **options):
+            tables = mx.zeros((batch, keys // 16), mx.int32)
+            case = random_case([5])
+            q = mx.broadcast_to(case.q, (batch, *case.q.shape[1:]))
+            lens = mx.broadcast_to(case.context_lens, (batch,))
+            pools = case.k_cache, case.v_cache
+            call = _ext.metal.plan_attention(q, *pools, tables, lens, scale=1.0, **options)
+            assert sum(call["scratch_bytes"]) <= 2**26
             return call["launches"][0]["grid"][2]
 
-        assert [splits(1, 16), splits(1, 17), splits(1, 256), splits(64, 256)] == [1, 2, 16, 1]
+        assert [splits(1, keys) for keys in (512, 528, 4096, 2**15, 2**17)] == [1, 2, 8, 64, 64]
+        assert [splits(batch, 2**15) for batch in (64, 993, 994, 2**15)] == [64, 64, 63, 1]
+        assert splits(1, 4096, return_attn=True) == 1
+
+    def test_pools_beyond_32_bit_offsets_are_refused(self):
+        case = random_case([5], num_kv_heads=1)
+        rows = mx.zeros((64,))
+        for stride, is_refused in ((2**33 - 64, False), (2**33, True), (-64, True)):
+            k_cache = mx.as_strided(rows, (1, 3, 1, 64), (64, stride, 64, 1), 0)
+            arguments = case.q, k_cache, k_cache, case.block_tables, case.context_lens
+            with (
+                pytest.raises(RuntimeError, match="k_cache has strides")
+                if is_refused
+                else (contextlib.nullcontext())
+            ):
+                _ext.metal.plan_attention(*arguments, scale=1.0)
 
     def test_unsupported_heads_are_named(self):
         assert _ext.metal.unsupported(64, 128) == ""

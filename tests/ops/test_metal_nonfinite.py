@@ -13,7 +13,7 @@ from metal_emulator import Mode
 from metal_runner import MetalRunner
 from paged_cases import FLOAT32_ERROR, TOLERANCE, Case, as_numpy, attend, random_case
 
-SPLIT = 4097
+SPLIT = 1030
 CONTEXTS = {"whole": [45, 3, 0], "split": [SPLIT, 300]}
 LOWEST = {"float32": -3.4028234663852886e38, "bfloat16": -3.3895313892515355e38}
 """What models take for -inf in masks: `finfo.min` of two dtypes."""

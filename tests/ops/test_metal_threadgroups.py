@@ -9,25 +9,33 @@ from metal_emulator import LaunchStats, Mode
 from metal_runner import MetalRunner
 from paged_cases import TOLERANCE, random_case, worst_error
 
-KEYS, VALUES = 1, 2
+KEYS, VALUES, TABLE = 1, 2, 3
 """Buffer indices of the attention kernel."""
 
 
-def one_key(group: int, head_dim: int, v_head_dim: int) -> LaunchStats:
-    """A KV head's queries over a context of one key, which a single simdgroup loads."""
+def counted(
+    contexts: list[int], group: int, head_dim: int, v_head_dim: int | None = None, kv_heads: int = 1
+) -> list[LaunchStats]:
+    """Of each launch, after a look at the output."""
     metal = MetalRunner(Mode.RACE)
     case = random_case(
-        [1],
-        num_heads=group,
-        num_kv_heads=1,
+        contexts,
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
         dtype=mx.float16,
+        spare_columns=0,
     )
     q, k_cache, v_cache, tables, lens = case.arrays
     out = metal.paged_attention(q, [k_cache], [v_cache], tables, lens)
     assert worst_error(out, case.expected()[0]) < TOLERANCE[mx.float16]
-    (stats,) = metal.trace.stats
+    return metal.trace.stats
+
+
+def one_key(group: int, head_dim: int, v_head_dim: int) -> LaunchStats:
+    """A KV head's queries over a context of one key, which a single simdgroup loads."""
+    (stats,) = counted([1], group, head_dim, v_head_dim)
     assert stats.threadgroups == 1
     return stats
 
@@ -45,24 +53,30 @@ def test_a_lane_holds_at_most_20_elements_of_a_key_or_value(head_dim, v_head_dim
     [(1, 64, 1), (4, 64, 1), (2, 128, 1), (4, 128, 2), (1, 256, 1), (2, 256, 2), (1, 512, 1)],
 )
 def test_rows_are_merged_in_as_few_steps_as_8_kib_allow(group, dim, steps):
-    """With a barrier in each and one before the next, which overwrites what was merged."""
+    """With a barrier in each and one before it, as outputs overwrite the weights of tiles or what
+    was merged."""
     stats = one_key(group, dim, dim)
-    assert stats.barriers == 2 * steps - 1
+    assert stats.barriers == 2 * steps
+    weights = 8 * 32 * 4 * 4
     outputs = 8 * group * dim * 4 // steps
-    assert stats.threadgroup_bytes == outputs + 8 * group * 2 * 4
+    assert stats.threadgroup_bytes == max(weights, outputs) + 8 * group * 2 * 4
 
 
-def test_the_merge_of_splits_loads_each_partial_result_once():
-    """Of each split all outputs, and three numbers: its maximum twice, its denominator once."""
-    metal = MetalRunner(Mode.RACE)
-    case = random_case([4096], num_heads=8, num_kv_heads=2, head_dim=128, dtype=mx.float16)
-    q, k_cache, v_cache, tables, lens = case.arrays
-    out = metal.paged_attention(q, [k_cache], [v_cache], tables, lens)
-    assert worst_error(out, case.expected()[0]) < TOLERANCE[mx.float16]
-    attention, merge = metal.trace.stats
-    splits = attention.threadgroups // 2
-    assert splits > 1
-    outputs, sums = (merge.lines[i] for i in (0, 1))
-    assert outputs.load_instructions == 8 * splits * 128 // 32
-    assert outputs.loaded == outputs.load_instructions
-    assert sums.load_instructions == 8 * splits * 3
+@pytest.mark.parametrize(
+    ("group", "head_dim", "most"), [(4, 128, 150), (1, 128, 80), (4, 64, 80), (2, 256, 170)]
+)
+def test_what_a_tile_of_32_keys_costs(group, head_dim, most):
+    """Two tables of keys differ in 256 keys only: a tile of each simdgroup."""
+    few, many = (counted([keys], group, head_dim)[0] for keys in (256, 512))
+    tiles = 8
+    assert many.simd_ops - few.simd_ops <= most * tiles
+    assert many.lines[TABLE].load_instructions - few.lines[TABLE].load_instructions == tiles
+    for cache in (KEYS, VALUES):
+        loaded = many.loaded_bytes[cache] - few.loaded_bytes[cache]
+        assert loaded == 256 * head_dim * 2
+
+
+def test_the_merge_loads_each_live_partial_result_once():
+    """Sequences of 1 and 4 splits, of which each row's outputs are 512 bytes."""
+    _, merge = counted([300, 2048], 4, 128, kv_heads=2)
+    assert merge.loaded_bytes[0] == merge.unique_loaded_bytes[0].per_launch == 8 * (1 + 4) * 512

@@ -7,12 +7,10 @@ from metal_emulator import Mode, UniqueBytes
 from metal_runner import MetalRunner
 from paged_cases import TOLERANCE, Case, latent_case, random_case, worst_error
 
-CONTEXT = 4096
 KV_HEADS = 2
 
-BATCHES = {"split": [CONTEXT], "whole": [CONTEXT] + [1] * 63}
-"""Context lengths. The second batch has so many pairs of a sequence and a KV head that they fill a
-GPU, and no context is split."""
+BATCHES = {"split": [4096, 1, 513], "whole": [512, 1, 45]}
+"""Context lengths."""
 
 CACHES = {"keys": 1, "values": 2}
 """Buffer indices of the attention kernel."""
@@ -26,13 +24,13 @@ def contexts(request) -> list[int]:
 def loaded_bytes(case: Case) -> list[tuple[int, UniqueBytes]]:
     """For the keys and for the values what all lanes load, and the same without repetition.
 
-    The output has to be right, and the context split if there is one sequence.
+    The output has to be right, and contexts of more than 512 keys are split.
     """
     metal = MetalRunner(Mode.RACE)
     q, k_cache, v_cache, tables, lens = case.arrays
     out = metal.paged_attention(q, [k_cache], [v_cache], tables, lens, **case.options)
     kernels = [name.split("_half")[0] for name in metal.trace.kernels]
-    splits = ["merge_splits"] if len(lens) == 1 else []
+    splits = ["merge_splits"] if tables.shape[1] * case.block_size > 512 else []
     assert kernels == ["paged_attention", *splits]
     assert worst_error(out, case.expected()[0]) < TOLERANCE[mx.float16]
     stats = metal.trace.stats[0]
@@ -50,6 +48,7 @@ def test_each_live_byte_is_loaded_once_for_four_heads(contexts, group, head_dim,
         num_kv_heads=KV_HEADS,
         head_dim=head_dim,
         dtype=mx.float16,
+        spare_columns=0,
     )
     live = sum(contexts) * KV_HEADS * head_dim * case.k_cache.itemsize
     for loaded, unique in loaded_bytes(case):
@@ -57,25 +56,27 @@ def test_each_live_byte_is_loaded_once_for_four_heads(contexts, group, head_dim,
         assert unique.per_launch == live
 
 
-@pytest.mark.parametrize("contexts", [[1024], [1024] + [1] * 127], ids=["split", "whole"])
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (64, 16)], ids=str)
-def test_values_that_are_columns_of_the_keys_are_not_loaded(contexts, rank, rope):
-    case = latent_case(contexts, rank, rope, num_heads=2, dtype=mx.float16)
-    live = sum(contexts) * (rank + rope) * case.k_cache.itemsize
+def test_values_that_are_columns_of_the_keys_are_the_same_memory(contexts, rank, rope):
+    """A simdgroup loads them again after the keys of its tile: they are in a cache then."""
+    case = latent_case(contexts, rank, rope, num_heads=1, dtype=mx.float16, spare_columns=0)
+    keys = sum(contexts) * case.k_cache.itemsize
     for loaded, unique in loaded_bytes(case):  # of the same memory
-        assert loaded == unique.per_launch == live
+        assert loaded == keys * (rank + rope + rank)
+        assert unique.per_launch == unique.per_threadgroup == keys * (rank + rope)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4], ids="L{}".format)
 def test_blocks_outside_the_window_are_not_loaded(contexts, num_tokens):
     """Neither they nor their entries in the block table, which may be any number."""
-    window = 999
+    window = 300
     case = random_case(
         contexts,
         num_heads=KV_HEADS,
         num_kv_heads=KV_HEADS,
         num_tokens=num_tokens,
         dtype=mx.float16,
+        spare_columns=0,
     )
     case.options["window"] = window
     reach = window + num_tokens - 1

@@ -119,6 +119,7 @@ def test_public_names_are_the_contract():
         "install_in_mlx",
         "make_prompt_cache",
         "paged_attention",
+        "paged_attention_varlen",
         "patch_mlx_lm",
         "patched_mlx_lm",
         "uninstall_from_mlx",

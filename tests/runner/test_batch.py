@@ -36,18 +36,31 @@ def mixed_batch() -> tuple[BlockAllocator, Batch]:
     return allocator, Batch(spans, allocator)
 
 
-def test_single_tokens_come_first_then_chunks_in_order():
+def test_single_tokens_come_first_then_chunks_short_ones_first():
     _, batch = mixed_batch()
-    assert batch.seq_ids == [1, 3, 0, 2]
+    assert batch.seq_ids == [1, 3, 2, 0]
     assert batch.num_decodes == 2
-    assert batch.tokens.tolist() == [105, 308, 3, 4, 5, 6, 7, 8, 208, 209, 210]
-    assert batch.forwards[0].positions.tolist() == [5, 8, 3, 4, 5, 6, 7, 8, 8, 9, 10]
+    assert batch.tokens.tolist() == [105, 308, 208, 209, 210, 3, 4, 5, 6, 7, 8]
+    assert batch.forwards[0].positions.tolist() == [5, 8, 8, 9, 10, 3, 4, 5, 6, 7, 8]
+    assert batch.forwards[0].cu_seqlens.tolist() == [0, 1, 2, 5, 11]
     assert batch.inputs.shape == (11, 1)
+
+
+def test_chunks_of_one_length_keep_their_order():
+    allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
+    batch = Batch(make_spans(allocator, (9, 3, 6), (9, 8, 9), (11, 8, 11), (9, 0, 3)), allocator)
+    assert batch.seq_ids == [1, 0, 2, 3]
+
+
+def test_decodes_alone_have_no_cu_seqlens():
+    allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
+    batch = Batch(make_spans(allocator, (6, 5, 6), (9, 8, 9)), allocator)
+    assert batch.forwards[0].cu_seqlens is None
 
 
 def test_slots_are_where_the_block_tables_say():
     allocator, batch = mixed_batch()
-    owners = [1, 3, *[0] * 6, *[2] * 3]
+    owners = [1, 3, *[2] * 3, *[0] * 6]
     expected = [
         allocator.table(owner)[p // BLOCK] * BLOCK + p % BLOCK
         for owner, p in zip(owners, batch.forwards[0].positions.tolist(), strict=True)
@@ -57,7 +70,7 @@ def test_slots_are_where_the_block_tables_say():
 
 def test_every_row_has_the_block_table_of_its_sequence():
     allocator, batch = mixed_batch()
-    tables, owners = batch.forwards[0].row_tables.tolist(), [1, 3, *[0] * 6, *[2] * 3]
+    tables, owners = batch.forwards[0].row_tables.tolist(), [1, 3, *[2] * 3, *[0] * 6]
     positions = batch.forwards[0].positions.tolist()
     assert batch.forwards[0].max_context == 11 and len(tables) == batch.num_tokens
     for table, owner, position in zip(tables, owners, positions, strict=True):
@@ -65,21 +78,21 @@ def test_every_row_has_the_block_table_of_its_sequence():
         assert table[:blocks] == allocator.table(owner)[:blocks].tolist()
 
 
-def test_decode_tables_and_context_lens_include_the_token_itself():
+def test_every_sequence_has_a_table_and_a_context_that_includes_its_tokens():
     allocator, batch = mixed_batch()
-    assert batch.forwards[0].context_lens.tolist() == [6, 9]
-    assert batch.forwards[0].block_tables.shape == (2, 3)
-    assert batch.forwards[0].block_tables.tolist()[0][:2] == allocator.table(1).tolist()
-    assert batch.forwards[0].block_tables.tolist()[1] == allocator.table(3).tolist()
+    assert batch.forwards[0].context_lens.tolist() == [6, 9, 11, 9]
+    for table, owner in zip(batch.forwards[0].block_tables.tolist(), [1, 3, 2, 0], strict=True):
+        blocks = allocator.table(owner).tolist()
+        assert table[: len(blocks)] == blocks
 
 
 def test_chunks_know_their_rows_and_blocks():
     allocator, batch = mixed_batch()
     first, second = batch.forwards[0].chunks
-    assert (first.first, first.start, first.length, first.stop) == (2, 3, 6, 9)
-    assert (second.first, second.start, second.length) == (8, 8, 3)
-    assert first.block_ids.tolist() == allocator.table(0).tolist()
-    assert second.block_ids.tolist() == allocator.table(2).tolist()
+    assert (first.first, first.start, first.length, first.stop) == (2, 8, 3, 11)
+    assert (second.first, second.start, second.length) == (5, 3, 6)
+    assert first.block_ids.tolist() == allocator.table(2).tolist()
+    assert second.block_ids.tolist() == allocator.table(0).tolist()
 
 
 # spans (tokens known, start, stop), of which those up to the last known token are sampled
@@ -108,12 +121,12 @@ def test_sampled_rows_alone_have_the_tables_of_their_sequences(spans, sampled):
         assert row[: len(table)] == table
 
 
-def test_where_only_decodes_are_sampled_their_tables_are_used_again():
+def test_where_all_sequences_are_sampled_their_tables_are_used_again():
     allocator = BlockAllocator(num_blocks=32, block_size=BLOCK)
-    batch = Batch(make_spans(allocator, (20, 3, 9), (6, 5, 6), (9, 8, 9)), allocator)
+    batch = Batch(make_spans(allocator, (9, 3, 9), (6, 5, 6), (9, 8, 9)), allocator)
     [rows] = batch.sampled_alone()
     assert rows.block_tables is batch.forwards[0].block_tables
-    assert rows.positions.tolist() == [5, 8]
+    assert rows.positions.tolist() == [5, 8, 8]
 
 
 def test_the_mask_of_sampled_rows_is_theirs_in_the_batchs_mask():
@@ -127,7 +140,7 @@ def test_the_mask_of_sampled_rows_is_theirs_in_the_batchs_mask():
 def test_only_rows_that_yield_a_token_are_sampled():
     _, batch = mixed_batch()
     assert [request.id for request in batch.sampled] == [1, 3, 2]  # 0 has more prompt to come
-    assert batch.sampled_rows.tolist() == [0, 1, 10]
+    assert batch.sampled_rows.tolist() == [0, 1, 4]
 
 
 def test_a_chunk_layout_holds_one_sequence():
@@ -205,7 +218,7 @@ def test_tables_that_are_handed_on_give_the_same_batch_as_new_ones():
         chosen = spans if num_more % 3 else spans[1::-1]
         kept, new = Batch(chosen, allocator, tables=tables), Batch(chosen, allocator)
         assert kept.tokens.tolist() == new.tokens.tolist()
-        for name in ("positions", "slot_mapping", "block_tables", "context_lens", "row_tables"):
+        for name in ("positions", "slot_mapping", "block_tables", "context_lens"):
             same = [getattr(batch.forwards[0], name).tolist() for batch in (kept, new)]
             assert same[0] == same[1]
         slots = [int(allocator.slots(s.request.id, s.start, s.stop)[0]) for s in chosen[:2]]

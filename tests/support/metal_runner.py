@@ -16,6 +16,7 @@ import pytest
 from metal_emulator import LaunchStats, Library, Mode, require_emulator
 
 from mlx_paged import _ext, ops
+from mlx_paged.ops.fallback import single_tokens
 
 METAL = Path(__file__).resolve().parents[2] / "metal"
 POISON = 0xFF
@@ -88,7 +89,7 @@ class MetalRunner:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let the package's ops run here, on pools as a GPU makes them."""
         monkeypatch.setattr(ops, "pool_zeros", lambda shape, dtype, **_: mx.zeros(shape, dtype))
-        for op in ("paged_attention", "write_kv", "copy_blocks"):
+        for op in ("paged_attention", "paged_attention_varlen", "write_kv", "copy_blocks"):
             monkeypatch.setattr(ops, op, getattr(self, op))
 
     def paged_attention(
@@ -103,6 +104,35 @@ class MetalRunner:
         outputs = self.run(call)
         out = outputs[0].astype(q.dtype)
         return (out, outputs[1]) if len(outputs) > 1 else out
+
+    def paged_attention_varlen(
+        self,
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        cu_seqlens,
+        layer_idx=0,
+        **options: Any,
+    ) -> mx.array:
+        """As ``mlx_paged.paged_attention_varlen`` with lists of layers."""
+        options.pop("check_tables", None)
+        options.setdefault("scale", q.shape[-1] ** -0.5)
+        tokens = q if q.ndim == 4 else q[:, :, None]
+        caches = k, v = k_cache[layer_idx], v_cache[layer_idx]
+        is_served = _ext.metal.serves_chunks(k.dtype, k.shape[-1], v.shape[-1])
+        if not is_served or q.dtype != k.dtype:
+            del options["num_decodes"]
+            kind = {"causal": options.get("causal", True), "window": options.get("window")}
+            arrays = q, *caches, block_tables, context_lens, cu_seqlens
+            out = self.paged_attention(*single_tokens(*arrays, **kind), **options)
+            return out.reshape(*q.shape[:-1], -1)
+        call = _ext.metal.plan_attention_varlen(
+            tokens, *caches, block_tables, context_lens, cu_seqlens, **options
+        )
+        out = self._run(call)[0].astype(q.dtype)
+        return out if q.ndim == 4 else out[:, :, 0]
 
     def write_kv(self, k, v, k_cache, v_cache, slot_mapping) -> tuple[mx.array, mx.array]:
         self.run(_ext.metal.plan_write_kv(k, v, k_cache, v_cache, slot_mapping))

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -123,9 +124,19 @@ class AttentionRun {
   Attend* attend_;
 };
 
+// Zeros for the tokens that belong to no sequence.
+void clear_other_tokens(const AttentionArgs& args) {
+  const int32_t* begin = args.cu_seqlens;
+  if (begin && (begin[0] > 0 || begin[args.batch * args.cu_seqlens_stride] < args.num_tokens)) {
+    const int64_t size = args.q_dtype == DType::kFloat32 ? 4 : 2;
+    std::memset(args.out, 0, args.num_tokens * args.out_strides[2] * size);
+  }
+}
+
 }  // namespace
 
 void paged_attention(const AttentionArgs& args) {
+  clear_other_tokens(args);
   // One for each stream of MLX; the threads of the pool use it through `run`.
   thread_local AttentionPlan stream_plan;
   AttentionPlan& plan = stream_plan;

@@ -8,7 +8,9 @@ namespace mlx_paged::cpu {
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kBool };
 
-// Dimension letters: csrc/ops.h. Strides are in elements. An absent optional array is null.
+// Dimension letters: csrc/ops.h. Strides are in elements. An absent optional array is null. With
+// cu_seqlens, L counts the tokens of all sequences, and a sequence has a part of that axis: the
+// strides of the batch are 0.
 struct AttentionArgs {
   const void* q;  // [B, H, L, D]
   int64_t q_strides[4];
@@ -24,6 +26,9 @@ struct AttentionArgs {
   int64_t block_tables_strides[2];
   const int32_t* context_lens;  // [B]
   int64_t context_lens_stride;
+  const int32_t*
+      cu_seqlens;  // [B + 1]: sequence s has tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1
+  int64_t cu_seqlens_stride;
 
   const int32_t* kv_head_mapping;  // [H]
   int64_t kv_head_mapping_stride;
@@ -38,8 +43,9 @@ struct AttentionArgs {
   const float* alibi_slopes;  // [H]
   int64_t alibi_stride;
 
-  void* out;    // [B, H, L, D_v], row-contiguous
-  float* attn;  // [B, H, L, M * S], row-contiguous
+  void* out;  // [B, H, L, D_v], last stride 1
+  int64_t out_strides[3];
+  float* attn;  // [B, H, L, M * S], row-contiguous; null with cu_seqlens
 
   int32_t batch;
   int32_t num_heads;

@@ -19,7 +19,7 @@ inline constexpr int kPackedRows = 16;
 
 // One query of one head.
 struct QueryRow {
-  int32_t token;
+  int32_t token;  // its place on axis L
   int32_t head;
   int32_t position;   // of the query in its sequence
   int32_t key_begin;  // it sees keys [key_begin, key_end), except masked keys and bad blocks

@@ -6,8 +6,9 @@ namespace mlx_paged::cpu {
 
 namespace {
 
-// 8 MiB. If the partial states of a call need more, one thread computes all splits of a tile, one
-// after the other. The result is the same.
+// 8 MiB. If the partial states of a call need more, tiles are folded: first those of many rows, so
+// that a long prompt does not keep the splits of a decode from the other threads. The result is the
+// same.
 constexpr int64_t kMaxPartialFloats = 1 << 21;
 
 // With this many items for each thread, no thread is idle for long at the end.
@@ -22,6 +23,7 @@ void AttentionPlan::assign(const AttentionArgs& args) {
   o_stride_ = padded(args.value_dim);
   groups_.assign(args);
   add_tiles(args);
+  place_partials();
   add_items();
 }
 
@@ -29,12 +31,13 @@ void AttentionPlan::add_tiles(const AttentionArgs& args) {
   tiles_.clear();
   multiply_adds_ = 0;
   for (int32_t batch = 0; batch < args.batch; ++batch) {
+    const int32_t num_tokens = tokens_of(args, batch).count;
     for (int32_t kv_head = 0; kv_head <= args.num_kv_heads; ++kv_head) {
-      const int32_t num_rows = groups_.size(kv_head) * args.num_tokens;
+      const int32_t num_rows = groups_.size(kv_head) * num_tokens;
       for (int32_t begin = 0; begin < num_rows; begin += kMaxRows) {
         const RowSpan span = {batch, kv_head, begin, std::min(kMaxRows, num_rows - begin)};
         const KeyRange keys = visible_keys(args, groups_, span);
-        tiles_.push_back({span, keys, 0});
+        tiles_.push_back({span, keys, false, 0});
         multiply_adds_ +=
             int64_t{keys.end - keys.begin} * span.count * (args.head_dim + args.value_dim);
       }
@@ -42,35 +45,48 @@ void AttentionPlan::add_tiles(const AttentionArgs& args) {
   }
 }
 
-void AttentionPlan::add_items() {
+void AttentionPlan::place_partials() {
   int64_t num_floats = 0;
-  for (PlannedTile& tile : tiles_) {
-    tile.partials = num_floats;
-    if (tile.num_splits() > 1) {
-      num_floats += tile.num_splits() * state_floats(tile.span.count, o_stride_);
+  for (const bool many_rows : {false, true}) {
+    const int64_t before = num_floats;
+    for (PlannedTile& tile : tiles_) {
+      if ((tile.span.count >= kPackedRows) == many_rows) {
+        tile.partials = num_floats;
+        num_floats += tile.num_splits() > 1
+                          ? tile.num_splits() * state_floats(tile.span.count, o_stride_)
+                          : 0;
+      }
+    }
+    if (num_floats > kMaxPartialFloats) {
+      num_floats = before;
+      for (PlannedTile& tile : tiles_) {
+        tile.fold |= (tile.span.count >= kPackedRows) == many_rows;
+      }
     }
   }
-  const bool fold = num_floats > kMaxPartialFloats;
-  if (!fold && static_cast<int64_t>(partials_.size()) < num_floats + 15) {
+  if (static_cast<int64_t>(partials_.size()) < num_floats + 15) {
     partials_.resize(num_floats + 15);
   }
+}
+
+void AttentionPlan::add_items() {
   if (num_counters_ < tiles_.size()) {
     num_counters_ = tiles_.size();
     splits_left_ = std::make_unique<std::atomic<int32_t>[]>(num_counters_);
   }
 
-  int64_t num_splits = 0;
+  int64_t num_items = 0;
   for (const PlannedTile& tile : tiles_) {
-    num_splits += fold ? 1 : tile.num_splits();
+    num_items += tile.num_items();
   }
   const int64_t max_tiles =
-      std::clamp<int64_t>(num_splits / (kItemsPerThread * num_threads()), 1, kMaxTiles);
+      std::clamp<int64_t>(num_items / (kItemsPerThread * num_threads()), 1, kMaxTiles);
   items_.clear();
   for (int32_t first = 0; first < static_cast<int32_t>(tiles_.size());) {
     const int32_t count = tiles_together(first, max_tiles);
-    const int32_t splits = tiles_[first].num_splits();
+    const int32_t splits = tiles_[first].num_items();
     splits_left_[first].store(splits, std::memory_order_relaxed);
-    if (fold || splits == 1) {
+    if (splits == 1) {
       items_.push_back({first, count, kAllSplits});
     } else {
       for (int32_t split = 0; split < splits; ++split) {
@@ -97,9 +113,9 @@ int32_t AttentionPlan::tiles_together(int32_t first, int64_t max_tiles) const {
 }
 
 SoftmaxState AttentionPlan::partial(int32_t tile, int32_t split) {
-  const auto& [span, keys, partials] = tiles_[tile];
-  const int64_t offset = partials + split * state_floats(span.count, o_stride_);
-  return state_at(aligned(partials_.data()) + offset, span.count, o_stride_);
+  const int32_t num_rows = tiles_[tile].span.count;
+  const int64_t offset = tiles_[tile].partials + split * state_floats(num_rows, o_stride_);
+  return state_at(aligned(partials_.data()) + offset, num_rows, o_stride_);
 }
 
 bool AttentionPlan::finish_split(const WorkItem& item) {

@@ -19,12 +19,14 @@ inline constexpr int32_t kSplitKeys = 8 * kKeyTile;
 struct PlannedTile {
   RowSpan span;
   KeyRange keys;
-  int64_t partials;  // offset of the states of its splits, if each split is an item
+  bool fold;         // one thread computes all splits, one after the other
+  int64_t partials;  // otherwise the offset of the states of its splits
 
   int32_t first_split() const { return keys.begin / kSplitKeys; }
   int32_t num_splits() const {
     return std::max(1, (keys.end + kSplitKeys - 1) / kSplitKeys - first_split());
   }
+  int32_t num_items() const { return fold ? 1 : num_splits(); }
   KeyRange split(int32_t i) const {
     const int32_t begin = (first_split() + i) * kSplitKeys;
     return {std::max(begin, keys.begin), std::min(begin + kSplitKeys, keys.end)};
@@ -74,6 +76,7 @@ class AttentionPlan {
 
  private:
   void add_tiles(const AttentionArgs& args);
+  void place_partials();
   void add_items();
   int32_t tiles_together(int32_t first, int64_t max_tiles) const;
 

@@ -89,8 +89,12 @@ const void* mask_row(const AttentionArgs& args, int32_t batch, const QueryRow& r
   return static_cast<const char*>(args.mask) + at * itemsize;
 }
 
-int64_t output_row(const AttentionArgs& args, int32_t batch, const QueryRow& row) {
-  return (int64_t{batch} * args.num_heads + row.head) * args.num_tokens + row.token;
+float* attn_row(const AttentionArgs& args, int32_t batch, const QueryRow& row) {
+  if (!args.attn) {
+    return nullptr;
+  }
+  const int64_t i = (int64_t{batch} * args.num_heads + row.head) * args.num_tokens + row.token;
+  return args.attn + i * args.max_blocks * args.block_size;
 }
 
 // Turns the scores of `keys` into weights exp(score - m) * factor. Other keys get weight 0; so do
@@ -107,6 +111,16 @@ void normalise_weights(const AttentionArgs& args, KeyRange keys, float m, float 
 }
 
 }  // namespace
+
+TokenRange tokens_of(const AttentionArgs& args, int32_t batch) {
+  if (!args.cu_seqlens) {
+    return {0, args.num_tokens};
+  }
+  const int32_t* begin = args.cu_seqlens + batch * args.cu_seqlens_stride;
+  const int32_t first = std::clamp(begin[0], 0, args.num_tokens);
+  const int32_t stop = std::clamp(begin[args.cu_seqlens_stride], first, args.num_tokens);
+  return {first, stop - first};
+}
 
 void HeadGroups::assign(const AttentionArgs& args) {
   const int32_t none = args.num_kv_heads;
@@ -139,10 +153,11 @@ KeyRange visible_keys(const AttentionArgs& args, const HeadGroups& groups, const
     return keys;
   }
   const int32_t context = context_length(args, span.batch);
+  const int32_t before = context - tokens_of(args, span.batch).count;
   const int32_t group = groups.size(span.kv_head);
   const int32_t last = (span.begin + span.count - 1) / group;
   for (int32_t token = span.begin / group; token <= last; ++token) {
-    const KeyRange row = visible_keys(args, context, context - args.num_tokens + token);
+    const KeyRange row = visible_keys(args, context, before + token);
     if (row.begin < row.end) {
       keys = {keys.begin < keys.end ? std::min(keys.begin, row.begin) : row.begin,
               std::max(keys.end, row.end)};
@@ -154,6 +169,7 @@ KeyRange visible_keys(const AttentionArgs& args, const HeadGroups& groups, const
 void load_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpan& span, float* q,
                RowTile& tile) {
   const int32_t context = context_length(args, span.batch);
+  const TokenRange tokens = tokens_of(args, span.batch);
   const int32_t group = groups.size(span.kv_head);
   tile.batch = span.batch;
   tile.kv_head = span.kv_head;
@@ -162,17 +178,16 @@ void load_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpa
   tile.q_stride = padded(args.head_dim);
   for (int32_t r = 0; r < span.count; ++r) {
     QueryRow& row = tile.rows[r];
-    row.token = (span.begin + r) / group;
+    const int32_t token = (span.begin + r) / group;
+    row.token = tokens.first + token;
     row.head = groups.heads[groups.starts[span.kv_head] + (span.begin + r) % group];
-    row.position = context - args.num_tokens + row.token;
+    row.position = context - tokens.count + token;
     const KeyRange keys = visible_keys(args, context, row.position);
     row.key_begin = keys.begin;
     row.key_end = keys.end;
     row.alibi_slope = args.alibi_slopes ? args.alibi_slopes[row.head * args.alibi_stride] : 0;
     row.mask = mask_row(args, span.batch, row);
-    row.attn = args.attn ? args.attn +
-                               output_row(args, span.batch, row) * args.max_blocks * args.block_size
-                         : nullptr;
+    row.attn = attn_row(args, span.batch, row);
     load_query(args, span.batch, row, q + r * tile.q_stride);
     std::fill(q + r * tile.q_stride + args.head_dim, q + (r + 1) * tile.q_stride, 0.0f);
   }
@@ -206,7 +221,8 @@ void store_rows(const AttentionArgs& args, const RowTile& tile, KeyRange keys,
     }
     const float factor = l == 0 ? 0 : 1 / l;
     const float* o = state.o + r * state.o_stride;
-    const int64_t at = output_row(args, tile.batch, row) * args.value_dim;
+    const int64_t at = tile.batch * args.out_strides[0] + row.head * args.out_strides[1] +
+                       row.token * args.out_strides[2];
     dispatch_float(args.q_dtype, [&]<typename T>(T*) {
       T* out = static_cast<T*>(args.out) + at;
       for (int32_t d = 0; d < args.value_dim; ++d) {

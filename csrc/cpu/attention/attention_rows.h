@@ -13,6 +13,15 @@ struct KeyRange {
   int32_t end;
 };
 
+// The tokens of one sequence on axis L.
+struct TokenRange {
+  int32_t first;
+  int32_t count;
+};
+
+// Lies within axis L, whatever cu_seqlens holds.
+TokenRange tokens_of(const AttentionArgs& args, int32_t batch);
+
 // Query heads, grouped by their KV head.
 struct HeadGroups {
   std::vector<int32_t> heads;   // sorted by KV head

@@ -1,6 +1,6 @@
 """Calls of this package's pool ops, and the blocks that they read and write."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,14 +61,28 @@ Recorder = Callable[[str, Any, tuple[mx.array, ...], Callable[[], Blocks]], None
 
 def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
     """The functions of :mod:`mlx_paged.ops`, by name, which also record each call."""
-    attend, write, copy = ops.paged_attention, ops.write_kv, ops.copy_blocks
+    attend, attend_varlen = ops.paged_attention, ops.paged_attention_varlen
+    write, copy = ops.write_kv, ops.copy_blocks
     gather, take_runs, append = ops.gather_blocks, ops.take_from_pool, ops.append_kv
 
     def paged_attention(q, k_cache, v_cache, tables, lens, layer_idx=0, **options: Any) -> Any:
         out = attend(q, k_cache, v_cache, tables, lens, layer_idx, **options)
         pools = k_cache[layer_idx], v_cache[layer_idx]
-        length, window = q.shape[2], options.get("window")
-        record("PagedAttention", out, pools, lambda: _read(pools, tables, lens, length, window))
+        lengths, window = [q.shape[2]] * q.shape[0], options.get("window")
+        record("PagedAttention", out, pools, lambda: _read(pools, tables, lens, lengths, window))
+        return out
+
+    def paged_attention_varlen(
+        q, k_cache, v_cache, tables, lens, cu_seqlens, layer_idx=0, **options: Any
+    ) -> Any:
+        arrays = q, k_cache, v_cache, tables, lens, cu_seqlens
+        out = attend_varlen(*arrays, layer_idx, **options)
+        pools, window = (k_cache[layer_idx], v_cache[layer_idx]), options.get("window")
+
+        def blocks() -> Blocks:
+            return _read(pools, tables, lens, np.diff(_host(cu_seqlens)).tolist(), window)
+
+        record("PagedAttention", out, pools, blocks)
         return out
 
     def write_kv(k, v, k_cache, v_cache, slots, **options: Any) -> Any:
@@ -107,7 +121,8 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
     return {
         function.__name__: function
         for function in (
-            *(paged_attention, write_kv, append_kv, copy_blocks, gather_blocks, take_from_pool),
+            *(paged_attention, paged_attention_varlen, write_kv, append_kv),
+            *(copy_blocks, gather_blocks, take_from_pool),
         )
     }
 
@@ -116,12 +131,13 @@ def _read(
     pools: tuple[mx.array, ...],
     tables: mx.array,
     lens: mx.array,
-    length: int,
+    lengths: Sequence[int],
     window: int | None,
 ) -> Blocks:
     _, num_blocks, size, _ = pools[0].shape
     read: set[int] = set()
-    for table, context in zip(_host(tables), _host(lens).tolist(), strict=True):
+    rows = zip(_host(tables), _host(lens).tolist(), lengths, strict=True)
+    for table, context, length in rows:
         first = 0 if window is None else max(0, context - length - window + 1)
         read.update(table[first // size : -(-context // size)].tolist())
     return {block for block in read if 0 <= block < num_blocks}, set()

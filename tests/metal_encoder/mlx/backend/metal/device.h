@@ -55,9 +55,23 @@ class CommandEncoder {
     set_input_array(a, idx);
     const void* buf = a.buffer().ptr();
     all_outputs_.insert(buf);
+    if (is_concurrent_) {
+      concurrent_outputs_.insert(buf);
+      return;
+    }
     next_outputs_.insert(buf);
     needs_barrier_ |= prev_inputs_.count(buf) > 0;
   }
+
+  struct ConcurrentContext {
+    ConcurrentContext(CommandEncoder& encoder) : encoder(encoder) { encoder.is_concurrent_ = true; }
+    ~ConcurrentContext() {
+      encoder.is_concurrent_ = false;
+      encoder.prev_outputs_.merge(encoder.concurrent_outputs_);
+      encoder.concurrent_outputs_.clear();
+    }
+    CommandEncoder& encoder;
+  };
 
   void add_temporary(array a) { temporaries_.push_back(std::move(a)); }
   void set_compute_pipeline_state(MTL::ComputePipelineState*) {}
@@ -124,7 +138,8 @@ class CommandEncoder {
   std::vector<array> temporaries_;
   Buffers prev_inputs_, prev_outputs_, next_inputs_, next_outputs_, all_inputs_, all_outputs_;
   size_t buffer_sizes_ = 0;
-  bool needs_barrier_ = false;
+  Buffers concurrent_outputs_;
+  bool needs_barrier_ = false, is_concurrent_ = false;
   int fence_ = 0;
 };
 

@@ -1,0 +1,53 @@
+// The query rows that a threadgroup of the matrix kernel computes, and the keys that they see.
+
+constant bool HAS_SEQLENS [[function_constant(17)]];  // a ragged batch
+
+// The tokens of a sequence in q, and the first row that a threadgroup computes of them.
+struct RowTile {
+  int sequence;
+  int first_token;
+  int num_tokens;
+  int first_row;
+};
+
+// In a ragged batch sequence s has the tiles from this one on: no fewer than its rows fill.
+template <int ROWS>
+inline int tile_start(int sequence, const device int* cu_seqlens, constant AttentionParams& p) {
+  return clamp(cu_seqlens[sequence], 0, p.num_tokens) * p.group / ROWS + sequence;
+}
+
+template <int ROWS>
+inline RowTile ragged_tile(int index, const device int* cu_seqlens, constant AttentionParams& p) {
+  int low = p.first_sequence;
+  const int tile = tile_start<ROWS>(low, cu_seqlens, p) + index;
+  int high = p.num_sequences - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (tile_start<ROWS>(middle, cu_seqlens, p) <= tile) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  RowTile result;
+  result.sequence = low;
+  result.first_token = clamp(cu_seqlens[low], 0, p.num_tokens);
+  result.num_tokens = clamp(cu_seqlens[low + 1], result.first_token, p.num_tokens) -
+      result.first_token;
+  result.first_row = (tile - tile_start<ROWS>(low, cu_seqlens, p)) * ROWS;
+  return result;
+}
+
+// The number of a query row among all rows of the call.
+inline long row_index(RowTile tile, int row, int head_slot, constant AttentionParams& p) {
+  const int head = head_slot * p.group + row % p.group;
+  const int token = tile.first_token + row / p.group;
+  return HAS_SEQLENS ? long(token) * p.num_heads + head
+                     : (long(tile.sequence) * p.num_heads + head) * p.num_tokens + token;
+}
+
+// The keys that a row sees.
+inline KeyRange keys_of_row(RowTile tile, int row, int context, constant AttentionParams& p) {
+  const int position = context - tile.num_tokens + row / p.group;
+  return key_range(position, context, CAUSAL, HAS_WINDOW ? p.window : 0);
+}

@@ -1,0 +1,105 @@
+"""An engine whose paged ops run as a GPU's launches, in the emulator, gives mlx-lm's tokens."""
+
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+from emulated_gpu import LONG_CHUNK, HalfModel, emulate_gpu
+from tiny_models import VOCAB
+
+from mlx_paged import Engine
+from mlx_paged.attention import forward
+from mlx_paged.attention.forward import path_counts
+from mlx_paged.runner.model_runner import ModelRunner
+
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 37, 12, 61)]
+NUM_TOKENS = 6
+
+
+@cache
+def half_model(model_type: str) -> HalfModel:
+    changes = {"first_k_dense_replace": 2} if model_type == "deepseek_v3" else {}
+    return HalfModel(model_type, num_hidden_layers=2, **changes)
+
+
+def families(metal) -> Counter[str]:
+    """How often kernels of each family ran."""
+    names = ("paged_attention", "matrix_attention", "merge_splits", "write_kv", "copy_blocks")
+    return Counter(next(n for n in names if kernel.startswith(n)) for kernel in metal.trace.kernels)
+
+
+@pytest.mark.parametrize("prefill_chunk", [LONG_CHUNK - 8, 2 * LONG_CHUNK])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
+def test_mixed_steps_give_mlx_lms_tokens(model_type, prefill_chunk, monkeypatch):
+    half = half_model(model_type)
+    metal = emulate_gpu(monkeypatch)
+    engine = Engine(half.model, block_size=4, num_blocks=128, prefill_chunk=prefill_chunk)
+    done = engine.generate(PROMPTS, max_tokens=NUM_TOKENS)
+    same = [half.check(p, c.tokens) for p, c in zip(PROMPTS, done, strict=True)]
+    assert sum(same) >= len(PROMPTS) - 1
+    assert families(metal)["paged_attention"] > 0
+    if model_type != "deepseek_v3":  # whose own prefill reads gathered latents
+        assert families(metal)["matrix_attention"] > 0
+        assert (path_counts["gather"] > 0) == (prefill_chunk >= LONG_CHUNK)
+
+
+def test_a_preempted_request_gives_mlx_lms_tokens(monkeypatch):
+    half = half_model("llama")
+    emulate_gpu(monkeypatch)
+    engine = Engine(half.model, block_size=4, num_blocks=10, prefill_chunk=16)
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[1][:9]]
+    done = engine.generate(prompts, max_tokens=12)
+    assert engine.stats.preemptions > 0
+    assert all([half.check(p, c.tokens) for p, c in zip(prompts, done, strict=True)])
+
+
+def test_forks_give_mlx_lms_tokens(monkeypatch):
+    half = half_model("llama")
+    metal = emulate_gpu(monkeypatch)
+    engine = Engine(half.model, block_size=4, num_blocks=64, prefill_chunk=16)
+    prompt = PROMPTS[2]
+    parent = engine.add_request(prompt, max_tokens=NUM_TOKENS)
+    tokens, children = {parent: []}, {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).append(output.token)
+            if output.request_id == parent and len(tokens[parent]) in (1, 4):
+                child = engine.fork(parent, max_tokens=4)
+                children[child] = list(engine.request(child).tokens)
+    assert half.check(prompt, tokens[parent])
+    assert len(children) == 2
+    assert all([half.check(prefix, tokens[child]) for child, prefix in children.items()])
+    assert families(metal)["copy_blocks"] > 0
+
+
+@pytest.mark.parametrize(("context", "decode_launches"), [(40, 2), (600, 3)])
+def test_a_step_takes_few_launches_a_layer(context, decode_launches, monkeypatch):
+    """The write of K/V, and attention: a kernel for decodes, one for chunks, and a merge of splits
+    if a context is long."""
+    half = half_model("llama")
+    metal = emulate_gpu(monkeypatch)
+    monkeypatch.setattr(forward, "LONG_CHUNK", 1000)
+    launches: dict[bool, set[float]] = {False: set(), True: set()}
+    launch = ModelRunner.launch
+
+    def counted(runner, step, before):
+        num_before = len(metal.trace.kernels)
+        launched = launch(runner, step, before)
+        is_mixed = {len(span) == 1 for span in step.spans} == {True, False}
+        if is_mixed or all(len(span) == 1 for span in step.spans):
+            count = (len(metal.trace.kernels) - num_before) / len(runner.layers)
+            launches[is_mixed].add(count)
+        return launched
+
+    monkeypatch.setattr(ModelRunner, "launch", counted)
+    engine = Engine(half.model, block_size=16, num_blocks=100, prefill_chunk=300)
+    rng = np.random.default_rng(0)
+    engine.add_request(rng.integers(0, VOCAB, context).tolist(), max_tokens=8)
+    while not engine.step():
+        pass
+    engine.add_request(rng.integers(0, VOCAB, 30).tolist(), max_tokens=2)
+    while engine.has_work:
+        engine.step()
+    assert launches[False] == {decode_launches}
+    assert launches[True] and max(launches[True]) <= 4
