@@ -25,12 +25,15 @@ constexpr int kMostThreadgroups = 1024;
 // metal/attention_constants.h.
 constexpr int kConstants[] = {0, 1, 2, 3, 7, 10, 12, 13};
 
-// Rows of a threadgroup: a power of two. Ragged batches, whose lengths the host does not know, have
-// one pipeline: for long chunks.
+// Rows of a threadgroup: a power of two that a decode fills. So that few pipelines have to be
+// compiled, calls of several tokens have either kEdge rows or as many as possible. So many have
+// ragged batches, whose lengths the host does not know.
 int rows_of_tile(const AttentionInputs& in) {
   const int head_dim = in.q.shape(3), value_dim = in.v_cache.shape(3);
   const int group = in.q.shape(1) / in.k_cache.shape(0);
-  const int num_rows = in.cu_seqlens ? kMaxRows : group * in.q.shape(2);
+  const bool is_decode = !in.cu_seqlens && in.q.shape(2) == 1;
+  const bool is_short = !in.cu_seqlens && group * in.q.shape(2) <= kEdge;
+  const int num_rows = is_decode ? group : is_short ? kEdge : kMaxRows;
   int rows = kEdge;
   while (rows < std::min(num_rows, kMaxRows) && 2 * rows * value_dim <= kMaxOutputElements &&
          2 * rows * (head_dim + kPadding) <= kMaxQueryElements) {

@@ -14,7 +14,7 @@ from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 
 NUM_BLOCKS = 2
-LENGTHS = *range(1, ops.metal.MOST_ROWS + 1), 64
+LENGTHS = *range(1, ops.metal.MOST_ROWS + 1), 8, 64
 """Tokens of a sequence: a decode, drafts, a chunk whose threadgroups are full."""
 
 LONG_CONTEXT = 8192

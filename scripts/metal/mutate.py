@@ -27,6 +27,7 @@ TESTS = tuple(
 )
 FIRST = {
     "online_softmax.h": "nonfinite",
+    "key_tile.h": "threadgroups or option or hide",
     "paged_attention.metal": "threadgroups or option or hide or nothing or debugging or full_table",
     "row_tiles.h": "DifferentLengths or OneLength",
     "matrix_attention.metal": "Traffic or DifferentLengths or OneLength",
