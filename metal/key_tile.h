@@ -1,0 +1,119 @@
+// A tile of 32 keys: how the lanes of a simdgroup share its scores and its values.
+
+// Rows of the pool that a lane asks for before it uses the first, if all query rows see the whole
+// tile. In other tiles a lane asks for one: there are few of these tiles, and conditions on loads
+// need more registers.
+constant constexpr int AHEAD = 4;
+
+// Lanes that share a key: with four rows, no lane holds more than three vectors of each query.
+constexpr int key_lanes(int vectors) {
+  return vectors > 48 ? 32 : vectors > 24 ? 16 : vectors >= 8 ? 8 : vectors >= 4 ? 4 : vectors;
+}
+
+// Lanes that share a value: as few as it has vectors, so that no lane has more than it must.
+constexpr int value_lanes(int vectors) {
+  return vectors > 16 ? 32 : vectors > 8 ? 16 : vectors > 4 ? 8 : 4;
+}
+
+// This lane's vectors of one row of the pool; zeros where there is no row.
+template <bool IS_FULL, int DIM, int STRIDE, typename T, int COUNT>
+inline void load_row(
+    const device T* head, uint offset, int lane, thread vec<T, VECTOR> (&row)[COUNT]) {
+  constexpr bool IS_EVEN = DIM == VECTOR * STRIDE * COUNT;
+  UNROLL
+  for (int c = 0; c < COUNT; c++) {
+    const int vector = lane + c * STRIDE;
+    row[c] = vec<T, VECTOR>(T(0.0f));
+    if ((IS_FULL || offset != NOWHERE) && (IS_EVEN || vector < DIM / VECTOR)) {
+      row[c] = read_vector_at(head, offset + uint(vector));
+    }
+  }
+}
+
+// Half of two sums over two lanes, of which one has the bit: that one gets the second sum.
+inline float exchange(float first, float second, bool has_bit, ushort bit) {
+  const float kept = has_bit ? second : first;
+  const float given = has_bit ? first : second;
+  return kept + simd_shuffle_xor(given, bit);
+}
+
+// The products of the queries with the keys of a tile: lane i gets those of key i.
+template <bool IS_FULL, int D, int SHARE, typename T, typename Q, int ROWS, int VECTORS>
+inline void multiply_keys(
+    const device T* head, uint own_offset, int lane,
+    thread vec<Q, VECTOR> (&queries)[ROWS][VECTORS], thread float (&products)[ROWS]) {
+  constexpr int STEPS = !IS_FULL ? 1 : SHARE < AHEAD ? SHARE : AHEAD;
+  const int place = lane % SHARE;
+  NO_UNROLL
+  for (int step = 0; step < SHARE; step += STEPS) {
+    vec<T, VECTOR> keys[STEPS][VECTORS];
+    UNROLL
+    for (int i = 0; i < STEPS; i++) {
+      const uint offset = simd_shuffle(own_offset, ushort(lane - place + step + i));
+      load_row<IS_FULL, D, SHARE>(head, offset, place, keys[i]);
+    }
+    float sums[ROWS][AHEAD] = {{0.0f}};
+    UNROLL
+    for (int c = 0; c < VECTORS; c++) {
+      UNROLL
+      for (int r = 0; r < ROWS; r++) {
+        const float4 query = float4(queries[r][c]);
+        UNROLL
+        for (int i = 0; i < STEPS; i++) {
+          sums[r][i] += dot(query, float4(keys[i][c]));
+        }
+      }
+    }
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      if (STEPS == 4) {
+        sums[r][0] = exchange(sums[r][0], sums[r][2], (place & 2) != 0, 2);
+        sums[r][1] = exchange(sums[r][1], sums[r][3], (place & 2) != 0, 2);
+      }
+      if (STEPS >= 2) {
+        sums[r][0] = exchange(sums[r][0], sums[r][1], (place & 1) != 0, 1);
+      }
+      UNROLL
+      for (int bit = STEPS; bit < SHARE; bit *= 2) {
+        sums[r][0] += simd_shuffle_xor(sums[r][0], ushort(bit));
+      }
+      products[r] = place / STEPS == step / STEPS ? sums[r][0] : products[r];
+    }
+  }
+}
+
+// Adds the weighted values of the first `count` keys of a tile. A negative weight means that the
+// row does not see the key, which may then hold anything.
+template <bool IS_FULL, int DV, int SHARE, typename T, int ROWS, int VECTORS>
+inline void add_values(
+    const device T* head, uint own_offset, int count, int lane, const threadgroup float4* weights,
+    thread float4 (&sums)[ROWS][VECTORS]) {
+  constexpr int TEAMS = LANES / SHARE;  // that take a key each
+  constexpr bool HAS_ROOM = VECTORS == 1 && ROWS < 4 && SHARE > AHEAD;
+  constexpr int STEPS = !IS_FULL ? 1 : HAS_ROOM ? 2 * AHEAD : AHEAD;
+  const int team = lane / SHARE;
+  const int place = lane % SHARE;
+  NO_UNROLL
+  for (int first = team; first - team < count; first += STEPS * TEAMS) {
+    vec<T, VECTOR> values[STEPS][VECTORS];
+    UNROLL
+    for (int i = 0; i < STEPS; i++) {
+      const uint offset = simd_shuffle(own_offset, ushort(first + i * TEAMS));
+      load_row<IS_FULL, DV, SHARE>(head, offset, place, values[i]);
+    }
+    UNROLL
+    for (int i = 0; i < STEPS; i++) {
+      const float4 weight = weights[first + i * TEAMS];
+      UNROLL
+      for (int c = 0; c < VECTORS; c++) {
+        const float4 value = float4(values[i][c]);
+        UNROLL
+        for (int r = 0; r < ROWS; r++) {
+          if (IS_FULL || !(weight[r] < 0.0f)) {
+            sums[r][c] += weight[r] * value;
+          }
+        }
+      }
+    }
+  }
+}
