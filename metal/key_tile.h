@@ -1,13 +1,12 @@
 // A tile of 32 keys: how the lanes of a simdgroup share its scores and its values.
 
-// Rows of the pool that a lane asks for before it uses the first, if all query rows see the whole
-// tile. In other tiles a lane asks for one: there are few of these tiles, and conditions on loads
-// need more registers.
+// Rows of the pool that a lane asks for before it uses the first. No condition is on a load: keys
+// that nobody sees have the place of a key that is seen.
 constant constexpr int AHEAD = 4;
 
 // Lanes that share a key: with four rows, no lane holds more than three vectors of each query.
 constexpr int key_lanes(int vectors) {
-  return vectors > 48 ? 32 : vectors > 24 ? 16 : vectors >= 8 ? 8 : vectors >= 4 ? 4 : vectors;
+  return vectors > 48 ? 32 : vectors > 24 ? 16 : vectors >= 8 ? 8 : vectors >= 3 ? 4 : vectors;
 }
 
 // Lanes that share a value: as few as it has vectors, so that no lane has more than it must.
@@ -15,8 +14,8 @@ constexpr int value_lanes(int vectors) {
   return vectors > 16 ? 32 : vectors > 8 ? 16 : vectors > 4 ? 8 : 4;
 }
 
-// This lane's vectors of one row of the pool; zeros where there is no row.
-template <bool IS_FULL, int DIM, int STRIDE, typename T, int COUNT>
+// This lane's vectors of one row of the pool.
+template <int DIM, int STRIDE, typename T, int COUNT>
 inline void load_row(
     const device T* head, uint offset, int lane, thread vec<T, VECTOR> (&row)[COUNT]) {
   constexpr bool IS_EVEN = DIM == VECTOR * STRIDE * COUNT;
@@ -24,7 +23,7 @@ inline void load_row(
   for (int c = 0; c < COUNT; c++) {
     const int vector = lane + c * STRIDE;
     row[c] = vec<T, VECTOR>(T(0.0f));
-    if ((IS_FULL || offset != NOWHERE) && (IS_EVEN || vector < DIM / VECTOR)) {
+    if (IS_EVEN || vector < DIM / VECTOR) {
       row[c] = read_vector_at(head, offset + uint(vector));
     }
   }
@@ -38,11 +37,11 @@ inline float exchange(float first, float second, bool has_bit, ushort bit) {
 }
 
 // The products of the queries with the keys of a tile: lane i gets those of key i.
-template <bool IS_FULL, int D, int SHARE, typename T, typename Q, int ROWS, int VECTORS>
+template <int D, int SHARE, typename T, typename Q, int ROWS, int VECTORS>
 inline void multiply_keys(
     const device T* head, uint own_offset, int lane,
     thread vec<Q, VECTOR> (&queries)[ROWS][VECTORS], thread float (&products)[ROWS]) {
-  constexpr int STEPS = !IS_FULL ? 1 : SHARE < AHEAD ? SHARE : AHEAD;
+  constexpr int STEPS = SHARE < AHEAD ? SHARE : AHEAD;
   const int place = lane % SHARE;
   NO_UNROLL
   for (int step = 0; step < SHARE; step += STEPS) {
@@ -50,7 +49,7 @@ inline void multiply_keys(
     UNROLL
     for (int i = 0; i < STEPS; i++) {
       const uint offset = simd_shuffle(own_offset, ushort(lane - place + step + i));
-      load_row<IS_FULL, D, SHARE>(head, offset, place, keys[i]);
+      load_row<D, SHARE>(head, offset, place, keys[i]);
     }
     float sums[ROWS][AHEAD] = {{0.0f}};
     UNROLL
@@ -90,7 +89,7 @@ inline void add_values(
     thread float4 (&sums)[ROWS][VECTORS]) {
   constexpr int TEAMS = LANES / SHARE;  // that take a key each
   constexpr bool HAS_ROOM = VECTORS == 1 && ROWS < 4 && SHARE > AHEAD;
-  constexpr int STEPS = !IS_FULL ? 1 : HAS_ROOM ? 2 * AHEAD : AHEAD;
+  constexpr int STEPS = HAS_ROOM ? 2 * AHEAD : AHEAD;
   const int team = lane / SHARE;
   const int place = lane % SHARE;
   NO_UNROLL
@@ -99,7 +98,7 @@ inline void add_values(
     UNROLL
     for (int i = 0; i < STEPS; i++) {
       const uint offset = simd_shuffle(own_offset, ushort(first + i * TEAMS));
-      load_row<IS_FULL, DV, SHARE>(head, offset, place, values[i]);
+      load_row<DV, SHARE>(head, offset, place, values[i]);
     }
     UNROLL
     for (int i = 0; i < STEPS; i++) {

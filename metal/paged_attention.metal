@@ -61,6 +61,9 @@ template <typename T, typename Q, int D, int DV, int ROWS>
   const bool has_keys = kv_head >= 0 && kv_head < p.num_kv_heads;
   const int max_keys = p.max_blocks * BLOCK_SIZE;
   const int context = clamp(context_lens[sequence * p.context_stride], 0, max_keys);
+  if (SPLIT && split * p.keys_per_split >= context) {
+    return;  // The merge does not read what this split would store.
+  }
   const device int* table = block_tables + sequence * p.tables_strides[0];
   const device T* k_head = k_cache + kv_head * p.k_strides[0];
   const device T* v_head = v_cache + kv_head * p.v_strides[0];
@@ -140,12 +143,13 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     const bool is_full = simd_all(is_valid && key >= all_begin && key < all_end) &&
         !HAS_BOOL_MASK && !HAS_FLOAT_MASK;
 
-    float scores[ROWS];
-    if (is_full) {
-      multiply_keys<true, D, K_LANES>(k_head, k_offset, int(lane), queries, scores);
-    } else {
-      const uint offset = is_valid ? k_offset : NOWHERE;
-      multiply_keys<false, D, K_LANES>(k_head, offset, int(lane), queries, scores);
+    // Keys that nobody sees get the place of one that is seen: their scores and values are dropped.
+    const uint k_seen = simd_min(is_valid ? k_offset : NOWHERE);
+    const uint v_seen = simd_min(is_valid ? v_offset : NOWHERE);
+    float scores[ROWS] = {0.0f};
+    if (k_seen != NOWHERE) {
+      const uint offset = is_valid ? k_offset : k_seen;
+      multiply_keys<D, K_LANES>(k_head, offset, int(lane), queries, scores);
     }
 
     float4 own_weights = float4(0.0f);
@@ -199,8 +203,8 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (is_full) {
       add_values<true, DV, V_LANES>(v_head, v_offset, LANES, int(lane), weights, running_out);
-    } else {
-      const uint offset = is_valid ? v_offset : NOWHERE;
+    } else if (v_seen != NOWHERE) {
+      const uint offset = is_valid ? v_offset : v_seen;
       add_values<false, DV, V_LANES>(
           v_head, offset, min(LANES, end - base), int(lane), weights, running_out);
     }

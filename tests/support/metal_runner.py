@@ -131,7 +131,7 @@ class MetalRunner:
         call = _ext.metal.plan_attention_varlen(
             tokens, *caches, block_tables, context_lens, cu_seqlens, **options
         )
-        out = self._run(call)[0].astype(q.dtype)
+        out = self.run(call)[0].astype(q.dtype)
         return out if q.ndim == 4 else out[:, :, 0]
 
     def write_kv(self, k, v, k_cache, v_cache, slot_mapping) -> tuple[mx.array, mx.array]:
