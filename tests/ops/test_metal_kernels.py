@@ -60,7 +60,8 @@ def run(metal: MetalRunner, case: Case, **overrides: Any) -> Any:
         q_dtype = mx.float32  # rotated queries are not rounded
     types = f"{METAL_TYPES[k_cache.dtype]}_{METAL_TYPES[q_dtype]}"
     widths = f"d{q.shape[3]}_v{v_cache.shape[3]}"
-    assert metal.trace.kernels[0].startswith(f"paged_attention_{types}_{widths}_r")
+    by_matrices = f"matrix_attention_{METAL_TYPES[k_cache.dtype]}_{widths}_r"
+    assert metal.trace.kernels[0].startswith((f"paged_attention_{types}_{widths}_r", by_matrices))
     return result
 
 
