@@ -22,8 +22,8 @@ LIMITS = {
     "registers": 48,
 }
 """Of the decode kernel, for 32 keys and four rows at D 128."""
-OVER_LIMITS = {"table_loads", "simd_operations", "exponentials", "registers"}
-"""Those that the present kernel does not keep."""
+OVER_LIMITS = {"registers"}
+"""Those that the kernel does not keep: clang counts addresses and loads under way as well."""
 
 
 @pytest.fixture(autouse=True, scope="module")

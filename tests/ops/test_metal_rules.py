@@ -13,7 +13,7 @@ from scripts.metal.check import check_reachable, joined
 from scripts.metal.reachable import architectures, calls_of, in_dtype
 from scripts.metal.sources import launches
 
-MOST_PIPELINES = 24
+MOST_PIPELINES = 25
 """Tenths of a second each: an engine's start takes seconds."""
 
 
