@@ -1,5 +1,5 @@
-// The tile kernel's own function constants, a query row and the keys that it sees, its elements, and
-// the place of a key in the pool.
+// The tile kernel's own function constants, a query row and the keys that it sees, its elements,
+// and the place of a key in the pool.
 
 constant bool HAS_ALIBI [[function_constant(4)]];
 constant bool HAS_BOOL_MASK [[function_constant(5)]];
@@ -33,8 +33,8 @@ inline QueryRow query_row(int row, int head_slot, int context, constant Attentio
 
 // Dimension d of a query row, rotated: pairs (d, d + R / 2) by angle d.
 template <typename Q>
-inline float rotated_element(
-    const device Q* q, const device float* angles, int d, constant AttentionParams& p) {
+inline float rotated_element(const device Q* q, const device float* angles, int d,
+                             constant AttentionParams& p) {
   const float own = float(q[d]);
   if (d >= 2 * p.rope_pairs) {
     return own;

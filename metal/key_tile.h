@@ -36,15 +36,15 @@ inline float exchange(float first, float second, bool has_bit, ushort bit) {
   return kept + simd_shuffle_xor(given, bit);
 }
 
-// The products of the queries with the keys of a tile: lane i gets those of key i.
+// The products of the queries with the first `count` keys of a tile: lane i gets those of key i.
 template <int D, int SHARE, typename T, typename Q, int ROWS, int VECTORS>
 inline void multiply_keys(
-    const device T* head, uint own_offset, int lane,
+    const device T* head, uint own_offset, int count, int lane,
     thread vec<Q, VECTOR> (&queries)[ROWS][VECTORS], thread float (&products)[ROWS]) {
   constexpr int STEPS = SHARE < AHEAD ? SHARE : AHEAD;
   const int place = lane % SHARE;
   NO_UNROLL
-  for (int step = 0; step < SHARE; step += STEPS) {
+  for (int step = 0; step < min(SHARE, count); step += STEPS) {
     vec<T, VECTOR> keys[STEPS][VECTORS];
     UNROLL
     for (int i = 0; i < STEPS; i++) {

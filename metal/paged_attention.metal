@@ -130,6 +130,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
   const int first_key = begin / LANES * LANES;
   for (int base = first_key + int(simdgroup) * LANES; base < end; base += THREADS) {
     const int key = base + int(lane);
+    const int count = min(LANES, end - base);
     int block = -1;
     if (key >= begin && key < end) {
       block = table[key / BLOCK_SIZE * int(p.tables_strides[1])];
@@ -149,7 +150,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     float scores[ROWS] = {0.0f};
     if (k_seen != NOWHERE) {
       const uint offset = is_valid ? k_offset : k_seen;
-      multiply_keys<D, K_LANES>(k_head, offset, int(lane), queries, scores);
+      multiply_keys<D, K_LANES>(k_head, offset, count, int(lane), queries, scores);
     }
 
     float4 own_weights = float4(0.0f);
@@ -205,8 +206,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
       add_values<true, DV, V_LANES>(v_head, v_offset, LANES, int(lane), weights, running_out);
     } else if (v_seen != NOWHERE) {
       const uint offset = is_valid ? v_offset : v_seen;
-      add_values<false, DV, V_LANES>(
-          v_head, offset, min(LANES, end - base), int(lane), weights, running_out);
+      add_values<false, DV, V_LANES>(v_head, offset, count, int(lane), weights, running_out);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }

@@ -34,8 +34,8 @@ LONG_CHUNK = 256
 """On a GPU, chunks from so many tokens on are gathered in layers that MLX's fast kernel takes: the
 only one that uses all matrix units of every GPU."""
 
-LARGEST_HEAD_OF_MLX = 128
-"""The largest head dimension of that kernel."""
+HEADS_OF_MLX = 64, 72, 80, 96, 128
+"""The head dimensions of that kernel; other heads get their scores in memory."""
 
 ANY_NUMBER = 2**31
 
@@ -60,7 +60,8 @@ def max_paged_queries_of(shape: KVShape, in_every_layer: int) -> int:
     dims = shape.head_dim, shape.v_head_dim
     if in_every_layer != FEW_QUERIES or not ops.serves_chunks(shape.dtype, *dims):
         return in_every_layer
-    return LONG_CHUNK - 1 if max(dims) <= LARGEST_HEAD_OF_MLX else ANY_NUMBER
+    is_fused = shape.head_dim == shape.v_head_dim and shape.head_dim in HEADS_OF_MLX
+    return LONG_CHUNK - 1 if is_fused else ANY_NUMBER
 
 
 @cache

@@ -42,10 +42,10 @@ def one_key(group: int, head_dim: int, v_head_dim: int) -> LaunchStats:
 
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(576, 64), (64, 576), (320, 320), (256, 256)])
 def test_a_lane_holds_at_most_20_elements_of_a_key_or_value(head_dim, v_head_dim):
-    """Four with each load."""
+    """Four with each load. It asks for four keys at once, here four times for the same one."""
     lines = one_key(1, head_dim, v_head_dim).lines
-    assert 0 < lines[KEYS].load_instructions <= 5
-    assert 0 < lines[VALUES].load_instructions <= 5
+    assert 4 <= lines[KEYS].load_instructions <= 4 * 5
+    assert 4 <= lines[VALUES].load_instructions <= 4 * 5
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ def emulate_gpu(monkeypatch: pytest.MonkeyPatch, metal: MetalRunner | None = Non
     monkeypatch.setattr(ops, "serves_chunks", _ext.metal.serves_chunks)
     monkeypatch.setattr(layer_cache, "max_paged_queries", lambda: FEW_QUERIES)
     monkeypatch.setattr(forward, "LONG_CHUNK", LONG_CHUNK)
+    monkeypatch.setattr(forward, "HEADS_OF_MLX", range(65))
     path_counts.clear()
     return metal
 

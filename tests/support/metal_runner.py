@@ -123,7 +123,7 @@ class MetalRunner:
         caches = k, v = k_cache[layer_idx], v_cache[layer_idx]
         is_served = _ext.metal.serves_chunks(k.dtype, k.shape[-1], v.shape[-1])
         if not is_served or q.dtype != k.dtype:
-            del options["num_decodes"]
+            options.pop("num_decodes", None)
             kind = {"causal": options.get("causal", True), "window": options.get("window")}
             arrays = q, *caches, block_tables, context_lens, cu_seqlens
             out = self.paged_attention(*single_tokens(*arrays, **kind), **options)
