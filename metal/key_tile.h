@@ -16,8 +16,8 @@ constexpr int value_lanes(int vectors) {
 
 // This lane's vectors of one row of the pool.
 template <int DIM, int STRIDE, typename T, int COUNT>
-inline void load_row(
-    const device T* head, uint offset, int lane, thread vec<T, VECTOR> (&row)[COUNT]) {
+inline void load_row(const device T* head, uint offset, int lane,
+                     thread vec<T, VECTOR> (&row)[COUNT]) {
   constexpr bool IS_EVEN = DIM == VECTOR * STRIDE * COUNT;
   UNROLL
   for (int c = 0; c < COUNT; c++) {
@@ -38,9 +38,9 @@ inline float exchange(float first, float second, bool has_bit, ushort bit) {
 
 // The products of the queries with the first `count` keys of a tile: lane i gets those of key i.
 template <int D, int SHARE, typename T, typename Q, int ROWS, int VECTORS>
-inline void multiply_keys(
-    const device T* head, uint own_offset, int count, int lane,
-    thread vec<Q, VECTOR> (&queries)[ROWS][VECTORS], thread float (&products)[ROWS]) {
+inline void multiply_keys(const device T* head, uint own_offset, int count, int lane,
+                          thread vec<Q, VECTOR> (&queries)[ROWS][VECTORS],
+                          thread float (&products)[ROWS]) {
   constexpr int STEPS = SHARE < AHEAD ? SHARE : AHEAD;
   const int place = lane % SHARE;
   NO_UNROLL
@@ -84,9 +84,8 @@ inline void multiply_keys(
 // Adds the weighted values of the first `count` keys of a tile. A negative weight means that the
 // row does not see the key, which may then hold anything.
 template <bool IS_FULL, int DV, int SHARE, typename T, int ROWS, int VECTORS>
-inline void add_values(
-    const device T* head, uint own_offset, int count, int lane, const threadgroup float4* weights,
-    thread float4 (&sums)[ROWS][VECTORS]) {
+inline void add_values(const device T* head, uint own_offset, int count, int lane,
+                       const threadgroup float4* weights, thread float4 (&sums)[ROWS][VECTORS]) {
   constexpr int TEAMS = LANES / SHARE;  // that take a key each
   constexpr bool HAS_ROOM = VECTORS == 1 && ROWS < 4 && SHARE > AHEAD;
   constexpr int STEPS = HAS_ROOM ? 2 * AHEAD : AHEAD;

@@ -32,8 +32,8 @@ inline RowTile ragged_tile(int index, const device int* cu_seqlens, constant Att
   RowTile result;
   result.sequence = low;
   result.first_token = clamp(cu_seqlens[low], 0, p.num_tokens);
-  result.num_tokens = clamp(cu_seqlens[low + 1], result.first_token, p.num_tokens) -
-      result.first_token;
+  result.num_tokens =
+      clamp(cu_seqlens[low + 1], result.first_token, p.num_tokens) - result.first_token;
   result.first_row = (tile - tile_start<ROWS>(low, cu_seqlens, p)) * ROWS;
   return result;
 }
