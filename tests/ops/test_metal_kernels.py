@@ -79,7 +79,7 @@ class TestAttention:
         contexts = sorted({1, block_size - 1, block_size, block_size + 1, 45})
         assert_matches_float64(metal, random_case(contexts, block_size=block_size, dtype=dtype))
 
-    @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256], ids="D{}".format)
+    @pytest.mark.parametrize("head_dim", [12, 32, 64, 80, 96, 128, 256], ids="D{}".format)
     def test_head_dims(self, metal, head_dim):
         assert_matches_float64(metal, random_case([45, 7], head_dim=head_dim, dtype=mx.float16))
 
