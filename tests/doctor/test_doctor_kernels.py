@@ -90,7 +90,7 @@ class TestWrongKernels:
         runner.install(monkeypatch)
         assert failures() == {}
         ran = {kernel.split("_")[0] for kernel in runner.trace.kernels}
-        assert ran == {"paged", "merge", "write", "copy"}
+        assert ran == {"paged", "matrix", "merge", "write", "copy"}
 
     @pytest.mark.parametrize(
         "plant",
