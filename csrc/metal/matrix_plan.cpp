@@ -25,9 +25,9 @@ constexpr int kMostThreadgroups = 1024;
 // metal/attention_constants.h.
 constexpr int kConstants[] = {0, 1, 2, 3, 7, 10, 12, 13};
 
-// Rows of a threadgroup: a power of two that a decode fills. So that few pipelines have to be
-// compiled, calls of several tokens have either kEdge rows or as many as possible. So many have
-// ragged batches, whose lengths the host does not know.
+// Rows of a threadgroup: a power of two. A decode has as few as its rows fill. Calls of several
+// tokens have kEdge rows or as many as possible, so that few pipelines have to be compiled. Ragged
+// batches have as many as possible, because the host does not know their lengths.
 int rows_of_tile(const AttentionInputs& in) {
   const int head_dim = in.q.shape(3), value_dim = in.v_cache.shape(3);
   const int group = in.q.shape(1) / in.k_cache.shape(0);
