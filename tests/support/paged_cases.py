@@ -252,3 +252,17 @@ def answer_by(monkeypatch: Any, kernel_for: Callable[..., str]) -> None:
     """Let `kernel_for` say which kernel answers, for the ops and for whoever asks them."""
     monkeypatch.setattr(ops, "kernel_for", kernel_for)
     monkeypatch.setattr(paged, "kernel_for", kernel_for)
+
+
+def hide_blocks(case: Case) -> None:
+    """Put ids outside the pool into the tables of two sequences of 45 tokens, in blocks of 8."""
+    tables = np.array(case.block_tables)
+    tables[0, [0, 2]] = -1, -(2**31)
+    tables[1, [1, 5]] = case.k_cache.shape[1], 2**31 - 1
+    case.block_tables = mx.array(tables)
+
+
+def leave_range(case: Case) -> None:
+    """Give two sequences tables and contexts of which nothing may be read."""
+    case.block_tables = mx.array(np.full(case.block_tables.shape, 2**31 - 1, np.int32))
+    case.context_lens = mx.array([2**31 - 1, -5])
