@@ -256,6 +256,7 @@ class Scheduler:
             while not self._enter(step, request, spare=0):
                 self._make_room(step)
             self.waiting.remove(request)
+        step.requests.add(request.id)  # it may preempt any other request, but not itself
         if request.num_pending:
             self._schedule(step, request, self.budget.prefill_chunk)
 
