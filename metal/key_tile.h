@@ -24,7 +24,7 @@ inline void load_row(const device T* head, uint offset, int lane,
     const int vector = lane + c * STRIDE;
     row[c] = vec<T, VECTOR>(T(0.0f));
     if (IS_EVEN || vector < DIM / VECTOR) {
-      row[c] = read_vector_at(head, offset + uint(vector));
+      row[c] = read_pool(head, offset + uint(vector));
     }
   }
 }
