@@ -15,9 +15,8 @@ constexpr int own_vectors(int rows, int dim) {
 
 // Copies the query rows of a tile. Rows that do not exist become zeros.
 template <typename T, int DIM, int ROWS>
-inline void stage_queries(
-    const device T* q, RowTile tile, int head_slot, int thread_index,
-    threadgroup vec<T, VECTOR>* staged, constant AttentionParams& p) {
+inline void stage_queries(const device T* q, RowTile tile, int head_slot, int thread_index,
+                          threadgroup vec<T, VECTOR>* staged, constant AttentionParams& p) {
   constexpr int VECTORS = DIM / VECTOR;
   for (int i = thread_index; i < ROWS * VECTORS; i += THREADS) {
     const int row = tile.first_row + i / VECTORS;
@@ -26,7 +25,8 @@ inline void stage_queries(
     if (row < tile.num_tokens * p.group) {
       const int token = tile.first_token + row / p.group;
       const device T* from = q + tile.sequence * p.q_strides[0] +
-          (head_slot * p.group + row % p.group) * p.q_strides[1] + token * p.q_strides[2] + d;
+                             (head_slot * p.group + row % p.group) * p.q_strides[1] +
+                             token * p.q_strides[2] + d;
       if (WHOLE_QUERIES) {
         elements = read_vector(from);
       } else {
@@ -45,9 +45,8 @@ inline int block_of(int key, int end, const device int* table, constant Attentio
 }
 
 // Notes where a key and its value are in the pool.
-inline void note_place(
-    int block, int key, threadgroup uint& k_place, threadgroup uint& v_place,
-    constant AttentionParams& p) {
+inline void note_place(int block, int key, threadgroup uint& k_place, threadgroup uint& v_place,
+                       constant AttentionParams& p) {
   const bool is_valid = block >= 0 && block < p.num_blocks;
   const int slot = key % BLOCK_SIZE;
   k_place = is_valid ? slot_offset(block, slot, p.k_strides[1], p.k_strides[2]) : NOWHERE;
@@ -56,9 +55,8 @@ inline void note_place(
 
 // Asks for this thread's vectors of some rows of the pool. Those of no place are zeros.
 template <int DIM, int KEYS, typename T, int COUNT>
-inline void load_rows(
-    const device T* head, const threadgroup uint* places, int thread_index,
-    thread vec<T, VECTOR> (&own)[COUNT]) {
+inline void load_rows(const device T* head, const threadgroup uint* places, int thread_index,
+                      thread vec<T, VECTOR> (&own)[COUNT]) {
   constexpr int VECTORS = DIM / VECTOR;
   UNROLL
   for (int step = 0; step < COUNT; step++) {
@@ -75,9 +73,8 @@ inline void load_rows(
 
 // Stores them to threadgroup memory.
 template <int DIM, int KEYS, typename T, int COUNT>
-inline void store_rows(
-    thread const vec<T, VECTOR> (&own)[COUNT], int thread_index,
-    threadgroup vec<T, VECTOR>* staged) {
+inline void store_rows(thread vec<T, VECTOR> (&own)[COUNT], int thread_index,
+                       threadgroup vec<T, VECTOR>* staged) {
   constexpr int VECTORS = DIM / VECTOR;
   UNROLL
   for (int step = 0; step < COUNT; step++) {
@@ -90,9 +87,8 @@ inline void store_rows(
 
 // Notes whether some of a simdgroup's are NaN or infinite: either times 0 is NaN.
 template <typename T, int COUNT>
-inline void note_spoiled(
-    thread const vec<T, VECTOR> (&own)[COUNT], int simdgroup, int lane,
-    threadgroup int* are_spoiled) {
+inline void note_spoiled(thread vec<T, VECTOR> (&own)[COUNT], int simdgroup, int lane,
+                         threadgroup int* are_spoiled) {
   float zero = 0.0f;
   UNROLL
   for (int step = 0; step < COUNT; step++) {
