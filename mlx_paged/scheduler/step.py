@@ -72,6 +72,8 @@ class Step:
         restores: snapshots from which requests' recurrent states start.
         requests: ids of all requests that are computed, forked or preempted in this step.
         prompt_tokens: prompt tokens computed, also those that are computed again.
+        prompts: running requests with several tokens to compute, oldest first.
+        max_chunk_tokens: limit of `chunk_tokens`; None: the scheduler's budget.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -83,6 +85,8 @@ class Step:
     chunk_tokens: int = 0
     chunk_context: int = 0
     prompt_tokens: int = 0
+    prompts: list[Request] = field(default_factory=list)
+    max_chunk_tokens: int | None = None
 
     def add(self, span: Span) -> None:
         self.spans.append(span)
