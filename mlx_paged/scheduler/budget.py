@@ -5,8 +5,8 @@ from mlx_paged.scheduler.cost_model import CostModel, StepWork
 from mlx_paged.scheduler.step import Span, Step
 
 MIN_CHUNK = 16
-"""Prompt tokens that each step computes even if it exceeds `max_stall`. So a prompt of P tokens that
-nobody overtakes takes at most P / MIN_CHUNK steps."""
+"""Prompt tokens that each step computes even if it exceeds `max_stall`. So a prompt of P tokens
+takes at most P / MIN_CHUNK steps, besides those in which others overtake it."""
 
 
 class ChunkBudget:
