@@ -12,11 +12,13 @@ from collections.abc import Sequence
 
 from bench.command import INTERRUPTED, make_parser
 from bench.serving.arguments import add_arguments, parse
+from bench.serving.behind import LINE, compare, without_long
 from bench.serving.engines import load_model
 from bench.serving.report import check_report, write_report
 from bench.serving.results import outcome_of, print_outcome
 from bench.serving.session import Session, describe, trace_of
 from bench.serving.trace import write_trace
+from bench.serving.workload import BEHIND
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.write_trace is not None:
             write_trace(args.write_trace, trace)
         session = Session(args, model, trace)
+        alone = Session(args, model, without_long(trace)) if args.preset == BEHIND else None
         about = describe(args, model, trace)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
@@ -41,9 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_partial = False
     try:
         session.measure()
+        if alone is not None:
+            alone.measure()
     except KeyboardInterrupt:
         is_partial = True
     outcome = outcome_of(session, about, is_partial=is_partial)
+    if alone is not None and not is_partial:
+        found = compare(session.runs, alone.runs)
+        print(*(LINE.format(name, **row) for name, row in found.items()), "", sep="\n")
+        outcome[BEHIND.replace("-", "_")] = found
     print_outcome(outcome)
     if args.report is not None:
         write_report(args.report, outcome, session.runs)

@@ -22,6 +22,9 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--trace: brings its own arrivals, without --request-rate and --requests")
     if args.trace is not None and args.tokens_target is not None:
         parser.error("--trace: brings its own requests, without --tokens-target")
+    given = (args.trace, args.requests, args.tokens_target, args.request_rate)
+    if PRESETS[args.preset].arrivals_s and (any(given) or args.closed_loop or args.max_rate):
+        parser.error(f"--preset {args.preset}: brings its own requests and arrivals")
     if args.requests is not None and args.tokens_target is not None:
         parser.error("--tokens-target: says how many requests there are, without --requests")
     if args.closed_loop and args.request_rate is not None:

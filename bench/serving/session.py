@@ -40,8 +40,10 @@ def trace_of(args: argparse.Namespace, vocab_size: int) -> Trace:
     """The recorded trace, or one drawn from the preset; ValueError if it cannot be read."""
     if args.trace is not None:
         return read_trace(args.trace, vocab_size, args.seed)
-    jobs = make_jobs(PRESETS[args.preset], vocab_size, args.seed, args.requests, args.tokens_target)
-    return make_trace(jobs, arrival_times(len(jobs), args.request_rate, args.burstiness, args.seed))
+    preset = PRESETS[args.preset]
+    jobs = make_jobs(preset, vocab_size, args.seed, args.requests, args.tokens_target)
+    times = arrival_times(len(jobs), args.request_rate, args.burstiness, args.seed)
+    return make_trace(jobs, preset.arrivals_s or times)
 
 
 class Session:

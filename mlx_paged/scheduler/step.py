@@ -81,6 +81,8 @@ class Step:
         requests: ids of all requests that are computed, forked or preempted in this step.
         prompt_tokens: prompt tokens computed, also those that are computed again.
         draft_seconds: that its drafts took before it was launched.
+        prompts: running requests with several tokens to compute, oldest first.
+        max_chunk_tokens: limit of `chunk_tokens`; None: the scheduler's budget.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -93,6 +95,8 @@ class Step:
     chunk_context: int = 0
     prompt_tokens: int = 0
     draft_seconds: float = 0.0
+    prompts: list[Request] = field(default_factory=list)
+    max_chunk_tokens: int | None = None
 
     def add(self, span: Span) -> None:
         self.spans.append(span)

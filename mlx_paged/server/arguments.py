@@ -12,6 +12,9 @@ from mlx_paged.cli import COUNT, COUNT_OR_NONE, Parser, number
 
 API_KEY_VARIABLE = "MLX_PAGED_API_KEY"
 
+MAX_STALL_MS = 150.0
+"""Default of ``--max-stall-ms``: a stream waits no longer for its next token because of prompts."""
+
 UNSUPPORTED = {
     "--kv-bits": "a quantized K/V pool",
     "--pipeline": "more than one device",
@@ -114,7 +117,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     chunk = "maximum number of prompt tokens in a step"
     add("--prefill-step-size", type=COUNT, default=512, metavar="TOKENS", help=chunk)
     add("--kv-block-size", type=COUNT, default=16, metavar="N", help="tokens per KV block")
-    cli.add_engine(group)
+    cli.add_engine(group, MAX_STALL_MS)
 
 
 def _add_mlx_lm(group: argparse._ArgumentGroup) -> None:

@@ -36,6 +36,7 @@ def run(capsys, *options):
         (["--closed-loop", "--request-rate=3"], "--closed-loop: requests follow each other"),
         (["--open-loop", "--closed-loop"], "--closed-loop: not allowed with argument --open-loop"),
         (["--trace", "no.jsonl"], "trace no.jsonl: cannot be read (No such file or directory)"),
+        (["--preset=short-behind-long", "--requests=3"], "brings its own requests and arrivals"),
         (["--trace", "x", "--requests=3"], "--trace: brings its own arrivals, without"),
         (["--trace", "x", "--tokens-target=3"], "--trace: brings its own requests, without"),
         (["--requests=3", "--tokens-target=3"], "--tokens-target: says how many requests there"),
@@ -193,3 +194,15 @@ def test_the_report_is_one_page_that_needs_nothing_else(capsys, tmp_path):
     assert all(
         text in page for text in ("mlx_paged", "[phase steady]", "[rate ", result["work"]["digest"])
     )
+
+
+def test_short_prompts_are_measured_with_long_ones_before_them_and_without(capsys, monkeypatch):
+    monkeypatch.setattr("bench.serving.workload.STREAMS", (8, 16, 120))
+    options = ["--model=tiny", "--engines=mlx_paged", "--no-static", "--arrivals-by-step=20"]
+    lines, outcome, status = run(capsys, "--preset=short-behind-long", *options)
+    row = outcome["short_behind_long"]["mlx_paged"]
+    assert status == 0 and outcome["engines"]["mlx_paged"]["streams"] == 16
+    assert 40 <= row["short_ms"] <= 2 * row["short_alone_ms"] and row["long_ms"] > 700
+    assert row["ratio"] == pytest.approx(row["short_ms"] / row["short_alone_ms"], abs=1e-3)
+    (line,) = [line for line in lines if line.startswith("mlx_paged: p95 TTFT of short prompts")]
+    assert f"{row['short_ms']:.0f} ms" in line and f"{row['ratio']:.2f}x" in line

@@ -24,6 +24,7 @@ from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
 from mlx_paged.scheduler.step import Span
+from mlx_paged.scheduler.turns import Turn
 
 SCRIPT = Path(simulation.__file__)
 
@@ -42,6 +43,8 @@ def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone():
     totals = counted("fake", seed=7, num_schedules=400)
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
     seen = set(COUNTED) - {"near_ties", "mismatches", "violations", "leaked_blocks", "failures"}
+    assert totals["overtakes"] > 10, "hardly any long prompt was overtaken"
+    seen -= {"overtakes"}
     assert not [name for name in seen if totals[name] < 100], "something hardly ever happened"
 
 
@@ -265,6 +268,16 @@ def more_snapshots_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Snapshots, "add", add)
 
 
+def long_prompts_never_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Turn.__init__
+
+    def patient(turn, *args):
+        whole(turn, *args)
+        turn._is_overdue, turn.limit = False, turn._before + turn._room
+
+    monkeypatch.setattr(Turn, "__init__", patient)
+
+
 def snapshots_filled_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what a span ends with, not with what it has at a snapshot on its way."""
     monkeypatch.setattr(Span, "pieces", lambda span: [span])
@@ -354,6 +367,7 @@ DEFECTS = (
     a_snapshot_in_the_place_of_another,
     more_snapshots_than_allowed,
     snapshots_filled_too_late,
+    long_prompts_never_overdue,
 )
 
 

@@ -228,18 +228,6 @@ def test_a_request_whose_last_token_is_under_way_is_computed_no_further():
     assert scheduler.running == {} and request.id not in scheduler.allocator
 
 
-def test_shorter_prompts_get_half_of_each_step_beside_a_long_one():
-    scheduler = with_prompts(300, 20, 30, 140, prefill_chunk=64)
-    assert summary(scheduler.schedule()) == [(0, 0, 64)]
-    step = scheduler.schedule()
-    assert summary(step) == [(0, 64, 108), (1, 0, 20)]
-    compute(scheduler, step)
-    step = scheduler.schedule()
-    assert summary(step) == [(1, 20, 21), (0, 108, 142), (2, 0, 30)]
-    compute(scheduler, step)
-    assert summary(scheduler.schedule()) == [(1, 21, 22), (2, 30, 31), (0, 142, 206)]
-
-
 def test_prompts_of_like_length_are_computed_one_after_the_other():
     scheduler = with_prompts(300, 130, prefill_chunk=64)
     steps = [summary(scheduler.schedule()) for _ in range(4)]

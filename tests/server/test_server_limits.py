@@ -229,6 +229,7 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(how):
         (["--kv-bits", "4"], "--kv-bits is given: a quantized K/V pool is not supported"),
         (["--pipeline"], "--pipeline is given: more than one device is not supported"),
         (["--max-queue", "-1"], "expected a whole number >= 0"),
+        (["--max-stall-ms", "-1"], "expected a number of milliseconds >= 0"),
         (["--prompt-cache-bytes", "much"], "expected a size such as 2GB"),
         (["--chat-template-args", "[]"], "expected a JSON object"),
     ],
@@ -258,6 +259,9 @@ def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(capsys, fla
         ([], "prefix_cache", True),
         (["--decode-concurrency", "3"], "max_running", 3),
         (["--prefill-step-size", "7"], "prefill_chunk", 7),
+        ([], "max_stall_ms", 150.0),
+        (["--max-stall-ms", "40"], "max_stall_ms", 40.0),
+        (["--max-stall-ms", "0"], "max_stall_ms", None),
     ],
     ids=str,
 )
