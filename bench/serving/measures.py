@@ -15,13 +15,13 @@ SPIKES_LISTED = 20  # the longest spikes of a run
 
 PERCENTILES = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
 
-RATIOS = (
-    "output_tokens_per_sec",
-    "continuous_steady_tokens_per_sec",
-    "kv_held_peak_mib",
-    "peak_mlx_mib",
-)
-"""What engines are compared by."""
+RATIOS = {
+    "output_tokens_per_sec": "output tokens/s",
+    "continuous_steady_tokens_per_sec": "in the steady phase",
+    "kv_held_peak_mib": "K/V held at peak",
+    "peak_mlx_mib": "MLX's memory at peak",
+}
+"""What engines are compared by, in words."""
 
 LIMIT = re.compile(r"(ttft|itl|tpot)=(\d+\.?\d*|\.\d+)(ms|s)?")
 

@@ -24,6 +24,7 @@ Runs = Mapping[str, Run]
 """The run of each engine that is drawn."""
 
 WIDTH_IN, DPI = 10.0, 100
+LABELLED = (2, 5)  # between powers of ten
 COLOURS = ("#0b6e99", "#c8553d", "#7a5c99", "#5b8c3e", "#8a6d1f")
 CAPTIONS = {
     "blocks": "K/V memory held at the end of each step, in blocks (of engines without blocks: their"
@@ -151,12 +152,14 @@ def _blocks(runs: Runs, colours: Mapping[str, str]) -> bytes:
     label = f"static reservation ({static} blocks)"
     above.axhline(static, color="#444444", linestyle="--", label=label)
     above.set(ylabel="K/V held (blocks)", title="K/V blocks in use and sequences running")
-    most = max(tick.held_bytes / run.block_bytes for run in runs.values() for tick in run.ticks)
+    end_s = 1.03 * next(iter(runs.values())).ticks[-1].end_s
+    shown = [(t, run) for run in runs.values() for t in run.ticks if t.end_s <= end_s]
+    most = max(tick.held_bytes / run.block_bytes for tick, run in shown)
     above.set_ylim(0, 1.35 * max(static, most))  # room for the legend
     above.legend(fontsize=9)
     below.set(ylabel="running (sequences)", xlabel="time (s)")
     below.set_ylim(bottom=0)
-    below.set_xlim(0, 1.03 * next(iter(runs.values())).ticks[-1].end_s)
+    below.set_xlim(0, end_s)
     return _png(figure)
 
 
@@ -172,8 +175,9 @@ def _ticks(runs: Runs, phases: Mapping[str, Phases], colours: Mapping[str, str])
             cause = spike.causes[0]
             shown.setdefault(cause, palette[len(shown) % len(palette)])
             axis.plot(spike.start_s, spike.tick_ms, "o", ms=5, color=shown[cause])
-        axis.set_yscale("log")
+        axis.set_yscale("log", subs=LABELLED)
         axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.set_ylabel("tick (ms)")
         axis.set_title(name, loc="left", fontsize=10, color=colours[name])
     for cause, colour in shown.items():
@@ -196,9 +200,10 @@ def _latency(runs: Runs, colours: Mapping[str, str]) -> bytes:
         axis.set(xlabel=f"{what} (ms)", title=what, ylabel=f"fraction of {of_what}")
         fitted = values_of(next(iter(runs.values())).streams)
         if fitted:
-            axis.set_xlim(max(min(fitted), max(fitted) / 1000) / 2, 2 * max(fitted))
-        axis.set_xscale("log")
+            axis.set_xlim(max(min(fitted), max(fitted) / 1000) / 2, 5 * max(fitted))
+        axis.set_xscale("log", subs=LABELLED)
         axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("{x:g}")
         axis.set_ylim(0, 1)
     axes[0].legend(fontsize=9)
     return _png(figure)

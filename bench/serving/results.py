@@ -6,7 +6,7 @@ from typing import Any
 
 from bench.command import print_result, table, text_of
 from bench.serving.engines import is_url, static_sibling
-from bench.serving.measures import PERCENTILES, Summary, merge, ratios, summarize
+from bench.serving.measures import PERCENTILES, RATIOS, Summary, merge, ratios, summarize
 from bench.serving.run import Run
 from bench.serving.session import Session
 
@@ -64,31 +64,30 @@ def tables_of(rows: Mapping[str, Summary]) -> Iterator[list[list[str]]]:
 
 
 def headlines(outcome: Mapping[str, Any]) -> Iterator[str]:
-    """The figures of each engine that matter most, then what engines are compared by."""
+    """The first engine over each other one, then the figures of each that matter most."""
     engines: dict[str, Summary] = outcome["engines"]
+    for pair, values in outcome["ratios"].items():
+        text = ", ".join(f"{value:.2f}x {RATIOS[key]}" for key, value in values.items())
+        yield f"{pair}: {text} (medians of rounds)"
     for name, row in engines.items():
-        text = f"{name}: {row['output_tokens_per_sec']:.1f} output tokens/s"
+        text = f"{name}: {row['output_tokens_per_sec']:.1f} output tokens/s; p50 / p99 in ms:"
         for what, key in (("first token", "ttft_ms"), ("between tokens", "itl_ms")):
             if (found := row[key])["p50"] is not None:
-                text += f"; {what} {found['p50']:.1f} / {found['p99']:.1f} ms (p50 / p99)"
+                text += f" {what} {found['p50']:.1f} / {found['p99']:.1f};"
         if (waste := row["kv_held_over_live"]) is not None:
-            text += f"; K/V held over live {waste:.2f}"
-        yield text
+            text += f" K/V held over live {waste:.2f};"
+        if name != next(iter(engines)) and (same := row["streams_as_first"]) is not None:
+            text += f" {same} of {row['streams']} streams got the same tokens"
+        yield text.rstrip(";")
         if failures := row["failures"]:
             of = f"{len(failures)} of {row['rounds'] * row['streams']} streams failed"
             yield f"{name}: {of}; the first: {failures[0]}"
-        elif row["client_cpu_s"] is not None:
+        if row["client_cpu_s"] is not None:
             asked = outcome["work"]["output_tokens"]
             yield (
                 f"{name}: {row['output_tokens']} of {asked} tokens came; the bench itself computed"
                 f" for {row['client_cpu_s']:.2f} of {row['wall_s']:.2f} s"
             )
-    for name, row in list(engines.items())[1:]:
-        if (same := row["streams_as_first"]) is not None:
-            yield f"{name}: {same} of {row['streams']} streams got the same tokens"
-    for pair, values in outcome["ratios"].items():
-        text = ", ".join(f"{key} {value:.2f}x" for key, value in values.items())
-        yield f"{pair}: {text} (medians of rounds)"
 
 
 def phase_lines(row: Summary) -> list[str]:

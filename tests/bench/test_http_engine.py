@@ -116,12 +116,12 @@ def test_times_are_those_of_the_clients(api):
 
 
 def test_requests_are_sent_when_they_are_due_and_wait_for_no_other():
-    arrivals = [0.0, 0.04, 0.08, 0.12, 0.16]
+    arrivals = [0.0, 0.25, 0.5]
     with fake() as (server, url):
-        run = play(url, jobs(arrivals, max_tokens=20))
+        run = play(url, jobs(arrivals, max_tokens=60))
         times = [at for at, *_ in server.asked[len(WARM_UP) :]]
     sent = [at - times[0] for at in times]
-    assert sent == pytest.approx(arrivals, abs=0.035)
+    assert sent == pytest.approx(arrivals, abs=0.2)
     assert sent[-1] < min(stream.times_s[-1] for stream in run.streams)
     assert [stream.arrival_s for stream in run.streams] == arrivals
 
