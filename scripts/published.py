@@ -31,6 +31,9 @@ from mlx_paged.cli import COUNT, KV_BLOCK_SIZES, Parser
 from mlx_paged.doctor.speed import MemoryReader
 
 SERVING = ["--preset=reference", "--no-static", "--prefill-chunk=96"]
+ACTIVE = ["--target-active=64", "--tokens-target=100000", "--open-loop", "--request-rate=30"]
+OP_GRID = ["--dtypes", *("float32", "bfloat16"), "--batches", *("8", "16", "32", "64")]
+OP_GRID += ["--contexts", "4096"]
 USUAL_BLOCK = 16
 CONTEXTS = (4096, 16384, 65536)
 HEADS = "8:2:64"
@@ -72,7 +75,7 @@ def median_of(records: Sequence[Record], *keys: str) -> float:
 def blocks(rounds: int, engines: str) -> tuple[str, Rows, Record]:
     """Every round serves the trace with each block size and begins with another one."""
     found: dict[int, list[Record]] = {size: [] for size in KV_BLOCK_SIZES}
-    loads = []
+    loads: list[float] = []
     for number in range(rounds):
         first = number % len(KV_BLOCK_SIZES)
         for size in (*KV_BLOCK_SIZES[first:], *KV_BLOCK_SIZES[:first]):
@@ -94,8 +97,7 @@ def blocks(rounds: int, engines: str) -> tuple[str, Rows, Record]:
 
 def op(rounds: int, engines: str) -> tuple[str, Rows, Record]:
     """Cases come one after the other, so the read of the same rounds is what compares them."""
-    grid = ["--only=decodes", "--heads", HEADS, "--dtypes", "float32", "bfloat16"]
-    grid += ["--batches", "8", "16", "32", "64", "--contexts", "4096"]
+    grid = ["--only=decodes", "--heads", HEADS, *OP_GRID]
     grid += ["--block-sizes", *map(str, KV_BLOCK_SIZES)]
     limits = [f"--rounds={rounds}", f"--case-seconds={CASE_SECONDS}"]
     record = run(paged_attention.main, [*grid, *limits])
@@ -111,8 +113,7 @@ def op(rounds: int, engines: str) -> tuple[str, Rows, Record]:
 
 def active(rounds: int, engines: str) -> tuple[str, Rows, Record]:
     """More requests come than any engine here serves, so 64 run from the ramp to the tail."""
-    load = ["--target-active=64", "--tokens-target=100000", "--open-loop", "--request-rate=30"]
-    record = run(serving.main, [*SERVING, *load, f"--engines={engines}", f"--rounds={rounds}"])
+    record = run(serving.main, [*SERVING, *ACTIVE, f"--engines={engines}", f"--rounds={rounds}"])
     rows = []
     for name, row in record["engines"].items():
         phases, spikes = row["phases"], row["phases"]["spikes"]
