@@ -12,7 +12,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench.serving.replay import Clock
@@ -98,10 +98,22 @@ class Endpoint:
     async def _play(self, run: Run, source: OpenLoop, on_tokens: Callable[[int], object]) -> None:
         clock = Clock()
 
+        async def read(job: Job, stream: Stream) -> None:
+            usage: dict[str, Any] = {}
+            try:
+                async for event in self._events(session, job):
+                    if piece := _piece(event):
+                        stream.times_s.append(clock.now())
+                        stream.tokens += piece
+                        on_tokens(1)
+                    usage = event.get("usage") or usage
+                _count(usage, stream, run)
+                stream.is_done = True
+            except _errors() as error:
+                run.failures.append(_reason(error))
+
         async def answer(job: Job, streams: Sequence[Stream]) -> None:
-            await asyncio.gather(
-                *(self._stream(session, job, each, run, clock, on_tokens) for each in streams)
-            )
+            await asyncio.gather(*(read(job, stream) for stream in streams))
             source.completed()
 
         number = 0
@@ -115,29 +127,17 @@ class Endpoint:
                 if not source.is_empty:
                     await asyncio.sleep(max(POLL_S, source.next_s() - clock.now()))
 
-    async def _stream(
-        self,
-        session: "ClientSession",
-        job: Job,
-        stream: Stream,
-        run: Run,
-        clock: Clock,
-        on_tokens: Callable[[int], object],
-    ) -> None:
-        try:
-            async with session.post(self.path, json=self._body(job)) as response:
-                if response.status != 200:
-                    _check(response.status, await response.text())
-                async for line in response.content:
-                    if line.startswith(b"data:"):
-                        count = len(stream.times_s)
-                        _take(line[5:].strip(), stream, run, clock.now())
-                        on_tokens(len(stream.times_s) - count)
-            if not stream.is_done:
-                raise ValueError("a stream broke off")
-        except _errors() as error:
-            stream.is_done = False
-            run.failures.append(_reason(error))
+    async def _events(self, session: "ClientSession", job: Job) -> AsyncIterator[dict[str, Any]]:
+        """The events of one answer."""
+        async with session.post(self.path, json=self._body(job)) as response:
+            if response.status != 200:
+                _check(response.status, await response.text())
+            async for line in response.content:
+                if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                    yield json.loads(data)
+                elif line.startswith(b"data:"):
+                    return
+        raise ValueError("a stream broke off")
 
     def _body(self, job: Job) -> dict[str, Any]:
         body: dict[str, Any] = {"model": self.model, "max_tokens": job.max_tokens, "temperature": 0}
@@ -148,27 +148,22 @@ class Endpoint:
         return body | {"prompt": text}
 
 
-def _take(data: bytes, stream: Stream, run: Run, now_s: float) -> None:
-    """One event of a stream: a piece of text, the counts of tokens, or the end."""
-    if data == b"[DONE]":
-        stream.is_done = True
-        return
-    event = json.loads(data)
+def _piece(event: dict[str, Any]) -> str:
+    """The text that an event brings; ValueError if it brings an error."""
     if event.get("error"):
         raise ValueError(str(event["error"]))
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta") or choice
-        names = ("text", "content", "reasoning", "reasoning_content")
-        if piece := "".join(str(delta.get(name) or "") for name in names):
-            stream.times_s.append(now_s)
-            stream.tokens += piece
-    if usage := event.get("usage"):
-        stream.counted = int(usage["completion_tokens"])
+    names = ("text", "content", "reasoning", "reasoning_content")
+    deltas = [choice.get("delta") or choice for choice in event.get("choices") or ()]
+    return "".join(str(delta.get(name) or "") for delta in deltas for name in names)
+
+
+def _count(usage: dict[str, Any], stream: Stream, run: Run) -> None:
+    """Take over a server's counts of tokens, if it sent any."""
+    if usage:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        run.counters = Counters(
-            run.counters.prompt_tokens + int(usage["prompt_tokens"]) - cached,
-            run.counters.cached_prompt_tokens + cached,
-        )
+        computed = run.counters.prompt_tokens + int(usage["prompt_tokens"]) - cached
+        run.counters = Counters(computed, run.counters.cached_prompt_tokens + cached)
+        stream.counted = int(usage["completion_tokens"])
 
 
 def _check(status: int, text: str) -> None:

@@ -1,7 +1,9 @@
 """python -m bench.serving --url: servers over HTTP, measured as their clients see them."""
 
 import json
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +42,8 @@ class Fake(BaseHTTPRequestHandler):
         index = len(self.server.asked)
         self.server.asked.append((time.perf_counter(), self.path, body, dict(self.headers)))
         wrong = self.server.plan.get(index - len(WARM_UP))
+        if wrong == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
         if wrong == "status":
             return self.answer(503, {"error": "full\nup"})
         self.send_response(200)
@@ -53,7 +57,9 @@ class Fake(BaseHTTPRequestHandler):
                 return None
             piece = f"{index}ab"[: min(2, body["max_tokens"] - i) + 1]
             name = {"delta": {"content": piece}} if "chat" in self.path else {"text": piece}
-            self.event({"choices": [{"index": 0, "finish_reason": None} | name]})
+            choice = {"index": 0, "finish_reason": None} | name
+            so_far = {"usage": {"prompt_tokens": 9, "completion_tokens": i}}
+            self.event({"choices": [choice]} | (so_far if self.server.has_usage else {}))
         if self.server.has_usage:
             usage = {"prompt_tokens": 9, "completion_tokens": body["max_tokens"]}
             usage["prompt_tokens_details"] = {"cached_tokens": 4}
@@ -205,6 +211,14 @@ def test_urls_stand_side_by_side_with_their_ratio_and_a_report(capsys, tmp_path)
     assert page.count('src="data:image/png;base64,') == 1  # latency: there are no steps to draw
 
 
+def test_ctrl_c_writes_what_was_measured_so_far(capsys):
+    with fake({6: "interrupt"}) as (_, url):
+        _, result, status = run_main(capsys, "--url", url, "--requests=40", "--request-rate=5")
+    row = result["engines"][url]
+    assert status == 130 and result["partial"]
+    assert 0 < row["output_tokens"] < result["work"]["output_tokens"] and row["streams"] < 40
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -274,4 +288,4 @@ def test_our_server_is_measured_beside_the_engine_alone(own_server, capsys):
     assert served["streams"] == alone["streams"] == served["streams_finished"] == 32
     assert served["output_tokens"] > 0 and served["ttft_ms"]["p50"] > 0
     assert served["streams_as_first"] is None  # text beside ids
-    assert any(line.startswith(f"{own_server}: ") and "(p50 / p99)" in line for line in lines)
+    assert any(line.startswith(f"{own_server}: ") and "p50 / p99 in ms" in line for line in lines)
