@@ -4,6 +4,8 @@
 
 Each part runs bench commands in this process, prints their ceiling, a Markdown table with the load
 of the machine, and one JSON line. A part takes a few minutes on a machine with nothing else to do.
+Where other processes compute, the processor time of `blocks` and `--clock processor` with
+OPENBLAS_NUM_THREADS=1 still say something; other times do not.
 
     blocks   tokens/s and step times of a served trace, by block size, in turns
     op       decodes of 8 to 64 sequences, by block size, beside a read of memory
@@ -11,9 +13,11 @@ of the machine, and one JSON line. A part takes a few minutes on a machine with 
     gather   what a gather in front of attention costs, up to 65,536 tokens; and in NumPy
 """
 
+import argparse
 import contextlib
 import io
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
@@ -72,34 +76,40 @@ def median_of(records: Sequence[Record], *keys: str) -> float:
     return float(median(values))
 
 
-def blocks(rounds: int, engines: str) -> tuple[str, Rows, Record]:
+def blocks(args: argparse.Namespace) -> tuple[str, Rows, Record]:
     """Every round serves the trace with each block size and begins with another one."""
     found: dict[int, list[Record]] = {size: [] for size in KV_BLOCK_SIZES}
     loads: list[float] = []
-    for number in range(rounds):
+    for number in range(args.rounds):
         first = number % len(KV_BLOCK_SIZES)
         for size in (*KV_BLOCK_SIZES[first:], *KV_BLOCK_SIZES[:first]):
             options = [*SERVING, "--engines=mlx_paged", f"--kv-block-size={size}"]
+            start_s = time.process_time()
             record = run(serving.main, options, says=not loads)
-            found[size].append(record["engines"]["mlx_paged"])
+            cpu_s = time.process_time() - start_s
+            found[size].append(record["engines"]["mlx_paged"] | {"cpu_s": round(cpu_s, 2)})
             loads.append(record["load_average"])
-    rate = "output_tokens_per_sec"
-    rows = []
+    rate, rows = "output_tokens_per_sec", []
     for size, records in found.items():
-        pairs = zip(records, found[USUAL_BLOCK], strict=True)
+        pairs = list(zip(records, found[USUAL_BLOCK], strict=True))
         ratio = median(a[rate] / b[rate] for a, b in pairs)
+        cpu_ratio = median(a["cpu_s"] / b["cpu_s"] for a, b in pairs)
+        cpu = f"{median_of(records, 'cpu_s'):.1f} ({cpu_ratio:.2f} x)"
         ticks = (f"{median_of(records, 'tick_ms', p):.1f}" for p in ("p50", "p95", "p99"))
         waste = f"{median_of(records, 'kv_held_over_live'):.3f}"
-        rows.append([f"{size}", f"{median_of(records, rate):.0f}", f"{ratio:.2f} x", *ticks, waste])
+        rows.append(
+            [f"{size}", f"{median_of(records, rate):.0f}", f"{ratio:.2f} x", *ticks, waste, cpu]
+        )
     head = "block size|output tokens/s|of blocks of 16|step p50, ms|p95|p99|K/V held over live"
+    head += "|processor time, s"
     return head, rows, {"load_average": loads, "engines": found}
 
 
-def op(rounds: int, engines: str) -> tuple[str, Rows, Record]:
+def op(args: argparse.Namespace) -> tuple[str, Rows, Record]:
     """Cases come one after the other, so the read of the same rounds is what compares them."""
     grid = ["--only=decodes", "--heads", HEADS, *OP_GRID]
     grid += ["--block-sizes", *map(str, KV_BLOCK_SIZES)]
-    limits = [f"--rounds={rounds}", f"--case-seconds={CASE_SECONDS}"]
+    limits = [f"--rounds={args.rounds}", f"--case-seconds={CASE_SECONDS}", f"--clock={args.clock}"]
     record = run(paged_attention.main, [*grid, *limits])
     by_size: dict[tuple[str, int], list[str]] = {}
     for case in record["cases"]:
@@ -111,9 +121,11 @@ def op(rounds: int, engines: str) -> tuple[str, Rows, Record]:
     return head, rows, {"load_average": record["ceilings"]["load_average"], "op": record}
 
 
-def active(rounds: int, engines: str) -> tuple[str, Rows, Record]:
+def active(args: argparse.Namespace) -> tuple[str, Rows, Record]:
     """More requests come than any engine here serves, so 64 run from the ramp to the tail."""
-    record = run(serving.main, [*SERVING, *ACTIVE, f"--engines={engines}", f"--rounds={rounds}"])
+    record = run(
+        serving.main, [*SERVING, *ACTIVE, f"--engines={args.engines}", f"--rounds={args.rounds}"]
+    )
     rows = []
     for name, row in record["engines"].items():
         phases, spikes = row["phases"], row["phases"]["spikes"]
@@ -128,18 +140,18 @@ def active(rounds: int, engines: str) -> tuple[str, Rows, Record]:
     return head, rows, {"load_average": record["load_average"], "serving": record}
 
 
-def gather(rounds: int, engines: str) -> tuple[str, Rows, Record]:
+def gather(args: argparse.Namespace) -> tuple[str, Rows, Record]:
     """One sequence: attention by the op, after a gather, on contiguous K/V; the gather alone."""
     grid = ["--only=decodes", "--heads", HEADS, "--dtypes", "float32", "--batches", "1"]
     grid += ["--contexts", *map(str, CONTEXTS), "--block-sizes", f"{USUAL_BLOCK}"]
-    limits = [f"--rounds={rounds}", f"--case-seconds={CASE_SECONDS}"]
+    limits = [f"--rounds={args.rounds}", f"--case-seconds={CASE_SECONDS}", f"--clock={args.clock}"]
     record = run(paged_attention.main, [*grid, *limits])
     rows = []
     for case in record["cases"]:
         ways = case["ways"]
         times = [f"{ways[name]['ms']:.2f}" for name in ("paged", "contiguous", "gather")]
         tax = ways["gather"]["speedup"] / ways["contiguous"]["speedup"]
-        alone = copies(case["context"], rounds)
+        alone = copies(case["context"], args)
         case["copies_ms"] = alone
         times += [f"{tax:.2f} x", *(f"{ms:.2f}" for ms in alone.values())]
         rows.append([f"{case['context']}", *times])
@@ -148,7 +160,7 @@ def gather(rounds: int, engines: str) -> tuple[str, Rows, Record]:
     return head, rows, {"load_average": record["ceilings"]["load_average"], "op": record}
 
 
-def copies(context: int, rounds: int) -> dict[str, float]:
+def copies(context: int, args: argparse.Namespace) -> dict[str, float]:
     """Median milliseconds to copy the keys and values of one sequence, by way."""
     heads = HeadCounts.parse(HEADS)
     inputs = Inputs(Case(heads, "float32", 1, 1, context, USUAL_BLOCK))
@@ -165,7 +177,7 @@ def copies(context: int, rounds: int) -> dict[str, float]:
         "numpy copy": lambda: [cache[:, :context].copy() for _ in layers],
     }
     runs: dict[str, Callable[[], Any]] = {READ: reader.read, **ways}
-    times = in_turns(runs, rounds, CASE_SECONDS, Clock.WALL)
+    times = in_turns(runs, args.rounds, CASE_SECONDS, args.clock)
     return {name: round(1000 * median(times[name]) / len(layers), 3) for name in ways}
 
 
@@ -179,9 +191,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=COUNT, help=rounds)
     engines = "of active (default: %(default)s)"
     parser.add_argument("--engines", default="mlx_paged", help=engines)
+    clock = "of op and gather; processor on a busy machine (default: %(default)s)"
+    parser.add_argument("--clock", type=Clock, choices=[*Clock], default=Clock.WALL, help=clock)
     args = parser.parse_args(argv)
-    usual = {"blocks": 3, "active": 1}.get(args.part, 5)
-    head, rows, record = PARTS[args.part](args.rounds or usual, args.engines)
+    args.rounds = args.rounds or {"blocks": 3, "active": 1}.get(args.part, 5)
+    head, rows, record = PARTS[args.part](args)
     print("", markdown(head.split("|"), rows), sep="\n")
     print(f"\nLoad average: {record['load_average']}")
     print_result("published", {"part": args.part, **record})
