@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.scheduler.ngram import MAX_DRAFTS
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 
 GB = 10**9
@@ -105,6 +106,20 @@ def add_engine(group: argparse._ArgumentGroup) -> None:
     )
     prefixes = "do not share K/V between prompts with a common prefix"
     add("--no-prefix-cache", action="store_true", help=prefixes)
+    _add_speculation(group)
+
+
+def _add_speculation(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    ngram = "guess tokens that followed the same tokens earlier; the output stays the same"
+    add("--speculate", choices=["ngram"], help=ngram)
+    small = (
+        "a smaller model with the same vocabulary that guesses tokens; the output stays the same"
+    )
+    add("--draft-model", metavar="PATH", help=small)
+    most = number(int, 1, MAX_DRAFTS, f"a whole number from 1 to {MAX_DRAFTS}")
+    guesses = "guesses of the draft model for each request in a step at most"
+    add("--num-draft-tokens", type=most, default=3, metavar="N", help=guesses)
 
 
 def add_metrics(group: argparse._ArgumentGroup) -> None:
@@ -118,11 +133,13 @@ def add_metrics(group: argparse._ArgumentGroup) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of :class:`Engine` whose flags are the same in both commands."""
-    names = ("max_stall_ms", "policy", "preempt", "seed", "metrics_jsonl", "spike_ms", "profile")
+    names = "max_stall_ms", "policy", "preempt", "seed", "speculate", "num_draft_tokens"
+    metrics = "metrics_jsonl", "spike_ms", "profile"
     return {
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
         "prefix_cache": not args.no_prefix_cache,
-        **{name: getattr(args, name) for name in names},
+        "draft_model": None if args.draft_model is None else load_model(args.draft_model)[0],
+        **{name: getattr(args, name) for name in (*names, *metrics)},
     }
 
 

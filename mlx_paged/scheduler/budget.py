@@ -19,16 +19,18 @@ class ChunkBudget:
         max_stall: predicted seconds of a step with decodes at most; MIN_CHUNK tokens may exceed
             it. None: no such bound.
         cost: predicts the time of a step.
+        learns: whether `cost` follows the times of steps.
     """
 
     def __init__(self, prefill_chunk: int, max_stall: float | None) -> None:
         self.prefill_chunk = prefill_chunk
         self.max_stall = max_stall
         self.cost = CostModel()
+        self.learns = max_stall is not None
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from the time of a step; does nothing without `max_stall`."""
-        if self.max_stall is not None and seconds > 0:
+        """Learn from the time of a step, if anyone needs to know it."""
+        if self.learns and seconds > 0:
             self.cost.observe(work, seconds)
 
     def left(self, step: Step, request: Request, behind: Iterable[Request] = ()) -> int:

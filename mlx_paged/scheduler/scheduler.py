@@ -9,6 +9,7 @@ from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget, is_under_way
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy, WaitingQueue, choose_preempted
 from mlx_paged.scheduler.snapshot_plan import SnapshotPlan
+from mlx_paged.scheduler.speculation import Drafter, Speculation
 from mlx_paged.scheduler.step import Span, Step, sort_by_pending
 
 
@@ -39,6 +40,7 @@ class Scheduler:
         rewinds: whether a sequence can continue from any earlier position. A model with recurrent
             states can not.
         max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
+        drafter: guesses tokens that decodes compute ahead where that pays.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Scheduler:
         watermark: int = 0,
         rewinds: bool = True,
         max_snapshots: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         self.allocator = allocator
         self.max_running = max_running
@@ -70,6 +73,7 @@ class Scheduler:
         self.running: dict[int, Request] = {}  # by id, oldest admission first
         self.parked: dict[int, Request] = {}  # by id, oldest first
         self._isolated: dict[int, Request] = {}
+        self.speculation = None if drafter is None else Speculation(drafter, allocator, self.budget)
 
     @property
     def has_work(self) -> bool:
@@ -116,6 +120,8 @@ class Scheduler:
         decodes, chunks, exhausted = sort_by_pending(self.running.values())
         for request in exhausted:
             self._leave_running(request)
+        if self.speculation is not None:
+            decodes = self.speculation.schedule(step, decodes)
         self._schedule_decodes(step, decodes)
         self._schedule_chunks(step, chunks)
         self._admit(step)
@@ -124,6 +130,8 @@ class Scheduler:
     def complete(self, request: Request) -> None:
         """Remove a request. Its blocks are freed, which caches them, or stay parked."""
         self._isolated.pop(request.id, None)
+        if self.speculation is not None:
+            self.speculation.drafter.drop(request)
         if request in self.waiting:
             self.waiting.remove(request)
         if request.samples:
@@ -154,15 +162,15 @@ class Scheduler:
         """Register the blocks that the step filled, as far as their tokens are known. Their K/V is
         in the pool before any later step reads it."""
         block_size = self.allocator.block_size
-        for span in [s for s in step.spans if s.stop % block_size < s.stop - s.start]:
-            request = span.request
+        for span in [s for s in step.spans if s.drafts or s.stop % block_size < s.stop - s.start]:
+            request, stop = span.request, span.stop - len(span.drafts)
             if request.id not in self.allocator:
                 continue
-            if self.prefix_cache and span.stop <= len(request.tokens):
-                self.allocator.register_prefix(request.id, request.tokens, span.stop)
+            if self.prefix_cache and stop <= len(request.tokens):
+                self.allocator.register_prefix(request.id, request.tokens, stop)
                 for snapshot in span.snapshots:
                     self.allocator.attach_snapshot(request.id, request.tokens, snapshot)
-            self.allocator.trim(request.id, span.stop, offers=self.prefix_cache)
+            self.allocator.trim(request.id, stop, offers=self.prefix_cache)
 
     def clear(self, request: Request) -> None:
         """The request got a token, so it did not cause an earlier fault: do not isolate it."""
@@ -180,6 +188,8 @@ class Scheduler:
         while self.parked:
             self._evict_parked()
         self.allocator.forget_prefixes()
+        if self.speculation is not None:
+            self.speculation.drafter.recover()
         for request in self.waiting:
             request.num_in_flight = 0
         for request in failed:
@@ -256,6 +266,7 @@ class Scheduler:
             while not self._enter(step, request, spare=0):
                 self._make_room(step)
             self.waiting.remove(request)
+        step.requests.add(request.id)  # it may preempt any other request, but not itself
         if request.num_pending:
             self._schedule(step, request, self.budget.prefill_chunk)
 

@@ -29,6 +29,8 @@ COUNTERS = {
     "preemptions": "Sequences that were preempted.",
     "faults": "Steps that failed.",
     "steps": "Forward passes of the model.",
+    "drafts": "Guessed tokens that were computed.",
+    "accepted_drafts": "Guessed tokens that were right.",
 }
 """Counters with the name of their field in the engine's statistics."""
 

@@ -22,6 +22,7 @@ from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.snapshots import Snapshots
 from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.speculation import Speculation
 from mlx_paged.scheduler.step import Span
 
 SCRIPT = Path(simulation.__file__)
@@ -289,7 +290,41 @@ def hits_without_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupPrefixes, "_missing", lambda prefixes, known, count: None)
 
 
+def wrong_drafts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation, "accept", lambda speculation, step, choices: choices)
+
+
+def what_wrong_drafts_wrote_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The K/V of all drafts counts as that of tokens to come."""
+    whole = Speculation._settle
+
+    def settle(speculation, span, accepted):
+        whole(speculation, span, accepted)
+        if span.request.id in speculation._allocator and accepted < len(span.drafts):
+            span.request.num_computed = span.start + 2 + accepted
+            speculation._allocator.make_writable(
+                span.request.id, span.start + 1 + accepted, span.start + 2 + accepted
+            )
+
+    monkeypatch.setattr(Speculation, "_settle", settle)
+
+
+def windows_follow_wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Scheduler.commit
+
+    def commit(scheduler, step):
+        for span in step.spans:
+            if span.drafts and span.request.id in scheduler.allocator:
+                scheduler.allocator.trim(span.request.id, span.stop)
+        whole(scheduler, step)
+
+    monkeypatch.setattr(Scheduler, "commit", commit)
+
+
 DEFECTS = (
+    wrong_drafts_stay,
+    what_wrong_drafts_wrote_is_known,
+    windows_follow_wrong_drafts,
     windows_let_go_too_early,
     windows_never_let_go,
     copies_of_one_group_only,

@@ -3,6 +3,7 @@
 import pytest
 
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
@@ -155,6 +156,28 @@ def test_complete_takes_waiting_and_running_requests_out():
     scheduler.complete(running)
     scheduler.complete(waiting)
     assert not scheduler.has_work and scheduler.allocator.blocks_in_use == 0
+
+
+def test_a_request_that_runs_alone_after_a_fault_preempts_others_and_not_itself():
+    """Layers with a window get more blocks on the way, and the first suspect holds them here."""
+    groups = (LayerGroup(), LayerGroup(4, 2))
+    scheduler = Scheduler(BlockAllocator(11, 8, groups, chunk=1), 8, 1)
+    suspects = [make_request(request_id, 16, max_tokens=2) for request_id in range(3)]
+    for request in suspects:
+        scheduler.add(request)
+    scheduler.recover(suspects)
+    steps = 0
+    while scheduler.has_work:
+        step = scheduler.schedule()
+        assert len(step.spans) == 1 or suspects[-1].num_generated, "they run one at a time"
+        for span in step.spans:
+            if span.samples:
+                scheduler.clear(span.request)
+        compute(scheduler, step)
+        steps += 1
+        assert steps < 200, "no end"
+    assert suspects[0].num_preempted > 0 and suspects[-1].num_preempted == 0
+    assert [request.num_generated for request in suspects] == [2, 2, 2]
 
 
 def test_a_shared_prefix_is_not_scheduled_again():

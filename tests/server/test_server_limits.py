@@ -225,7 +225,7 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(how):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--draft-model", "x"], "--draft-model is given: speculative decoding is not supported"),
+        (["--num-draft-tokens", "0"], "expected a whole number from 1 to 15"),
         (["--kv-bits", "4"], "--kv-bits is given: a quantized K/V pool is not supported"),
         (["--pipeline"], "--pipeline is given: more than one device is not supported"),
         (["--max-queue", "-1"], "expected a whole number >= 0"),
@@ -312,7 +312,6 @@ def test_every_flag_of_mlx_lms_server_is_known_with_its_default(monkeypatch):
         ("--host", "0.0.0.0"),
         ("--port", "80"),
         ("--allowed-origins", "http://a,http://b"),
-        ("--num-draft-tokens", "5"),
         ("--trust-remote-code", None),
         ("--log-level", "DEBUG"),
         ("--chat-template", "{{ x }}"),

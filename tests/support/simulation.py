@@ -19,6 +19,7 @@ from typing import Any
 import tiny_models
 from fake_model import VOCAB, FakeClock, FakeRunner
 from fault_injection import FaultyRunner
+from injected_drafts import InjectedDrafter
 from random_calls import TINY_GROUPS, RandomCalls, Setting
 from solo_checks import SoloChecks, Ticket
 from solo_runs import BeamOptions, FakeSolo, MlxLmSolo, SoloModel
@@ -30,10 +31,12 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.speculation import Speculation
 
 COUNTED = (
     *("schedules", "requests", "tokens", "steps", "preemptions", "forks", "samples", "beams"),
     *("aborts", "releases", "refused", "faults", "errors", "cow_clones", "cached_tokens"),
+    *("drafts", "accepted_drafts"),
     *("restored", "near_ties", "mismatches", "violations", "leaked_blocks", "failures"),
 )
 STEPS_A_TOKEN = 20
@@ -82,6 +85,9 @@ class Simulation:
         self.counts["faults"] = self.runner.num_raised
         self.counts["preemptions"] = scheduler.num_preemptions
         self.counts["cow_clones"] = scheduler.allocator.store.cow_clones
+        if scheduler.speculation is not None:
+            self.counts["drafts"] = scheduler.speculation.num_drafted
+            self.counts["accepted_drafts"] = scheduler.speculation.num_accepted
         return self.counts
 
     # What callers do
@@ -231,7 +237,8 @@ class Simulation:
         self.counts["violations"] += len(violations)
         assert not violations, violations[0]
         ids = [output.request_id for output in outputs if output.token is not None]
-        assert len(set(ids)) == len(ids), "two tokens of one request in a step"
+        several = self.engine.scheduler.speculation is not None
+        assert several or len(set(ids)) == len(ids), "two tokens of one request in a step"
         for output in outputs:
             ticket = self.tickets[output.request_id]
             self.checks.output(ticket, output)
@@ -268,6 +275,7 @@ def fake_simulation(seed: int, index: int) -> Simulation:
     allocator = BlockAllocator(
         setting.num_blocks, setting.block_size, setting.groups, setting.prefill_chunk
     )
+    drafter = drafter_for(setting, FakeSolo(), f"{seed}:{index}")
     scheduler = Scheduler(
         allocator,
         setting.max_running,
@@ -279,10 +287,13 @@ def fake_simulation(seed: int, index: int) -> Simulation:
         watermark=setting.watermark,
         rewinds=not setting.recurrent,
         max_snapshots=setting.most_snapshots,
+        drafter=drafter,
     )
     clock = FakeClock()
     inner = FakeRunner(allocator, clock, random.Random(index), setting.recurrent)
     runner = FaultyRunner(inner, rng, setting.fault_rate)
+    if drafter is not None:
+        drafter.never = runner.bad
     engine = EngineCore(
         scheduler,
         runner,
@@ -316,7 +327,19 @@ def tiny_simulation(seed: int, index: int) -> Simulation:
         prewarm=False,
     )
     runner = engine.runner = FaultyRunner(engine.runner, rng, setting.fault_rate)
+    drafter = drafter_for(setting, solo, f"{seed}:{index}")
+    if drafter is not None:
+        drafter.never = runner.bad
+        scheduler = engine.scheduler
+        scheduler.speculation = Speculation(drafter, scheduler.allocator, scheduler.budget)
     return Simulation(setting, engine, runner, solo, rng)
+
+
+def drafter_for(setting: Setting, solo: SoloModel, seed: str) -> InjectedDrafter | None:
+    """A drafter for half of the schedules whose model takes drafts."""
+    rng = random.Random(f"{seed}:drafts")
+    takes = not setting.recurrent and rng.random() < 0.5
+    return InjectedDrafter(rng, solo, rng.choice((0.0, 0.7, 1.0))) if takes else None
 
 
 @cache
