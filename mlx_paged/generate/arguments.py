@@ -23,8 +23,6 @@ REFUSED = {
     "--kv-bits": "K/V is not quantized",
     "--kv-group-size": "K/V is not quantized",
     "--quantized-kv-start": "K/V is not quantized",
-    "--draft-model": "speculative decoding is not supported",
-    "--num-draft-tokens": "speculative decoding is not supported",
 }
 """Flags of mlx_lm.generate that are mistakes here, with the reasons."""
 

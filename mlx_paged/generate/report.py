@@ -60,6 +60,8 @@ def _stats(engine: Engine) -> Iterator[str]:
         f"K/V: {stats['peak_kv_bytes'] / MB:.3f} MB at most;"
         f" one cache for each sequence: {stats['contiguous_kv_bytes'] / MB:.3f} MB"
     )
+    if drafts := stats["drafts"]:
+        yield f"Drafts: {stats['accepted_drafts']} of {drafts} guessed tokens were right"
     if count := stats["preemptions"]:
         yield f"The K/V pool was full: requests lost their K/V {count} times (see --kv-memory)"
     if causes := ", ".join(f"{n} {cause}" for cause, n in ticks["spike_causes"].items()):

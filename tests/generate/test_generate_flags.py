@@ -1,6 +1,7 @@
 """Every flag of mlx_lm.generate is obeyed or refused by name; and what the obeyed ones do."""
 
 import json
+import re
 
 import mlx_lm
 import pytest
@@ -23,6 +24,7 @@ OBEYED = {
     *("--prompt", "-p", "--prefill-response", "--max-tokens", "-m", "--temp", "--top-p", "--min-p"),
     *("--top-k", "--xtc-probability", "--xtc-threshold", "--seed", "--ignore-chat-template"),
     *("--chat-template-config", "--verbose", "--prefill-step-size", "--help", "-h"),
+    *("--draft-model", "--num-draft-tokens"),
 }
 """What this command has for each of them is tested here or in the other files of this folder."""
 
@@ -151,3 +153,12 @@ def test_statistics_say_when_the_pool_was_full(run, tmp_path):
     err = run(*prompts, "--kv-memory", 0.00025).err
     count = json.loads(path.read_text())["preemptions"]
     assert count > 0 and f"The K/V pool was full: requests lost their K/V {count} times" in err
+
+
+def test_a_draft_model_changes_no_text_and_its_hits_are_told(run, expected):
+    """The demo model guesses for itself, so its guesses are right."""
+    options = ["-p", FUNCTION, "-m", 40]
+    result = run(*options, "--draft-model", demo_model_path(), "--num-draft-tokens", 2)
+    assert result.out == f"{expected(FUNCTION, 40)}\n"
+    assert re.search(r"^Drafts: (\d+) of \1 guessed tokens were right$", result.err, re.M)
+    assert "Drafts: " not in run(*options).err
