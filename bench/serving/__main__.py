@@ -2,6 +2,7 @@
 
     python -m bench.serving --preset reference --engines mlx_paged,mlx_lm --rounds 3
     python -m bench.serving --request-rate 8 --slo ttft=500ms,itl=100ms --max-rate --report out
+    python -m bench.serving --url http://127.0.0.1:8080 --request-rate 8
 
 Requests come when they are due, not when an engine has time for them. The last line is one JSON
 object; docs/serving-bench.md says what each value means.

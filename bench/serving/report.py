@@ -46,7 +46,7 @@ th:first-child, td:first-child { text-align: left }
 .scroll { overflow-x: auto } th, td { white-space: nowrap }
 figure { margin: 2em 0 } figcaption { color: #555 }
 img { width: 100%; min-width: 640px; height: auto }
-.headlines { font-size: 1.1em; padding-left: 1.2em } .headlines li { margin: .4em 0 }
+h1, li { overflow-wrap: anywhere } .headlines { font-size: 1.1em; padding-left: 1.2em } .headlines li { margin: .4em 0 }
 pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: 13px }
 .partial { background: #fff3cd; padding: .5em 1em }
 """
