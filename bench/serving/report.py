@@ -44,9 +44,9 @@ table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-
 th, td { padding: .25em .7em; text-align: right; border-bottom: 1px solid #ddd }
 th:first-child, td:first-child { text-align: left }
 .scroll { overflow-x: auto } th, td { white-space: nowrap }
-figure { margin: 2em 0 } figcaption { color: #555 }
+figure { margin: 2em 0 } figcaption { color: #555 } h1, li { overflow-wrap: anywhere }
 img { width: 100%; min-width: 640px; height: auto }
-h1, li { overflow-wrap: anywhere } .headlines { font-size: 1.1em; padding-left: 1.2em } .headlines li { margin: .4em 0 }
+.headlines { font-size: 1.1em; padding-left: 1.2em } .headlines li { margin: .4em 0 }
 pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: 13px }
 .partial { background: #fff3cd; padding: .5em 1em }
 """
