@@ -289,3 +289,11 @@ def test_our_server_is_measured_beside_the_engine_alone(own_server, capsys):
     assert served["output_tokens"] > 0 and served["ttft_ms"]["p50"] > 0
     assert served["streams_as_first"] is None  # text beside ids
     assert any(line.startswith(f"{own_server}: ") and "p50 / p99 in ms" in line for line in lines)
+
+
+def test_without_aiohttp_the_extra_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exit_info:
+        serving.main(["--url", "http://127.0.0.1:1"])
+    assert exit_info.value.code == 2
+    assert "--url: expected aiohttp: pip install 'mlx-paged[bench]'" in capsys.readouterr().err
