@@ -35,6 +35,13 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+class Refused(argparse.Action):
+    """A flag of mlx-lm's command that this one refuses; its help says why."""
+
+    def __call__(self, *args: Any, **options: Any) -> NoReturn:
+        raise argparse.ArgumentError(self, f"refused: {self.help}")
+
+
 def number(
     parse: Callable[[str], float], low: float, high: float, expected: str
 ) -> Callable[[str], float]:
