@@ -1,5 +1,6 @@
 """The models that benches run: Llama's shape, random weights."""
 
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -47,6 +48,43 @@ def random_llama(size: dict[str, Any], seed: int = 0) -> nn.Module:
     mx.eval(model.parameters())
     model.eval()
     return model
+
+
+def successors(vocab_size: int) -> list[int]:
+    """For each token the one that follows it in the texts of a copying model: one long circle."""
+    order = np.random.default_rng(11).permutation(vocab_size)
+    following = np.empty_like(order)
+    following[order] = np.roll(order, -1)
+    tokens: list[int] = following.tolist()
+    return tokens
+
+
+def copying_llama(size: str = "reference") -> nn.Module:
+    """The model :func:`llama_model`, but what it says is known: after each token its successor.
+
+    Its embeddings are large beside what the layers add, and the head knows each token by that of
+    the token before. So it does all the work of the model, and its text can repeat a prompt.
+    """
+    model = llama_model(size)
+    embeddings = mx.random.normal(model.model.embed_tokens.weight.shape)
+    head = mx.zeros_like(embeddings)
+    head[mx.array(successors(len(embeddings)))] = embeddings
+    model.model.embed_tokens.weight = 100 * embeddings
+    model.lm_head.weight = head
+    mx.eval(model.parameters())
+    return model
+
+
+def first_layers(model: nn.Module, count: int) -> nn.Module:
+    """A Llama of the first layers of `model`, with the same weights."""
+    shorter, shorter.model = copy(model), copy(model.model)
+    shorter.model.layers = model.model.layers[:count]
+    return shorter
+
+
+def one_random_layer(vocab_size: int) -> nn.Module:
+    """The first layer of a Llama of random weights."""
+    return random_llama(REFERENCE | {"num_hidden_layers": 1, "vocab_size": vocab_size}, seed=1)
 
 
 def random_prompts(num_prompts: int, num_tokens: int, size: str, seed: int = 0) -> list[list[int]]:

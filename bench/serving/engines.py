@@ -1,12 +1,13 @@
 """The engines by name, how each is made for a workload, and the model that they run."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.nn as nn
 
-from bench.models import SIZES, llama_model
+from bench.models import SIZES, copying_llama, first_layers, llama_model, one_random_layer
 from bench.serving.servers import BatchServer, PagedServer, SequentialServer, Server, StaticBatches
 from bench.serving.trace import Trace
 from mlx_paged.cli import load_model as load
@@ -17,6 +18,14 @@ from mlx_paged.runner.model_probe import probe
 ANY_VOCAB = 2**15  # ids of a trace for servers that get text
 STATIC = "_static"  # ending of the name of an engine that runs batch after batch
 
+SPECULATING: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "mlx_paged_ngram": lambda model: {"speculate": "ngram"},
+    "mlx_paged_draft": lambda model: {"draft_model": first_layers(model, 1)},
+    "mlx_paged_useless": lambda model: {"draft_model": one_random_layer(model.args.vocab_size)},
+}
+"""What guesses tokens, by the engine's name: arguments of mlx_paged's engine. The draft model is
+the model's own first layer; the useless one is random."""
+
 LLAMA_CPP = {
     "llama_cpp": {"is_flash": True, "is_half": False},
     "llama_cpp_f16": {"is_flash": True, "is_half": True},
@@ -25,7 +34,7 @@ LLAMA_CPP = {
 """How llama.cpp attends, by the engine's name: arguments of its context."""
 
 ENGINES = (
-    *("mlx_paged", "mlx_lm", "mlx_lm_static", "sequential", "mlx_paged_static"),
+    *("mlx_paged", "mlx_lm", "mlx_lm_static", "sequential", "mlx_paged_static", *SPECULATING),
     *(name + ending for name in LLAMA_CPP for ending in ("", STATIC)),
 )
 DEFAULT = ENGINES[:4]
@@ -52,8 +61,10 @@ class Limits:
 def load_model(name: str) -> tuple[nn.Module, int]:
     """A model and the size of its vocabulary; ValueError if it cannot be loaded.
 
-    `name` is "demo", a key of :data:`bench.models.SIZES`, a directory or a hub id.
+    `name` is "demo", "copying", a key of :data:`bench.models.SIZES`, a directory or a hub id.
     """
+    if name == "copying":
+        return copying_llama(), int(SIZES["reference"]["vocab_size"])
     if name in SIZES:
         return llama_model(name), int(SIZES[name]["vocab_size"])
     model, tokenizer = load(None if name == "demo" else name)
@@ -89,9 +100,11 @@ def make_server(name: str, model: nn.Module, limits: Limits) -> Server:
     if name.endswith(STATIC):
         inner = make_server(name.removesuffix(STATIC), model, limits)
         return StaticBatches(inner, limits.max_running)
-    if name == "mlx_paged":
+    if name == "mlx_paged" or name in SPECULATING:
         options = {key: value for key, value in vars(limits).items() if key != "context"}
-        return PagedServer(model, **options)
+        return PagedServer(
+            model, **options, **(SPECULATING[name](model) if name in SPECULATING else {})
+        )
     if name == "mlx_lm":
         return BatchServer(model, limits.max_running, limits.prefill_chunk)
     if name == "sequential":

@@ -47,6 +47,8 @@ class Counters:
     preemptions: int = 0
     cow_clones: int = 0
     peak_blocks_in_use: int = 0
+    drafts: int = 0
+    accepted_drafts: int = 0
 
 
 class Server(ABC):

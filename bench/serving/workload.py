@@ -8,6 +8,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.models import successors
 from bench.serving.trace import Job, Trace
 
 Lengths = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -31,6 +32,7 @@ class Preset:
     shared: int = 0  # tokens that all prompts begin with, in addition to the drawn length
     samples: int = 1  # completions of each prompt
     arrivals_s: tuple[float, ...] = ()  # of all requests, if they do not follow a rate
+    edits: float | None = None  # prompts are the model's own text with this share of other tokens
 
 
 def _uniform(prompts: tuple[int, int], outputs: tuple[int, int]) -> Draw:
@@ -89,6 +91,13 @@ PRESETS: dict[str, Preset] = {
     "one-giant-prompt": Preset(
         f"one prompt of {GIANT_PROMPT} tokens among short ones", 24, _one_giant
     ),
+    "copy": Preset(
+        "a copying model repeats its prompt of 128 to 511 tokens, an eighth of which is edited",
+        32,
+        _uniform((128, 512), (96, 128)),
+        model="copying",
+        edits=0.125,
+    ),
     "fork-heavy": Preset(
         "eight samples of each prompt", 12, _uniform((64, 257), (16, 65)), samples=8
     ),
@@ -122,8 +131,22 @@ def make_jobs(
     jobs = []
     for num_prompt, num_output in zip(*lengths, strict=True):
         prompt = (*shared, *ids.integers(vocab_size, size=num_prompt).tolist())
+        if preset.edits is not None:
+            prompt = _edited(prompt, ids.random(num_prompt) < preset.edits, vocab_size)
         jobs.append(Job(0.0, prompt, int(num_output), preset.samples))
     return jobs
+
+
+def _edited(
+    others: tuple[int, ...], is_edited: NDArray[np.bool_], vocab_size: int
+) -> tuple[int, ...]:
+    """A copying model's text from a random token on, with some tokens replaced by `others`. It ends
+    with the first tokens of this text, so that the model's own text repeats it."""
+    text, following = [others[0]], successors(vocab_size)
+    for _ in others[1:]:
+        text.append(following[text[-1]])
+    edited = [b if flag else a for a, b, flag in zip(text, others, is_edited, strict=True)]
+    return (*text[:4], *edited[4:-4], *text[:4])
 
 
 def _enough(preset: Preset, seed: int, tokens_target: int) -> Lengths:

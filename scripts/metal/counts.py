@@ -54,6 +54,22 @@ COLUMNS: dict[str, Callable[[Row], float]] = {
 }
 MORE_IS_BETTER = ("in flight",)
 NOT_COMPARED = ("table loads", "groups")
+REASONS = {
+    "moved": "keys are split among threadgroups, whose partial results are written and read again",
+    "asked": "entries of block tables, and queries that several simdgroups read",
+    "lines": "a lane loads 8 bytes of a row, where MLX's kernel loads 16 at D 256",
+    "loads": "the same, and an entry of the block table for every key",
+    "chain": "the entry of the block table comes before the key",
+    "in flight": "rows of D 256 are asked for two keys at a time, so that registers suffice",
+    "simd": "sums are exchanged so that each lane has one key: more shuffles, which are cheap",
+    "cycles": "sums are exchanged so that each lane has one key",
+    "exp": "the merge rescales partial results",
+    "mul64": "strides of arguments are multiplied in 64 bits once a threadgroup",
+    "barriers": "keys and values are staged in the same memory, and queries are shared",
+    "registers": "a lane keeps up to four rows of queries and sums, so that K/V is read once",
+    "launches": "keys are split among threadgroups, where MLX's host code takes one pass",
+}
+"""Why this package's kernels are behind in a column."""
 FRACTIONS = {"moved": 2, "asked": 2, "barriers": 2}
 """Digits after the point that a column has."""
 
@@ -172,7 +188,7 @@ def summary(found: Sequence[Row]) -> Iterator[str]:
     yield f"Of {total} works each, beside the first of MLX's kernels that follows. Less is"
     yield "better, but for `in flight`. Table loads and threadgroups are not compared: MLX has no"
     yield "tables, and more threadgroups help only while cores are idle.\n"
-    yield "| column | works | most, at | ours | MLX's |\n|---|--:|---|--:|--:|"
+    yield "| column | works | most, at | ours | MLX's | because |\n|---|--:|---|--:|--:|---|"
     for name, column in COLUMNS.items():
         those = [cell for cell in cells if cell[0] == name]
         if not those:
@@ -180,7 +196,8 @@ def summary(found: Sequence[Row]) -> Iterator[str]:
         _, ours, theirs, _ = max(those, key=lambda cell: cell[3])
         place = f"D {ours.work.head_dim}, groups of {ours.work.group}, {ours.work}"
         values = (_number(name, column(row)) for row in (ours, theirs))
-        yield f"| {name} | {len(those)} | {place} | {' | '.join(values)} |"
+        cells_of = " | ".join([name, str(len(those)), place, *values, REASONS[name]])
+        yield f"| {cells_of} |"
 
 
 def document(found: Sequence[Row]) -> str:

@@ -1,10 +1,14 @@
 """The serving bench's workloads: lengths, arrivals, trace files, who sends the next request."""
 
 import json
+from itertools import pairwise
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
 
+from bench.models import copying_llama, first_layers, llama_model, successors
 from bench.serving.trace import Job, digest, make_trace, read_trace, write_trace
 from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, arrival_times, make_jobs
 
@@ -132,3 +136,23 @@ def test_a_closed_loop_sends_the_next_job_when_one_has_ended():
     source.completed()
     assert source.due(2.0) == [(2.0, jobs[2])]
     assert not source.is_empty
+
+
+def test_a_copying_model_repeats_its_edited_prompt():
+    model, following = copying_llama(), successors(2048)
+    (job,) = make_jobs(PRESETS["copy"], 2048, seed=3, requests=1)
+    prompt = list(job.prompt)
+    edited = sum(b != following[a] for a, b in pairwise(prompt[:-4]))
+    assert prompt[-4:] == prompt[:4] and 0.1 < edited / 2 / len(prompt) < 0.2
+    steps = generate_step(mx.array(prompt), model, max_tokens=40)
+    text = [prompt[-1]] + [int(token) for token, _ in steps]
+    assert all(b == following[a] for a, b in pairwise(text))
+    assert sum(a == b for a, b in zip(text[1:], prompt[4:], strict=False)) > 28
+
+
+def test_a_model_of_the_first_layers_has_their_weights():
+    model = llama_model("tiny")
+    shorter = first_layers(model, 1)
+    assert (len(shorter.layers), len(model.layers)) == (1, 2)
+    assert shorter.layers[0] is model.layers[0] and shorter.lm_head is model.lm_head
+    assert shorter(mx.array([[1, 2]])).shape == (1, 2, 128)
