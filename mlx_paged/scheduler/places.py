@@ -1,0 +1,179 @@
+"""Who waits, runs and is parked, and the blocks that they hold. Knows no mlx."""
+
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import OutOfBlocksError
+from mlx_paged.kv.prefix_match import MissReason
+from mlx_paged.request import Request
+from mlx_paged.scheduler.policies import Policy, PreemptionPolicy, WaitingQueue, choose_preempted
+from mlx_paged.scheduler.snapshot_plan import SnapshotPlan
+from mlx_paged.scheduler.step import Step
+
+
+class Places:
+    """The requests that are not ended, and what they hold of the pool.
+
+    A request waits, runs, or has ended. If a running request needs a block and none is free,
+    another request is preempted: its blocks are freed, and its tokens are computed again later.
+    Parked sequences hold blocks but are not computed: forks that wait, and ended requests kept for
+    later forks. They lose their blocks before any running request is preempted.
+
+    The arguments are those of :class:`Scheduler`.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        max_running: int,
+        *,
+        prefix_cache: bool,
+        policy: Policy,
+        victims: PreemptionPolicy,
+        watermark: int,
+        rewinds: bool,
+        max_snapshots: int,
+    ) -> None:
+        self.allocator = allocator
+        self.max_running = max_running
+        self.prefix_cache = prefix_cache and (rewinds or max_snapshots > 0)
+        self.victims = victims
+        self.watermark = watermark
+        self.rewinds = rewinds
+        self._plan: SnapshotPlan | None = None
+        if self.prefix_cache and not rewinds:
+            self._plan = SnapshotPlan(allocator, max_snapshots)
+        self.num_preemptions = 0
+        self.waiting = WaitingQueue(policy)
+        self.running: dict[int, Request] = {}  # by id, oldest admission first
+        self.parked: dict[int, Request] = {}  # by id, oldest first
+        self._isolated: dict[int, Request] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise ValueError if the request needs more blocks than the pool has."""
+        needed = self.allocator.max_blocks(request.max_kv_tokens)
+        if needed > self.allocator.num_blocks:
+            raise ValueError(
+                f"[add_request] {request.num_prompt} prompt tokens and max_tokens "
+                f"{request.params.max_tokens} need {needed} KV blocks of "
+                f"{self.allocator.block_size}, but the pool has {self.allocator.num_blocks}: "
+                "expected a shorter prompt, fewer max_tokens or a larger pool"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError if it can never fit."""
+        self.check_fits(request)
+        self.waiting.push(request)
+
+    def park(self, request: Request) -> None:
+        """Park a running request that has to wait for others."""
+        if self.running.pop(request.id, None) is not None:
+            self.parked[request.id] = request
+
+    def unpark(self, request: Request) -> None:
+        """Run or queue a parked request, which has a token to compute again."""
+        if request.id in self.parked and len(self.running) < self.max_running:
+            self.running[request.id] = self.parked.pop(request.id)
+        elif request not in self.waiting:
+            self.waiting.push(request)
+
+    def release(self, request: Request) -> None:
+        """Free a parked sequence's blocks, if it still has them."""
+        if self.parked.pop(request.id, None) is not None:
+            self._free(request)
+
+    # What they hold
+
+    def _share(self, parent: Request, child: Request) -> None:
+        self.allocator.fork(parent.id, child.id)
+        child.num_computed = child.num_cached = parent.num_computed
+        if len(self.running) < self.max_running and not self._isolated:
+            self.running[child.id] = child
+        else:
+            self.parked[child.id] = child
+            self.waiting.push(child)
+
+    def _spare_blocks(self, request: Request) -> int:
+        """Free blocks that admitting `request` must leave for the next steps."""
+        if not self.running:
+            return 0
+        for_samples = self.allocator.blocks_to_append(len(request.samples))
+        return max(self.allocator.blocks_to_append(len(self.running)), self.watermark) + for_samples
+
+    def _enter(self, step: Step, request: Request, spare: int) -> bool:
+        """Make a waiting request a running one if there are blocks for all its tokens."""
+        if self.parked.pop(request.id, None) is None and not self._allocate(step, request, spare):
+            return False
+        self.waiting.remove(request)
+        self.running[request.id] = request
+        return True
+
+    def _allocate(self, step: Step, request: Request, spare: int) -> bool:
+        while True:
+            try:
+                admission = self.allocator.admit(
+                    request.id,
+                    len(request.tokens),
+                    tokens=request.tokens if self.prefix_cache else None,
+                    salt=request.salt,
+                    spare=spare,
+                )
+                break
+            except OutOfBlocksError:
+                if not self.parked:
+                    return False
+                self._evict_parked()
+        step.copies += admission.copies
+        request.num_computed = admission.num_cached
+        request.prefix_without_state = admission.prefix_without_state
+        if admission.snapshot is not None:
+            step.restores.append((request, admission.snapshot))
+        if request.num_preempted == 0:
+            request.num_cached = admission.num_cached
+            request.prefix_miss = admission.miss if self.prefix_cache else MissReason.DISABLED
+        return True
+
+    def _make_room(self, step: Step) -> Request:
+        """Free the blocks of a parked or running request; return that request."""
+        if self.parked:
+            return self._evict_parked()
+        candidates = [r for r in self.running.values() if r.id not in step.requests]
+        victim = choose_preempted(candidates, self.victims)
+        self._preempt(victim)
+        step.requests.add(victim.id)
+        return victim
+
+    def _preempt(self, request: Request) -> None:
+        """Free a running request's blocks and queue it; its tokens are computed again later."""
+        del self.running[request.id]
+        self.allocator.free(request.id)
+        request.num_computed = 0
+        request.num_preempted += 1
+        self.num_preemptions += 1
+        self.waiting.push(request)
+
+    def _evict_parked(self) -> Request:
+        """Free the oldest parked sequence's blocks; if it waits, it is computed again later."""
+        request = self.parked.pop(next(iter(self.parked)))
+        self.allocator.free(request.id)
+        request.num_computed = 0
+        return request
+
+    def _leave_running(self, request: Request) -> None:
+        """Stop running a request. The last token's K/V is never needed."""
+        del self.running[request.id]
+        if request.keep_blocks:
+            self.parked[request.id] = request
+        else:
+            self._free(request)
+
+    def _free(self, request: Request) -> None:
+        """Free the blocks. Prompts that begin with these tokens can still reuse them."""
+        num_computed = min(request.num_computed, len(request.tokens))
+        if self.prefix_cache and num_computed:
+            self.allocator.register_tail(request.id, request.tokens, num_computed)
+            if self._plan is not None:
+                self._plan.at_the_end(request)
+        self.allocator.free(request.id)
