@@ -124,10 +124,10 @@ class Models:
         while self.args.idle_seconds:
             await asyncio.sleep(min(1.0, self.args.idle_seconds / 2))
             async with self._turn:
-                for model in list(self.loaded.values()):
-                    unused = time.monotonic() - model.last_used
-                    if not model.taken and unused > self.args.idle_seconds:
-                        await self._unload(model)
+                for path in list(self.loaded):  # no name here may keep a model alive
+                    unused = time.monotonic() - self.loaded[path].last_used
+                    if not self.loaded[path].taken and unused > self.args.idle_seconds:
+                        await self._unload(self.loaded[path])
 
     async def _load(self, path: str) -> Model:
         """Load a model in the place of the least recently used ones. The caller has the turn."""

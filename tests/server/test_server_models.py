@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 import urllib.request
+import weakref
 
 import pytest
 from server_harness import CODE, TIMEOUT, client, exchange, live, metric, post, solo, wait_until
@@ -84,8 +85,11 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_stay_usable(tmp
 def test_an_idle_model_is_unloaded_and_loaded_again():
     with live("--idle-seconds", "0.3") as server:
         assert ask(server, None)[0] == 200
+        kept = [weakref.ref(model.service) for model in server.models.loaded.values()]
+        kept += [weakref.ref(model.tokenizer) for model in server.models.loaded.values()]
         wait_until(lambda: not server.models.loaded)
-        assert exchange(server, "GET", "/ready")[0] == 200
+        wait_until(lambda: not any(reference() for reference in kept))
+        assert kept and exchange(server, "GET", "/ready")[0] == 200
         assert json.loads(exchange(server, "GET", "/status")[2]) == {"models": []}
         assert ask(server, None)[2]["choices"][0]["text"] == solo(CODE, 8)[0]
         assert ask(server, None, max_tokens=300, ignore_eos=True)[0] == 200
