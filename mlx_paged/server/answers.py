@@ -99,16 +99,19 @@ class Answer:
                 await write(COMMENT)
                 await asyncio.sleep(COMMENT_EVERY_S)
 
-        begin = json.dumps(self.head)[:-1].encode() + b', "choices": ['
+        begin = json.dumps(self.head)[:-1]
+        options = self.fields["stream_options"]
         comments = asyncio.ensure_future(comment())
         try:
             async with aclosing(self._pieces()) as pieces:
                 async for choice, delta in pieces:
                     comments.cancel()
                     if delta or choice.completion is not None:
-                        entry = json.dumps(choice.entry(delta)).encode()
-                        await write(b"data: " + begin + entry + b"]}\n\n")
-            if self.fields["stream_options"].get("include_usage"):
+                        part: dict[str, Any] = {"choices": [choice.entry(delta)]}
+                        if options.get("continuous_usage_stats"):
+                            part["usage"] = self._usage()
+                        await write(f"data: {begin}, {json.dumps(part)[1:]}\n\n".encode())
+            if options.get("include_usage"):
                 await write(_event(self.head | {"choices": [], "usage": self._usage()}))
             await write(b"data: [DONE]\n\n", more_body=False)
         except Refusal as error:

@@ -53,6 +53,8 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 PART = 1 << 16  # items of a list that are checked before other threads may run
 
+USAGE = ("include_usage", "continuous_usage_stats")
+
 _BOOL = (lambda value: isinstance(value, bool), "true or false")
 _TEXT = (lambda value: isinstance(value, str), "a string")
 _OBJECT = (lambda value: isinstance(value, dict), "an object")
@@ -72,12 +74,8 @@ BOTH: dict[str, Rule] = {
     "stream": (False, *_BOOL),
     "stream_options": (
         {},
-        lambda value: (
-            isinstance(value, dict)
-            and value.keys() <= {"include_usage", "include_obfuscation"}
-            and not value.get("include_obfuscation")
-        ),
-        "an object with include_usage only",
+        lambda value: isinstance(value, dict) and all(k in USAGE or not value[k] for k in value),
+        "an object with include_usage or continuous_usage_stats",
     ),
     "n": (1, *_POSITIVE),
     "max_tokens": (None, *_POSITIVE),

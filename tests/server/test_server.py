@@ -67,6 +67,18 @@ def test_a_stream_gives_the_same_in_pieces(openai_client):
     assert not usage.choices and usage.usage.completion_tokens == 24
 
 
+def test_every_piece_may_tell_the_usage_so_far(openai_client):
+    stream = openai_client.completions.create(
+        model=MODEL,
+        prompt=CODE,
+        max_tokens=8,
+        stream=True,
+        stream_options={"continuous_usage_stats": True, "include_obfuscation": False},
+    )
+    counts = [piece.usage.completion_tokens for piece in stream]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == 8
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_text_ends_before_a_stop_string(openai_client, stream):
     text = solo(CODE, 40)[0]

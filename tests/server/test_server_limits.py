@@ -69,6 +69,10 @@ BAD_BODIES = {
     ),
     "biased token": ({"prompt": "a", "logit_bias": {"9999": 1}}, "token ids below 1792"),
     "stream": ({"prompt": "a", "stream": "yes"}, "stream: expected true or false"),
+    "obfuscation": (
+        {"prompt": "a", "stream_options": {"include_obfuscation": True}},
+        "stream_options: expected",
+    ),
     "stream_options": ({"prompt": "a", "stream_options": 1}, "stream_options: expected"),
     "adapters": ({"prompt": "a", "adapters": "/etc"}, "adapters: expected 'default_model'"),
     "too long": ({"prompt": "a", "max_tokens": 10**6}, "are more than the 2048 that"),
