@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.scheduler.ngram import MAX_DRAFTS
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 
 GB = 10**9
@@ -34,6 +35,13 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
+class Refused(argparse.Action):
+    """A flag of mlx-lm's command that this one refuses; its help says why."""
+
+    def __call__(self, *args: Any, **options: Any) -> NoReturn:
+        raise argparse.ArgumentError(self, f"refused: {self.help}")
+
+
 def number(
     parse: Callable[[str], float], low: float, high: float, expected: str
 ) -> Callable[[str], float]:
@@ -55,6 +63,7 @@ COUNT = number(int, 1, 2**31, "a whole number >= 1")
 COUNT_OR_NONE = number(int, 0, 2**31, "a whole number >= 0")
 FRACTION = number(float, 0, 1, "a number from 0 to 1")
 MILLISECONDS = number(float, 1e-3, 1e9, "a number of milliseconds above 0")
+MILLISECONDS_OR_NONE = number(float, 0, 1e9, "a number of milliseconds >= 0")
 
 
 def add_model(group: argparse._ArgumentGroup) -> None:
@@ -81,13 +90,16 @@ def add_sampling(group: argparse._ArgumentGroup) -> None:
     add("--seed", type=whole, metavar="N", help=seed)
 
 
-def add_engine(group: argparse._ArgumentGroup) -> None:
+def add_engine(group: argparse._ArgumentGroup, max_stall_ms: float = 0) -> None:
+    """`max_stall_ms` is a default; a command that has none does not take 0 as a value either."""
     add = group.add_argument
     memory = number(float, 1e-9, 1e6, "a number of GB above 0")
     pool = "memory for the KV pool (default: what the device can spare)"
     add("--kv-memory", type=memory, metavar="GB", help=pool)
-    stall = "limit for the time of a step while requests are decoding (default: no limit)"
-    add("--max-stall-ms", type=MILLISECONDS, metavar="MS", help=stall)
+    stall = "limit for the time of a step while requests are decoding"
+    stall += "; 0 is no limit" if max_stall_ms else " (default: no limit)"
+    kind, default = (MILLISECONDS_OR_NONE if max_stall_ms else MILLISECONDS), max_stall_ms or None
+    add("--max-stall-ms", type=kind, default=default, metavar="MS", help=stall)
     waiting = "order in which waiting requests start"
     add("--policy", choices=[*map(str, Policy)], default=str(Policy.FCFS), help=waiting)
     add(
@@ -98,6 +110,20 @@ def add_engine(group: argparse._ArgumentGroup) -> None:
     )
     prefixes = "do not share K/V between prompts with a common prefix"
     add("--no-prefix-cache", action="store_true", help=prefixes)
+    _add_speculation(group)
+
+
+def _add_speculation(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    ngram = "guess tokens that followed the same tokens earlier; the output stays the same"
+    add("--speculate", choices=["ngram"], help=ngram)
+    small = (
+        "a smaller model with the same vocabulary that guesses tokens; the output stays the same"
+    )
+    add("--draft-model", metavar="PATH", help=small)
+    most = number(int, 1, MAX_DRAFTS, f"a whole number from 1 to {MAX_DRAFTS}")
+    guesses = "guesses of the draft model for each request in a step at most"
+    add("--num-draft-tokens", type=most, default=3, metavar="N", help=guesses)
 
 
 def add_metrics(group: argparse._ArgumentGroup) -> None:
@@ -111,11 +137,14 @@ def add_metrics(group: argparse._ArgumentGroup) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of :class:`Engine` whose flags are the same in both commands."""
-    names = ("max_stall_ms", "policy", "preempt", "seed", "metrics_jsonl", "spike_ms", "profile")
+    names = "policy", "preempt", "seed", "speculate", "num_draft_tokens"
+    metrics = "metrics_jsonl", "spike_ms", "profile"
     return {
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
         "prefix_cache": not args.no_prefix_cache,
-        **{name: getattr(args, name) for name in names},
+        "max_stall_ms": args.max_stall_ms or None,
+        "draft_model": None if args.draft_model is None else load_model(args.draft_model)[0],
+        **{name: getattr(args, name) for name in (*names, *metrics)},
     }
 
 

@@ -40,6 +40,7 @@ class Completion:
         seconds: from arrival to the end.
         cached_prompt_tokens: prompt tokens found in the prefix cache.
         preemptions: how often the request was preempted.
+        drafts: guessed tokens that were computed; `accepted_drafts` of these were right.
         prefix_miss: why no more prompt tokens were found in the prefix cache, a
             :class:`MissReason`; None if all reusable tokens were found.
         error: the error message, for FinishReason.ERROR.
@@ -61,6 +62,8 @@ class Completion:
     prefix_miss: str | None = None
     error: str | None = None
     beams: tuple[Beam, ...] = ()
+    drafts: int = 0
+    accepted_drafts: int = 0
 
     @classmethod
     def of(cls, request: Request, text: str) -> "Completion":
@@ -81,6 +84,8 @@ class Completion:
             preemptions=request.num_preempted,
             top_logprobs=tuple(request.top_logprobs),
             prefix_miss=request.prefix_miss,
+            drafts=request.num_drafted,
+            accepted_drafts=request.num_accepted,
             error=describe(request.error) if ended_badly and request.error else None,
         )
 

@@ -44,7 +44,10 @@ class Request:
     prefix_without_state: int = 0
     snapshot: Snapshot | None = None  # where its last recurrent states will be saved
     num_preempted: int = 0
+    num_overtaken: int = 0  # steps with prompts that overtook it, less those without
     num_faults: int = 0  # failed steps that computed it
+    num_drafted: int = 0  # guesses of its tokens that steps computed
+    num_accepted: int = 0  # right ones among them
     # Other samples of the same prompt; they fork when the prompt is computed.
     samples: list["Request"] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

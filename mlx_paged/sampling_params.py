@@ -51,6 +51,8 @@ class SamplingParams:
         stop: strings that end the request; the text ends before the first of them.
         stop_token_ids: tokens that end the request, in addition to the end-of-sequence tokens.
         ignore_eos: continue after the tokenizer's end-of-sequence tokens.
+        speculate: compute drafts of its tokens, if the engine does so. Requests with a sampler or
+            processors of their caller never have drafts, because these may keep a state.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the range.
@@ -78,6 +80,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -92,6 +95,11 @@ class SamplingParams:
         one_choice = self.sampler is None or not self.temperature
         beside = "None beside a temperature above 0"
         require(one_choice, "SamplingParams", "sampler", self.sampler, beside)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether its tokens may be computed ahead."""
+        return self.speculate and self.sampler is None and not self.logits_processors
 
     def _freeze(self, name: str, collection: Callable[[Iterable[Any]], object]) -> None:
         value = getattr(self, name)

@@ -62,8 +62,9 @@ chunked prompts that arrive while others decode, samples of one prompt and share
 
 Shared prefixes: where every layer keeps K/V, up to any token; "at snapshots": beside the K/V there
 has to be a copy of the states of fixed size, which are known at one point of a text only (see
-docs/engine.md). A name with a comma is the same architecture with another option, not counted
-above.
+docs/engine.md). Drafts ([speculation](speculation.md)) are computed where the step is mixed or
+alternate and no layer has such a state, because a state cannot be taken back. A name with a comma
+is the same architecture with another option, not counted above.
 
 | architecture | decodes | step | shared prefixes | |
 |---|---|---|---|---|

@@ -2,6 +2,7 @@
 
     python -m bench.serving --preset reference --engines mlx_paged,mlx_lm --rounds 3
     python -m bench.serving --request-rate 8 --slo ttft=500ms,itl=100ms --max-rate --report out
+    python -m bench.serving --url http://127.0.0.1:8080 --request-rate 8
 
 Requests come when they are due, not when an engine has time for them. The last line is one JSON
 object; docs/serving-bench.md says what each value means.
@@ -12,11 +13,13 @@ from collections.abc import Sequence
 
 from bench.command import INTERRUPTED, make_parser
 from bench.serving.arguments import add_arguments, parse
-from bench.serving.engines import load_model
+from bench.serving.behind import LINE, compare, without_long
+from bench.serving.engines import ANY_VOCAB, load_model
 from bench.serving.report import check_report, write_report
 from bench.serving.results import outcome_of, print_outcome
 from bench.serving.session import Session, describe, trace_of
 from bench.serving.trace import write_trace
+from bench.serving.workload import BEHIND
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,11 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.report is not None:
             check_report(args.report)
-        model, vocab_size = load_model(args.model)
+        model, vocab_size = (None, ANY_VOCAB) if args.model is None else load_model(args.model)
         trace = trace_of(args, vocab_size)
         if args.write_trace is not None:
             write_trace(args.write_trace, trace)
         session = Session(args, model, trace)
+        alone = Session(args, model, without_long(trace)) if args.preset == BEHIND else None
         about = describe(args, model, trace)
     except (ValueError, OSError) as error:
         parser.error(" ".join(str(error).split()))
@@ -41,9 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_partial = False
     try:
         session.measure()
+        if alone is not None:
+            alone.measure()
     except KeyboardInterrupt:
         is_partial = True
     outcome = outcome_of(session, about, is_partial=is_partial)
+    if alone is not None and not is_partial:
+        found = compare(session.runs, alone.runs)
+        print(*(LINE.format(name, **row) for name, row in found.items()), "", sep="\n")
+        outcome[BEHIND.replace("-", "_")] = found
     print_outcome(outcome)
     if args.report is not None:
         write_report(args.report, outcome, session.runs)

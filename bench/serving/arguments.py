@@ -8,6 +8,7 @@ from typing import Any
 from bench.command import ABOVE_ZERO, add_rounds
 from bench.models import SIZES
 from bench.serving.engines import DEFAULT, ENGINES
+from bench.serving.http_engine import APIS
 from bench.serving.measures import Slo
 from bench.serving.replay import Stall
 from bench.serving.workload import PRESETS
@@ -22,6 +23,9 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--trace: brings its own arrivals, without --request-rate and --requests")
     if args.trace is not None and args.tokens_target is not None:
         parser.error("--trace: brings its own requests, without --tokens-target")
+    given = (args.trace, args.requests, args.tokens_target, args.request_rate)
+    if PRESETS[args.preset].arrivals_s and (any(given) or args.closed_loop or args.max_rate):
+        parser.error(f"--preset {args.preset}: brings its own requests and arrivals")
     if args.requests is not None and args.tokens_target is not None:
         parser.error("--tokens-target: says how many requests there are, without --requests")
     if args.closed_loop and args.request_rate is not None:
@@ -32,8 +36,15 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--max-rate: expected --slo with it")
     if args.max_rate and (args.trace is not None or args.closed_loop):
         parser.error("--max-rate: sets the rate, without --trace and --closed-loop")
-    if args.model is None:
+    if args.url is None and (args.api is not None or args.served_model is not None):
+        parser.error("--api, --served-model: expected --url with them")
+    if args.url is not None and (args.arrivals_by_step or args.inject_stall):
+        parser.error("--url: a server has no steps for --arrivals-by-step and --inject-stall")
+    if args.engines is None:
+        args.engines = list(DEFAULT if args.url is None else ())
+    if args.model is None and args.engines:
         args.model = PRESETS[args.preset].model
+    args.engines += [url for url in args.url or () if url not in args.engines]
     return args
 
 
@@ -78,7 +89,11 @@ def _add_engines(parser: Parser) -> None:
     add = parser.add_argument_group("engines").add_argument
     names, default = f"some of {','.join(ENGINES)}", ",".join(DEFAULT)
     names += f" (default: {default})"
-    add("--engines", type=_checked(_engines), default=default, metavar="NAMES", help=names)
+    add("--engines", type=_checked(_engines), metavar="NAMES", help=names)
+    urls = "OpenAI-compatible servers, measured over HTTP; without --engines they are all"
+    add("--url", type=_checked(_url), nargs="+", metavar="URL", help=urls)
+    add("--api", choices=APIS, help="which one --url has (default: completions)")
+    add("--served-model", metavar="NAME", help="for --url (default: the first of its list)")
     add_rounds(parser, 1)
     static = "skip the runs in static batches, which static_tokens_per_sec comes from"
     add("--no-static", dest="static", action="store_false", help=static)
@@ -116,6 +131,12 @@ def _checked(parse_text: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return convert
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise ValueError(f"expected http://HOST:PORT, got {text!r}")
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _engines(text: str) -> list[str]:

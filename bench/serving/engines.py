@@ -14,6 +14,7 @@ from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import block_bytes
 from mlx_paged.runner.model_probe import probe
 
+ANY_VOCAB = 2**15  # ids of a trace for servers that get text
 STATIC = "_static"  # ending of the name of an engine that runs batch after batch
 
 LLAMA_CPP = {
@@ -60,7 +61,7 @@ def load_model(name: str) -> tuple[nn.Module, int]:
     return model, int(getattr(args, "vocab_size", None) or tokenizer.vocab_size)
 
 
-def check_engines(names: Sequence[str], model: nn.Module, max_running: int) -> None:
+def check_engines(names: Sequence[str], model: nn.Module | None, max_running: int) -> None:
     """Before anything is measured: ValueError if an engine is missing or cannot run the model."""
     if not any(name.removesuffix(STATIC) in LLAMA_CPP for name in names):
         return
@@ -71,10 +72,16 @@ def check_engines(names: Sequence[str], model: nn.Module, max_running: int) -> N
         )
     from bench.serving.llama_cpp import check_context
 
+    assert model is not None
     try:
         check_context(model, max_running)
     except ValueError as error:
         raise ValueError(f"--engines: llama_cpp: {error}") from error
+
+
+def is_url(name: str) -> bool:
+    """Whether an engine is a server over HTTP."""
+    return "://" in name
 
 
 def make_server(name: str, model: nn.Module, limits: Limits) -> Server:

@@ -15,13 +15,13 @@ SPIKES_LISTED = 20  # the longest spikes of a run
 
 PERCENTILES = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
 
-RATIOS = (
-    "output_tokens_per_sec",
-    "continuous_steady_tokens_per_sec",
-    "kv_held_peak_mib",
-    "peak_mlx_mib",
-)
-"""What engines are compared by."""
+RATIOS = {
+    "output_tokens_per_sec": "output tokens/s",
+    "continuous_steady_tokens_per_sec": "in the steady phase",
+    "kv_held_peak_mib": "K/V held at peak",
+    "peak_mlx_mib": "MLX's memory at peak",
+}
+"""What engines are compared by, in words."""
 
 LIMIT = re.compile(r"(ttft|itl|tpot)=(\d+\.?\d*|\.\d+)(ms|s)?")
 
@@ -81,8 +81,8 @@ def ttfts_ms(streams: Sequence[Stream]) -> list[float]:
 
 def tpots_ms(streams: Sequence[Stream]) -> list[float]:
     """Mean time between a stream's tokens, of each stream that has two."""
-    several = [s.times_s for s in streams if len(s.times_s) > 1]
-    return [1000 * (times[-1] - times[0]) / (len(times) - 1) for times in several]
+    several = [s for s in streams if min(len(s.times_s), s.num_tokens) > 1]
+    return [1000 * (s.times_s[-1] - s.times_s[0]) / (s.num_tokens - 1) for s in several]
 
 
 def itls_ms(streams: Sequence[Stream]) -> list[float]:
@@ -100,10 +100,14 @@ def summarize(
         "output_tokens_per_sec": round(rate, 2),
         "static_tokens_per_sec": None,
         "continuous_tokens_per_sec": round(rate, 2),
-        "continuous_steady_tokens_per_sec": round(phases.steady.tokens_per_sec, 2),
+        "continuous_steady_tokens_per_sec": (
+            round(phases.steady.tokens_per_sec, 2) if run.ticks else None
+        ),
         "wall_s": round(run.wall_s, 4),
         "streams": len(run.streams),
         "streams_finished": sum(stream.is_done for stream in run.streams),
+        "failures": run.failures,
+        "client_cpu_s": run.client_cpu_s,
         "output_tokens": run.output_tokens,
         "ttft_ms": percentiles(ttfts_ms(run.streams)),
         "tpot_ms": percentiles(tpots_ms(run.streams)),
@@ -111,11 +115,11 @@ def summarize(
         "tick_ms": percentiles([tick.tick_ms for tick in run.ticks]),
         "goodput": goodput(run, slo),
         **kv_memory(run),
-        "peak_rss_mib": _mib(run.peak_rss_bytes),
-        "peak_mlx_mib": _mib(run.peak_mlx_bytes),
+        "peak_rss_mib": _mib(run.peak_rss_bytes) if run.ticks else None,
+        "peak_mlx_mib": _mib(run.peak_mlx_bytes) if run.ticks else None,
         "counts": {"ticks": len(run.ticks), **asdict(run.counters)},
         "tokens_digest": run.tokens_digest,
-        "phases": _phases(phases),
+        "phases": _phases(phases) if run.ticks else None,
         "spikes": _spikes(phases),
     }
 
@@ -131,7 +135,7 @@ def goodput(run: Run, slo: Slo | None) -> Summary | None:
     wall_s = run.wall_s or float("inf")
     return {
         "streams_per_sec": round(len(good) / wall_s, 3),
-        "tokens_per_sec": round(sum(len(s.tokens) for s in good) / wall_s, 2),
+        "tokens_per_sec": round(sum(s.num_tokens for s in good) / wall_s, 2),
         "attainment": round(len(good) / len(run.streams), 4) if run.streams else 0.0,
     }
 
@@ -140,7 +144,7 @@ def kv_memory(run: Run) -> Summary:
     """K/V memory at the ends of ticks; means are weighted by the ticks' times."""
     weights = [tick.tick_ms for tick in run.ticks]
     names = ("held_peak", "held_mean", "live_peak", "live_mean")
-    found: Summary = {f"kv_{name}_mib": 0.0 for name in names}
+    found: Summary = {f"kv_{name}_mib": 0.0 if run.ticks else None for name in names}
     found |= dict.fromkeys(("kv_held_over_live", "kv_held_over_live_at_peak", "kv_pool_mib"))
     if sum(weights) <= 0:
         return found

@@ -1,4 +1,4 @@
-"""One HTML page with tables, phases, spikes and pictures; it needs no other file.
+"""One HTML page with headlines, tables, pictures, phases and spikes; it needs no other file.
 
 Matplotlib is imported only when a picture is drawn.
 """
@@ -17,22 +17,25 @@ import numpy as np
 
 from bench.serving.measures import Summary, itls_ms, ttfts_ms
 from bench.serving.phases import Phases, split
-from bench.serving.results import TABLES, cells_of, phase_lines
+from bench.serving.results import headlines, phase_lines, tables_of
 from bench.serving.run import Run
 
 Runs = Mapping[str, Run]
 """The run of each engine that is drawn."""
 
 WIDTH_IN, DPI = 10.0, 100
+LABELLED = (2, 5)  # between powers of ten
 COLOURS = ("#0b6e99", "#c8553d", "#7a5c99", "#5b8c3e", "#8a6d1f")
 CAPTIONS = {
     "blocks": "K/V memory held at the end of each step, in blocks (of engines without blocks: their"
     " bytes in units of a block), and live K/V (dotted: the contexts of the running sequences)."
-    " Dashed: a reservation of the longest sequence for every place. Below: running sequences.",
-    "ticks": "Time of every step of every engine. A large point is a spike; its colour is its"
-    " likeliest cause.",
+    " Dashed: a reservation of the longest sequence for every place. Below: running sequences."
+    " The axis of time ends with the first engine; slower ones go on beyond it.",
+    "ticks": "Time of every step; each engine has axes of its own. A large point is a spike; its"
+    " colour is its likeliest cause.",
     "latency": "Part of the streams that had their first token after so long, counted from the"
-    " scheduled arrival; part of the gaps between tokens that were so long.",
+    " scheduled arrival; part of the gaps between tokens that were so long. The axes fit the first"
+    " engine; slower ones go on beyond them.",
 }
 
 STYLE = """
@@ -40,7 +43,10 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto
 table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums }
 th, td { padding: .25em .7em; text-align: right; border-bottom: 1px solid #ddd }
 th:first-child, td:first-child { text-align: left }
-figure { margin: 2em 0 } img { max-width: 100%; height: auto } figcaption { color: #555 }
+.scroll { overflow-x: auto } th, td { white-space: nowrap }
+figure { margin: 2em 0 } figcaption { color: #555 } h1, li { overflow-wrap: anywhere }
+img { width: 100%; min-width: 640px; height: auto }
+.headlines { font-size: 1.1em; padding-left: 1.2em } .headlines li { margin: .4em 0 }
 pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: 13px }
 .partial { background: #fff3cd; padding: .5em 1em }
 """
@@ -60,10 +66,11 @@ def write_report(
 
     Pictures show the first round of each engine.
     """
-    first = {name: next(r for r in runs[name] if r.ticks) for name in outcome["engines"]}
+    first = {name: next(r for r in runs[name] if r.output_tokens) for name in outcome["engines"]}
     phases = {
         name: split(run.ticks, outcome["target_active"], outcome["spike_threshold"])
         for name, run in first.items()
+        if run.ticks
     }
     pictures = draw(first, phases) if first else {}
     for name, png in pictures.items():
@@ -74,25 +81,28 @@ def write_report(
 
 def _page(outcome: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
     rows: dict[str, Summary] = outcome["engines"]
-    body = [f"<h1>Serving: {escape(', '.join(rows) or 'nothing measured')}</h1>", _about(outcome)]
+    body = [f"<h1>Serving: {escape(', '.join(rows) or 'nothing measured')}</h1>"]
     if outcome["partial"]:
         body.append('<p class="partial">Interrupted: this is what was measured so far.</p>')
-    body += [_table(cells_of(title, rows)) for title in TABLES]
+    lines = "".join(f"<li>{escape(line)}</li>" for line in headlines(outcome))
+    body += [f'<ul class="headlines">{lines}</ul>', _about(outcome)]
+    body += [_table(cells) for cells in tables_of(rows)]
     for name, png in pictures.items():
         data = base64.b64encode(png).decode()
         body.append(
-            f'<figure><img alt="{name}" src="data:image/png;base64,{data}">'
+            '<figure><div class="scroll">'
+            f'<img alt="{name}" src="data:image/png;base64,{data}"></div>'
             f"<figcaption>{escape(CAPTIONS[name])}</figcaption></figure>"
         )
-    body.append("<h2>Phases and spikes</h2>")
-    for name, row in rows.items():
-        lines = "\n".join(phase_lines(row))
-        body.append(f"<h3>{escape(name)}</h3><pre>{escape(lines)}</pre>")
+    if parts := {name: "\n".join(phase_lines(row)) for name, row in rows.items()}:
+        body.append("<h2>Phases and spikes</h2>")
+        body += [f"<h3>{escape(n)}</h3><pre>{escape(p)}</pre>" for n, p in parts.items() if p]
     options = {key: value for key, value in outcome.items() if key not in ("engines", "ratios")}
     text = json.dumps(options, indent=1)
     body.append(f"<h2>Options and machine</h2><pre>{escape(text)}</pre>")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Serving bench</title><style>{STYLE}</style></head><body>"
         + "\n".join(body)
         + "</body></html>\n"
@@ -115,17 +125,17 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         tag = "td" if i else "th"
         text = "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells)
         lines.append(f"<tr>{text}</tr>")
-    return f"<table>{''.join(lines)}</table>"
+    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
 
 
 def draw(runs: Runs, phases: Mapping[str, Phases]) -> dict[str, bytes]:
     """PNG files by name."""
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(runs)}
-    return {
-        "blocks": _blocks(runs, colours),
-        "ticks": _ticks(runs, phases, colours),
-        "latency": _latency(runs, colours),
-    }
+    inside = {name: runs[name] for name in phases}
+    pictures = {}
+    if inside:
+        pictures = {"blocks": _blocks(inside, colours), "ticks": _ticks(inside, phases, colours)}
+    return pictures | {"latency": _latency(runs, colours)}
 
 
 def _blocks(runs: Runs, colours: Mapping[str, str]) -> bytes:
@@ -142,16 +152,19 @@ def _blocks(runs: Runs, colours: Mapping[str, str]) -> bytes:
     label = f"static reservation ({static} blocks)"
     above.axhline(static, color="#444444", linestyle="--", label=label)
     above.set(ylabel="K/V held (blocks)", title="K/V blocks in use and sequences running")
-    most = max(tick.held_bytes / run.block_bytes for run in runs.values() for tick in run.ticks)
+    end_s = 1.03 * next(iter(runs.values())).ticks[-1].end_s
+    shown = [(t, run) for run in runs.values() for t in run.ticks if t.end_s <= end_s]
+    most = max(tick.held_bytes / run.block_bytes for tick, run in shown)
     above.set_ylim(0, 1.35 * max(static, most))  # room for the legend
     above.legend(fontsize=9)
     below.set(ylabel="running (sequences)", xlabel="time (s)")
     below.set_ylim(bottom=0)
+    below.set_xlim(0, end_s)
     return _png(figure)
 
 
 def _ticks(runs: Runs, phases: Mapping[str, Phases], colours: Mapping[str, str]) -> bytes:
-    figure, axes = _figure(len(runs), 1.2 + 1.9 * len(runs), sharex=True, sharey=True)
+    figure, axes = _figure(len(runs), 1.2 + 2.1 * len(runs))
     palette = importlib.import_module("matplotlib").colormaps["tab20"].colors
     shown: dict[str, Any] = {}
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
@@ -162,8 +175,9 @@ def _ticks(runs: Runs, phases: Mapping[str, Phases], colours: Mapping[str, str])
             cause = spike.causes[0]
             shown.setdefault(cause, palette[len(shown) % len(palette)])
             axis.plot(spike.start_s, spike.tick_ms, "o", ms=5, color=shown[cause])
-        axis.set_yscale("log")
+        axis.set_yscale("log", subs=LABELLED)
         axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.set_ylabel("tick (ms)")
         axis.set_title(name, loc="left", fontsize=10, color=colours[name])
     for cause, colour in shown.items():
@@ -184,8 +198,12 @@ def _latency(runs: Runs, colours: Mapping[str, str]) -> bytes:
             ranks = np.arange(1, len(values) + 1) / len(values)
             axis.step(values, ranks, where="post", color=colours[name], label=name)
         axis.set(xlabel=f"{what} (ms)", title=what, ylabel=f"fraction of {of_what}")
-        axis.set_xscale("log")
+        fitted = values_of(next(iter(runs.values())).streams)
+        if fitted:
+            axis.set_xlim(max(min(fitted), max(fitted) / 1000) / 2, 5 * max(fitted))
+        axis.set_xscale("log", subs=LABELLED)
         axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("{x:g}")
         axis.set_ylim(0, 1)
     axes[0].legend(fontsize=9)
     return _png(figure)

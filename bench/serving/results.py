@@ -1,11 +1,12 @@
 """Results of a session: one plain dictionary, and the same as text."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import eq
 from typing import Any
 
 from bench.command import print_result, table, text_of
-from bench.serving.engines import static_sibling
-from bench.serving.measures import PERCENTILES, Summary, merge, ratios, summarize
+from bench.serving.engines import is_url, static_sibling
+from bench.serving.measures import PERCENTILES, RATIOS, Summary, merge, ratios, summarize
 from bench.serving.run import Run
 from bench.serving.session import Session
 
@@ -51,18 +52,53 @@ TABLES: dict[str, Sequence[Column]] = {
 }
 
 
-def cells_of(title: str, rows: Mapping[str, Summary]) -> list[list[str]]:
-    """A table, its head first: engines down, measures across."""
-    columns = TABLES[title]
-    lines = [[title, *(heading for heading, _, _ in columns)]]
-    for name, row in rows.items():
-        lines.append([name, *(text_of(value(row), form) for _, value, form in columns)])
-    return lines
+def tables_of(rows: Mapping[str, Summary]) -> Iterator[list[list[str]]]:
+    """Tables, their heads first: engines down, measures across; no column is empty."""
+    for title, every in TABLES.items():
+        columns = [c for c in every if any(c[1](row) is not None for row in rows.values())]
+        if columns:
+            lines = [[title, *(heading for heading, _, _ in columns)]]
+            for name, row in rows.items():
+                lines.append([name, *(text_of(value(row), form) for _, value, form in columns)])
+            yield lines
+
+
+def headlines(outcome: Mapping[str, Any]) -> Iterator[str]:
+    """The first engine over each other one, then the figures of each that matter most."""
+    engines: dict[str, Summary] = outcome["engines"]
+    for pair, values in outcome["ratios"].items():
+        text = ", ".join(f"{value:.2f}x {RATIOS[key]}" for key, value in values.items())
+        yield f"{pair}: {text} (medians of rounds)"
+    for name, row in engines.items():
+        text = f"{name}: {row['output_tokens_per_sec']:.1f} output tokens/s; p50 / p99 in ms:"
+        for what, key in (("first token", "ttft_ms"), ("between tokens", "itl_ms")):
+            if (found := row[key])["p50"] is not None:
+                text += f" {what} {found['p50']:.1f} / {found['p99']:.1f};"
+        if (waste := row["kv_held_over_live"]) is not None:
+            text += f" K/V held over live {waste:.2f};"
+        if name != next(iter(engines)) and (same := row["streams_as_first"]) is not None:
+            text += f" {same} of {row['streams']} streams got the same tokens"
+        yield text.rstrip(";")
+        if failures := row["failures"]:
+            of = f"{len(failures)} of {row['rounds'] * row['streams']} streams failed"
+            yield f"{name}: {of}; the first: {failures[0]}"
+        if row["client_cpu_s"] is not None:
+            asked = outcome["work"]["output_tokens"]
+            yield (
+                f"{name}: {row['output_tokens']} of {asked} tokens came; the bench itself computed"
+                f" for {row['client_cpu_s']:.2f} of {row['wall_s']:.2f} s"
+            )
 
 
 def phase_lines(row: Summary) -> list[str]:
     """Of one engine: ramp, steady, tail, the longest spikes, and the runs of the rate search."""
-    phases = row["phases"]
+    rates = [
+        "[rate {rate:.3f}] attainment={attainment:.3f} tokens_per_sec={tokens_per_sec:.1f}"
+        " good={good_tokens_per_sec:.1f}".format(**probe)
+        for probe in row.get("probes", ())
+    ]
+    if (phases := row["phases"]) is None:
+        return rates
     spikes = phases["spikes"]
     return [
         *(
@@ -77,11 +113,7 @@ def phase_lines(row: Summary) -> list[str]:
             f" {' + '.join(spike['causes'])}"
             for spike in row["spikes"][:SPIKES_SHOWN]
         ),
-        *(
-            "[rate {rate:.3f}] attainment={attainment:.3f} tokens_per_sec={tokens_per_sec:.1f}"
-            " good={good_tokens_per_sec:.1f}".format(**probe)
-            for probe in row.get("probes", ())
-        ),
+        *rates,
     ]
 
 
@@ -93,7 +125,7 @@ def rows_of(session: Session) -> dict[str, list[Summary]]:
     args = session.args
 
     def of(name: str) -> list[Summary]:
-        runs = [run for run in session.runs.get(name, ()) if run.ticks]
+        runs = [run for run in session.runs.get(name, ()) if run.ticks or run.streams]
         whole = [run for run in runs if not run.is_partial] or runs
         return [summarize(run, args.target_active, args.slo, args.spike_threshold) for run in whole]
 
@@ -101,9 +133,11 @@ def rows_of(session: Session) -> dict[str, list[Summary]]:
     for name, summaries in rows.items():
         first = session.runs[next(iter(rows))]
         for summary, a, b in zip(summaries, session.runs[name], first, strict=False):
-            summary["streams_as_first"] = same_streams(a, b)
+            is_same_kind = is_url(a.engine) == is_url(b.engine)  # text over HTTP, ids elsewhere
+            summary["streams_as_first"] = same_streams(a, b) if is_same_kind else None
         sibling = static_sibling(name)
         static = summaries if sibling is None else rows.get(sibling) or of(sibling)
+        static = [] if is_url(name) else static
         for summary, other in zip(summaries, static, strict=False):
             summary["static_tokens_per_sec"] = other["output_tokens_per_sec"]
     return rows
@@ -112,7 +146,7 @@ def rows_of(session: Session) -> dict[str, list[Summary]]:
 def same_streams(run: Run, other: Run) -> int:
     """Streams that got the same tokens in both, as far as both have tokens."""
     pairs = zip(run.streams, other.streams, strict=False)
-    return sum(all(map(int.__eq__, a.tokens, b.tokens)) for a, b in pairs)
+    return sum(all(map(eq, a.tokens, b.tokens)) for a, b in pairs)
 
 
 def outcome_of(session: Session, about: Mapping[str, Any], *, is_partial: bool) -> dict[str, Any]:
@@ -120,6 +154,7 @@ def outcome_of(session: Session, about: Mapping[str, Any], *, is_partial: bool) 
     rounds = rows_of(session)
     engines = {name: merge(each) | {"rounds": len(each)} for name, each in rounds.items()}
     for name, row in engines.items():
+        row["failures"] = [reason for each in rounds[name] for reason in each["failures"]]
         row["max_rate"] = session.max_rate.get(name)
         row["probes"] = session.probes.get(name, [])
     return {
@@ -132,17 +167,14 @@ def outcome_of(session: Session, about: Mapping[str, Any], *, is_partial: bool) 
 
 
 def print_outcome(outcome: dict[str, Any]) -> None:
-    """Tables, phases, spikes, ratios, and the JSON line."""
+    """Tables, phases, spikes, headlines, and the JSON line."""
     engines: dict[str, Summary] = outcome["engines"]
     if outcome["partial"]:
         print("partial: interrupted, this is what was measured so far\n")
-    for title in TABLES:
-        print(table(cells_of(title, engines)) + "\n")
+    for cells in tables_of(engines):
+        print(table(cells) + "\n")
     for name, row in engines.items():
-        print(name, *phase_lines(row), sep="\n")
-    for name, row in list(engines.items())[1:]:
-        print(f"{name}: {row['streams_as_first']} of {row['streams']} streams got the same tokens")
-    for pair, values in outcome["ratios"].items():
-        text = ", ".join(f"{key} {value:.2f}x" for key, value in values.items())
-        print(f"{pair}: {text} (medians of rounds)")
+        if lines := phase_lines(row):
+            print(name, *lines, sep="\n")
+    print("", *headlines(outcome), sep="\n")
     print_result("serving", outcome)

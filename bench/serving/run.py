@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 from bench.serving.servers import Counters
 
@@ -40,14 +41,19 @@ class Stream:
 
     job: int
     arrival_s: float  # when it was due, not when it was handed to the engine
-    times_s: list[float] = field(default_factory=list)  # when each token came out
-    tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)  # of each token; over HTTP, of each piece
+    tokens: list[Any] = field(default_factory=list)  # ids; over HTTP, the characters of the text
     is_done: bool = False
+    counted: int | None = None  # tokens as a server counts them
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.times_s) if self.counted is None else self.counted
 
 
 @dataclass(slots=True)
 class Run:
-    """One engine on one trace, once."""
+    """One engine on one trace, once; a server's run over HTTP has no ticks."""
 
     engine: str
     ticks: list[Tick] = field(default_factory=list)
@@ -59,17 +65,21 @@ class Run:
     block_bytes: float = 0.0
     peak_rss_bytes: int = 0  # of the process, sampled after every tick
     peak_mlx_bytes: int = 0  # of MLX's arrays, also within ticks
+    failures: list[str] = field(default_factory=list)  # over HTTP, why each stream failed
+    client_cpu_s: float | None = None  # over HTTP, what the bench itself computed
 
     @property
     def wall_s(self) -> float:
-        if not self.ticks:
-            return 0.0
+        ends = [stream.times_s[-1] for stream in self.streams if stream.times_s]
+        ends += [tick.end_s for tick in self.ticks[-1:]]
         first = min((stream.arrival_s for stream in self.streams), default=0.0)
-        return self.ticks[-1].end_s - first
+        return max(ends, default=first) - first
 
     @property
     def output_tokens(self) -> int:
-        return sum(tick.tokens for tick in self.ticks)
+        if self.ticks:
+            return sum(tick.tokens for tick in self.ticks)
+        return sum(stream.num_tokens for stream in self.streams)
 
     @property
     def tokens_digest(self) -> str:

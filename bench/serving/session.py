@@ -15,18 +15,18 @@ from bench.serving.engines import (
     Limits,
     check_engines,
     enough_blocks,
+    is_url,
     kv_token_bytes,
     make_server,
     static_blocks,
     static_sibling,
 )
+from bench.serving.http_engine import WARM_UP, Endpoint
 from bench.serving.measures import Summary, goodput
 from bench.serving.replay import Clock, Replay, StepClock
 from bench.serving.run import Run
-from bench.serving.trace import Job, Trace, digest, make_trace, read_trace
+from bench.serving.trace import Trace, digest, make_trace, read_trace
 from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, arrival_times, make_jobs
-
-WARM_UP = (Job(0.0, (1, 2, 3, 4), 3), Job(0.0, (1, 2, 3, 4, 5), 3))
 
 SEARCH_START = 0.8
 """A rate search begins with this part of the throughput measured before, in requests."""
@@ -40,14 +40,19 @@ def trace_of(args: argparse.Namespace, vocab_size: int) -> Trace:
     """The recorded trace, or one drawn from the preset; ValueError if it cannot be read."""
     if args.trace is not None:
         return read_trace(args.trace, vocab_size, args.seed)
-    jobs = make_jobs(PRESETS[args.preset], vocab_size, args.seed, args.requests, args.tokens_target)
-    return make_trace(jobs, arrival_times(len(jobs), args.request_rate, args.burstiness, args.seed))
+    preset = PRESETS[args.preset]
+    jobs = make_jobs(preset, vocab_size, args.seed, args.requests, args.tokens_target)
+    times = arrival_times(len(jobs), args.request_rate, args.burstiness, args.seed)
+    return make_trace(jobs, preset.arrivals_s or times)
 
 
 class Session:
-    """All runs of a comparison; ValueError if a request or an engine could never run."""
+    """All runs of a comparison; ValueError if a request or an engine could never run.
 
-    def __init__(self, args: argparse.Namespace, model: nn.Module, trace: Trace) -> None:
+    `model` may be None if all engines are servers over HTTP.
+    """
+
+    def __init__(self, args: argparse.Namespace, model: nn.Module | None, trace: Trace) -> None:
         check_engines(args.engines, model, args.target_active)
         self.args = args
         self.model = model
@@ -65,7 +70,11 @@ class Session:
         self.runs: dict[str, list[Run]] = {}  # by engine; those that ended or were interrupted
         self.probes: dict[str, list[Summary]] = {}  # of rate searches, by engine
         self.max_rate: dict[str, float | None] = {}  # what these searches found
-        self._token_bytes = kv_token_bytes(model)
+        self._token_bytes = 0 if model is None else kv_token_bytes(model)
+        self._endpoints = {
+            url: Endpoint(url, args.api or "completions", args.served_model)
+            for url in filter(is_url, args.engines)
+        }
 
     def measure(self) -> None:
         """The comparison, then the rate searches; an interrupt leaves what was measured before."""
@@ -76,7 +85,8 @@ class Session:
         with tqdm(total=args.rounds * len(engines) * num_tokens, unit="token", disable=None) as bar:
             bar.set_description("warm-up")
             for name in engines:
-                self._warm_up(name)
+                if not is_url(name):
+                    self._warm_up(name)
             for i in range(args.rounds):
                 first = i % len(engines)  # each round begins with another engine
                 for name in [*engines[first:], *engines[:first]]:
@@ -92,7 +102,8 @@ class Session:
                 self._search_rate(name, bar)
 
     def _warm_up(self, name: str) -> None:
-        """Let an engine touch its code and the weights once."""
+        """Let an engine touch its code and the weights once; an endpoint has done so."""
+        assert self.model is not None
         server = make_server(name, self.model, self.limits)
         for i, job in enumerate(WARM_UP):
             server.submit(job, [i])
@@ -100,7 +111,10 @@ class Session:
             server.step()
 
     def _play(self, run: Run, source: OpenLoop, on_tokens: Callable[[int], object]) -> None:
-        """A new engine, through the trace once."""
+        """A new engine, or a server as it is, through the trace once."""
+        if is_url(run.engine):
+            return self._endpoints[run.engine].play(run, source, on_tokens)
+        assert self.model is not None
         gc.collect()
         mx.clear_cache()
         mx.reset_peak_memory()
@@ -176,7 +190,7 @@ def _bracket(holds: Callable[[float], bool], start: float) -> tuple[float | None
     return (rate, None) if is_good else (None, rate)
 
 
-def describe(args: argparse.Namespace, model: nn.Module, trace: Trace) -> dict[str, Any]:
+def describe(args: argparse.Namespace, model: nn.Module | None, trace: Trace) -> dict[str, Any]:
     """Workload, options, machine and floor: printed, and returned as plain JSON values."""
     machine = check_machine()
     num_prompt = sum(len(job.prompt) for job in trace)
@@ -189,11 +203,11 @@ def describe(args: argparse.Namespace, model: nn.Module, trace: Trace) -> dict[s
         "output_tokens": num_output,
         "last_arrival_s": round(trace[-1].arrival_s, 4),
     }
-    flops = gemm_flops(model, trace)
+    flops = None if model is None else gemm_flops(model, trace)
     floor_s = None if flops is None else round(flops / 1e9 / machine["gemm_gflops"], 3)
     print(
-        f"{len(trace)} requests, {num_prompt} prompt and {num_output} output tokens, on the model"
-        f" {args.model}; {machine_text(machine)}.",
+        f"{len(trace)} requests, {num_prompt} prompt and {num_output} output tokens, on"
+        f" {'servers' if model is None else f'the model {args.model}'}; {machine_text(machine)}.",
         flush=True,
     )
     if floor_s:
@@ -202,6 +216,9 @@ def describe(args: argparse.Namespace, model: nn.Module, trace: Trace) -> dict[s
             f" {num_output / floor_s:.0f} output tokens/s, if prompts share no prefixes.\n",
             flush=True,
         )
+    if args.url and trace[-1].arrival_s:
+        load = num_output / trace[-1].arrival_s
+        print(f"Ceiling over HTTP: the load asks for {load:.0f} output tokens/s.\n", flush=True)
     options = {
         name: value if isinstance(value, int | float | str | list | None) else str(value)
         for name, value in vars(args).items()

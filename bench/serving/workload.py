@@ -30,6 +30,7 @@ class Preset:
     model: str = "demo"  # its default, as --model takes it
     shared: int = 0  # tokens that all prompts begin with, in addition to the drawn length
     samples: int = 1  # completions of each prompt
+    arrivals_s: tuple[float, ...] = ()  # of all requests, if they do not follow a rate
 
 
 def _uniform(prompts: tuple[int, int], outputs: tuple[int, int]) -> Draw:
@@ -51,6 +52,16 @@ def _one_giant(rng: np.random.Generator, count: int) -> Lengths:
     prompts[count // 4] = GIANT_PROMPT
     outputs[count // 4] = 16
     return prompts, outputs
+
+
+BEHIND = "short-behind-long"
+STREAMS, LONG, SHORT = (8, 64, 600), (4, 4500, 16), (4, 128, 32)
+"""Of :data:`BEHIND`: requests, prompt tokens, output tokens. The others arrive a second later."""
+
+
+def _short_behind_long(rng: np.random.Generator, count: int) -> Lengths:
+    counts, prompts, outputs = zip(STREAMS, LONG, SHORT, strict=True)
+    return np.repeat(prompts, counts), np.repeat(outputs, counts)
 
 
 PRESETS: dict[str, Preset] = {
@@ -80,6 +91,13 @@ PRESETS: dict[str, Preset] = {
     ),
     "fork-heavy": Preset(
         "eight samples of each prompt", 12, _uniform((64, 257), (16, 65)), samples=8
+    ),
+    BEHIND: Preset(
+        "beside 8 streams 4 prompts of 4500 tokens, then 4 of 128; then without the long ones",
+        16,
+        _short_behind_long,
+        model="reference",
+        arrivals_s=(0.0,) * STREAMS[0] + (1.0,) * (LONG[0] + SHORT[0]),
     ),
 }
 

@@ -9,7 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.arguments import MAX_INT32, integer, is_whole, optional_integer, require_positive
+from mlx_paged.arguments import (
+    MAX_INT32,
+    integer,
+    is_whole,
+    optional_integer,
+    require,
+    require_positive,
+)
 from mlx_paged.attention.prewarm import prewarm as compile_pipelines
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.one_thread import exclusive
@@ -18,6 +25,7 @@ from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.memory import (
+    default_kv_memory,
     hold_wired_limit,
     num_blocks_for,
     num_snapshots_for,
@@ -28,14 +36,20 @@ from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.metrics.timers import PhaseTimes
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
+from mlx_paged.runner.draft_model import DraftModel, can_draft, share_beside
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.profiling import ProfilingRunner
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.speculation import Drafter
 
 OnOutput = Callable[[TokenOutput], None]
+
+DRAFTERS = {"ngram": NgramDrafter}
+"""What may guess tokens, by the value of `speculate`."""
 
 WATERMARK = 0.01
 """Part of the pool that must stay free when a request is admitted while others run."""
@@ -71,6 +85,13 @@ class Engine(EngineCore):
             waits for the host, and every token is seen one step later.
         prewarm: compile the GPU pipelines now, so that the first requests do not wait for them.
             ``stats.prewarm_seconds`` says how long it took; None on a CPU, which needs none.
+        speculate: what guesses tokens that running requests then compute ahead: "ngram" copies what
+            followed the same tokens earlier in a request; None: nothing. The output stays the same.
+            Steps with guesses are read before the next one is launched. Models that compute one
+            sequence at a time, and models with recurrent states, compute no guesses.
+        draft_model: a smaller mlx-lm model with the same vocabulary makes these guesses. It gets a
+            part of `kv_memory`, or a pool of as many blocks as `num_blocks`.
+        num_draft_tokens: guesses of a draft model for each request in a step at most.
         profile: synchronise between the phases of every step and time each phase, without
             lookahead. All steps are slower then.
         metrics_jsonl: write one line for every tick to this file.
@@ -101,6 +122,9 @@ class Engine(EngineCore):
         snapshot_memory: int | None = None,
         lookahead: bool = True,
         prewarm: bool = True,
+        speculate: str | None = None,
+        draft_model: nn.Module | None = None,
+        num_draft_tokens: int = 3,
         profile: bool = False,
         metrics_jsonl: str | PathLike[str] | None = None,
         spike_ms: float | None = None,
@@ -115,10 +139,17 @@ class Engine(EngineCore):
         seed = optional_integer("Engine", "seed", seed, 0)
         snapshot_memory = optional_integer("Engine", "snapshot_memory", snapshot_memory, 0)
         require_positive("Engine", "spike_ms", spike_ms)
+        integer("Engine", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFTS)
+        known = speculate is None or (speculate in DRAFTERS and draft_model is None)
+        names = f"None or, without a draft model, one of {', '.join(DRAFTERS)}"
+        require(known, "Engine", "speculate", speculate, names)
         log = TickLog(spike_ms=spike_ms, profile=profile)
         writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
         mx.eval(model.state)  # only the thread that made an array can compute it
         probed = probe(model)
+        drafter: Drafter | None = None
+        if speculate is not None and can_draft(probed):
+            drafter = DRAFTERS[speculate]()
         most_snapshots = 0
         if probed.recurrent and prefix_cache:
             most_snapshots = num_snapshots_for(probed.state_bytes, max_running, snapshot_memory)
@@ -128,10 +159,17 @@ class Engine(EngineCore):
         else:
             shapes = [shape for shape in probed.shapes if shape is not None]
             reserved = most_snapshots * probed.state_bytes
+            given = kv_memory
+            if draft_model is not None:
+                total = max(0, default_kv_memory() - reserved) if given is None else given
+                kv_memory = int(total * share_beside(probed, probe(draft_model)))
             num_blocks = num_blocks_for(shapes, block_size, kv_memory, reserved, plan)
-            if kv_memory is None and max_kv_tokens is not None:
+            if given is None and max_kv_tokens is not None:
                 num_blocks = min(num_blocks, plan.width * ceil_div(max_kv_tokens, block_size))
         self.manager = KVBlockManager.planned(plan, block_size, num_blocks, prefill_chunk)
+        if draft_model is not None and can_draft(probed):
+            room = num_blocks // plan.width
+            drafter = DraftModel.of(model, draft_model, block_size, room, num_draft_tokens)
         scheduler = Scheduler(
             self.manager.allocator,
             max_running,
@@ -143,6 +181,7 @@ class Engine(EngineCore):
             watermark=int(WATERMARK * num_blocks),
             rewinds=not probed.recurrent,
             max_snapshots=most_snapshots,
+            drafter=drafter,
         )
         promise_snapshots(self.manager.allocator, probed.state_bytes)
         phases = PhaseTimes() if profile else None

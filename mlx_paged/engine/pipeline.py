@@ -31,7 +31,8 @@ class StepPipeline(Generic[LaunchedT]):
     While the device computes a step, the host schedules and launches the next step. The inputs of
     the next step are the tokens that the device is still choosing. If one of these tokens ends its
     request, the next step computes one token too many, which is dropped. The blocks of that request
-    are free at once, because the device computes steps in order.
+    are free at once, because the device computes steps in order. A step with drafts is read before
+    the next one is scheduled.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class StepPipeline(Generic[LaunchedT]):
             current = self._launch(None, result)
         if current is None:
             return result
-        if ahead:
+        drafting = self._scheduler.speculation
+        if ahead and not (drafting is not None and drafting.reads_first):
             self._under_way = self._launch(current, result)
         self._collect(current, result)
         return result
@@ -124,9 +126,12 @@ class StepPipeline(Generic[LaunchedT]):
         for request in current.launched.requests:
             request.num_in_flight -= not request.synchronous
         result.choices = [choice for choice in choices if not choice.request.finish_reason]
+        if self._scheduler.speculation is not None:
+            result.choices = self._scheduler.speculation.accept(current.step, result.choices)
         committing = self._clock()
         self._scheduler.commit(current.step)
-        self._scheduler.budget.observe(current.step.work, result.seconds)
+        own_seconds = result.seconds - current.step.draft_seconds
+        self._scheduler.budget.observe(current.step.work, own_seconds)
         result.schedule_seconds += self._clock() - committing
 
 

@@ -22,6 +22,10 @@ from mlx_paged.request import FinishReason
 
 INTERRUPTED = 130
 FAILED = 1
+SAME_TEXTS = (
+    "mlx_paged.generate: warning: --n or --best-of at temperature 0 gives the same text each time:"
+    " --temp above 0 gives different ones"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +58,14 @@ def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[list[int
         if path is not None:  # a path that cannot be written fails before the work
             Path(path).open("a", encoding="utf-8").close()
     model, tokenizer = load_model(args.model, args.adapter_path, args.trust_remote_code)
+    try:
+        for token in args.extra_eos_token:
+            tokenizer.add_eos_token(token)
+    except ValueError as error:
+        raise ValueError(f"--extra-eos-token: {error}") from error
     jobs = [make_job(spec, tokenizer, args) for spec in specs]
+    if any(j.count > 1 and j.beams is None and j.params.temperature == 0 for j in jobs):
+        print(SAME_TEXTS, file=sys.stderr)
     engine = Engine(
         model,
         tokenizer,
@@ -77,7 +88,7 @@ def _run(
     is_single = len(jobs) == 1 and jobs[0].count == 1 and jobs[0].beams is None
     status = 0
     try:
-        _complete(engine, done, total=sum(map(len, ids)), streams=is_single)
+        _complete(engine, done, sum(map(len, ids)), streams=is_single, shows=args.verbose)
     except KeyboardInterrupt:
         status = INTERRUPTED
     results = [
@@ -89,7 +100,8 @@ def _run(
         print(flush=True)
     else:
         print_results(results, total=len(jobs))
-    print_stats(engine, prewarm=not args.no_prewarm)
+    if args.verbose:
+        print_stats(engine)
     if status == INTERRUPTED:
         print(f"interrupted: {len(results)} of {len(jobs)} prompts finished", file=sys.stderr)
     if args.output is not None:
@@ -105,11 +117,14 @@ def _run(
     return status
 
 
-def _complete(engine: Engine, done: dict[int, Completion], total: int, streams: bool) -> None:
+def _complete(
+    engine: Engine, done: dict[int, Completion], total: int, *, streams: bool, shows: bool
+) -> None:
     """Run the engine until it is idle: print the text as it comes, or show the progress."""
-    if streams:
+    if streams and shows:
         print(RULE, file=sys.stderr)
-    with tqdm(total=total, unit="completion", file=sys.stderr, disable=streams) as bar:
+    no_bar = streams or not shows
+    with tqdm(total=total, unit="completion", file=sys.stderr, disable=no_bar) as bar:
         while engine.has_work:
             for output in engine.step():
                 if streams:

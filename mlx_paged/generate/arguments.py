@@ -1,6 +1,8 @@
 """Arguments of ``python -m mlx_paged.generate``, named as in mlx_lm.generate."""
 
 import argparse
+import json
+from typing import Any
 
 from mlx_paged import cli
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, FRACTION, KV_BLOCK_SIZES, Parser, number
@@ -10,6 +12,21 @@ PENALTIES = {
     "presence": "subtract this from the logits of the last 20 tokens; 0 is off",
     "frequency": "subtract this once for each occurrence in the last 20 tokens; 0 is off",
 }
+
+REFUSED = {
+    "--image": "images are not supported",
+    "--min-tokens-to-keep": "min-p keeps one token at least, and no other number",
+    "--use-default-chat-template": "tokenizers have no default chat template",
+    "--max-kv-size": "K/V is never cut to a size; --kv-memory limits the pool",
+    "--prompt-cache-file": "saved caches need `python -m mlx_paged.run mlx_lm.generate`",
+    "--quantize-activations -qa": "its matrix product is not tested here: MLX has none on a CPU",
+    "--kv-bits": "K/V is not quantized",
+    "--kv-group-size": "K/V is not quantized",
+    "--quantized-kv-start": "K/V is not quantized",
+}
+"""Flags of mlx_lm.generate that are mistakes here, with the reasons."""
+
+SWITCH = {"true": True, "t": True, "false": False, "f": False}
 
 
 def make_parser() -> Parser:
@@ -27,6 +44,10 @@ def make_parser() -> Parser:
     _add_engine(parser.add_argument_group("engine"))
     _add_output(parser.add_argument_group("output"))
     cli.add_metrics(parser.add_argument_group("metrics"))
+    refused = parser.add_argument_group("flags of mlx_lm.generate that are refused")
+    for flags, reason in REFUSED.items():
+        options: dict[str, Any] = {"nargs": "*", "metavar": "X", "default": argparse.SUPPRESS}
+        refused.add_argument(*flags.split(), action=cli.Refused, help=reason, **options)
     return parser
 
 
@@ -39,6 +60,10 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
     add("--system-prompt", metavar="TEXT", help="system message for the chat template")
     template = "give prompts to the model without its chat template"
     add("--ignore-chat-template", action="store_true", help=template)
+    config = "arguments for the chat template, e.g. '{\"enable_thinking\": false}'"
+    add("--chat-template-config", type=_json_object, metavar="JSON", help=config)
+    begun = "text with which the answers to chats begin; it is not printed"
+    add("--prefill-response", metavar="TEXT", help=begun)
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
@@ -55,6 +80,8 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         add(f"--{name}-penalty", type=penalty, metavar="X", help=meaning)
     stop = "text that ends a completion; may be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    ends = "tokens that end a completion, beside the model's own"
+    add("--extra-eos-token", nargs="+", default=(), metavar="TOKEN", help=ends)
     logprobs = "also write the N most likely tokens at each position to --output"
     add("--logprobs", type=COUNT_OR_NONE, default=0, metavar="N", help=logprobs)
 
@@ -79,7 +106,8 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     running = "maximum number of sequences in a batch"
     add("--max-running", type=COUNT, default=32, metavar="N", help=running)
     chunk = "maximum number of prompt tokens in a step"
-    add("--prefill-chunk", type=COUNT, default=512, metavar="TOKENS", help=chunk)
+    names = ("--prefill-chunk", "--prefill-step-size")
+    add(*names, type=COUNT, default=512, metavar="TOKENS", help=chunk)
     cli.add_engine(group)
     lookahead = "start each step before the result of the previous step is read"
     add("--lookahead", action=argparse.BooleanOptionalAction, default=True, help=lookahead)
@@ -91,3 +119,21 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--output", metavar="FILE.jsonl", help="write one JSON line per completion, in input order")
     add("--stats-json", metavar="FILE", help="write statistics of the run as JSON")
+    quiet = "False: no progress and no statistics on stderr"
+    add("--verbose", type=_switch, default=True, metavar="{True,False}", help=quiet)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+    return value
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in SWITCH:
+        raise argparse.ArgumentTypeError(f"expected True or False, got {text!r}")
+    return SWITCH[text.lower()]

@@ -17,6 +17,9 @@ from mlx_paged.sampling_params import SamplingParams
 SAMPLING_FLAGS = [name for name in NUMBERS if name not in ("temperature", "seed")]
 """Fields of SamplingParams that have a flag of the same name. The engine takes --seed itself."""
 
+CHAT_FLAGS = ("system_prompt", "prefill_response", "chat_template_config")
+"""Arguments that need a chat template."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -137,16 +140,22 @@ def _prompt_text(prompt: str) -> str:
 
 
 def _encode(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namespace) -> list[int]:
-    chat = not args.ignore_chat_template and tokenizer.has_chat_template
-    if spec.messages is not None and not chat:
-        raise ValueError('"messages" need a chat template, which is absent or ignored')
-    if not chat:
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        named = {f"--{name.replace('_', '-')}": getattr(args, name) for name in CHAT_FLAGS}
+        for name, value in ({'"messages"': spec.messages} | named).items():
+            if value is not None:
+                raise ValueError(f"{name} needs a chat template, which is absent or ignored")
         return list(tokenizer.encode(spec.prompt))
-    messages = spec.messages or [{"role": "user", "content": spec.prompt}]
+    messages = list(spec.messages or [{"role": "user", "content": spec.prompt}])
     if args.system_prompt is not None and messages[0].get("role") != "system":
-        messages = [{"role": "system", "content": args.system_prompt}, *messages]
+        messages.insert(0, {"role": "system", "content": args.system_prompt})
+    begins = args.prefill_response is not None
+    if begins:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+    options = {"continue_final_message": begins, "add_generation_prompt": not begins}
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        options |= {"tokenize": False} | (args.chat_template_config or {})
+        text = tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template can raise anything
         raise ValueError(f"the chat template refuses the messages: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))

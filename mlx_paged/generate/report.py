@@ -44,51 +44,32 @@ def print_results(results: Sequence[Result], total: int) -> None:
     sys.stdout.flush()  # stdout and stderr may be one file: the statistics must come last
 
 
-def print_stats(engine: Engine, prewarm: bool) -> None:
-    """Print speeds, latencies and memory on stderr."""
-    print(RULE, *_stats(engine, prewarm), sep="\n", file=sys.stderr)
+def print_stats(engine: Engine) -> None:
+    """Print what the run did, in a few lines on stderr."""
+    print(RULE, *_stats(engine), sep="\n", file=sys.stderr)
 
 
-def _stats(engine: Engine, prewarm: bool) -> Iterator[str]:
-    stats = engine.stats.as_dict()
+def _stats(engine: Engine) -> Iterator[str]:
+    stats, ticks = engine.stats.as_dict(), engine.ticks.summary()
+    for name in ("prompt", "generation"):
+        rate = stats[f"{name}_tokens_per_sec"]
+        yield f"{name.capitalize()}: {stats[f'{name}_tokens']} tokens, {rate:.3f} tokens-per-sec"
+    if (ttft := stats["ttft_median_s"]) is not None:
+        yield f"First token: after {ttft:.3f} s (median), {stats['ttft_max_s']:.3f} s at most"
     yield (
-        f"Prompt: {stats['prompt_tokens']} tokens, "
-        f"{stats['prompt_tokens_per_sec']:.3f} tokens-per-sec"
+        f"K/V: {stats['peak_kv_bytes'] / MB:.3f} MB at most;"
+        f" one cache for each sequence: {stats['contiguous_kv_bytes'] / MB:.3f} MB"
     )
-    yield (
-        f"Generation: {stats['generation_tokens']} tokens, "
-        f"{stats['generation_tokens_per_sec']:.3f} tokens-per-sec"
-    )
-    if stats["ttft_median_s"] is not None:
-        yield f"TTFT: median {stats['ttft_median_s']:.3f} s, max {stats['ttft_max_s']:.3f} s"
-    yield from _ticks(engine.ticks.summary())
-    if (seconds := stats["prewarm_seconds"]) is not None:
-        yield f"Pre-warm: GPU pipelines compiled in {seconds:.3f} s"
-    else:
-        yield f"Pre-warm: {'nothing to compile on a CPU' if prewarm else 'skipped'}"
-    yield (
-        f"KV: peak {stats['peak_blocks_in_use']} of {stats['num_blocks']} blocks "
-        f"({stats['peak_kv_bytes'] / MB:.3f} MB; "
-        f"live tokens {stats['peak_live_kv_bytes'] / MB:.3f}, "
-        f"one cache a sequence {stats['contiguous_kv_bytes'] / MB:.3f}, "
-        f"padded batch {stats['padded_kv_bytes'] / MB:.3f}), {stats['blocks_in_use']} in use now"
-    )
-    yield f"Peak memory: {mx.get_peak_memory() / GB:.3f} GB"
-
-
-def _ticks(ticks: dict[str, Any]) -> Iterator[str]:
-    """Times of steps, causes of spikes, and the times of phases if the engine profiles."""
-    decode, prefill = ticks["decode_tick_ms"], ticks["prefill_chunk_ms"]
-    causes = ", ".join(f"{count} {cause}" for cause, count in ticks["spike_causes"].items())
-    yield (
-        f"Ticks: decode p50 {decode['p50']:.3f}, p95 {decode['p95']:.3f}, p99 {decode['p99']:.3f}"
-        f" ms; prefill chunk p50 {prefill['p50']:.3f} ms; spikes: {causes or 'none'}"
-    )
+    if drafts := stats["drafts"]:
+        yield f"Drafts: {stats['accepted_drafts']} of {drafts} guessed tokens were right"
+    if count := stats["preemptions"]:
+        yield f"The K/V pool was full: requests lost their K/V {count} times (see --kv-memory)"
+    if causes := ", ".join(f"{n} {cause}" for cause, n in ticks["spike_causes"].items()):
+        yield f"Slow steps by cause: {causes} (--metrics-jsonl FILE has each step)"
     if ticks["profile"]:
-        phases = ", ".join(
-            f"{name.removesuffix('_ms')} {ticks[name]['p50']:.3f}" for name in PHASES
-        )
-        yield f"Profile: median ms of {phases}; synchronised, slower than a normal run"
+        phases = (f"{name.removesuffix('_ms')} {ticks[name]['p50']:.3f}" for name in PHASES)
+        yield f"Profile: median ms of {', '.join(phases)}; synchronised, slower than a normal run"
+    yield f"Peak memory: {mx.get_peak_memory() / GB:.3f} GB"
 
 
 def write_results(results: Sequence[Result], path: str) -> None:

@@ -189,6 +189,9 @@ class TickRecorder:
         stats.cow_clones += tick.cow_clones
         stats.evictions += tick.evictions
         stats.prefix_hit_tokens += tick.prefix_hit_tokens
+        if scheduler.speculation is not None:
+            stats.drafts = scheduler.speculation.num_drafted
+            stats.accepted_drafts = scheduler.speculation.num_accepted
 
     def _is_new(self, launched: list[Step]) -> bool:
         """Whether these steps do a kind of work that no step before did."""

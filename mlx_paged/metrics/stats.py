@@ -101,10 +101,10 @@ class EngineStats:
     """Counters of one engine since it was made.
 
     Prompt tokens and decode tokens count each time they are computed; a preempted request computes
-    its tokens again. Times are in seconds, sizes in bytes. `padded_kv_bytes` and
-    `contiguous_kv_bytes` are the peak memory that mlx-lm's caches would have needed: one rectangle
-    for the batch, as long as its longest row, or one cache for each sequence. Both grow in steps of
-    256 tokens.
+    its tokens again. `drafts` are guessed tokens that were computed; `accepted_drafts` of them were
+    right. Times are in seconds, sizes in bytes. `padded_kv_bytes` and `contiguous_kv_bytes` are the
+    peak memory that mlx-lm's caches would have needed: one rectangle for the batch, as long as its
+    longest row, or one cache for each sequence. Both grow in steps of 256 tokens.
     """
 
     block_size: int
@@ -118,6 +118,8 @@ class EngineStats:
     generation_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    accepted_drafts: int = 0
     faults: int = 0
     cow_clones: int = 0
     evictions: int = 0

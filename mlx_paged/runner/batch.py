@@ -250,14 +250,20 @@ class Batch:
         """Set which requests get a token, and from which rows of logits."""
         drawing = [span for span in spans if span.samples]
         rows, lengths = self._first_rows + self._lengths - 1, self._stops
-        self._draws = np.array([span.samples for span in spans])
         if len(drawing) < len(spans):
-            rows, lengths = rows[self._draws], lengths[self._draws]
+            draws = np.array([span.samples for span in spans])
+            rows, lengths = rows[draws], lengths[draws]
+        if any([span.drafts for span in drawing]):  # rows for the newest token and each draft
+            counts = np.array([1 + len(span.drafts) for span in drawing], np.int32)
+            behind = np.repeat(np.cumsum(counts, dtype=np.int32), counts)
+            behind -= np.arange(1, len(behind) + 1, dtype=np.int32)
+            rows, lengths = np.repeat(rows, counts) - behind, np.repeat(lengths, counts) - behind
+            drawing = [span for span in drawing for _ in range(1 + len(span.drafts))]
         self.sampled = [span.request for span in drawing]
         self.logits_of: mx.array | None = None
         if any([span.forks for span in drawing]):
             self.sampled = [r for span in drawing for r in (span.request, *span.forks)]
-            counts = [1 + len(span.forks) for span in drawing]
+            counts = np.array([1 + len(span.forks) for span in drawing], np.int32)
             self.logits_of = as_int32(np.repeat(np.arange(len(drawing), dtype=np.int32), counts))
             lengths = np.repeat(lengths, counts)
         self.sampled_lengths = lengths
@@ -311,7 +317,8 @@ class Batch:
         positions, context_lens = mx.array(contexts - np.int32(1)), mx.array(contexts)
         offsets = int(contexts.max()), positions, context_lens
         tables = [forward.block_tables for forward in self.forwards]
-        if not self._draws.all():
-            drawing = mx.array(np.flatnonzero(self._draws).astype(np.int32))
-            tables = [mx.take(of_all, drawing, axis=0) for of_all in tables]
+        drawing = self._sequences[self._sampled_rows]
+        if not np.array_equal(drawing, np.arange(len(self.seq_ids))):
+            index = mx.array(drawing)
+            tables = [mx.take(of_all, index, axis=0) for of_all in tables]
         return [Forward(1, positions, None, table, context_lens, *offsets) for table in tables]

@@ -73,6 +73,18 @@ class ModelRunner:
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
+        drafted = [span for span in step.spans if span.drafts]
+        for span in drafted:  # while the step is laid out, drafts are tokens as all others
+            span.request.tokens += span.drafts
+        try:
+            return self._launch(step, before)
+        finally:
+            for span in drafted:
+                del span.request.tokens[span.certain_stop :]
+            if drafted:  # it keeps the latest tokens, and drafts may be wrong
+                self.sampler = Sampler()
+
+    def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         self.manager.pool.copy_blocks(step.copies)
         for request, snapshot in step.restores:
             self.states.restore(request.id, cast(States, snapshot.states))
@@ -183,7 +195,7 @@ class ModelRunner:
             return spans, ()
         if self.batching is Batching.SINGLE:
             return (), spans
-        decodes = [span for span in spans if span.start > 0 and len(span) == 1]
+        decodes = [span for span in spans if span.start > 0 and (len(span) == 1 or span.drafts)]
         if self._is_recurrent:
             alike = self.states.alike(span.request.id for span in decodes)
             decodes = [span for span in decodes if span.request.id in alike]

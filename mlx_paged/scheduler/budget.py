@@ -1,14 +1,12 @@
 """How many prompt tokens a step computes besides its decodes. Knows no mlx."""
 
-from collections.abc import Iterable
-
 from mlx_paged.request import Request
 from mlx_paged.scheduler.cost_model import CostModel, StepWork
 from mlx_paged.scheduler.step import Span, Step
 
 MIN_CHUNK = 16
-"""Prompt tokens that each step computes even if it exceeds `max_stall`. So the first prompt of the
-queue, of P tokens, takes at most P / MIN_CHUNK steps."""
+"""Prompt tokens that each step computes even if it exceeds `max_stall`. So a prompt of P tokens
+takes at most P / MIN_CHUNK steps, besides those in which others overtake it."""
 
 
 class ChunkBudget:
@@ -19,43 +17,24 @@ class ChunkBudget:
         max_stall: predicted seconds of a step with decodes at most; MIN_CHUNK tokens may exceed
             it. None: no such bound.
         cost: predicts the time of a step.
+        learns: whether `cost` follows the times of steps.
     """
 
     def __init__(self, prefill_chunk: int, max_stall: float | None) -> None:
         self.prefill_chunk = prefill_chunk
         self.max_stall = max_stall
         self.cost = CostModel()
+        self.learns = max_stall is not None
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from the time of a step; does nothing without `max_stall`."""
-        if self.max_stall is not None and seconds > 0:
+        """Learn from the time of a step, if anyone needs to know it."""
+        if self.learns and seconds > 0:
             self.cost.observe(work, seconds)
 
-    def left(self, step: Step, request: Request, behind: Iterable[Request] = ()) -> int:
-        """How many prompt tokens of `request` the step can still compute.
-
-        The prompts `behind` it go first if they are less than half as long as the rest of this
-        one. They get at most half of the tokens that are left.
-        """
-        room = self._room(step, request)
-        if room <= MIN_CHUNK or request.num_pending <= room:
-            return min(room, request.num_pending)
-        shorter = [r.num_pending for r in behind if 2 * r.num_pending < request.num_pending]
-        return max(room - sum(shorter), room // 2, MIN_CHUNK)
-
-    def min_to_admit(self, request: Request) -> int:
-        """A waiting request is admitted only if the step can compute so many of its tokens.
-
-        With `max_stall`, steps often have time left for a few tokens. Requests admitted for these
-        would hold blocks for whole prompts and would not finish earlier.
-        """
-        if self.max_stall is None:
-            return 1
-        return min(MIN_CHUNK, self.prefill_chunk, request.num_pending)
-
-    def _room(self, step: Step, request: Request) -> int:
-        """As `left`, without other prompts."""
-        wanted = min(request.num_pending, self.prefill_chunk - step.chunk_tokens)
+    def left(self, step: Step, request: Request) -> int:
+        """How many prompt tokens of `request` the step can still compute."""
+        limit = self.prefill_chunk if step.max_chunk_tokens is None else step.max_chunk_tokens
+        wanted = min(request.num_pending, limit - step.chunk_tokens)
         if self.max_stall is None or step.decode_rows == 0 or wanted <= 0:
             return wanted
         return self.cost.chunk_within(
@@ -65,6 +44,23 @@ class ChunkBudget:
             wanted=wanted,
             minimum=max(0, MIN_CHUNK - step.chunk_tokens),
         )
+
+    def can_start(self, step: Step, request: Request, block_size: int | None) -> bool:
+        """Whether the step can compute enough of a waiting request.
+
+        With `max_stall`, steps often have time left for a few tokens. Requests admitted for these
+        would hold blocks for whole prompts and would not finish earlier.
+
+        Args:
+            block_size: a request waits while the step computes blocks that it can share; None:
+                nothing is shared.
+        """
+        least, budget = 1, self.left(step, request)
+        if self.max_stall is not None:
+            least = min(MIN_CHUNK, self.prefill_chunk, request.num_pending)
+        if budget < least or block_size is None:
+            return budget >= least
+        return not is_under_way(request, step, budget, block_size)
 
 
 def is_under_way(request: Request, step: Step, budget: int, block_size: int) -> bool:

@@ -42,13 +42,14 @@ class WaitingQueue:
     which never changes, gives the same order as ``num_tokens - AGEING * waited``.
 
     The order is fixed when a request is pushed; to change its priority, remove it and push it
-    again. A removed entry stays in the heap until it is on top, or until most entries are removed
-    ones. `peek` is O(1), the other methods O(log n) amortised.
+    again. A removed entry stays in a heap until it is on top, or until most entries are removed
+    ones. `peek` and `shortest` are O(1), the other methods O(log n) amortised.
     """
 
     def __init__(self, policy: Policy = Policy.FCFS) -> None:
         self.policy = Policy(policy)
         self._heap: list[_Entry] = []  # its first entry is live
+        self._by_length: list[_Entry] = []  # so is the first one of this heap
         self._live: dict[int, int] = {}  # request id -> serial of its entry
         self._num_pushed = 0
 
@@ -68,17 +69,20 @@ class WaitingQueue:
         self._num_pushed += 1
         self._live[request.id] = self._num_pushed
         heappush(self._heap, _Entry(self._key(request), self._num_pushed, request))
+        priority = request.priority if self.policy is Policy.PRIORITY else 0
+        key = (priority, request.num_pending, request.id)
+        heappush(self._by_length, _Entry(key, self._num_pushed, request))
 
     def peek(self) -> Request:
         """The request to admit next; IndexError if none waits."""
         return self._heap[0].request
 
-    def pop(self) -> Request:
-        """Remove the request to admit next and return it; IndexError if none waits."""
-        request = heappop(self._heap).request
-        del self._live[request.id]
-        self._drop_removed()
-        return request
+    def shortest(self) -> Request:
+        """The one with the fewest tokens to compute of those that :meth:`peek` may choose from: a
+        preempted request, a higher priority and the order of `Policy.SHORTEST` still come first."""
+        head = self.peek()
+        is_next = head.num_preempted or self.policy is Policy.SHORTEST
+        return head if is_next else self._by_length[0].request
 
     def remove(self, request: Request) -> None:
         """Remove any waiting request."""
@@ -99,12 +103,13 @@ class WaitingQueue:
         return self._live.get(entry.request.id) == entry.serial
 
     def _drop_removed(self) -> None:
-        """Drop removed entries on top of the heap, and all of them once they are the majority."""
-        if len(self._heap) > 2 * len(self._live):
-            self._heap = list(filter(self._is_live, self._heap))
-            heapify(self._heap)
-        while self._heap and not self._is_live(self._heap[0]):
-            heappop(self._heap)
+        """Drop removed entries on top of the heaps, and all of them once they are the majority."""
+        for heap in (self._heap, self._by_length):
+            if len(heap) > 2 * len(self._live):
+                heap[:] = filter(self._is_live, heap)
+                heapify(heap)
+            while heap and not self._is_live(heap[0]):
+                heappop(heap)
 
 
 class PreemptionPolicy(StrEnum):

@@ -6,10 +6,12 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.prefix_match import MissReason
 from mlx_paged.request import Request
-from mlx_paged.scheduler.budget import ChunkBudget, is_under_way
+from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy, WaitingQueue, choose_preempted
 from mlx_paged.scheduler.snapshot_plan import SnapshotPlan
+from mlx_paged.scheduler.speculation import Drafter, Speculation
 from mlx_paged.scheduler.step import Span, Step, sort_by_pending
+from mlx_paged.scheduler.turns import Turn, is_overtaken
 
 
 class Scheduler:
@@ -39,6 +41,7 @@ class Scheduler:
         rewinds: whether a sequence can continue from any earlier position. A model with recurrent
             states can not.
         max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
+        drafter: guesses tokens that decodes compute ahead where that pays.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Scheduler:
         watermark: int = 0,
         rewinds: bool = True,
         max_snapshots: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         self.allocator = allocator
         self.max_running = max_running
@@ -70,6 +74,8 @@ class Scheduler:
         self.running: dict[int, Request] = {}  # by id, oldest admission first
         self.parked: dict[int, Request] = {}  # by id, oldest first
         self._isolated: dict[int, Request] = {}
+        self.speculation = None if drafter is None else Speculation(drafter, allocator, self.budget)
+        self._overtook: list[Request] = []  # in the latest step with a long prompt
 
     @property
     def has_work(self) -> bool:
@@ -113,17 +119,20 @@ class Scheduler:
         if self._isolated:
             self._schedule_isolated(step)
             return step
-        decodes, chunks, exhausted = sort_by_pending(self.running.values())
+        decodes, step.prompts, exhausted = sort_by_pending(self.running.values())
         for request in exhausted:
             self._leave_running(request)
+        if self.speculation is not None:
+            decodes = self.speculation.schedule(step, decodes)
         self._schedule_decodes(step, decodes)
-        self._schedule_chunks(step, chunks)
-        self._admit(step)
+        self._schedule_prompts(step)
         return step
 
     def complete(self, request: Request) -> None:
         """Remove a request. Its blocks are freed, which caches them, or stay parked."""
         self._isolated.pop(request.id, None)
+        if self.speculation is not None:
+            self.speculation.drafter.drop(request)
         if request in self.waiting:
             self.waiting.remove(request)
         if request.samples:
@@ -154,15 +163,15 @@ class Scheduler:
         """Register the blocks that the step filled, as far as their tokens are known. Their K/V is
         in the pool before any later step reads it."""
         block_size = self.allocator.block_size
-        for span in [s for s in step.spans if s.stop % block_size < s.stop - s.start]:
-            request = span.request
+        for span in [s for s in step.spans if s.drafts or s.stop % block_size < s.stop - s.start]:
+            request, stop = span.request, span.stop - len(span.drafts)
             if request.id not in self.allocator:
                 continue
-            if self.prefix_cache and span.stop <= len(request.tokens):
-                self.allocator.register_prefix(request.id, request.tokens, span.stop)
+            if self.prefix_cache and stop <= len(request.tokens):
+                self.allocator.register_prefix(request.id, request.tokens, stop)
                 for snapshot in span.snapshots:
                     self.allocator.attach_snapshot(request.id, request.tokens, snapshot)
-            self.allocator.trim(request.id, span.stop, offers=self.prefix_cache)
+            self.allocator.trim(request.id, stop, offers=self.prefix_cache)
 
     def clear(self, request: Request) -> None:
         """The request got a token, so it did not cause an earlier fault: do not isolate it."""
@@ -180,11 +189,11 @@ class Scheduler:
         while self.parked:
             self._evict_parked()
         self.allocator.forget_prefixes()
+        if self.speculation is not None:
+            self.speculation.drafter.recover()
         for request in self.waiting:
             request.num_in_flight = 0
         for request in failed:
-            if request.finish_reason:
-                continue
             request.error = None  # of the failed step; the caller does not know it
             if request not in self.waiting:  # its last token was under way
                 request.num_in_flight = request.num_computed = 0
@@ -205,11 +214,42 @@ class Scheduler:
             if request.id in self.running:  # not preempted by an earlier one
                 self._schedule(step, request, 1)
 
-    def _schedule_chunks(self, step: Step, chunks: list[Request]) -> None:
-        for i, request in enumerate(chunks, 1):
-            budget = self.budget.left(step, request, chunks[i:] + self._next_to_admit())
-            if budget > 0 and request.id in self.running:
-                self._schedule(step, request, budget)
+    def _schedule_prompts(self, step: Step) -> None:
+        """Compute chunks of running prompts, then of waiting ones."""
+        for request in step.prompts:
+            self._let_pass(step, request)
+            if self._has_place(step):
+                self._compute(step, request)
+        while self.waiting and self._has_place(step):
+            self._let_pass(step, self.waiting.peek())
+            if not self._compute(step, self.waiting.peek()):
+                break
+
+    def _let_pass(self, step: Step, first: Request) -> None:
+        """Compute the shorter prompts that overtake `first`, if it takes more than this step."""
+        room = self.budget.left(step, first) if step.max_chunk_tokens is None else 0
+        if not is_overtaken(first, room):
+            return
+        turn = Turn(step, first, room, self.waiting, self._overtook)
+        self._overtook = turn.overtaking
+        step.max_chunk_tokens = turn.limit
+        spare = self.allocator.max_blocks(first.num_tokens) if first in self.waiting else 0
+        while self.budget.left(step, first) > 0 and self._has_place(step, besides=1):
+            request = turn.next()
+            if request is None or not self._compute(step, request, spare):
+                break
+        step.max_chunk_tokens = turn.limit_after()
+
+    def _compute(self, step: Step, request: Request, spare: int = 0) -> bool:
+        """Compute the next chunk of a prompt; False if the prompt waits and cannot start."""
+        if request.id in step.requests:  # preempted or forked
+            return False
+        if request in self.waiting and not self._admit(step, request, spare):
+            return False
+        budget = 1 if request.num_pending == 1 else self.budget.left(step, request)
+        if budget > 0:
+            self._schedule(step, request, budget)
+        return True
 
     def _schedule(self, step: Step, request: Request, budget: int) -> None:
         """Add a span of a running request; preempt others if no block is free."""
@@ -255,51 +295,37 @@ class Scheduler:
         if request.id not in self.running:
             while not self._enter(step, request, spare=0):
                 self._make_room(step)
-            self.waiting.remove(request)
+        step.requests.add(request.id)  # it may preempt any other request, but not itself
         if request.num_pending:
             self._schedule(step, request, self.budget.prefill_chunk)
 
     # Who runs
 
-    def _admit(self, step: Step) -> None:
-        while self.waiting and len(self.running) < self.max_running:
-            request = self.waiting.peek()
-            if request.id in step.requests or request.num_in_flight:
-                break  # preempted or forked in this step
-            if request.id not in self.parked and not self._can_start(step, request):
-                break
-            if not self._enter(step, request, self._spare_blocks(request)):
-                break
-            self.waiting.pop()
-            budget = 1 if request.num_pending == 1 else self.budget.left(step, request)
-            if budget > 0:
-                self._schedule(step, request, budget)
+    def _has_place(self, step: Step, besides: int = 0) -> bool:
+        """Whether one more may be computed. Prompts that wait for their turn take no place."""
+        paused = sum(r.id in self.running and r.id not in step.requests for r in step.prompts)
+        return len(self.running) - paused + besides < self.max_running
 
-    def _next_to_admit(self) -> list[Request]:
-        """The next request to admit, if another one may run."""
-        may_run = self.waiting and len(self.running) < self.max_running
-        return [self.waiting.peek()] if may_run else []
-
-    def _can_start(self, step: Step, request: Request) -> bool:
-        """Whether the step can compute enough prompt tokens that it does not compute already."""
-        budget = self.budget.left(step, request)
-        enough = budget >= self.budget.min_to_admit(request)
-        if not enough or not self.prefix_cache:
-            return enough
-        return not is_under_way(request, step, budget, self.allocator.block_size)
+    def _admit(self, step: Step, request: Request, spare: int) -> bool:
+        """Let a waiting request run, if the step has room for it and `spare` blocks remain."""
+        block_size = self.allocator.block_size if self.prefix_cache else None
+        has_room = request.id in self.parked or self.budget.can_start(step, request, block_size)
+        if request.num_in_flight or not has_room:
+            return False
+        return self._enter(step, request, self._spare_blocks(request) + spare)
 
     def _spare_blocks(self, request: Request) -> int:
         """Free blocks that admitting `request` must leave for the next steps."""
         if not self.running:
             return 0
-        num_more = self.allocator.blocks_to_append(len(self.running))
         for_samples = self.allocator.blocks_to_append(len(request.samples))
-        return max(num_more, self.watermark) + for_samples
+        return max(self.allocator.blocks_to_append(len(self.running)), self.watermark) + for_samples
 
     def _enter(self, step: Step, request: Request, spare: int) -> bool:
         """Make a waiting request a running one if there are blocks for all its tokens."""
         if self.parked.pop(request.id, None) is None and not self._allocate(step, request, spare):
             return False
+        self.waiting.remove(request)
         self.running[request.id] = request
         return True
 

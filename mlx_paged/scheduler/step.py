@@ -19,6 +19,8 @@ class Span:
             then computed.
         forks: other samples of the same prompt; each draws its first token in this step.
         snapshots: of the request's recurrent states within the span, ordered by position.
+        drafts: guesses of the request's next tokens. They are the span's last tokens, and each
+            position from the one before them on chooses a token.
     """
 
     request: Request
@@ -27,9 +29,15 @@ class Span:
     samples: bool
     forks: tuple[Request, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
+    drafts: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def certain_stop(self) -> int:
+        """The end of its tokens without drafts."""
+        return self.stop - len(self.drafts)
 
     def pieces(self) -> list["Span"]:
         """The span cut at its snapshots: each snapshot is the state after a piece."""
@@ -72,6 +80,9 @@ class Step:
         restores: snapshots from which requests' recurrent states start.
         requests: ids of all requests that are computed, forked or preempted in this step.
         prompt_tokens: prompt tokens computed, also those that are computed again.
+        draft_seconds: that its drafts took before it was launched.
+        prompts: running requests with several tokens to compute, oldest first.
+        max_chunk_tokens: limit of `chunk_tokens`; None: the scheduler's budget.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -83,14 +94,17 @@ class Step:
     chunk_tokens: int = 0
     chunk_context: int = 0
     prompt_tokens: int = 0
+    draft_seconds: float = 0.0
+    prompts: list[Request] = field(default_factory=list)
+    max_chunk_tokens: int | None = None
 
     def add(self, span: Span) -> None:
         self.spans.append(span)
         self.requests.add(span.request.id)
         self.requests.update(fork.id for fork in span.forks)
         self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - span.start)
-        if len(span) == 1:
-            self.decode_rows += 1
+        if span.drafts or len(span) == 1:
+            self.decode_rows += len(span)
             self.decode_context += span.stop
         else:
             self.chunk_tokens += len(span)

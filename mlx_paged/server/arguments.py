@@ -28,7 +28,8 @@ def _size(text: str) -> int:
 
 SECONDS = number(float, 0, 1e9, "a number of seconds")
 PORT = number(int, 0, 65535, "a port")
-DRAFTS, QUANTIZED = "speculative decoding", "a quantized K/V pool"
+QUANTIZED = "a quantized K/V pool"
+MAX_STALL_MS = 150.0  # a stream waits no longer for its next token because of prompts
 
 FLAGS: dict[str, tuple[tuple[str, Any, Any, str, str], ...]] = {
     "model": (
@@ -68,8 +69,6 @@ FLAGS: dict[str, tuple[tuple[str, Any, Any, str, str], ...]] = {
     "compatibility with mlx_lm.server": (
         ("--prompt-cache-size", int, 10, "N", "0 switches the prefix cache off"),
         ("--prompt-cache-bytes", _size, None, "SIZE", "same as --kv-memory; may be e.g. 2GB"),
-        ("--draft-model", str, None, "X", DRAFTS),
-        ("--num-draft-tokens", int, 3, "X", DRAFTS),
         ("--kv-bits", int, None, "X", QUANTIZED),
         ("--kv-group-size", int, 64, "X", QUANTIZED),
         ("--quantized-kv-start", int, 5000, "X", QUANTIZED),
@@ -79,13 +78,12 @@ FLAGS: dict[str, tuple[tuple[str, Any, Any, str, str], ...]] = {
 }
 """Flags by group: type (bool has no value, a list has the values), default, metavar, help."""
 
-SHARED = {
+SHARED = {  # adds the flags of a group that the commands share
     "model": cli.add_model,
     "defaults for requests": cli.add_sampling,
-    "engine": cli.add_engine,
+    "engine": lambda group: cli.add_engine(group, MAX_STALL_MS),
     "metrics": cli.add_metrics,
 }
-"""Adds the flags of a group that the commands share."""
 
 REFUSED = FLAGS["compatibility with mlx_lm.server"][2:]
 """Flags of mlx_lm.server that take their defaults only; their help is what others ask for."""

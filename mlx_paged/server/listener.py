@@ -12,8 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlx_paged.server.app import make_app
 from mlx_paged.server.models import Models
 
-FAREWELL_S = 5
-"""Time to tell clients that their answers were ended."""
+FAREWELL_S = 5  # to tell clients that their answers were ended
 KEEP_ALIVE_S = 30
 SPARE_FILES = 64  # connections above the limit that get an answer, 503
 

@@ -30,7 +30,7 @@ GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
     "kv_block_bytes": ("Bytes of a block in all arrays.", lambda e: e.stats.block_bytes),
     "profiling": ("1 if each phase of a step is timed.", lambda e: e.ticks.profile),
 }
-COUNTERS = {
+COUNTERS = {  # by the name of their field in the engine's statistics
     "prompt_tokens": "Prompt tokens computed.",
     "cached_prompt_tokens": "Prompt tokens of ended completions found in the prefix cache.",
     "prefix_hit_tokens": "Tokens found in the prefix cache at an admission.",
@@ -42,8 +42,9 @@ COUNTERS = {
     "preemptions": "Sequences that were preempted.",
     "faults": "Steps that failed.",
     "steps": "Forward passes of the model.",
+    "drafts": "Guessed tokens that were computed.",
+    "accepted_drafts": "Guessed tokens that were right.",
 }
-"""Counters with the name of their field in the engine's statistics."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

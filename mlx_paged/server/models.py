@@ -164,11 +164,13 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     Raises:
         ValueError: the model cannot be loaded or served.
     """
+    if path != args.model:  # adapter and draft model belong to the default model
+        args = argparse.Namespace(**vars(args) | {"adapter_path": None, "draft_model": None})
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     try:
         model, tokenizer, config = load(
             path,
-            adapter_path=args.adapter_path if path == args.model else None,
+            adapter_path=args.adapter_path,
             tokenizer_config={"trust_remote_code": args.trust_remote_code} | template,
             return_config=True,
             trust_remote_code=args.trust_remote_code,

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from bench import scaling
 from bench.host_cost import __main__ as host_cost
 from bench.host_cost.__main__ import Stopwatch
-from bench.scaling import Point, growth_of
+from scripts import scaling
+from scripts.scaling import Point, growth_of
 
 HOST = ["--rows", "2", "3", "--blocks=3", "--steps=4", "--rounds=2"]
 SCALING = ["--model=tiny", "--rows", "2", "4", "--contexts", "20", "40", "--steps=3", "--rounds=2"]

@@ -4,11 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import pytest
 
 from bench.serving import __main__ as serving
+from bench.serving import report
+from bench.serving.phases import split
+from bench.serving.run import Run, Stream, Tick
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--model=tiny", "--requests=4", "--target-active=3", "--prefill-chunk=64"]
@@ -36,6 +40,7 @@ def run(capsys, *options):
         (["--closed-loop", "--request-rate=3"], "--closed-loop: requests follow each other"),
         (["--open-loop", "--closed-loop"], "--closed-loop: not allowed with argument --open-loop"),
         (["--trace", "no.jsonl"], "trace no.jsonl: cannot be read (No such file or directory)"),
+        (["--preset=short-behind-long", "--requests=3"], "brings its own requests and arrivals"),
         (["--trace", "x", "--requests=3"], "--trace: brings its own arrivals, without"),
         (["--trace", "x", "--tokens-target=3"], "--trace: brings its own requests, without"),
         (["--requests=3", "--tokens-target=3"], "--tokens-target: says how many requests there"),
@@ -193,3 +198,59 @@ def test_the_report_is_one_page_that_needs_nothing_else(capsys, tmp_path):
     assert all(
         text in page for text in ("mlx_paged", "[phase steady]", "[rate ", result["work"]["digest"])
     )
+
+
+def test_short_prompts_are_measured_with_long_ones_before_them_and_without(capsys, monkeypatch):
+    monkeypatch.setattr("bench.serving.workload.STREAMS", (8, 16, 120))
+    options = ["--model=tiny", "--engines=mlx_paged", "--no-static", "--arrivals-by-step=20"]
+    lines, outcome, status = run(capsys, "--preset=short-behind-long", *options)
+    row = outcome["short_behind_long"]["mlx_paged"]
+    assert status == 0 and outcome["engines"]["mlx_paged"]["streams"] == 16
+    assert 40 <= row["short_ms"] <= 2 * row["short_alone_ms"] and row["long_ms"] > 700
+    assert row["ratio"] == pytest.approx(row["short_ms"] / row["short_alone_ms"], abs=1e-3)
+    (line,) = [line for line in lines if line.startswith("mlx_paged: p95 TTFT of short prompts")]
+    assert f"{row['short_ms']:.0f} ms" in line and f"{row['ratio']:.2f}x" in line
+
+
+def test_the_page_begins_with_the_headlines_and_has_no_empty_column(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    options = [*SMALL, "--engines=mlx_paged,mlx_lm", "--no-static", f"--report={tmp_path}"]
+    lines, _, _ = run(capsys, *options)
+    page = (tmp_path / "index.html").read_text()
+    headlines = re.findall("<li>(.*?)</li>", page)
+    assert [escape(line) for line in lines[-len(headlines) :]] == headlines
+    assert re.match(r"mlx_paged / mlx_lm: [\d.]+x output tokens/s, ", lines[-3])
+    assert re.match(r"mlx_paged: [\d.]+ output tokens/s; p50 / p99 in ms: first token ", lines[-2])
+    assert page.index("</h1>") < page.index("<li>mlx_paged / mlx_lm") < page.index("<table>")
+    tables = re.findall(r"<table>(.*?)</table>", page)
+    assert len(tables) == 4 == page.count('<div class="scroll"><table>')
+    for table in tables:
+        rows = [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in table.split("</tr>") if row]
+        assert all(set(column[1:]) != {"-"} for column in zip(*rows, strict=True))
+    absent = ("static", "good tok/s", "in SLO", "max rate/s")
+    assert not any(f"<th>{heading}</th>" in page for heading in absent)
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in page
+    assert not any(
+        re.search(rf"^output tokens/s.*{heading}", "\n".join(lines)) for heading in absent
+    )
+
+
+def test_the_axes_fit_the_first_engine_and_no_slower_one(monkeypatch):
+    pytest.importorskip("matplotlib")
+
+    def made(name, slowness):
+        """Ten steps of one token for one stream; then one that is far longer."""
+        ends = [slowness * 0.1 * i for i in range(1, 11)]
+        ticks = [Tick(end - slowness * 0.1, slowness * 100, 1, 0, 1, 0, 0, 0, 9, 9) for end in ends]
+        stream = Stream(0, 0.0, ends, [1] * 10, True)
+        return Run(name, ticks, [stream], static_blocks=2, block_bytes=4.0)
+
+    monkeypatch.setattr(report, "_png", lambda figure: figure)
+    runs = {"fast": made("fast", 1), "slow": made("slow", 50)}
+    phases = {name: split(each.ticks, 1) for name, each in runs.items()}
+    figures = report.draw(runs, phases)
+    assert [axis.get_xlim()[1] for axis in figures["blocks"].axes] == pytest.approx([1.03, 1.03])
+    fast, slow = figures["ticks"].axes
+    assert fast.get_xlim()[1] < 1 < 40 < slow.get_xlim()[1]
+    assert fast.get_ylim()[1] < 500 < 5000 < slow.get_ylim()[1]
+    assert all(axis.get_xlim()[1] == pytest.approx(500) for axis in figures["latency"].axes)

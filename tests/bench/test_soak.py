@@ -1,10 +1,10 @@
-"""The soak bench: arguments, what it counts, and the JSON line; never the times."""
+"""The soak: arguments, what it counts, and the JSON line; never the times."""
 
 import json
 
 import pytest
 
-from bench import soak
+from scripts import soak
 
 
 def test_a_short_soak_serves_every_request_and_frees_every_block(capsys):

@@ -22,7 +22,9 @@ from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.snapshots import Snapshots
 from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.speculation import Speculation
 from mlx_paged.scheduler.step import Span
+from mlx_paged.scheduler.turns import Turn
 
 SCRIPT = Path(simulation.__file__)
 
@@ -41,6 +43,8 @@ def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone():
     totals = counted("fake", seed=7, num_schedules=400)
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
     seen = set(COUNTED) - {"near_ties", "mismatches", "violations", "leaked_blocks", "failures"}
+    assert totals["overtakes"] > 10, "hardly any long prompt was overtaken"
+    seen -= {"overtakes"}
     assert not [name for name in seen if totals[name] < 100], "something hardly ever happened"
 
 
@@ -264,6 +268,16 @@ def more_snapshots_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Snapshots, "add", add)
 
 
+def long_prompts_never_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Turn.__init__
+
+    def patient(turn, *args):
+        whole(turn, *args)
+        turn._is_overdue, turn.limit = False, turn._before + turn._room
+
+    monkeypatch.setattr(Turn, "__init__", patient)
+
+
 def snapshots_filled_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what a span ends with, not with what it has at a snapshot on its way."""
     monkeypatch.setattr(Span, "pieces", lambda span: [span])
@@ -289,7 +303,41 @@ def hits_without_their_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupPrefixes, "_missing", lambda prefixes, known, count: None)
 
 
+def wrong_drafts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Speculation, "accept", lambda speculation, step, choices: choices)
+
+
+def what_wrong_drafts_wrote_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The K/V of all drafts counts as that of tokens to come."""
+    whole = Speculation._settle
+
+    def settle(speculation, span, accepted):
+        whole(speculation, span, accepted)
+        if span.request.id in speculation._allocator and accepted < len(span.drafts):
+            span.request.num_computed = span.start + 2 + accepted
+            speculation._allocator.make_writable(
+                span.request.id, span.start + 1 + accepted, span.start + 2 + accepted
+            )
+
+    monkeypatch.setattr(Speculation, "_settle", settle)
+
+
+def windows_follow_wrong_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Scheduler.commit
+
+    def commit(scheduler, step):
+        for span in step.spans:
+            if span.drafts and span.request.id in scheduler.allocator:
+                scheduler.allocator.trim(span.request.id, span.stop)
+        whole(scheduler, step)
+
+    monkeypatch.setattr(Scheduler, "commit", commit)
+
+
 DEFECTS = (
+    wrong_drafts_stay,
+    what_wrong_drafts_wrote_is_known,
+    windows_follow_wrong_drafts,
     windows_let_go_too_early,
     windows_never_let_go,
     copies_of_one_group_only,
@@ -319,6 +367,7 @@ DEFECTS = (
     a_snapshot_in_the_place_of_another,
     more_snapshots_than_allowed,
     snapshots_filled_too_late,
+    long_prompts_never_overdue,
 )
 
 

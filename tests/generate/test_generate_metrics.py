@@ -100,7 +100,8 @@ def test_spikes_are_counted_by_their_first_cause(run, tmp_path):
     causes = json.loads(stats.read_text())["spike_causes"]
     assert sum(causes.values()) == 12
     counted = ", ".join(f"{count} {cause}" for cause, count in causes.items())
-    assert f"spikes: {counted}\n" in result.err
+    assert f"Slow steps by cause: {counted} (" in result.err
+    assert "Slow steps" not in run("-p", FUNCTION, "-m", 12, "--spike-ms", 10**6).err
 
 
 def test_a_profile_says_that_it_is_one(run, expected, tmp_path):

@@ -46,7 +46,10 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
         (["--max-tokens", 0], "--max-tokens/-m: expected a whole number >= 1, got '0'"),
         (["--max-tokens", 2.5], "--max-tokens/-m: expected a whole number >= 1, got '2.5'"),
         (["--max-running", 0], "--max-running: expected a whole number >= 1, got '0'"),
-        (["--prefill-chunk", 0], "--prefill-chunk: expected a whole number >= 1, got '0'"),
+        (
+            ["--prefill-chunk", 0],
+            "--prefill-chunk/--prefill-step-size: expected a whole number >= 1, got '0'",
+        ),
         (["--n", 0], "--n: expected a whole number >= 1, got '0'"),
         (["--n", 3, "--best-of", 2], "--prompt: n is 3: expected at most --best-of 2"),
         (["--beams", 2, "--n", 2], "n or --best-of is given with --beams: expected one of them"),
@@ -146,7 +149,7 @@ def test_a_prompts_file_in_another_encoding_is_named(run, tmp_path):
             "[SamplingParams] logit_bias names token 99",
         ),
         ({"prompt": "x", "max_tokens": 10**6}, "[add_request] 1 prompt tokens and max_tokens"),
-        ({"messages": [{"role": "user", "content": "x"}]}, '"messages" need a chat template'),
+        ({"messages": [{"role": "user", "content": "x"}]}, '"messages" needs a chat template'),
     ],
     ids=[
         "not JSON",

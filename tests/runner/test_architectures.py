@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import Engine
 from mlx_paged.runner import model_runner
+from mlx_paged.scheduler import speculation
 from scripts.support_matrix import (
     AT_SNAPSHOTS,
     DOCUMENT,
@@ -185,6 +186,48 @@ def test_prefixes_are_shared(served):
     (completion,) = engine.generate([prompt], **OPTIONS)
     assert_greedy(served, prompt, completion)
     assert completion.cached_prompt_tokens == 2 * BLOCK_SIZE
+
+
+class HalfRight:
+    """Drafts whose first token is right; the others are right every second time."""
+
+    num_tokens, seconds, seconds_per_draft = 3, 0.0, 0.0
+
+    def __init__(self, right: dict[int, list[int]]) -> None:
+        self.right = right  # tokens of a completion by length of its prompt
+        self.rounds = 0
+
+    def likelihood(self, request) -> float:
+        return 0.999
+
+    def propose(self, requests, depths):
+        self.rounds += 1
+        return [self._drafts(*pair) for pair in zip(requests, depths, strict=True)]
+
+    def _drafts(self, request, depth):
+        first, *others = self.right[request.num_prompt][request.num_generated :][:depth] or [0]
+        return [first, *((token + self.rounds % 2) % VOCAB for token in others)]
+
+    def verified(self, request, drafted, accepted) -> None: ...
+
+    def drop(self, request) -> None: ...
+
+    def recover(self) -> None: ...
+
+
+def test_drafts_change_neither_tokens_nor_logits(served, monkeypatch):
+    monkeypatch.setattr(speculation, "MIN_GAIN", 0.0)
+    plain = run(served.engine(), {0: [MIDDLE], 2: [SHORT, LONG]})
+    right = {len(prompt): completion.tokens for prompt, completion in plain}
+    engine = served.engine(speculate="ngram")
+    is_taken = TABLE[served.name][3] != "single" and TABLE[served.name][4] != AT_SNAPSHOTS
+    is_taken &= TABLE[served.name][2] != "state only"
+    assert (engine.scheduler.speculation is not None) == is_taken
+    if is_taken:
+        engine.scheduler.speculation.drafter = HalfRight(right)
+        for prompt, completion in run(engine, {0: [MIDDLE], 2: [SHORT, LONG]}):
+            assert_greedy(served, prompt, completion)
+        assert engine.stats.drafts > engine.stats.accepted_drafts > 1
 
 
 def test_a_disturbed_cache_is_noticed(served):

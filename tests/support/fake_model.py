@@ -141,7 +141,8 @@ class FakeSpan:
     slots: IntArray  # of all positions up to the span's end, in layers that see all tokens
     others: list[tuple[int, IntArray]]  # of the other layers: the first position, and the slots
     salt: bytes
-    draws: list[tuple[Request, int]]  # requests that get a token, and its number
+    # Requests that get a token, its number, and how many tokens come before it.
+    draws: list[tuple[Request, int, int]]
     before: State | None
     after: State
 
@@ -206,7 +207,7 @@ class FakeRunner:
             for span in step.spans
             for wave, piece in enumerate(span.pieces())
         ]
-        requests = [request for span in spans for request, _ in span.draws]
+        requests = [request for span in spans for request, *_ in span.draws]
         launch = FakeLaunch(requests, _errors(requests), spans, list(step.copies), step.work)
         self._queue.append(launch)
         if self._rng.random() < 0.3:
@@ -237,12 +238,14 @@ class FakeRunner:
 
     def _span(self, span: Span, wave: int, before: FakeLaunch | None) -> FakeSpan:
         request = span.request
-        tokens = request.tokens[: span.stop]
+        tokens = request.tokens[: span.certain_stop] + list(span.drafts)
         coming = None
         if len(tokens) < span.stop:
             assert before is not None and len(span) == 1, "a token nobody chooses, or in a chunk"
             coming = (before, before.requests.index(request))
-        draws = [(r, r.num_generated) for r in (request, *span.forks) if span.samples]
+        stop = span.certain_stop
+        draws = [(r, r.num_generated, stop) for r in (request, *span.forks) if span.samples]
+        draws += [(request, draws[0][1] + i, stop + i) for i in range(1, 1 + len(span.drafts))]
         state, after = self.states.get(request.id), State(span.stop)
         if self.recurrent:
             if span.start and (state is None or state.position != span.start):
@@ -305,8 +308,10 @@ class FakeRunner:
                     self.pool.write(slots[span.start - first :], span.start, new, values)
         count = max((request.params.logprobs for request in launch.requests), default=0)
         for span in launch.spans:
-            context = self.pool.read(span.slots, span.known_tokens(), span.salt)
-            launch.choices += [_choice(context, *draw, count) for draw in span.draws]
+            tokens = span.known_tokens()
+            for request, number, stop in span.draws:
+                context = self.pool.read(span.slots[:stop], tokens[:stop], span.salt)
+                launch.choices.append(_choice(context, request, number, count))
         for row, error in launch.errors.items():
             launch.choices[row] = SampledToken(launch.requests[row], 0, 0.0, error=error)
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,7 @@ class FaultyRunner:
         took_part: by request id, failed steps that it was in.
         alone: requests that were the only one in a failed step.
         beams_failed: whether a beam search was in a failed step.
+        on_launch: called with every step.
     """
 
     inner: Runner[Any]
@@ -58,6 +60,7 @@ class FaultyRunner:
     took_part: Counter[int] = field(default_factory=Counter)
     alone: set[int] = field(default_factory=set)
     beams_failed: bool = False
+    on_launch: Callable[[Step], None] = lambda step: None
 
     def __post_init__(self) -> None:
         self._under_way: list[_UnderWay] = []
@@ -65,6 +68,7 @@ class FaultyRunner:
         self._device_error: Exception | None = None
 
     def launch(self, step: Step, before: Any) -> Any:
+        self.on_launch(step)
         error = self._error(step)
         where = self.rng.choice(("before", "after", "collect"))
         if isinstance(error, DeviceError):

@@ -12,13 +12,15 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import tiny_models
 from fake_model import VOCAB, FakeClock, FakeRunner
 from fault_injection import FaultyRunner
+from injected_drafts import InjectedDrafter
 from random_calls import TINY_GROUPS, RandomCalls, Setting
 from solo_checks import SoloChecks, Ticket
 from solo_runs import BeamOptions, FakeSolo, MlxLmSolo, SoloModel
@@ -29,15 +31,49 @@ from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler import turns
 from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.speculation import Speculation
+from mlx_paged.scheduler.step import Step
 
 COUNTED = (
     *("schedules", "requests", "tokens", "steps", "preemptions", "forks", "samples", "beams"),
     *("aborts", "releases", "refused", "faults", "errors", "cow_clones", "cached_tokens"),
-    *("restored", "near_ties", "mismatches", "violations", "leaked_blocks", "failures"),
+    *("drafts", "accepted_drafts", "restored", "overtakes", "near_ties"),
+    *("mismatches", "violations", "leaked_blocks", "failures"),
 )
 STEPS_A_TOKEN = 20
 """A request that took more steps a token, preemptions and failures included, would never end."""
+
+
+class TurnWatch:
+    """Counts how long the oldest running prompt waits while others are computed.
+
+    Attributes:
+        patience: in so many steps at most; drawn, as is what it gets beside others.
+        most_waited: steps in a row in which it got nothing and another prompt did.
+        num_overtakes: such steps.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.patience = rng.choice((0, 1, 3, turns.PATIENCE))
+        self.share = rng.choice((0, 1, turns.SHARE))
+        self.most_waited = self.num_overtakes = self._waited = 0
+        self._first: int | None = None
+
+    def limits(self) -> AbstractContextManager[Any]:
+        """While this is entered, schedulers keep the limits that were drawn."""
+        return patch.multiple(turns, PATIENCE=self.patience, SHARE=self.share)
+
+    def see(self, step: Step) -> None:
+        """A step that is launched."""
+        first = next((r for r in step.prompts[:1] if not r.num_preempted), None)
+        computed = {span.request.id for span in step.spans if len(span) > 1}
+        before, self._first = self._first, first.id if first else None
+        is_passed = first is not None and first.id not in step.requests and bool(computed)
+        self.num_overtakes += is_passed
+        self._waited = is_passed * (1 + self._waited * (before == self._first))
+        self.most_waited = max(self.most_waited, self._waited)
 
 
 class Simulation:
@@ -50,7 +86,10 @@ class Simulation:
         runner: FaultyRunner,
         solo: SoloModel,
         rng: random.Random,
+        watch: TurnWatch,
     ) -> None:
+        self.turns = watch
+        runner.on_launch = watch.see
         self.setting = setting
         self.engine = engine
         self.runner = runner
@@ -65,15 +104,19 @@ class Simulation:
 
     def run(self) -> None:
         """Live through it; AssertionError, or whatever the engine raises, if something is wrong."""
+        with self.turns.limits():
+            self._live()
+        for request_id in self.tickets:
+            self.engine.release(request_id)
+        self._check_end()
+
+    def _live(self) -> None:
         while self._num_arrivals or self.engine.has_work:
             while self.rng.random() < 0.4:
                 self._call()
             self._step()
             self._steps_left -= 1
             assert self._steps_left, "no end in sight"
-        for request_id in self.tickets:
-            self.engine.release(request_id)
-        self._check_end()
 
     def result(self) -> Counter[str]:
         """What happened."""
@@ -81,7 +124,11 @@ class Simulation:
         self.counts["steps"] = self.engine.stats.steps
         self.counts["faults"] = self.runner.num_raised
         self.counts["preemptions"] = scheduler.num_preemptions
+        self.counts["overtakes"] = self.turns.num_overtakes
         self.counts["cow_clones"] = scheduler.allocator.store.cow_clones
+        if scheduler.speculation is not None:
+            self.counts["drafts"] = scheduler.speculation.num_drafted
+            self.counts["accepted_drafts"] = scheduler.speculation.num_accepted
         return self.counts
 
     # What callers do
@@ -227,11 +274,13 @@ class Simulation:
         except KeyboardInterrupt:
             outputs = []
         self.engine.scheduler.allocator.check_integrity()
+        assert self.turns.most_waited <= self.turns.patience, "a long prompt starves"
         violations = getattr(getattr(self.runner.inner, "pool", None), "violations", [])
         self.counts["violations"] += len(violations)
         assert not violations, violations[0]
         ids = [output.request_id for output in outputs if output.token is not None]
-        assert len(set(ids)) == len(ids), "two tokens of one request in a step"
+        several = self.engine.scheduler.speculation is not None
+        assert several or len(set(ids)) == len(ids), "two tokens of one request in a step"
         for output in outputs:
             ticket = self.tickets[output.request_id]
             self.checks.output(ticket, output)
@@ -268,6 +317,7 @@ def fake_simulation(seed: int, index: int) -> Simulation:
     allocator = BlockAllocator(
         setting.num_blocks, setting.block_size, setting.groups, setting.prefill_chunk
     )
+    drafter = drafter_for(setting, FakeSolo(), f"{seed}:{index}")
     scheduler = Scheduler(
         allocator,
         setting.max_running,
@@ -279,10 +329,13 @@ def fake_simulation(seed: int, index: int) -> Simulation:
         watermark=setting.watermark,
         rewinds=not setting.recurrent,
         max_snapshots=setting.most_snapshots,
+        drafter=drafter,
     )
     clock = FakeClock()
     inner = FakeRunner(allocator, clock, random.Random(index), setting.recurrent)
     runner = FaultyRunner(inner, rng, setting.fault_rate)
+    if drafter is not None:
+        drafter.never = runner.bad
     engine = EngineCore(
         scheduler,
         runner,
@@ -292,7 +345,8 @@ def fake_simulation(seed: int, index: int) -> Simulation:
         lookahead=setting.lookahead,
         clock=clock,
     )
-    return Simulation(setting, engine, runner, FakeSolo(), rng)
+    turn_rng = random.Random(f"{seed}:{index}:turns")
+    return Simulation(setting, engine, runner, FakeSolo(), rng, TurnWatch(turn_rng))
 
 
 def tiny_simulation(seed: int, index: int) -> Simulation:
@@ -316,7 +370,20 @@ def tiny_simulation(seed: int, index: int) -> Simulation:
         prewarm=False,
     )
     runner = engine.runner = FaultyRunner(engine.runner, rng, setting.fault_rate)
-    return Simulation(setting, engine, runner, solo, rng)
+    drafter = drafter_for(setting, solo, f"{seed}:{index}")
+    if drafter is not None:
+        drafter.never = runner.bad
+        scheduler = engine.scheduler
+        scheduler.speculation = Speculation(drafter, scheduler.allocator, scheduler.budget)
+    turn_rng = random.Random(f"{seed}:{index}:turns")
+    return Simulation(setting, engine, runner, solo, rng, TurnWatch(turn_rng))
+
+
+def drafter_for(setting: Setting, solo: SoloModel, seed: str) -> InjectedDrafter | None:
+    """A drafter for half of the schedules whose model takes drafts."""
+    rng = random.Random(f"{seed}:drafts")
+    takes = not setting.recurrent and rng.random() < 0.5
+    return InjectedDrafter(rng, solo, rng.choice((0.0, 0.7, 1.0))) if takes else None
 
 
 @cache

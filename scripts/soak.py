@@ -1,6 +1,6 @@
 """Whether anything grows while an engine serves many small requests of all kinds.
 
-    python -m bench.soak --requests 20000
+    python -m scripts.soak --requests 20000
 
 Requests arrive whether or not others have ended, `--per-step` of them in each step on average. The
 ceiling: nothing grows, no step gets slower. The last line is one JSON object.
@@ -18,11 +18,11 @@ import mlx.core as mx
 import numpy as np
 from tqdm import tqdm
 
-from bench.command import MIB, add_model, make_parser
+from bench.command import MIB, add_model
 from bench.machine import resident_bytes
 from bench.models import SIZES, llama_model
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.cli import number
+from mlx_paged.cli import Parser, number
 
 LEAST_BLOCKS = 16
 """They hold the longest request: a prompt of 75 tokens, 15 outputs, and a fork of all that."""
@@ -165,7 +165,7 @@ def run(soak: Soak, num_requests: int, per_step: float) -> list[Footprint]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser("soak", __doc__)
+    parser = Parser(prog="scripts.soak", description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     at_least_ten = number(int, 10, 2**31, "a whole number >= 10")
     add("--requests", type=at_least_ten, default=20_000)

@@ -2,7 +2,7 @@
 
 Engines with different numbers of rows and tokens take turns in one process.
 
-    python -m bench.scaling --rows 8 16 32 --contexts 256 512 1024 --plot scaling.png
+    python -m scripts.scaling --rows 8 16 32 --contexts 256 512 1024 --plot scaling.png
 """
 
 import argparse

@@ -1,0 +1,244 @@
+"""A smaller model that guesses the next tokens of an engine's requests."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv.blocks import OutOfBlocksError
+from mlx_paged.kv.layer_groups import plan_pool
+from mlx_paged.request import Request
+from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
+from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
+from mlx_paged.scheduler.step import Span, Step
+
+FIRST_GUESS = 0.6
+"""Share of right drafts before the first one."""
+
+RATE = 0.1
+"""Rate at which the share of right drafts follows the latest ones."""
+
+RETURN_RATE = 0.002
+"""Rate at which the share of a request returns to `FIRST_GUESS`, so that it is tried again."""
+
+CATCH_UP = 256
+"""Tokens that the model reads in a step at most before it drafts."""
+
+
+@dataclass(eq=False)
+class _Shadow:
+    """A request as the draft model sees it: its known tokens, computed in the model's own pool.
+
+    Attributes:
+        computed: positions whose K/V is there, those of drafts included.
+        share: of its drafts that were right lately.
+    """
+
+    request: Request
+    computed: int = 0
+    share: float = FIRST_GUESS
+
+    def stop(self) -> None:
+        """Until its drafts are verified, only known tokens count as computed."""
+        self.computed = self.request.num_computed
+        self.request.num_computed = min(self.computed, len(self.request.tokens))
+
+
+class DraftModel:
+    """Drafts of a small model for all requests in one batch (Leviathan et al. 2023,
+    arXiv:2211.17192). It draws with the numbers that the requests draw with, so that two models
+    that agree choose the same tokens.
+
+    Its K/V lies in a pool of its own, because two models cannot share it. Prompts with a common
+    prefix share their blocks there, too.
+
+    Args:
+        model: an mlx-lm model with the vocabulary of the requests.
+        manager: of the model's pool.
+        num_tokens: drafts of a request in a step at most.
+    """
+
+    def __init__(
+        self, model: nn.Module, profile: ModelProfile, manager: KVBlockManager, num_tokens: int
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.seconds = self.seconds_per_draft = 0.0
+        self._allocator = manager.allocator
+        self._runner = ModelRunner(model, manager, profile)
+        self._shadows: dict[int, _Shadow] = {}
+        self._has_failed = False
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, draft_model: nn.Module, block_size: int, room: int, num_tokens: int
+    ) -> "DraftModel":
+        """A drafter for `model` with a pool of `room` blocks of all layers.
+
+        Raises:
+            ValueError: the draft model has another vocabulary, or it cannot take drafts back.
+        """
+        sizes = [
+            getattr(getattr(m, "args", None), "vocab_size", None) for m in (model, draft_model)
+        ]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"[Engine] draft_model has a vocabulary of {sizes[1]} tokens: expected {sizes[0]}, "
+                "as many as the model has"
+            )
+        mx.eval(draft_model.state)
+        profile = probe(draft_model)
+        if not can_draft(profile):
+            raise ValueError(
+                "[Engine] draft_model has recurrent layers, or its tokens cannot share a forward: "
+                "expected a model that only attends"
+            )
+        plan = plan_pool(profile.shapes, profile.windows, block_size)
+        manager = KVBlockManager.planned(plan, block_size, room * plan.width, CATCH_UP)
+        return cls(draft_model, profile, manager, num_tokens)
+
+    def likelihood(self, request: Request) -> float:
+        if self._has_failed:
+            return 0.0
+        shadow = self._shadows.get(request.id)
+        if shadow is None:
+            return FIRST_GUESS
+        shadow.share += RETURN_RATE * (FIRST_GUESS - shadow.share)
+        return shadow.share
+
+    def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
+        started = time.perf_counter()
+        drafts: dict[int, list[int]] = {}
+        try:
+            drafts = self._drafts(
+                dict(zip([r.id for r in requests], depths, strict=True)), requests
+            )
+        except Exception as error:
+            logging.warning("the draft model failed, and no more drafts are made: %s", error)
+            self._has_failed = True
+        self.seconds = time.perf_counter() - started
+        per_draft = self.seconds / max(depths)
+        before = self.seconds_per_draft or per_draft
+        self.seconds_per_draft = before + RATE * (min(per_draft, 4 * before) - before)
+        return [drafts.get(request.id, []) for request in requests]
+
+    def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        shadow = self._shadows[request.id]
+        known = len(shadow.request.tokens)
+        shadow.request.num_computed = min(shadow.computed, known + accepted)
+        for is_right in [1] * accepted + [0] * (accepted < drafted):
+            shadow.share += RATE * (is_right - shadow.share)
+
+    def drop(self, request: Request) -> None:
+        shadow = self._shadows.pop(request.id, None)
+        if shadow is not None and request.id in self._allocator:
+            known, count = shadow.request.tokens, shadow.request.num_computed
+            self._allocator.truncate(request.id, count)
+            self._allocator.register_tail(request.id, known, min(count, len(known)))
+            self._allocator.free(request.id)
+
+    def recover(self) -> None:
+        for request_id in self._shadows:
+            self._allocator.free(request_id)
+        self._shadows.clear()
+        self._allocator.forget_prefixes()
+        self._runner.recover()
+
+    def _drafts(self, depths: dict[int, int], requests: list[Request]) -> dict[int, list[int]]:
+        """Drafts of at most these depths by request id, one step of the model for each."""
+        step, room = Step(), CATCH_UP
+        for request in requests:
+            room -= self._read(step, request, room)
+        drafting = [span.request for span in step.spans if span.samples]
+        launched = [self._launch(step, None)] if step.spans else []
+        for depth in range(1, max(depths.values())):
+            drafting = [shadow for shadow in drafting if depths[shadow.id] > depth]
+            step = Step()
+            for shadow in drafting:
+                self._add(step, shadow, shadow.num_computed + 1)
+            if not step.spans:
+                break
+            drafting = [span.request for span in step.spans]
+            launched.append(self._launch(step, launched[-1]))
+        drafts: dict[int, list[int]] = {}
+        for each in launched:
+            for choice in self._runner.collect(each):
+                drafts.setdefault(choice.request.id, []).append(choice.token)
+        for request in requests:
+            if request.id in self._shadows:
+                self._shadows[request.id].stop()
+        return drafts
+
+    def _read(self, step: Step, request: Request, room: int) -> int:
+        """Add a span of the request's tokens that the model has not read; how many these are."""
+        shadow = self._shadows.get(request.id) or self._admit(step, request)
+        if shadow is None or room <= 0:
+            return 0
+        own = shadow.request
+        own.tokens += request.tokens[len(own.tokens) :]
+        self._allocator.truncate(own.id, own.num_computed)
+        self._allocator.register_prefix(own.id, own.tokens, own.num_computed)
+        self._allocator.trim(own.id, own.num_computed, offers=True)
+        start = own.num_computed
+        return self._add(step, own, min(len(own.tokens), start + room)) - start
+
+    def _admit(self, step: Step, request: Request) -> _Shadow | None:
+        own = Request(
+            request.id,
+            list(request.tokens),
+            request.params,
+            request.seed,
+            salt=request.salt,
+            num_prompt=request.num_prompt,
+        )
+        for _ in range(1 + len(self._shadows)):
+            try:
+                tokens = own.tokens
+                found = self._allocator.admit(own.id, len(tokens), tokens=tokens, salt=own.salt)
+            except OutOfBlocksError:
+                self._evict(step)
+                continue
+            step.copies += found.copies
+            own.num_computed = found.num_cached
+            shadow = self._shadows[request.id] = _Shadow(own)
+            return shadow
+        return None
+
+    def _evict(self, step: Step) -> None:
+        """Free the blocks of the oldest request that this step does not compute."""
+        for request_id, shadow in self._shadows.items():
+            if request_id not in step.requests:
+                self.drop(shadow.request)
+                return
+
+    def _add(self, step: Step, own: Request, stop: int) -> int:
+        """Compute the request's positions up to `stop`, if there are blocks; where it is then."""
+        start = own.num_computed
+        try:
+            step.copies += self._allocator.make_writable(own.id, start, stop)
+        except OutOfBlocksError:
+            return start
+        own.num_computed = stop
+        step.add(Span(own, start, stop, samples=stop >= len(own.tokens)))
+        return stop
+
+    def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
+        launched = self._runner.launch(step, before)
+        self._allocator.copies_done()
+        return launched
+
+
+def can_draft(profile: ModelProfile) -> bool:
+    """Whether drafts of a model's requests can be computed, and wrong ones taken back."""
+    return profile.batching is not Batching.SINGLE and not profile.recurrent
+
+
+def share_beside(profile: ModelProfile, draft: ModelProfile) -> float:
+    """The part of the memory for K/V that a model gets beside a draft model with as many slots."""
+    ours, theirs = (
+        sum(shape.token_bytes for shape in each.shapes if shape is not None)
+        for each in (profile, draft)
+    )
+    return ours / (ours + theirs)

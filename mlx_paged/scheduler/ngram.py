@@ -1,0 +1,109 @@
+"""Drafts that repeat what a request's tokens said before. Knows no mlx."""
+
+from array import array
+
+import numpy as np
+
+from mlx_paged.request import Request
+
+NGRAM = 3
+"""A draft follows the latest earlier occurrence of so many of the last tokens."""
+
+LONG_RUN = 4
+"""After so many right guesses in a row, a source counts as found."""
+
+FIRST_GUESS = 0.5
+"""Rate of right guesses before the first one."""
+
+RATE = 0.15
+"""Rate at which the share of right guesses follows the latest ones."""
+
+MAX_DRAFTS = 15
+"""Drafts of a request in a step at most: with its newest token, 16 rows of one sequence are
+attended together."""
+
+FACTORS = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+
+
+class NgramDrafter:
+    """Prompt lookup (Saxena 2023; Yang et al. 2023, arXiv:2304.04487): a token that followed the
+    last tokens once may follow them again. A guess costs no model, so that each token also shows
+    what a guess would have been worth, whether it was computed as a draft or not."""
+
+    num_tokens = MAX_DRAFTS
+    seconds = seconds_per_draft = 0.0  # a look-up takes no time beside a step
+
+    def __init__(self) -> None:
+        self._sources: dict[int, _Source] = {}  # by request id
+
+    def likelihood(self, request: Request) -> float:
+        """The share of right guesses lately; 0 if there is no guess."""
+        source = self._sources.get(request.id)
+        if source is None:
+            source = self._sources[request.id] = _Source(request)
+        source.update(request.tokens)
+        return source.rates[source.run >= LONG_RUN] if source.place else 0.0
+
+    def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
+        """For each request its next tokens, `depth` of them."""
+        pairs = zip(requests, depths, strict=True)
+        return [self._sources[r.id].guesses(r.tokens, depth) for r, depth in pairs]
+
+    def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        """Nothing to learn: `likelihood` compares each token with its guess."""
+
+    def drop(self, request: Request) -> None:
+        """Forget an ended request."""
+        self._sources.pop(request.id, None)
+
+    def recover(self) -> None:
+        """Nothing to forget: tokens are never wrong."""
+
+
+class _Source:
+    """Where one request's next tokens may be copied from.
+
+    Attributes:
+        place: index of the token that is the next guess; 0: there is none.
+        run: how many guesses in a row were right.
+        rates: the share of right guesses in short runs and in long ones.
+    """
+
+    def __init__(self, request: Request) -> None:
+        tokens = request.tokens
+        self.place = self.run = 0
+        self.rates = [FIRST_GUESS, FIRST_GUESS]
+        size = 1 << (2 * (request.num_prompt + request.params.max_tokens)).bit_length()
+        self._mask = min(size, 2**20) - 1
+        # By the hash of N tokens, the index of the token after their latest occurrence.
+        after = np.zeros(self._mask + 1, np.int32)
+        self._known = max(len(tokens) - 1, 0)
+        parts = [np.array(tokens[i : self._known - NGRAM + 1 + i], np.int64) for i in range(NGRAM)]
+        hashes = sum(part * factor for part, factor in zip(parts, FACTORS, strict=True))
+        after[hashes & self._mask] = np.arange(NGRAM, NGRAM + len(parts[0]))
+        self._after = array("i", after.tobytes())
+
+    def update(self, tokens: list[int]) -> None:
+        """Compare the new tokens with their guesses and look for a source of the next one."""
+        for stop in range(self._known + 1, len(tokens) + 1):
+            if self.place:
+                hit = tokens[self.place] == tokens[stop - 1]
+                kind = self.run >= LONG_RUN
+                self.rates[kind] += RATE * (hit - self.rates[kind])
+                self.place, self.run = (self.place + 1, self.run + 1) if hit else (0, 0)
+            if stop < NGRAM:
+                continue
+            a, b, c = tokens[stop - NGRAM : stop]
+            slot = (a * FACTORS[0] + b * FACTORS[1] + c * FACTORS[2]) & self._mask
+            if not self.place:
+                place = self._after[slot]
+                self.place = place if tokens[place - NGRAM : place] == [a, b, c] else 0
+            self._after[slot] = stop
+        self._known = len(tokens)
+
+    def guesses(self, tokens: list[int], depth: int) -> list[int]:
+        """The next tokens; a source that reaches the end goes on with the guesses themselves."""
+        found = tokens[self.place : self.place + depth]
+        while len(found) < depth:
+            found += found[: depth - len(found)]
+        return found

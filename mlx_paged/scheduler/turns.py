@@ -1,0 +1,87 @@
+"""Which prompts overtake a long one, and how they share a step. Knows no mlx."""
+
+from mlx_paged.request import Request
+from mlx_paged.scheduler.policies import Policy, WaitingQueue
+from mlx_paged.scheduler.step import Step
+
+PATIENCE = 32
+"""A prompt is overdue when it had so many more steps with shorter prompts than without."""
+
+SHARE = 64
+"""Prompt tokens that a long prompt computes at most beside shorter ones, unless it is overdue."""
+
+
+def is_overtaken(request: Request, room: int) -> bool:
+    """Whether others may be computed before a prompt of which a step could compute `room` tokens.
+
+    Only if it takes several steps. A preempted request has run before: its caller may have read
+    some of its tokens, and nobody overtakes it.
+    """
+    return 0 < room < request.num_pending and not request.num_preempted
+
+
+class Turn:
+    """Divides the prompt tokens of a step between a long prompt and those that overtake it.
+
+    Shortest remaining work first, within limits. A prompt overtakes the `first` one if less than
+    half as much of it is left. Prompts that overtake may take all of the room. Until they have
+    their first tokens, `first` gets `SHARE` tokens of a step at most, so that the steps stay short.
+    That costs it little time, because it goes on right after them. If that happens too often,
+    `first` is overdue: it gets at least half of every step.
+
+    Args:
+        step: with decodes, and prompts before `first` if they are done after it.
+        first: the oldest prompt that runs, or else the first one that waits.
+        room: prompt tokens of `first` that the step can compute.
+        before: those that overtook in the step before.
+
+    Attributes:
+        overtaking: those that :meth:`next` returned.
+        limit: of the step's prompt tokens before `first`.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        first: Request,
+        room: int,
+        waiting: WaitingQueue,
+        before: list[Request],
+    ) -> None:
+        self.overtaking: list[Request] = []
+        self._is_overdue = first.num_overtaken >= PATIENCE
+        self._before = step.chunk_tokens
+        self.limit = self._before + (room // 2 if self._is_overdue else room)
+        self._step = step
+        self._first = first
+        self._room = room
+        self._waiting = waiting
+        self._by_priority = waiting.policy is Policy.PRIORITY
+        self._is_awaited = any(r.num_in_flight and len(r.tokens) == r.num_prompt for r in before)
+        left = [r for r in step.prompts if r.id not in step.requests and self._overtakes(r)]
+        self._running = sorted(left, key=lambda request: -request.num_pending)
+
+    def next(self) -> Request | None:
+        """The shortest prompt that overtakes; a waiting one must be admitted before the next."""
+        waiting = self._waiting.shortest() if self._waiting else self._first
+        if self._running and self._running[-1].num_pending <= waiting.num_pending:
+            waiting = self._running.pop()
+        elif not self._overtakes(waiting):
+            return None
+        self.overtaking.append(waiting)
+        return waiting
+
+    def limit_after(self) -> int:
+        """Of the step's prompt tokens, once those that overtake are in it."""
+        first, taken = self._first, self._step.chunk_tokens
+        if taken == self._before and not self._is_awaited:
+            first.num_overtaken = max(0, first.num_overtaken - 1)
+        elif not self._is_overdue:
+            first.num_overtaken += 1
+            return min(self._before + self._room, taken + SHARE)
+        return self._before + self._room
+
+    def _overtakes(self, request: Request) -> bool:
+        if self._by_priority and request.priority > self._first.priority:
+            return False
+        return 2 * request.num_pending < self._first.num_pending

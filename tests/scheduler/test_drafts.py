@@ -1,0 +1,241 @@
+"""Which drafts a step gets, what becomes of them, and where n-grams find them."""
+
+import random
+
+import pytest
+
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.cost_model import StepWork
+from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
+from mlx_paged.scheduler.runner_protocol import SampledToken
+from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.step import Step
+
+RIGHT = 7
+"""The token that every request would choose."""
+
+
+class Always:
+    """Drafts of one token."""
+
+    num_tokens = MAX_DRAFTS
+    seconds = seconds_per_draft = 0.0
+
+    def __init__(self, token: int = RIGHT, likelihood: float = 0.9) -> None:
+        self.token = token
+        self.chance = likelihood
+        self.learnt: list[tuple[int, int, int]] = []
+        self.dropped: list[int] = []
+
+    def likelihood(self, request: Request) -> float:
+        return self.chance
+
+    def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
+        return [[self.token] * depth for depth in depths]
+
+    def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        self.learnt.append((request.id, drafted, accepted))
+
+    def drop(self, request: Request) -> None:
+        self.dropped.append(request.id)
+
+
+def scheduler_with(
+    drafter: Always, num_blocks: int = 100, row_seconds: float = 0.0001, **options: float
+) -> Scheduler:
+    """A scheduler that knows its costs: a step takes 10 ms and as much more for each row."""
+    scheduler = Scheduler(BlockAllocator(num_blocks, 4), 8, 64, drafter=drafter, **options)
+    for rows in (1, 8, 64, 1, 8, 64):
+        scheduler.budget.observe(StepWork(rows, 10 * rows), 0.010 + row_seconds * rows)
+    return scheduler
+
+
+def started(scheduler: Scheduler, *lengths: int, **params: object) -> list[Request]:
+    """Requests whose prompts are computed and whose first token is known."""
+    requests = []
+    for length in lengths:
+        options = SamplingParams(**({"max_tokens": 64} | params))
+        first = 100 + 1000 * len(requests)
+        request = Request(len(requests), list(range(first, first + length)), options, seed=0)
+        scheduler.add(request)
+        requests.append(request)
+    finish(scheduler, scheduler.schedule())
+    return requests
+
+
+def finish(scheduler: Scheduler, step: Step) -> list[int]:
+    """Let every position choose RIGHT, and give the requests what they accept."""
+    rows = [SampledToken(s.request, RIGHT, 0.0) for s in step.spans for _ in range(rows_of(s))]
+    kept = scheduler.speculation.accept(step, rows) if scheduler.speculation else rows
+    for choice in kept:
+        choice.request.tokens.append(choice.token)
+    scheduler.commit(step)
+    scheduler.allocator.check_integrity()
+    return [choice.request.id for choice in kept]
+
+
+def rows_of(span) -> int:
+    return 1 + len(span.drafts)
+
+
+def test_right_drafts_are_all_taken_and_one_token_more_comes_with_them():
+    drafter = Always()
+    scheduler = scheduler_with(drafter)
+    (request,) = started(scheduler, 5)
+    step = scheduler.schedule()
+    (span,) = step.spans
+    assert span.drafts == (RIGHT,) * len(span.drafts) and 3 < len(span.drafts) <= MAX_DRAFTS
+    assert (span.start, span.stop) == (5, 6 + len(span.drafts)) and step.chunk_tokens == 0
+    assert finish(scheduler, step) == [0] * (1 + len(span.drafts))
+    assert request.num_computed == len(request.tokens) - 1 == 6 + len(span.drafts)
+    assert drafter.learnt == [(0, len(span.drafts), len(span.drafts))]
+
+
+def test_wrong_drafts_leave_one_token_and_no_block():
+    scheduler = scheduler_with(Always(token=8))
+    (request,) = started(scheduler, 5)
+    in_use = scheduler.allocator.blocks_in_use
+    step = scheduler.schedule()
+    assert scheduler.allocator.blocks_in_use > in_use
+    assert finish(scheduler, step) == [0]
+    assert scheduler.allocator.blocks_in_use == in_use == 2
+    assert request.num_computed == 6 and scheduler.allocator.num_tokens(0) == 6
+    assert (request.num_accepted, scheduler.speculation.num_accepted) == (0, 0)
+    assert request.num_drafted == scheduler.speculation.num_drafted > 3
+
+
+def test_what_wrong_drafts_wrote_is_no_known_prefix():
+    scheduler = scheduler_with(Always(token=8))
+    (request,) = started(scheduler, 5)
+    finish(scheduler, scheduler.schedule())
+    scheduler.complete(request)
+    wrong = [*range(100, 105), RIGHT, 8, 8, 8, 8, 8, 8]
+    assert scheduler.allocator.cached_prefix(wrong) == 6
+
+
+def test_nothing_is_drafted_ahead_of_a_token_that_is_not_known():
+    scheduler = scheduler_with(Always())
+    (request,) = started(scheduler, 5)
+    request.num_in_flight = 1
+    request.num_computed += 1
+    scheduler.allocator.make_writable(0, 5, 6)
+    step = scheduler.schedule()
+    assert [len(span.drafts) for span in step.spans] == [0]
+    assert scheduler.speculation.reads_first, "the next step may not be launched ahead"
+
+
+def test_drafts_that_cost_more_than_they_give_are_not_computed():
+    (scheduler, hopeless) = scheduler_with(Always(likelihood=0.3)), Always(likelihood=0.0)
+    started(scheduler, 5)
+    cheap = scheduler.schedule()
+    assert 0 < len(cheap.spans[0].drafts) < 6
+    dear = scheduler_with(Always(likelihood=0.3), row_seconds=0.005)
+    started(dear, 5)
+    assert not dear.schedule().spans[0].drafts and not dear.speculation.reads_first
+    none = scheduler_with(hopeless)
+    started(none, 5)
+    assert not none.schedule().spans[0].drafts
+
+
+def test_drafts_take_no_block_that_a_decode_needs():
+    scheduler = scheduler_with(Always(), num_blocks=4)
+    requests = started(scheduler, 4, 4, max_tokens=5)
+    step = scheduler.schedule()
+    assert scheduler.num_preemptions == 0 and len(step.spans) == 2
+    assert [span.stop - len(span.drafts) for span in step.spans] == [5, 5]
+    finish(scheduler, step)
+    assert all(request.num_computed == len(request.tokens) - 1 for request in requests)
+
+
+def test_drafts_end_before_the_last_token_and_at_the_bound_of_a_stall():
+    scheduler = scheduler_with(Always(likelihood=1.0))
+    started(scheduler, 5, max_tokens=4)
+    assert len(scheduler.schedule().spans[0].drafts) == 2  # one token is there, one comes free
+    bounded = scheduler_with(Always(), max_stall=0.0102)
+    started(bounded, 5)
+    assert not bounded.schedule().spans[0].drafts
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"speculate": False},
+        {"sampler": lambda logprobs: logprobs.argmax(-1)},
+        {"logits_processors": (lambda tokens, logits: logits,)},
+    ],
+    ids=["off", "sampler", "processor"],
+)
+def test_requests_that_may_keep_a_state_or_do_not_want_drafts_get_none(params):
+    scheduler = scheduler_with(Always())
+    started(scheduler, 5, **params)
+    assert not scheduler.schedule().spans[0].drafts
+
+
+def test_an_ended_request_is_forgotten():
+    drafter = Always()
+    scheduler = scheduler_with(drafter)
+    (request,) = started(scheduler, 5)
+    scheduler.complete(request)
+    assert drafter.dropped == [0]
+
+
+# N-grams
+
+
+def ngram(tokens: list[int], **params: object) -> tuple[NgramDrafter, Request]:
+    request = Request(0, tokens, SamplingParams(max_tokens=50), seed=0)
+    drafter = NgramDrafter()
+    drafter.likelihood(request)
+    return drafter, request
+
+
+def test_guesses_are_what_followed_the_last_tokens_before():
+    drafter, request = ngram([5, 1, 2, 3, 9, 8, 7, 6, 1, 2, 3])
+    assert drafter.likelihood(request) == 0.5
+    assert drafter.propose([request], [3]) == [[9, 8, 7]]
+
+
+def test_the_latest_occurrence_counts():
+    drafter, request = ngram([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3])
+    assert drafter.propose([request], [2]) == [[5, 1]]
+
+
+def test_a_source_that_reaches_the_end_repeats_itself():
+    drafter, request = ngram([4, 1, 2, 1, 2, 1])
+    assert drafter.propose([request], [5]) == [[2, 1, 2, 1, 2]]
+
+
+@pytest.mark.parametrize("tokens", [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4, 1, 2]], ids=str)
+def test_tokens_that_never_came_before_have_no_guess(tokens):
+    drafter, request = ngram(tokens)
+    assert drafter.likelihood(request) == 0
+
+
+def test_right_guesses_make_more_of_them_likely_and_a_wrong_one_ends_the_run():
+    copied = [random.Random(1).randrange(10**6) for _ in range(40)]
+    drafter, request = ngram([*copied, *copied[:3]])
+    seen = []
+    for token in copied[3:30]:
+        request.tokens.append(token)
+        seen.append(drafter.likelihood(request))
+    assert seen == sorted(seen) or min(seen[5:]) > 0.5
+    assert seen[-1] > 0.95 and drafter.propose([request], [4]) == [copied[30:34]]
+    request.tokens.append(10**6 + 1)
+    assert drafter.likelihood(request) == 0
+
+
+def test_tokens_of_one_slot_of_the_table_are_told_apart():
+    """More n-grams than slots: a guess must still follow the very same tokens."""
+    rng = random.Random(3)
+    tokens = [rng.randrange(50) for _ in range(4000)]
+    drafter, request = ngram(tokens)
+    source = drafter._sources[0]
+    source._mask = 15
+    for _ in range(300):
+        request.tokens.append(rng.randrange(50))
+        if drafter.likelihood(request):
+            place = source.place
+            run = source.run
+            assert request.tokens[place - 3 : place] == request.tokens[-3:] or run > 0
