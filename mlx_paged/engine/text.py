@@ -18,58 +18,33 @@ class Detokenizer(Protocol):
     def finalize(self) -> None: ...
 
 
-class TextStream:
-    """The text of one request.
+class StopStrings:
+    """Cuts a text before the first of some strings.
 
-    Text that may be the start of a stop string is held back until the next tokens decide. A stop
-    string may span any number of tokens.
-
-    Args:
-        detokenizer: a new one.
-        stop: the text ends before the first of these strings.
-        context: tokens before the first token. Their text is not part of the result, but the text
-            of later tokens may depend on them.
+    Text that may be the start of a stop string is held back until the next pieces decide. A stop
+    string may span any number of pieces. When one was found, `stopped` is true.
     """
 
-    def __init__(
-        self, detokenizer: Detokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()
-    ) -> None:
-        self._detokenizer = detokenizer
+    def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
-        self._context = context
         self._held = ""
-        self.text = ""
         self.stopped = False
 
-    def push(self, token: int) -> str:
-        """Add a token; return the text that became certain. A stop string sets `stopped`."""
-        for before in self._context:
-            self._detokenizer.add_token(before)
-        if self._context:
-            _ = self._detokenizer.last_segment  # reading it skips this text
-        self._context = ()
-        self._detokenizer.add_token(token)
-        return self._emit(self._detokenizer.last_segment)
-
-    def finish(self) -> str:
-        """End the text; return the rest of it."""
-        self._detokenizer.finalize()
-        segment = self._emit(self._detokenizer.last_segment)
-        held, self._held = self._held, ""
-        self.text += held
-        return segment + held
-
-    def _emit(self, segment: str) -> str:
-        if self.stopped:
-            return ""
+    def feed(self, segment: str) -> str:
+        """Add a piece of text; return the text that became certain."""
+        if self.stopped or not self._stop:
+            return "" if self.stopped else segment
         pending = self._held + segment
         cut = self._first_stop(pending)
         self.stopped = cut is not None
         end = len(pending) - self._possible_stop(pending) if cut is None else cut
         self._held = "" if self.stopped else pending[end:]
-        certain = pending[:end]
-        self.text += certain
-        return certain
+        return pending[:end]
+
+    def rest(self) -> str:
+        """The text that was held back; from here on it counts no more."""
+        held, self._held = self._held, ""
+        return held
 
     def _first_stop(self, text: str) -> int | None:
         """The start of the stop string that ends first; so the cuts of the text do not matter."""
@@ -85,6 +60,49 @@ class TextStream:
             if text.endswith(stop[:length])
         )
         return max(lengths, default=0)
+
+
+class TextStream:
+    """The text of one request.
+
+    Args:
+        detokenizer: a new one.
+        stop: the text ends before the first of these strings.
+        context: tokens before the first token. Their text is not part of the result, but the text
+            of later tokens may depend on them.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._stop = StopStrings(stop)
+        self._context = context
+        self.text = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found."""
+        return self._stop.stopped
+
+    def push(self, token: int) -> str:
+        """Add a token; return the text that became certain. A stop string sets `stopped`."""
+        for before in self._context:
+            self._detokenizer.add_token(before)
+        if self._context:
+            _ = self._detokenizer.last_segment  # reading it skips this text
+        self._context = ()
+        self._detokenizer.add_token(token)
+        return self._keep(self._stop.feed(self._detokenizer.last_segment))
+
+    def finish(self) -> str:
+        """End the text; return the rest of it."""
+        self._detokenizer.finalize()
+        return self._keep(self._stop.feed(self._detokenizer.last_segment) + self._stop.rest())
+
+    def _keep(self, certain: str) -> str:
+        self.text += certain
+        return certain
 
 
 Prompt = str | Sequence[int]

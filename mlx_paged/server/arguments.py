@@ -11,31 +11,95 @@ from mlx_paged import cli
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, Parser, number
 
 API_KEY_VARIABLE = "MLX_PAGED_API_KEY"
+LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
-MAX_STALL_MS = 150.0
-"""Default of ``--max-stall-ms``: a stream waits no longer for its next token because of prompts."""
 
-UNSUPPORTED = {
-    "--kv-bits": "a quantized K/V pool",
-    "--pipeline": "more than one device",
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _size(text: str) -> int:
+    """An argument type: a number of bytes."""
+    try:
+        return int(_parse_size(text))
+    except (KeyError, ArithmeticError):
+        raise argparse.ArgumentTypeError(f"expected a size such as 2GB, got {text!r}") from None
+
+
+SECONDS = number(float, 0, 1e9, "a number of seconds")
+PORT = number(int, 0, 65535, "a port")
+QUANTIZED = "a quantized K/V pool"
+MAX_STALL_MS = 150.0  # a stream waits no longer for its next token because of prompts
+
+FLAGS: dict[str, tuple[tuple[str, Any, Any, str, str], ...]] = {
+    "model": (
+        ("--served-model-name", _names, None, "NAMES", "names of it in requests, with commas"),
+        ("--max-models", COUNT_OR_NONE, 1, "N", "models in memory; 0: requests load no other one"),
+        ("--idle-seconds", SECONDS, None, "S", "unload a model after this time without requests"),
+        ("--chat-template", str, "", "TEMPLATE", "replaces the tokenizer's own"),
+        ("--use-default-chat-template", bool, False, "", "if the tokenizer has no template"),
+        ("--chat-template-args", json.loads, "{}", "JSON", "arguments of the template"),
+    ),
+    "network": (
+        ("--host", str, "127.0.0.1", "HOST", "address to listen on"),
+        ("--port", PORT, 8080, "PORT", "port to listen on; 0 takes a free port"),
+        ("--api-key", str, None, "KEY", f"that clients must send (default: ${API_KEY_VARIABLE})"),
+        ("--allowed-origins", _names, None, "ORIGINS", "web origins that may call, with commas"),
+        ("--allowed-hosts", _names, None, "HOSTS", "names in Host headers (default: loopback's)"),
+        ("--ssl-certfile", str, None, "FILE", "certificate of TLS"),
+        ("--ssl-keyfile", str, None, "FILE", "private key of TLS"),
+        ("--drain-seconds", SECONDS, 30.0, "S", "time for open answers to end after SIGTERM"),
+        ("--log-level", LEVELS, "INFO", "LEVEL", "least severe messages to log"),
+    ),
+    "limits": (
+        ("--max-connections", COUNT, 1000, "N", "open connections; above it the answer is 503"),
+        ("--max-queue", COUNT_OR_NONE, 256, "N", "waiting completions; above it, 503"),
+        ("--max-request-bytes", COUNT, 16 << 20, "N", "size of a request body; above it, 413"),
+        ("--max-context", COUNT, None, "TOKENS", "of prompt and completion (default: the model's)"),
+        ("--max-samples", COUNT, 16, "N", "maximum n of a request"),
+        ("--strict-fields", bool, False, "", "refuse requests with unknown fields"),
+    ),
+    "defaults for requests": (("--max-tokens", COUNT, 512, "N", "maximum new tokens"),),
+    "engine": (
+        ("--decode-concurrency", COUNT, 32, "N", "maximum number of sequences in a batch"),
+        ("--prefill-step-size", COUNT, 512, "TOKENS", "maximum of prompt tokens in a step"),
+        ("--kv-block-size", COUNT, 16, "N", "tokens per KV block"),
+    ),
+    "metrics": (),
+    "compatibility with mlx_lm.server": (
+        ("--prompt-cache-size", int, 10, "N", "0 switches the prefix cache off"),
+        ("--prompt-cache-bytes", _size, None, "SIZE", "same as --kv-memory; may be e.g. 2GB"),
+        ("--kv-bits", int, None, "X", QUANTIZED),
+        ("--kv-group-size", int, 64, "X", QUANTIZED),
+        ("--quantized-kv-start", int, 5000, "X", QUANTIZED),
+        ("--prompt-concurrency", int, 8, "X", "a limit of prompts beside --prefill-step-size"),
+        ("--pipeline", bool, False, "", "more than one device"),
+    ),
 }
-"""Flags of mlx_lm.server that are mistakes here, with the feature that each of them needs."""
+"""Flags by group: type (bool has no value, a list has the values), default, metavar, help."""
 
-WITHOUT_EFFECT = {
-    "--prompt-concurrency": (int, 8),
-    "--kv-group-size": (int, 64),
-    "--quantized-kv-start": (int, 5000),
+SHARED = {  # adds the flags of a group that the commands share
+    "model": cli.add_model,
+    "defaults for requests": cli.add_sampling,
+    "engine": lambda group: cli.add_engine(group, MAX_STALL_MS),
+    "metrics": cli.add_metrics,
 }
-"""Flags of mlx_lm.server that this server ignores, with their types and defaults."""
+
+REFUSED = FLAGS["compatibility with mlx_lm.server"][2:]
+"""Flags of mlx_lm.server that take their defaults only; their help is what others ask for."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The server's arguments. A mistake prints one line and exits with 2."""
     parser = make_parser()
     args = parser.parse_args(arguments)
-    for flag, meaning in UNSUPPORTED.items():
-        if getattr(args, flag.removeprefix("--").replace("-", "_")):
+    for flag, _, default, _, meaning in REFUSED:
+        if getattr(args, flag.removeprefix("--").replace("-", "_")) != default:
             parser.error(f"{flag} is given: {meaning} is not supported")
+    if args.prompt_cache_size not in (0, 10):
+        parser.error("--prompt-cache-size: expected 0 or 10, for --kv-memory limits the cache")
+    if bool(args.ssl_certfile) != bool(args.ssl_keyfile):
+        parser.error("--ssl-certfile and --ssl-keyfile: expected both or none")
     if not isinstance(args.chat_template_args, dict):
         parser.error("--chat-template-args: expected a JSON object")
     args.api_key = args.api_key or os.environ.get(API_KEY_VARIABLE)
@@ -50,91 +114,19 @@ def make_parser() -> Parser:
         "The flags of mlx_lm.server have the same names here.",
         formatter_class=cli.HelpFormatter,
     )
-    _add_model(parser.add_argument_group("model"))
-    _add_network(parser.add_argument_group("network"))
-    _add_limits(parser.add_argument_group("limits"))
-    _add_sampling(parser.add_argument_group("defaults for requests"))
-    _add_engine(parser.add_argument_group("engine"))
-    cli.add_metrics(parser.add_argument_group("metrics"))
-    _add_mlx_lm(parser.add_argument_group("compatibility with mlx_lm.server"))
+    for title, flags in FLAGS.items():
+        group = parser.add_argument_group(title)
+        if title in SHARED:
+            SHARED[title](group)
+        for row in flags:
+            flag, kind, default, metavar, text = row
+            text = f"not supported: {text}" if row in REFUSED else text
+            if kind is bool:
+                group.add_argument(flag, action="store_true", help=text)
+                continue
+            values = {"choices": kind} if kind is LEVELS else {"type": kind, "metavar": metavar}
+            group.add_argument(flag, default=default, help=text, **values)
     return parser
-
-
-def _add_model(group: argparse._ArgumentGroup) -> None:
-    cli.add_model(group)
-    add = group.add_argument
-    template = "chat template that replaces the tokenizer's own"
-    add("--chat-template", default="", metavar="TEMPLATE", help=template)
-    default = "use the default chat template if the tokenizer has none"
-    add("--use-default-chat-template", action="store_true", help=default)
-    options = "arguments for the chat template, e.g. '{\"enable_thinking\": false}'"
-    add("--chat-template-args", type=json.loads, default="{}", metavar="JSON", help=options)
-
-
-def _add_network(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on")
-    port = number(int, 0, 65535, "a port")
-    add("--port", type=port, default=8080, help="port to listen on; 0 takes a free port")
-    key = f"bearer token that clients must send (default: ${API_KEY_VARIABLE}, or no token)"
-    add("--api-key", metavar="KEY", help=key)
-    origins = "comma-separated web origins that may call the server"
-    add(
-        "--allowed-origins",
-        type=lambda text: text.split(","),
-        default="*",
-        metavar="ORIGINS",
-        help=origins,
-    )
-    levels = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
-    add("--log-level", default="INFO", choices=levels, help="least severe messages to log")
-
-
-def _add_limits(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    queue = "maximum number of waiting completions; one more is answered with 503"
-    add("--max-queue", type=COUNT_OR_NONE, default=256, metavar="N", help=queue)
-    size = "maximum size of a request body; a larger one is answered with 413"
-    add("--max-request-bytes", type=COUNT, default=16 << 20, metavar="N", help=size)
-    context = (
-        "maximum of prompt tokens plus max_tokens; more is answered with 400 (default: pool size)"
-    )
-    add("--max-context", type=COUNT, metavar="TOKENS", help=context)
-    add("--max-samples", type=COUNT, default=16, metavar="N", help="maximum n of a request")
-
-
-def _add_sampling(group: argparse._ArgumentGroup) -> None:
-    cli.add_sampling(group)
-    group.add_argument(
-        "--max-tokens", type=COUNT, default=512, metavar="N", help="maximum new tokens"
-    )
-
-
-def _add_engine(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    running = "maximum number of sequences in a batch"
-    add("--decode-concurrency", type=COUNT, default=32, metavar="N", help=running)
-    chunk = "maximum number of prompt tokens in a step"
-    add("--prefill-step-size", type=COUNT, default=512, metavar="TOKENS", help=chunk)
-    add("--kv-block-size", type=COUNT, default=16, metavar="N", help="tokens per KV block")
-    cli.add_engine(group, MAX_STALL_MS)
-
-
-def _add_mlx_lm(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add(
-        "--prompt-cache-size",
-        type=int,
-        default=10,
-        metavar="N",
-        help="0 switches the prefix cache off",
-    )
-    cache = "same as --kv-memory, in bytes or with a unit such as 2GB"
-    add("--prompt-cache-bytes", type=_size, metavar="SIZE", help=cache)
-    for flag, (kind, default) in WITHOUT_EFFECT.items():
-        add(flag, type=kind, default=default, metavar="N", help="accepted, but has no effect")
-    add("--kv-bits", type=int, metavar="N", help="not supported: the server does not start")
-    add("--pipeline", action="store_true", help="not supported: the server does not start")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -149,11 +141,3 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_running": args.decode_concurrency,
         "prefill_chunk": args.prefill_step_size,
     }
-
-
-def _size(text: str) -> int:
-    """An argument type: a number of bytes."""
-    try:
-        return int(_parse_size(text))
-    except (KeyError, ArithmeticError):
-        raise argparse.ArgumentTypeError(f"expected a size such as 2GB, got {text!r}") from None

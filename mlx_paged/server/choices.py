@@ -1,16 +1,20 @@
 """One choice of an answer: splits its text into content, reasoning and tool calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from statistics import fmean
 from typing import Any
 
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import ToolCallFormatter
 
+from mlx_paged.engine.text import StopStrings
 from mlx_paged.outputs import Completion, TokenOutput
-
-Logprob = dict[str, Any]
+from mlx_paged.request import FinishReason
+from mlx_paged.server.models import Model
+from mlx_paged.server.prompts import Prompt
+from mlx_paged.server.request_body import Fields, Refusal
 
 
 @dataclass(slots=True)
@@ -20,17 +24,14 @@ class Delta:
     text: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)  # in the API's form
-    logprobs: list[Logprob] = field(default_factory=list)  # one per token if they are wanted
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # one per token if they are wanted
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls or self.logprobs)
 
-    def __iadd__(self, other: "Delta") -> "Delta":
-        self.text += other.text
-        self.reasoning += other.reasoning
-        self.tool_calls += other.tool_calls
-        self.logprobs += other.logprobs
-        return self
+    def add(self, other: "Delta") -> None:
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class CompletionChoice:
@@ -38,77 +39,161 @@ class CompletionChoice:
 
     Args:
         index: position among the choices of the answer.
-        machine: finds reasoning and tool calls in the text.
-        state: state of the machine after the prompt.
-        tools: parses the text of tool calls.
-        describe: makes the log-probability entry of a token; None if no entries are wanted.
+        model: finds reasoning and tool calls in its text.
+        fields: as :func:`request_body.read` returns them. Stop strings count in the text only.
+
+    Attributes:
+        num_tokens: tokens until the end of the choice.
+        is_cut: it has ended before its completion, which is to be aborted.
+        completion: None until the last token.
     """
 
-    def __init__(
-        self,
-        index: int,
-        machine: TextStateMachine,
-        state: str,
-        tools: ToolCallFormatter,
-        describe: Callable[[TokenOutput], Logprob] | None = None,
-    ) -> None:
+    def __init__(self, index: int, model: Model, fields: Fields, prompt: Prompt) -> None:
         self.index = index
-        self.completion: Completion | None = None  # None until the last token
-        self._state = machine.make_state(state)
-        self._tools = tools
-        self._describe = describe
-        self._tool_text = ""
-        self._made_calls = False
-        self._offset = 0  # characters before the next token of text_logprobs
+        self.num_tokens = 0
+        self.is_cut = False
+        self.completion: Completion | None = None
+        self._fields = fields
+        self._tokenizer = tokenizer = model.tokenizer
+        tools = fields.get("tools") or None
+        self._parse = ToolCallFormatter(tokenizer.tool_parser, tools, fields["stream"])
+        self._state = model.machines[tools is not None].make_state(prompt.state)
+        self._stop = StopStrings(fields["stop"])
+        self._one_call = not fields.get("parallel_tool_calls", True)
+        self._echo = prompt.text
+        self._tool_text: str | None = None  # of a call that has begun
+        self._num_calls = 0
+        self._offset = 0  # characters before the next token of _text_logprobs
+
+    @property
+    def engine_reason(self) -> str:
+        """The name of a :class:`FinishReason`; "abort" if the choice has not ended."""
+        if self.completion is None:
+            return str(FinishReason.ABORT)
+        return str(FinishReason.STOP if self.is_cut else self.completion.finish_reason)
 
     @property
     def finish_reason(self) -> str | None:
         """The API's name of the reason; None while the choice is running."""
         if self.completion is None:
             return None
-        reason = str(self.completion.finish_reason)
-        return "tool_calls" if reason == "stop" and self._made_calls else reason
+        reason = self.engine_reason
+        return "tool_calls" if reason == FinishReason.STOP and self._num_calls else reason
+
+    @property
+    def failure(self) -> Refusal | None:
+        """What to answer if the completion came to no proper end."""
+        if self.completion is None or self.engine_reason not in ("error", "abort"):
+            return None
+        if self.completion.error is not None:
+            return Refusal(500, f"the completion failed: {self.completion.error}")
+        return Refusal(503, "the completion was taken back")
+
+    @property
+    def mean_logprob(self) -> float:
+        return fmean((self.completion and self.completion.logprobs) or (0.0,))
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return 0 if self.completion is None else self.completion.cached_prompt_tokens
 
     def add(self, output: TokenOutput) -> Delta:
         """Add a token. Returns the text and the tool calls that are complete now."""
-        delta = Delta()
+        delta, self._echo = Delta(self._echo), ""
+        self.completion = output.completion
+        if self.is_cut:  # tokens that were computed before the abort
+            return delta
+        self.num_tokens += output.token is not None
         self._state, segments = TextStateMachine.split(self._state, output.text)
         self._read(segments, delta)
-        if output.completion is not None:
-            self.completion = output.completion
+        if output.completion is not None and not self.is_cut:
             self._state, rest, state = TextStateMachine.flush(self._state)
-            self._read([(state, rest), (None, "")], delta)
-        if self._describe is not None and output.token is not None:
-            delta.logprobs.append(self._describe(output))
+            self._read([(state, rest)], delta)
+            if self._tool_text is not None:
+                self._end_call(delta, "")
+            if not self.is_cut:
+                delta.text += self._stop.rest()
+        if self._fields["logprobs"] and output.token is not None:
+            delta.logprobs.append(self._described(output))
         return delta
 
-    def text_logprobs(self, logprobs: list[Logprob]) -> dict[str, Any]:
-        """The entries in the form for text completions, with mlx-lm's "content" beside it.
+    def entry(self, delta: Delta) -> dict[str, Any]:
+        """The choice, or the new part of it, in the API's form."""
+        entry: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
+        if "messages" not in self._fields:
+            logprobs = self._text_logprobs(delta.logprobs) if delta.logprobs else None
+            return entry | {"text": delta.text, "logprobs": logprobs}
+        is_part = self._fields["stream"]
+        message: dict[str, Any] = {"role": "assistant"} | ({} if is_part else {"content": None})
+        parts = {
+            "content": delta.text,
+            "reasoning": delta.reasoning,
+            "tool_calls": delta.tool_calls,
+        }
+        message |= {name: part for name, part in parts.items() if part}
+        if delta.logprobs:
+            entry["logprobs"] = {"content": delta.logprobs}
+        return entry | {"delta" if is_part else "message": message}
 
-        Text offsets continue from call to call, so entries must come in their order.
-        """
+    def _text_logprobs(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        """The entries in the form for text completions, with mlx-lm's "content" beside it."""
         ends = list(accumulate((len(entry["token"]) for entry in logprobs), initial=self._offset))
         self._offset = ends.pop()
         return {
             "tokens": [entry["token"] for entry in logprobs],
             "token_logprobs": [entry["logprob"] for entry in logprobs],
             "top_logprobs": [
-                {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
-                for entry in logprobs
+                {t["token"]: t["logprob"] for t in e["top_logprobs"]} for e in logprobs
             ],
             "text_offset": ends,
             "content": logprobs,
         }
 
+    def _described(self, output: TokenOutput) -> dict[str, Any]:
+        """The log-probability entry of a token."""
+        pairs = [(output.token, output.logprob), *output.top_logprobs]
+        texts = [self._tokenizer.decode([token]) for token, _ in pairs]
+        own, *top = (
+            {"id": token, "token": text, "logprob": logprob, "bytes": [*text.encode()]}
+            for (token, logprob), text in zip(pairs, texts, strict=True)
+        )
+        return own | {"top_logprobs": top}
+
     def _read(self, segments: Sequence[tuple[str | None, str]], delta: Delta) -> None:
         for state, text in segments:
+            if self.is_cut:
+                return
             if state == "tool":
-                self._tool_text += text
+                self._tool_text = (self._tool_text or "") + text
                 continue
-            if self._tool_text:
-                delta.tool_calls += self._tools([self._tool_text])
-                self._tool_text, self._made_calls = "", True
+            if self._tool_text is not None:
+                self._end_call(delta, self._tokenizer.tool_call_end)
             if state == "reasoning":
                 delta.reasoning += text
-            else:
+            elif self.num_tokens <= self._fields["min_tokens"]:
                 delta.text += text
+            else:
+                delta.text += self._stop.feed(text)
+                self.is_cut = self.is_cut or self._stop.stopped
+
+    def _end_call(self, delta: Delta, end: str | None) -> None:
+        """Deliver a tool call, or its text if that is malformed or unfinished."""
+        text, self._tool_text = self._tool_text, None
+        try:
+            calls = self._parse([text])
+            if any(not isinstance(call["function"].get("name"), str) for call in calls):
+                calls = []
+        except Exception:  # a parser can raise anything
+            calls = []
+        if not calls:
+            start = self._tokenizer.tool_call_start or ""
+            delta.text += f"{self._stop.rest()}{start}{text}{end or ''}"
+            return
+        calls = calls[: 1 - self._num_calls] if self._one_call else calls
+        for call in calls:
+            if "index" in call:  # of a stream
+                call["index"] = self._num_calls
+            self._num_calls += 1
+        delta.tool_calls += calls
+        self.is_cut = self._one_call

@@ -2,22 +2,35 @@
 
 import collections
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily as COUNTER
+from prometheus_client.core import GaugeMetricFamily as GAUGE
+from prometheus_client.core import HistogramMetricFamily, Metric
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.metrics.tick_log import BUCKETS_MS, TimeHistogram
-from mlx_paged.outputs import Completion
-from mlx_paged.request import FinishReason
+from mlx_paged.server.models import Models
 
-COUNTERS = {
+Kind = type[GAUGE | COUNTER]
+
+GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
+    "requests_running": ("Sequences in the batch.", lambda e: len(e.scheduler.running)),
+    "requests_waiting": ("Sequences that wait for a place.", lambda e: len(e.scheduler.waiting)),
+    "kv_blocks": ("Size of the KV pool in blocks.", lambda e: e.manager.allocator.num_blocks),
+    "kv_blocks_in_use": (
+        "Blocks that a sequence holds.",
+        lambda e: e.manager.allocator.blocks_in_use,
+    ),
+    "kv_blocks_cached": ("Free blocks with a prefix.", lambda e: e.manager.allocator.num_cached),
+    "kv_block_bytes": ("Bytes of a block in all arrays.", lambda e: e.stats.block_bytes),
+    "profiling": ("1 if each phase of a step is timed.", lambda e: e.ticks.profile),
+}
+COUNTERS = {  # by the name of their field in the engine's statistics
     "prompt_tokens": "Prompt tokens computed.",
     "cached_prompt_tokens": "Prompt tokens of ended completions found in the prefix cache.",
     "prefix_hit_tokens": "Tokens found in the prefix cache at an admission.",
@@ -32,64 +45,79 @@ COUNTERS = {
     "drafts": "Guessed tokens that were computed.",
     "accepted_drafts": "Guessed tokens that were right.",
 }
-"""Counters with the name of their field in the engine's statistics."""
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+NUM_SPIKES = 10
+MODEL = "model_name"
 
 
-def engine_metrics(engine: Engine) -> list[Metric]:
-    """A copy of the engine's metrics. Call this on the engine's thread."""
-    stats, scheduler, ticks = engine.stats, engine.scheduler, engine.ticks
-    allocator = scheduler.allocator
+def engine_status(engine: Engine) -> dict[str, Any]:
+    """What the status page shows of an engine. Call this on the engine's thread."""
+    spikes = [*engine.ticks.spikes][-NUM_SPIKES:]
+    return {
+        **{name: read(engine) for name, (_, read) in GAUGES.items()},
+        **{name: getattr(engine.stats, name) for name in COUNTERS},
+        "spikes": [{"tick": s.index, "ms": s.tick_ms, "causes": s.causes} for s in spikes],
+    }
+
+
+def engine_metrics(engine: Engine, model: str) -> list[Metric]:
+    """A copy of the engine's metrics. Call this on the engine's thread.
+
+    Those with vLLM's names are what routers such as llm-d's read.
+    """
+    stats, ticks, allocator = engine.stats, engine.ticks, engine.manager.allocator
     parts = {name.removesuffix("_ms"): ms / 1000 for name, ms in ticks.total_ms.items()}
     del parts["tick"]  # the sum of the others
-    return [
-        up_metric(True),
-        _gauge("requests_running", "Sequences in the batch.", len(scheduler.running)),
-        _gauge("requests_waiting", "Sequences that wait for a place.", len(scheduler.waiting)),
-        _gauge("kv_blocks", "Size of the KV pool in blocks.", allocator.num_blocks),
-        _gauge("kv_blocks_in_use", "Blocks that a sequence holds.", allocator.blocks_in_use),
-        _gauge("kv_blocks_cached", "Free blocks in the prefix cache.", allocator.num_cached),
-        _gauge("kv_block_bytes", "Bytes of a block in all arrays of the pool.", stats.block_bytes),
-        _gauge("profiling", "1 if each phase of a step is timed.", ticks.profile),
-        *(_counter(name, text, getattr(stats, name)) for name, text in COUNTERS.items()),
-        _counter("kv_blocks_touched", "Blocks that attention had to read.", stats.blocks_touched),
-        _counter("step_seconds", "Time of all steps.", stats.seconds),
-        _counter("prewarm_seconds", "Time to compile GPU pipelines.", stats.prewarm_seconds or 0.0),
-        _labelled(
-            GaugeMetricFamily,
-            "kv_blocks_referenced",
-            "Blocks by how many sequences hold them.",
-            "references",
-            _by_power_of_two(allocator.refcount_histogram),
+    referenced = _by_power_of_two(allocator.refcount_histogram)
+    queries = stats.prefix_hit_tokens + stats.prompt_tokens
+    usage = allocator.blocks_in_use / allocator.num_blocks
+    vllm = "As in vLLM."
+    config = GAUGE("vllm:cache_config_info", vllm, labels=["block_size", "num_gpu_blocks"])
+    config.add_metric([str(stats.block_size), str(allocator.num_blocks)], 1)
+    rows: list[tuple[Kind, str, str, float | Mapping[str, float], str]] = [
+        *((GAUGE, name, text, read(engine), "") for name, (text, read) in GAUGES.items()),
+        *((COUNTER, name, text, getattr(stats, name), "") for name, text in COUNTERS.items()),
+        (
+            COUNTER,
+            "kv_blocks_touched",
+            "Blocks that attention had to read.",
+            stats.blocks_touched,
+            "",
         ),
-        _labelled(CounterMetricFamily, "tick_seconds", "Time by part of the step.", "part", parts),
-        _labelled(CounterMetricFamily, "spikes", "Spikes by first cause.", "cause", ticks.causes),
+        (COUNTER, "step_seconds", "Time of all steps.", stats.seconds, ""),
+        (
+            COUNTER,
+            "prewarm_seconds",
+            "Time to compile pipelines.",
+            stats.prewarm_seconds or 0.0,
+            "",
+        ),
+        (GAUGE, "kv_blocks_referenced", "Blocks by number of holders.", referenced, "references"),
+        (COUNTER, "tick_seconds", "Time by part of the step.", parts, "part"),
+        (COUNTER, "spikes", "Spikes by first cause.", ticks.causes, "cause"),
+        (GAUGE, "vllm:num_requests_running", vllm, {model: len(engine.scheduler.running)}, MODEL),
+        (GAUGE, "vllm:num_requests_waiting", vllm, {model: len(engine.scheduler.waiting)}, MODEL),
+        (GAUGE, "vllm:kv_cache_usage_perc", vllm, {model: usage}, MODEL),
+        (COUNTER, "vllm:prefix_cache_queries", vllm, {model: queries}, MODEL),
+        (COUNTER, "vllm:prefix_cache_hits", vllm, {model: stats.prefix_hit_tokens}, MODEL),
+    ]
+    return [
+        config,
+        *(_family(*row) for row in rows),
         _histogram("decode_tick_seconds", "Time of steps without prompt tokens.", ticks.decode),
         _histogram("prefill_chunk_seconds", "Time of steps with prompt tokens.", ticks.prefill),
     ]
 
 
-def up_metric(is_up: bool) -> Metric:
-    return _gauge("up", "1 while completions can be computed.", is_up)
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"mlx_paged_{name}", text, value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"mlx_paged_{name}", text, value)
-
-
-def _labelled(
-    kind: type[GaugeMetricFamily | CounterMetricFamily],
-    name: str,
-    text: str,
-    label: str,
-    values: Mapping[str, float],
+def _family(
+    kind: Kind, name: str, text: str, values: float | Mapping[str, float], label: str = ""
 ) -> Metric:
-    family = kind(f"mlx_paged_{name}", text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
+    """A metric with one value, or one for each value of a label."""
+    family = kind(name if ":" in name else f"mlx_paged_{name}", text, labels=[label] * bool(label))
+    for key, value in values.items() if isinstance(values, Mapping) else [("", values)]:
+        family.add_metric([key] * bool(label), value)
     return family
 
 
@@ -110,59 +138,48 @@ def _by_power_of_two(histogram: Mapping[int, int]) -> dict[str, int]:
     return dict(found)
 
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+def _summed(families: Iterable[Metric]) -> list[Metric]:
+    """One family for each name, whose samples with the same labels are added."""
+    found: dict[str, Metric] = {}
+    for family in families:
+        before = found.get(family.name)
+        sums = {(s.name, *s.labels.values()): s for s in before.samples} if before else {}
+        for sample in family.samples:
+            key = (sample.name, *sample.labels.values())
+            value = sample.value + (sums[key].value if key in sums else 0.0)
+            sums[key] = sample._replace(value=value)
+        family.samples = list(sums.values())
+        found[family.name] = family
+    return list(found.values())
 
 
 class ServerMetrics:
-    """Counts answers and completions. Asks the engine for its own metrics.
+    """Counts answers and completions; metrics without a model's name are sums over all models."""
 
-    Args:
-        read_engine: returns the engine's metrics.
-    """
-
-    def __init__(self, read_engine: Callable[[], Iterable[Metric]]) -> None:
-        self.collect = read_engine  # the registry calls it
-        self._registry = registry = CollectorRegistry()
-        self._responses = Counter(
-            "mlx_paged_http_responses", "Answers by status.", ["code"], registry=registry
-        )
-        self._completions = Counter(
-            "mlx_paged_completions",
-            "Completions that ended.",
-            ["finish_reason"],
-            registry=registry,
-        )
-        self._ttft = Histogram(
-            "mlx_paged_time_to_first_token_seconds",
-            "Time from submission to the first token.",
-            buckets=SECONDS,
-            registry=registry,
-        )
-        self._seconds = Histogram(
-            "mlx_paged_completion_seconds",
-            "Time from submission to the end.",
-            buckets=SECONDS,
-            registry=registry,
-        )
-        registry.register(self)
-
-    def count_response(self, code: int) -> None:
-        self._responses.labels(str(int(code))).inc()
-
-    def count_completion(self, completion: Completion) -> None:
-        self._completions.labels(str(completion.finish_reason)).inc()
-        self._seconds.observe(completion.seconds)
-        if completion.ttft_s is not None:
-            self._ttft.observe(completion.ttft_s)
-
-    def count_abandoned(self, n: int) -> None:
-        """Count `n` completions that ended because their client left."""
-        self._completions.labels(str(FinishReason.ABORT)).inc(n)
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._registry = CollectorRegistry()
+        keep: dict[str, Any] = {"registry": self._registry, "namespace": "mlx_paged"}
+        since = "Time from the request's arrival to the "
+        self.responses = Counter("http_responses", "Answers by status.", ["code"], **keep)
+        self.completions = Counter("completions", "Ended completions.", ["finish_reason"], **keep)
+        times: dict[str, Any] = keep | {"buckets": SECONDS, "unit": "seconds"}
+        self.ttft = Histogram("time_to_first_token", f"{since}first token.", **times)
+        self.seconds = Histogram("completion", f"{since}end.", **times)
+        self._registry.register(self)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def collect(self) -> list[Metric]:
+        """The engines' metrics, for the registry."""
+        is_up = self._models.is_healthy
+        found = [_family(GAUGE, "up", "1 while completions can be computed.", is_up)]
+        for model in list(self._models.loaded.values()):
+            with suppress(RuntimeError):  # its engine has stopped
+                found += model.service.call(partial(engine_metrics, model=model.name))
+        return _summed(found)
 
     def describe(self) -> list[Metric]:
         """Keeps the registry from calling :meth:`collect` when it registers this object."""

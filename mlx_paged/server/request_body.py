@@ -1,19 +1,130 @@
-"""Checks the body of a request and adapts it to mlx-lm's server. Does not import mlx."""
+"""Checks the body of a request: each known field is obeyed or refused. Does not import mlx."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from mlx_paged.arguments import is_count
 
-Body = dict[str, Any]
-IMAGE_PARTS = {"image_url", "input_image", "image"}
+Fields = dict[str, Any]
+Rule = tuple[Any, Callable[[Any], bool], str]
 
 
-def parse(raw: bytes) -> Body:
-    """The JSON object in a body, without its null fields.
+class Refusal(Exception):
+    """The answer to a request that gets no completion, or an event in a stream that ends badly."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+    def as_json(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold", "seed"),
+    *("repetition_penalty", "repetition_context_size", "presence_penalty"),
+    *("presence_context_size", "frequency_penalty", "frequency_context_size", "ignore_eos"),
+)
+"""Fields that are options of SamplingParams, which checks them."""
+
+LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "num_draft_tokens"}
+"""Fields that ask for nothing that would change an answer of this server."""
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    **dict.fromkeys(("adapters", "draft_model"), ("default_model",)),
+    **dict.fromkeys(("suffix", "grammar"), ("",)),
+    **dict.fromkeys(("functions", "bad_words", "documents", "logits_processors"), ([],)),
+    **dict.fromkeys(("use_beam_search", "store", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "length_penalty": (1,),
+    "service_tier": ("auto", "default"),
+    **dict.fromkeys(("structured_outputs", "allowed_token_ids", "prompt_logprobs"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "chat_template", "audio", "prediction"), ()),
+    "web_search_options": (),
+}
+"""Fields that are refused unless their value is one of these, which ask for nothing."""
+
+PART = 1 << 16  # items of a list that are checked before other threads may run
+
+USAGE = ("include_usage", "continuous_usage_stats")
+
+_BOOL = (lambda value: isinstance(value, bool), "true or false")
+_TEXT = (lambda value: isinstance(value, str), "a string")
+_OBJECT = (lambda value: isinstance(value, dict), "an object")
+_COUNT = (is_count, "an integer >= 0")
+_POSITIVE = (lambda value: is_count(value, 1), "an integer >= 1")
+
+
+def _is_list(kind: type, value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    parts = (value[i : i + PART] for i in range(0, len(value), PART))
+    return all(set(map(type, part)) <= {kind} for part in parts)
+
+
+BOTH: dict[str, Rule] = {
+    "model": ("default_model", *_TEXT),
+    "stream": (False, *_BOOL),
+    "stream_options": (
+        {},
+        lambda value: isinstance(value, dict) and all(k in USAGE or not value[k] for k in value),
+        "an object with include_usage or continuous_usage_stats",
+    ),
+    "n": (1, *_POSITIVE),
+    "max_tokens": (None, *_POSITIVE),
+    "max_completion_tokens": (None, *_POSITIVE),
+    "min_tokens": (0, *_COUNT),
+    "stop": (
+        [],
+        lambda value: (
+            bool(value) if isinstance(value, str) else _is_list(str, value) and all(value)
+        ),
+        "a non-empty string or a list of them",
+    ),
+    "stop_token_ids": ([], lambda value: _is_list(int, value), "a list of token ids"),
+    "priority": (0, lambda value: type(value) is int, "an integer"),
+    "cache_salt": ("", *_TEXT),
+    "logit_bias": ({}, *_OBJECT),
+    "logprobs": (
+        False,
+        lambda value: is_count(value) or isinstance(value, bool),
+        "true or a count",
+    ),
+    "top_logprobs": (0, lambda value: is_count(value) and value <= 20, "from 0 to 20"),
+}
+CHAT: dict[str, Rule] = {
+    "messages": (None, lambda value: bool(value) and _is_list(dict, value), "a list of objects"),
+    "tools": ([], lambda value: _is_list(dict, value), "a list of objects"),
+    "tool_choice": ("auto", *_TEXT),
+    "parallel_tool_calls": (True, *_BOOL),
+    "chat_template_kwargs": ({}, *_OBJECT),
+    "role_mapping": ({}, *_OBJECT),
+    "continue_final_message": (False, *_BOOL),
+    "add_generation_prompt": (None, *_BOOL),
+}
+TEXT: dict[str, Rule] = {
+    "prompt": (None, lambda value: isinstance(value, str | list), "text or token ids"),
+    "echo": (False, *_BOOL),
+    "best_of": (None, *_POSITIVE),
+}
+
+
+def read(raw: bytes, is_chat: bool, max_samples: int) -> tuple[Fields, list[str]]:
+    """The known fields with defaults for missing ones, and the names of unknown fields.
+
+    `prompt` becomes a list of texts and lists of token ids, `stop` a list, `logit_bias` numbers by
+    token id; `logprobs` says whether entries are wanted, and `best_of` how many are generated.
+    Fields of SAMPLING have no default.
 
     Raises:
-        ValueError: the body is no JSON object.
+        ValueError: the body is no JSON object, or a field cannot be obeyed. The message names it.
     """
     try:
         body = json.loads(raw)
@@ -21,78 +132,68 @@ def parse(raw: bytes) -> Body:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ValueError("the body is not a JSON object")
-    return {name: value for name, value in body.items() if value is not None}
+    rules = BOTH | (CHAT if is_chat else TEXT)
+    fields, unknown = {name: default for name, (default, *_) in rules.items()}, []
+    for name, value in body.items():
+        if value is None or name in LABELS:
+            continue
+        if name in ONLY or name.startswith("guided_"):
+            only = ONLY.get(name, ())
+            _require(value in only, name, " or ".join(map(repr, only)) or "nothing", value)
+        if name in rules:
+            _require(rules[name][1](value), name, rules[name][2], value)
+        if name in rules or name in SAMPLING:
+            fields[name] = value
+        elif name not in ONLY:
+            unknown.append(name)
+    _adapt(fields, max_samples)
+    return fields, sorted(unknown)
 
 
-def adapt(body: Body, is_chat: bool, max_samples: int) -> tuple[Body, int]:
-    """The body as mlx-lm's server expects it, and the number of choices.
-
-    Raises:
-        ValueError: a field has a wrong type or asks for something that is not supported.
-    """
-    body = dict(body)
-    n = body.pop("n", 1)
-    _require(is_count(n, 1) and n <= max_samples, "n", f"an integer from 1 to {max_samples}")
-    if is_chat:
-        _check_messages(body.get("messages"))
-    else:
-        _adapt_completion(body)
-    stop = body.get("stop", [])
-    stop = [stop] if isinstance(stop, str) else stop
-    _require(
-        isinstance(stop, list) and all(isinstance(s, str) and s for s in stop),
-        "stop",
-        "a non-empty string or a list of them",
-    )
-    tools = body.get("tools", [])
-    _require(
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools),
-        "tools",
-        "a list of objects",
-    )
-    for name in ("stream_options", "chat_template_kwargs", "role_mapping"):
-        _require(isinstance(body.get(name, {}), dict), name, "an object")
-    for name in ("adapters", "draft_model"):
-        _require(body.get(name, "default_model") == "default_model", name, "nothing")
-    if "xtc_probability" in body and is_count(body["xtc_probability"]):
-        body["xtc_probability"] = float(body["xtc_probability"])
-    return body, n
+def _adapt(fields: Fields, max_samples: int) -> None:
+    n, stop = fields["n"], fields["stop"]
+    count = fields["best_of"] = fields.get("best_of") or n
+    _require(n <= max_samples, "n", f"an integer from 1 to {max_samples}", n)
+    _require(n <= count <= max_samples, "best_of", f"from n to {max_samples}", count)
+    _require(count == n or not fields["stream"], "best_of", "n in a stream", count)
+    fields["stop"] = [stop] if isinstance(stop, str) else stop
+    fields["max_tokens"] = fields["max_completion_tokens"] or fields["max_tokens"]
+    most = fields["max_tokens"] or fields["min_tokens"]
+    _require(fields["min_tokens"] <= most, "min_tokens", "at most max_tokens", fields["min_tokens"])
+    try:
+        fields["logit_bias"] = {int(key): float(x) for key, x in fields["logit_bias"].items()}
+    except (ValueError, TypeError):
+        raise ValueError("logit_bias: expected numbers by token id") from None
+    if not isinstance(fields["logprobs"], bool):  # the number in requests for texts
+        fields["top_logprobs"], fields["logprobs"] = fields["logprobs"], True
+    fields["logprobs"] = fields["logprobs"] or fields["top_logprobs"] > 0
+    if fields.get("tool_choice") == "none":
+        fields["tools"] = []
+    if "messages" in fields:
+        _check_messages(fields["messages"])
+        is_one = not (fields["continue_final_message"] and fields["add_generation_prompt"])
+        _require(is_one, "add_generation_prompt", "false beside continue_final_message", True)
+        return
+    prompt, beside = fields["prompt"], fields["echo"] and fields["logprobs"]
+    _require(not beside, "logprobs", "nothing beside echo", True)
+    is_one = isinstance(prompt, str) or (bool(prompt) and type(prompt[0]) is int)
+    fields["prompt"] = prompts = [prompt] if is_one else prompt
+    is_valid = prompts and (_is_list(str, prompts) or all(_is_list(int, item) for item in prompts))
+    _require(is_valid, "prompt", "text or token ids, or a list of texts or of token ids", prompt)
 
 
-def _adapt_completion(body: Body) -> None:
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        body["prompt"] = prompt = prompt[0]
-    is_tokens = isinstance(prompt, list) and all(map(is_count, prompt))
-    _require(isinstance(prompt, str) or is_tokens, "prompt", "a string or a list of token ids")
-    logprobs = body.get("logprobs")
-    if is_count(logprobs):  # mlx-lm expects a flag and a number
-        body["logprobs"], body["top_logprobs"] = True, logprobs
-
-
-def _check_messages(messages: object) -> None:
-    _require(
-        isinstance(messages, list) and len(messages) > 0, "messages", "a list that is not empty"
-    )
-    assert isinstance(messages, list)
+def _check_messages(messages: Any) -> None:
+    _require(messages, "messages", "a list that is not empty", messages)
     for message in messages:
-        _require(
-            isinstance(message, dict) and isinstance(message.get("role"), str),
-            "messages",
-            "objects with a role",
-        )
+        has_role = isinstance(message.get("role"), str)
+        _require(has_role, "messages", "objects with a role", message)
         content = message.get("content", "")
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        for part in parts:
-            _require(isinstance(part, dict), "messages", "content parts that are objects")
-            _require(part.get("type") not in IMAGE_PARTS, "messages", "no images")
-            _require(
-                part.get("type") == "text" and isinstance(part.get("text"), str | None),
-                "messages",
-                "content that is text",
-            )
+        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+            is_text = isinstance(part, dict) and part.get("type") == "text"
+            is_text = is_text and isinstance(part.get("text"), str | None)
+            _require(is_text, "messages", "content that is text", part)
 
 
-def _require(condition: bool, name: str, expected: str) -> None:
+def _require(condition: object, name: str, expected: str, value: object) -> None:
     if not condition:
-        raise ValueError(f"{name}: expected {expected}")
+        raise ValueError(f"{name}: expected {expected}, got {str(value)[:80]!r}")

@@ -13,7 +13,7 @@ PACKAGE = Path(mlx_paged.__file__).parent
 
 REQUESTS = {"arguments", "request", "sampling_params", "outputs"}
 MAY_IMPORT = {
-    "server": {"engine", "metrics", "cli", *REQUESTS},
+    "server": {"engine", "metrics", "kv", "cli", *REQUESTS},
     "generate": {"engine", "metrics", "cli", *REQUESTS},
     "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", "cli", *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},

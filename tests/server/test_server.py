@@ -6,26 +6,28 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean
 
 import pytest
 from mlx_lm.generate import TextStateMachine
-from mlx_lm.server import CompletionRequest
 from server_harness import (
     CODE,
     MODEL,
     TIMEOUT,
     client,
     demo,
+    live,
     metric,
+    only_model,
+    post,
     solo,
     wait_until,
 )
 
-from mlx_paged import FinishReason, SamplingParams
-
 CHAT = [{"role": "user", "content": "def add(a, b):"}]
 CHAT_PROMPT = "USER: def add(a, b):\nASSISTANT:"
 LONG = {"max_tokens": 1500, "prompt": CODE, "logit_bias": {"1791": -100}}  # 1791 ends a text
+POST = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 pytest_plugins = ["server_fixtures"]
 
 
@@ -63,6 +65,18 @@ def test_a_stream_gives_the_same_in_pieces(openai_client):
     assert "".join(deltas) == solo(CHAT_PROMPT, 24)[0] and sum(map(bool, deltas)) > 8
     assert [packet.choices[0].finish_reason for packet in packets][-2:] == [None, "length"]
     assert not usage.choices and usage.usage.completion_tokens == 24
+
+
+def test_every_piece_may_tell_the_usage_so_far(openai_client):
+    stream = openai_client.completions.create(
+        model=MODEL,
+        prompt=CODE,
+        max_tokens=8,
+        stream=True,
+        stream_options={"continuous_usage_stats": True, "include_obfuscation": False},
+    )
+    counts = [piece.usage.completion_tokens for piece in stream]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == 8
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -114,27 +128,85 @@ def test_completions_and_streams_tell_log_probabilities_too(openai_client):
     assert [entry.logprob for entry in entries] == pytest.approx(solo(CHAT_PROMPT, 6)[2], abs=1e-4)
 
 
+TEMPLATE = "{% for m in messages %}USER: {{ m.content }}\nASSISTANT:{% endfor %}"
+SAY = {"type": "function", "function": {"name": "say", "parameters": {}}}
+COMMENT = TextStateMachine({"normal": [("# ", "tool")], "tool": [("\n", "normal")]})
+"""The tests treat a comment line of the demo model as the tool call."""
+
+
+@pytest.fixture(scope="module")
+def tool_server():
+    with live("--chat-template", TEMPLATE) as running:
+        yield running
+
+
+@pytest.fixture
+def call_tools(tool_server, monkeypatch):
+    """Asks for a chat whose tool calls `parse` reads. Returns the messages and the reason."""
+
+    def ask(parse, stream=False, **options):
+        model = only_model(tool_server)
+        monkeypatch.setattr(model, "machines", model.machines | {True: COMMENT})
+        monkeypatch.setattr(type(model.tokenizer), "tool_parser", property(lambda self: parse))
+        marker = property(lambda self: "# ")
+        monkeypatch.setattr(type(model.tokenizer), "tool_call_start", marker)
+        monkeypatch.setattr(type(model.tokenizer), "tool_call_end", property(lambda self: "\n"))
+        with client(tool_server) as own:
+            answer = own.chat.completions.create(
+                model=MODEL,
+                messages=CHAT,
+                stream=stream,
+                **{"max_tokens": 8, "tools": [SAY]} | options,
+            )
+            if not stream:
+                return [answer.choices[0].message], answer.choices[0].finish_reason
+            choices = [packet.choices[0] for packet in answer]
+            return [choice.delta for choice in choices], choices[-1].finish_reason
+
+    return ask
+
+
+def texts_of(messages):
+    return "".join(message.content or "" for message in messages)
+
+
 @pytest.mark.parametrize("stream", [False, True])
-def test_tool_calls_come_as_the_client_expects_them(server, openai_client, monkeypatch, stream):
-    """The test treats a comment line of the demo model as the tool call."""
-    machine = TextStateMachine({"normal": [("# ", "tool")], "tool": [("\n", "normal")]})
-    monkeypatch.setattr(server.backend, "text_machine", machine)
-    parser = property(lambda self: lambda text, tools: {"name": "say", "arguments": {"a": text}})
-    monkeypatch.setattr(type(server.backend.tokenizer), "tool_parser", parser)
+def test_tool_calls_come_as_the_client_expects_them(call_tools, stream):
+    said, _ = call_tools(lambda text, tools: {"name": "say", "arguments": {"a": text}}, stream)
     text = solo(CHAT_PROMPT, 8)[0]
     comment = text.partition("# ")[2].partition("\n")[0]
     assert comment
-    answer = openai_client.chat.completions.create(
-        model=MODEL,
-        messages=CHAT,
-        max_tokens=8,
-        stream=stream,
-        tools=[{"type": "function", "function": {"name": "say", "parameters": {}}}],
-    )
-    said = [p.choices[0].delta for p in answer] if stream else [answer.choices[0].message]
     (call,) = [call for message in said for call in message.tool_calls or ()]
     assert (call.function.name, json.loads(call.function.arguments)) == ("say", {"a": comment})
-    assert "".join(message.content or "" for message in said) == text.replace(f"# {comment}\n", "")
+    assert texts_of(said) == text.replace(f"# {comment}\n", "")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "parse",
+    [json.loads, lambda text, tools: {"arguments": {}}, lambda text, tools: {"x": 1}["name"]],
+    ids=["no JSON", "no name", "a parser that fails"],
+)
+def test_a_tool_call_that_makes_no_sense_is_delivered_as_text(call_tools, parse, stream):
+    said, reason = call_tools(lambda *args: parse(*args[: 1 + (parse is not json.loads)]), stream)
+    assert texts_of(said) == solo(CHAT_PROMPT, 8)[0] and reason == "length"
+    assert not any(message.tool_calls for message in said)
+
+
+@pytest.mark.parametrize("options", [{"tools": []}, {"tool_choice": "none"}], ids=str)
+def test_no_tool_is_called_that_was_not_offered(call_tools, options):
+    said, reason = call_tools(lambda text, tools: {"name": "say", "arguments": {}}, **options)
+    assert texts_of(said) == solo(CHAT_PROMPT, 8)[0] and not said[0].tool_calls
+    assert reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_tool_calls_the_first_one_ends_the_answer(call_tools, stream):
+    options = {"max_tokens": 64, "stream": stream, "parallel_tool_calls": False}
+    said, reason = call_tools(lambda text, tools: {"name": "say", "arguments": {}}, **options)
+    assert len([call for message in said for call in message.tool_calls or ()]) == 1
+    assert reason == "tool_calls"
+    assert texts_of(said) == solo(CHAT_PROMPT, 64)[0].partition("# ")[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -182,8 +254,8 @@ def test_a_client_that_hangs_up_frees_its_blocks_at_once(server, openai_client, 
         stream.close()
     else:
         body = json.dumps(LONG).encode()
-        with socket.create_connection(server.server_address[:2]) as connection:
-            head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(server.address) as connection:
+            head = f"{POST}Content-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             wait_until(lambda: metric(server, "mlx_paged_kv_blocks_in_use") > 0)
     wait_until(lambda: metric(server, "mlx_paged_kv_blocks_in_use") == 0)
@@ -197,8 +269,8 @@ def test_a_client_that_hangs_up_frees_its_blocks_at_once(server, openai_client, 
 
 def test_a_client_that_says_more_than_it_should_is_still_answered(server):
     body = json.dumps(LONG | {"max_tokens": 300, "stream": True}).encode()
-    with socket.create_connection(server.server_address[:2], TIMEOUT) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(server.address, TIMEOUT) as connection:
+        head = f"{POST}Content-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         connection.recv(1)
         connection.sendall(b"more")
@@ -208,7 +280,8 @@ def test_a_client_that_says_more_than_it_should_is_still_answered(server):
 READER = """
 import http.client, json, sys
 connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
-connection.request("POST", "/v1/completions", sys.argv[2])
+headers = {"Content-Type": "application/json"}
+connection.request("POST", "/v1/completions", sys.argv[2], headers)
 for line in connection.getresponse():
     print(line, flush=True)
 """
@@ -219,7 +292,7 @@ def test_clients_killed_in_the_middle_of_their_streams_leave_nothing(server, sto
     """No handler of a client runs after SIGKILL: only the kernel closes the connection."""
     aborts = 'mlx_paged_completions_total{finish_reason="abort"}'
     generated, aborted = metric(server, "mlx_paged_generation_tokens_total"), metric(server, aborts)
-    command = [sys.executable, "-c", READER, str(server.server_address[1])]
+    command = [sys.executable, "-c", READER, str(server.address[1])]
     bodies = [json.dumps(LONG | {"stream": True, "n": n}) for n in (1, 2)]
     clients = [subprocess.Popen([*command, body], stdout=subprocess.PIPE) for body in bodies]
     for process in clients:
@@ -242,14 +315,74 @@ def test_clients_killed_in_the_middle_of_their_streams_leave_nothing(server, sto
     wait_until(lambda: metric(server, aborts) == (aborted or 0) + 3)
 
 
-def test_completions_that_nobody_reads_any_more_are_ended(server):
-    params = SamplingParams(max_tokens=1500, logit_bias={1791: -100})
-    request = CompletionRequest("text", CODE, [], None, None)
-    with server.backend.submit(request, 2, params) as generation:
-        outputs = generation.outputs()
-        next(outputs)
-        assert server.backend.taken == 2
-    wait_until(lambda: metric(server, "mlx_paged_kv_blocks_in_use") == 0)
-    assert {output.completion.finish_reason for _, output in outputs if output.completion} == {
-        FinishReason.ABORT
-    }
+FIELDS = {
+    "min_tokens": ({"min_tokens": 30, "logit_bias": {"1791": 100}}, 31),
+    "ignore_eos": ({"ignore_eos": True, "logit_bias": {"1791": 100}}, 40),
+    "the end": ({"logit_bias": {"1791": 100}}, 1),
+}
+
+
+@pytest.mark.parametrize(("options", "num_tokens"), FIELDS.values(), ids=FIELDS)
+def test_the_end_of_sequence_token_ends_the_text_when_it_may(server, options, num_tokens):
+    status, _, answer = post(server, {"prompt": CODE, "max_tokens": 40} | options)
+    assert status == 200 and answer["usage"]["completion_tokens"] == num_tokens
+
+
+def test_stop_tokens_end_the_text(server):
+    text, tokens, _ = solo(CODE, 24)
+    end = next(i for i in range(4, 24) if tokens[i] not in tokens[:i])
+    body = {"prompt": CODE, "max_tokens": 24, "stop_token_ids": [tokens[end]]}
+    _, _, answer = post(server, body)
+    assert answer["usage"]["completion_tokens"] == end + 1
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert text.startswith(answer["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_of_several_prompts_gets_its_choices(openai_client, stream):
+    prompts = [CODE, "import os\n", "class Stack:\n"]
+    answer = openai_client.completions.create(
+        model=MODEL, prompt=prompts, n=2, max_tokens=12, echo=True, stream=stream
+    )
+    texts = [""] * 6
+    for choice in (p.choices[0] for p in answer) if stream else answer.choices:
+        texts[choice.index] += choice.text
+    assert texts == [prompt + solo(prompt, 12)[0] for prompt in prompts for _ in range(2)]
+    if not stream:
+        tokens = [demo()[1].encode(prompt) for prompt in prompts]
+        assert answer.usage.prompt_tokens == sum(map(len, tokens))
+        assert answer.usage.completion_tokens == 6 * 12
+        same = openai_client.completions.create(model=MODEL, prompt=tokens, n=2, max_tokens=12)
+        found = [choice.text for choice in same.choices]
+        assert found == [solo(prompt, 12)[0] for prompt in prompts for _ in range(2)]
+
+
+def test_the_likeliest_of_several_is_returned(openai_client):
+    options = {"model": MODEL, "prompt": CODE, "max_tokens": 12, "temperature": 1.0, "seed": 6}
+    all_four = openai_client.completions.create(n=4, logprobs=0, **options).choices
+    means = [fmean(choice.logprobs.token_logprobs) for choice in all_four]
+    likeliest = max(range(4), key=means.__getitem__)
+    (best,) = openai_client.completions.create(best_of=4, **options).choices
+    assert (best.text, best.index) == (all_four[likeliest].text, 0) and likeliest != 0
+
+
+def test_a_salt_keeps_prefixes_apart(openai_client):
+    def cached(salt):
+        answer = openai_client.completions.create(
+            model=MODEL, prompt=CODE * 8, max_tokens=1, extra_body={"cache_salt": salt}
+        )
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached("a") > 0, cached("a") > 0, cached("b") > 0] == [False, True, False]
+
+
+def test_the_last_message_is_continued():
+    messages = [*CHAT, {"role": "assistant", "content": "    return"}]
+    template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ '#' if add_generation_prompt }}"
+    )
+    body = {"messages": messages, "max_tokens": 8, "continue_final_message": True}
+    with live("--chat-template", template) as server:
+        _, _, answer = post(server, body, "/v1/chat/completions")
+    expected = solo("def add(a, b):\n    return", 8)[0]
+    assert answer["choices"][0]["message"]["content"] == expected

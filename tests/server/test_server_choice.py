@@ -1,14 +1,15 @@
 """A choice finds text, reasoning and tool calls, whatever the pieces of text are."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from mlx_lm.generate import TextStateMachine
-from mlx_lm.server import ToolCallFormatter
 
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
 from mlx_paged.server.choices import CompletionChoice, Delta
+from mlx_paged.server.prompts import Prompt
 
 MACHINE = TextStateMachine(
     {
@@ -27,15 +28,23 @@ def ended(reason):
     return Completion(0, 1, [], "", [], reason, None, 0.0, 0, 0)
 
 
-def read(text, width, state="normal", reason=FinishReason.STOP):
+def read(text, width, state="normal", reason=FinishReason.STOP, **options):
     """The sum of all deltas of a text that arrives `width` characters at a time."""
-    tools = ToolCallFormatter(lambda text, tools: json.loads(text), None, streaming=True)
-    choice, whole = CompletionChoice(0, MACHINE, state, tools), Delta()
+    tokenizer = SimpleNamespace(
+        tool_parser=lambda text, tools: json.loads(text),
+        tool_call_start="<tool>",
+        tool_call_end="</tool>",
+    )
+    model = SimpleNamespace(tokenizer=tokenizer, machines={True: MACHINE})
+    fields = {"messages": [], "tools": [{}], "stream": True, "stop": [], "min_tokens": 0}
+    fields |= {"logprobs": False} | options
+    choice = CompletionChoice(0, model, fields, Prompt([1], "", state))
+    whole = Delta()
     pieces = [text[i : i + width] for i in range(0, len(text), width)]
     for i, piece in enumerate(pieces):
         assert choice.finish_reason is None
         last = ended(reason) if i == len(pieces) - 1 else None
-        whole += choice.add(TokenOutput(0, 1, piece, 0.0, completion=last))
+        whole.add(choice.add(TokenOutput(0, 1, piece, 0.0, completion=last)))
     return whole, choice.finish_reason
 
 
@@ -73,4 +82,37 @@ def test_a_tool_call_that_the_end_cuts_off_counts_if_it_is_whole(width):
     delta, reason = read(f"<tool>{call('f', 1)}", width)
     assert calls_of(delta) == [(0, "f", {"a": 1})] and reason == "tool_calls"
     delta, reason = read('<tool>{"name"', width, reason=FinishReason.LENGTH)
-    assert not delta and reason == "length"
+    assert (delta.text, reason) == ('<tool>{"name"', "length")
+
+
+@pytest.mark.parametrize("width", [1, 1000])
+@pytest.mark.parametrize(
+    "broken", ["no JSON", "[]", '{"arguments": {}}', '{"name": 1, "arguments": 1}']
+)
+def test_the_text_of_a_malformed_call_is_delivered(width, broken):
+    delta, reason = read(f"a <tool>{broken}</tool> b <tool>{call('f', 1)}</tool>", width)
+    assert delta.text == f"a <tool>{broken}</tool> b " and reason == "tool_calls"
+    assert calls_of(delta) == [(0, "f", {"a": 1})]
+    delta, reason = read(f"<tool>{broken}</tool>", width)
+    assert (delta.text, delta.tool_calls, reason) == (f"<tool>{broken}</tool>", [], "stop")
+
+
+@pytest.mark.parametrize("width", [1, 1000])
+def test_a_stop_string_counts_in_the_text_only(width):
+    text = f"<think>END</think>so<tool>{call('END', 1)}</tool> a END b"
+    delta, reason = read(text, width, stop=["END"])
+    assert (delta.reasoning, delta.text) == ("END", "so a ")
+    assert calls_of(delta) == [(0, "END", {"a": 1})] and reason == "tool_calls"
+    assert read("a EN", width, stop=["END"])[0].text == "a EN"
+    assert read("a END b", width, stop=["END"]) == (Delta("a "), "stop")
+
+
+def test_a_stop_string_counts_after_so_many_tokens():
+    assert read("END a END b", 4, stop=["END"], min_tokens=1) == (Delta("END a "), "stop")
+
+
+@pytest.mark.parametrize("width", [1, 1000])
+def test_one_call_ends_the_choice_if_no_more_may_come(width):
+    text = f"a<tool>{call('f', 1)}</tool><tool>{call('g', 2)}</tool>b"
+    delta, reason = read(text, width, parallel_tool_calls=False)
+    assert (delta.text, calls_of(delta), reason) == ("a", [(0, "f", {"a": 1})], "tool_calls")

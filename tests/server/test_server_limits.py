@@ -1,6 +1,7 @@
 """The server refuses wrong requests and flags; it starts and stops cleanly."""
 
 import argparse
+import http.client
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from urllib.parse import quote
 
 import mlx_lm.server
 import openai
@@ -21,6 +23,7 @@ from server_harness import (
     exchange,
     live,
     metric,
+    only_model,
     post,
     wait_until,
 )
@@ -41,26 +44,43 @@ BAD_BODIES = {
     "a list": ([1], "not a JSON object"),
     "no prompt": ({}, "prompt: expected"),
     "prompt": ({"prompt": {"a": 1}}, "prompt: expected"),
-    "several prompts": ({"prompt": ["a", "b"]}, "prompt: expected"),
+    "mixed prompts": ({"prompt": ["a", [1]]}, "prompt: expected"),
+    "stop tokens": ({"prompt": "a", "stop_token_ids": ["a"]}, "stop_token_ids: expected"),
+    "best_of": ({"prompt": "a", "n": 3, "best_of": 2}, "best_of: expected from n to 16"),
+    "a stream of the best": ({"prompt": "a", "best_of": 2, "stream": True}, "best_of: expected"),
+    "min_tokens": ({"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens: expected"),
+    "priority": ({"prompt": "a", "priority": 1}, "without --policy priority"),
+    "echo": ({"prompt": "a", "echo": True, "logprobs": 1}, "nothing beside echo"),
+    "no tools": (
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
+        "tools: expected",
+    ),
     "empty prompt": ({"prompt": ""}, "prompt is empty"),
     "unknown token": ({"prompt": [10**6]}, "prompt has token 1000000"),
-    "n": ({"prompt": "a", "n": 0}, "n: expected an integer from 1 to 16"),
+    "n": ({"prompt": "a", "n": 0}, "n: expected an integer >= 1"),
     "many": ({"prompt": "a", "n": 17}, "n: expected an integer from 1 to 16"),
-    "temperature": ({"prompt": "a", "temperature": -1}, "temperature must be at least 0"),
+    "temperature": ({"prompt": "a", "temperature": -1}, "temperature is -1: expected"),
     "hot": (b'{"prompt": "a", "temperature": Infinity}', "temperature is inf: expected"),
-    "max_tokens": ({"prompt": "a", "max_tokens": "7"}, "max_tokens must be of type int"),
+    "max_tokens": ({"prompt": "a", "max_tokens": "7"}, "max_tokens: expected an integer"),
     "stop": ({"prompt": "a", "stop": [7]}, "stop: expected"),
-    "logit_bias": ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias must be a dict"),
+    "logit_bias": (
+        {"prompt": "a", "logit_bias": {"x": 1}},
+        "logit_bias: expected numbers by token id",
+    ),
     "biased token": ({"prompt": "a", "logit_bias": {"9999": 1}}, "token ids below 1792"),
-    "stream": ({"prompt": "a", "stream": "yes"}, "stream must be of type bool"),
+    "stream": ({"prompt": "a", "stream": "yes"}, "stream: expected true or false"),
+    "obfuscation": (
+        {"prompt": "a", "stream_options": {"include_obfuscation": True}},
+        "stream_options: expected",
+    ),
     "stream_options": ({"prompt": "a", "stream_options": 1}, "stream_options: expected"),
-    "adapters": ({"prompt": "a", "adapters": "/etc"}, "adapters: expected nothing"),
-    "too long": ({"prompt": "a", "max_tokens": 10**6}, "need"),
+    "adapters": ({"prompt": "a", "adapters": "/etc"}, "adapters: expected 'default_model'"),
+    "too long": ({"prompt": "a", "max_tokens": 10**6}, "are more than the 2048 that"),
     "no role": ({"messages": [{"content": "a"}]}, "messages: expected objects with a role"),
     "no messages": ({"messages": []}, "messages: expected a list"),
     "images": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-        "messages: expected no images",
+        "messages: expected content that is text",
     ),
     "unknown part": (
         {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
@@ -106,28 +126,145 @@ def test_the_client_raises_its_own_errors_for_ours(server, openai_client):
     [
         (("POST", "/v1/nothing", b"{}"), 404),
         (("GET", "/v1/nothing"), 404),
-        (("PUT", "/v1/completions", b"{}"), 501),
-        (("GET", "/" + "x" * 70_000), 414),
+        (("PUT", "/v1/completions", b"{}"), 405),
+        (("GET", "/v1/completions"), 405),
+        (("DELETE", "/health"), 405),
     ],
-    ids=["post", "get", "put", "long"],
+    ids=["post", "get", "put", "completions", "delete"],
 )
 def test_other_places_and_methods_are_refused_in_the_same_form(server, request_line, status):
     found, _, content = exchange(server, *request_line)
     assert found == status and json.loads(content)["error"]["message"]
 
 
-@pytest.mark.parametrize(("length", "status"), [(None, 411), ("-1", 400), ("x", 400)])
-def test_a_body_without_a_proper_length_is_refused(server, length, status):
-    with socket.create_connection(server.server_address[:2], TIMEOUT) as connection:
-        field = "" if length is None else f"Content-Length: {length}\r\n"
-        connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{field}\r\n".encode())
-        answer = b"".join(iter(lambda: connection.recv(4096), b""))
-    assert answer.startswith(f"HTTP/1.0 {status} ".encode()) and b'"error"' in answer
+def raw_answer(server, text):
+    """All that the server sends in answer to some bytes."""
+    with socket.create_connection(server.address, TIMEOUT) as connection:
+        connection.sendall(text)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+CLOSE = "Host: localhost\r\nConnection: close\r\n"
+JSON = "Content-Type: application/json\r\n"
+BODY = '{"prompt": "a", "max_tokens": 1}'
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "9" * 5000])
+def test_a_body_without_a_proper_length_is_refused(server, length):
+    head = f"POST /v1/completions HTTP/1.1\r\n{CLOSE}{JSON}Content-Length: {length}\r\n\r\n"
+    assert raw_answer(server, head.encode()).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_body_may_come_in_chunks(server):
+    chunks = f"5\r\n{BODY[:5]}\r\n{len(BODY) - 5:x}\r\n{BODY[5:]}\r\n0\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\n{CLOSE}{JSON}Transfer-Encoding: chunked\r\n\r\n"
+    answer = raw_answer(server, (head + chunks).encode())
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"text_completion" in answer
+
+
+def test_a_stream_comes_in_chunks_whose_end_a_client_sees(server):
+    body = BODY[:-1] + ', "stream": true}'
+    head = f"POST /v1/completions HTTP/1.1\r\n{CLOSE}{JSON}Content-Length: {len(body)}\r\n\r\n"
+    answer = raw_answer(server, (head + body).encode())
+    assert b"transfer-encoding: chunked" in answer.lower() and answer.endswith(b"\r\n0\r\n\r\n")
+
+
+def test_one_connection_takes_several_requests(server):
+    connection = http.client.HTTPConnection(*server.address, timeout=TIMEOUT)
+    sockets = set()
+    for method, path in (("GET", "/health?x=1"), ("HEAD", "/health"), ("GET", "/v1/models")):
+        connection.request(method, path)
+        response = connection.getresponse()
+        assert response.status == 200 and bool(response.read()) == (method == "GET")
+        sockets.add(connection.sock.getsockname())
+    connection.close()
+    assert len(sockets) == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "localhost:99"}, 200),
+        ({"Host": "[::1]:99"}, 200),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": ""}, 415),
+        ({"Content-Type": "Application/JSON; charset=utf-8"}, 200),
+    ],
+    ids=str,
+)
+def test_web_pages_cannot_drive_a_local_server(server, headers, status):
+    found, sent, content = exchange(server, "POST", "/v1/completions", BODY, headers)
+    assert found == status and ("error" in json.loads(content)) == (status != 200)
+    assert "Access-Control-Allow-Origin" not in sent
+
+
+def test_origins_and_hosts_may_be_allowed():
+    flags = ["--allowed-origins", "http://a,http://b", "--allowed-hosts", "example.com"]
+    with live(*flags, "--api-key", "secret") as server:
+        asked = {"Access-Control-Request-Method": "POST"}
+        for origin, status in (("http://b", 200), ("http://c", 400)):
+            headers = {"Host": "example.com", "Origin": origin, **asked}
+            found, sent, _ = exchange(server, "OPTIONS", "/v1/completions", headers=headers)
+            assert found == status
+            assert sent["Access-Control-Allow-Origin"] == ("http://b" if status == 200 else None)
+
+
+REFUSED = {
+    "response_format": {"type": "json_object"},
+    "guided_json": {},
+    "guided_regex": "a",
+    "structured_outputs": {"choice": ["a"]},
+    "grammar": "root",
+    "suffix": "x",
+    "use_beam_search": True,
+}
+REFUSED_IN_CHATS = {
+    "tool_choice": "required",
+    "function_call": {"name": "a"},
+    "modalities": ["audio"],
+}
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(("name", "value"), (REFUSED | REFUSED_IN_CHATS).items())
+def test_a_field_that_cannot_be_obeyed_is_refused_by_name(server, name, value):
+    status, _, answer = post(server, CHAT | {name: value}, "/v1/chat/completions")
+    assert status == 400 and f"{name}: expected" in answer["error"]["message"]
+    if name in REFUSED:
+        assert post(server, {"prompt": "a", name: value})[0] == 400
+
+
+def test_fields_that_ask_for_nothing_are_accepted(server):
+    fields = {
+        "response_format": {"type": "text"},
+        "tool_choice": "auto",
+        "user": "me",
+        "seed": None,
+    }
+    status, headers, _ = post(server, CHAT | fields, "/v1/chat/completions")
+    assert status == 200 and "x-ignored-fields" not in headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_unknown_fields_are_named(server, caplog, stream):
+    body = json.loads(BODY) | {"stream": stream, f"new_{stream}": 1, "b\r\nX: 1": 2}
+    for _ in range(2):
+        status, headers, _ = exchange(server, "POST", "/v1/completions", json.dumps(body))
+        assert status == 200 and headers["x-ignored-fields"] == f"b%0D%0AX%3A%201, new_{stream}"
+    assert caplog.text.count(f"new_{stream}") == 1
+    with live("--strict-fields") as strict:
+        status, _, answer = post(strict, body)
+        assert status == 400 and f"new_{stream}" in answer["error"]["message"]
 
 
 def test_health_models_and_metrics_are_told(server, openai_client):
+    assert exchange(server, "GET", "/ready")[0] == 200
     assert exchange(server, "GET", "/health")[0] == 200
     (model,) = openai_client.models.list()
+    assert openai_client.models.retrieve(model.id) == model
+    status, _, content = exchange(server, "GET", f"/v1/models/{quote(model.id, safe='')}")
+    assert status == 200 and json.loads(content)["id"] == model.id
     assert openai_client.completions.create(model=model.id, prompt="a", max_tokens=1).choices
     assert metric(server, "mlx_paged_up") == 1
     assert metric(server, "mlx_paged_kv_blocks") > 100
@@ -150,7 +287,12 @@ def test_without_the_key_nothing_but_health_is_told(guarded):
         ("POST", "/v1/completions", json.dumps({"prompt": "a"})),
         ("POST", "/v1/completions", "x" * 3_000_000),
     ):
-        for headers in ({}, {"Authorization": "Bearer secre"}, {"Authorization": "secret"}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer secre"},
+            {"Authorization": "secret"},
+            {"X-API-Key": "secre"},
+        ):
             status, found, content = exchange(guarded, method, path, body, headers)
             assert status == 401 and found["WWW-Authenticate"] == "Bearer"
             assert json.loads(content)["error"]["code"] == "invalid_api_key"
@@ -158,6 +300,19 @@ def test_without_the_key_nothing_but_health_is_told(guarded):
         client(guarded, "wrong").models.list()
     with client(guarded, "secret") as own:
         assert own.completions.create(model=MODEL, prompt=CODE, max_tokens=4).choices
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": "bearer secret"},
+        {"authorization": "BEARER  secret"},
+        {"X-API-KEY": "secret"},
+    ],
+    ids=str,
+)
+def test_the_key_may_come_in_any_usual_form(guarded, headers):
+    assert exchange(guarded, "GET", "/v1/models", headers=headers)[0] == 200
 
 
 KEY = {"Authorization": "Bearer secret"}
@@ -191,7 +346,7 @@ def test_a_stream_cut_off_by_the_end_of_the_server_says_so():
     with live() as server, client(server) as own:
         stream = own.completions.create(model=MODEL, stream=True, **LONG)
         next(iter(stream))
-        server.backend.service.close()
+        only_model(server).service.close()
         with pytest.raises(openai.APIError, match="taken back"):
             list(stream)
         assert post(server, {"prompt": "a"})[0] == 503
@@ -199,10 +354,18 @@ def test_a_stream_cut_off_by_the_end_of_the_server_says_so():
         assert exchange(server, "GET", "/health")[0] == 503
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(how):
+@pytest.mark.parametrize(
+    ("how", "flags", "end"),
+    [
+        (signal.SIGINT, ["--drain-seconds", "0.2"], b"taken back"),
+        (signal.SIGTERM, ["--drain-seconds", "0.2"], b"taken back"),
+        (signal.SIGTERM, [], b"[DONE]"),
+    ],
+    ids=["interrupted", "short", "finished"],
+)
+def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(how, flags, end):
     process = subprocess.Popen(
-        [sys.executable, "-m", "mlx_paged.server", "--port", "0", "--kv-memory", "0.05"],
+        [sys.executable, "-m", "mlx_paged.server", "--port", "0", "--kv-memory", "0.05", *flags],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -211,15 +374,15 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(how):
     assert host == "127.0.0.1"
     body = json.dumps(LONG | {"stream": True}).encode()
     with socket.create_connection((host, int(port)), TIMEOUT) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         assert b"data:" in connection.recv(4096) + connection.recv(4096)
         os.kill(process.pid, how)
         _, errors = process.communicate(timeout=TIMEOUT)
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert process.returncode == 0
     assert "Traceback" not in errors
-    assert b"taken back" in answer
+    assert end in answer and answer.endswith(b"0\r\n\r\n")
 
 
 @pytest.mark.parametrize(
@@ -227,6 +390,11 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(how):
     [
         (["--num-draft-tokens", "0"], "expected a whole number from 1 to 15"),
         (["--kv-bits", "4"], "--kv-bits is given: a quantized K/V pool is not supported"),
+        (["--kv-group-size", "32"], "a quantized K/V pool is not supported"),
+        (["--quantized-kv-start", "9"], "a quantized K/V pool is not supported"),
+        (["--prompt-concurrency", "2"], "--prompt-concurrency is given"),
+        (["--prompt-cache-size", "3"], "--prompt-cache-size: expected 0 or 10"),
+        (["--ssl-certfile", "x"], "expected both or none"),
         (["--pipeline"], "--pipeline is given: more than one device is not supported"),
         (["--max-queue", "-1"], "expected a whole number >= 0"),
         (["--max-stall-ms", "-1"], "expected a number of milliseconds >= 0"),
@@ -288,7 +456,7 @@ def parser_of_mlx_lms_server(monkeypatch) -> argparse.ArgumentParser:
     return caught.value.args[0]
 
 
-OTHER_DEFAULTS = {"--prefill-step-size": (2048, 512)}
+OTHER_DEFAULTS = {"--prefill-step-size": (2048, 512), "--allowed-origins": ("*", None)}
 """Their default and ours; docs/server.md names each of these flags."""
 
 
@@ -327,12 +495,9 @@ def test_every_flag_of_mlx_lms_server_is_known_with_its_default(monkeypatch):
         ("--max-tokens", "64"),
         ("--chat-template-args", '{"enable_thinking": false}'),
         ("--decode-concurrency", "4"),
-        ("--prompt-concurrency", "2"),
         ("--prefill-step-size", "128"),
-        ("--prompt-cache-size", "3"),
+        ("--prompt-cache-size", "0"),
         ("--prompt-cache-bytes", "2GB"),
-        ("--kv-group-size", "32"),
-        ("--quantized-kv-start", "100"),
     ],
 )
 def test_values_of_mlx_lms_flags_are_read_as_there(monkeypatch, flag, value):
@@ -350,7 +515,7 @@ def test_nothing_from_the_network_is_unpickled():
 
 
 def test_what_cannot_be_served_is_reported_in_one_line(server, capsys):
-    taken = str(server.server_address[1])
+    taken = str(server.address[1])
     for flags, message in (
         (["--model", "/nowhere"], "model /nowhere"),
         (["--port", taken, "--kv-memory", "0.05"], "Address already in use"),
@@ -372,7 +537,7 @@ def test_a_server_that_is_open_to_others_without_a_key_warns(caplog):
 
 
 def test_a_missing_extra_is_one_line(monkeypatch, capsys):
-    for name in ("backend", "http", "metrics"):
+    for name in ("answers", "app", "listener", "metrics", "models"):
         monkeypatch.delitem(sys.modules, f"mlx_paged.server.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert main(["--port", "0"]) == 2

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_harness import CODE, exchange, live, post
+from server_harness import CODE, exchange, live, only_model, post
 
 from mlx_paged.metrics.tick import PARTS, PHASES
 from mlx_paged.metrics.tick_log import BUCKETS_MS
@@ -28,7 +28,7 @@ def test_metrics_tell_what_the_engine_counted():
     with live("--kv-block-size", "4", "--spike-ms", "0.001") as server:
         for _ in range(2):
             assert post(server, {"prompt": CODE * 3, "max_tokens": 6, "n": 3})[0] == 200
-        engine = server.backend.service._engine
+        engine = only_model(server).service._engine
         found, stats, ticks = samples(server), engine.stats, list(engine.ticks)
     for name in ("cow_clones", "evictions", "decode_tokens", "prefix_hit_tokens", "kv_bytes_read"):
         assert found[f"mlx_paged_{name}_total",] == getattr(stats, name)

@@ -39,26 +39,33 @@ def live(*flags):
     """A server on a free port; its thread and its blocks are gone afterwards."""
     args = arguments.parse(["--port", "0", "--kv-memory", "0.05", *flags])
     with serving(args) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=server.run)
         thread.start()
         try:
+            wait_until(lambda: server.started)
             yield server
-            wait_until(lambda: server.backend.taken == 0)
+            wait_until(lambda: server.models.taken == 0)
             wait_until(lambda: not metric(server, "mlx_paged_kv_blocks_in_use", args.api_key))
         finally:
-            server.shutdown()
+            server.should_exit = True
             thread.join()
 
 
+def only_model(server):
+    (model,) = server.models.loaded.values()
+    return model
+
+
 def client(server, key="none"):
-    url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    url = f"http://127.0.0.1:{server.address[1]}/v1"
     return OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=0)
 
 
 def exchange(server, method, path, body=None, headers=()):
     """Status, headers and body of one answer, without any client's help."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=TIMEOUT)
-    connection.request(method, path, body, dict(headers))
+    connection = http.client.HTTPConnection("127.0.0.1", server.address[1], timeout=TIMEOUT)
+    given = {"Content-Type": "application/json"} | dict(headers)
+    connection.request(method, path, body, given)
     response = connection.getresponse()
     content = response.read()
     connection.close()

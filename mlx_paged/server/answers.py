@@ -1,0 +1,245 @@
+"""Answers requests for completions: as one JSON object, or as server-sent events."""
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Executor
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from mlx_lm.server import get_system_fingerprint
+from starlette.datastructures import State
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.ticket import Ticket
+from mlx_paged.outputs import TokenOutput
+from mlx_paged.server import prompts
+from mlx_paged.server.choices import CompletionChoice, Delta
+from mlx_paged.server.models import Model
+from mlx_paged.server.prompts import Prompt
+from mlx_paged.server.request_body import Fields, Refusal
+
+COMMENT_AFTER_S = 0.08
+COMMENT_EVERY_S = 1.0
+COMMENT = b": waiting for the first token\n\n"
+STREAM = {"content-type": "text/event-stream", "cache-control": "no-cache"}
+
+
+@dataclass
+class Answer:
+    """One answer, an ASGI application."""
+
+    state: State  # of Starlette's application
+    path: str  # of the model
+    fields: Fields
+    headers: dict[str, str]
+    arrived: float  # by time.monotonic
+    threads: Executor | None  # that encode the prompt; None: those of the event loop
+    prompts: list[Prompt] = field(default_factory=list)
+    choices: list[CompletionChoice] = field(default_factory=list)
+
+    @cached_property
+    def head(self) -> dict[str, Any]:
+        """The part of the answer that all its packets have."""
+        is_chat, end = "messages" in self.fields, ".chunk" if self.fields["stream"] else ""
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4()}",
+            "system_fingerprint": get_system_fingerprint(),
+            "object": f"chat.completion{end}" if is_chat else "text_completion",
+            "model": self.fields["model"],
+            "created": int(time.time()),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, until the client disconnects."""
+        answer = self._stream(send) if self.fields["stream"] else self._whole(scope, receive, send)
+        work = asyncio.ensure_future(answer)
+        gone = asyncio.ensure_future(_until_gone(receive))
+        gone.add_done_callback(lambda _: work.cancel())
+        try:
+            await work
+        except asyncio.CancelledError:
+            logging.info("a client disconnected before the end of its answer")
+        finally:
+            gone.cancel()
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the whole answer when all completions have ended."""
+        whole: dict[int, Delta] = {}
+        async with aclosing(self._pieces()) as pieces:
+            async for choice, delta in pieces:
+                whole.setdefault(choice.index, Delta()).add(delta)
+        kept = [choice.entry(whole[choice.index]) for choice in self._best()]
+        choices = [entry | {"index": index} for index, entry in enumerate(kept)]
+        answer = self.head | {"choices": choices, "usage": self._usage()}
+        await JSONResponse(answer, headers=self.headers)(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        """Send each piece of text as an event, and comments until the first one."""
+        is_open = False
+
+        async def write(body: bytes, more_body: bool = True) -> None:
+            nonlocal is_open
+            if not is_open:
+                is_open = True
+                raw = [(k.encode(), v.encode()) for k, v in (STREAM | self.headers).items()]
+                await send({"type": "http.response.start", "status": 200, "headers": raw})
+            await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+        async def comment() -> None:
+            await asyncio.sleep(COMMENT_AFTER_S)
+            while True:
+                await write(COMMENT)
+                await asyncio.sleep(COMMENT_EVERY_S)
+
+        begin = json.dumps(self.head)[:-1]
+        options = self.fields["stream_options"]
+        comments = asyncio.ensure_future(comment())
+        try:
+            async with aclosing(self._pieces()) as pieces:
+                async for choice, delta in pieces:
+                    comments.cancel()
+                    if delta or choice.completion is not None:
+                        part: dict[str, Any] = {"choices": [choice.entry(delta)]}
+                        if options.get("continuous_usage_stats"):
+                            part["usage"] = self._usage()
+                        await write(f"data: {begin}, {json.dumps(part)[1:]}\n\n".encode())
+            if options.get("include_usage"):
+                await write(_event(self.head | {"choices": [], "usage": self._usage()}))
+            await write(b"data: [DONE]\n\n", more_body=False)
+        except Refusal as error:
+            if not is_open:
+                raise
+            comments.cancel()
+            await write(_event(error.as_json()), more_body=False)
+        finally:
+            comments.cancel()
+
+    async def _pieces(self) -> AsyncGenerator[tuple[CompletionChoice, Delta]]:
+        """The choices' new parts as they come. Raises Refusal instead, or after some of them."""
+        fields, args = self.fields, self.state.args
+        count = fields["best_of"] * len(fields.get("prompt", [0]))
+        async with self.state.models.use(self.path, count) as model:
+            try:
+                self.prompts = await asyncio.get_running_loop().run_in_executor(
+                    self.threads, prompts.encode, model, fields, args.chat_template_args
+                )
+                tickets = await asyncio.to_thread(self._submit, model)
+            except ValueError as error:
+                raise Refusal(400, str(error)) from error
+            except RuntimeError as error:
+                raise Refusal(503, str(error)) from error
+            self.choices = [
+                CompletionChoice(index, model, fields, self.prompts[index // fields["best_of"]])
+                for index in range(count)
+            ]
+            try:
+                async for index, output in _outputs(tickets):
+                    choice = self.choices[index]
+                    if not choice.num_tokens:
+                        self.state.metrics.ttft.observe(time.monotonic() - self.arrived)
+                    delta = choice.add(output)
+                    if choice.is_cut and choice.completion is None:
+                        tickets[index].abort()
+                    if choice.failure:
+                        raise choice.failure
+                    yield choice, delta
+            except Refusal:
+                raise
+            except Exception as error:  # e.g. from a detokenizer
+                logging.exception("an answer failed")
+                raise Refusal(500, "the answer could not be made") from error
+            finally:
+                for ticket, choice in zip(tickets, self.choices, strict=True):
+                    ticket.abort()
+                    self.state.metrics.completions.labels(choice.engine_reason).inc()
+                    if choice.completion is not None:
+                        self.state.metrics.seconds.observe(time.monotonic() - self.arrived)
+
+    def _submit(self, model: Model) -> list[Ticket]:
+        fields, args = self.fields, self.state.args
+        params = [prompts.sampling(model, prompt, fields, args) for prompt in self.prompts]
+        place = {"priority": fields["priority"], "cache_salt": fields["cache_salt"]}
+
+        def add(engine: Engine) -> list[int]:
+            ids: list[int] = []
+            try:
+                for prompt, own in zip(self.prompts, params, strict=True):
+                    ids += engine.add_samples(prompt.tokens, fields["best_of"], own, **place)
+            except ValueError:
+                for request_id in ids:
+                    engine.abort(request_id)
+                raise
+            return ids
+
+        return model.service.adopt(add)
+
+    def _best(self) -> list[CompletionChoice]:
+        """The `n` likeliest of the choices of each prompt."""
+        n, count, found = self.fields["n"], self.fields["best_of"], list[CompletionChoice]()
+        for first in range(0, len(self.choices), count):
+            group = self.choices[first : first + count]
+            by_mean = sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)
+            found += group if n == count else by_mean[:n]
+        return found
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(len(prompt.tokens) for prompt in self.prompts)
+        generated = sum(choice.num_tokens for choice in self.choices)
+        cached = sum(choice.num_cached for choice in self.choices[:: self.fields["best_of"]])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content)}\n\n".encode()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _to_the_end(ticket: Ticket) -> AsyncGenerator[TokenOutput]:
+    """A ticket's outputs. The last one has the completion, also after an abort."""
+    completion = None
+    try:
+        async for output in ticket:
+            completion = output.completion
+            yield output
+        if completion is None:
+            yield TokenOutput.last(ticket.result())
+    except Exception as error:  # the error that ended the service
+        raise Refusal(500, f"the engine failed: {error}") from error
+
+
+async def _outputs(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, TokenOutput]]:
+    """The outputs of all tickets as they come, each with the index of its ticket."""
+    if len(tickets) == 1:
+        async for output in _to_the_end(tickets[0]):
+            yield 0, output
+        return
+    readers = [_to_the_end(ticket) for ticket in tickets]
+    waiting = {asyncio.ensure_future(anext(reader)): i for i, reader in enumerate(readers)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index = waiting.pop(task)
+                with suppress(StopAsyncIteration):
+                    yield index, task.result()
+                    waiting[asyncio.ensure_future(anext(readers[index]))] = index
+    finally:
+        for task in waiting:
+            task.cancel()

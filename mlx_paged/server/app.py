@@ -1,0 +1,202 @@
+"""The URLs of the server, and who may use them."""
+
+import argparse
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from importlib.resources import files
+from typing import Any
+from urllib.parse import quote
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_paged.server import request_body
+from mlx_paged.server.answers import Answer
+from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics, engine_status
+from mlx_paged.server.models import Models
+from mlx_paged.server.request_body import Refusal
+
+OPEN = {"/", "/health", "/ready"}  # need no key: they tell nothing about requests
+BODY_TIMEOUT_S = 120.0
+LONG_BODY = 1 << 16  # bytes; longer ones are read by one thread
+NUM_THREADS = 32
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+CHATS = ("/v1/chat/completions", "/chat/completions")
+
+
+def make_app(args: argparse.Namespace, models: Models) -> Starlette:
+    """The ASGI application that serves `models`."""
+    app = Starlette(
+        routes=[
+            *(Route(path, _complete, methods=["POST"]) for path in ("/v1/completions", *CHATS)),
+            Route("/v1/models", _list_models),
+            Route("/v1/models/{name:path}", _list_models),
+            *(Route(path, _health) for path in ("/health", "/ready")),
+            Route("/metrics", _metrics),
+            Route("/status", _status),
+            Route("/", _page),
+        ],
+        exception_handlers={kind: _refuse for kind in (Refusal, HTTPException)},
+        lifespan=_lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.args, app.state.models = args, models
+    app.state.metrics = ServerMetrics(models)
+    app.state.created = int(time.time())
+    app.state.seen = set[str]()  # unknown fields that the log has named
+    app.user_middleware.append(Middleware(_guarded, args=args, metrics=app.state.metrics))
+    if args.allowed_origins:
+        every: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"]}
+        app.add_middleware(CORSMiddleware, allow_origins=args.allowed_origins, **every)
+    return app
+
+
+def _refusal(error: Refusal) -> Response:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.code == "overloaded":
+        headers["Retry-After"] = "1"
+    return JSONResponse(error.as_json(), error.status, headers)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """Answers an error that an endpoint or Starlette's router raises."""
+    if not isinstance(error, HTTPException):
+        assert isinstance(error, Refusal)
+        return _refusal(error)
+    response = _refusal(Refusal(error.status_code, f"{error.detail}: {request.url.path}"))
+    response.headers.update(error.headers or {})
+    return response
+
+
+@asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(NUM_THREADS))
+    app.state.long_bodies = ThreadPoolExecutor(1)
+    unloading = loop.create_task(app.state.models.unload_idle())
+    yield
+    unloading.cancel()
+    app.state.long_bodies.shutdown(wait=False)
+
+
+def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -> ASGIApp:
+    """Middleware that refuses requests of others and counts all answers."""
+    hosts = args.allowed_hosts or (LOOPBACK if args.host in LOOPBACK else ["*"])
+
+    def check(request: Request) -> None:
+        host = request.url.hostname
+        if "*" not in hosts and host not in (*hosts, args.host):
+            raise Refusal(421, f"Host is {host!r}: expected one of --allowed-hosts")
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else ""
+        given = request.headers.get("x-api-key", token)
+        is_open = args.api_key is None or request.url.path in OPEN
+        if not is_open and not hmac.compare_digest(given.encode(), args.api_key.encode()):
+            raise Refusal(401, "no valid API key was given", "invalid_api_key")
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if request.method == "POST" and kind != "application/json":
+            raise Refusal(415, f"Content-Type is {kind!r}: expected application/json")
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                metrics.responses.labels(str(message["status"])).inc()
+            await send(message)
+
+        answer = inner
+        if scope["type"] == "http":
+            try:
+                check(Request(scope))
+            except Refusal as error:
+                answer = _refusal(error)
+        await answer(scope, receive, counted)
+
+    return guarded
+
+
+async def _complete(request: Request) -> Answer:
+    arrived, state = time.monotonic(), request.app.state
+    args, models = state.args, state.models
+    raw = await _body(request, args.max_request_bytes)
+    threads = state.long_bodies if len(raw) > LONG_BODY else None
+    run = asyncio.get_running_loop().run_in_executor
+    try:
+        fields, unknown = await run(
+            threads, request_body.read, raw, request.url.path in CHATS, args.max_samples
+        )
+        if fields["priority"] and args.policy != "priority":
+            raise ValueError("priority: expected 0, for the server runs without --policy priority")
+        if unknown and args.strict_fields:
+            raise ValueError(f"{', '.join(unknown)}: unknown, expected only known fields"[:1000])
+    except ValueError as error:
+        raise Refusal(400, str(error)) from error
+    for name in set(unknown) - state.seen:
+        if len(state.seen) < 1000:
+            state.seen.add(name)
+            logging.warning("requests have the field %.80r, which is unknown and ignored", name)
+    headers = {"x-ignored-fields": ", ".join(map(quote, unknown))[:1000]} if unknown else {}
+    path = await asyncio.to_thread(models.path, fields["model"])
+    return Answer(state, path, fields, headers, arrived, threads)
+
+
+async def _body(request: Request, most: int) -> bytes:
+    """The body, of at most `most` bytes, with or without a Content-Length."""
+    size, body = int(request.headers.get("content-length", 0)), bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            chunks = request.stream()
+            while size <= most and (chunk := await anext(chunks, None)) is not None:
+                body += chunk
+                size = max(size, len(body))
+    except (TimeoutError, ClientDisconnect):
+        raise Refusal(408, f"no whole body came within {BODY_TIMEOUT_S:g} s") from None
+    if size > most:
+        raise Refusal(413, f"the body has {size} bytes: expected at most {most}")
+    return bytes(body)
+
+
+async def _list_models(request: Request) -> Response:
+    state, name = request.app.state, request.path_params.get("name")
+    entry = {"object": "model", "created": state.created, "owned_by": "mlx_paged"}
+    listed = [{"id": listed} | entry for listed in await asyncio.to_thread(state.models.listed)]
+    if name is None:
+        return JSONResponse({"object": "list", "data": listed})
+    await asyncio.to_thread(state.models.path, name)  # raises a Refusal
+    return JSONResponse({"id": name} | entry)
+
+
+async def _health(request: Request) -> Response:
+    is_healthy = request.app.state.models.is_healthy
+    status = "ok" if is_healthy else "unavailable"
+    return JSONResponse({"status": status}, 200 if is_healthy else 503)
+
+
+async def _metrics(request: Request) -> Response:
+    text = await asyncio.to_thread(request.app.state.metrics.text)
+    return Response(text, media_type=CONTENT_TYPE)
+
+
+async def _status(request: Request) -> Response:
+    models = list(request.app.state.models.loaded.values())
+
+    def read() -> list[dict[str, Any]]:
+        return [{"model": m.name} | m.service.call(engine_status) for m in models]
+
+    with suppress(RuntimeError):  # an engine has stopped
+        return JSONResponse({"models": await asyncio.to_thread(read)})
+    raise Refusal(503, "the engine has stopped")
+
+
+async def _page(request: Request) -> Response:
+    return HTMLResponse((files("mlx_paged") / "server" / "status.html").read_text())

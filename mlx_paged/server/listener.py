@@ -1,0 +1,80 @@
+"""uvicorn's server with a limit of connections that counts, and a drain that ends."""
+
+import argparse
+import asyncio
+import resource
+import socket
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlx_paged.server.app import make_app
+from mlx_paged.server.models import Models
+
+FAREWELL_S = 5  # to tell clients that their answers were ended
+KEEP_ALIVE_S = 30
+SPARE_FILES = 64  # connections above the limit that get an answer, 503
+
+
+class Connection(H11Protocol):
+    """Is closed if no request comes in time, or if too many others are open."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > (self.limit_concurrency or 0) + SPARE_FILES:
+            transport.abort()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+
+class Server(uvicorn.Server):
+    """Listens on `address`, host and port, from its construction on.
+
+    Raises:
+        OSError: the address is in use, or a file of TLS cannot be read.
+    """
+
+    def __init__(self, args: argparse.Namespace, models: Models) -> None:
+        self.models = models
+        self._drain_s = args.drain_seconds
+        config = uvicorn.Config(
+            make_app(args, models),
+            http=Connection,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=_limit_files(args.max_connections),
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(args.drain_seconds) + FAREWELL_S,
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
+        )
+        config.load()
+        super().__init__(config)
+        family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+        self.listener = socket.create_server((args.host, args.port), family=family, backlog=2048)
+        self.address: tuple[str, int] = self.listener.getsockname()[:2]
+
+    def run(self, sockets: Any = None) -> None:
+        """Answer requests until a signal comes or `should_exit` is set, then drain."""
+        super().run([self.listener])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish open answers; when the time to drain is over, end them with an error."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._drain_s, loop.run_in_executor, None, self.models.close)
+        await super().shutdown(sockets)
+
+
+def _limit_files(connections: int) -> int:
+    """Raise the limit of open files so far that connections fit. Returns how many fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + 4 * SPARE_FILES
+    if 0 <= soft < wanted:  # -1 is no limit
+        soft = wanted if hard < 0 else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return connections if soft < 0 else min(connections, soft - 4 * SPARE_FILES)

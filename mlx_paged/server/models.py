@@ -1,0 +1,244 @@
+"""The models that the server holds: loads them on demand and gives their memory back."""
+
+import argparse
+import asyncio
+import gc
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import mlx.core as mx
+from huggingface_hub import scan_cache_dir, snapshot_download
+from mlx_lm import load
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.engine.engine import Engine
+from mlx_paged.engine.service import EngineService
+from mlx_paged.kv.memory import default_kv_memory, spare_memory
+from mlx_paged.server.arguments import engine_options
+from mlx_paged.server.request_body import Refusal
+
+T = TypeVar("T")
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
+"""Names that configurations have for the number of positions."""
+
+
+@dataclass(eq=False, slots=True)
+class Model:
+    """A loaded model and its engine."""
+
+    name: str
+    tokenizer: TokenizerWrapper
+    service: EngineService
+    machines: dict[bool, TextStateMachine]  # find reasoning and, under True, also tool calls
+    xtc_special_tokens: frozenset[int]
+    max_context: int | None  # tokens of prompt and completion; None: as many as the pool holds
+    max_prompt_bytes: int  # a longer text cannot fit, whatever its tokens are
+    taken: int = 0  # completions that run or wait
+    last_used: float = field(default_factory=time.monotonic)  # when `taken` changed
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, change: int) -> None:
+        self.taken += change
+        self.last_used = time.monotonic()
+        (self.idle.clear if self.taken else self.idle.set)()
+
+
+class Models:
+    """All loaded models by path. Only the thread of the event loop uses it, but for `start`."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.loaded: dict[str, Model] = {}
+        self.names = args.served_model_name or [args.model]
+        self._turn = asyncio.Lock()  # held while a model is loaded or unloaded
+        self._leaving: Model | None = None  # takes no more requests
+        self._places = args.decode_concurrency + args.max_queue
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether completions can be computed."""
+        return all(model.service.is_running for model in self.loaded.values())
+
+    @property
+    def taken(self) -> int:
+        """Completions of all models that run or wait."""
+        return sum(model.taken for model in self.loaded.values())
+
+    def start(self) -> None:
+        """Load the default model, in the calling thread. Raises ValueError if that fails."""
+        self.loaded[self.args.model] = _make(self.args.model, self.args, self.args.max_models or 1)
+
+    def close(self) -> None:
+        """End all completions and engines."""
+        for model in list(self.loaded.values()):
+            model.service.close()
+
+    def path(self, name: str) -> str:
+        """What to load for the model that a request names. Raises Refusal if nothing is here."""
+        if name in ("default_model", self.args.model, *self.names):
+            return str(self.args.model)
+        with suppress(Exception):  # the name can be anything, and so can the errors
+            if self.args.max_models and (Path(name) / "config.json").is_file():
+                return str(Path(name).resolve())
+            if self.args.max_models:
+                return snapshot_download(name, local_files_only=True)
+        raise Refusal(404, f"model {name!r} is not served here", "model_not_found")
+
+    def listed(self) -> list[str]:
+        """Names that a request may give: of the default model, of models in the hub's cache."""
+        found = {*self.loaded} - {self.args.model, *self.names}
+        with suppress(Exception):  # there is no cache
+            for repo in scan_cache_dir().repos if self.args.max_models else ():
+                files = {file.file_name for ref in repo.refs.values() for file in ref.files}
+                if {"config.json", "tokenizer_config.json"} <= files:
+                    found.add(repo.repo_id)
+        return [*self.names, *sorted(found)]
+
+    @asynccontextmanager
+    async def use(self, path: str, count: int) -> AsyncIterator[Model]:
+        """The model at `path`, loaded and with `count` places for completions, or a Refusal."""
+        model = self.loaded.get(path)
+        if model is None or model is self._leaving:
+            async with self._turn:
+                model = self.loaded.get(path) or await self._load(path)
+        if model.taken and model.taken + count > self._places:
+            message = f"{model.taken} completions are under way or waiting: try again later"
+            raise Refusal(503, message, "overloaded")
+        model.take(count)
+        try:
+            yield model
+        finally:
+            model.take(-count)
+
+    async def unload_idle(self) -> None:
+        """Unload each model that has had no request for `idle_seconds`. Runs until cancelled."""
+        while self.args.idle_seconds:
+            await asyncio.sleep(min(1.0, self.args.idle_seconds / 2))
+            async with self._turn:
+                for path in list(self.loaded):  # no name here may keep a model alive
+                    unused = time.monotonic() - self.loaded[path].last_used
+                    if not self.loaded[path].taken and unused > self.args.idle_seconds:
+                        await self._unload(self.loaded[path])
+
+    async def _load(self, path: str) -> Model:
+        """Load a model in the place of the least recently used ones. The caller has the turn."""
+        most = max(1, self.args.max_models)
+        size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+        while self.loaded and (len(self.loaded) >= most or size > spare_memory()):
+            await self._unload(min(self.loaded.values(), key=lambda model: model.last_used))
+        try:
+            model = await _in_own_thread(_make, path, self.args, most - len(self.loaded))
+        except ValueError as error:
+            raise Refusal(404, str(error), "model_not_found") from error
+        self.loaded[path] = model
+        return model
+
+    async def _unload(self, model: Model) -> None:
+        """Wait for the model's requests, then free its memory."""
+        self._leaving = model
+        try:
+            if model.taken:
+                await model.idle.wait()
+            del self.loaded[model.name]
+        finally:
+            self._leaving = None
+        logging.info("unloading %s", model.name)
+        await _in_own_thread(_release, model.service)
+        model.service = None  # type: ignore[assignment]
+        gc.collect()
+        mx.clear_cache()
+
+
+def _make(path: str, args: argparse.Namespace, places: int) -> Model:
+    """Load a model and start its engine with one of `places` equal parts of the pool's memory.
+
+    Raises:
+        ValueError: the model cannot be loaded or served.
+    """
+    if path != args.model:  # adapter and draft model belong to the default model
+        args = argparse.Namespace(**vars(args) | {"adapter_path": None, "draft_model": None})
+    template = {"chat_template": args.chat_template} if args.chat_template else {}
+    try:
+        model, tokenizer, config = load(
+            path,
+            adapter_path=args.adapter_path,
+            tokenizer_config={"trust_remote_code": args.trust_remote_code} | template,
+            return_config=True,
+            trust_remote_code=args.trust_remote_code,
+        )
+        if args.use_default_chat_template and tokenizer.chat_template is None:
+            tokenizer.chat_template = tokenizer.default_chat_template
+            tokenizer.has_chat_template = True
+    except Exception as error:
+        detail = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"model {path}: {type(error).__name__}: {detail}") from error
+    options = engine_options(args)
+    if options["kv_memory"] is not None:
+        options["kv_memory"] //= max(1, args.max_models)
+    elif places > 1:
+        options["kv_memory"] = default_kv_memory() // places
+    engine = Engine(model, tokenizer, **options)
+    positions = args.max_context or _positions(config)
+    room = min(positions or 1 << 62, engine.manager.allocator.num_blocks * args.kv_block_size)
+    longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    return Model(
+        name=path,
+        tokenizer=tokenizer,
+        service=EngineService(engine).start(),
+        machines={tools: _machine(tokenizer, tools) for tools in (False, True)},
+        xtc_special_tokens=frozenset(newline) | frozenset(tokenizer.eos_token_ids),
+        max_context=positions,
+        max_prompt_bytes=longest * room,
+    )
+
+
+def _positions(config: Mapping[str, Any]) -> int | None:
+    """How many positions the rotary embedding or the table of a model has; None: no limit."""
+    config = config.get("text_config") or config
+    positions: int | None = next((config[name] for name in POSITIONS if config.get(name)), None)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if positions is None or kind not in ("linear", "dynamic", "yarn"):
+        return positions
+    trained = scaling.get("original_max_position_embeddings", positions)
+    return max(positions, int(scaling.get("factor", 1) * trained))
+
+
+def _machine(tokenizer: TokenizerWrapper, tools: bool) -> TextStateMachine:
+    """mlx-lm's machine for the text; without `tools`, the text of a tool call is text."""
+    if tools:
+        return make_text_state_machine(tokenizer)
+    names = ("has_thinking", "think_start", "think_end", "structural_markers")
+    without = SimpleNamespace(**{name: getattr(tokenizer, name) for name in names})
+    without.has_tool_calling = False
+    without.response_transitions = {
+        state: [edge for edge in edges if edge[1] != "tool"]
+        for state, edges in tokenizer.response_transitions.items()
+    }
+    return make_text_state_machine(without)
+
+
+def _release(service: EngineService) -> None:
+    with suppress(RuntimeError):  # it has failed or was closed
+        service.call(lambda engine: engine.close())
+    service.close()
+
+
+async def _in_own_thread(function: Callable[..., T], *args: Any) -> T:
+    """Run `function` in a thread that ends with it, and with it what MLX keeps for a thread."""
+    run = asyncio.get_running_loop().run_in_executor
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            return await run(thread, function, *args)
+        finally:
+            await run(thread, mx.clear_streams)

@@ -1,0 +1,130 @@
+"""Turns a request into token ids as mlx-lm's server does. Any thread may call these functions."""
+
+from argparse import Namespace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.server import convert_chat, process_message_content
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server.models import Model
+from mlx_paged.server.request_body import SAMPLING, Fields
+
+
+class Prompt(NamedTuple):
+    """The token ids of a prompt."""
+
+    tokens: list[int]
+    text: str  # of the prompt, for requests with `echo`; else empty
+    state: str  # in which the model's text begins: "normal" or "reasoning"
+
+
+def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[Prompt]:
+    """The prompts of a request; `template_args` are defaults for the chat template.
+
+    Raises:
+        ValueError: no prompt can be made of the request, or it is too long.
+    """
+    tokenizer = model.tokenizer
+    try:
+        if "messages" not in fields:
+            return [_of_text(model, prompt, fields) for prompt in fields["prompt"]]
+        if not tokenizer.has_chat_template:
+            if fields["continue_final_message"] or fields["tools"]:
+                name = "tools" if fields["tools"] else "continue_final_message"
+                raise ValueError(f"{name}: expected nothing, for the model has no chat template")
+            text = convert_chat(fields["messages"], fields["role_mapping"])
+            return [Prompt(_tokens(model, text, fields), "", "normal")]
+        text = _rendered(tokenizer, fields, template_args | fields["chat_template_kwargs"])
+        tokens = _tokens(model, text, fields, add_special_tokens=False)
+        return [Prompt(tokens, "", _first_state(tokenizer, tokens))]
+    except Exception as error:  # a chat template can raise anything
+        raise ValueError(f"no prompt can be made of the request: {error}") from error
+
+
+def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> SamplingParams:
+    """How the tokens after `prompt` are chosen; `args` has the defaults.
+
+    Raises:
+        ValueError: a field is outside its range, or prompt and completion do not fit together.
+    """
+    options = {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k}
+    options |= {"min_p": args.min_p} | {name: fields[name] for name in SAMPLING if name in fields}
+    if type(options.get("seed")) is int:
+        options["seed"] %= 2**64
+    stop_ids, least = frozenset(fields["stop_token_ids"]), fields["min_tokens"]
+    num_prompt, most = len(prompt.tokens), fields["max_tokens"]
+    if most is None:
+        room = (model.max_context or num_prompt + args.max_tokens) - num_prompt
+        most = max(least, min(args.max_tokens, room), 1)
+    _check_context(model, num_prompt, most)
+    ends = stop_ids.union(() if fields.get("ignore_eos") else model.tokenizer.eos_token_ids)
+
+    def forbid_ends(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size < num_prompt + least:
+            logits[:, mx.array(sorted(ends))] = -mx.inf
+        return logits
+
+    return SamplingParams(
+        max_tokens=most,
+        xtc_special_tokens=model.xtc_special_tokens,
+        logit_bias=fields["logit_bias"],
+        logprobs=fields["top_logprobs"],
+        stop_token_ids=stop_ids,
+        logits_processors=(forbid_ends,) if least and ends else (),
+        **options,
+    )
+
+
+def _check_context(model: Model, num_prompt: int, num_new: int) -> None:
+    """Raise ValueError if prompt and completion do not fit into the context."""
+    if model.max_context is not None and num_prompt + num_new > model.max_context:
+        raise ValueError(
+            f"{num_prompt} prompt tokens and max_tokens {num_new} are more than the "
+            f"{model.max_context} that a request may have"
+        )
+
+
+def _of_text(model: Model, prompt: str | list[int], fields: Fields) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(_tokens(model, prompt, fields), prompt if fields["echo"] else "", "normal")
+    _check_context(model, len(prompt), fields["max_tokens"] or 1)
+    return Prompt(prompt, model.tokenizer.decode(prompt) if fields["echo"] else "", "normal")
+
+
+def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int]:
+    """Token ids of a text, if its bytes can fit. Other threads run while they are computed."""
+    num_bytes = len(text.encode())
+    if num_bytes > model.max_prompt_bytes:
+        raise ValueError(
+            f"the prompt has {num_bytes} bytes: more than {model.max_prompt_bytes} never fit"
+        )
+    tokens = list(model.tokenizer.encode(text, **options))
+    _check_context(model, len(tokens), fields["max_tokens"] or 1)
+    return tokens
+
+
+def _rendered(tokenizer: TokenizerWrapper, fields: Fields, template_args: dict[str, Any]) -> str:
+    messages, continues = fields["messages"], fields["continue_final_message"]
+    process_message_content(messages)
+    begins = fields["add_generation_prompt"]
+    options = {"continue_final_message": True} if continues else {}
+    text = tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=not continues if begins is None else begins,
+        tools=fields["tools"] or None,
+        **options,
+        **template_args,
+    )
+    assert isinstance(text, str)
+    return text
+
+
+def _first_state(tokenizer: TokenizerWrapper, tokens: list[int]) -> str:
+    """As mlx-lm's server: a prompt may end inside reasoning."""
+    is_open = tokenizer.has_thinking and (
+        tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens)
+    )
+    return tokenizer.response_initial_state or ("reasoning" if is_open else "normal")

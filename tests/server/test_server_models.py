@@ -1,0 +1,202 @@
+"""The server loads models on demand, unloads them, and keeps to their positions."""
+
+import json
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+import time
+import urllib.request
+import weakref
+
+import pytest
+from server_harness import CODE, TIMEOUT, client, exchange, live, metric, post, solo, wait_until
+
+from mlx_paged.cli import demo_model_path
+from mlx_paged.server import arguments
+from mlx_paged.server.__main__ import serving
+from mlx_paged.server.models import _positions
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A second model: a copy of the demo model."""
+    return str(shutil.copytree(demo_model_path(), tmp_path / "other"))
+
+
+def ask(server, model, **options):
+    return post(server, {"model": model, "prompt": CODE, "max_tokens": 8} | options)
+
+
+def test_the_model_of_a_request_is_loaded_in_place_of_another(other):
+    with live("--served-model-name", "coder,default", "--prompt-cache-size", "0") as server:
+        text = solo(CODE, 8)[0]
+        for name in ("coder", other, "default", other, None):
+            status, _, answer = ask(server, name)
+            assert status == 200 and answer["choices"][0]["text"] == text
+            assert answer["model"] == (name or "default_model")
+            assert len(server.models.loaded) == 1
+        ids = [
+            model["id"] for model in json.loads(exchange(server, "GET", "/v1/models")[2])["data"]
+        ]
+        assert ids == ["coder", "default"]
+        assert ask(server, "no/such-model")[0] == ask(server, "/nowhere")[0] == 404
+
+
+def test_a_model_is_kept_until_its_answers_have_ended(other):
+    with live() as server, client(server) as own:
+        stream = own.completions.create(
+            model="default_model", prompt=CODE, max_tokens=300, stream=True
+        )
+        next(iter(stream))
+        assert ask(server, other)[0] == 200
+        assert "".join(packet.choices[0].text for packet in stream)
+        assert [*server.models.loaded] == [other]
+
+
+def test_two_models_may_be_held_and_share_the_memory(other):
+    with live("--max-models", "2") as server:
+        blocks = metric(server, "mlx_paged_kv_blocks")
+        assert ask(server, other)[0] == ask(server, "default_model")[0] == 200
+        assert len(server.models.loaded) == 2
+        assert metric(server, "mlx_paged_kv_blocks") == 2 * blocks
+        assert metric(server, "mlx_paged_generation_tokens_total") == 16
+        name = f'vllm:num_requests_running{{model_name="{other}"}}'
+        assert metric(server, name) == 0
+    with live() as alone:
+        assert metric(alone, "mlx_paged_kv_blocks") == pytest.approx(2 * blocks, abs=2)
+
+
+def test_no_other_model_is_loaded_if_none_may_be(other):
+    with live("--max-models", "0") as server:
+        assert ask(server, other)[0] == 404 and ask(server, None)[0] == 200
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_stay_usable(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with live() as server:
+        status, _, answer = ask(server, str(tmp_path))
+        assert status == 404 and str(tmp_path) in answer["error"]["message"]
+        assert ask(server, None)[0] == 200
+
+
+def test_an_idle_model_is_unloaded_and_loaded_again():
+    with live("--idle-seconds", "0.3") as server:
+        assert ask(server, None)[0] == 200
+        kept = [weakref.ref(model.service) for model in server.models.loaded.values()]
+        kept += [weakref.ref(model.tokenizer) for model in server.models.loaded.values()]
+        wait_until(lambda: not server.models.loaded)
+        wait_until(lambda: not any(reference() for reference in kept))
+        assert kept and exchange(server, "GET", "/ready")[0] == 200
+        assert json.loads(exchange(server, "GET", "/status")[2]) == {"models": []}
+        assert ask(server, None)[2]["choices"][0]["text"] == solo(CODE, 8)[0]
+        assert ask(server, None, max_tokens=300, ignore_eos=True)[0] == 200
+
+
+def test_the_context_is_what_the_model_has_positions_for():
+    with live() as server:
+        status, _, answer = ask(server, None, max_tokens=2048)
+        assert status == 400 and "more than the 2048" in answer["error"]["message"]
+        long = ask(server, None, prompt=[5] * 2047, max_tokens=None)
+        assert long[2]["usage"]["completion_tokens"] == 1
+    with live("--max-context", "3000") as server:
+        assert ask(server, None, prompt=[5] * 2100, max_tokens=1)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"max_position_embeddings": 100}, 100),
+        ({"text_config": {"max_position_embeddings": 100}}, 100),
+        ({"n_positions": 100}, 100),
+        ({}, None),
+        ({"max_position_embeddings": 100, "rope_scaling": {"type": "linear", "factor": 4}}, 400),
+        (
+            {
+                "max_position_embeddings": 100,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 80,
+                },
+            },
+            320,
+        ),
+        ({"max_position_embeddings": 100, "rope_scaling": {"type": "llama3", "factor": 8}}, 100),
+    ],
+    ids=str,
+)
+def test_scaled_positions_count(config, positions):
+    assert _positions(config) == positions
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch):
+    with live() as server:
+        (model,) = server.models.loaded.values()
+        monkeypatch.setattr(type(model.tokenizer), "encode", None, raising=False)
+        status, _, answer = ask(server, None, prompt="a" * 10_000_000)
+        assert status == 400 and "the prompt has 10000000 bytes" in answer["error"]["message"]
+
+
+def test_a_stream_gets_comments_until_its_first_token():
+    with live("--decode-concurrency", "1") as server, client(server) as own:
+        running = own.completions.create(
+            model="default_model",
+            prompt=CODE,
+            max_tokens=1500,
+            stream=True,
+            logit_bias={"1791": -100},
+        )
+        next(iter(running))
+        body = json.dumps({"prompt": CODE, "max_tokens": 1, "stream": True}).encode()
+        url = f"http://127.0.0.1:{server.address[1]}/v1/completions"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        start = time.monotonic()
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+            assert response.readline().startswith(b": ")
+            assert time.monotonic() - start < 1
+            running.close()
+            assert b"data: [DONE]" in response.read()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
+def test_the_server_speaks_tls(tmp_path):
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "cert.pem")
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 2"
+    command += " -subj /CN=localhost -addext subjectAltName=DNS:localhost"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    flags = ["--ssl-certfile", certificate, "--ssl-keyfile", key]
+    context = ssl.create_default_context(cafile=certificate)
+
+    with serving(arguments.parse(["--port", "0", "--kv-memory", "0.05", *flags])) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        url = f"https://localhost:{server.address[1]}/health"
+        with urllib.request.urlopen(url, timeout=TIMEOUT, context=context) as response:
+            assert json.load(response) == {"status": "ok"}
+        server.should_exit = True
+        thread.join()
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    with live("--api-key", "secret") as server:
+        status, headers, page = exchange(server, "GET", "/")
+        assert status == 200 and headers["Content-Type"].startswith("text/html")
+        assert b"//" not in page.replace(b"<!doctype", b"") and b'fetch("status"' in page
+        assert exchange(server, "GET", "/status")[0] == 401
+        _, _, found = exchange(server, "GET", "/status", headers={"x-api-key": "secret"})
+        (model,) = json.loads(found)["models"]
+        for name in re.findall(rb"\bm\.(\w+)", page):
+            assert name.decode() in model
+
+
+def test_connections_above_the_limit_are_refused():
+    with live("--max-connections", "3") as server:
+        idle = [socket.create_connection(server.address) for _ in range(3)]
+        status, _, _ = exchange(server, "GET", "/health")
+        assert status == 503
+        for connection in idle:
+            connection.close()
+        wait_until(lambda: exchange(server, "GET", "/health")[0] == 200)
