@@ -283,7 +283,8 @@ connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
 headers = {"Content-Type": "application/json"}
 connection.request("POST", "/v1/completions", sys.argv[2], headers)
 for line in connection.getresponse():
-    print(line, flush=True)
+    if line.startswith(b"data: "):  # not a comment that says it waits
+        print(line, flush=True)
 """
 
 
