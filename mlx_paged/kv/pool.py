@@ -147,10 +147,10 @@ class KVPool:
         self.k[layer], self.v[layer], keys, values = found
         return keys, values
 
-    def _replace(self, layer: int, written: tuple[mx.array, mx.array]) -> None:
+    def _replace(self, layer: int, written: tuple[mx.array, ...]) -> None:
         shape = self.shapes[layer]
         if not shape.latent:
-            self.k[layer], self.v[layer] = written
+            self.k[layer], self.v[layer] = written[:2]
         elif ops.kernel_for(None, *shape.row_dims) == "native":  # written in place
             self.set_keys(layer, mx.depends([self.k[layer]], list(written))[0])
         else:
