@@ -15,6 +15,8 @@ from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 
 GB = 10**9
 KV_BLOCK_SIZES = (8, 16, 32)
+QUANTIZATION = {"--kv-group-size": 64, "--quantized-kv-start": 5000}
+"""Flags of mlx-lm for its quantized caches, with the only values that are accepted."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -86,6 +88,10 @@ def add_engine(group: argparse._ArgumentGroup) -> None:
     memory = number(float, 1e-9, 1e6, "a number of GB above 0")
     pool = "memory for the KV pool (default: what the device can spare)"
     add("--kv-memory", type=memory, metavar="GB", help=pool)
+    bits = "store K/V with 8 bits an element, or values with 4 (default: as the model computes it)"
+    add("--kv-bits", metavar="8|8,4", help=bits)
+    for flag, default in QUANTIZATION.items():
+        add(flag, type=int, default=default, metavar="N", help=f"of mlx-lm: only {default}")
     stall = "limit for the time of a step while requests are decoding (default: no limit)"
     add("--max-stall-ms", type=MILLISECONDS, metavar="MS", help=stall)
     waiting = "order in which waiting requests start"
@@ -111,7 +117,23 @@ def add_metrics(group: argparse._ArgumentGroup) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of :class:`Engine` whose flags are the same in both commands."""
-    names = ("max_stall_ms", "policy", "preempt", "seed", "metrics_jsonl", "spike_ms", "profile")
+    for flag, default in QUANTIZATION.items():
+        given = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if given != default:
+            raise ValueError(
+                f"{flag} is {given}: expected {default}; --kv-bits has groups of its own, and all"
+                " K/V is quantized (docs/kv-quantization.md)"
+            )
+    names = (
+        "kv_bits",
+        "max_stall_ms",
+        "policy",
+        "preempt",
+        "seed",
+        "metrics_jsonl",
+        "spike_ms",
+        "profile",
+    )
     return {
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
         "prefix_cache": not args.no_prefix_cache,

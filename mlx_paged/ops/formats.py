@@ -34,22 +34,35 @@ class Format(NamedTuple):
     bits: int
     dtype: mx.Dtype
 
+    @property
+    def has_scales(self) -> bool:
+        return not mx.issubdtype(self.dtype, mx.floating)
+
     def columns(self, dims: int) -> int:
         """Stored elements of a row."""
-        return dims * self.bits // 8
+        return dims * self.bits // (8 * self.dtype.size)
 
     def scale_columns(self, dims: int) -> int:
         """Numbers among a row's scales."""
+        if not self.has_scales:
+            return 0
         return 1 if self.bits == 8 else 2 * -(-dims // GROUP)
 
     def row_bytes(self, dims: int) -> int:
         """Bytes of a row and its scales."""
-        return self.columns(dims) + self.scale_columns(dims) * mx.float16.size
+        scales = self.scale_columns(dims) * mx.float16.size
+        return self.columns(dims) * self.dtype.size + scales
 
 
 _BITS_8, _BITS_4 = Format(8, mx.int8), Format(4, mx.uint8)
 FORMATS = {8: (_BITS_8, _BITS_8), "8,4": (_BITS_8, _BITS_4)}
 """By kv_bits: the formats of keys and of values."""
+
+
+def formats(kv_bits: KVBits, dtype: mx.Dtype) -> tuple[Format, Format]:
+    """The formats of keys and values of a model's `dtype`."""
+    plain = Format(8 * dtype.size, dtype)
+    return (plain, plain) if kv_bits is None else FORMATS[kv_bits]
 
 
 def checked_bits(where: str, kv_bits: KVBits) -> KVBits:

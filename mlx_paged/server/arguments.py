@@ -14,7 +14,6 @@ API_KEY_VARIABLE = "MLX_PAGED_API_KEY"
 
 UNSUPPORTED = {
     "--draft-model": "speculative decoding",
-    "--kv-bits": "a quantized K/V pool",
     "--pipeline": "more than one device",
 }
 """Flags of mlx_lm.server that are mistakes here, with the feature that each of them needs."""
@@ -22,8 +21,6 @@ UNSUPPORTED = {
 WITHOUT_EFFECT = {
     "--num-draft-tokens": (int, 3),
     "--prompt-concurrency": (int, 8),
-    "--kv-group-size": (int, 64),
-    "--quantized-kv-start": (int, 5000),
 }
 """Flags of mlx_lm.server that this server ignores, with their types and defaults."""
 
@@ -133,7 +130,6 @@ def _add_mlx_lm(group: argparse._ArgumentGroup) -> None:
     for flag, (kind, default) in WITHOUT_EFFECT.items():
         add(flag, type=kind, default=default, metavar="N", help="accepted, but has no effect")
     add("--draft-model", metavar="MODEL", help="not supported: the server does not start")
-    add("--kv-bits", type=int, metavar="N", help="not supported: the server does not start")
     add("--pipeline", action="store_true", help="not supported: the server does not start")
 
 

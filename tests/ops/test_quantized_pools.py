@@ -5,6 +5,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 import pytest
+from numpy_quantization import BITS, quantize
 from paged_cases import (
     FLOAT32_ERROR,
     LAYOUTS,
@@ -17,7 +18,7 @@ from paged_cases import (
     with_layout,
     worst_error,
 )
-from quantized_cases import BITS, quantize, quantized_case
+from quantized_cases import quantized_case
 from ragged_cases import LENGTHS, Ragged
 
 from mlx_paged import _ext, ops
