@@ -75,10 +75,12 @@ void check_scales(const char* op, const char* name, const mx::array& cache, cons
 
 // A pool, and its scales if it is quantized.
 void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cache,
-                const OptionalArray& k_scales, const OptionalArray& v_scales, bool writable) {
+                const OptionalArray& k_scales, const OptionalArray& v_scales, bool is_quantized,
+                bool writable) {
   require(k_scales.has_value() == v_scales.has_value(), op, k_scales ? "v_scales" : "k_scales",
           " is missing: expected scales for both caches");
   check_pool(op, k_cache, v_cache, writable);
+  check_formats(op, k_cache, v_cache, is_quantized);
   if (k_scales) {
     check_scales(op, "k_scales", k_cache, *k_scales, writable);
     check_scales(op, "v_scales", v_cache, *v_scales, writable);
@@ -227,8 +229,8 @@ void check_attention(const AttentionInputs& in, const AttentionOptions& options)
   const char* op = in.cu_seqlens ? "paged_attention_varlen" : "paged_attention";
   check_tokens(op, in, options.num_decodes);
   check_floating(op, "q", in.q);
-  check_pool(op, in.k_cache, in.v_cache, in.k_scales, in.v_scales, false);
-  check_formats(op, in.k_cache, in.v_cache, in.k_scales.has_value());
+  const bool is_quantized = in.k_scales.has_value();
+  check_pool(op, in.k_cache, in.v_cache, in.k_scales, in.v_scales, is_quantized, false);
   require(in.q.shape(3) == in.k_cache.shape(3), op, "q has shape ", in.q.shape(),
           " but k_cache has ", in.k_cache.shape(), ": expected equal head dimensions");
   check_tables_shape(op, in);
@@ -269,8 +271,7 @@ void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cach
                  const OptionalArray& k_scales, const OptionalArray& v_scales) {
   const char* op = "write_kv";
   const bool is_stored = !k_scales && k.dtype() == mx::int8;  // rows as the pool has them
-  check_pool(op, k_cache, v_cache, k_scales, v_scales, true);
-  check_formats(op, k_cache, v_cache, k_scales || is_stored);
+  check_pool(op, k_cache, v_cache, k_scales, v_scales, k_scales || is_stored, true);
   check_rank(op, "k", k, 3, "(num_tokens, num_kv_heads, head_dim)");
   const int tokens = k.shape(0);
   const int kv_heads = k_cache.shape(0);
