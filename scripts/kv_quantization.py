@@ -4,8 +4,8 @@
     python -m scripts.kv_quantization --write    write them into the page
 
 The text is chosen before anything is measured: the held-out files of scripts.train_demo with its
-own seed, encoded by the demo model's tokenizer, the first 6,144 tokens. They are computed in
-windows of 256 tokens, as in training, and of 2,048, the model's context.
+own seed, encoded by the demo model's tokenizer, the first 6,144 tokens. That rule says nothing of
+windows: the page shows windows of 256 tokens, as in training, and of 2,048, the model's context.
 """
 
 import sys
