@@ -7,11 +7,6 @@ namespace mlx_paged {
 
 namespace {
 
-constexpr std::array kOptionalArrays = {
-    &AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs,
-    &AttentionInputs::attn_mask,       &AttentionInputs::sinks,
-    &AttentionInputs::alibi_slopes,    &AttentionInputs::cu_seqlens};
-
 // Converts the arrays to the form that the kernels read: float32 vectors, angles per query token, a
 // mask of full rank (broadcasting is a view). The Metal kernels support fewer combinations of
 // dtypes, and only dense arrays beside the pool, the tables and the mask. They keep queries in
@@ -54,7 +49,7 @@ void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
 
 std::vector<mx::Shape> attention_shapes(const mx::array& q, const mx::array& v_cache,
                                         const mx::array& block_tables, bool return_attn) {
-  std::vector<mx::Shape> shapes = {{q.shape(0), q.shape(1), q.shape(2), v_cache.shape(3)}};
+  std::vector<mx::Shape> shapes = {{q.shape(0), q.shape(1), q.shape(2), value_dim(v_cache)}};
   if (return_attn) {
     shapes.push_back(
         {q.shape(0), q.shape(1), q.shape(2), block_tables.shape(1) * v_cache.shape(2)});
@@ -87,7 +82,8 @@ AttentionCall attention_call(AttentionInputs in, const AttentionOptions& options
 }
 
 AttentionInputs unflatten_inputs(const Arrays& arrays, const AttentionConfig& config) {
-  AttentionInputs in{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], {}, {}, {}, {}, {}, {}};
+  AttentionInputs in{arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], {}, {},
+                     {},        {},        {},        {},        {},        {}};
   size_t next = 5;
   for (size_t i = 0; i < kOptionalArrays.size(); ++i) {
     if (config.has_optional[i]) {

@@ -8,9 +8,15 @@
 
 namespace mlx_paged {
 
-// The options of a call, and which optional arrays it has, in the order of AttentionInputs.
+// The optional arrays of a call, in the order in which its inputs have them.
+inline constexpr std::array kOptionalArrays = {
+    &AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs,   &AttentionInputs::attn_mask,
+    &AttentionInputs::sinks,           &AttentionInputs::alibi_slopes, &AttentionInputs::cu_seqlens,
+    &AttentionInputs::k_scales,        &AttentionInputs::v_scales};
+
+// The options of a call, and which optional arrays it has.
 struct AttentionConfig : AttentionOptions {
-  std::array<bool, 6> has_optional;
+  std::array<bool, kOptionalArrays.size()> has_optional;
 
   bool operator==(const AttentionConfig&) const = default;
 };

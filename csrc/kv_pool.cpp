@@ -1,13 +1,12 @@
-// The ops that write, copy and read a layer's pool, and their primitives.
+// The ops that write and copy in a layer's pool, and their primitive.
 #include <array>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <numeric>
-#include <stdexcept>
 #include <utility>
 
 #include "csrc/cpu/mlx_args.h"
+#include "csrc/cpu/quantize.h"
 #include "csrc/cpu/thread_pool.h"
 #include "csrc/metal/plans.h"
 #include "csrc/ops.h"
@@ -32,6 +31,11 @@ struct PoolView {
   int num_blocks;
   int block_size;
   int row_bytes;
+
+  std::byte* at(int64_t head, int64_t slot) const {
+    return data + head * head_stride + slot / block_size * block_stride +
+           slot % block_size * token_stride;
+  }
 };
 
 // Rows [T, H_kv, D] to write; strides in bytes.
@@ -41,7 +45,9 @@ struct RowsView {
   int64_t head_stride;
   int64_t element_stride;
   int num_tokens;
+  int width;
   int itemsize;
+  mx::Dtype dtype;
 };
 
 // A vector or matrix of int32; strides in elements.
@@ -74,7 +80,9 @@ RowsView rows_view(const mx::array& rows) {
           rows.strides(1) * itemsize,
           rows.strides(2) * itemsize,
           rows.shape(0),
-          static_cast<int>(itemsize)};
+          rows.shape(2),
+          static_cast<int>(itemsize),
+          rows.dtype()};
 }
 
 IndexView index_view(const mx::array& indices) {
@@ -92,19 +100,47 @@ void copy_row(std::byte* to, const std::byte* from, const RowsView& rows, int ro
   }
 }
 
+using QuantizeRow = void(const float* x, int width, std::byte* to, std::byte* scales);
+
+QuantizeRow* quantize_row(const mx::array& cache) {
+  return is_packed(cache) ? cpu::quantize_int4 : cpu::quantize_int8;
+}
+
+void load_row(const std::byte* from, const RowsView& rows, std::vector<float>& x) {
+  for (float& element : x) {
+    element = rows.dtype == mx::float32 ? *reinterpret_cast<const float*>(from)
+              : rows.dtype == mx::float16
+                  ? static_cast<float>(*reinterpret_cast<const mx::float16_t*>(from))
+                  : static_cast<float>(*reinterpret_cast<const mx::bfloat16_t*>(from));
+    from += rows.element_stride;
+  }
+}
+
+// Where rows go: keys or values, and their scales if they are quantized.
+struct WriteTarget {
+  PoolView pool;
+  RowsView rows;
+  std::optional<PoolView> scales;
+  QuantizeRow* quantize;
+};
+
 // Writes one head's rows to their slots, in order.
-void write_head(const PoolView& pool, const RowsView& rows, const IndexView& slots, int64_t head) {
+void write_head(const WriteTarget& target, const IndexView& slots, int64_t head) {
+  const auto& [pool, rows, scales, quantize] = target;
   const int64_t num_slots = int64_t{pool.num_blocks} * pool.block_size;
-  std::byte* to = pool.data + head * pool.head_stride;
   const std::byte* from = rows.data + head * rows.head_stride;
-  for (int token = 0; token < rows.num_tokens; ++token) {
+  std::vector<float> x(scales ? rows.width : 0);
+  for (int token = 0; token < rows.num_tokens; ++token, from += rows.token_stride) {
     const int64_t slot = slots(token);
     if (slot < 0 || slot >= num_slots) {
       continue;
     }
-    copy_row(to + slot / pool.block_size * pool.block_stride +
-                 slot % pool.block_size * pool.token_stride,
-             from + token * rows.token_stride, rows, pool.row_bytes);
+    if (!scales) {
+      copy_row(pool.at(head, slot), from, rows, pool.row_bytes);
+      continue;
+    }
+    load_row(from, rows, x);
+    quantize(x.data(), rows.width, pool.at(head, slot), scales->at(head, slot));
   }
 }
 
@@ -131,20 +167,27 @@ void copy_head(const PoolView& pool, const IndexView& pairs, int num_pairs, int6
   }
 }
 
-// Inputs k, v, k_cache, v_cache, slot_mapping.
+// Inputs k, v, k_cache, v_cache, slot_mapping; of quantized pools then k_scales, v_scales.
 struct WriteKV {
   static constexpr const char* kOp = "write_kv";
   static constexpr const char* kName = "WriteKV";
   static constexpr int kCache = 2;
+  static constexpr int kScales = 5;
   static constexpr auto plan = plan_write_kv;
 
   static auto task(const Arrays& inputs, Arrays& outputs) {
-    return [k = rows_view(inputs[0]), v = rows_view(inputs[1]), k_pool = pool_view(outputs[0]),
-            v_pool = pool_view(outputs[1]), slots = index_view(inputs[4])] {
-      const int heads = k_pool.num_heads;
-      const int64_t bytes = int64_t{k.num_tokens} * heads * (k_pool.row_bytes + v_pool.row_bytes);
+    const auto target = [&](int i) -> WriteTarget {
+      const bool is_quantized = outputs.size() > 2;
+      return {pool_view(outputs[i]), rows_view(inputs[i]),
+              is_quantized ? std::optional(pool_view(outputs[2 + i])) : std::nullopt,
+              quantize_row(outputs[i])};
+    };
+    return [k = target(0), v = target(1), slots = index_view(inputs[4])] {
+      const int heads = k.pool.num_heads;
+      const int64_t width = k.rows.width + v.rows.width;
+      const int64_t bytes = k.rows.num_tokens * heads * width * k.rows.itemsize;
       const auto write = [&](int64_t i) {
-        i < heads ? write_head(k_pool, k, slots, i) : write_head(v_pool, v, slots, i - heads);
+        i < heads ? write_head(k, slots, i) : write_head(v, slots, i - heads);
       };
       cpu::parallel_for(2 * heads, write, bytes >= kMinParallelBytes);
     };
@@ -156,6 +199,7 @@ struct CopyBlocks {
   static constexpr const char* kOp = "copy_blocks";
   static constexpr const char* kName = "CopyBlocks";
   static constexpr int kCache = 0;
+  static constexpr int kScales = 3;
   static constexpr auto plan = plan_copy_blocks;
 
   static auto task(const Arrays& inputs, Arrays& outputs) {
@@ -171,8 +215,24 @@ struct CopyBlocks {
   }
 };
 
-// The primitive of an op that edits a pool in place. Inputs [Op::kCache] and [Op::kCache + 1] are
-// k_cache and v_cache; the outputs are the two caches and share their buffers.
+// The inputs that an op edits: the caches, then the scales of a quantized pool.
+template <typename Op>
+Arrays edited_inputs(const Arrays& inputs) {
+  Arrays edited(inputs.begin() + Op::kCache, inputs.begin() + Op::kCache + 2);
+  edited.insert(edited.end(), inputs.begin() + Op::kScales, inputs.end());
+  return edited;
+}
+
+std::vector<mx::Shape> shapes_of(const Arrays& arrays) {
+  std::vector<mx::Shape> shapes;
+  for (const mx::array& array : arrays) {
+    shapes.push_back(array.shape());
+  }
+  return shapes;
+}
+
+// The primitive of an op that edits a pool in place; the outputs share the buffers of what it
+// edits.
 template <typename Op>
 class PoolEdit : public mx::Primitive {
  public:
@@ -193,115 +253,49 @@ class PoolEdit : public mx::Primitive {
   bool is_equivalent(const mx::Primitive&) const override { return true; }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    return {inputs[Op::kCache].shape(), inputs[Op::kCache + 1].shape()};
+    return shapes_of(edited_inputs<Op>(inputs));
   }
 
  private:
   static void share_buffers(const Arrays& inputs, Arrays& outputs) {
-    check_pool_memory(Op::kOp, inputs[Op::kCache], inputs[Op::kCache + 1], true);
-    outputs[0].copy_shared_buffer(inputs[Op::kCache]);
-    outputs[1].copy_shared_buffer(inputs[Op::kCache + 1]);
+    const Arrays edited = edited_inputs<Op>(inputs);
+    check_pool_memory(Op::kOp, edited[0], edited[1], true);
+    for (size_t i = 0; i < edited.size(); ++i) {
+      outputs[i].copy_shared_buffer(edited[i]);
+    }
   }
 };
 
 template <typename Op>
-ArrayPair edited(const Arrays& inputs, mx::StreamOrDevice stream) {
-  const mx::array &k_cache = inputs[Op::kCache], &v_cache = inputs[Op::kCache + 1];
-  auto outputs =
-      mx::array::make_arrays({k_cache.shape(), v_cache.shape()}, {k_cache.dtype(), v_cache.dtype()},
-                             std::make_shared<PoolEdit<Op>>(mx::to_stream(stream)), inputs);
-  return {outputs[0], outputs[1]};
-}
-
-// A primitive of MLX that reads a pool, which is its first input. MLX orders such a read before
-// later writes only if it knows that the memory is written in place.
-class PoolRead : public mx::Primitive {
- public:
-  explicit PoolRead(std::shared_ptr<mx::Primitive> read)
-      : mx::Primitive(read->stream()), read_(std::move(read)) {}
-
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
-    read_->eval_cpu(inputs, outputs);
+Arrays edited(const Arrays& inputs, mx::StreamOrDevice stream) {
+  const Arrays before = edited_inputs<Op>(inputs);
+  std::vector<mx::Dtype> dtypes;
+  for (const mx::array& array : before) {
+    dtypes.push_back(array.dtype());
   }
-
-  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
-    if (inputs[0].size() > 0) {
-      register_pool_read(inputs[0], stream());
-    }
-    read_->eval_gpu(inputs, outputs);
-  }
-
-  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
-             const Arrays& outputs) override {
-    return read_->vjp(primals, cotangents, argnums, outputs);
-  }
-
-  const char* name() const override { return "PoolRead"; }
-
- private:
-  std::shared_ptr<mx::Primitive> read_;
-};
-
-// The blocks of each head side by side, by MLX's gather, and a view of their first tokens. One node
-// of the graph: most arrays of this kind are made for attention over the pool, which never
-// evaluates them. Inputs cache, heads [H_kv], block_tables.
-class GatherBlocks : public mx::Primitive {
- public:
-  using mx::Primitive::Primitive;
-
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
-    gather(inputs, outputs[0], &mx::Primitive::eval_cpu);
-  }
-
-  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
-    register_pool_read(inputs[0], stream());
-    gather(inputs, outputs[0], &mx::Primitive::eval_gpu);
-  }
-
-  const char* name() const override { return "PoolRead"; }
-
- private:
-  void gather(const Arrays& inputs, mx::array& out,
-              void (mx::Primitive::*eval)(const Arrays&, Arrays&)) {
-    const mx::array &cache = inputs[0], &heads = inputs[1], &tables = inputs[2];
-    const mx::Shape shape = {tables.shape(0), cache.shape(0), tables.shape(1)};
-    const mx::Shape one_block = {1, 1, cache.shape(2), cache.shape(3)};
-    const auto index = [&](const mx::array& a, const mx::Strides& strides) {
-      mx::array broadcast(shape, a.dtype(), nullptr, {});
-      broadcast.copy_shared_buffer(a, strides, {}, a.data_size());
-      return broadcast;
-    };
-    const mx::array head = index(heads, {0, 1, 0});
-    const mx::array block = index(tables, {tables.strides(0), 0, tables.strides(1)});
-    const mx::array gathered = mx::gather(cache, {head, block}, {0, 1}, one_block, stream());
-    Arrays blocks = {mx::array(gathered.shape(), gathered.dtype(), nullptr, {})};
-    (gathered.primitive_ptr().get()->*eval)({cache, head, block}, blocks);
-    const mx::Strides& strides = blocks[0].strides();
-    const bool is_whole = out.size() == blocks[0].size();
-    out.copy_shared_buffer(blocks[0], {strides[0], strides[1], cache.shape(3), 1},
-                           {is_whole, is_whole, false}, blocks[0].data_size());
-  }
-};
-
-// An array that MLX's op reads from a pool, with its primitive wrapped.
-mx::array pool_read(const mx::array& read) {
-  return mx::array(read.shape(), read.dtype(), std::make_shared<PoolRead>(read.primitive_ptr()),
-                   read.inputs());
+  return mx::array::make_arrays(shapes_of(before), dtypes,
+                                std::make_shared<PoolEdit<Op>>(mx::to_stream(stream)), inputs);
 }
 
 }  // namespace
 
-ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
-                   const mx::array& v_cache, const mx::array& slot_mapping,
-                   mx::StreamOrDevice stream) {
-  check_write(k, v, k_cache, v_cache, slot_mapping);
-  return edited<WriteKV>({k, v, k_cache, v_cache, slot_mapping}, stream);
+Arrays write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
+                const mx::array& v_cache, const mx::array& slot_mapping,
+                const OptionalArray& k_scales, const OptionalArray& v_scales,
+                mx::StreamOrDevice stream) {
+  check_write(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales);
+  Arrays inputs = {k, v, k_cache, v_cache, slot_mapping};
+  if (k_scales) {
+    inputs.insert(inputs.end(), {*k_scales, *v_scales});
+  }
+  return edited<WriteKV>(inputs, stream);
 }
 
 ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
                       const mx::array& block_pairs, mx::StreamOrDevice stream) {
   check_copy(k_cache, v_cache, block_pairs);
-  return edited<CopyBlocks>({k_cache, v_cache, block_pairs}, stream);
+  const Arrays copied = edited<CopyBlocks>({k_cache, v_cache, block_pairs}, stream);
+  return {copied[0], copied[1]};
 }
 
 // MLX does not export its own flag. An array that is marked as a tracer shows it.
@@ -336,41 +330,8 @@ std::optional<std::array<mx::array, 4>> append_kv(const mx::array& k, const mx::
     const mx::array found = gather_blocks(cache, block_tables, num_tokens);
     return held ? mx::where(*held, found, mx::array(0, found.dtype())) : found;
   };
-  const auto [keys, values] = write_kv(rows(k), rows(v), k_cache, v_cache, slot_mapping, {});
-  return std::array{keys, values, gathered(keys), gathered(values)};
-}
-
-mx::array take_from_pool(const mx::array& rows, const mx::array& indices) {
-  mx::Shape one_row = rows.shape();
-  one_row[0] = 1;
-  const mx::array read = pool_read(mx::gather(rows, indices, 0, one_row));
-  return mx::squeeze(read, static_cast<int>(indices.ndim()));
-}
-
-mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens) {
-  require(cache.ndim() == 4 && block_tables.ndim() == 2, "gather_blocks",
-          "cache and block_tables have ", cache.ndim(), " and ", block_tables.ndim(),
-          " axes: expected 4 and 2");
-  const int heads = cache.shape(0), block_size = cache.shape(2), head_dim = cache.shape(3);
-  const int batch = block_tables.shape(0), columns = block_tables.shape(1);
-  const int64_t max_tokens = int64_t{columns} * block_size;
-  require(num_tokens >= 0 && num_tokens <= max_tokens, "gather_blocks", "num_tokens is ",
-          num_tokens, ": expected 0 to ", max_tokens, ", what the tables hold");
-  // One index for each head, so that the blocks of a head are neighbours in the result.
-  if (!is_transforming() && num_tokens > 0 && cache.size() > 0 && batch > 0) {
-    std::vector<int> every_head(heads);
-    std::iota(every_head.begin(), every_head.end(), 0);
-    const mx::array head(every_head.begin(), {heads}, mx::int32);
-    return mx::array({batch, heads, num_tokens, head_dim}, cache.dtype(),
-                     std::make_shared<GatherBlocks>(mx::to_stream({})),
-                     {cache, head, mx::astype(block_tables, mx::int32)});
-  }
-  const mx::array head = mx::reshape(mx::arange(heads), {1, heads, 1});
-  const mx::array block = mx::expand_dims(block_tables, 1);
-  const mx::array blocks =
-      pool_read(mx::gather(cache, {head, block}, {0, 1}, {1, 1, block_size, head_dim}));
-  const mx::array rows = mx::reshape(blocks, {batch, heads, columns * block_size, head_dim});
-  return mx::slice(rows, {0, 0, 0, 0}, {batch, heads, num_tokens, head_dim});
+  const Arrays written = write_kv(rows(k), rows(v), k_cache, v_cache, slot_mapping, {}, {}, {});
+  return std::array{written[0], written[1], gathered(written[0]), gathered(written[1])};
 }
 
 }  // namespace mlx_paged

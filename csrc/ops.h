@@ -7,7 +7,8 @@
 // T rows to write, P block pairs to copy.
 //
 // The pool of one layer is k_cache [H_kv, N, S, D] and v_cache [H_kv, N, S, D_v], both float32,
-// float16 or bfloat16. The last stride must be 1. On a GPU the other strides, and the pool's offset
+// float16 or bfloat16, or quantized with scales (csrc/kv_formats.h). The last stride must
+// be 1. On a GPU the other strides, and the pool's offset
 // in its memory, must be multiples of 4 elements. No op copies a pool.
 #pragma once
 
@@ -20,6 +21,7 @@
 #include <variant>
 #include <vector>
 
+#include "csrc/kv_formats.h"
 #include "mlx/array.h"
 #include "mlx/utils.h"
 
@@ -30,6 +32,19 @@ namespace mx = mlx::core;
 using Arrays = std::vector<mx::array>;
 using OptionalArray = std::optional<mx::array>;
 using ArrayPair = std::pair<mx::array, mx::array>;
+
+// Whether values of 4 bits are stored in pairs, the first in the low half of a byte.
+inline bool is_packed(const mx::array& cache) { return cache.dtype() == mx::uint8; }
+
+// D_v of a cache of values.
+inline int value_dim(const mx::array& v_cache) {
+  return v_cache.shape(3) * (is_packed(v_cache) ? 2 : 1);
+}
+
+// C, columns of a quantized cache's scales: one scale, or a scale and a minimum for each group.
+inline int scale_columns(const mx::array& cache) {
+  return is_packed(cache) ? 2 * ((value_dim(cache) + kValueGroup - 1) / kValueGroup) : 1;
+}
 
 // The arrays of paged_attention. With cu_seqlens, sequences have different numbers of tokens: the
 // tokens of sequence s are rows cu_seqlens[s] to cu_seqlens[s + 1] - 1 of q [T, H, 1, D].
@@ -45,6 +60,8 @@ struct AttentionInputs {
   OptionalArray sinks;
   OptionalArray alibi_slopes;
   OptionalArray cu_seqlens;  // [B + 1]
+  OptionalArray k_scales;    // [H_kv, N, S, 1]
+  OptionalArray v_scales;    // [H_kv, N, S, C]
 };
 
 // The other arguments of paged_attention.
@@ -68,9 +85,11 @@ std::variant<mx::array, ArrayPair> paged_attention(AttentionInputs inputs,
 mx::array paged_attention_varlen(AttentionInputs inputs, const AttentionOptions& options,
                                  mx::StreamOrDevice stream);
 
-ArrayPair write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
-                   const mx::array& v_cache, const mx::array& slot_mapping,
-                   mx::StreamOrDevice stream);
+// Returns the caches, and then the scales of a quantized pool.
+Arrays write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
+                const mx::array& v_cache, const mx::array& slot_mapping,
+                const OptionalArray& k_scales, const OptionalArray& v_scales,
+                mx::StreamOrDevice stream);
 
 // Writes k and v [B, H_kv, N, D], and returns the caches as write_kv does, then the keys and the
 // values of all tokens as gather_blocks does, with zeros where `held` is false. Nothing if there is

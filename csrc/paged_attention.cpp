@@ -31,6 +31,12 @@ void bind_optional(const AttentionInputs& in, cpu::AttentionArgs& args) {
     args.sinks = in.sinks->data<float>();
     args.sinks_stride = in.sinks->strides(0);
   }
+  if (in.k_scales) {
+    args.k_scales = in.k_scales->data<void>();
+    args.v_scales = in.v_scales->data<void>();
+    copy_strides(*in.k_scales, args.k_scales_strides);
+    copy_strides(*in.v_scales, args.v_scales_strides);
+  }
   if (in.alibi_slopes) {
     args.alibi_slopes = in.alibi_slopes->data<float>();
     args.alibi_stride = in.alibi_slopes->strides(0);
@@ -60,7 +66,8 @@ cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionOptions
   args.q_dtype = cpu::dtype_of(in.q);
   args.k = in.k_cache.data<void>();
   args.v = in.v_cache.data<void>();
-  args.cache_dtype = cpu::dtype_of(in.k_cache);
+  args.k_dtype = cpu::dtype_of(in.k_cache);
+  args.v_dtype = cpu::dtype_of(in.v_cache);
   copy_strides(in.k_cache, args.k_strides);
   copy_strides(in.v_cache, args.v_strides);
   args.block_tables = in.block_tables.data<int32_t>();
@@ -76,7 +83,7 @@ cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionOptions
   args.num_kv_heads = in.k_cache.shape(0);
   args.num_blocks = in.k_cache.shape(1);
   args.block_size = in.k_cache.shape(2);
-  args.value_dim = in.v_cache.shape(3);
+  args.value_dim = value_dim(in.v_cache);
   args.max_blocks = in.block_tables.shape(1);
   args.scale = options.scale;
   args.softcap = options.softcap.value_or(0);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
 
 namespace mlx_paged {
 
@@ -33,12 +34,24 @@ void check_int32(const char* op, const char* name, const mx::array& a) {
   check_dtype(op, name, a, a.dtype() == mx::int32, ": expected int32");
 }
 
+// Without scales both caches have one floating dtype.
+void check_formats(const char* op, const mx::array& k_cache, const mx::array& v_cache,
+                   bool is_quantized) {
+  if (is_quantized) {
+    check_dtype(op, "k_cache", k_cache, k_cache.dtype() == mx::int8, ": with scales expected int8");
+    check_dtype(op, "v_cache", v_cache, v_cache.dtype() == mx::int8 || is_packed(v_cache),
+                ": with scales expected int8, or uint8 for pairs of 4 bits");
+    return;
+  }
+  check_dtype(op, "k_cache", k_cache, is_pool_dtype(k_cache.dtype()),
+              ": expected float32, float16 or bfloat16, or k_scales and v_scales");
+  check_dtype(op, "v_cache", v_cache, v_cache.dtype() == k_cache.dtype(), " but k_cache has ",
+              k_cache.dtype(), ": expected the same");
+}
+
 void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cache, bool writable) {
   check_rank(op, "k_cache", k_cache, 4, "(num_kv_heads, num_blocks, block_size, head_dim)");
   check_rank(op, "v_cache", v_cache, 4, "(num_kv_heads, num_blocks, block_size, value_dim)");
-  check_floating(op, "k_cache", k_cache);
-  check_dtype(op, "v_cache", v_cache, v_cache.dtype() == k_cache.dtype(), " but k_cache has ",
-              k_cache.dtype(), ": expected the same");
   for (int axis = 0; axis < 3; ++axis) {
     require(v_cache.shape(axis) == k_cache.shape(axis), op, "v_cache has shape ", v_cache.shape(),
             " but k_cache has ", k_cache.shape(), ": expected equal heads, blocks and block size");
@@ -49,6 +62,29 @@ void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cac
             ": expected at least one head, one token per block and one dimension");
   }
   check_pool_memory(op, k_cache, v_cache, writable);
+}
+
+void check_scales(const char* op, const char* name, const mx::array& cache, const mx::array& scales,
+                  bool writable) {
+  mx::Shape expected = cache.shape();
+  expected[3] = scale_columns(cache);
+  check_dtype(op, name, scales, scales.dtype() == mx::float16, ": expected float16");
+  check_shape(op, name, scales, expected, "one row for each token of its cache");
+  check_pool_layout(op, name, scales, writable);
+}
+
+// A pool, and its scales if it is quantized.
+void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cache,
+                const OptionalArray& k_scales, const OptionalArray& v_scales, bool is_quantized,
+                bool writable) {
+  require(k_scales.has_value() == v_scales.has_value(), op, k_scales ? "v_scales" : "k_scales",
+          " is missing: expected scales for both caches");
+  check_pool(op, k_cache, v_cache, writable);
+  check_formats(op, k_cache, v_cache, is_quantized);
+  if (k_scales) {
+    check_scales(op, "k_scales", k_cache, *k_scales, writable);
+    check_scales(op, "v_scales", v_cache, *v_scales, writable);
+  }
 }
 
 // Whether the shape broadcasts to `target` and has its last axis.
@@ -193,7 +229,8 @@ void check_attention(const AttentionInputs& in, const AttentionOptions& options)
   const char* op = in.cu_seqlens ? "paged_attention_varlen" : "paged_attention";
   check_tokens(op, in, options.num_decodes);
   check_floating(op, "q", in.q);
-  check_pool(op, in.k_cache, in.v_cache, false);
+  const bool is_quantized = in.k_scales.has_value();
+  check_pool(op, in.k_cache, in.v_cache, in.k_scales, in.v_scales, is_quantized, false);
   require(in.q.shape(3) == in.k_cache.shape(3), op, "q has shape ", in.q.shape(),
           " but k_cache has ", in.k_cache.shape(), ": expected equal head dimensions");
   check_tables_shape(op, in);
@@ -230,18 +267,24 @@ void check_cu_seqlens(const std::string& op, const mx::array& cu_seqlens, int nu
 }
 
 void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
-                 const mx::array& v_cache, const mx::array& slot_mapping) {
+                 const mx::array& v_cache, const mx::array& slot_mapping,
+                 const OptionalArray& k_scales, const OptionalArray& v_scales) {
   const char* op = "write_kv";
-  check_pool(op, k_cache, v_cache, true);
+  const bool is_stored = !k_scales && k.dtype() == mx::int8;  // rows as the pool has them
+  check_pool(op, k_cache, v_cache, k_scales, v_scales, k_scales || is_stored, true);
   check_rank(op, "k", k, 3, "(num_tokens, num_kv_heads, head_dim)");
   const int tokens = k.shape(0);
   const int kv_heads = k_cache.shape(0);
   check_shape(op, "k", k, {tokens, kv_heads, k_cache.shape(3)}, "the heads and width of k_cache");
-  check_shape(op, "v", v, {tokens, kv_heads, v_cache.shape(3)},
+  check_shape(op, "v", v, {tokens, kv_heads, is_stored ? v_cache.shape(3) : value_dim(v_cache)},
               "the tokens of k, the heads and width of v_cache");
-  for (const mx::array* rows : {&k, &v}) {
-    check_dtype(op, rows == &k ? "k" : "v", *rows, rows->dtype() == k_cache.dtype(),
-                ": expected the cache's ", k_cache.dtype());
+  for (const auto& [name, rows, cache] : {std::tuple{"k", &k, &k_cache}, {"v", &v, &v_cache}}) {
+    if (k_scales) {
+      check_floating(op, name, *rows);
+    }
+    const mx::Dtype expected = k_scales ? k.dtype() : cache->dtype();
+    check_dtype(op, name, *rows, rows->dtype() == expected,
+                k_scales ? ": expected k's " : ": expected the cache's ", expected);
   }
   check_int32(op, "slot_mapping", slot_mapping);
   check_shape(op, "slot_mapping", slot_mapping, {tokens}, "one slot per row of k");
@@ -250,6 +293,7 @@ void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cach
 void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::array& block_pairs) {
   const char* op = "copy_blocks";
   check_pool(op, k_cache, v_cache, true);
+  check_formats(op, k_cache, v_cache, k_cache.dtype() == mx::int8);
   check_int32(op, "block_pairs", block_pairs);
   require(block_pairs.ndim() == 2 && block_pairs.shape(1) == 2, op, "block_pairs has shape ",
           block_pairs.shape(), ": expected (num_pairs, 2), each (source, destination)");

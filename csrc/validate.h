@@ -36,7 +36,8 @@ void require(bool condition, std::string_view op, const Parts&... parts) {
 void check_attention(const AttentionInputs& inputs, const AttentionOptions& options);
 
 void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
-                 const mx::array& v_cache, const mx::array& slot_mapping);
+                 const mx::array& v_cache, const mx::array& slot_mapping,
+                 const OptionalArray& k_scales, const OptionalArray& v_scales);
 
 void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::array& block_pairs);
 

@@ -30,6 +30,8 @@ def paged_attention(
     softcap: float | None = None,
     alibi_slopes: mx.array | None = None,
     return_attn: bool = False,
+    k_scales: mx.array | None = None,
+    v_scales: mx.array | None = None,
     stream: _Stream = None,
 ) -> mx.array | Any: ...  # the pair with return_attn
 def paged_attention_varlen(
@@ -46,6 +48,8 @@ def paged_attention_varlen(
     window: int | None = None,
     sinks: mx.array | None = None,
     softcap: float | None = None,
+    k_scales: mx.array | None = None,
+    v_scales: mx.array | None = None,
     stream: _Stream = None,
 ) -> mx.array: ...
 def write_kv(
@@ -55,8 +59,10 @@ def write_kv(
     v_cache: mx.array,
     slot_mapping: mx.array,
     *,
+    k_scales: mx.array | None = None,
+    v_scales: mx.array | None = None,
     stream: _Stream = None,
-) -> tuple[mx.array, mx.array]: ...
+) -> tuple[mx.array, ...]: ...
 def copy_blocks(
     k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, *, stream: _Stream = None
 ) -> tuple[mx.array, mx.array]: ...

@@ -11,11 +11,14 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.ops.formats import KVBits, checked_bits
 from mlx_paged.scheduler.ngram import MAX_DRAFTS
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 
 GB = 10**9
 KV_BLOCK_SIZES = (8, 16, 32)
+QUANTIZATION = {"--kv-group-size": 64, "--quantized-kv-start": 5000}
+"""Flags of mlx-lm for its quantized caches, with the only values that are accepted."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -66,6 +69,25 @@ MILLISECONDS = number(float, 1e-3, 1e9, "a number of milliseconds above 0")
 MILLISECONDS_OR_NONE = number(float, 0, 1e9, "a number of milliseconds >= 0")
 
 
+def _kv_bits(text: str) -> KVBits:
+    try:
+        return checked_bits("generate", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).partition("] ")[2]) from None
+
+
+def _only(value: int) -> Callable[[str], int]:
+    """An argument type: one number, which another engine could change."""
+
+    def convert(text: str) -> int:
+        if text != str(value):
+            reason = "--kv-bits has groups of its own, and all K/V is quantized"
+            raise argparse.ArgumentTypeError(f"expected {value}, got {text!r}: {reason}")
+        return value
+
+    return convert
+
+
 def add_model(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--model", help="model directory or Hugging Face id (default: the built-in demo model)")
@@ -96,6 +118,10 @@ def add_engine(group: argparse._ArgumentGroup, max_stall_ms: float = 0) -> None:
     memory = number(float, 1e-9, 1e6, "a number of GB above 0")
     pool = "memory for the KV pool (default: what the device can spare)"
     add("--kv-memory", type=memory, metavar="GB", help=pool)
+    bits = "store K/V with 8 bits an element, or values with 4 (default: as the model computes it)"
+    add("--kv-bits", type=_kv_bits, metavar="8|8,4", help=bits)
+    for flag, value in QUANTIZATION.items():
+        add(flag, type=_only(value), default=value, metavar="N", help=f"only {value}")
     stall = "limit for the time of a step while requests are decoding"
     stall += "; 0 is no limit" if max_stall_ms else " (default: no limit)"
     kind, default = (MILLISECONDS_OR_NONE if max_stall_ms else MILLISECONDS), max_stall_ms or None
@@ -137,7 +163,7 @@ def add_metrics(group: argparse._ArgumentGroup) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of :class:`Engine` whose flags are the same in both commands."""
-    names = "policy", "preempt", "seed", "speculate", "num_draft_tokens"
+    names = "kv_bits", "policy", "preempt", "seed", "speculate", "num_draft_tokens"
     metrics = "metrics_jsonl", "spike_ms", "profile"
     return {
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),

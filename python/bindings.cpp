@@ -214,6 +214,14 @@ nb::object view_as(nb::type_object kind, const mx::array& array) {
   return view;
 }
 
+nb::tuple write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
+                const mx::array& v_cache, const mx::array& slot_mapping,
+                const OptionalArray& k_scales, const OptionalArray& v_scales,
+                mx::StreamOrDevice stream) {
+  return nb::tuple(
+      nb::cast(write_kv(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales, stream)));
+}
+
 nb::object append(nb::type_object kind, const mx::array& k, const mx::array& v,
                   const mx::array& k_cache, const mx::array& v_cache, const mx::array& slot_mapping,
                   const mx::array& block_tables, int num_tokens, const OptionalArray& held) {
@@ -240,8 +248,9 @@ NB_MODULE(_ext, m) {
   def_varlen_attention<mx::StreamOrDevice>(m, "paged_attention_varlen", &paged_attention_varlen,
                                            "stream"_a = nb::none(),
                                            "See :func:`mlx_paged.ops.paged_attention_varlen`.");
-  m.def("write_kv", &write_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
-        nb::kw_only(), "stream"_a = nb::none(), "See :func:`mlx_paged.ops.write_kv`.");
+  m.def("write_kv", &write, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a, nb::kw_only(),
+        "k_scales"_a = nb::none(), "v_scales"_a = nb::none(), "stream"_a = nb::none(),
+        "See :func:`mlx_paged.ops.write_kv`.");
   m.def("copy_blocks", &copy_blocks, "k_cache"_a, "v_cache"_a, "block_pairs"_a, nb::kw_only(),
         "stream"_a = nb::none(), "See :func:`mlx_paged.ops.copy_blocks`.");
   m.def("gather_blocks", &gather_blocks, "cache"_a, "block_tables"_a, "num_tokens"_a,

@@ -27,7 +27,8 @@ void def_attention(nb::module_& module, const char* name, Function function,
                  bool causal, const OptionalArray& kv_head_mapping, const OptionalArray& rope_freqs,
                  const OptionalArray& attn_mask, std::optional<int> window,
                  const OptionalArray& sinks, std::optional<float> softcap,
-                 const OptionalArray& alibi_slopes, bool return_attn, Extra... extra) {
+                 const OptionalArray& alibi_slopes, bool return_attn, const OptionalArray& k_scales,
+                 const OptionalArray& v_scales, Extra... extra) {
         return function(AttentionInputs{q,
                                         k_cache,
                                         v_cache,
@@ -38,14 +39,16 @@ void def_attention(nb::module_& module, const char* name, Function function,
                                         attn_mask,
                                         sinks,
                                         alibi_slopes,
-                                        {}},
+                                        {},
+                                        k_scales,
+                                        v_scales},
                         AttentionOptions{scale, causal, return_attn, window, softcap}, extra...);
       },
       "q"_a, "k_cache"_a, "v_cache"_a, "block_tables"_a, "context_lens"_a, nb::kw_only(), "scale"_a,
       "causal"_a = true, "kv_head_mapping"_a = nb::none(), "rope_freqs"_a = nb::none(),
       "attn_mask"_a = nb::none(), "window"_a = nb::none(), "sinks"_a = nb::none(),
       "softcap"_a = nb::none(), "alibi_slopes"_a = nb::none(), "return_attn"_a = false,
-      annotations...);
+      "k_scales"_a = nb::none(), "v_scales"_a = nb::none(), annotations...);
 }
 
 // Binds a function with the arguments of paged_attention_varlen.
@@ -58,17 +61,18 @@ void def_varlen_attention(nb::module_& module, const char* name, Function functi
                  const mx::array& block_tables, const mx::array& context_lens,
                  const mx::array& cu_seqlens, float scale, int num_decodes, bool causal,
                  std::optional<int> window, const OptionalArray& sinks,
-                 std::optional<float> softcap, Extra... extra) {
-        AttentionInputs in{q, k_cache, v_cache, block_tables, context_lens, {}, {}, {}, {}, {}, {}};
-        in.sinks = sinks;
-        in.cu_seqlens = cu_seqlens;
+                 std::optional<float> softcap, const OptionalArray& k_scales,
+                 const OptionalArray& v_scales, Extra... extra) {
+        AttentionInputs in{q,  k_cache, v_cache, block_tables, context_lens, {},      {},
+                           {}, sinks,   {},      cu_seqlens,   k_scales,     v_scales};
         return function(std::move(in),
                         AttentionOptions{scale, causal, false, window, softcap, num_decodes},
                         extra...);
       },
       "q"_a, "k_cache"_a, "v_cache"_a, "block_tables"_a, "context_lens"_a, "cu_seqlens"_a,
       nb::kw_only(), "scale"_a, "num_decodes"_a = 0, "causal"_a = true, "window"_a = nb::none(),
-      "sinks"_a = nb::none(), "softcap"_a = nb::none(), annotations...);
+      "sinks"_a = nb::none(), "softcap"_a = nb::none(), "k_scales"_a = nb::none(),
+      "v_scales"_a = nb::none(), annotations...);
 }
 
 }  // namespace mlx_paged

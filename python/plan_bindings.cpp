@@ -77,7 +77,7 @@ nb::dict describe_edit(LaunchPlans (*plan)(const Arrays&), Arrays inputs, int fi
 
 nb::dict describe_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
                         const mx::array& v_cache, const mx::array& slot_mapping) {
-  check_write(k, v, k_cache, v_cache, slot_mapping);
+  check_write(k, v, k_cache, v_cache, slot_mapping, {}, {});
   return describe_edit(plan_write_kv, {k, v, k_cache, v_cache, slot_mapping}, 2);
 }
 

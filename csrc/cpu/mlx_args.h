@@ -20,6 +20,10 @@ inline DType dtype_of(const mlx::core::array& a) {
       return DType::kBFloat16;
     case mlx::core::bool_:
       return DType::kBool;
+    case mlx::core::int8:
+      return DType::kInt8;
+    case mlx::core::uint8:
+      return DType::kInt4Pair;
     default:
       throw std::logic_error("[mlx_paged] dtype without a CPU kernel");
   }

@@ -39,6 +39,29 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+// Elements of a quantized cache: one of 8 bits, and two of 4 bits, the first in the low half.
+struct Int8 {
+  int8_t bits;
+};
+struct Int4Pair {
+  uint8_t bits;
+};
+
+template <typename T>
+inline constexpr bool kIsPair = false;
+template <>
+inline constexpr bool kIsPair<Int4Pair> = true;
+
+// The bytes of `count` elements, and where an element is; a pair is found by its first element.
+template <typename T>
+constexpr int32_t bytes_of(int32_t count) {
+  return kIsPair<T> ? (count + 1) / 2 : count * static_cast<int32_t>(sizeof(T));
+}
+template <typename T>
+const T* element(const T* row, int32_t index) {
+  return row + (kIsPair<T> ? index / 2 : index);
+}
+
 // Compilers know that x - 0 is x for every x. They would keep the addition in 0 + x.
 inline Floats broadcast(float x) { return x - Floats{}; }
 
@@ -96,11 +119,47 @@ inline Floats load(const Float16* from) {
 #endif
 }
 
+inline Floats load(const Int8* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  const __m512i words = _mm512_maskz_cvtepi8_epi32(0xffff, bytes);
+  return _mm512_maskz_cvtepi32_ps(0xffff, words);
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+  int8_t bytes __attribute__((vector_size(kLanes)));
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Floats);
+#endif
+}
+
+inline Floats load(const Int4Pair* from) {
+#if defined(__AVX512F__)
+  int32_t words[2];
+  __builtin_memcpy(words, from, sizeof words);
+  const __m512i both = _mm512_mask_set1_epi32(_mm512_set1_epi32(words[0]), 0xff00, words[1]);
+  const Ints shifts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
+  const Floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  // The lookup uses the low 4 bits of each lane.
+  const __m512i q = _mm512_maskz_srlv_epi32(0xffff, both, __builtin_bit_cast(__m512i, shifts));
+  return _mm512_maskz_permutexvar_ps(0xffff, q, numbers);
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes / 2)));
+  typedef uint16_t Pairs __attribute__((vector_size(kLanes)));
+  Bytes bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  const Pairs pairs = __builtin_convertvector(bytes, Pairs);
+  const Pairs split = (pairs | (pairs << 4)) & 0x0f0f;
+  return load(reinterpret_cast<const Int8*>(&split));
+#endif
+}
+
 // The first `count` < kLanes elements, then zeros. Reads only these elements.
 template <typename T>
 Floats load_partial(const T* from, int count) {
   T elements[kLanes] = {};
-  __builtin_memcpy(elements, from, count * sizeof(T));
+  __builtin_memcpy(elements, from, bytes_of<T>(count));
   return load(elements);
 }
 

@@ -144,6 +144,9 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   if (!has_keys(in.k_cache, in.block_tables)) {  // a function compiled for any shape
     fail<std::runtime_error>("paged_attention", "k_cache or block_tables is empty: expected a key");
   }
+  if (in.k_scales) {
+    fail<std::runtime_error>("paged_attention", "k_scales is given: no Metal kernel reads scales");
+  }
   check_metal_pool("paged_attention", "k_cache", in.k_cache, false);
   check_metal_pool("paged_attention", "v_cache", in.v_cache, false);
   check_offsets("k_cache", in.k_cache);

@@ -220,12 +220,10 @@ class LayerView(AttendingCache):
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         """Handles to all K/V of the forward's sequences, ``[rows, H_kv, S, D]``."""
-        k, v = self.pool.k[self.layer], self.pool.v[self.layer]
-        kind = KVHandle
-        if self.is_latent:
-            kind, (k, v) = RotaryHandle, self.pool.write_targets(self.layer)
-        keys = KVHandle.of(self._gathered(k), cache=self, role="keys")
-        return keys, kind.of(self._gathered(v), cache=self, role="values")
+        k, v = self.pool.read(self.layer, self._gathered, as_written=True)
+        keys = KVHandle.of(k, cache=self, role="keys")
+        kind = RotaryHandle if self.is_latent else KVHandle
+        return keys, kind.of(v, cache=self, role="values")
 
     def _gathered(self, cache: mx.array) -> mx.array:
         forward = self.forward
@@ -234,11 +232,12 @@ class LayerView(AttendingCache):
         return found if forward.held is None else mx.where(forward.held, found, 0)
 
     def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
-        """A copy of the K/V that the model stored for one sequence: ``[1, H_kv, num_tokens, D]``
-        each."""
-        k, v = self.pool.write_targets(self.layer)
+        """A copy of the K/V of one sequence, ``[1, H_kv, num_tokens, D]`` each, as the model would
+        store it."""
         tables = block_ids[None]
-        return ops.gather_blocks(k, tables, num_tokens), ops.gather_blocks(v, tables, num_tokens)
+        return self.pool.read(
+            self.layer, lambda cache: ops.gather_blocks(cache, tables, num_tokens), as_written=True
+        )
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         return self.forward.mask(columns, window)
@@ -332,6 +331,7 @@ class LayerView(AttendingCache):
             "window": query.window,
             "sinks": query.sinks,
             "check_tables": False,
+            **self.pool.scales,
         }
         if cu_seqlens is None:
             out: mx.array = ops.paged_attention(*arrays, **options)
@@ -342,8 +342,7 @@ class LayerView(AttendingCache):
         """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered."""
         path_counts["gather"] += 1
         num_keys, length = tables.shape[1] * self._block_size, query.q.shape[2]
-        k = ops.gather_blocks(self.pool.k[self.layer], tables, num_keys)
-        v = ops.gather_blocks(self.pool.v[self.layer], tables, num_keys)
+        k, v = self.pool.read(self.layer, lambda cache: ops.gather_blocks(cache, tables, num_keys))
         queries = context_lens[:, None, None, None] - length + mx.arange(length)[:, None]
         mask = causal_mask(queries, num_keys, query.window)
         v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN

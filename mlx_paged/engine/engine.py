@@ -67,6 +67,8 @@ class Engine(EngineCore):
         block_size: token slots in a block.
         kv_memory: bytes for the pool; default: what the device can spare.
         num_blocks: size of the pool in blocks of all layers, instead of `kv_memory`.
+        kv_bits: 8 to store K/V with 8 bits an element, "8,4" to store keys with 8 and values with
+            4 bits; docs/kv-quantization.md has the differences. Default: as the model computes it.
         max_kv_tokens: if neither is given, the pool has room for no more than these tokens.
         max_running: the largest number of requests that are computed together.
         prefill_chunk: the largest number of prompt tokens in a step, beside the running requests.
@@ -111,6 +113,7 @@ class Engine(EngineCore):
         block_size: int = 16,
         kv_memory: int | None = None,
         num_blocks: int | None = None,
+        kv_bits: int | str | None = None,
         max_kv_tokens: int | None = None,
         max_running: int = 32,
         prefill_chunk: int = 512,
@@ -146,7 +149,7 @@ class Engine(EngineCore):
         log = TickLog(spike_ms=spike_ms, profile=profile)
         writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
         mx.eval(model.state)  # only the thread that made an array can compute it
-        probed = probe(model)
+        probed = probe(model).quantized(kv_bits)
         drafter: Drafter | None = None
         if speculate is not None and can_draft(probed):
             drafter = DRAFTERS[speculate]()

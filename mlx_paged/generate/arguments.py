@@ -20,9 +20,6 @@ REFUSED = {
     "--max-kv-size": "K/V is never cut to a size; --kv-memory limits the pool",
     "--prompt-cache-file": "saved caches need `python -m mlx_paged.run mlx_lm.generate`",
     "--quantize-activations -qa": "its matrix product is not tested here: MLX has none on a CPU",
-    "--kv-bits": "K/V is not quantized",
-    "--kv-group-size": "K/V is not quantized",
-    "--quantized-kv-start": "K/V is not quantized",
 }
 """Flags of mlx_lm.generate that are mistakes here, with the reasons."""
 

@@ -12,6 +12,7 @@ from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+from mlx_paged.ops.formats import KVBits
 
 LayerKV = tuple[mx.array, mx.array]
 PrefillForward = Callable[[mx.array, int], Sequence[LayerKV]]
@@ -62,10 +63,11 @@ class KVBlockManager:
         max_blocks: blocks in the pool; all together have fewer than 2**31 slots.
         dtype: of K and V: float32, float16 or bfloat16.
         v_head_dim: head dimension of the values; default `head_dim`.
+        kv_bits: 8 or "8,4" to store K and V quantized; see :mod:`mlx_paged.ops.formats`.
 
     Raises:
-        ValueError: a size is no integer or out of range, a list's length is not `n_layers`, or the
-            dtype is another.
+        ValueError: a size is no integer or out of range, a list's length is not `n_layers`, the
+            dtype is another, or the pool cannot be quantized so.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class KVBlockManager:
         max_blocks: int,
         dtype: mx.Dtype = mx.float16,
         v_head_dim: int | Sequence[int] | None = None,
+        kv_bits: KVBits = None,
     ) -> None:
         n_layers = integer("KVBlockManager", "n_layers", n_layers, 1)
         block_size = integer("KVBlockManager", "block_size", block_size, 1, MAX_INT32)
@@ -88,7 +91,8 @@ class KVBlockManager:
             raise ValueError(
                 f"[KVBlockManager] dtype is {dtype}: expected float32, float16 or bfloat16"
             )
-        shapes = [KVShape(*dims, dtype) for dims in zip(heads, k_dims, v_dims, strict=True)]
+        plain = [KVShape(*dims, dtype) for dims in zip(heads, k_dims, v_dims, strict=True)]
+        shapes = [shape.quantized("KVBlockManager", kv_bits) for shape in plain]
         self._make(plan_pool(shapes, [None] * n_layers, block_size), block_size, max_blocks, 0)
 
     @classmethod
@@ -115,6 +119,11 @@ class KVBlockManager:
     def v(self) -> list[mx.array]:
         """Values of each layer, ``[n_kv_heads, max_blocks, block_size, v_head_dim]``."""
         return self.pool.v
+
+    @property
+    def scales(self) -> dict[str, list[mx.array]]:
+        """Scales of each quantized layer, as further arguments of the attention ops."""
+        return self.pool.scales
 
     # Sequences
 

@@ -11,7 +11,7 @@ from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import PoolPlan
-from mlx_paged.kv.pool import KVShape, block_bytes
+from mlx_paged.kv.pool import KVShape, block_bytes, planned_block_bytes
 
 HOST_LIMIT = 1 << 29
 """Bytes of the largest default pool on a CPU."""
@@ -102,7 +102,8 @@ def num_blocks_for(
     smallest = block_bytes(shapes, block_size)
     one_block, max_blocks = smallest, longest_pool(shapes, block_size)
     if plan is not None and plan.arrays:
-        one_block = smallest // plan.width
+        one_block = planned_block_bytes(plan.arrays)
+        smallest = one_block * plan.width
         max_blocks = min(longest_pool([array.shape], array.block_size) for array in plan.arrays)
     if kv_memory is not None:
         _check_held(kv_memory, max_blocks * one_block, reserved)

@@ -1,7 +1,7 @@
 """The K/V arrays of each layer, which all sequences share."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -11,6 +11,7 @@ from mlx_paged import ops
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import ArrayPlan, PoolPlan
+from mlx_paged.ops.formats import Format, KVBits, checked_bits, dequantized, formats
 
 SMALL_ARRAY = 1 << 20
 
@@ -24,6 +25,7 @@ class KVShape:
     Attributes:
         latent: values are the first `v_head_dim` columns of the keys and are stored once. The two
             arrays written are the latent and the rotary key, which fills the other columns.
+        kv_bits: how the pool stores them; see :mod:`mlx_paged.ops.formats`.
     """
 
     n_kv_heads: int
@@ -31,6 +33,32 @@ class KVShape:
     v_head_dim: int
     dtype: mx.Dtype
     latent: bool = False
+    kv_bits: KVBits = None
+
+    def quantized(self, where: str, kv_bits: KVBits) -> "KVShape":
+        """The same layer in a pool with these `kv_bits`.
+
+        Raises:
+            ValueError: such a pool cannot hold this layer, or the device cannot use it.
+        """
+        kv_bits = checked_bits(where, kv_bits)
+        problem = None
+        if kv_bits is None:
+            pass
+        elif not ops.serves_scales():
+            problem = "the Metal kernels read no scales yet"
+        elif self.latent:
+            problem = "a layer stores latents (MLA), and keys and values in one row need two scales"
+        elif kv_bits == "8,4" and self.v_head_dim % 2:
+            problem = f"values have {self.v_head_dim} dimensions, and two share a byte"
+        if problem:
+            raise ValueError(f"[{where}] kv_bits is {kv_bits!r}, but {problem}: expected None")
+        return replace(self, kv_bits=kv_bits)
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        """Of keys and of values."""
+        return formats(self.kv_bits, self.dtype)
 
     @property
     def row_dims(self) -> tuple[int, int]:
@@ -41,12 +69,21 @@ class KVShape:
 
     @property
     def token_bytes(self) -> int:
-        return self.n_kv_heads * sum(self.row_dims) * self.dtype.size
+        rows = zip(self.formats, self.row_dims, strict=True)
+        return self.n_kv_heads * sum(form.row_bytes(dims) for form, dims in rows)
+
+    @property
+    def scale_bytes(self) -> int:
+        """The part of `token_bytes` that is scales."""
+        rows = zip(self.formats, self.row_dims, strict=True)
+        count = sum(form.scale_columns(dims) for form, dims in rows)
+        return self.n_kv_heads * count * mx.float16.size
 
     @property
     def array_bytes(self) -> int:
-        """Bytes of a token in the larger one of the layer's arrays."""
-        return self.n_kv_heads * max(self.head_dim, self.v_head_dim) * self.dtype.size
+        """Bytes of a token in the largest one of the layer's arrays."""
+        rows = zip(self.formats, (self.head_dim, self.v_head_dim), strict=True)
+        return self.n_kv_heads * max(form.columns(dims) * form.dtype.size for form, dims in rows)
 
 
 def block_bytes(shapes: Sequence[KVShape], block_size: int) -> int:
@@ -54,8 +91,15 @@ def block_bytes(shapes: Sequence[KVShape], block_size: int) -> int:
     return block_size * sum(shape.token_bytes for shape in shapes)
 
 
+def planned_block_bytes(arrays: Sequence[ArrayPlan]) -> int:
+    """Bytes of a block in all arrays: arrays that share memory have scales of their own."""
+    sizes = {a.memory: a.block_size * (a.shape.token_bytes - a.shape.scale_bytes) for a in arrays}
+    return sum(sizes.values()) + sum(a.block_size * a.shape.scale_bytes for a in arrays)
+
+
 class KVPool:
-    """K and V of every layer, each ``[n_kv_heads, num_blocks, block_size, head_dim]``.
+    """K and V of every layer, each ``[n_kv_heads, num_blocks, block_size, head_dim]``, and the
+    scales of quantized ones.
 
     In memory the order is ``[num_blocks, n_kv_heads, block_size, head_dim]``: one head's part of a
     block is contiguous. On a CPU arrays are page-aligned, and Linux is asked for huge pages, whole
@@ -64,6 +108,7 @@ class KVPool:
     K. Layers of several layer groups may share one pair of arrays, which counts as one layer here.
 
     Attributes:
+        scales: "k_scales" and "v_scales", arguments of the ops; empty if nothing is quantized.
         capacity: up to how many blocks :meth:`grow` should copy nothing. On a CPU this reserves
             address space; memory is taken where blocks are written.
     """
@@ -85,25 +130,40 @@ class KVPool:
         self.capacity = capacity
         self.k: list[mx.array] = []
         self.v: list[mx.array] = []
+        is_quantized = any(shape.kv_bits is not None for shape in self.shapes)
+        names = ("k_scales", "v_scales") if is_quantized else ()
+        self.scales: dict[str, list[mx.array]] = {name: [] for name in names}
+        self._stored = [self.k, self.v, *self.scales.values()]  # of each layer, as write_kv's
         owners: dict[int, int] = {}  # the first pair of arrays with each memory
         for i, array in enumerate(self._arrays):
             owner = owners.setdefault(array.memory, i)
             shape, shared = array.shape, None if owner == i else owner
-            self.k.append(self._array(array, shape.head_dim, self.k, shared))
+            k, v = shape.formats
+            self.k.append(self._array(array, k.columns(shape.head_dim), k.dtype, self.k, shared))
             if shape.latent:
                 self.v.append(_latents(self.k[i], shape))
             else:
-                self.v.append(self._array(array, shape.v_head_dim, self.v, shared))
-        mx.eval(self.k, self.v)
-        self._first_k, self._first_v = list(self.k), list(self.v)
+                columns = v.columns(shape.v_head_dim)
+                self.v.append(self._array(array, columns, v.dtype, self.v, shared))
+            for scales, form, dims in zip(
+                self.scales.values(), shape.formats, shape.row_dims, strict=False
+            ):
+                scales.append(self._array(array, form.scale_columns(dims), mx.float16))
+        mx.eval(self._stored)
+        self._first = [list(handles) for handles in self._stored]
 
     def _array(
-        self, array: ArrayPlan, head_dim: int, known: list[mx.array], shared: int | None
+        self,
+        array: ArrayPlan,
+        columns: int,
+        dtype: mx.Dtype,
+        known: Sequence[mx.array] = (),
+        shared: int | None = None,
     ) -> mx.array:
         """An array of zeros, or a view of array `shared` of those known."""
-        shape = (self.num_blocks, array.shape.n_kv_heads, array.block_size, head_dim)
+        shape = (self.num_blocks, array.shape.n_kv_heads, array.block_size, columns)
         if shared is None:
-            zeros = ops.pool_zeros(shape, array.shape.dtype, capacity=self.capacity)
+            zeros = ops.pool_zeros(shape, dtype, capacity=self.capacity)
             return zeros.transpose(1, 0, 2, 3)
         return known[shared].transpose(1, 0, 2, 3).reshape(shape).transpose(1, 0, 2, 3)
 
@@ -113,9 +173,7 @@ class KVPool:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all arrays."""
-        sizes = {a.memory: a.block_size * a.shape.token_bytes for a in self._arrays}
-        return sum(sizes.values())
+        return planned_block_bytes(self._arrays)
 
     @property
     def nbytes(self) -> int:
@@ -131,7 +189,20 @@ class KVPool:
     def write(self, layer: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
         """Write K rows ``[T, n_kv_heads, head_dim]`` and V rows to their slots ``[T]``, in place.
         In latent layers these are the latents and the rotary keys."""
-        self._replace(layer, ops.write_kv(k, v, *self.write_targets(layer), slot_mapping))
+        scales: Any = {name: arrays[layer] for name, arrays in self.scales.items()}
+        targets = self.write_targets(layer)
+        self._replace(layer, ops.write_kv(k, v, *targets, slot_mapping, **scales))
+
+    def write_stored(self, layer: int, rows: Sequence[mx.array], slot_mapping: mx.array) -> None:
+        """As `write`, with rows of all arrays of :meth:`targets`, which are not rounded again."""
+        k, v, *scales = self.targets(layer)
+        written = ops.write_kv(rows[0], rows[1], k, v, slot_mapping)
+        more = _pair(ops.write_kv, *rows[2:], *scales, slot_mapping)
+        self._replace(layer, written + more)
+
+    def targets(self, layer: int) -> tuple[mx.array, ...]:
+        """All arrays that a write changes: `write_targets`, then the scales."""
+        return *self.write_targets(layer), *(arrays[layer] for arrays in self.scales.values())
 
     def append(
         self, kind: type[Tagged], layer: int, k: mx.array, v: mx.array, slots: mx.array, *read: Any
@@ -139,7 +210,7 @@ class KVPool:
         """Write K ``[B, n_kv_heads, N, head_dim]`` and V, and gather all K and V that block tables
         show, as instances of `kind`; see :func:`mlx_paged.ops.append_kv`. None, and nothing is
         written, where one call cannot do both."""
-        if self.shapes[layer].latent:
+        if self.shapes[layer].latent or self.scales:
             return None
         found = ops.append_kv(kind, k, v, self.k[layer], self.v[layer], slots, *read)
         if found is None:
@@ -147,10 +218,11 @@ class KVPool:
         self.k[layer], self.v[layer], keys, values = found
         return keys, values
 
-    def _replace(self, layer: int, written: tuple[mx.array, mx.array]) -> None:
+    def _replace(self, layer: int, written: tuple[mx.array, ...]) -> None:
         shape = self.shapes[layer]
         if not shape.latent:
-            self.k[layer], self.v[layer] = written
+            for handles, handle in zip(self._stored, written, strict=True):
+                handles[layer] = handle
         elif ops.kernel_for(None, *shape.row_dims) == "native":  # written in place
             self.set_keys(layer, mx.depends([self.k[layer]], list(written))[0])
         else:
@@ -173,8 +245,24 @@ class KVPool:
                 pairs = [(copy.src, copy.dst) for copy in copies if copy.group in groups]
                 uploaded[groups] = mx.array(pairs, mx.int32).reshape(-1, 2)
             if uploaded[groups].size:
-                targets = self.write_targets(layer)
-                self._replace(layer, ops.copy_blocks(*targets, uploaded[groups]))
+                k, v, *scales = self.targets(layer)
+                copied = ops.copy_blocks(k, v, uploaded[groups])
+                self._replace(layer, copied + _pair(ops.copy_blocks, *scales, uploaded[groups]))
+
+    def read(
+        self, layer: int, gather: Callable[[mx.array], mx.array], *, as_written: bool = False
+    ) -> tuple[mx.array, mx.array]:
+        """A layer's K and V that `gather` takes from an array, in the type of the model.
+
+        Args:
+            as_written: of latent layers the latents and the rotary keys.
+        """
+        if not self.scales:
+            stored = self.write_targets(layer) if as_written else (self.k[layer], self.v[layer])
+            return gather(stored[0]), gather(stored[1])
+        k, v, of_k, of_v = map(gather, self.targets(layer))
+        dtype = self.shapes[layer].dtype
+        return dequantized(k, of_k, dtype), dequantized(v, of_v, dtype)
 
     def gather(self, layer: int, runs: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.
@@ -182,10 +270,14 @@ class KVPool:
         Args:
             runs: the sequence's blocks, from :func:`head_runs`.
         """
-        k = _gather_heads(self.k[layer], runs)[:, :, :num_tokens]
+
+        def gathered(cache: mx.array) -> mx.array:
+            return _gather_heads(cache, runs)[:, :, :num_tokens]
+
         if self.shapes[layer].latent:
+            k = gathered(self.k[layer])
             return k, _latents(k, self.shapes[layer])
-        return k, _gather_heads(self.v[layer], runs)[:, :, :num_tokens]
+        return self.read(layer, gathered)
 
     def grow(self, num_blocks: int) -> None:
         """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.
@@ -218,14 +310,15 @@ class KVPool:
             _evaluate(new)
             return new
 
-        self._first_k, self._first_v = [], []  # otherwise they would keep the old arrays alive
+        self._first = []  # otherwise they would keep the old arrays alive
         for layer, shape in enumerate(self.shapes):
-            keys = changed(self.k[layer])
-            self.v[layer] = _latents(keys, shape) if shape.latent else changed(self.v[layer])
-            self.k[layer] = keys
+            if shape.latent:
+                self.set_keys(layer, changed(self.k[layer]))
+            else:
+                self._replace(layer, tuple(changed(handles[layer]) for handles in self._stored))
             _evaluate(self.v[layer])
         self.num_blocks = num_blocks
-        self._first_k, self._first_v = list(self.k), list(self.v)
+        self._first = [list(handles) for handles in self._stored]
 
     def _with_room(self, blocks: mx.array, num_blocks: int) -> mx.array:
         """A copy of the blocks, with zeros after them up to `num_blocks`."""
@@ -236,11 +329,12 @@ class KVPool:
 
     def reset_handles(self) -> None:
         """Discard writes that were never evaluated. The content of their slots is then unknown."""
-        self.k, self.v = list(self._first_k), list(self._first_v)
+        for handles, first in zip(self._stored, self._first, strict=True):
+            handles[:] = first
 
     def handles(self) -> list[mx.array]:
         """Every layer's newest handles. Evaluate them once a step: this bounds the graph."""
-        return [*self.k, *self.v]
+        return [handle for handles in self._stored for handle in handles]
 
 
 def _evaluate(*arrays: mx.array) -> None:
@@ -252,6 +346,12 @@ def _evaluate(*arrays: mx.array) -> None:
 def _latents(keys: mx.array, shape: KVShape) -> mx.array:
     """The values of a latent layer, a view of its keys."""
     return keys[..., : shape.v_head_dim]
+
+
+def _pair(op: Callable[..., Any], *arrays: mx.array) -> tuple[mx.array, ...]:
+    """The op of two scales; of no scales, nothing."""
+    written: tuple[mx.array, ...] = op(*arrays) if len(arrays) > 1 else ()
+    return written
 
 
 def head_runs(block_ids: mx.array, n_kv_heads: int) -> mx.array:

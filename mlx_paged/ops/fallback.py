@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import _ext
+from mlx_paged.ops.formats import dequantized, dims_of, format_of, quantized
 
 
 def paged_attention(
@@ -28,12 +29,14 @@ def paged_attention(
     softcap: float | None = None,
     alibi_slopes: mx.array | None = None,
     return_attn: bool = False,
+    k_scales: mx.array | None = None,
+    v_scales: mx.array | None = None,
 ) -> mx.array | tuple[mx.array, mx.array]:
     """``mlx_paged.paged_attention`` on one layer's pool; softmax in float32."""
     batch, num_heads, num_tokens, _ = q.shape
     num_kv_heads, num_blocks, block_size, _ = k_cache.shape
     num_keys = block_tables.shape[1] * block_size
-    out_shape = (batch, num_heads, num_tokens, v_cache.shape[3])
+    out_shape = (batch, num_heads, num_tokens, dims_of(v_cache))
     attn_shape = (batch, num_heads, num_tokens, num_keys)
     if 0 in (*out_shape, num_blocks, num_keys):
         out, attn = mx.zeros(out_shape, q.dtype), mx.zeros(attn_shape)
@@ -46,7 +49,7 @@ def paged_attention(
     in_pool = (block_tables >= 0) & (block_tables < num_blocks)
     seen = seen & mx.repeat(in_pool, block_size, axis=1)[:, None, None]
     blocks = mx.where(in_pool, block_tables, 0)
-    k, v = _gather(k_cache, blocks), _gather(v_cache, blocks)
+    k, v = _gather(k_cache, blocks, k_scales), _gather(v_cache, blocks, v_scales)
 
     if kv_head_mapping is not None:
         known = (kv_head_mapping >= 0) & (kv_head_mapping < num_kv_heads)
@@ -103,8 +106,13 @@ def single_tokens(
 
 
 def write_kv(
-    k: mx.array, v: mx.array, k_cache: mx.array, v_cache: mx.array, slot_mapping: mx.array
-) -> tuple[mx.array, mx.array]:
+    k: mx.array,
+    v: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    slot_mapping: mx.array,
+    **scales: mx.array,
+) -> tuple[mx.array, ...]:
     """``mlx_paged.write_kv`` as a scatter into new arrays.
 
     MLX's scatter does not check indices, so the host reads the slots: it waits until `slot_mapping`
@@ -113,8 +121,9 @@ def write_kv(
     _, num_blocks, block_size, _ = k_cache.shape
     slots = np.array(slot_mapping)
     rows = np.flatnonzero((slots >= 0) & (slots < num_blocks * block_size))
+    caches = k_cache, v_cache, *scales.values()
     if not len(rows):
-        return k_cache, v_cache
+        return caches
     block, offset = (mx.array(a) for a in np.divmod(slots[rows], block_size))
 
     def written(cache: mx.array, x: mx.array) -> mx.array:
@@ -123,6 +132,9 @@ def write_kv(
         updated[:, block, offset] = kept.swapaxes(0, 1)
         return updated
 
+    if scales:
+        (k, k_row), (v, v_row) = quantized(k, format_of(k_cache)), quantized(v, format_of(v_cache))
+        return tuple(map(written, caches, (k, v, k_row, v_row)))
     return written(k_cache, k), written(v_cache, v)
 
 
@@ -160,9 +172,13 @@ def _visible_keys(
     return seen
 
 
-def _gather(cache: mx.array, blocks: mx.array) -> mx.array:
+def _gather(cache: mx.array, blocks: mx.array, scales: mx.array | None) -> mx.array:
     """K or V of every sequence in logical order, ``[B, H_kv, M * S, D]`` float32."""
-    return _ext.gather_blocks(cache, blocks, blocks.shape[1] * cache.shape[2]).astype(mx.float32)
+    num_keys = blocks.shape[1] * cache.shape[2]
+    found = _ext.gather_blocks(cache, blocks, num_keys)
+    if scales is None:
+        return found.astype(mx.float32)
+    return dequantized(found, _ext.gather_blocks(scales, blocks, num_keys), mx.float32)
 
 
 def _per_group(x: mx.array, num_kv_heads: int) -> mx.array:

@@ -5,16 +5,17 @@ D_v value head dimension, N blocks in the pool, S = block_size tokens per block,
 block table, T rows to write, P block pairs, R rotated dimensions.
 
 One layer's pool is ``k_cache [H_kv, N, S, D]`` and ``v_cache [H_kv, N, S, D_v]``, both float32,
-float16 or bfloat16, in any layout whose last axis is dense; no op copies it. In latent attention
-the values are columns of the keys: ops that read take ``k_cache[..., :D_v]`` as values, and ops
-that write take ``k_cache[..., :D_v]`` and ``k_cache[..., D_v:]``, which share no memory.
+float16 or bfloat16, in any layout whose last axis is dense; no op copies it. A quantized pool has
+also ``k_scales`` and ``v_scales``: :mod:`mlx_paged.ops.formats` describes all four arrays. In
+latent attention the values are columns of the keys: ops that read take ``k_cache[..., :D_v]`` as
+values, and ops that write take ``k_cache[..., :D_v]`` and ``k_cache[..., D_v:]``, which share no
+memory.
 
 MLX knows the layout of an evaluated array and of its slices, transposes and squeezed axes: an op
 checks these when it is called. It checks the others when it is evaluated, before it reads or
 writes. Both raise ValueError.
 """
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -23,9 +24,10 @@ import mlx.core as mx
 from mlx_paged import _ext
 from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.ops import fallback
+from mlx_paged.ops.arguments import Cache, layers, numbers
+from mlx_paged.ops.formats import dims_of
 
 Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
-Cache = mx.array | Sequence[mx.array]
 
 
 def kernel_for(
@@ -57,6 +59,11 @@ def _device(stream: Stream | None) -> mx.Device | mx.DeviceType:
     return stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
 
 
+def serves_scales(stream: Stream | None = None) -> bool:
+    """Whether a stream or device can use a quantized pool."""
+    return _device(stream) == mx.cpu or not _ext.metal.has_metal()
+
+
 def serves_chunks(dtype: mx.Dtype, head_dim: int, v_head_dim: int) -> bool:
     """Whether the GPU's kernel for chunks takes pools of this dtype with these head dimensions."""
     metal = _ext.metal
@@ -81,6 +88,8 @@ def paged_attention(
     sinks: mx.array | None = None,
     softcap: float | None = None,
     alibi_slopes: mx.array | None = None,
+    k_scales: Cache | None = None,
+    v_scales: Cache | None = None,
     check_tables: bool = True,
     stream: Stream | None = None,
 ) -> mx.array | Any:  # a union with the pair of return_attn would make every caller narrow it
@@ -117,6 +126,8 @@ def paged_attention(
         softcap: above 0; scores become ``softcap * tanh(scale * q.k / softcap)``.
         alibi_slopes: ``[H]`` floats; ``slope * (key position - query position)`` is added to the
             score, after softcap (Press et al. 2021, arXiv:2108.12409).
+        k_scales: scales of quantized keys, of as many layers: ``[H_kv, N, S, 1]`` float16.
+        v_scales: scales of quantized values likewise.
         check_tables: False skips the checks of table and length values, for callers whose tables
             are valid by construction.
         stream: stream or device; default the current one.
@@ -145,9 +156,15 @@ def paged_attention(
         >>> paged_attention(q, [k_cache], [v_cache], block_tables, context_lens).item()
         3.0
     """
-    k_layer, v_layer = _layers("paged_attention", k_cache, v_cache, layer_idx)
+    name = "paged_attention"
+    scales = layers(
+        name, layer_idx, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales
+    )
+    k_layer, v_layer = scales.pop("k_cache"), scales.pop("v_cache")
+    _check_scales(name, stream, scales)
     arrays = q, k_layer, v_layer, block_tables, context_lens
-    options = _numbers("paged_attention", q, scale, window, softcap) | {
+    options = numbers(name, q, scale, window, softcap) | {
+        **scales,
         "causal": causal,
         "kv_head_mapping": kv_head_mapping,
         "rope_freqs": rope_freqs,
@@ -161,7 +178,7 @@ def paged_attention(
         with _on(stream):
             result = fallback.paged_attention(*arrays, **options)
     if check_tables:
-        _ext.check_tables("paged_attention", block_tables, context_lens, *k_layer.shape[1:3])
+        _ext.check_tables(name, block_tables, context_lens, *k_layer.shape[1:3])
     return result
 
 
@@ -180,6 +197,8 @@ def paged_attention_varlen(
     window: int | None = None,
     sinks: mx.array | None = None,
     softcap: float | None = None,
+    k_scales: Cache | None = None,
+    v_scales: Cache | None = None,
     check_tables: bool = True,
     stream: Stream | None = None,
 ) -> mx.array:
@@ -220,9 +239,14 @@ def paged_attention_varlen(
         [3.0, 3.0, 4.0]
     """
     name = "paged_attention_varlen"
-    k_layer, v_layer = _layers(name, k_cache, v_cache, layer_idx)
+    scales = layers(
+        name, layer_idx, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales
+    )
+    k_layer, v_layer = scales.pop("k_cache"), scales.pop("v_cache")
+    _check_scales(name, stream, scales)
     arrays = q, k_layer, v_layer, block_tables, context_lens, cu_seqlens
-    options = _numbers(name, q, scale, window, softcap) | {"causal": causal, "sinks": sinks}
+    options = numbers(name, q, scale, window, softcap) | {"causal": causal, "sinks": sinks}
+    options |= scales
     num_decodes = integer(name, "num_decodes", num_decodes, 0, MAX_INT32)
     result = _ext.paged_attention_varlen(
         *arrays, **options, num_decodes=num_decodes, stream=stream
@@ -230,6 +254,7 @@ def paged_attention_varlen(
     if 0 not in block_tables.shape and not _serves_varlen(stream, *arrays[:4]):
         with _on(stream):
             rows = fallback.single_tokens(*arrays, causal=causal, window=window)
+            options |= {role: [array] for role, array in scales.items()}
             out = paged_attention(*rows, **options, check_tables=False)
             result = out.reshape(result.shape)
     if check_tables:
@@ -245,33 +270,43 @@ def write_kv(
     v_cache: mx.array,
     slot_mapping: mx.array,
     *,
+    k_scales: mx.array | None = None,
+    v_scales: mx.array | None = None,
     stream: Stream | None = None,
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, ...]:
     """Write rows of keys and values to their slots in one layer's pool, in place.
 
     Args:
-        k: ``[T, H_kv, D]`` in the pool's dtype; not a view of memory that this call writes.
+        k: ``[T, H_kv, D]`` in the pool's dtype, or of any floating type where the pool is
+            quantized; not a view of memory that this call writes.
         v: ``[T, H_kv, D_v]`` likewise.
         k_cache: ``[H_kv, N, S, D]``.
         v_cache: ``[H_kv, N, S, D_v]``.
         slot_mapping: ``[T]`` int32, ``block * S + offset`` of each row. Rows with a slot outside
             ``[0, N * S)`` are skipped, so -1 is padding.
+        k_scales: ``[H_kv, N, S, 1]`` float16, of a quantized pool.
+        v_scales: ``[H_kv, N, S, C]`` float16 likewise.
         stream: stream or device; default the current one.
 
     Returns:
-        New handles of both caches. They share the pool's buffers. Do not use the old handles again:
-        only the new ones order later ops after this write. On a GPU without a kernel for these
-        heads, and within a function transformation, they are new arrays.
+        New handles of both caches, then of the scales that were given. They share the pool's
+        buffers. Do not use the old handles again: only the new ones order later ops after this
+        write. On a GPU without a kernel for these heads, and within a function transformation, they
+        are new arrays.
 
     Raises:
         ValueError: an argument's rank, shape or dtype does not fit, a cache's last axis is not
             dense, a cache is a broadcast view, or the caches are one array or their rows overlap.
     """
-    written = _ext.write_kv(k, v, k_cache, v_cache, slot_mapping, stream=stream)
+    given = {"k_scales": k_scales, "v_scales": v_scales}
+    scales = {name: array for name, array in given.items() if array is not None}
+    _check_scales("write_kv", stream, scales)
+    arrays = k, v, k_cache, v_cache, slot_mapping
+    written = _ext.write_kv(*arrays, **scales, stream=stream)
     if _is_native(stream, k_cache, v_cache, slot_mapping):
         return written
     with _on(stream):
-        return fallback.write_kv(k, v, k_cache, v_cache, slot_mapping)
+        return fallback.write_kv(*arrays, **scales)
 
 
 def copy_blocks(
@@ -310,44 +345,9 @@ def uninstall_from_mlx() -> None:
         delattr(mx.fast, "paged_attention")
 
 
-def _numbers(
-    op: str, q: mx.array, scale: float | None, window: int | None, softcap: float | None
-) -> dict[str, Any]:
-    """Options that are numbers, checked."""
-    if window is not None:
-        window = integer(op, "window", window, 1, MAX_INT32)
-    for name, value in (("scale", scale), ("softcap", softcap)):
-        if isinstance(value, bool):
-            raise ValueError(f"[{op}] {name} is {value}: expected a number")
-    if scale is None:
-        scale = max((1, *q.shape[-1:])) ** -0.5
-    return {"scale": scale, "window": window, "softcap": softcap}
-
-
-def _layers(op: str, k_cache: Cache, v_cache: Cache, layer_idx: int) -> tuple[mx.array, mx.array]:
-    """One layer of both caches, without a copy."""
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if isinstance(cache, mx.array) and cache.ndim != 5:
-            raise ValueError(
-                f"[{op}] {name} has shape {cache.shape}: expected (n_layers, n_kv_heads,"
-                " n_blocks, block_size, head_dim), or a list of arrays without the first axis"
-            )
-    n_layers = len(k_cache)
-    if len(v_cache) != n_layers or n_layers == 0:
-        raise ValueError(
-            f"[{op}] v_cache has {len(v_cache)} layers and k_cache {n_layers}:"
-            " expected the same number, at least 1"
-        )
-    layer = layer_idx
-    if type(layer) is not int or not 0 <= layer < n_layers:
-        layer = integer(op, "layer_idx", layer_idx, 0, n_layers - 1)
-    return _layer(k_cache, layer), _layer(v_cache, layer)
-
-
-def _layer(cache: Cache, layer: int) -> mx.array:
-    if isinstance(cache, mx.array):
-        return cache[layer : layer + 1].squeeze(0)  # cache[layer] is a gather: a copy
-    return cache[layer]
+def _check_scales(op: str, stream: Stream | None, scales: dict[str, mx.array]) -> None:
+    if scales and not serves_scales(stream):
+        raise ValueError(f"[{op}] {next(iter(scales))} is given: Metal kernels read no scales yet")
 
 
 def _is_native(
@@ -359,7 +359,7 @@ def _is_native(
     possible.
     """
     kernel = kernel_for if _ext.has_values(indices) else _kernel_on
-    return kernel(stream, k_cache.shape[-1], v_cache.shape[-1]) == "native"
+    return kernel(stream, k_cache.shape[-1], dims_of(v_cache)) == "native"
 
 
 def _serves_varlen(

@@ -21,6 +21,7 @@ from mlx_paged.attention.sdpa_hook import (
 )
 from mlx_paged.kv.layer_groups import LayerPlace
 from mlx_paged.kv.pool import KVPool, KVShape
+from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.layer_cache import PagedLayerCache, UntrimmedCache, storable
 from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows
 
@@ -78,6 +79,16 @@ class ModelProfile:
     attentions: tuple[AttentionKind, ...]
     windows: tuple[int | None, ...]
     last_layer_narrows: bool
+
+    def quantized(self, kv_bits: KVBits) -> "ModelProfile":
+        """The same model with quantized K/V.
+
+        Raises:
+            ValueError: a layer's K/V cannot be stored with these bits.
+        """
+        shapes = tuple(s and s.quantized("Engine", kv_bits) for s in self.shapes)
+        kinds = (replace(k, shape=k.shape.quantized("Engine", kv_bits)) for k in self.attentions)
+        return replace(self, shapes=shapes, attentions=tuple(kinds))
 
 
 class _Recorder(AttendingCache, UntrimmedCache):

@@ -28,7 +28,6 @@ def _size(text: str) -> int:
 
 SECONDS = number(float, 0, 1e9, "a number of seconds")
 PORT = number(int, 0, 65535, "a port")
-QUANTIZED = "a quantized K/V pool"
 MAX_STALL_MS = 150.0  # a stream waits no longer for its next token because of prompts
 
 FLAGS: dict[str, tuple[tuple[str, Any, Any, str, str], ...]] = {
@@ -69,9 +68,6 @@ FLAGS: dict[str, tuple[tuple[str, Any, Any, str, str], ...]] = {
     "compatibility with mlx_lm.server": (
         ("--prompt-cache-size", int, 10, "N", "0 switches the prefix cache off"),
         ("--prompt-cache-bytes", _size, None, "SIZE", "same as --kv-memory; may be e.g. 2GB"),
-        ("--kv-bits", int, None, "X", QUANTIZED),
-        ("--kv-group-size", int, 64, "X", QUANTIZED),
-        ("--quantized-kv-start", int, 5000, "X", QUANTIZED),
         ("--prompt-concurrency", int, 8, "X", "a limit of prompts beside --prefill-step-size"),
         ("--pipeline", bool, False, "", "more than one device"),
     ),

@@ -13,6 +13,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from scripts.windowed_parity import (
     BLOCK_SIZES,
     CHUNKS,
+    MOST_ROUNDED,
     NAMES,
     SCENARIOS,
     Case,
@@ -34,6 +35,33 @@ def test_windows_change_nothing(number):
     for i in range(2):  # other ones in each case
         getattr(scenarios, SCENARIOS[(2 * number + i) % len(SCENARIOS)])()
     assert scenarios.counts["near_ties"] <= 1
+
+
+QUANTIZED = "llama, windowed", "gemma3", "gpt_oss", "gemma4_text"
+"""Models whose layers all may be quantized; the last one has layers of several sizes."""
+
+
+@pytest.mark.parametrize("kv_bits", [8, "8,4"])
+@pytest.mark.parametrize("sizes", [*product((7, 64, 512), (8, 16, 32))], ids=str)
+def test_quantized_layers_compute_what_mlx_lm_does_over_the_same_values(kv_bits, sizes):
+    number = [*product((7, 64, 512), (8, 16, 32))].index(sizes)
+    name = QUANTIZED[number % len(QUANTIZED)]
+    scenarios = Scenarios(Reference(name, 20, kv_bits), Case(name, 20, *sizes))
+    for scenario in ("preemptions", "forks", "prefixes", "arrivals"):
+        getattr(scenarios, scenario)()
+    rounded, compared = (scenarios.counts[name] for name in ("rounded", "compared"))
+    assert scenarios.counts["near_ties"] <= 1
+    assert rounded <= MOST_ROUNDED * compared
+
+
+@pytest.mark.parametrize(("kv_bits", "others"), [(None, 8), (8, "8,4"), ("8,4", 8)])
+def test_other_bits_are_noticed(kv_bits, others):
+    reference = Reference("gemma3", 20, kv_bits)
+    scenarios = Scenarios(reference, Case("gemma3", 20, 7, 8))
+    engine = scenarios.engine
+    scenarios.engine = lambda **options: engine(**options | {"kv_bits": others})
+    with pytest.raises(AssertionError, match="differ"):
+        scenarios.arrivals()
 
 
 def is_windowed_and_served(name: str) -> bool:

@@ -25,6 +25,7 @@ OBEYED = {
     *("--top-k", "--xtc-probability", "--xtc-threshold", "--seed", "--ignore-chat-template"),
     *("--chat-template-config", "--verbose", "--prefill-step-size", "--help", "-h"),
     *("--draft-model", "--num-draft-tokens"),
+    *("--kv-bits", "--kv-group-size", "--quantized-kv-start"),
 }
 """What this command has for each of them is tested here or in the other files of this folder."""
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "run": {"cli", "drop_in"},
     "drop_in": {"arguments", "runner", "attention", "kv", "ops"},
     "engine": {"runner", "metrics", "scheduler", "attention", "kv", *REQUESTS},
-    "cli": {"scheduler"},
+    "cli": {"ops", "scheduler"},
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
     "sampling": {"ops", *REQUESTS},
     "metrics": {"scheduler", "kv", *REQUESTS},

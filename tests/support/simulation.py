@@ -21,6 +21,7 @@ import tiny_models
 from fake_model import VOCAB, FakeClock, FakeRunner
 from fault_injection import FaultyRunner
 from injected_drafts import InjectedDrafter
+from numpy_quantization import BITS
 from random_calls import TINY_GROUPS, RandomCalls, Setting
 from solo_checks import SoloChecks, Ticket
 from solo_runs import BeamOptions, FakeSolo, MlxLmSolo, SoloModel
@@ -30,6 +31,7 @@ from mlx_paged.cli import COUNT, Parser, number
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
+from mlx_paged.ops.formats import KVBits
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler import turns
 from mlx_paged.scheduler.scheduler import Scheduler
@@ -352,11 +354,22 @@ def fake_simulation(seed: int, index: int) -> Simulation:
 def tiny_simulation(seed: int, index: int) -> Simulation:
     """Schedule `index` of `seed` on a tiny llama, or on a hybrid model if a state is to be kept."""
     rng = random.Random(f"{seed}:{index}:tiny")
+    return engine_simulation(rng, seed, index, None)
+
+
+def quantized_simulation(seed: int, index: int) -> Simulation:
+    """The same with K/V quantized in one of the ways."""
+    rng = random.Random(f"{seed}:{index}:quantized")
+    return engine_simulation(rng, seed, index, rng.choice(BITS))
+
+
+def engine_simulation(rng: random.Random, seed: int, index: int, kv_bits: KVBits) -> Simulation:
     setting = Setting.drawn(rng, small=True)
     model_type = "jamba" if setting.recurrent else "llama"
-    solo = tiny_solo(model_type, len(setting.groups) > 1)
+    solo = tiny_solo(model_type, len(setting.groups) > 1, kv_bits)
     engine = Engine(
         solo.model,
+        kv_bits=kv_bits,
         block_size=setting.block_size,
         num_blocks=setting.num_blocks // sum(group.width for group in setting.groups),
         prefill_chunk=setting.prefill_chunk,
@@ -387,7 +400,7 @@ def drafter_for(setting: Setting, solo: SoloModel, seed: str) -> InjectedDrafter
 
 
 @cache
-def tiny_solo(model_type: str, windowed: bool = False) -> MlxLmSolo:
+def tiny_solo(model_type: str, windowed: bool = False, kv_bits: KVBits = None) -> MlxLmSolo:
     """A tiny model of an architecture of mlx-lm; a windowed one has the groups TINY_GROUPS."""
     full, windowed_group = TINY_GROUPS
     options: dict[str, Any] = {}
@@ -398,10 +411,10 @@ def tiny_solo(model_type: str, windowed: bool = False) -> MlxLmSolo:
             "sliding_window": windowed_group.window,
             "num_hidden_layers": len(kinds),
         }
-    return MlxLmSolo(tiny_models.tiny_model(model_type, **options), tiny_models.VOCAB)
+    return MlxLmSolo(tiny_models.tiny_model(model_type, **options), tiny_models.VOCAB, kv_bits)
 
 
-MODELS = {"fake": fake_simulation, "tiny": tiny_simulation}
+MODELS = {"fake": fake_simulation, "tiny": tiny_simulation, "quantized": quantized_simulation}
 
 
 def run_schedule(model: str, seed: int, index: int) -> tuple[Counter[str], Exception | None]:

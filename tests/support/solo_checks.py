@@ -12,9 +12,6 @@ from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
 from mlx_paged.sampling_params import SamplingParams
 
-NEAR_TIE = 1e-4
-"""Two tokens this close may change places where a kernel sums in another order."""
-
 
 @dataclass(eq=False)
 class Ticket:
@@ -128,4 +125,5 @@ class SoloChecks:
         """Whether `tokens` leave those of the run alone where two were about equally good."""
         solo = self.solo(ticket)
         triples = zip(tokens, solo.tokens, solo.margins, strict=False)
-        return next((margin for a, b, margin in triples if a != b), NEAR_TIE) < NEAR_TIE
+        limit = self._model.near_tie
+        return next((margin for a, b, margin in triples if a != b), limit) < limit

@@ -10,7 +10,10 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from numpy_quantization import quantized_mlx_lm
 
+from mlx_paged.ops.formats import KVBits
 from mlx_paged.request import FinishReason
 from mlx_paged.sampling.sampler import uniform
 from mlx_paged.sampling_params import SamplingParams
@@ -26,10 +29,18 @@ class Solo(NamedTuple):
     reason: FinishReason
 
 
+NEAR_TIE = 1e-4
+"""Two tokens this close may change places where a kernel sums in another order."""
+
+QUANTIZED_NEAR_TIE = 2e-2
+"""The same where K/V is quantized: K/V that differs in the last bit may be rounded apart."""
+
+
 class SoloModel(Protocol):
     """A model that runs requests alone."""
 
     vocab: int
+    near_tie: float
 
     def tokens(
         self, prompt: list[int], params: SamplingParams, seed: int, salt: bytes
@@ -55,6 +66,7 @@ class FakeSolo:
     """The model of hashes on plain lists."""
 
     vocab = fake_model.VOCAB
+    near_tie = NEAR_TIE
 
     def tokens(
         self, prompt: list[int], params: SamplingParams, seed: int, salt: bytes
@@ -75,9 +87,11 @@ class FakeSolo:
 class MlxLmSolo:
     """A real model, run by mlx-lm."""
 
-    def __init__(self, model: nn.Module, vocab: int) -> None:
+    def __init__(self, model: nn.Module, vocab: int, kv_bits: KVBits = None) -> None:
         self.model = model
         self.vocab = vocab
+        self.kv_bits = kv_bits
+        self.near_tie = NEAR_TIE if kv_bits is None else QUANTIZED_NEAR_TIE
 
     def tokens(
         self, prompt: list[int], params: SamplingParams, seed: int, salt: bytes
@@ -91,15 +105,19 @@ class MlxLmSolo:
             margins.append(margin)
             return mx.array([token], mx.uint32)
 
-        steps = generate_step(
-            mx.array(prompt), self.model, max_tokens=params.max_tokens, sampler=sampler
-        )
-        tokens = [int(token) for token, _ in steps]
+        with quantized_mlx_lm(self.kv_bits):
+            steps = generate_step(
+                mx.array(prompt), self.model, max_tokens=params.max_tokens, sampler=sampler
+            )
+            tokens = [int(token) for token, _ in steps]
         return tokens, margins[: len(tokens)]
 
     def logprobs(self, salt: bytes) -> Logprobs:
         def of(tokens: list[int]) -> npt.NDArray[np.float64]:
-            logits = np.array(self.model(mx.array([tokens]))[0, -1], np.float64)
+            with quantized_mlx_lm(self.kv_bits):
+                cache = None if self.kv_bits is None else make_prompt_cache(self.model)
+                rows = self.model(mx.array([tokens]), cache=cache)
+            logits = np.array(rows[0, -1], np.float64)
             shifted = logits - logits.max()
             return shifted - np.log(np.exp(shifted).sum())
 

@@ -4,9 +4,11 @@
 
 #include <cstdint>
 
+#include "csrc/kv_formats.h"
+
 namespace mlx_paged::cpu {
 
-enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kBool };
+enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kBool, kInt8, kInt4Pair };
 
 // Dimension letters: csrc/ops.h. Strides are in elements. An absent optional array is null. With
 // cu_seqlens, L counts the tokens of all sequences, and a sequence has a part of that axis: the
@@ -17,10 +19,15 @@ struct AttentionArgs {
   DType q_dtype;  // also the dtype of `out`
 
   const void* k;  // [H_kv, N, S, D], last stride 1
-  const void* v;  // [H_kv, N, S, D_v], last stride 1
+  const void* v;  // [H_kv, N, S, D_v], last stride 1; pairs: [H_kv, N, S, D_v / 2]
   int64_t k_strides[3];
   int64_t v_strides[3];
-  DType cache_dtype;
+  DType k_dtype;
+  DType v_dtype;
+  const void* k_scales;  // float16 [H_kv, N, S, 1], last stride 1; null unless k_dtype is kInt8
+  const void* v_scales;  // the same; pairs: [H_kv, N, S, 2 * groups], scale and minimum of each
+  int64_t k_scales_strides[3];
+  int64_t v_scales_strides[3];
 
   const int32_t* block_tables;  // [B, M]
   int64_t block_tables_strides[2];

@@ -45,14 +45,27 @@ struct FewRows {
   }
 
   void accumulate(const TilePass<T>& pass, const float* rescale, const SoftmaxState& state) {
-    for_row_blocks(pass.rows.num_rows, [&]<int kRows>(int32_t r) {
-      const auto block = [&]<bool kAsk>() {
-        accumulate_rows<kRows, kAsk>(pass.tile, cursor, pass.args.value_dim,
-                                     pass.scratch.scores + r * kKeyTile, rescale + r,
-                                     state.o + r * state.o_stride, state.o_stride);
-      };
-      r == 0 ? block.template operator()<true>() : block.template operator()<false>();
-    });
+    const auto columns = [&](int32_t first, int32_t end, const float* weights, const float* sums) {
+      for_row_blocks(pass.rows.num_rows, [&]<int kRows>(int32_t r) {
+        const auto block = [&]<bool kAsk>() {
+          accumulate_rows<kRows, kAsk>(pass.tile, cursor, first, end, weights + r * kKeyTile,
+                                       sums + r, rescale + r, state.o + r * state.o_stride,
+                                       state.o_stride);
+        };
+        r == 0 ? block.template operator()<true>() : block.template operator()<false>();
+      });
+    };
+    if constexpr (kScaled<T>) {
+      for_groups<T>(pass.args.value_dim, [&](int32_t group, int32_t first, int32_t end) {
+        ValueScales scales;
+        float weights[kPackedRows * kKeyTile], sums[kPackedRows];
+        scales.load_group(pass.tile, group);
+        scales.apply<T>(pass.scratch.scores, pass.rows.num_rows, weights, sums);
+        columns(first, end, weights, sums);
+      });
+    } else {
+      columns(0, pass.args.value_dim, pass.scratch.scores, pass.scratch.scores);
+    }
   }
 
   PrefetchCursor<T> cursor;
@@ -66,7 +79,8 @@ struct ManyRows {
     return (kKeyTile + num_blocks - 1) / num_blocks;
   }
 
-  static void prefetch_share(const RowTile& rows, const T* const* next, int32_t num_keys,
+  template <typename E>
+  static void prefetch_share(const RowTile& rows, const E* const* next, int32_t num_keys,
                              int32_t row, int32_t width) {
     const int32_t share = keys_of_block(rows);
     const int32_t first = row / kRowBlock * share;
@@ -105,6 +119,9 @@ void attend_tile(const TilePass<T>& pass, const SoftmaxState& state) {
   float* scores = scratch.scores;
   Products products(pass);
   products.score(pass);
+  if constexpr (kScaled<T>) {
+    scale_scores(tile, rows.num_rows, scores);
+  }
   float rescale[kMaxRows];
   for (int32_t r = 0; r < rows.num_rows; ++r) {
     float* row_scores = scores + r * kKeyTile;
@@ -115,7 +132,7 @@ void attend_tile(const TilePass<T>& pass, const SoftmaxState& state) {
   }
   update_softmax(scores, rows.num_rows, tile.num_keys, state, rescale, products.cursor);
   if (args.mask) {
-    drop_unattended(scores, rows.num_rows, static_cast<const T*>(scratch.zeros), tile);
+    drop_unattended(scores, rows.num_rows, scratch.zeros, tile);
   }
   products.accumulate(pass, rescale, state);
 }
@@ -140,7 +157,7 @@ void stream_keys(const AttentionArgs& args, const RowTile* tiles, int32_t num_ti
   if (key_begin >= key_end) {
     return;
   }
-  const T* zeros = static_cast<const T*>(scratch.zeros);
+  const void* zeros = scratch.zeros;
   KeyTile<T> located[2];
   KeyTile<T> empty_tile;
   empty_tile.num_keys = 0;
@@ -181,10 +198,12 @@ void attend(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles, 
 
 void attend(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles, int32_t key_begin,
             int32_t key_end, const KernelScratch& scratch, const SoftmaxState* states) {
-  const auto attend_dtype = args.cache_dtype == DType::kFloat32   ? attend<float>
-                            : args.cache_dtype == DType::kFloat16 ? attend<Float16>
-                                                                  : attend<BFloat16>;
-  attend_dtype(args, tiles, num_tiles, key_begin, key_end, scratch, states);
+  const auto attend_format = args.k_dtype == DType::kFloat32    ? attend<float>
+                             : args.k_dtype == DType::kFloat16  ? attend<Float16>
+                             : args.k_dtype == DType::kBFloat16 ? attend<BFloat16>
+                             : args.v_dtype == DType::kInt4Pair ? attend<K8V4>
+                                                                : attend<Int8>;
+  attend_format(args, tiles, num_tiles, key_begin, key_end, scratch, states);
 }
 
 }  // namespace mlx_paged::cpu::KERNEL_ISA

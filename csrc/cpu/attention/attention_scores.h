@@ -133,14 +133,14 @@ void update_softmax(float* scores, int32_t num_rows, int32_t num_keys, const Sof
 
 // Replaces the values of keys that no row attends to by zeros: a weight of 0 does not hide a NaN.
 template <typename T>
-void drop_unattended(const float* weights, int32_t num_rows, const T* zeros, KeyTile<T>& tile) {
+void drop_unattended(const float* weights, int32_t num_rows, const void* zeros, KeyTile<T>& tile) {
   for (int32_t key = 0; key < tile.num_keys; ++key) {
     bool attended = false;
     for (int32_t r = 0; r < num_rows; ++r) {
       attended |= weights[r * kKeyTile + key] != 0;
     }
     if (!attended) {
-      tile.v[key] = zeros;
+      drop_value(tile, key, zeros);
     }
   }
 }

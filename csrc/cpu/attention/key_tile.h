@@ -14,39 +14,104 @@ inline constexpr int kCacheLine = 64;
 // readable up to the next multiple.
 inline constexpr int kKeyGroup = 16;
 
-// Keys [begin, begin + num_keys) of one sequence and KV head. T is the cache's element type.
+// The formats of a pool: T is the type of its elements, or Int8 or K8V4 for elements with scales.
+struct K8V4;
+
+template <typename T>
+struct Format {
+  using Key = T;
+  using Value = T;
+  static constexpr bool kScaled = false;
+};
+template <>
+struct Format<Int8> {
+  using Key = Int8;
+  using Value = Int8;
+  static constexpr bool kScaled = true;
+};
+template <>
+struct Format<K8V4> {
+  using Key = Int8;
+  using Value = Int4Pair;
+  static constexpr bool kScaled = true;
+};
+template <typename T>
+using Key = typename Format<T>::Key;
+template <typename T>
+using Value = typename Format<T>::Value;
+template <typename T>
+inline constexpr bool kScaled = Format<T>::kScaled;
+
+// Keys [begin, begin + num_keys) of one sequence and KV head, of a pool of format T.
 template <typename T>
 struct KeyTile {
   int32_t begin;
   int32_t num_keys;
   bool is_full;    // all entries point to keys of the pool
   bool has_holes;  // some keys are in blocks outside the pool
-  const T* k[kKeyTile];
-  const T* v[kKeyTile];
+  const Key<T>* k[kKeyTile];
+  const Value<T>* v[kKeyTile];
+  Float16 k_scales[kScaled<T> ? kKeyTile : 1];
+  Float16 v_scales[kScaled<T> ? kKeyTile : 1];  // unless values are pairs
+  const Float16* v_groups[kIsPair<Value<T>> ? kKeyTile : 1];
   float hole_bias[kKeyTile];  // -inf for such keys, else 0; unset if there are none
 };
 
+template <typename T>
+void drop_value(KeyTile<T>& tile, int32_t key, const void* zeros) {
+  tile.v[key] = static_cast<const Value<T>*>(zeros);
+  if constexpr (kIsPair<Value<T>>) {
+    tile.v_groups[key] = static_cast<const Float16*>(zeros);
+  } else if constexpr (kScaled<T>) {
+    tile.v_scales[key] = {0};
+  }
+}
+
 // Points keys [first, kKeyTile) to zeros.
 template <typename T>
-void fill(KeyTile<T>& tile, int32_t first, int32_t end, const T* zeros) {
+void fill(KeyTile<T>& tile, int32_t first, int32_t end, const void* zeros) {
   for (int32_t i = first; i < end; ++i) {
-    tile.k[i] = tile.v[i] = zeros;
+    tile.k[i] = static_cast<const Key<T>*>(zeros);
+    if constexpr (kScaled<T>) {
+      tile.k_scales[i] = {0};
+    }
+    drop_value(tile, i, zeros);
   }
+}
+
+// Points keys [first, end) to rows of an array from `from` on.
+template <typename E>
+void point(const E** rows, int32_t first, int32_t end, const E* from, int64_t stride) {
+  for (int32_t i = first; i < end; ++i, from += stride) {
+    rows[i] = from;
+  }
+}
+
+inline void copy(Float16* to, int32_t first, int32_t end, const Float16* from, int64_t stride) {
+  if (stride == 1) {
+    __builtin_memcpy(to + first, from, (end - first) * sizeof(Float16));
+    return;
+  }
+  for (int32_t i = first; i < end; ++i, from += stride) {
+    to[i] = *from;
+  }
+}
+
+// A block of one KV head.
+template <typename E>
+const E* block_at(const void* cache, const int64_t* strides, int32_t kv_head, int32_t id) {
+  return static_cast<const E*>(cache) + kv_head * strides[0] + id * strides[1];
 }
 
 // The tile at `begin`, limited to keys [key_begin, key_end). All other entries, and keys in blocks
 // outside the pool, point to zeros.
 template <typename T>
 void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32_t key_begin,
-            int32_t key_end, const T* zeros, KeyTile<T>& tile) {
+            int32_t key_end, const void* zeros, KeyTile<T>& tile) {
   tile.begin = begin;
   tile.num_keys = key_end - begin < kKeyTile ? key_end - begin : kKeyTile;
   tile.is_full = tile.num_keys == kKeyTile && key_begin <= begin;
   tile.has_holes = false;
-  const T* k_head = static_cast<const T*>(args.k) + rows.kv_head * args.k_strides[0];
-  const T* v_head = static_cast<const T*>(args.v) + rows.kv_head * args.v_strides[0];
-  const int64_t k_stride = args.k_strides[2];
-  const int64_t v_stride = args.v_strides[2];
   const int32_t* table = args.block_tables + rows.batch * args.block_tables_strides[0];
 
   int32_t i = key_begin > begin ? key_begin - begin : 0;
@@ -69,22 +134,35 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
       }
       continue;
     }
-    const T* k = k_head + id * args.k_strides[1] + offset * args.k_strides[2];
-    const T* v = v_head + id * args.v_strides[1] + offset * args.v_strides[2];
-    for (; i < end; ++i, k += k_stride, v += v_stride) {
-      tile.k[i] = k;
-      tile.v[i] = v;
+    const auto place = [&]<typename E>(const E** to, const void* cache, const int64_t* strides) {
+      const E* block = block_at<E>(cache, strides, rows.kv_head, id);
+      point(to, i, end, block + offset * strides[2], strides[2]);
+    };
+    place(tile.k, args.k, args.k_strides);
+    place(tile.v, args.v, args.v_strides);
+    if constexpr (kScaled<T>) {
+      const auto place_scales = [&](Float16* to, const void* scales, const int64_t* strides) {
+        const Float16* from = block_at<Float16>(scales, strides, rows.kv_head, id);
+        copy(to, i, end, from + offset * strides[2], strides[2]);
+      };
+      place_scales(tile.k_scales, args.k_scales, args.k_scales_strides);
+      if constexpr (kIsPair<Value<T>>) {
+        place(tile.v_groups, args.v_scales, args.v_scales_strides);
+      } else {
+        place_scales(tile.v_scales, args.v_scales, args.v_scales_strides);
+      }
     }
+    i = end;
   }
   fill(tile, i, kKeyTile, zeros);
 }
 
 // Makes the tile of another KV head at the same position by moving the pointers. Returns false, and
-// does nothing, if not all entries point to keys of the pool.
+// does nothing, if not all entries point to keys of the pool, or if they have scales.
 template <typename T>
 bool move_head(const AttentionArgs& args, int32_t num_heads, const KeyTile<T>& from,
                KeyTile<T>& to) {
-  if (!from.is_full) {
+  if (kScaled<T> || !from.is_full) {
     return false;
   }
   to.begin = from.begin;
@@ -114,14 +192,14 @@ bool move_head(const AttentionArgs& args, int32_t num_heads, const KeyTile<T>& f
 
 // prefetch_soon runs this many keys ahead of the value in use: 2 KB of a panel of 64 columns.
 template <typename T>
-inline constexpr int kSoon = 32 / sizeof(T);
+inline constexpr int kSoon = 64 / bytes_of<T>(2);
 
 template <typename T>
 [[gnu::always_inline]] inline void prefetch_rows(const T* const* rows, int32_t count,
                                                  int32_t width) {
   for (int32_t i = 0; i < count; ++i) {
-    for (int32_t d = 0; d < width; d += kCacheLine / sizeof(T)) {
-      prefetch(rows[i] + d);
+    for (int32_t byte = 0; byte < bytes_of<T>(width); byte += kCacheLine) {
+      prefetch(reinterpret_cast<const char*>(rows[i]) + byte);
     }
   }
 }
@@ -133,14 +211,14 @@ template <typename T>
 class PrefetchCursor {
  public:
   PrefetchCursor(const KeyTile<T>& tile, int32_t head_dim, int32_t value_dim)
-      : row_(tile.k),
-        last_(tile.k + kKeyTile - 1),
-        row_bytes_(head_dim * static_cast<int32_t>(sizeof(T))),
-        values_(tile.v),
-        value_bytes_(value_dim * static_cast<int32_t>(sizeof(T))) {}
+      : row_(rows(tile.k)),
+        last_(row_ + kKeyTile - 1),
+        row_bytes_(bytes_of<Key<T>>(head_dim)),
+        values_(rows(tile.v)),
+        value_bytes_(bytes_of<Value<T>>(value_dim)) {}
 
   [[gnu::always_inline]] void ask() {
-    prefetch(reinterpret_cast<const char*>(*row_) + offset_);
+    prefetch(*row_ + offset_);
     offset_ += kCacheLine;
     if (offset_ >= row_bytes_) {
       next_row();
@@ -157,6 +235,11 @@ class PrefetchCursor {
   }
 
  private:
+  template <typename E>
+  static const char* const* rows(const E* const* pointers) {
+    return reinterpret_cast<const char* const*>(pointers);
+  }
+
   [[gnu::always_inline]] void next_row() {
     offset_ = 0;
     if (row_ != last_) {
@@ -169,11 +252,11 @@ class PrefetchCursor {
     }
   }
 
-  const T* const* row_;
-  const T* const* last_;
+  const char* const* row_;
+  const char* const* last_;
   int32_t offset_ = 0;
   int32_t row_bytes_;
-  const T* const* values_;  // null once they have begun
+  const char* const* values_;  // null once they have begun
   int32_t value_bytes_;
 };
 
@@ -181,20 +264,22 @@ struct NoPrefetch {
   void ask() {}
 };
 
-// Prefetches one line of each block that holds keys of the tile at `begin`. This translates the
-// page's address, which takes longer than loading the other lines.
+// Prefetches one line of each block that holds keys of the tile at `begin`, and its scales. This
+// translates the page's address, which takes longer than loading the other lines.
 template <typename T>
 [[gnu::always_inline]] inline void prefetch_pages(const AttentionArgs& args, const RowTile& rows,
                                                   int32_t begin, int32_t key_end) {
-  const T* k_head = static_cast<const T*>(args.k) + rows.kv_head * args.k_strides[0];
-  const T* v_head = static_cast<const T*>(args.v) + rows.kv_head * args.v_strides[0];
   const int32_t* table = args.block_tables + rows.batch * args.block_tables_strides[0];
   const int32_t end = key_end - begin < kKeyTile ? key_end : begin + kKeyTile;
   for (int32_t key = begin; key < end; key += args.block_size) {
     const int32_t id = table[key / args.block_size * args.block_tables_strides[1]];
     if (id >= 0 && id < args.num_blocks) {
-      prefetch(k_head + id * args.k_strides[1]);
-      prefetch(v_head + id * args.v_strides[1]);
+      prefetch(block_at<Key<T>>(args.k, args.k_strides, rows.kv_head, id));
+      prefetch(block_at<Value<T>>(args.v, args.v_strides, rows.kv_head, id));
+      if constexpr (kScaled<T>) {
+        prefetch(block_at<Float16>(args.k_scales, args.k_scales_strides, rows.kv_head, id));
+        prefetch(block_at<Float16>(args.v_scales, args.v_scales_strides, rows.kv_head, id));
+      }
     }
   }
 }

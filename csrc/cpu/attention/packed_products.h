@@ -3,7 +3,7 @@
 // the rules of inclusion.
 #pragma once
 
-#include "csrc/cpu/attention/key_tile.h"
+#include "csrc/cpu/attention/scales.h"
 
 namespace mlx_paged::cpu::KERNEL_ISA {
 
@@ -49,13 +49,24 @@ template <typename T>
 template <typename T>
 [[gnu::noinline]] void pack_values(const KeyTile<T>& tile, int32_t value_dim, float* packed) {
   const int32_t width = padded(value_dim);
-  for (int32_t column = 0; column < value_dim; column += kLanes) {
-    float* to = packed_column(packed, kKeyTile, width, column);
-    const int32_t stride = panel_width(width, column);
-    for (int32_t key = 0; key < kKeyTile; ++key) {
-      store(to + key * stride, load_up_to(tile.v[key] + column, value_dim - column));
+  ValueScales scales;
+  const auto pack_columns = [&](int32_t group, int32_t first, int32_t end) {
+    if constexpr (kScaled<T>) {
+      scales.load_group(tile, group);
     }
-  }
+    for (int32_t column = first; column < end; column += kLanes) {
+      float* to = packed_column(packed, kKeyTile, width, column);
+      const int32_t stride = panel_width(width, column);
+      for (int32_t key = 0; key < kKeyTile; ++key) {
+        Floats v = load_up_to(element(tile.v[key], column), value_dim - column);
+        if constexpr (kScaled<T>) {
+          v = scales.value<T>(key, v);
+        }
+        store(to + key * stride, v);
+      }
+    }
+  };
+  for_groups<T>(value_dim, pack_columns);
 }
 
 // c = c * rescale + a . panel for kRows rows and kColumns registers of columns. If `rescale` is

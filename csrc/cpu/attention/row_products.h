@@ -2,7 +2,7 @@
 // keys are read in the order of memory. See simd.h for the rules of inclusion.
 #pragma once
 
-#include "csrc/cpu/attention/key_tile.h"
+#include "csrc/cpu/attention/scales.h"
 
 namespace mlx_paged::cpu::KERNEL_ISA {
 
@@ -10,7 +10,7 @@ namespace mlx_paged::cpu::KERNEL_ISA {
 // If kAsk, prefetches as many lines as it reads.
 template <int kRows, bool kAsk, typename T>
 [[gnu::always_inline]] inline void score_block(const float* q, int32_t q_stride, int32_t head_dim,
-                                               const T* const* k, PrefetchCursor<T>& cursor,
+                                               const Key<T>* const* k, PrefetchCursor<T>& cursor,
                                                float* scores) {
   constexpr int kKeys = kAccumulators / kRows;
   static_assert(kKeyGroup % kKeys == 0);
@@ -27,7 +27,7 @@ template <int kRows, bool kAsk, typename T>
 #pragma GCC unroll 16
     for (int key = 0; key < kKeys; ++key) {
       const Floats k_d = load_key(k[key] + d);
-      if (kAsk && d * sizeof(T) % kCacheLine == 0) {
+      if (kAsk && bytes_of<Key<T>>(d) % kCacheLine == 0) {
         cursor.ask();
       }
       for (int r = 0; r < kRows; ++r) {
@@ -37,10 +37,10 @@ template <int kRows, bool kAsk, typename T>
   };
   int32_t d = 0;
   for (; d + kLanes <= head_dim; d += kLanes) {
-    add(d, [](const T* from) { return load(from); });
+    add(d, [](const Key<T>* from) { return load(from); });
   }
   if (d < head_dim) {
-    add(d, [=](const T* from) { return load_partial(from, head_dim - d); });
+    add(d, [=](const Key<T>* from) { return load_partial(from, head_dim - d); });
   }
   float totals[kAccumulators];
   for (int i = 0; i < kAccumulators; i += kLanes) {
@@ -61,30 +61,35 @@ template <int kRows, bool kAsk, typename T>
 }
 
 // kRows rows of o = o * rescale + weights . v over the tile's keys, for kColumns registers of
-// columns. If kPartial, only the first `width` columns exist.
+// columns; in scaled formats plus `sums`. If kPartial, only the first `width` columns exist.
 // If kAsk, prefetches `pace` lines for each key, but not more than it reads.
 template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
 [[gnu::noinline]] void accumulate_block(const KeyTile<T>& tile, PrefetchCursor<T>& cursor,
                                         int32_t pace, int32_t column, int32_t width,
-                                        const float* weights, const float* rescale, float* o,
-                                        int32_t o_stride) {
-  constexpr int kLines = (kColumns * kLanes * sizeof(T) + kCacheLine - 1) / kCacheLine;
+                                        const float* weights, const float* sums,
+                                        const float* rescale, float* o, int32_t o_stride) {
+  using V = Value<T>;
+  constexpr int kLines = (bytes_of<V>(kColumns * kLanes) + kCacheLine - 1) / kCacheLine;
   Floats sum[kRows][kColumns];
   for (int r = 0; r < kRows; ++r) {
     for (int c = 0; c < kColumns; ++c) {
       sum[r][c] = load(o + r * o_stride + c * kLanes) * rescale[r];
+      if constexpr (kIsPair<V>) {
+        sum[r][c] += sums[r];
+      }
     }
   }
   for (int32_t key = 0; key < tile.num_keys; ++key) {
-    const T* row = tile.v[key] + column;
-    if (kAsk && key + kSoon<T> < tile.num_keys) {
+    const V* row = element(tile.v[key], column);
+    if (kAsk && kSoon<V> < kKeyTile && key + kSoon<V> < tile.num_keys) {
       for (int line = 0; line < kLines; ++line) {
-        prefetch_soon(tile.v[key + kSoon<T>] + column + line * (kCacheLine / sizeof(T)));
+        const V* soon = element(tile.v[key + kSoon<V>], column);
+        prefetch_soon(reinterpret_cast<const char*>(soon) + line * kCacheLine);
       }
     }
     Floats v[kColumns];
     for (int c = 0; c < kColumns; ++c) {
-      v[c] = kPartial ? load_partial(row, width) : load(row + c * kLanes);
+      v[c] = kPartial ? load_partial(row, width) : load(element(row, c * kLanes));
     }
 #pragma GCC unroll 4
     for (int line = 0; kAsk && line < kLines; ++line) {
@@ -107,22 +112,22 @@ template <int kRows, int kColumns, bool kPartial, bool kAsk, typename T>
 }
 
 template <int kRows, bool kAsk, typename T>
-void accumulate_rows(const KeyTile<T>& tile, PrefetchCursor<T>& cursor, int32_t value_dim,
-                     const float* weights, const float* rescale, float* o, int32_t o_stride) {
-  constexpr int kPanelBytes = kColumnBlock * kLanes * sizeof(T);
+void accumulate_rows(const KeyTile<T>& tile, PrefetchCursor<T>& cursor, int32_t column, int32_t end,
+                     const float* weights, const float* sums, const float* rescale, float* o,
+                     int32_t o_stride) {
+  constexpr int kPanelBytes = bytes_of<Value<T>>(kColumnBlock * kLanes);
   const int32_t pace = kAsk ? cursor.pace((kPanelBytes + kCacheLine - 1) / kCacheLine) : 0;
-  const auto panel = [&]<int kColumns, bool kPartial>(int32_t column) {
-    accumulate_block<kRows, kColumns, kPartial, kAsk>(
-        tile, cursor, pace, column, value_dim - column, weights, rescale, o + column, o_stride);
+  const auto panel = [&]<int kColumns, bool kPartial>(int32_t first) {
+    accumulate_block<kRows, kColumns, kPartial, kAsk>(tile, cursor, pace, first, end - first,
+                                                      weights, sums, rescale, o + first, o_stride);
   };
-  int32_t column = 0;
-  for (; column + kColumnBlock * kLanes <= value_dim; column += kColumnBlock * kLanes) {
+  for (; column + kColumnBlock * kLanes <= end; column += kColumnBlock * kLanes) {
     panel.template operator()<kColumnBlock, false>(column);
   }
-  for (; column + kLanes <= value_dim; column += kLanes) {
+  for (; column + kLanes <= end; column += kLanes) {
     panel.template operator()<1, false>(column);
   }
-  if (column < value_dim) {
+  if (column < end) {
     panel.template operator()<1, true>(column);
   }
 }

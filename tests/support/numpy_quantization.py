@@ -1,0 +1,85 @@
+"""Quantized K/V by NumPy, on its own and within mlx-lm's caches."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models import cache as stock
+
+from mlx_paged.ops.formats import FORMATS
+
+GROUP = 64
+BITS = list(FORMATS)
+
+
+def quantize8(x: np.ndarray) -> tuple[Any, Any]:
+    """Rows ``[..., D]`` as int8 elements, and a float16 scale ``[..., 1]``."""
+    x = x.astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        scale = (np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)).astype(np.float16)
+        q = np.clip(np.rint(x / scale.astype(np.float32)), -127, 127)
+        return np.where(scale == 0, 0, q).astype(np.int8), scale
+
+
+def quantize4(x: np.ndarray) -> tuple[Any, Any]:
+    """Rows ``[..., D]`` as bytes of two elements each, and a scale and a minimum of each group."""
+    x = x.astype(np.float32)
+    elements, numbers = [], []
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for first in range(0, x.shape[-1], GROUP):
+            group = x[..., first : first + GROUP]
+            low = group.min(axis=-1, keepdims=True).astype(np.float16)
+            rise = group - low.astype(np.float32)
+            scale = (rise.max(axis=-1, keepdims=True) / np.float32(15)).astype(np.float16)
+            q = np.clip(np.rint(rise / scale.astype(np.float32)), 0, 15)
+            elements.append(np.where(scale == 0, 0, q).astype(np.uint8))
+            numbers += [scale, low]
+    q = np.concatenate(elements, axis=-1)
+    return q[..., ::2] | q[..., 1::2] << 4, np.concatenate(numbers, axis=-1)
+
+
+def restored(stored: np.ndarray, scales: np.ndarray) -> Any:
+    """What the elements and scales stand for, in float64."""
+    scales = scales.astype(np.float64)
+    if stored.dtype == np.int8:
+        return np.multiply(stored, scales)
+    q = np.stack([stored & 15, stored >> 4], axis=-1).reshape(*stored.shape[:-1], -1)
+    groups = np.arange(q.shape[-1]) // GROUP
+    return np.add(q * scales[..., 2 * groups], scales[..., 2 * groups + 1])
+
+
+def quantize(x: np.ndarray, bits: int) -> tuple[Any, Any]:
+    return quantize8(x) if bits == 8 else quantize4(x)
+
+
+def rounded(x: np.ndarray, bits: int) -> Any:
+    """Rows as a quantized pool gives them back."""
+    return restored(*quantize(x, bits))
+
+
+@contextmanager
+def quantized_mlx_lm(kv_bits: Any) -> Iterator[None]:
+    """Within this context mlx-lm's own caches store K/V that NumPy has quantized and restored."""
+    kinds = () if kv_bits is None else (stock.KVCache, stock.RotatingKVCache)
+    originals = [kind.update_and_fetch for kind in kinds]
+
+    def quantizing(original: Any) -> Any:
+        def update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:
+            arrays = zip((keys, values), FORMATS[kv_bits], strict=True)
+            k, v = (
+                mx.array(rounded(np.array(x.astype(mx.float32)), form.bits)).astype(x.dtype)
+                for x, form in arrays
+            )
+            return original(self, k, v)
+
+        return update_and_fetch
+
+    for kind, original in zip(kinds, originals, strict=True):
+        kind.update_and_fetch = quantizing(original)
+    try:
+        yield
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.update_and_fetch = original
