@@ -55,16 +55,12 @@ def successors(vocab_size: int) -> list[int]:
     order = np.random.default_rng(11).permutation(vocab_size)
     following = np.empty_like(order)
     following[order] = np.roll(order, -1)
-    tokens: list[int] = following.tolist()
-    return tokens
+    return [int(token) for token in following]
 
 
 def copying_llama(size: str = "reference") -> nn.Module:
-    """The model :func:`llama_model`, but what it says is known: after each token its successor.
-
-    Its embeddings are large beside what the layers add, and the head knows each token by that of
-    the token before. So it does all the work of the model, and its text can repeat a prompt.
-    """
+    """The model :func:`llama_model`, but after each token it says its successor: embeddings are
+    large beside what the layers add, and the head knows each token by that of the one before."""
     model = llama_model(size)
     embeddings = mx.random.normal(model.model.embed_tokens.weight.shape)
     head = mx.zeros_like(embeddings)

@@ -142,9 +142,8 @@ def _edited(
 ) -> tuple[int, ...]:
     """A copying model's text from a random token on, with some tokens replaced by `others`. It ends
     with the first tokens of this text, so that the model's own text repeats it."""
-    text, following = [others[0]], successors(vocab_size)
-    for _ in others[1:]:
-        text.append(following[text[-1]])
+    following = successors(vocab_size)
+    text = list(accumulate(others, lambda token, _: following[token]))
     edited = [b if flag else a for a, b, flag in zip(text, others, is_edited, strict=True)]
     return (*text[:4], *edited[4:-4], *text[:4])
 

@@ -10,10 +10,22 @@ from mlx_paged.arguments import MAX_INT32, integer
 Cache = mx.array | Sequence[mx.array]
 
 
-def numbers(
+def checked(
+    op: str,
+    q: mx.array,
+    layer_idx: int,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    **caches: Cache | None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One layer of the caches and scales that are given, without a copy, and the numbers."""
+    return _layers(op, layer_idx, caches), _numbers(op, q, scale, window, softcap)
+
+
+def _numbers(
     op: str, q: mx.array, scale: float | None, window: int | None, softcap: float | None
 ) -> dict[str, Any]:
-    """Options that are numbers, checked."""
     if window is not None:
         window = integer(op, "window", window, 1, MAX_INT32)
     for name, value in (("scale", scale), ("softcap", softcap)):
@@ -24,8 +36,7 @@ def numbers(
     return {"scale": scale, "window": window, "softcap": softcap}
 
 
-def layers(op: str, layer_idx: int, **caches: Cache | None) -> dict[str, Any]:
-    """One layer of `k_cache`, `v_cache`, and of the scales that are given, without a copy."""
+def _layers(op: str, layer_idx: int, caches: dict[str, Cache | None]) -> dict[str, Any]:
     given = {name: cache for name, cache in caches.items() if cache is not None}
     n_layers = len(given["k_cache"])
     for name, cache in given.items():

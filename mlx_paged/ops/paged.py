@@ -24,8 +24,7 @@ import mlx.core as mx
 from mlx_paged import _ext
 from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.ops import fallback
-from mlx_paged.ops.arguments import Cache, layers, numbers
-from mlx_paged.ops.formats import dims_of
+from mlx_paged.ops.arguments import Cache, checked
 
 Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
 
@@ -157,13 +156,12 @@ def paged_attention(
         3.0
     """
     name = "paged_attention"
-    scales = layers(
-        name, layer_idx, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales
-    )
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scales": k_scales, "v_scales": v_scales}
+    scales, options = checked(name, q, layer_idx, scale, window, softcap, **caches)
     k_layer, v_layer = scales.pop("k_cache"), scales.pop("v_cache")
     _check_scales(name, stream, scales)
     arrays = q, k_layer, v_layer, block_tables, context_lens
-    options = numbers(name, q, scale, window, softcap) | {
+    options |= {
         **scales,
         "causal": causal,
         "kv_head_mapping": kv_head_mapping,
@@ -239,14 +237,12 @@ def paged_attention_varlen(
         [3.0, 3.0, 4.0]
     """
     name = "paged_attention_varlen"
-    scales = layers(
-        name, layer_idx, k_cache=k_cache, v_cache=v_cache, k_scales=k_scales, v_scales=v_scales
-    )
+    caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scales": k_scales, "v_scales": v_scales}
+    scales, options = checked(name, q, layer_idx, scale, window, softcap, **caches)
     k_layer, v_layer = scales.pop("k_cache"), scales.pop("v_cache")
     _check_scales(name, stream, scales)
     arrays = q, k_layer, v_layer, block_tables, context_lens, cu_seqlens
-    options = numbers(name, q, scale, window, softcap) | {"causal": causal, "sinks": sinks}
-    options |= scales
+    options |= {**scales, "causal": causal, "sinks": sinks}
     num_decodes = integer(name, "num_decodes", num_decodes, 0, MAX_INT32)
     result = _ext.paged_attention_varlen(
         *arrays, **options, num_decodes=num_decodes, stream=stream
@@ -359,7 +355,8 @@ def _is_native(
     possible.
     """
     kernel = kernel_for if _ext.has_values(indices) else _kernel_on
-    return kernel(stream, k_cache.shape[-1], dims_of(v_cache)) == "native"
+    v_dims = v_cache.shape[-1] * (2 if v_cache.dtype == mx.uint8 else 1)
+    return kernel(stream, k_cache.shape[-1], v_dims) == "native"
 
 
 def _serves_varlen(
