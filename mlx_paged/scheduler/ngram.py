@@ -12,11 +12,12 @@ NGRAM = 3
 LONG_RUN = 4
 """After so many right guesses in a row, a source counts as found."""
 
-FIRST_GUESS = 0.5
-"""Rate of right guesses before the first one."""
+FORGETTING = 0.97
+"""Weight of a request's guess relative to the next one; a tenth as much is forgotten of the others'
+guesses."""
 
-RATE = 0.15
-"""Rate at which the share of right guesses follows the latest ones."""
+PRIOR = 4.0
+"""So many guesses of all requests count beside a request's own."""
 
 MAX_DRAFTS = 15
 """Drafts of a request in a step at most: with its newest token, 16 rows of one sequence are
@@ -35,14 +36,15 @@ class NgramDrafter:
 
     def __init__(self) -> None:
         self._sources: dict[int, _Source] = {}  # by request id
+        self._overall = Shares()
 
     def likelihood(self, request: Request) -> float:
         """The share of right guesses lately; 0 if there is no guess."""
         source = self._sources.get(request.id)
         if source is None:
-            source = self._sources[request.id] = _Source(request)
+            source = self._sources[request.id] = _Source(request, self._overall)
         source.update(request.tokens)
-        return source.rates[source.run >= LONG_RUN] if source.place else 0.0
+        return source.share if source.place else 0.0
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         """For each request its next tokens, `depth` of them."""
@@ -60,19 +62,29 @@ class NgramDrafter:
         """Nothing to forget: tokens are never wrong."""
 
 
+class Shares:
+    """Guesses and right ones among them, in short runs and in long ones; old ones count less."""
+
+    def __init__(self) -> None:
+        self.right, self.guesses = [1.0, 1.0], [2.0, 2.0]
+
+    def add(self, is_right: bool, kind: int, kept: float) -> None:
+        self.right[kind] = kept * self.right[kind] + is_right
+        self.guesses[kind] = kept * self.guesses[kind] + 1
+
+
 class _Source:
     """Where one request's next tokens may be copied from.
 
     Attributes:
         place: index of the token that is the next guess; 0: there is none.
         run: how many guesses in a row were right.
-        rates: the share of right guesses in short runs and in long ones.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, overall: Shares) -> None:
         tokens = request.tokens
         self.place = self.run = 0
-        self.rates = [FIRST_GUESS, FIRST_GUESS]
+        self._own, self._overall = Shares(), overall
         size = 1 << (2 * (request.num_prompt + request.params.max_tokens)).bit_length()
         self._mask = min(size, 2**20) - 1
         # By the hash of N tokens, the index of the token after their latest occurrence.
@@ -83,13 +95,21 @@ class _Source:
         after[hashes & self._mask] = np.arange(NGRAM, NGRAM + len(parts[0]))
         self._after = array("i", after.tobytes())
 
+    @property
+    def share(self) -> float:
+        """Of the guesses in such a run that are right: the request's own, and those of all."""
+        kind, own, overall = int(self.run >= LONG_RUN), self._own, self._overall
+        prior = PRIOR * overall.right[kind] / overall.guesses[kind]
+        return (own.right[kind] - 1 + prior) / (own.guesses[kind] - 2 + PRIOR)
+
     def update(self, tokens: list[int]) -> None:
         """Compare the new tokens with their guesses and look for a source of the next one."""
         for stop in range(self._known + 1, len(tokens) + 1):
             if self.place:
                 hit = tokens[self.place] == tokens[stop - 1]
-                kind = self.run >= LONG_RUN
-                self.rates[kind] += RATE * (hit - self.rates[kind])
+                kind = int(self.run >= LONG_RUN)
+                self._own.add(hit, kind, FORGETTING)
+                self._overall.add(hit, kind, 1 - (1 - FORGETTING) / 10)
                 self.place, self.run = (self.place + 1, self.run + 1) if hit else (0, 0)
             if stop < NGRAM:
                 continue
