@@ -57,8 +57,8 @@ NOT_COMPARED = ("table loads", "groups")
 REASONS = {
     "moved": "keys are split among threadgroups, whose partial results are written and read again",
     "asked": "entries of block tables, and queries that several simdgroups read",
-    "lines": "a lane loads 8 bytes of a row, where MLX's kernel loads 16 at D 256",
-    "loads": "the same, and an entry of the block table for every key",
+    "lines": "an instruction loads parts of several rows, so that two touch the same line",
+    "loads": "a lane loads 8 bytes at a time, MLX's kernel 16; and entries of block tables",
     "chain": "the entry of the block table comes before the key",
     "in flight": "rows of D 256 are asked for two keys at a time, so that registers suffice",
     "simd": "sums are exchanged so that each lane has one key: more shuffles, which are cheap",
