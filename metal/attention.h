@@ -1,5 +1,4 @@
-// The tile kernel's own function constants, a query row and the keys that it sees, its elements,
-// and the place of a key in the pool.
+// The tile kernel's own function constants, a query row, the keys that it sees and its elements.
 
 constant bool HAS_ALIBI [[function_constant(4)]];
 constant bool HAS_BOOL_MASK [[function_constant(5)]];
@@ -7,9 +6,6 @@ constant bool HAS_FLOAT_MASK [[function_constant(6)]];
 constant bool HAS_ROPE [[function_constant(8)]];
 constant bool HAS_MAPPING [[function_constant(9)]];
 constant bool RETURN_ATTN [[function_constant(11)]];
-
-// The offset of a key that is not attended.
-constant constexpr uint NOWHERE = 0xFFFFFFFF;
 
 // One query row and the keys [first, stop) that it sees without a mask.
 struct QueryRow {
@@ -57,9 +53,4 @@ inline vec<Q, VECTOR> query_vector(const device Q* q, int vector) {
     result[i] = q[vector * VECTOR + i];
   }
   return result;
-}
-
-// The offset of a slot in a head of the pool, in vectors.
-inline uint slot_offset(int block, int offset, long block_stride, long slot_stride) {
-  return uint(block) * uint(block_stride / VECTOR) + uint(offset) * uint(slot_stride / VECTOR);
 }

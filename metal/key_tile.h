@@ -1,8 +1,9 @@
 // A tile of 32 keys: how the lanes of a simdgroup share its scores and its values.
 
-// Rows of the pool that a lane asks for before it uses the first. No condition is on a load: keys
-// that nobody sees have the place of a key that is seen.
+// Rows of the pool that a lane asks for before it uses the first, unless they need too many
+// registers. No condition is on a load: keys that nobody sees have the place of a key that is seen.
 constant constexpr int AHEAD = 4;
+constant constexpr int FEW_BYTES = 64;  // of a key that a lane holds, for all rows
 
 // Lanes that share a key: with four rows, no lane holds more than three vectors of each query.
 constexpr int key_lanes(int vectors) {
@@ -24,7 +25,7 @@ inline void load_row(const device T* head, uint offset, int lane,
     const int vector = lane + c * STRIDE;
     row[c] = vec<T, VECTOR>(T(0.0f));
     if (IS_EVEN || vector < DIM / VECTOR) {
-      row[c] = read_vector_at(head, offset + uint(vector));
+      row[c] = read_pool(head, offset + uint(vector));
     }
   }
 }
@@ -37,11 +38,13 @@ inline float exchange(float first, float second, bool has_bit, ushort bit) {
 }
 
 // The products of the queries with the first `count` keys of a tile: lane i gets those of key i.
-template <int D, int SHARE, typename T, typename Q, int ROWS, int VECTORS>
+template <int D, int SHARE, int VECTORS, typename T, typename Q, int ROWS>
 inline void multiply_keys(const device T* head, uint own_offset, int count, int lane,
-                          thread vec<Q, VECTOR> (&queries)[ROWS][VECTORS],
+                          const threadgroup vec<Q, VECTOR>* queries,
                           thread float (&products)[ROWS]) {
-  constexpr int STEPS = SHARE < AHEAD ? SHARE : AHEAD;
+  constexpr bool HAS_ROOM = ROWS * VECTORS * int(sizeof(vec<T, VECTOR>)) <= FEW_BYTES;
+  constexpr int MOST = HAS_ROOM ? AHEAD : AHEAD / 2;
+  constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
   const int place = lane % SHARE;
   NO_UNROLL
   for (int step = 0; step < min(SHARE, count); step += STEPS) {
@@ -51,32 +54,29 @@ inline void multiply_keys(const device T* head, uint own_offset, int count, int 
       const uint offset = simd_shuffle(own_offset, ushort(lane - place + step + i));
       load_row<D, SHARE>(head, offset, place, keys[i]);
     }
-    float sums[ROWS][AHEAD] = {{0.0f}};
-    UNROLL
-    for (int c = 0; c < VECTORS; c++) {
-      UNROLL
-      for (int r = 0; r < ROWS; r++) {
-        const float4 query = float4(queries[r][c]);
-        UNROLL
-        for (int i = 0; i < STEPS; i++) {
-          sums[r][i] += dot(query, float4(keys[i][c]));
-        }
-      }
-    }
     UNROLL
     for (int r = 0; r < ROWS; r++) {
+      float sums[AHEAD] = {0.0f};
+      UNROLL
+      for (int c = 0; c < VECTORS; c++) {
+        const float4 query = float4(queries[(r * VECTORS + c) * SHARE + place]);
+        UNROLL
+        for (int i = 0; i < STEPS; i++) {
+          sums[i] += dot(query, float4(keys[i][c]));
+        }
+      }
       if (STEPS == 4) {
-        sums[r][0] = exchange(sums[r][0], sums[r][2], (place & 2) != 0, 2);
-        sums[r][1] = exchange(sums[r][1], sums[r][3], (place & 2) != 0, 2);
+        sums[0] = exchange(sums[0], sums[2], (place & 2) != 0, 2);
+        sums[1] = exchange(sums[1], sums[3], (place & 2) != 0, 2);
       }
       if (STEPS >= 2) {
-        sums[r][0] = exchange(sums[r][0], sums[r][1], (place & 1) != 0, 1);
+        sums[0] = exchange(sums[0], sums[1], (place & 1) != 0, 1);
       }
       UNROLL
       for (int bit = STEPS; bit < SHARE; bit *= 2) {
-        sums[r][0] += simd_shuffle_xor(sums[r][0], ushort(bit));
+        sums[0] += simd_shuffle_xor(sums[0], ushort(bit));
       }
-      products[r] = place / STEPS == step / STEPS ? sums[r][0] : products[r];
+      products[r] = place / STEPS == step / STEPS ? sums[0] : products[r];
     }
   }
 }

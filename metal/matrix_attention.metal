@@ -2,19 +2,17 @@
 // prompts, drafts, and single tokens with many heads to a KV head.
 //
 // One threadgroup computes ROWS query rows of one sequence that share a KV head, over one split of
-// the context. It takes some keys at a time, in four phases with a barrier after each:
-// 1. All threads copy the keys to threadgroup memory.
-// 2. The simdgroups divide the scores among them.
-// 3. Each row has a team of threads, which turns its scores into weights. All threads copy the
-//    values to threadgroup memory.
-// 4. Each simdgroup adds the weighted values to its columns of the output, for all rows.
+// the context. It takes some keys at a time, in four phases with a barrier after each. What a phase
+// stores to threadgroup memory was asked for in the phase before:
+// 1. All threads store the keys.
+// 2. The simdgroups divide the scores among them. All threads ask for the values.
+// 3. Each row has a team of threads, which turns its scores into weights. All threads store the
+//    values.
+// 4. Each simdgroup adds the weighted values to its columns of the output, for all rows. All
+//    threads ask for the next keys.
 
-constant constexpr int SIMDGROUPS = 4;
-constant constexpr int THREADS = SIMDGROUPS * LANES;
-constant constexpr int EDGE = 8;       // rows and columns of a matrix
-constant constexpr int PAD = 2;        // vectors after a row of threadgroup memory: other banks
-constant constexpr int SCORE_PAD = 4;  // floats after a row of scores
-constant constexpr float UNSEEN = -1.0f;  // in place of a weight
+constant constexpr int SCORE_PAD = 4;   // floats after a row of scores
+constant constexpr int MOST_KEPT = 32;  // matrices of queries that a simdgroup keeps in registers
 
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
@@ -28,6 +26,11 @@ constexpr int step_keys(int head_dim, int value_dim) {
 inline float score_in_log2(float qk, constant AttentionParams& p) {
   return HAS_SOFTCAP ? p.softcap * precise::tanh(qk * p.scale / p.softcap) * LOG2E
                      : qk * (p.scale * LOG2E);
+}
+
+// Whether a row with these keys attends to a key.
+inline bool is_attended(uint place, int key, KeyRange keys) {
+  return place != NOWHERE && key >= keys.first && key < keys.stop;
 }
 
 // Maximum and sum over the threads of a row, which are neighbouring lanes.
@@ -45,69 +48,6 @@ inline float team_sum(float value) {
     value += simd_shuffle_xor(value, step);
   }
   return value;
-}
-
-// Copies the query rows of a tile to threadgroup memory. Rows that do not exist become zeros.
-template <typename T, int DIM, int ROWS>
-inline void stage_queries(
-    const device T* q, RowTile tile, int head_slot, int thread_index,
-    threadgroup vec<T, VECTOR>* staged, constant AttentionParams& p) {
-  constexpr int VECTORS = DIM / VECTOR;
-  for (int i = thread_index; i < ROWS * VECTORS; i += THREADS) {
-    const int row = tile.first_row + i / VECTORS;
-    const int d = i % VECTORS * VECTOR;
-    vec<T, VECTOR> elements = vec<T, VECTOR>(T(0));
-    if (row < tile.num_tokens * p.group) {
-      const int token = tile.first_token + row / p.group;
-      const device T* from = q + tile.sequence * p.q_strides[0] +
-          (head_slot * p.group + row % p.group) * p.q_strides[1] + token * p.q_strides[2] + d;
-      if (WHOLE_QUERIES) {
-        elements = read_vector(from);
-      } else {
-        for (int j = 0; j < VECTOR; j++) {
-          elements[j] = from[j];
-        }
-      }
-    }
-    staged[i / VECTORS * (VECTORS + PAD) + i % VECTORS] = elements;
-  }
-}
-
-// Notes where the keys of a step are in the pool: -1 if nothing may be read there.
-template <int KEYS>
-inline void find_keys(
-    int base, int end, const device int* table, int thread_index, threadgroup long* k_places,
-    threadgroup long* v_places, constant AttentionParams& p) {
-  if (thread_index < KEYS) {
-    const int key = base + thread_index;
-    const int block = key < end ? table[key / BLOCK_SIZE * p.tables_strides[1]] : -1;
-    const bool is_valid = block >= 0 && block < p.num_blocks;
-    const int offset = key % BLOCK_SIZE;
-    k_places[thread_index] = is_valid ? block * p.k_strides[1] + offset * p.k_strides[2] : -1;
-    v_places[thread_index] = is_valid ? block * p.v_strides[1] + offset * p.v_strides[2] : -1;
-  }
-}
-
-// Copies rows of the pool to threadgroup memory. Keys that have no place become zeros.
-template <typename T, int DIM, int KEYS>
-inline void stage_rows(
-    const device T* head, const threadgroup long* places, int thread_index,
-    threadgroup vec<T, VECTOR>* staged) {
-  constexpr int VECTORS = DIM / VECTOR;
-  constexpr int STEPS = (KEYS * VECTORS + THREADS - 1) / THREADS;
-  UNROLL
-  for (int step = 0; step < STEPS; step++) {
-    const int i = step * THREADS + thread_index;
-    const int key = i / VECTORS;
-    const int vector = i % VECTORS;
-    if (KEYS * VECTORS % THREADS == 0 || key < KEYS) {
-      vec<T, VECTOR> elements = vec<T, VECTOR>(T(0));
-      if (places[key] >= 0) {
-        elements = read_vector(head + places[key] + vector * VECTOR);
-      }
-      staged[key * (VECTORS + PAD) + vector] = elements;
-    }
-  }
 }
 
 // Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. In a ragged batch the row
@@ -132,8 +72,8 @@ template <typename T, int D, int DV, int ROWS>
   constexpr int TEAM = THREADS / ROWS;  // threads of a row
   constexpr int TEAM_KEYS = KEYS / TEAM;
   // Threadgroup memory: elements from one row to the next.
-  constexpr int Q_STRIDE = D + PAD * VECTOR;
-  constexpr int V_STRIDE = DV + PAD * VECTOR;
+  constexpr int K_STRIDE = padded(D);
+  constexpr int V_STRIDE = padded(DV);
   constexpr int S_STRIDE = KEYS + SCORE_PAD;
   // Simdgroups divide the scores by rows, by keys and, if these are few, by dimensions.
   constexpr int ROW_MATRICES = ROWS / EDGE;
@@ -143,13 +83,19 @@ template <typename T, int D, int DV, int ROWS>
   constexpr int DIM_PARTS = SIMDGROUPS / KEY_PARTS / ROW_PARTS;
   constexpr int OWN_ROWS = ROW_MATRICES / ROW_PARTS;
   constexpr int OWN_KEYS = KEY_MATRICES / KEY_PARTS;
+  constexpr int OWN_DIMS = (D / EDGE + DIM_PARTS - 1) / DIM_PARTS;
   constexpr int OWN_COLUMNS = (DV / EDGE + SIMDGROUPS - 1) / SIMDGROUPS;  // of the output
-  threadgroup vec<T, VECTOR> queries[ROWS * Q_STRIDE / VECTOR];
-  threadgroup vec<T, VECTOR> rows[KEYS * larger(Q_STRIDE, V_STRIDE) / VECTOR];
+  // If they are few, each simdgroup keeps its matrices of queries. Else they stay where they are.
+  constexpr bool KEEPS = OWN_ROWS * OWN_DIMS <= MOST_KEPT;
+  constexpr int QUERY_VECTORS = ROWS * K_STRIDE / VECTOR;
+  constexpr int ROW_VECTORS = KEYS * larger(K_STRIDE, V_STRIDE) / VECTOR;
+  constexpr int FIRST_ROW = KEEPS ? 0 : QUERY_VECTORS;
+  threadgroup vec<T, VECTOR> staged[larger(QUERY_VECTORS, FIRST_ROW + ROW_VECTORS)];
   threadgroup float scores[DIM_PARTS * ROWS * S_STRIDE];  // then weights
   threadgroup float factors[ROWS];
-  threadgroup long k_places[KEYS];
-  threadgroup long v_places[KEYS];
+  threadgroup uint k_places[2 * KEYS];  // of these keys and the next
+  threadgroup uint v_places[2 * KEYS];
+  threadgroup int are_spoiled[SIMDGROUPS];  // values of a simdgroup's threads
 
   const int simdgroup = int(simdgroup_index);
   const int lane = int(lane_index);
@@ -197,12 +143,12 @@ template <typename T, int D, int DV, int ROWS>
   const int dim_part = simdgroup / (KEY_PARTS * ROW_PARTS);
   const int matrix_row = (lane / 4 & 4) + lane / 2 % 4;
   const int matrix_column = (lane / 4 & 2) * 2 + lane % 2 * 2;
-  const threadgroup T* query_part = reinterpret_cast<const threadgroup T*>(queries) +
-      row_part * OWN_ROWS * EDGE * Q_STRIDE;
-  const threadgroup T* key_rows = reinterpret_cast<const threadgroup T*>(rows) +
-      key_part * OWN_KEYS * EDGE * Q_STRIDE;
+  threadgroup vec<T, VECTOR>* rows = staged + FIRST_ROW;
+  const threadgroup T* query_part = reinterpret_cast<const threadgroup T*>(staged) +
+      row_part * OWN_ROWS * EDGE * K_STRIDE;
   const threadgroup T* value_rows = reinterpret_cast<const threadgroup T*>(rows);
-  const int value_stride = VALUES_IN_KEYS ? Q_STRIDE : V_STRIDE;
+  const threadgroup T* key_rows = value_rows + key_part * OWN_KEYS * EDGE * K_STRIDE;
+  const int value_stride = VALUES_IN_KEYS ? K_STRIDE : V_STRIDE;
   threadgroup float* score_part = scores +
       (dim_part * ROWS + row_part * OWN_ROWS * EDGE) * S_STRIDE + key_part * OWN_KEYS * EDGE;
   simdgroup_matrix<float, 8, 8> outputs[ROW_MATRICES * OWN_COLUMNS];
@@ -211,34 +157,71 @@ template <typename T, int D, int DV, int ROWS>
     outputs[i] = make_filled_simdgroup_matrix<float, 8>(0.0f);
   }
 
-  stage_queries<T, D, ROWS>(q, tile, head_slot, thread_index, queries, p);
-  find_keys<KEYS>(begin, end, table, thread_index, k_places, v_places, p);
+  stage_queries<T, D, ROWS>(q, tile, head_slot, thread_index, staged, p);
+  if (thread_index < KEYS) {
+    const int key = begin + thread_index;
+    const int block = block_of(key, end, table, p);
+    note_place(block, key, k_places[thread_index], v_places[thread_index], p);
+  }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  simdgroup_matrix<T, 8, 8> queries[KEEPS ? OWN_ROWS * OWN_DIMS : OWN_ROWS];
+  if (KEEPS) {
+    UNROLL
+    for (int i = 0; i < OWN_ROWS * OWN_DIMS; i++) {
+      const int d = (i % OWN_DIMS * DIM_PARTS + dim_part) * EDGE;
+      if (D % (DIM_PARTS * EDGE) == 0 || d < D) {
+        simdgroup_load(queries[i], query_part + i / OWN_DIMS * EDGE * K_STRIDE + d, K_STRIDE);
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  vec<T, VECTOR> keys_ahead[own_vectors(KEYS, D)];
+  load_rows<D, KEYS>(k_head, k_places, thread_index, keys_ahead);
+  int half_of_places = 0;
   for (int base = begin; base < end; base += KEYS) {
-    // 1. Copy the keys.
-    stage_rows<T, D, KEYS>(k_head, k_places, thread_index, rows);
+    const bool all_seen = base >= of_last.first && min(base + KEYS, end) <= of_first.stop;
+    const threadgroup uint* places = k_places + half_of_places;
+    const int next_half = KEYS - half_of_places;
+
+    // 1. Store the keys.
+    store_rows<D, KEYS>(keys_ahead, thread_index, rows);
+    if (VALUES_IN_KEYS && !all_seen) {
+      note_spoiled(keys_ahead, simdgroup, lane, are_spoiled);
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     // 2. Compute this simdgroup's scores.
+    vec<T, VECTOR> values_ahead[own_vectors(KEYS, DV)];
+    if (!VALUES_IN_KEYS) {
+      load_rows<DV, KEYS>(v_head, v_places + half_of_places, thread_index, values_ahead);
+    }
+    const int next_key = base + KEYS + thread_index;
+    const int next_block = thread_index < KEYS ? block_of(next_key, end, table, p) : -1;
     simdgroup_matrix<float, 8, 8> products[OWN_ROWS * OWN_KEYS];
     UNROLL
     for (int i = 0; i < OWN_ROWS * OWN_KEYS; i++) {
       products[i] = make_filled_simdgroup_matrix<float, 8>(0.0f);
     }
-    for (int d = dim_part * EDGE; d < D; d += DIM_PARTS * EDGE) {
-      simdgroup_matrix<T, 8, 8> keys[OWN_KEYS];
-      UNROLL
-      for (int k = 0; k < OWN_KEYS; k++) {
-        simdgroup_load(keys[k], key_rows + k * EDGE * Q_STRIDE + d, Q_STRIDE, ulong2(0, 0), true);
-      }
-      UNROLL
-      for (int r = 0; r < OWN_ROWS; r++) {
-        simdgroup_matrix<T, 8, 8> query;
-        simdgroup_load(query, query_part + r * EDGE * Q_STRIDE + d, Q_STRIDE);
+    UNROLL
+    for (int step = 0; step < OWN_DIMS; step++) {
+      const int d = (step * DIM_PARTS + dim_part) * EDGE;
+      if (D % (DIM_PARTS * EDGE) == 0 || d < D) {
+        simdgroup_matrix<T, 8, 8> keys[OWN_KEYS];
         UNROLL
         for (int k = 0; k < OWN_KEYS; k++) {
-          const int i = r * OWN_KEYS + k;
-          simdgroup_multiply_accumulate(products[i], query, keys[k], products[i]);
+          simdgroup_load(keys[k], key_rows + k * EDGE * K_STRIDE + d, K_STRIDE, ulong2(0, 0), true);
+        }
+        UNROLL
+        for (int r = 0; r < OWN_ROWS; r++) {
+          const int own = KEEPS ? r * OWN_DIMS + step : r;
+          if (!KEEPS) {
+            simdgroup_load(queries[own], query_part + r * EDGE * K_STRIDE + d, K_STRIDE);
+          }
+          UNROLL
+          for (int k = 0; k < OWN_KEYS; k++) {
+            const int i = r * OWN_KEYS + k;
+            simdgroup_multiply_accumulate(products[i], queries[own], keys[k], products[i]);
+          }
         }
       }
     }
@@ -249,10 +232,16 @@ template <typename T, int D, int DV, int ROWS>
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    // 3. Copy the values, and turn this thread's scores into weights.
-    const bool all_seen = base >= of_last.first && min(base + KEYS, end) <= of_first.stop;
+    // 3. Store the values, and turn this thread's scores into weights.
     if (!VALUES_IN_KEYS) {
-      stage_rows<T, DV, KEYS>(v_head, v_places, thread_index, rows);
+      store_rows<DV, KEYS>(values_ahead, thread_index, rows);
+      if (!all_seen) {
+        note_spoiled(values_ahead, simdgroup, lane, are_spoiled);
+      }
+    }
+    if (thread_index < KEYS) {
+      const int i = next_half + thread_index;
+      note_place(next_block, next_key, k_places[i], v_places[i], p);
     }
     float own[TEAM_KEYS];
     float new_max = running_max;
@@ -263,9 +252,7 @@ template <typename T, int D, int DV, int ROWS>
       for (int part = 0; part < DIM_PARTS; part++) {
         qk += scores[(part * ROWS + team_row) * S_STRIDE + key];
       }
-      const bool is_seen =
-          k_places[key] >= 0 && base + key >= seen.first && base + key < seen.stop;
-      own[i] = is_seen ? score_in_log2(qk, p) : -INFINITY;
+      own[i] = is_attended(places[key], base + key, seen) ? score_in_log2(qk, p) : -INFINITY;
       new_max = max(new_max, own[i]);
     }
     new_max = team_max<TEAM>(new_max);
@@ -274,26 +261,26 @@ template <typename T, int D, int DV, int ROWS>
     running_sum *= factor;
     UNROLL
     for (int i = 0; i < TEAM_KEYS; i++) {
-      const bool has_weight = own[i] != -INFINITY;
-      const float weight = has_weight ? weight_of(own[i], new_max) : 0.0f;
+      const float weight = own[i] != -INFINITY ? weight_of(own[i], new_max) : 0.0f;
       running_sum += weight;
-      scores[team_row * S_STRIDE + i * TEAM + team_lane] =
-          has_weight || all_seen ? weight : UNSEEN;
+      scores[team_row * S_STRIDE + i * TEAM + team_lane] = weight;
     }
     if (team_lane == 0) {
       factors[team_row] = factor;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
-    // 4. Add the weighted values, and find the next keys.
-    find_keys<KEYS>(base + KEYS, end, table, thread_index, k_places, v_places, p);
+    // 4. Add the weighted values.
+    load_rows<D, KEYS>(k_head, k_places + next_half, thread_index, keys_ahead);
     UNROLL
     for (int i = 0; i < ROW_MATRICES * OWN_COLUMNS; i++) {
       const float old_factor = factors[i / OWN_COLUMNS * EDGE + matrix_row];
       outputs[i].thread_elements()[0] *= old_factor;
       outputs[i].thread_elements()[1] *= old_factor;
     }
-    if (all_seen) {
+    const bool is_spoiled = !all_seen &&
+        (are_spoiled[0] | are_spoiled[1] | are_spoiled[2] | are_spoiled[3]) != 0;
+    if (!is_spoiled) {
       for (int k = 0; k < KEYS; k += EDGE) {
         simdgroup_matrix<float, 8, 8> weights[ROW_MATRICES];
         UNROLL
@@ -320,16 +307,18 @@ template <typename T, int D, int DV, int ROWS>
       for (int i = 0; i < ROW_MATRICES * OWN_COLUMNS; i++) {
         const int row = i / OWN_COLUMNS * EDGE + matrix_row;
         const int column = (i % OWN_COLUMNS * SIMDGROUPS + simdgroup) * EDGE + matrix_column;
+        const KeyRange of_row = keys_of_row(tile, tile.first_row + row, context, p);
         for (int k = 0; column < DV && k < KEYS; k++) {
-          const float weight = scores[row * S_STRIDE + k];
-          const threadgroup T* value = value_rows + k * value_stride + column;
-          if (weight != UNSEEN) {
+          if (is_attended(places[k], base + k, of_row)) {
+            const float weight = scores[row * S_STRIDE + k];
+            const threadgroup T* value = value_rows + k * value_stride + column;
             outputs[i].thread_elements()[0] += weight * float(value[0]);
             outputs[i].thread_elements()[1] += weight * float(value[1]);
           }
         }
       }
     }
+    half_of_places = next_half;
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 

@@ -46,6 +46,8 @@ template <typename T, typename Q, int D, int DV, int ROWS>
   constexpr int V_VECTORS = (DV / VECTOR + V_LANES - 1) / V_LANES;
   constexpr int OUT_VECTORS = DV / VECTOR;
   constexpr int SHARED = MERGED * OUT_VECTORS > LANES ? MERGED * OUT_VECTORS : LANES;
+  constexpr int K_STRIDE = K_LANES * K_VECTORS;
+  threadgroup vec<Q, VECTOR> queries[ROWS * K_STRIDE];
   threadgroup float4 shared[SIMDGROUPS * SHARED];  // weights, later outputs
   threadgroup float shared_max[SIMDGROUPS * ROWS];
   threadgroup float shared_sum[SIMDGROUPS * ROWS];
@@ -90,28 +92,26 @@ template <typename T, typename Q, int D, int DV, int ROWS>
   }
   end = has_keys ? end : 0;
 
-  vec<Q, VECTOR> queries[ROWS][K_VECTORS];
-  UNROLL
-  for (int r = 0; r < ROWS; r++) {
-    const device Q* row = q + sequence * p.q_strides[0] + rows[r].head * p.q_strides[1] +
-        rows[r].token * p.q_strides[2];
-    UNROLL
-    for (int c = 0; c < K_VECTORS; c++) {
-      const int vector = int(lane) % K_LANES + c * K_LANES;
-      queries[r][c] = vec<Q, VECTOR>(Q(0.0f));
-      if (rows[r].stop > 0 && vector < D / VECTOR) {
-        queries[r][c] = query_vector(row, vector);
-        if (HAS_ROPE) {
-          const device float* angles =
-              rope_freqs + sequence * p.rope_strides[0] + rows[r].token * p.rope_strides[1];
-          UNROLL
-          for (int i = 0; i < VECTOR; i++) {
-            queries[r][c][i] = Q(rotated_element(row, angles, vector * VECTOR + i, p));
-          }
+  for (int i = thread_index; i < ROWS * K_STRIDE; i += THREADS) {
+    const int vector = i % K_STRIDE;
+    const QueryRow row = query_row(first_row + i / K_STRIDE, head_slot, context, p);
+    vec<Q, VECTOR> elements = vec<Q, VECTOR>(Q(0.0f));
+    if (row.stop > 0 && vector < D / VECTOR) {
+      const device Q* from = q + sequence * p.q_strides[0] + row.head * p.q_strides[1] +
+          row.token * p.q_strides[2];
+      elements = query_vector(from, vector);
+      if (HAS_ROPE) {
+        const device float* angles =
+            rope_freqs + sequence * p.rope_strides[0] + row.token * p.rope_strides[1];
+        UNROLL
+        for (int j = 0; j < VECTOR; j++) {
+          elements[j] = Q(rotated_element(from, angles, vector * VECTOR + j, p));
         }
       }
     }
+    queries[i] = elements;
   }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
 
   float running_max[ROWS];
   float running_sum[ROWS];  // of the keys of this lane
@@ -150,7 +150,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     float scores[ROWS] = {0.0f};
     if (k_seen != NOWHERE) {
       const uint offset = is_valid ? k_offset : k_seen;
-      multiply_keys<D, K_LANES>(k_head, offset, count, int(lane), queries, scores);
+      multiply_keys<D, K_LANES, K_VECTORS>(k_head, offset, count, int(lane), queries, scores);
     }
 
     float4 own_weights = float4(0.0f);
@@ -162,7 +162,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
       if (HAS_SOFTCAP) {
         score = p.softcap * precise::tanh(score / p.softcap);
       }
-      const bool is_seen = is_valid && key >= rows[r].first && key < rows[r].stop;
+      bool is_seen = is_valid && key >= rows[r].first && key < rows[r].stop;
       if (HAS_ALIBI && is_seen) {
         score += alibi_slopes[rows[r].head] * float(key - rows[r].position);
       }
@@ -170,16 +170,17 @@ template <typename T, typename Q, int D, int DV, int ROWS>
         const long row = sequence * p.mask_strides[0] + rows[r].head * p.mask_strides[1] +
             rows[r].token * p.mask_strides[2];
         const float bias = float_mask[row + key * p.mask_strides[3]];
-        score = bias == -INFINITY ? bias : in_log2(score + bias);
+        is_seen = bias != -INFINITY;
+        score = in_log2(score + bias);
       } else {
         score *= LOG2E;
       }
-      score = is_full || is_seen ? score : -INFINITY;
       if (HAS_BOOL_MASK && is_seen) {
         const long row = sequence * p.mask_strides[0] + rows[r].head * p.mask_strides[1] +
             rows[r].token * p.mask_strides[2];
-        score = bool_mask[row + key * p.mask_strides[3]] ? score : -INFINITY;
+        is_seen = bool_mask[row + key * p.mask_strides[3]];
       }
+      score = is_full || is_seen ? score : -INFINITY;
       if (RETURN_ATTN && r < num_rows && key < max_keys) {
         const long attn_row =
             (long(sequence) * p.num_heads + rows[r].head) * p.num_tokens + rows[r].token;
@@ -189,11 +190,10 @@ template <typename T, typename Q, int D, int DV, int ROWS>
       const float bounded = score < INFINITY ? max(score, LOWEST) : LOWEST;
       const float new_max = max(running_max[r], simd_max(bounded));
       const float old_scale = rescale(running_max[r], new_max);
-      const bool has_weight = score != -INFINITY;
-      const float weight = has_weight ? weight_of(score, new_max) : 0.0f;
+      const float weight = score != -INFINITY ? weight_of(score, new_max) : 0.0f;
       running_max[r] = new_max;
       running_sum[r] = running_sum[r] * old_scale + weight;
-      own_weights[r] = has_weight || is_full ? weight : -1.0f;
+      own_weights[r] = is_full || is_seen ? weight : -1.0f;
       UNROLL
       for (int c = 0; c < V_VECTORS; c++) {
         running_out[r][c] *= old_scale;

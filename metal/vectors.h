@@ -15,12 +15,6 @@ inline vec<T, VECTOR> read_vector(const device T* elements) {
   return *reinterpret_cast<const device vec<T, VECTOR>*>(elements);
 }
 
-// The same, at a multiple of their number.
-template <typename T>
-inline vec<T, VECTOR> read_vector_at(const device T* elements, uint vector) {
-  return reinterpret_cast<const device vec<T, VECTOR>*>(elements)[vector];
-}
-
 // The same, stored at once.
 template <typename T>
 inline void write_vector(device T* elements, vec<T, VECTOR> values) {

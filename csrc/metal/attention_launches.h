@@ -34,7 +34,7 @@ struct AttentionGeometry {
 Splits split_keys(const AttentionInputs& in, const AttentionOptions& options,
                   int most_splits = kMaxSplits);
 
-// Indices 0 to 13, of metal/attention_constants.h and metal/attention.h.
+// Indices 0 to 13, of metal/pool_rows.h and metal/attention.h.
 std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
                                                   const AttentionOptions& options, bool split);
 

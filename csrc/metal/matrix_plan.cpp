@@ -22,7 +22,7 @@ constexpr int kPadding = 8;  // elements after a row of threadgroup memory
 // A call of many threadgroups is not split further than to about so many.
 constexpr int kMostThreadgroups = 1024;
 
-// metal/attention_constants.h.
+// metal/pool_rows.h.
 constexpr int kConstants[] = {0, 1, 2, 3, 7, 10, 12, 13};
 
 // Rows of a threadgroup: a power of two. A decode has as few as its rows fill. Calls of several

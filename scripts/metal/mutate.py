@@ -26,10 +26,15 @@ TESTS = tuple(
     for what in ("threadgroups", "vectors", "nonfinite", "matrix", "kernels", "traffic")
 )
 FIRST = {
+    "vectors.h": "nonfinite",
     "online_softmax.h": "nonfinite",
+    "key_range.h": "option or OneLength",
+    "pool_rows.h": "hide or nothing",
+    "attention.h": "option or queries or nothing",
     "key_tile.h": "threadgroups or option or hide",
     "paged_attention.metal": "threadgroups or option or hide or nothing or debugging or full_table",
     "row_tiles.h": "DifferentLengths or OneLength",
+    "staging.h": "Traffic or OneLength or Nonfinite",
     "matrix_attention.metal": "Traffic or DifferentLengths or OneLength",
     "merge_splits.metal": "options_of_split",
     "write_kv.metal": "TestPool",

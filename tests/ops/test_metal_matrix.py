@@ -273,9 +273,17 @@ class TestTraffic:
         assert stats.loaded_bytes[KEYS] == stats.loaded_bytes[VALUES] == 320 * 80 * 2
 
     def test_a_step_of_32_keys_has_four_barriers_and_one_exponential_a_score(self):
-        """Beside one before the first step and one after the last."""
+        """Beside two before the first step, which stage the queries, and one after the last."""
         case = by_matrices([320], 8, num_heads=4, num_kv_heads=1, head_dim=128)
-        assert self.stats(case).barriers == 4 * 10 + 2
+        assert self.stats(case).barriers == 4 * 10 + 3
+
+    def test_every_step_multiplies_matrices(self):
+        """Also the steps at both edges of a window: 9 or 10 of 32 keys for 8 rows in all."""
+        case = by_matrices([320], 8, num_heads=1, num_kv_heads=1, head_dim=128)
+        case.options["window"] = 41
+        steps = 2  # The keys from 272 on, as the first query sees 272 and the last one 319.
+        dims = 128 // 8
+        assert self.stats(case).matrix_multiplications == steps * 2 * (32 // 8) * dims
 
 
 def test_results_do_not_depend_on_the_batch():

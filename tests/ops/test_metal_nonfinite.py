@@ -49,6 +49,12 @@ def spoil_row(name: str, value: float, position: int = 2) -> Callable[[Case], No
     return spoil
 
 
+def spoil_row_without_weight(case: Case) -> None:
+    """A score of -inf for the heads whose query has a positive element there; and 0 * inf is NaN."""
+    spoil_row("k_cache", -np.inf)(case)
+    spoil_row("v_cache", np.inf)(case)
+
+
 SPOILS: dict[str, Callable[[Case], None]] = {
     "NaN in q": spoil_query(np.nan),
     "NaN in K": spoil_row("k_cache", np.nan),
@@ -56,17 +62,21 @@ SPOILS: dict[str, Callable[[Case], None]] = {
     "inf in K": spoil_row("k_cache", np.inf),
     "-inf in K": spoil_row("k_cache", -np.inf),
     "inf in the last key": spoil_row("k_cache", np.inf, -1),
+    "key of no weight and inf in V": spoil_row_without_weight,
+    "inf in V": spoil_row("v_cache", np.inf),
+    "-inf in the last value": spoil_row("v_cache", -np.inf, -1),
     "NaN in V": spoil_row("v_cache", np.nan),
     "NaN in the last value": spoil_row("v_cache", np.nan, -1),
 }
 
 
 def assert_same(got: mx.array, want: np.ndarray, tolerance: float) -> None:
-    """NaN in the same places, and the same numbers elsewhere."""
+    """NaN and infinities in the same places, and the same numbers elsewhere."""
     actual = as_numpy(got)
-    np.testing.assert_array_equal(np.isnan(actual), np.isnan(want))
-    worst = np.abs(np.nan_to_num(actual - want)).max()
-    assert worst <= tolerance * np.nanmax(np.abs(want), initial=1)
+    finite = np.isfinite(want)
+    np.testing.assert_array_equal(actual[~finite], want[~finite])
+    worst = np.abs(actual[finite] - want[finite]).max(initial=0)
+    assert worst <= tolerance * np.abs(want[finite]).max(initial=1)
 
 
 def run(metal: MetalRunner, case: Case, **options: Any) -> tuple[mx.array, ...]:

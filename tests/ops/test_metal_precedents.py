@@ -20,7 +20,7 @@ ROW = re.compile(
 FORMS = {
     "load of a vector through a cast pointer": r"reinterpret_cast<const device vec<",
     "store of a vector through a cast pointer": r"reinterpret_cast<device vec<[^;]*\) = ",
-    "conversion of a vector": r"float4\(queries\[r\]\[c\]\)",
+    "conversion of a vector": r"float4\(values\[i\]\[c\]\)",
     "element of a vector at a variable index": r"\b(result|elements)\[i\] =",
     "private array of vectors": r"float4 weighted\[VECTORS\];",
     "private array of structs": r"QueryRow rows\[ROWS\];",
@@ -43,7 +43,7 @@ FORMS = {
     "element of a matrix, of those that a lane holds": r"outputs\[i\]\.thread_elements\(\)\[0\] ",
     "place of these elements in the matrix": r"matrix_row = \(lane / 4 & 4\) \+ lane / 2 % 4",
     "load of a transposed matrix": r"simdgroup_load\(keys.* ulong2\(0, 0\), true\)",
-    "load of a matrix from threadgroup memory": r"simdgroup_load\(query, query_part",
+    "load of a matrix from threadgroup memory": r"simdgroup_load\(queries\[i\], query_part",
     "store of a matrix to threadgroup memory": r"simdgroup_store\(products",
     "product of matrices of different types": r"accumulate\(outputs\[i\], weights\[r\], value,",
     "threadgroup memory as another type": r"reinterpret_cast<const threadgroup T\*>\(",

@@ -1,0 +1,101 @@
+// How the threads of the matrix kernel bring rows of elements to threadgroup memory.
+
+constant constexpr int SIMDGROUPS = 4;
+constant constexpr int THREADS = SIMDGROUPS * LANES;
+constant constexpr int EDGE = 8;  // rows and columns of a matrix
+
+// Elements from one row in threadgroup memory to the next: an odd multiple of EDGE, so that the
+// rows of a matrix are in different banks.
+constexpr int padded(int dim) { return dim % (2 * EDGE) == 0 ? dim + EDGE : dim; }
+
+// Vectors of `rows` rows that a thread brings.
+constexpr int own_vectors(int rows, int dim) {
+  return (rows * (dim / VECTOR) + THREADS - 1) / THREADS;
+}
+
+// Copies the query rows of a tile. Rows that do not exist become zeros.
+template <typename T, int DIM, int ROWS>
+inline void stage_queries(const device T* q, RowTile tile, int head_slot, int thread_index,
+                          threadgroup vec<T, VECTOR>* staged, constant AttentionParams& p) {
+  constexpr int VECTORS = DIM / VECTOR;
+  for (int i = thread_index; i < ROWS * VECTORS; i += THREADS) {
+    const int row = tile.first_row + i / VECTORS;
+    const int d = i % VECTORS * VECTOR;
+    vec<T, VECTOR> elements = vec<T, VECTOR>(T(0));
+    if (row < tile.num_tokens * p.group) {
+      const int token = tile.first_token + row / p.group;
+      const device T* from = q + tile.sequence * p.q_strides[0] +
+                             (head_slot * p.group + row % p.group) * p.q_strides[1] +
+                             token * p.q_strides[2] + d;
+      if (WHOLE_QUERIES) {
+        elements = read_vector(from);
+      } else {
+        for (int j = 0; j < VECTOR; j++) {
+          elements[j] = from[j];
+        }
+      }
+    }
+    staged[i / VECTORS * (padded(DIM) / VECTOR) + i % VECTORS] = elements;
+  }
+}
+
+// The block of a key, or -1.
+inline int block_of(int key, int end, const device int* table, constant AttentionParams& p) {
+  return key < end ? table[key / BLOCK_SIZE * p.tables_strides[1]] : -1;
+}
+
+// Notes where a key and its value are in the pool.
+inline void note_place(int block, int key, threadgroup uint& k_place, threadgroup uint& v_place,
+                       constant AttentionParams& p) {
+  const bool is_valid = block >= 0 && block < p.num_blocks;
+  const int slot = key % BLOCK_SIZE;
+  k_place = is_valid ? slot_offset(block, slot, p.k_strides[1], p.k_strides[2]) : NOWHERE;
+  v_place = is_valid ? slot_offset(block, slot, p.v_strides[1], p.v_strides[2]) : NOWHERE;
+}
+
+// Asks for this thread's vectors of some rows of the pool. Those of no place are zeros.
+template <int DIM, int KEYS, typename T, int COUNT>
+inline void load_rows(const device T* head, const threadgroup uint* places, int thread_index,
+                      thread vec<T, VECTOR> (&own)[COUNT]) {
+  constexpr int VECTORS = DIM / VECTOR;
+  UNROLL
+  for (int step = 0; step < COUNT; step++) {
+    const int i = step * THREADS + thread_index;
+    own[step] = vec<T, VECTOR>(T(0));
+    if (KEYS * VECTORS % THREADS == 0 || i < KEYS * VECTORS) {
+      const uint place = places[i / VECTORS];
+      if (place != NOWHERE) {
+        own[step] = read_pool(head, place + uint(i % VECTORS));
+      }
+    }
+  }
+}
+
+// Stores them to threadgroup memory.
+template <int DIM, int KEYS, typename T, int COUNT>
+inline void store_rows(thread vec<T, VECTOR> (&own)[COUNT], int thread_index,
+                       threadgroup vec<T, VECTOR>* staged) {
+  constexpr int VECTORS = DIM / VECTOR;
+  UNROLL
+  for (int step = 0; step < COUNT; step++) {
+    const int i = step * THREADS + thread_index;
+    if (KEYS * VECTORS % THREADS == 0 || i < KEYS * VECTORS) {
+      staged[i / VECTORS * (padded(DIM) / VECTOR) + i % VECTORS] = own[step];
+    }
+  }
+}
+
+// Notes whether some of a simdgroup's are NaN or infinite: either times 0 is NaN.
+template <typename T, int COUNT>
+inline void note_spoiled(thread vec<T, VECTOR> (&own)[COUNT], int simdgroup, int lane,
+                         threadgroup int* are_spoiled) {
+  float zero = 0.0f;
+  UNROLL
+  for (int step = 0; step < COUNT; step++) {
+    zero += dot(float4(own[step]), float4(0.0f));
+  }
+  const bool are_finite = simd_all(zero == 0.0f);
+  if (lane == 0) {
+    are_spoiled[simdgroup] = are_finite ? 0 : 1;
+  }
+}
