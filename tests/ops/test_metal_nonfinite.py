@@ -50,7 +50,7 @@ def spoil_row(name: str, value: float, position: int = 2) -> Callable[[Case], No
 
 
 def spoil_row_without_weight(case: Case) -> None:
-    """A score of -inf for the heads whose query has a positive element there; and 0 * inf is NaN."""
+    """A score of -inf where the query has a positive element; and 0 * inf is NaN."""
     spoil_row("k_cache", -np.inf)(case)
     spoil_row("v_cache", np.inf)(case)
 
