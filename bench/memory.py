@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
@@ -38,6 +38,8 @@ from bench.models import llama_model, random_prompts
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, KV_BLOCK_SIZES
 from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.ops.formats import KVBits, checked_bits
+from mlx_paged.runner.model_probe import probe
 
 SEED = 0
 TEMPERATURE = 1.0
@@ -54,6 +56,7 @@ class Workload:
     n: int
     max_tokens: int
     block_size: int
+    kv_bits: KVBits = None
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -97,6 +100,7 @@ def make_engine(
     return Engine(
         model,
         block_size=work.block_size,
+        kv_bits=work.kv_bits,
         max_kv_tokens=2 * (num_sequences + 1) * (work.longest + 4 * FORK_BATCHES),
         max_running=num_sequences,
         prefix_cache=prefix_cache,
@@ -120,6 +124,8 @@ def held(
         "peak_bytes": stats.peak_blocks_in_use * stats.block_bytes,
         "copies_bytes": int(stats.peak_live_tokens * stats.token_bytes),
         "mlx_lm_bytes": mlx_lm_bytes or None,
+        "mlx_lm_8_bits_bytes": sum(quantized_bytes(model, len(s), 8) for s in stored) or None,
+        "mlx_lm_4_bits_bytes": sum(quantized_bytes(model, len(s), 4) for s in stored) or None,
         "cow_clones": stats.cow_clones,
         "cow_bytes": stats.cow_clones * stats.block_bytes,
         "cow_clones_per_token": round(stats.cow_clones / stats.generation_tokens, 5),
@@ -147,6 +153,20 @@ def run_prefixes(model: nn.Module, work: Workload) -> Held:
 
 
 RUNS = {"samples": run_samples, "beams": run_beams, "prefixes": run_prefixes}
+
+
+def quantized_bytes(model: nn.Module, num_tokens: int, bits: int) -> int:
+    """Bytes of mlx-lm's quantized caches of one sequence; it has no batches of them."""
+    total = 0
+    for shape in probe(model).shapes:
+        if shape is not None:
+            cache = QuantizedKVCache(group_size=min(64, shape.head_dim), bits=bits)
+            for start in range(0, num_tokens, MLX_LM_PREFILL_STEP):
+                sizes = 1, shape.n_kv_heads, min(MLX_LM_PREFILL_STEP, num_tokens - start)
+                k, v = (mx.zeros((*sizes, d), shape.dtype) for d in shape.row_dims)
+                cache.update_and_fetch(k, v)
+            total += cache.nbytes
+    return total
 
 
 def drain(generator: BatchGenerator, num_left: int) -> tuple[list[list[int]], int]:
@@ -269,7 +289,8 @@ def workload_of(args: argparse.Namespace) -> Workload:
     lengths = np.random.default_rng(SEED).integers(1, args.own_tokens + 1, args.n)
     tails = random_prompts(args.n, args.own_tokens, args.model, seed=SEED + 1)
     own = [tail[:length] for tail, length in zip(tails, lengths.tolist(), strict=True)]
-    return Workload(prompt, own, args.n, args.max_tokens, args.block_size)
+    kv_bits = checked_bits("bench.memory", args.kv_bits)
+    return Workload(prompt, own, args.n, args.max_tokens, args.block_size, kv_bits)
 
 
 def held_table(results: dict[str, Held]) -> str:
@@ -309,6 +330,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--max-tokens", type=AT_LEAST_TWO, default=64, help="of each sequence")
     sizes = KV_BLOCK_SIZES
     add("--block-size", type=int, choices=sizes, default=16, help="tokens in a KV block")
+    add("--kv-bits", metavar="8|8,4", help="of mlx_paged; mlx-lm's quantized caches stand beside")
     rounds = "time the samples and forks too, in so many rounds (default: nothing is timed)"
     add("--rounds", type=COUNT_OR_NONE, default=0, help=rounds)
     add_model(parser)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <tuple>
 
 namespace mlx_paged {
 
@@ -74,11 +75,12 @@ void check_scales(const char* op, const char* name, const mx::array& cache, cons
 
 // A pool, and its scales if it is quantized.
 void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cache,
-                const OptionalArray& k_scales, const OptionalArray& v_scales, bool writable) {
+                const OptionalArray& k_scales, const OptionalArray& v_scales, bool is_quantized,
+                bool writable) {
   require(k_scales.has_value() == v_scales.has_value(), op, k_scales ? "v_scales" : "k_scales",
           " is missing: expected scales for both caches");
   check_pool(op, k_cache, v_cache, writable);
-  check_formats(op, k_cache, v_cache, k_scales.has_value());
+  check_formats(op, k_cache, v_cache, is_quantized);
   if (k_scales) {
     check_scales(op, "k_scales", k_cache, *k_scales, writable);
     check_scales(op, "v_scales", v_cache, *v_scales, writable);
@@ -227,7 +229,8 @@ void check_attention(const AttentionInputs& in, const AttentionOptions& options)
   const char* op = in.cu_seqlens ? "paged_attention_varlen" : "paged_attention";
   check_tokens(op, in, options.num_decodes);
   check_floating(op, "q", in.q);
-  check_pool(op, in.k_cache, in.v_cache, in.k_scales, in.v_scales, false);
+  const bool is_quantized = in.k_scales.has_value();
+  check_pool(op, in.k_cache, in.v_cache, in.k_scales, in.v_scales, is_quantized, false);
   require(in.q.shape(3) == in.k_cache.shape(3), op, "q has shape ", in.q.shape(),
           " but k_cache has ", in.k_cache.shape(), ": expected equal head dimensions");
   check_tables_shape(op, in);
@@ -267,17 +270,20 @@ void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cach
                  const mx::array& v_cache, const mx::array& slot_mapping,
                  const OptionalArray& k_scales, const OptionalArray& v_scales) {
   const char* op = "write_kv";
-  check_pool(op, k_cache, v_cache, k_scales, v_scales, true);
+  const bool is_stored = !k_scales && k.dtype() == mx::int8;  // rows as the pool has them
+  check_pool(op, k_cache, v_cache, k_scales, v_scales, k_scales || is_stored, true);
   check_rank(op, "k", k, 3, "(num_tokens, num_kv_heads, head_dim)");
   const int tokens = k.shape(0);
   const int kv_heads = k_cache.shape(0);
   check_shape(op, "k", k, {tokens, kv_heads, k_cache.shape(3)}, "the heads and width of k_cache");
-  check_shape(op, "v", v, {tokens, kv_heads, value_dim(v_cache)},
+  check_shape(op, "v", v, {tokens, kv_heads, is_stored ? v_cache.shape(3) : value_dim(v_cache)},
               "the tokens of k, the heads and width of v_cache");
-  for (const mx::array* rows : {&k, &v}) {
-    const mx::Dtype expected = k_scales ? k.dtype() : k_cache.dtype();
-    check_floating(op, rows == &k ? "k" : "v", *rows);
-    check_dtype(op, rows == &k ? "k" : "v", *rows, rows->dtype() == expected,
+  for (const auto& [name, rows, cache] : {std::tuple{"k", &k, &k_cache}, {"v", &v, &v_cache}}) {
+    if (k_scales) {
+      check_floating(op, name, *rows);
+    }
+    const mx::Dtype expected = k_scales ? k.dtype() : cache->dtype();
+    check_dtype(op, name, *rows, rows->dtype() == expected,
                 k_scales ? ": expected k's " : ": expected the cache's ", expected);
   }
   check_int32(op, "slot_mapping", slot_mapping);

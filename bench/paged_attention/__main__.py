@@ -33,6 +33,7 @@ from bench.paged_attention.timing import time_case
 from mlx_paged.cli import COUNT, KV_BLOCK_SIZES, Parser, number
 from mlx_paged.doctor.speed import MemoryReader
 from mlx_paged.kv.memory import physical_memory
+from mlx_paged.ops.formats import KVBits, checked_bits
 
 GEMM_REPEATS = 20
 
@@ -42,6 +43,7 @@ FULL: dict[str, Any] = {
     "batches": [8, 16, 32, 64],
     "contexts": [512, 4096, 16384],
     "block_sizes": list(KV_BLOCK_SIZES),
+    "kv_bits": [None],
     "chunk_lengths": [16, 64, 128, 512],
     "chunk_contexts": [512, 2048, 6144],
     "rounds": 7,
@@ -68,6 +70,8 @@ def add_arguments(parser: Parser) -> None:
     add("--contexts", type=COUNT, nargs="+", help="of single tokens")
     sizes = "tokens; chunks are computed in the size nearest to 16"
     add("--block-sizes", type=int, choices=KV_BLOCK_SIZES, nargs="+", help=sizes)
+    bits = "of the pool: none, 8 or 8,4; quantized ones are compared with the same K/V as it was"
+    add("--kv-bits", type=_kv_bits, nargs="+", metavar="BITS", help=bits)
     add("--chunk-lengths", type=AT_LEAST_TWO, nargs="+")
     add("--chunk-contexts", type=COUNT, nargs="+", help="contexts at the end of later chunks")
     add("--rounds", type=COUNT, help="times are medians over so many rounds")
@@ -88,6 +92,13 @@ def add_arguments(parser: Parser) -> None:
     add("--torch", action="store_true", help="compare with torch's attention, too")
     add("--ggml", action="store_true", help="compare with ggml's flash attention (llama.cpp), too")
     add("--plot", type=Path, metavar="FILE", help="draw the curves of the first heads")
+
+
+def _kv_bits(text: str) -> KVBits:
+    try:
+        return None if text == "none" else checked_bits("--kv-bits", text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

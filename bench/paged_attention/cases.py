@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -17,6 +17,7 @@ from mlx_paged.attention.forward import Chunk, LayerView
 from mlx_paged.attention.sdpa_hook import Query, mlx_attention
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+from mlx_paged.ops.formats import KVBits
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 BEYOND_CACHE = 128 * 2**20
@@ -64,12 +65,17 @@ class Case:
     batch: int
     context: int
     block_size: int
+    kv_bits: KVBits = None
+
+    @property
+    def shape(self) -> KVShape:
+        dims = self.heads.num_kv_heads, self.heads.head_dim, self.heads.head_dim
+        return KVShape(*dims, DTYPES[self.dtype], kv_bits=self.kv_bits)
 
     @property
     def kv_bytes(self) -> int:
-        """Live K and V of one layer."""
-        slots = self.batch * self.context * self.heads.num_kv_heads
-        return 2 * slots * self.heads.head_dim * DTYPES[self.dtype].size
+        """Live K and V of one layer, scales included."""
+        return self.batch * self.context * self.shape.token_bytes
 
     @property
     def flops(self) -> int:
@@ -89,8 +95,9 @@ class Case:
     def memory_bytes(self) -> int:
         """Estimate: pool, contiguous copies, float32 copies and scores of one call."""
         scores = 4 * self.batch * self.heads.num_heads * self.length * self.context
-        single = self.kv_bytes * 4 // DTYPES[self.dtype].size
-        return 3 * self.num_layers * self.kv_bytes + 3 * single + 4 * scores
+        plain = self.batch * self.context * replace(self.shape, kv_bits=None).token_bytes
+        single = plain * 4 // DTYPES[self.dtype].size
+        return 3 * self.num_layers * plain + 3 * single + 4 * scores
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {"heads": str(self.heads)}
@@ -99,23 +106,26 @@ class Case:
         return (
             f"{self.heads!s:>9} {self.dtype:8} L {self.length:<3} B {self.batch:<2}"
             f" S {self.context:<5} block {self.block_size:<2}"
+            + (f" kv-bits {self.kv_bits:<3}" if self.kv_bits else "")
         )
 
 
 def decode_cases(args: argparse.Namespace) -> Iterator[Case]:
     """One token for each of a batch of sequences."""
-    for h, dtype, context, batch, block_size in product(
-        args.heads, args.dtypes, args.contexts, args.batches, args.block_sizes
+    for h, dtype, context, batch, block_size, kv_bits in product(
+        args.heads, args.dtypes, args.contexts, args.batches, args.block_sizes, args.kv_bits
     ):
-        yield Case(h, dtype, 1, batch, context, block_size)
+        yield Case(h, dtype, 1, batch, context, block_size, kv_bits)
 
 
 def chunk_cases(args: argparse.Namespace) -> Iterator[Case]:
     """Chunks of one prompt: the first chunk, and later ones that end at these contexts."""
     block_size = min(args.block_sizes, key=lambda size: abs(size - 16))
-    for h, dtype, length in product(args.heads, args.dtypes, args.chunk_lengths):
+    for h, dtype, length, kv_bits in product(
+        args.heads, args.dtypes, args.chunk_lengths, args.kv_bits
+    ):
         for context in sorted({length, *(c for c in args.chunk_contexts if c > length)}):
-            yield Case(h, dtype, length, 1, context, block_size)
+            yield Case(h, dtype, length, 1, context, block_size, kv_bits)
 
 
 class Inputs:
@@ -126,8 +136,9 @@ class Inputs:
         heads, dtype = case.heads, DTYPES[case.dtype]
         columns = ceil_div(case.context, case.block_size)
         num_blocks = case.batch * columns
-        shape = KVShape(heads.num_kv_heads, heads.head_dim, heads.head_dim, dtype)
-        self.pool = KVPool([shape] * case.num_layers, num_blocks, case.block_size)
+        shapes = {case.shape: None, replace(case.shape, kv_bits=None): None}
+        pools = [KVPool([s] * case.num_layers, num_blocks, case.block_size) for s in shapes]
+        self.pool, self.plain_pool = pools[0], pools[-1]
         self.scale = heads.head_dim**-0.5
         mx.random.seed(seed)
         tables = np.random.default_rng(seed).permutation(num_blocks).astype(np.int32)
@@ -136,8 +147,10 @@ class Inputs:
         slots = as_int32(np.arange(num_blocks * case.block_size, dtype=np.int32))
         rows = (slots.size, heads.num_kv_heads, heads.head_dim)
         for layer in range(case.num_layers):
-            self.pool.write(layer, _random(rows, dtype), _random(rows, dtype), slots)
-            mx.eval(self.pool.k[layer], self.pool.v[layer])
+            k, v = _random(rows, dtype), _random(rows, dtype)
+            for pool in pools:
+                pool.write(layer, k, v, slots)
+                mx.eval(pool.handles())
         self.q = mx.random.normal((case.batch, heads.num_heads, case.length, heads.head_dim))
         self.q = self.q.astype(dtype)
         self.contiguous = [
@@ -146,14 +159,13 @@ class Inputs:
         mx.eval(self.q, self.tables, self.context_lens, self.contiguous)
 
     def gather(self, layer: int) -> tuple[mx.array, mx.array]:
-        k, v = (
-            ops.gather_blocks(array, self.tables, self.case.context)
-            for array in (self.pool.k[layer], self.pool.v[layer])
+        return self.pool.read(
+            layer, lambda array: ops.gather_blocks(array, self.tables, self.case.context)
         )
-        return k, v
 
     def contenders(self) -> dict[str, Contender]:
-        """The paged op, the gather in front of MLX's attention, MLX's attention alone."""
+        """The paged op, the gather in front of MLX's attention, MLX's attention alone; beside a
+        quantized pool, the paged op on the same K/V as it was."""
         mask = "causal" if self.case.length > 1 else None
         layers = [LayerView(self.pool, layer) for layer in range(self.case.num_layers)]
         query = Query(self.q, self.scale, None, None)
@@ -171,7 +183,13 @@ class Inputs:
         def contiguous(layer: int) -> mx.array:
             return mlx_attention(self.q, *self.contiguous[layer], scale=self.scale, mask=mask)
 
-        return {"paged": paged, "gather": gather, "contiguous": contiguous}
+        ways: dict[str, Contender] = {"paged": paged, "gather": gather, "contiguous": contiguous}
+        if self.case.kv_bits is not None:
+            plain = [LayerView(self.plain_pool, layer) for layer in range(self.case.num_layers)]
+            ways["plain"] = lambda layer: plain[layer].through_tables(
+                query, self.tables, self.context_lens
+            )
+        return ways
 
     def ggml_contenders(self) -> dict[str, Contender]:
         """ggml's flash attention on contiguous K/V, as llama.cpp computes it."""

@@ -10,6 +10,7 @@ Row = dict[str, Any]
 
 NAMES = {
     "paged": "paged op",
+    "plain": "paged op, not quantized",
     "gather": "gather + MLX attention",
     "contiguous": "MLX attention, contiguous",
     "torch": "torch sdpa, contiguous",

@@ -12,6 +12,7 @@ from bench.serving.trace import Trace
 from mlx_paged.cli import load_model as load
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import block_bytes
+from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.model_probe import probe
 
 STATIC = "_static"  # ending of the name of an engine that runs batch after batch
@@ -46,6 +47,7 @@ class Limits:
     max_stall_ms: float | None = None
     policy: str = "fcfs"
     prefix_cache: bool = True
+    kv_bits: KVBits = None
 
 
 def load_model(name: str) -> tuple[nn.Module, int]:
@@ -126,9 +128,10 @@ def static_blocks(trace: Trace, max_running: int, block_size: int) -> int:
     return places * max(needed for needed, _ in blocks)
 
 
-def kv_token_bytes(model: nn.Module) -> int:
+def kv_token_bytes(model: nn.Module, kv_bits: KVBits = None) -> int:
     """K/V bytes of one token of one sequence in all layers."""
-    return block_bytes([shape for shape in probe(model).shapes if shape is not None], block_size=1)
+    shapes = probe(model).quantized(kv_bits).shapes
+    return block_bytes([shape for shape in shapes if shape is not None], block_size=1)
 
 
 def _blocks(trace: Trace, block_size: int) -> list[tuple[int, int]]:

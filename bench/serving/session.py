@@ -25,6 +25,7 @@ from bench.serving.replay import Clock, Replay, StepClock
 from bench.serving.run import Run
 from bench.serving.trace import Job, Trace, digest, make_trace, read_trace
 from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, arrival_times, make_jobs
+from mlx_paged.ops.formats import checked_bits
 
 WARM_UP = (Job(0.0, (1, 2, 3, 4), 3), Job(0.0, (1, 2, 3, 4, 5), 3))
 
@@ -61,11 +62,11 @@ class Session:
             max_stall_ms=args.max_stall_ms,
             policy=args.policy,
             prefix_cache=not args.no_prefix_cache,
+            kv_bits=checked_bits("--kv-bits", args.kv_bits),
         )
         self.runs: dict[str, list[Run]] = {}  # by engine; those that ended or were interrupted
         self.probes: dict[str, list[Summary]] = {}  # of rate searches, by engine
         self.max_rate: dict[str, float | None] = {}  # what these searches found
-        self._token_bytes = kv_token_bytes(model)
 
     def measure(self) -> None:
         """The comparison, then the rate searches; an interrupt leaves what was measured before."""
@@ -106,11 +107,13 @@ class Session:
         mx.reset_peak_memory()
         limits, step_ms = self.limits, self.args.arrivals_by_step
         run.static_blocks = static_blocks(self.trace, limits.max_running, limits.block_size)
-        run.block_bytes = self._token_bytes * limits.block_size
+        kv_bits = limits.kv_bits if run.engine.startswith("mlx_paged") else None
+        token_bytes = kv_token_bytes(self.model, kv_bits)
+        run.block_bytes = token_bytes * limits.block_size
         server = make_server(run.engine, self.model, limits)
         clock = Clock() if step_ms is None else StepClock(step_ms / 1000)
         stall = self.args.inject_stall
-        Replay(run, server, source, clock, self._token_bytes, stall, on_tokens).play()
+        Replay(run, server, source, clock, token_bytes, stall, on_tokens).play()
 
     def _search_rate(self, name: str, bar: Any) -> None:
         args, trace = self.args, self.trace

@@ -135,6 +135,16 @@ inline Floats load(const Int8* from) {
 }
 
 inline Floats load(const Int4Pair* from) {
+#if defined(__AVX512F__)
+  int32_t words[2];
+  __builtin_memcpy(words, from, sizeof words);
+  const __m512i both = _mm512_mask_set1_epi32(_mm512_set1_epi32(words[0]), 0xff00, words[1]);
+  const Ints shifts = {0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28};
+  const Floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  // The lookup uses the low 4 bits of each lane.
+  const __m512i q = _mm512_maskz_srlv_epi32(0xffff, both, __builtin_bit_cast(__m512i, shifts));
+  return _mm512_maskz_permutexvar_ps(0xffff, q, numbers);
+#else
   typedef uint8_t Bytes __attribute__((vector_size(kLanes / 2)));
   typedef uint16_t Pairs __attribute__((vector_size(kLanes)));
   Bytes bytes;
@@ -142,6 +152,7 @@ inline Floats load(const Int4Pair* from) {
   const Pairs pairs = __builtin_convertvector(bytes, Pairs);
   const Pairs split = (pairs | (pairs << 4)) & 0x0f0f;
   return load(reinterpret_cast<const Int8*>(&split));
+#endif
 }
 
 // The first `count` < kLanes elements, then zeros. Reads only these elements.

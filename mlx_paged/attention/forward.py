@@ -232,8 +232,8 @@ class LayerView(AttendingCache):
         return found if forward.held is None else mx.where(forward.held, found, 0)
 
     def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
-        """A copy of the K/V that the model stored for one sequence: ``[1, H_kv, num_tokens, D]``
-        each."""
+        """A copy of the K/V of one sequence, ``[1, H_kv, num_tokens, D]`` each, as the model would
+        store it."""
         tables = block_ids[None]
         return self.pool.read(
             self.layer, lambda cache: ops.gather_blocks(cache, tables, num_tokens), as_written=True

@@ -1,5 +1,7 @@
 """Compares every variant of the kernels with float64."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 
@@ -9,6 +11,7 @@ from mlx_paged.doctor.findings import Findings, message
 from mlx_paged.doctor.variants import DTYPES, QUICK_STEP, Variant, all_variants, attention_call
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.ops.formats import dequantized, quantized
 
 SUMS = 32 * 2.0**-23
 """Relative error that sums and functions of float32 may leave in a row of outputs."""
@@ -29,7 +32,7 @@ def check_kernels(found: Findings, quick: bool) -> None:
 
 def compare(variants: list[Variant], found: Findings) -> None:
     """Run each variant on the default device; a wrong one is a failure."""
-    worst = {dtype: (0.0, "none") for dtype in DTYPES}
+    worst = {variant.dtype: (0.0, "none") for variant in variants}
     num_run = 0
     for variant in found.progress(variants, "variant"):
         try:
@@ -71,7 +74,9 @@ def kernels_in_use() -> str:
 
 def _tolerance_of(dtype: str) -> float:
     plain_mlx_on_a_gpu = ops.kernel_for() == "reference"
-    return float(mx.finfo(DTYPES[dtype]).eps) / 2 + (TF32 if plain_mlx_on_a_gpu else SUMS)
+    return float(mx.finfo(DTYPES.get(dtype, mx.float16)).eps) / 2 + (
+        TF32 if plain_mlx_on_a_gpu else SUMS
+    )
 
 
 def tolerance(variant: Variant) -> float:
@@ -87,7 +92,12 @@ def error_of(variant: Variant) -> float:
         return _edit_error(variant)
     arrays, options = attention_call(variant)
     q, k, v, tables, lens = arrays
-    got = ops.paged_attention(q, [k], [v], tables, lens, **options)
+    scales = {name: options.pop(name) for name in ("k_scales", "v_scales") if name in options}
+    of_layers: Any = {name: [array] for name, array in scales.items()}
+    got = ops.paged_attention(q, [k], [v], tables, lens, **options, **of_layers)
+    if scales:
+        stored = zip((k, v), scales.values(), strict=True)
+        arrays[1:3] = [dequantized(cache, of_cache, mx.float32) for cache, of_cache in stored]
     weights = options.pop("return_attn", False)
     options = {n: to_numpy(x) if isinstance(x, mx.array) else x for n, x in options.items()}
     want = float64.attention(*map(to_numpy, arrays), **options)
@@ -127,7 +137,9 @@ def _edit_error(variant: Variant) -> float:
     )
     pool.write(0, k, v, as_int32(slots))
     want = []
-    for row in (k, v):
+    for row, form in zip((k, v), shape.formats, strict=True):
+        if form.has_scales:
+            row = dequantized(*quantized(row, form), shape.dtype)
         blocks = np.zeros((6 * size, *row.shape[1:]))
         inside = (slots >= 0) & (slots < 6 * size)
         blocks[slots[inside]] = to_numpy(row)[inside]
@@ -138,6 +150,6 @@ def _edit_error(variant: Variant) -> float:
         for blocks in want:
             for source, destination in pairs:
                 blocks[:, destination] = blocks[:, source]
-    got = map(to_numpy, pool.write_targets(0))
+    got = map(to_numpy, pool.read(0, lambda array: array, as_written=True))
     same = all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
     return 0.0 if same else float("inf")

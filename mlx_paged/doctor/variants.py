@@ -9,10 +9,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.doctor.float64 import Array
 from mlx_paged.kv.pool import KVShape
+from mlx_paged.ops.formats import KVBits, quantized
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+QUANTIZED: dict[str, KVBits] = {"kv8": 8, "kv8v4": "8,4"}
+"""In place of a dtype: kv_bits of a float16 model."""
+
 BLOCK_SIZES = (8, 16, 32)
 GROUPS = (1, 2, 4, 8)
 """Query heads that share a KV head."""
@@ -54,11 +59,16 @@ class Variant:
     @property
     def shape(self) -> KVShape:
         latent = self.heads.startswith("latent")
-        return KVShape(1 if latent else 2, *HEADS[self.heads], DTYPES[self.dtype], latent)
+        heads, kv_bits = 1 if latent else 2, QUANTIZED.get(self.dtype)
+        return KVShape(heads, *HEADS[self.heads], self.model_dtype, latent, kv_bits)
+
+    @property
+    def model_dtype(self) -> mx.Dtype:
+        return DTYPES.get(self.dtype, mx.float16)
 
     @property
     def q_dtype(self) -> mx.Dtype:
-        return mx.float32 if self.option == "float32-queries" else DTYPES[self.dtype]
+        return mx.float32 if self.option == "float32-queries" else self.model_dtype
 
     def rng(self) -> np.random.Generator:
         """The same random numbers in every run."""
@@ -67,18 +77,18 @@ class Variant:
 
 def all_variants() -> list[Variant]:
     """Attention without options in every combination of the other properties; each option with each
-    dtype, head dimension and number of tokens; writes and copies."""
+    dtype, head dimension and number of tokens; writes and copies. Latents are not quantized."""
+    formats = [*DTYPES, *(QUANTIZED if ops.serves_scales() else ())]
+    pools = [(d, h) for d in formats for h in HEADS if d in DTYPES or not h.startswith("latent")]
     found = [
         Variant("attention", dtype, heads, block_size, group, tokens)
-        for dtype, heads, block_size, group, tokens in product(
-            DTYPES, HEADS, BLOCK_SIZES, GROUPS, TOKENS
-        )
+        for (dtype, heads), block_size, group, tokens in product(pools, BLOCK_SIZES, GROUPS, TOKENS)
     ]
-    with_options = product(DTYPES, HEADS, TOKENS, [*OPTIONS][1:])
-    for i, (dtype, heads, tokens, option) in enumerate(with_options):
+    with_options = product(pools, TOKENS, [*OPTIONS][1:])
+    for i, ((dtype, heads), tokens, option) in enumerate(with_options):
         block_size, group = BLOCK_SIZES[i % 3], GROUPS[i % 4]
         found.append(Variant("attention", dtype, heads, block_size, group, tokens, option))
-    for op, dtype, heads, block_size in product(("write", "copy"), DTYPES, HEADS, BLOCK_SIZES):
+    for op, (dtype, heads), block_size in product(("write", "copy"), pools, BLOCK_SIZES):
         found.append(Variant(op, dtype, heads, block_size))
     return found
 
@@ -109,6 +119,9 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
     q = mx.array(_normal(rng, *sizes[:3], shape.head_dim)).astype(variant.q_dtype)
     options = OPTIONS[variant.option](rng, sizes, shape)
     options = {n: mx.array(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    if shape.kv_bits is not None:
+        (k, of_k), (v, of_v) = map(quantized, (k, v), shape.formats)
+        options |= {"k_scales": of_k, "v_scales": of_v}
     arrays = [q, k, v, mx.array(tables), mx.array(contexts)]
     mx.eval(arrays, options)
     return arrays, options

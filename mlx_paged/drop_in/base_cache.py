@@ -258,7 +258,7 @@ class PagedCache(AttendingCache, _BaseCache):
         array = self._views[role]() if role in self._views else None
         if array is None or array.starts is not self.starts:
             array = StoredArray.of(
-                self._gathered(role),
+                self._gathered(lambda gather: self._read(gather)[role == "values"]),
                 role=role,
                 layer=ref(self.layer),
                 starts=self.starts,
@@ -267,11 +267,16 @@ class PagedCache(AttendingCache, _BaseCache):
             self._views = {**self._views, role: ref(array)}
         return array
 
-    def _gathered(self, role: str) -> mx.array:
-        """A lazy copy of the K or V of the last `size()` tokens of each row."""
-        array, width, pool = self.layer.arrays[role == "values"], self.size(), self.layer.pool
+    def _read(self, gather: Callable[[mx.array], mx.array]) -> tuple[mx.array, mx.array]:
+        return self.layer.kv.read(0, gather, as_written=True)
+
+    def _gathered(self, read: Callable[[Callable[[mx.array], mx.array]], mx.array]) -> mx.array:
+        """A lazy copy of the last `size()` tokens of each row. `read` chooses what: it gets a
+        function that gathers these tokens from an array of the pool."""
+        width, pool = self.size(), self.layer.pool
         if width == 0:
-            return mx.zeros((len(self.rows), array.shape[0], 0, array.shape[3]), array.dtype)
+            rows = len(self.rows)
+            return read(lambda a: mx.zeros((rows, a.shape[0], 0, a.shape[3]), a.dtype))
         lengths = np.maximum(np.array(self.starts, np.int32), 0)
         skipped = np.maximum(lengths - width, 0) // pool.block_size
         lengths = lengths - skipped * pool.block_size  # in blocks from the first one that is shown
@@ -279,7 +284,7 @@ class PagedCache(AttendingCache, _BaseCache):
         tables = np.zeros((len(self.rows), num_blocks.max()), np.int32)
         for row, first, count, table in zip(self.rows, skipped, num_blocks, tables, strict=True):
             table[:count] = pool.allocator.table(row.id)[first : first + count]
-        found = ops.gather_blocks(array, mx.array(tables), int(lengths.max()))
+        found = read(lambda a: ops.gather_blocks(a, mx.array(tables), int(lengths.max())))
         if not ops.is_transforming():
             forks = [row.fork_for(self.layer, is_frozen=True) for row in self.rows]
             found = held_until_evaluated(found, forks)

@@ -14,9 +14,13 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_paged.arguments import optional_integer
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.kv_caches import PagedKVCache
+from mlx_paged.drop_in.quantized_caches import register_classes
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE, pool_of
 from mlx_paged.kv.memory import device_memory
+from mlx_paged.ops.formats import KVBits, checked_bits
 from mlx_paged.runner.model_probe import ONE_AT_A_TIME, REFUSED, leaves, model_type
+
+register_classes()
 
 
 def make_prompt_cache(
@@ -25,6 +29,7 @@ def make_prompt_cache(
     *,
     block_size: int = BLOCK_SIZE,
     kv_memory: int | None = None,
+    kv_bits: KVBits = None,
 ) -> list[Any]:
     """mlx-lm's prompt cache for `model`, with a paged cache for every layer that can have one.
 
@@ -39,10 +44,15 @@ def make_prompt_cache(
         max_kv_size: as in mlx-lm.
         block_size: token slots in a block.
         kv_memory: bytes of K/V at most; default what the device has left when the pool grows.
+        kv_bits: 8 or "8,4" to store K/V quantized. Such caches are saved as classes of this
+            package, and :func:`mlx_lm.models.cache.load_prompt_cache` needs it to load them.
 
     Raises:
-        ValueError: `block_size` or `kv_memory` is below 1, or the device cannot hold `kv_memory`.
+        ValueError: `block_size` or `kv_memory` is below 1, the device cannot hold `kv_memory`, or
+            there are no such `kv_bits`. Layers that cannot be quantized so raise it when they are
+            written.
     """
+    kv_bits = checked_bits("make_prompt_cache", kv_bits)
     check_options("make_prompt_cache", block_size, kv_memory)
     caches = unpaged_prompt_cache(model, max_kv_size)
     windows = [getattr(c, "max_size", None) for c in leaves(caches) if is_pageable(c)]
@@ -52,7 +62,7 @@ def make_prompt_cache(
     for window in set(windows):
         count = windows.count(window)
         share = kv_memory and max(1, kv_memory * count // len(windows))
-        pool = pool_of(model, count, block_size, share, window)
+        pool = pool_of(model, count, block_size, share, window, kv_bits)
         rows, layers = [pool.new_sequence()], map(pool.layer, range(count))
         empty[window] = iter([PagedKVCache.of(layer, rows, [0], window) for layer in layers])
 

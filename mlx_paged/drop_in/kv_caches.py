@@ -26,7 +26,8 @@ class PagedKVCache(PagedCache):
     @classmethod
     def of(cls, *parts: Any) -> Any:
         """The cache of this layer, rows, starts and window."""
-        return _made_of(KVCache, RotatingKVCache, *parts)
+        kinds = KVCache, RotatingKVCache
+        return _made_of(*(quantized_classes if parts[0].pool.kv_bits else kinds), *parts)
 
     @property
     def offset(self) -> int:
@@ -91,7 +92,7 @@ class PagedKVCache(PagedCache):
         else:
             keys, values = cache.keys_and_values()
         self._begin(keys, values)
-        self.layer.write_last(self.rows, keys, values, cache.offset)
+        self.layer.write_last(self.rows, (keys, values), cache.offset)
         self._set_rows(self.rows, [cache.offset] * len(self.rows))
 
     def stock_attributes(self) -> dict[str, Any]:
@@ -274,6 +275,9 @@ class BatchRotatingKVCache(BatchPagedKVCache, stock.BatchRotatingKVCache):
 
 
 make_stock_rotating = stock.RotatingKVCache.__init__
+
+quantized_classes: list[type[PagedKVCache]] = []
+"""The classes for quantized pools, from :mod:`mlx_paged.drop_in.quantized_caches`."""
 
 CLASSES: tuple[type[PagedCache], ...] = (
     KVCache,

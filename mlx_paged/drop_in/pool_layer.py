@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from mlx_paged.attention.forward import LayerView
+from mlx_paged import ops
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.kv.block_tables import Int32Array
@@ -57,9 +57,9 @@ class PoolLayer:
         return self._kv
 
     @property
-    def arrays(self) -> tuple[mx.array, mx.array]:
-        """What the model stored, ``[H_kv, num_blocks, block_size, D]`` each."""
-        return self.kv.write_targets(0)
+    def arrays(self) -> tuple[mx.array, ...]:
+        """What is written, ``[H_kv, num_blocks, block_size, columns]`` each."""
+        return self.kv.targets(0)
 
     def move(self) -> None:
         """Perform the moves. If memory runs out, the move stays for the next use of the arrays."""
@@ -89,7 +89,7 @@ class PoolLayer:
     def layer_for(self, keys: mx.array, values: mx.array) -> PoolLayer:
         """The layer for the first K/V of a sequence: this one, or the same layer of another pool if
         this one holds K/V of another shape or type."""
-        shape, layer = _shape_of(keys, values), self
+        shape, layer = self._shape_of(keys, values), self
         if self.pool.is_loose:
             return self.pool.loose_layer(shape)
         while layer.shape not in (None, shape):
@@ -118,7 +118,7 @@ class PoolLayer:
                 "expected one type"
             )
         if self.shape is None:
-            self.shape = _shape_of(keys, values)
+            self.shape = self._shape_of(keys, values)
         dims, expected = (keys.shape[1], keys.shape[3], values.shape[3]), _dims(self.shape)
         if dims != expected:
             raise ValueError(
@@ -127,19 +127,37 @@ class PoolLayer:
             )
         return self.shape
 
+    def _shape_of(self, keys: mx.array, values: mx.array) -> KVShape:
+        """How K/V is stored: arrays of one head but different widths are latents and rotary
+        keys."""
+        heads, k_dim, v_dim = keys.shape[1], keys.shape[3], values.shape[3]
+        if heads == 1 and k_dim != v_dim and k_dim and v_dim:
+            shape = KVShape(1, k_dim + v_dim, k_dim, keys.dtype, latent=True)
+        else:
+            shape = KVShape(heads, k_dim, v_dim, keys.dtype)
+        return shape.quantized("make_prompt_cache", self.pool.kv_bits)
+
     def write_last(
-        self, rows: Sequence[PagedSequence], keys: mx.array, values: mx.array, stop: int
+        self, rows: Sequence[PagedSequence], arrays: Sequence[mx.array], stop: int
     ) -> None:
-        """Write the tokens of empty sequences up to position `stop`. K/V ``[B, H_kv, N, D]`` may
-        lack what a window has left."""
-        num_kept = min(keys.shape[2], self.pool.window or stop)
+        """Write the tokens of empty sequences up to position `stop`. The arrays are K and V,
+        ``[B, H_kv, N, D]``, or what a pool with this layer's shape stores. They may lack what a
+        window has left."""
+        num_kept = min(arrays[0].shape[2], self.pool.window or stop)
         rest = (stop - num_kept) % self.pool.block_size
         padding = [(0, 0), (0, 0), (rest, 0), (0, 0)]
-        k, v = (mx.pad(x[..., -num_kept:, :], padding) for x in (keys, values))
-        spans = PaddedSpans.of([stop - k.shape[2]] * len(rows), k.shape[2])
+        padded = [mx.pad(x[..., -num_kept:, :], padding) for x in arrays]
+        count = num_kept + rest
+        spans = PaddedSpans.of([stop - count] * len(rows), count)
         with self.pool.lock:
-            self.check(k, v)
-            self.write(self.pool.step(rows, tuple(row.id for row in rows), spans), k, v)
+            is_stored = len(padded) > 2
+            if not is_stored:
+                self.check(*padded)
+            step = self.pool.step(rows, tuple(row.id for row in rows), spans)
+            if is_stored:
+                self.kv.write_stored(0, [*map(_token_rows, padded)], step.slot_mapping)
+            else:
+                self.write(step, *padded)
 
     def blocks(self, row: PagedSequence, num_tokens: int) -> Int32Array:
         """The blocks that a sequence holds of its first tokens."""
@@ -155,25 +173,25 @@ class PoolLayer:
         child = row.fork_for(self)
         if source.pool is not self.pool and num_tokens > 0:
             blocks = mx.array(source.blocks(row, num_tokens))
-            view, num_held = LayerView(source.kv, 0), num_tokens - row.first_held
-            keys, values = view.contiguous(blocks, num_held)
+            num_held = num_tokens - row.first_held
+
+            def gathered(array: mx.array) -> mx.array:
+                return ops.gather_blocks(array, blocks[None], num_held)
+
+            if self.pool.kv_bits == source.pool.kv_bits and self.shape in (None, source.shape):
+                self.shape = source.shape
+                arrays = [gathered(array) for array in source.arrays]
+            else:
+                arrays = [*source.kv.read(0, gathered, as_written=True)]
             # Before any later write to these blocks: no graph would order the two.
-            mx.eval(keys, values)
-            self.write_last([child], keys, values, num_tokens)
+            mx.eval(arrays)
+            self.write_last([child], arrays, num_tokens)
         return child
 
 
 def _token_rows(x: mx.array) -> mx.array:
     """K or V ``[B, H_kv, N, D]`` as ``[B * N, H_kv, D]``."""
     return x.squeeze(2) if x.shape[2] == 1 else x.transpose(0, 2, 1, 3).flatten(0, 1)
-
-
-def _shape_of(keys: mx.array, values: mx.array) -> KVShape:
-    """How K/V is stored: arrays of one head but different widths are latents and rotary keys."""
-    heads, k_dim, v_dim = keys.shape[1], keys.shape[3], values.shape[3]
-    if heads == 1 and k_dim != v_dim and k_dim and v_dim:
-        return KVShape(1, k_dim + v_dim, k_dim, keys.dtype, latent=True)
-    return KVShape(heads, k_dim, v_dim, keys.dtype)
 
 
 def _dims(shape: KVShape) -> tuple[int, int, int]:

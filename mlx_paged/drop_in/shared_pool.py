@@ -24,6 +24,7 @@ from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.pool import KVShape, block_bytes
+from mlx_paged.ops.formats import KVBits
 
 ContentKey = tuple["SharedPool", int, int]
 """A sequence at one time: its pool, its id and its version."""
@@ -45,6 +46,7 @@ class SharedPool:
         kv_memory: bytes of K/V at most; default what the device has left when the pool grows.
         model: whose pool it is.
         window: of its layers; sequences let go of the blocks behind it. None: they keep all.
+        kv_bits: how K/V is stored.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class SharedPool:
         kv_memory: int | None = None,
         model: ref[nn.Module] | None = None,
         window: int | None = None,
+        kv_bits: KVBits = None,
     ) -> None:
         self.allocator = BlockAllocator(1, block_size, [LayerGroup(window)])
         self.num_layers = num_layers
@@ -61,6 +64,7 @@ class SharedPool:
         self.kv_memory = kv_memory
         self.model = model
         self.window = window
+        self.kv_bits = kv_bits
         self.is_loose = False
         self.lock = threading.RLock()
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
@@ -82,7 +86,7 @@ class SharedPool:
 
     def loose_layer(self, shape: KVShape) -> PoolLayer:
         """The layer of this thread for this K/V of caches with the pool's options."""
-        return loose_layer(self.window, self.block_size, self.kv_memory, shape)
+        return loose_layer(self.window, self.block_size, self.kv_memory, shape, self.kv_bits)
 
     def successor(self) -> SharedPool:
         """The pool for K/V of another shape. The model's new caches begin in it from now on."""
@@ -90,7 +94,7 @@ class SharedPool:
             pool = self._successor() if self._successor else None
             if pool is None:
                 options = self.num_layers, self.block_size, self.kv_memory, self.model, self.window
-                pool = SharedPool(*options)
+                pool = SharedPool(*options, self.kv_bits)
                 self._successor = ref(pool)
                 for key in [key for key, known in _pools.of_models.items() if known is self]:
                     _pools.of_models[key] = pool
@@ -301,7 +305,7 @@ class _Pools(threading.local):
 
     def __init__(self) -> None:
         self.loose: WeakValueDictionary[tuple[object, ...], SharedPool] = WeakValueDictionary()
-        self.of_models: WeakValueDictionary[tuple[int | None, ...], SharedPool]
+        self.of_models: WeakValueDictionary[tuple[int | str | None, ...], SharedPool]
         self.of_models = WeakValueDictionary()
 
 
@@ -309,13 +313,18 @@ _pools = _Pools()
 
 
 def pool_of(
-    model: nn.Module, num_layers: int, block_size: int, kv_memory: int | None, window: int | None
+    model: nn.Module,
+    num_layers: int,
+    block_size: int,
+    kv_memory: int | None,
+    window: int | None,
+    kv_bits: KVBits = None,
 ) -> SharedPool:
     """This thread's pool for new caches of `model` and this window; it lives as long as they do."""
-    key = (id(model), block_size, kv_memory, window)
+    key = (id(model), block_size, kv_memory, window, kv_bits)
     pool = _pools.of_models.get(key)
     if pool is None or pool.model is None or pool.model() is not model:
-        pool = SharedPool(num_layers, block_size, kv_memory, ref(model), window)
+        pool = SharedPool(num_layers, block_size, kv_memory, ref(model), window, kv_bits)
         _pools.of_models[key] = pool
     return pool
 
@@ -325,15 +334,16 @@ def loose_layer(
     block_size: int = BLOCK_SIZE,
     kv_memory: int | None = None,
     shape: KVShape | None = None,
+    kv_bits: KVBits = None,
 ) -> PoolLayer:
     """The one layer of this thread's pool for caches that were made without a model.
 
     All of them with K/V of one shape are sequences of this layer, so that no batch needs a copy.
     Without a shape: the layer of caches that have nothing yet.
     """
-    key = window, block_size, kv_memory, shape
+    key = window, block_size, kv_memory, shape, kv_bits
     pool = _pools.loose.get(key)
     if pool is None:
-        pool = _pools.loose[key] = SharedPool(1, block_size, kv_memory, None, window)
+        pool = _pools.loose[key] = SharedPool(1, block_size, kv_memory, None, window, kv_bits)
         pool.is_loose = True
     return pool.layer(0)

@@ -27,7 +27,6 @@ from mlx_paged.metrics.recorder import RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.metrics.timers import PhaseTimes
-from mlx_paged.ops.formats import KVBits
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.model_runner import ModelRunner
@@ -93,7 +92,7 @@ class Engine(EngineCore):
         block_size: int = 16,
         kv_memory: int | None = None,
         num_blocks: int | None = None,
-        kv_bits: KVBits = None,
+        kv_bits: int | str | None = None,
         max_kv_tokens: int | None = None,
         max_running: int = 32,
         prefill_chunk: int = 512,

@@ -192,6 +192,17 @@ class KVPool:
         targets = self.write_targets(layer)
         self._replace(layer, ops.write_kv(k, v, *targets, slot_mapping, **scales))
 
+    def write_stored(self, layer: int, rows: Sequence[mx.array], slot_mapping: mx.array) -> None:
+        """As `write`, with rows of all arrays of :meth:`targets`, which are not rounded again."""
+        k, v, *scales = self.targets(layer)
+        written = ops.write_kv(rows[0], rows[1], k, v, slot_mapping)
+        more = _pair(ops.write_kv, *rows[2:], *scales, slot_mapping)
+        self._replace(layer, written + more)
+
+    def targets(self, layer: int) -> tuple[mx.array, ...]:
+        """All arrays that a write changes: `write_targets`, then the scales."""
+        return *self.write_targets(layer), *(arrays[layer] for arrays in self.scales.values())
+
     def append(
         self, kind: type[Tagged], layer: int, k: mx.array, v: mx.array, slots: mx.array, *read: Any
     ) -> tuple[Tagged, Tagged] | None:
@@ -233,10 +244,9 @@ class KVPool:
                 pairs = [(copy.src, copy.dst) for copy in copies if copy.group in groups]
                 uploaded[groups] = mx.array(pairs, mx.int32).reshape(-1, 2)
             if uploaded[groups].size:
-                targets = *self.write_targets(layer), *(s[layer] for s in self.scales.values())
-                k_and_v = zip(targets[::2], targets[1::2], strict=True)
-                copied = [ops.copy_blocks(*pair, uploaded[groups]) for pair in k_and_v]
-                self._replace(layer, tuple(array for pair in copied for array in pair))
+                k, v, *scales = self.targets(layer)
+                copied = ops.copy_blocks(k, v, uploaded[groups])
+                self._replace(layer, copied + _pair(ops.copy_blocks, *scales, uploaded[groups]))
 
     def read(
         self, layer: int, gather: Callable[[mx.array], mx.array], *, as_written: bool = False
@@ -246,13 +256,12 @@ class KVPool:
         Args:
             as_written: of latent layers the latents and the rotary keys.
         """
-        stored = self.write_targets(layer) if as_written else (self.k[layer], self.v[layer])
-        k, v = map(gather, stored)
-        if self.scales:
-            of_k, of_v = (gather(scales[layer]) for scales in self.scales.values())
-            dtype = self.shapes[layer].dtype
-            return dequantized(k, of_k, dtype), dequantized(v, of_v, dtype)
-        return k, v
+        if not self.scales:
+            stored = self.write_targets(layer) if as_written else (self.k[layer], self.v[layer])
+            return gather(stored[0]), gather(stored[1])
+        k, v, of_k, of_v = map(gather, self.targets(layer))
+        dtype = self.shapes[layer].dtype
+        return dequantized(k, of_k, dtype), dequantized(v, of_v, dtype)
 
     def gather(self, layer: int, runs: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.
@@ -336,6 +345,12 @@ def _evaluate(*arrays: mx.array) -> None:
 def _latents(keys: mx.array, shape: KVShape) -> mx.array:
     """The values of a latent layer, a view of its keys."""
     return keys[..., : shape.v_head_dim]
+
+
+def _pair(op: Callable[..., Any], *arrays: mx.array) -> tuple[mx.array, ...]:
+    """The op of two scales; of no scales, nothing."""
+    written: tuple[mx.array, ...] = op(*arrays) if len(arrays) > 1 else ()
+    return written
 
 
 def head_runs(block_ids: mx.array, n_kv_heads: int) -> mx.array:

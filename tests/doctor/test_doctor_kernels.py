@@ -19,6 +19,7 @@ from mlx_paged.doctor.variants import (
     GROUPS,
     HEADS,
     OPTIONS,
+    QUANTIZED,
     QUICK_STEP,
     TOKENS,
     Variant,
@@ -39,6 +40,14 @@ SAMPLE = [
     COPY,
     Variant("attention", "float16", "latent576", 16, 8, 1, "long"),
 ]
+OF_QUANTIZED = [
+    Variant("attention", "kv8", "d128", 16, 4, 5, "many"),
+    Variant("attention", "kv8v4", "d192v128", 8, 2, 1, "weights"),
+    Variant("write", "kv8v4", "d20", 8),
+    Variant("copy", "kv8", "d64", 16),
+]
+NUM_POOLS = len(DTYPES) * len(HEADS) + len(QUANTIZED) * (len(HEADS) - 1)
+"""Formats with head dimensions: latents are not quantized."""
 
 
 def failures(variants: list[Variant] = SAMPLE) -> dict[str, str]:
@@ -51,12 +60,12 @@ def failures(variants: list[Variant] = SAMPLE) -> dict[str, str]:
 class TestVariants:
     def test_there_is_every_combination_without_options(self):
         plain = [v for v in VARIANTS if (v.op, v.option) == ("attention", "plain")]
-        sizes = map(len, (DTYPES, HEADS, BLOCK_SIZES, GROUPS, TOKENS))
-        assert len(plain) == len(set(plain)) == np.prod([*sizes])
+        sizes = map(len, (BLOCK_SIZES, GROUPS, TOKENS))
+        assert len(plain) == len(set(plain)) == NUM_POOLS * np.prod([*sizes])
 
     def test_there_is_every_option_with_every_head_dimension(self):
         seen = {(v.option, v.dtype, v.heads, v.tokens) for v in VARIANTS if v.op == "attention"}
-        assert len(seen) == len(OPTIONS) * len(DTYPES) * len(HEADS) * len(TOKENS)
+        assert len(seen) == len(OPTIONS) * NUM_POOLS * len(TOKENS)
 
     def test_names_are_unique(self):
         assert len({variant.name for variant in VARIANTS}) == len(VARIANTS)
@@ -84,6 +93,18 @@ class TestVariants:
 class TestWrongKernels:
     def test_the_right_ones_pass(self):
         assert failures() == {}
+
+    def test_quantized_pools_pass(self):
+        assert failures(OF_QUANTIZED) == {}
+
+    def test_wrong_scales_are_named(self, monkeypatch):
+        right = ops.paged_attention
+
+        def wrong(*arrays: object, k_scales: list[mx.array], **options: object) -> object:
+            return right(*arrays, k_scales=[k_scales[0] * 1.01], **options)
+
+        monkeypatch.setattr(ops, "paged_attention", wrong)
+        assert list(failures(OF_QUANTIZED)) == [variant.name for variant in OF_QUANTIZED[:2]]
 
     def test_the_metal_kernels_pass_in_the_emulator(self, monkeypatch):
         runner = MetalRunner()

@@ -51,16 +51,19 @@ struct KeyTile {
   bool has_holes;  // some keys are in blocks outside the pool
   const Key<T>* k[kKeyTile];
   const Value<T>* v[kKeyTile];
-  const Float16* k_scales[kScaled<T> ? kKeyTile : 1];
-  const Float16* v_scales[kScaled<T> ? kKeyTile : 1];
+  Float16 k_scales[kScaled<T> ? kKeyTile : 1];
+  Float16 v_scales[kScaled<T> ? kKeyTile : 1];  // unless values are pairs
+  const Float16* v_groups[kIsPair<Value<T>> ? kKeyTile : 1];
   float hole_bias[kKeyTile];  // -inf for such keys, else 0; unset if there are none
 };
 
 template <typename T>
 void drop_value(KeyTile<T>& tile, int32_t key, const void* zeros) {
   tile.v[key] = static_cast<const Value<T>*>(zeros);
-  if constexpr (kScaled<T>) {
-    tile.v_scales[key] = static_cast<const Float16*>(zeros);
+  if constexpr (kIsPair<Value<T>>) {
+    tile.v_groups[key] = static_cast<const Float16*>(zeros);
+  } else if constexpr (kScaled<T>) {
+    tile.v_scales[key] = {0};
   }
 }
 
@@ -70,7 +73,7 @@ void fill(KeyTile<T>& tile, int32_t first, int32_t end, const void* zeros) {
   for (int32_t i = first; i < end; ++i) {
     tile.k[i] = static_cast<const Key<T>*>(zeros);
     if constexpr (kScaled<T>) {
-      tile.k_scales[i] = static_cast<const Float16*>(zeros);
+      tile.k_scales[i] = {0};
     }
     drop_value(tile, i, zeros);
   }
@@ -81,6 +84,16 @@ template <typename E>
 void point(const E** rows, int32_t first, int32_t end, const E* from, int64_t stride) {
   for (int32_t i = first; i < end; ++i, from += stride) {
     rows[i] = from;
+  }
+}
+
+inline void copy(Float16* to, int32_t first, int32_t end, const Float16* from, int64_t stride) {
+  if (stride == 1) {
+    __builtin_memcpy(to + first, from, (end - first) * sizeof(Float16));
+    return;
+  }
+  for (int32_t i = first; i < end; ++i, from += stride) {
+    to[i] = *from;
   }
 }
 
@@ -128,8 +141,16 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
     place(tile.k, args.k, args.k_strides);
     place(tile.v, args.v, args.v_strides);
     if constexpr (kScaled<T>) {
-      place(tile.k_scales, args.k_scales, args.k_scales_strides);
-      place(tile.v_scales, args.v_scales, args.v_scales_strides);
+      const auto place_scales = [&](Float16* to, const void* scales, const int64_t* strides) {
+        const Float16* from = block_at<Float16>(scales, strides, rows.kv_head, id);
+        copy(to, i, end, from + offset * strides[2], strides[2]);
+      };
+      place_scales(tile.k_scales, args.k_scales, args.k_scales_strides);
+      if constexpr (kIsPair<Value<T>>) {
+        place(tile.v_groups, args.v_scales, args.v_scales_strides);
+      } else {
+        place_scales(tile.v_scales, args.v_scales, args.v_scales_strides);
+      }
     }
     i = end;
   }
@@ -137,11 +158,11 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
 }
 
 // Makes the tile of another KV head at the same position by moving the pointers. Returns false, and
-// does nothing, if not all entries point to keys of the pool.
+// does nothing, if not all entries point to keys of the pool, or if they have scales.
 template <typename T>
 bool move_head(const AttentionArgs& args, int32_t num_heads, const KeyTile<T>& from,
                KeyTile<T>& to) {
-  if (!from.is_full) {
+  if (kScaled<T> || !from.is_full) {
     return false;
   }
   to.begin = from.begin;
@@ -151,10 +172,6 @@ bool move_head(const AttentionArgs& args, int32_t num_heads, const KeyTile<T>& f
   for (int32_t i = 0; i < kKeyTile; ++i) {
     to.k[i] = from.k[i] + num_heads * args.k_strides[0];
     to.v[i] = from.v[i] + num_heads * args.v_strides[0];
-    if constexpr (kScaled<T>) {
-      to.k_scales[i] = from.k_scales[i] + num_heads * args.k_scales_strides[0];
-      to.v_scales[i] = from.v_scales[i] + num_heads * args.v_scales_strides[0];
-    }
   }
   return true;
 }

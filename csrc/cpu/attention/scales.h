@@ -6,21 +6,16 @@
 
 namespace mlx_paged::cpu::KERNEL_ISA {
 
-// out[key] = rows[key][column].
-inline void load_column(const Float16* const* rows, int32_t column, float* out) {
-  Float16 bits[kKeyTile];
-  for (int32_t key = 0; key < kKeyTile; ++key) {
-    bits[key] = rows[key][column];
-  }
+inline void widen(const Float16* scales, float* out) {
   for (int32_t key = 0; key < kKeyTile; key += kLanes) {
-    store(out + key, load(bits + key));
+    store(out + key, load(scales + key));
   }
 }
 
 template <typename T>
 void scale_scores(const KeyTile<T>& tile, int32_t num_rows, float* scores) {
   float scales[kKeyTile];
-  load_column(tile.k_scales, 0, scales);
+  widen(tile.k_scales, scales);
   for (int32_t r = 0; r < num_rows; ++r, scores += kKeyTile) {
     for (int32_t key = 0; key < kKeyTile; key += kLanes) {
       store(scores + key, load(scores + key) * load(scales + key));
@@ -36,10 +31,15 @@ struct ValueScales {
   template <typename T>
   void load_group(const KeyTile<T>& tile, int32_t group) {
     if constexpr (kIsPair<Value<T>>) {
-      load_column(tile.v_scales, 2 * group, scale);
-      load_column(tile.v_scales, 2 * group + 1, minimum);
+      Float16 scales[kKeyTile], minima[kKeyTile];
+      for (int32_t key = 0; key < kKeyTile; ++key) {
+        scales[key] = tile.v_groups[key][2 * group];
+        minima[key] = tile.v_groups[key][2 * group + 1];
+      }
+      widen(scales, scale);
+      widen(minima, minimum);
     } else {
-      load_column(tile.v_scales, 0, scale);
+      widen(tile.v_scales, scale);
     }
   }
 

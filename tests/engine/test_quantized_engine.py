@@ -1,0 +1,92 @@
+"""kv_bits of an engine and of the commands: what is stored, counted and refused."""
+
+import mlx.core as mx
+import pytest
+from numpy_quantization import BITS
+from tiny_models import VOCAB, tiny_model
+
+from mlx_paged import BatchGenerator, Engine, KVBlockManager, ops
+from mlx_paged.cli import add_engine, engine_options
+from mlx_paged.kv.pool import KVShape
+from mlx_paged.server import arguments
+
+PROMPTS = [[i % VOCAB for i in range(start, start + 40)] for start in (3, 50)]
+
+
+@pytest.mark.parametrize(("kv_bits", "part"), [(8, 0.508), ("8,4", 0.396)])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_bytes_of_a_token_at_128_dimensions(kv_bits, part, dtype):
+    plain = KVShape(8, 128, 128, dtype)
+    quantized = plain.quantized("test", kv_bits)
+    assert quantized.token_bytes <= part * plain.token_bytes
+    assert quantized.token_bytes == quantized.scale_bytes + 8 * (256 if kv_bits == 8 else 192)
+    manager = KVBlockManager(2, 8, 128, 16, 5, dtype=dtype, kv_bits=kv_bits)
+    arrays = [*manager.k, *manager.v, *manager.scales["k_scales"], *manager.scales["v_scales"]]
+    assert sum(array.nbytes for array in arrays) == manager.pool.nbytes
+    assert manager.pool.nbytes == 2 * 5 * 16 * quantized.token_bytes
+
+
+@pytest.mark.parametrize("kv_bits", BITS)
+def test_a_budget_holds_more_tokens(kv_bits):
+    model = tiny_model("llama")
+    plain = Engine(model, kv_memory=1 << 20)
+    engine = Engine(model, kv_memory=1 << 20, kv_bits=kv_bits)
+    ratio = plain.stats.block_bytes / engine.stats.block_bytes
+    assert ratio > 3  # of float32
+    assert engine.stats.num_blocks == pytest.approx(plain.stats.num_blocks * ratio, rel=0.01)
+    assert engine.stats.num_blocks * engine.stats.block_bytes <= 1 << 20
+    engine.generate(PROMPTS, max_tokens=4)
+    found = engine.metrics()
+    assert found["block_bytes"] == engine.manager.pool.block_bytes
+    assert 3 * found["peak_live_kv_bytes"] < 2 * 44 * plain.stats.block_bytes / 16
+
+
+def test_the_batch_generator_takes_kv_bits():
+    model = tiny_model("llama")
+    generator = BatchGenerator(model, kv_bits=8, kv_memory=1 << 20)
+    assert generator._engine.manager.pool.k[0].dtype == mx.int8
+    generator.close()
+
+
+@pytest.mark.parametrize("kv_bits", [4, "4", "4,8", 16, True])
+def test_other_bits_are_refused(kv_bits):
+    with pytest.raises(ValueError, match=r"\[Engine\] kv_bits is .*: expected 8, or \"8,4\""):
+        Engine(tiny_model("llama"), kv_bits=kv_bits)
+
+
+def test_layers_that_cannot_be_quantized():
+    with pytest.raises(ValueError, match="kv_bits is 8, but a layer stores latents"):
+        Engine(tiny_model("deepseek_v3"), kv_bits=8)
+    with pytest.raises(ValueError, match="values have 7 dimensions, and two share a byte"):
+        KVBlockManager(1, 2, 8, 16, 4, v_head_dim=7, kv_bits="8,4")
+
+
+def test_metal_is_refused(monkeypatch):
+    monkeypatch.setattr(ops, "serves_scales", lambda: False)
+    with pytest.raises(ValueError, match="kv_bits is 8, but the Metal kernels read no scales"):
+        Engine(tiny_model("llama"), kv_bits=8)
+
+
+class TestFlags:
+    def options(self, *given):
+        return arguments.engine_options(arguments.parse([*given]))
+
+    def test_kv_bits(self):
+        assert self.options()["kv_bits"] is None
+        assert self.options("--kv-bits", "8,4")["kv_bits"] == "8,4"
+        parser = arguments.Parser()
+        add_engine(parser.add_argument_group())
+        given = ["--kv-bits", "8"]
+        parsed = parser.parse_args(given)
+        for name in ("seed", "metrics_jsonl", "spike_ms", "profile"):
+            setattr(parsed, name, None)
+        assert engine_options(parsed)["kv_bits"] == "8"
+
+    @pytest.mark.parametrize(
+        ("flag", "default", "other"),
+        [("--kv-group-size", "64", "32"), ("--quantized-kv-start", "5000", "0")],
+    )
+    def test_mlx_lms_other_flags_have_one_value(self, flag, default, other):
+        assert self.options(flag, default) == self.options()
+        with pytest.raises(ValueError, match=f"{flag} is {other}: expected {default}"):
+            self.options(flag, other)
