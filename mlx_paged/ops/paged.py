@@ -346,9 +346,7 @@ def _is_native(
     possible.
     """
     kernel = kernel_for if _ext.has_values(indices) else _kernel_on
-    v_dims = dims_of(
-        v_cache
-    )  # pairs of 4 bits: GPUs load two bytes at once, and need whole vectors
+    v_dims = dims_of(v_cache)  # GPUs need whole vectors of values that share bytes too
     columns = v_dims if v_dims % 8 == 0 else v_cache.shape[-1]
     return kernel(stream, k_cache.shape[-1], columns) == "native"
 
