@@ -76,8 +76,8 @@ class Variant:
 
 def all_variants() -> list[Variant]:
     """Attention without options in every combination of the other properties; each option with each
-    dtype, head dimension and number of tokens; writes and copies. Latents are not quantized, and no GPU
-    has 4 bits for values of 20 dimensions."""
+    dtype, head dimension and number of tokens; writes and copies. Latents are not quantized, and
+    no GPU has 4 bits for values of 20 dimensions."""
     kept = [heads for heads in HEADS if not heads.startswith("latent")]
     pools = [*product(DTYPES, HEADS), *product(QUANTIZED, kept)]
     pools.remove(("kv8v4", "d20"))

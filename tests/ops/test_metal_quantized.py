@@ -11,6 +11,7 @@ from paged_cases import (
     TOLERANCE,
     hide_blocks,
     leave_range,
+    random_case,
     with_layout,
     worst_error,
 )
@@ -230,3 +231,27 @@ def test_reads_load_few_bytes(kv_bits, head_dim, group):
     assert sum(loaded.values()) <= MOST_BYTES[kv_bits] * half
     assert loaded[17] == 2 * (512 + 45)
     assert stats.loaded_bytes[17] == loaded[17]
+
+
+COUNTS = {
+    "loads": lambda s: sum(lines.load_instructions for lines in s.lines.values()),
+    "simd operations": lambda s: s.simd_ops,
+    "exponentials": lambda s: s.operations["exponential"].by_simdgroups,
+    "barriers": lambda s: s.barriers + s.simdgroup_barriers,
+}
+
+
+@every_format
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_reads_take_few_more_instructions_than_those_of_float16(kv_bits, head_dim, group):
+    sizes = {"head_dim": head_dim, "num_heads": group, "num_kv_heads": 1, "spare_columns": 0}
+    case = quantized_case(kv_bits, [512], q_dtype=mx.float16, **sizes)
+    kernel = "matrix_attention" if group == 8 else "paged_attention"
+    mine = assert_like_float64(kv_bits, *case, kernel).trace.stats[0]
+    plain = random_case([512], dtype=mx.float16, **sizes)
+    metal = MetalRunner(Mode.RACE)
+    q, k_cache, v_cache, tables, lens = plain.arrays
+    metal.paged_attention(q, [k_cache], [v_cache], tables, lens, **plain.options)
+    for name, count in COUNTS.items():
+        assert count(mine) <= 1.25 * count(metal.trace.stats[0]), name
