@@ -31,9 +31,8 @@ void normalise(AttentionInputs& in, mx::Stream stream, bool for_metal) {
     in.attn_mask = mx::broadcast_to(*in.attn_mask, shape, stream);
   }
   if (for_metal) {
-    const mx::Dtype cache_dtype = in.k_cache.dtype();
-    const bool keeps_dtype = in.q.dtype() == cache_dtype && !in.rope_freqs;
-    in.q = mx::astype(in.q, keeps_dtype ? cache_dtype : mx::float32, stream);
+    const bool keeps_dtype = (in.k_scales || in.q.dtype() == in.k_cache.dtype()) && !in.rope_freqs;
+    in.q = mx::astype(in.q, keeps_dtype ? in.q.dtype() : mx::float32, stream);
     in.q = mx::contiguous(in.q, false, stream);
     for (const auto optional :
          {&AttentionInputs::kv_head_mapping, &AttentionInputs::rope_freqs, &AttentionInputs::sinks,

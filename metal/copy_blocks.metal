@@ -1,3 +1,14 @@
+constant bool WHOLE_VECTORS [[function_constant(20)]];  // else a thread moves one element
+
+template <typename T>
+inline void copy_part(device T* to, const device T* from) {
+  if (WHOLE_VECTORS) {
+    write_vector(to, read_vector(from));
+  } else {
+    *to = *from;
+  }
+}
+
 // Copies of whole blocks (source, destination), in order. Grid in threads: (max(k_vectors,
 // v_vectors), KV heads, block_size). A thread moves the same place of every pair, so a block may
 // be the destination of one pair and the source of a later one.
@@ -9,19 +20,20 @@ template <typename T>
     device T* v_cache [[buffer(3)]],
     uint3 position [[thread_position_in_grid]]) {
   const int vector = int(position.x);
+  const int first = WHOLE_VECTORS ? VECTOR * vector : vector;
   const long head = long(position.y);
   const long offset = long(position.z);
-  device T* k = k_cache + head * p.k_strides[0] + offset * p.k_strides[2] + VECTOR * vector;
-  device T* v = v_cache + head * p.v_strides[0] + offset * p.v_strides[2] + VECTOR * vector;
+  device T* k = k_cache + head * p.k_strides[0] + offset * p.k_strides[2] + first;
+  device T* v = v_cache + head * p.v_strides[0] + offset * p.v_strides[2] + first;
   for (int pair = 0; pair < p.num_pairs; pair++) {
     const int from = block_pairs[pair * p.pairs_strides[0]];
     const int to = block_pairs[pair * p.pairs_strides[0] + p.pairs_strides[1]];
     const bool is_valid = from >= 0 && from < p.num_blocks && to >= 0 && to < p.num_blocks;
     if (is_valid && vector < p.k_vectors) {
-      write_vector(k + to * p.k_strides[1], read_vector<T>(k + from * p.k_strides[1]));
+      copy_part(k + to * p.k_strides[1], k + from * p.k_strides[1]);
     }
     if (is_valid && vector < p.v_vectors) {
-      write_vector(v + to * p.v_strides[1], read_vector<T>(v + from * p.v_strides[1]));
+      copy_part(v + to * p.v_strides[1], v + from * p.v_strides[1]);
     }
   }
 }

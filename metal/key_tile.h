@@ -85,7 +85,9 @@ inline void multiply_keys(const device T* head, uint own_offset, int count, int 
 // row does not see the key, which may then hold anything.
 template <bool IS_FULL, int DV, int SHARE, typename T, int ROWS, int VECTORS>
 inline void add_values(const device T* head, uint own_offset, int count, int lane,
-                       const threadgroup float4* weights, thread float4 (&sums)[ROWS][VECTORS]) {
+                       const threadgroup float4* weights, const threadgroup vec<half, 2>* scales,
+                       thread float4 (&sums)[ROWS][VECTORS]) {
+  constexpr int GROUPS = scale_groups(DV, is_pair<T>());
   constexpr int TEAMS = LANES / SHARE;  // that take a key each
   constexpr bool HAS_ROOM = VECTORS == 1 && ROWS < 4 && SHARE > AHEAD;
   constexpr int STEPS = HAS_ROOM ? 2 * AHEAD : AHEAD;
@@ -104,7 +106,12 @@ inline void add_values(const device T* head, uint own_offset, int count, int lan
       const float4 weight = weights[first + i * TEAMS];
       UNROLL
       for (int c = 0; c < VECTORS; c++) {
-        const float4 value = float4(values[i][c]);
+        float4 value = float4(values[i][c]);
+        if (is_pair<T>()) {
+          const int group = min((place + c * SHARE) / (GROUP / VECTOR), GROUPS - 1);
+          const vec<half, 2> own = scales[(first + i * TEAMS) * GROUPS + group];
+          value = value * float(own[0]) + float(own[1]);
+        }
         UNROLL
         for (int r = 0; r < ROWS; r++) {
           if (IS_FULL || !(weight[r] < 0.0f)) {

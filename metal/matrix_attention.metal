@@ -52,11 +52,11 @@ inline float team_sum(float value) {
 
 // Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. In a ragged batch the row
 // tiles are those of all sequences.
-template <typename T, int D, int DV, int ROWS>
+template <typename K, typename V, typename T, int D, int DV, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void matrix_attention(
     const device T* q [[buffer(0)]],
-    const device T* k_cache [[buffer(1)]],
-    const device T* v_cache [[buffer(2)]],
+    const device K* k_cache [[buffer(1)]],
+    const device V* v_cache [[buffer(2)]],
     const device int* block_tables [[buffer(3)]],
     const device int* context_lens [[buffer(4)]],
     constant AttentionParams& p [[buffer(5)]],
@@ -65,6 +65,8 @@ template <typename T, int D, int DV, int ROWS>
     device float* partial_sums [[buffer(8), function_constant(SPLIT)]],
     const device float* sinks [[buffer(13), function_constant(HAS_SINKS)]],
     const device int* cu_seqlens [[buffer(16), function_constant(HAS_SEQLENS)]],
+    const device half* k_scales [[buffer(17), function_constant(HAS_SCALES)]],
+    const device half* v_scales [[buffer(18), function_constant(HAS_SCALES)]],
     uint3 group_position [[threadgroup_position_in_grid]],
     uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint lane_index [[thread_index_in_simdgroup]]) {
@@ -95,6 +97,11 @@ template <typename T, int D, int DV, int ROWS>
   threadgroup float factors[ROWS];
   threadgroup uint k_places[2 * KEYS];  // of these keys and the next
   threadgroup uint v_places[2 * KEYS];
+  constexpr bool IS_QUANTIZED = metal::is_same_v<K, int8_t>;
+  constexpr int GROUPS = scale_groups(DV, is_pair<V>());
+  threadgroup int numbers[2 * KEYS];  // their slots
+  threadgroup float of_keys[IS_QUANTIZED ? KEYS : 1];  // scales
+  threadgroup vec<half, 2> of_values[IS_QUANTIZED ? KEYS * GROUPS : 1];
   threadgroup int are_spoiled[SIMDGROUPS];  // values of a simdgroup's threads
 
   const int simdgroup = int(simdgroup_index);
@@ -127,8 +134,8 @@ template <typename T, int D, int DV, int ROWS>
     return;  // The merge does not read what this split would store.
   }
   const device int* table = block_tables + tile.sequence * p.tables_strides[0];
-  const device T* k_head = k_cache + head_slot * p.k_strides[0];
-  const device T* v_head = v_cache + head_slot * p.v_strides[0];
+  const device K* k_head = k_cache + head_slot * p.k_strides[0];
+  const device V* v_head = v_cache + head_slot * p.v_strides[0];
 
   // This thread's row of scores.
   const int team_row = thread_index / TEAM;
@@ -161,7 +168,8 @@ template <typename T, int D, int DV, int ROWS>
   if (thread_index < KEYS) {
     const int key = begin + thread_index;
     const int block = block_of(key, end, table, p);
-    note_place(block, key, k_places[thread_index], v_places[thread_index], p);
+    note_place<K, V>(block, key, k_places[thread_index], v_places[thread_index],
+                     numbers[thread_index], p);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   simdgroup_matrix<T, 8, 8> queries[KEEPS ? OWN_ROWS * OWN_DIMS : OWN_ROWS];
@@ -175,7 +183,7 @@ template <typename T, int D, int DV, int ROWS>
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  vec<T, VECTOR> keys_ahead[own_vectors(KEYS, D)];
+  vec<K, VECTOR> keys_ahead[own_vectors(KEYS, D)];
   load_rows<D, KEYS>(k_head, k_places, thread_index, keys_ahead);
   int half_of_places = 0;
   for (int base = begin; base < end; base += KEYS) {
@@ -184,14 +192,16 @@ template <typename T, int D, int DV, int ROWS>
     const int next_half = KEYS - half_of_places;
 
     // 1. Store the keys.
-    store_rows<D, KEYS>(keys_ahead, thread_index, rows);
+    vec<T, VECTOR> keys_stored[own_vectors(KEYS, D)];
+    convert_rows<D, KEYS>(keys_ahead, of_values, thread_index, keys_stored);
+    store_rows<D, KEYS>(keys_stored, thread_index, rows);
     if (VALUES_IN_KEYS && !all_seen) {
-      note_spoiled(keys_ahead, simdgroup, lane, are_spoiled);
+      note_spoiled(keys_stored, simdgroup, lane, are_spoiled);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     // 2. Compute this simdgroup's scores.
-    vec<T, VECTOR> values_ahead[own_vectors(KEYS, DV)];
+    vec<V, VECTOR> values_ahead[own_vectors(KEYS, DV)];
     if (!VALUES_IN_KEYS) {
       load_rows<DV, KEYS>(v_head, v_places + half_of_places, thread_index, values_ahead);
     }
@@ -230,18 +240,33 @@ template <typename T, int D, int DV, int ROWS>
       const int row = i / OWN_KEYS * EDGE;
       simdgroup_store(products[i], score_part + row * S_STRIDE + i % OWN_KEYS * EDGE, S_STRIDE);
     }
+    if (HAS_SCALES) {
+      for (int i = thread_index; i < KEYS * GROUPS; i += THREADS) {
+        const int number = numbers[half_of_places + i / GROUPS];
+        of_values[i] =
+            read_scales<V>(v_scales + head_slot * p.v_scales_strides[0], number, i % GROUPS,
+                           p.v_scales_strides[1], p.v_scales_strides[2]);
+        if (i < KEYS) {
+          of_keys[i] = float(read_scales<K>(k_scales + head_slot * p.k_scales_strides[0],
+                                            numbers[half_of_places + i], 0, p.k_scales_strides[1],
+                                            p.k_scales_strides[2])[0]);
+        }
+      }
+    }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     // 3. Store the values, and turn this thread's scores into weights.
     if (!VALUES_IN_KEYS) {
-      store_rows<DV, KEYS>(values_ahead, thread_index, rows);
+      vec<T, VECTOR> values_stored[own_vectors(KEYS, DV)];
+      convert_rows<DV, KEYS>(values_ahead, of_values, thread_index, values_stored);
+      store_rows<DV, KEYS>(values_stored, thread_index, rows);
       if (!all_seen) {
-        note_spoiled(values_ahead, simdgroup, lane, are_spoiled);
+        note_spoiled(values_stored, simdgroup, lane, are_spoiled);
       }
     }
     if (thread_index < KEYS) {
       const int i = next_half + thread_index;
-      note_place(next_block, next_key, k_places[i], v_places[i], p);
+      note_place<K, V>(next_block, next_key, k_places[i], v_places[i], numbers[i], p);
     }
     float own[TEAM_KEYS];
     float new_max = running_max;
@@ -251,6 +276,9 @@ template <typename T, int D, int DV, int ROWS>
       float qk = 0.0f;
       for (int part = 0; part < DIM_PARTS; part++) {
         qk += scores[(part * ROWS + team_row) * S_STRIDE + key];
+      }
+      if (HAS_SCALES) {
+        qk *= of_keys[key];
       }
       own[i] = is_attended(places[key], base + key, seen) ? score_in_log2(qk, p) : -INFINITY;
       new_max = max(new_max, own[i]);
@@ -263,7 +291,9 @@ template <typename T, int D, int DV, int ROWS>
     for (int i = 0; i < TEAM_KEYS; i++) {
       const float weight = own[i] != -INFINITY ? weight_of(own[i], new_max) : 0.0f;
       running_sum += weight;
-      scores[team_row * S_STRIDE + i * TEAM + team_lane] = weight;
+      const int key = i * TEAM + team_lane;
+      const bool is_scaled = HAS_SCALES && !is_pair<V>() && own[i] != -INFINITY;
+      scores[team_row * S_STRIDE + key] = is_scaled ? weight * float(of_values[key][0]) : weight;
     }
     if (team_lane == 0) {
       factors[team_row] = factor;

@@ -18,11 +18,11 @@ constexpr int merged_rows(int rows, int value_dim) {
 
 // Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. With a mapping, query
 // heads replace the KV heads.
-template <typename T, typename Q, int D, int DV, int ROWS>
+template <typename K, typename V, typename Q, int D, int DV, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void paged_attention(
     const device Q* q [[buffer(0)]],
-    const device T* k_cache [[buffer(1)]],
-    const device T* v_cache [[buffer(2)]],
+    const device K* k_cache [[buffer(1)]],
+    const device V* v_cache [[buffer(2)]],
     const device int* block_tables [[buffer(3)]],
     const device int* context_lens [[buffer(4)]],
     constant AttentionParams& p [[buffer(5)]],
@@ -36,6 +36,8 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     const device float* sinks [[buffer(13), function_constant(HAS_SINKS)]],
     const device float* alibi_slopes [[buffer(14), function_constant(HAS_ALIBI)]],
     device float* attn [[buffer(15), function_constant(RETURN_ATTN)]],
+    const device half* k_scales [[buffer(17), function_constant(HAS_SCALES)]],
+    const device half* v_scales [[buffer(18), function_constant(HAS_SCALES)]],
     uint3 group_position [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
@@ -49,6 +51,8 @@ template <typename T, typename Q, int D, int DV, int ROWS>
   constexpr int K_STRIDE = K_LANES * K_VECTORS;
   threadgroup vec<Q, VECTOR> queries[ROWS * K_STRIDE];
   threadgroup float4 shared[SIMDGROUPS * SHARED];  // weights, later outputs
+  constexpr int GROUPS = scale_groups(DV, is_pair<V>());
+  threadgroup vec<half, 2> shared_scales[is_pair<V>() ? THREADS * GROUPS : 1];
   threadgroup float shared_max[SIMDGROUPS * ROWS];
   threadgroup float shared_sum[SIMDGROUPS * ROWS];
 
@@ -67,8 +71,8 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     return;  // The merge does not read what this split would store.
   }
   const device int* table = block_tables + sequence * p.tables_strides[0];
-  const device T* k_head = k_cache + kv_head * p.k_strides[0];
-  const device T* v_head = v_cache + kv_head * p.v_strides[0];
+  const device K* k_head = k_cache + kv_head * p.k_strides[0];
+  const device V* v_head = v_cache + kv_head * p.v_strides[0];
 
   // The keys that any row sees, and those that all rows see.
   QueryRow rows[ROWS];
@@ -127,6 +131,8 @@ template <typename T, typename Q, int D, int DV, int ROWS>
   }
 
   threadgroup float4* weights = shared + int(simdgroup) * LANES;
+  threadgroup vec<half, 2>* scales =
+      shared_scales + (is_pair<V>() ? int(simdgroup) * LANES * GROUPS : 0);
   const int first_key = begin / LANES * LANES;
   for (int base = first_key + int(simdgroup) * LANES; base < end; base += THREADS) {
     const int key = base + int(lane);
@@ -137,10 +143,28 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     }
     const bool is_valid = block >= 0 && block < p.num_blocks;
     const int slot = key % BLOCK_SIZE;
-    const uint k_offset = slot_offset(block, slot, p.k_strides[1], p.k_strides[2]);
+    const uint k_offset = slot_offset<K>(block, slot, p.k_strides[1], p.k_strides[2]);
     const uint v_offset = VALUES_IN_KEYS
         ? k_offset
-        : slot_offset(block, slot, p.v_strides[1], p.v_strides[2]);
+        : slot_offset<V>(block, slot, p.v_strides[1], p.v_strides[2]);
+    float k_scale = 1.0f;
+    float v_scale = 1.0f;
+    if (HAS_SCALES) {
+      const int place = is_valid ? block * BLOCK_SIZE + slot : -1;
+      k_scale = float(read_scales<K>(k_scales + kv_head * p.k_scales_strides[0], place, 0,
+                                     p.k_scales_strides[1], p.k_scales_strides[2])[0]);
+      const device half* head = v_scales + kv_head * p.v_scales_strides[0];
+      UNROLL
+      for (int g = 0; g < GROUPS; g++) {
+        const vec<half, 2> own =
+            read_scales<V>(head, place, g, p.v_scales_strides[1], p.v_scales_strides[2]);
+        v_scale = float(own[0]);
+        if (is_pair<V>()) {
+          v_scale = 1.0f;
+          scales[int(lane) * GROUPS + g] = own;
+        }
+      }
+    }
     const bool is_full = simd_all(is_valid && key >= all_begin && key < all_end) &&
         !HAS_BOOL_MASK && !HAS_FLOAT_MASK;
 
@@ -159,6 +183,9 @@ template <typename T, typename Q, int D, int DV, int ROWS>
       // In units of log2; -inf if the row does not see the key. If a row sees only keys with the
       // lowest scores, these share the weights.
       float score = scores[r] * p.scale;
+      if (HAS_SCALES) {
+        score *= k_scale;
+      }
       if (HAS_SOFTCAP) {
         score = p.softcap * precise::tanh(score / p.softcap);
       }
@@ -193,7 +220,7 @@ template <typename T, typename Q, int D, int DV, int ROWS>
       const float weight = score != -INFINITY ? weight_of(score, new_max) : 0.0f;
       running_max[r] = new_max;
       running_sum[r] = running_sum[r] * old_scale + weight;
-      own_weights[r] = is_full || is_seen ? weight : -1.0f;
+      own_weights[r] = is_full || is_seen ? (HAS_SCALES ? weight * v_scale : weight) : -1.0f;
       UNROLL
       for (int c = 0; c < V_VECTORS; c++) {
         running_out[r][c] *= old_scale;
@@ -203,10 +230,12 @@ template <typename T, typename Q, int D, int DV, int ROWS>
     weights[lane] = own_weights;
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (is_full) {
-      add_values<true, DV, V_LANES>(v_head, v_offset, LANES, int(lane), weights, running_out);
+      add_values<true, DV, V_LANES>(v_head, v_offset, LANES, int(lane), weights, scales,
+                                    running_out);
     } else if (v_seen != NOWHERE) {
       const uint offset = is_valid ? v_offset : v_seen;
-      add_values<false, DV, V_LANES>(v_head, offset, count, int(lane), weights, running_out);
+      add_values<false, DV, V_LANES>(v_head, offset, count, int(lane), weights, scales,
+                                     running_out);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }

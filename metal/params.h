@@ -14,13 +14,15 @@
 #endif
 
 struct AttentionParams {
-  MLX_PAGED_INT64 q_strides[3];       // of sequence, head, token
-  MLX_PAGED_INT64 out_strides[3];     // of sequence, head, token
-  MLX_PAGED_INT64 k_strides[3];       // of KV head, block, slot
-  MLX_PAGED_INT64 v_strides[3];       // of KV head, block, slot
-  MLX_PAGED_INT64 mask_strides[4];    // of sequence, head, token, key
-  MLX_PAGED_INT64 tables_strides[2];  // of sequence, logical block
-  MLX_PAGED_INT64 rope_strides[2];    // of sequence, token
+  MLX_PAGED_INT64 q_strides[3];         // of sequence, head, token
+  MLX_PAGED_INT64 out_strides[3];       // of sequence, head, token
+  MLX_PAGED_INT64 k_strides[3];         // of KV head, block, slot
+  MLX_PAGED_INT64 v_strides[3];         // of KV head, block, slot
+  MLX_PAGED_INT64 mask_strides[4];      // of sequence, head, token, key
+  MLX_PAGED_INT64 tables_strides[2];    // of sequence, logical block
+  MLX_PAGED_INT64 rope_strides[2];      // of sequence, token
+  MLX_PAGED_INT64 k_scales_strides[3];  // of KV head, block, slot
+  MLX_PAGED_INT64 v_scales_strides[3];
   int context_stride;
   int num_heads;       // H
   int num_kv_heads;    // H_kv
@@ -57,6 +59,8 @@ struct WriteParams {
   MLX_PAGED_INT64 v_strides[3];
   MLX_PAGED_INT64 k_cache_strides[3];  // of KV head, block, slot
   MLX_PAGED_INT64 v_cache_strides[3];
+  MLX_PAGED_INT64 k_scales_strides[3];
+  MLX_PAGED_INT64 v_scales_strides[3];
   int slots_stride;
   int num_tokens;  // T
   int num_blocks;  // N
@@ -70,8 +74,8 @@ struct CopyParams {
   MLX_PAGED_INT64 pairs_strides[2];
   int num_pairs;   // P
   int num_blocks;  // N
-  int k_vectors;   // D / 4
-  int v_vectors;   // D_v / 4
+  int k_vectors;   // of a row; elements if these are moved one by one
+  int v_vectors;
 };
 
 #endif  // MLX_PAGED_METAL_PARAMS_H

@@ -9,18 +9,57 @@ constant bool HAS_SINKS [[function_constant(7)]];
 constant bool SPLIT [[function_constant(10)]];
 constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
 constant bool WHOLE_QUERIES [[function_constant(13)]];   // queries begin at whole vectors
+constant bool HAS_SCALES [[function_constant(18)]];      // a quantized pool
 constant bool WHOLE = !SPLIT;
 
 // The place of a key that is not attended.
 constant constexpr uint NOWHERE = 0xFFFFFFFF;
 
+// Whether a byte of the pool holds two elements: see csrc/kv_formats.h.
+template <typename T>
+constexpr bool is_pair() {
+  return metal::is_same_v<T, uint8_t>;
+}
+
+// Groups of columns that have a scale and a minimum each.
+constexpr int scale_groups(int value_dim, bool has_pairs) {
+  return has_pairs ? (value_dim + GROUP - 1) / GROUP : 1;
+}
+
 // The place of a slot in a head of the pool, in vectors.
+template <typename T>
 inline uint slot_offset(int block, int slot, long block_stride, long slot_stride) {
-  return uint(block) * uint(block_stride / VECTOR) + uint(slot) * uint(slot_stride / VECTOR);
+  constexpr int STORED = is_pair<T>() ? VECTOR / 2 : VECTOR;
+  return uint(block) * uint(block_stride / STORED) + uint(slot) * uint(slot_stride / STORED);
+}
+
+// The scale of a group in one of the pool's slots, and its minimum or 0; zeros if `slot` is -1.
+template <typename T>
+inline vec<half, 2> read_scales(const device half* head, int slot, int group, long block_stride,
+                                long slot_stride) {
+  vec<half, 2> result = vec<half, 2>(half(0.0f));
+  if (slot >= 0) {
+    const uint place = uint(slot / BLOCK_SIZE) * uint(block_stride) +
+                       uint(slot % BLOCK_SIZE) * uint(slot_stride) + uint(2 * group);
+    result[0] = head[place];
+    if (is_pair<T>()) {
+      result[1] = head[place + 1];
+    }
+  }
+  return result;
 }
 
 // Neighbouring elements of a key or value. Every one that a kernel computes with is read here.
 template <typename T>
 inline vec<T, VECTOR> read_pool(const device T* head, uint vector) {
+  if (is_pair<T>()) {
+    const uint bits = reinterpret_cast<const device uint16_t*>(head)[vector];
+    vec<T, VECTOR> result;
+    UNROLL
+    for (int i = 0; i < VECTOR; i++) {
+      result[i] = T(bits >> (4 * i) & 15);
+    }
+    return result;
+  }
   return reinterpret_cast<const device vec<T, VECTOR>*>(head)[vector];
 }

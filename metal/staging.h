@@ -44,13 +44,15 @@ inline int block_of(int key, int end, const device int* table, constant Attentio
   return key < end ? table[key / BLOCK_SIZE * p.tables_strides[1]] : -1;
 }
 
-// Notes where a key and its value are in the pool.
+// Notes where a key and its value are in the pool, and in which slot of all.
+template <typename K, typename V>
 inline void note_place(int block, int key, threadgroup uint& k_place, threadgroup uint& v_place,
-                       constant AttentionParams& p) {
+                       threadgroup int& number, constant AttentionParams& p) {
   const bool is_valid = block >= 0 && block < p.num_blocks;
   const int slot = key % BLOCK_SIZE;
-  k_place = is_valid ? slot_offset(block, slot, p.k_strides[1], p.k_strides[2]) : NOWHERE;
-  v_place = is_valid ? slot_offset(block, slot, p.v_strides[1], p.v_strides[2]) : NOWHERE;
+  number = is_valid ? block * BLOCK_SIZE + slot : -1;
+  k_place = is_valid ? slot_offset<K>(block, slot, p.k_strides[1], p.k_strides[2]) : NOWHERE;
+  v_place = is_valid ? slot_offset<V>(block, slot, p.v_strides[1], p.v_strides[2]) : NOWHERE;
 }
 
 // Asks for this thread's vectors of some rows of the pool. Those of no place are zeros.
@@ -66,6 +68,29 @@ inline void load_rows(const device T* head, const threadgroup uint* places, int 
       const uint place = places[i / VECTORS];
       if (place != NOWHERE) {
         own[step] = read_pool(head, place + uint(i % VECTORS));
+      }
+    }
+  }
+}
+
+// Converts loaded vectors: bytes as they are, pairs with the scale and the minimum of their group.
+template <int DIM, int KEYS, typename S, typename T, int COUNT>
+inline void convert_rows(thread vec<S, VECTOR> (&own)[COUNT],
+                         const threadgroup vec<half, 2>* scales, int thread_index,
+                         thread vec<T, VECTOR> (&result)[COUNT]) {
+  constexpr int VECTORS = DIM / VECTOR;
+  UNROLL
+  for (int step = 0; step < COUNT; step++) {
+    result[step] = vec<T, VECTOR>(own[step]);
+    if (is_pair<S>()) {
+      const int i = step * THREADS + thread_index;
+      const int group = i % VECTORS / (GROUP / VECTOR);
+      const vec<half, 2> of_row =
+          scales[min(i / VECTORS, KEYS - 1) * scale_groups(DIM, true) + group];
+      const float4 values = float4(own[step]) * float(of_row[0]) + float(of_row[1]);
+      UNROLL
+      for (int j = 0; j < VECTOR; j++) {
+        result[step][j] = T(values[j]);
       }
     }
   }

@@ -8,6 +8,7 @@
 
 constant constexpr int LANES = 32;  // of a simdgroup
 constant constexpr int VECTOR = 4;  // neighbouring elements that a lane moves at once
+constant constexpr int GROUP = 64;  // values of 4 bits that share a scale: csrc/kv_formats.h
 
 // Neighbouring elements, loaded at once.
 template <typename T>

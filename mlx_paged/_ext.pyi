@@ -152,7 +152,7 @@ class metal:
     def plan_attention(*arrays: mx.array, **options: Any) -> dict[str, Any]:
         """The arguments are those of :func:`paged_attention` without `stream`."""
     @staticmethod
-    def plan_write_kv(*arrays: mx.array) -> dict[str, Any]:
+    def plan_write_kv(*arrays: mx.array, **scales: mx.array) -> dict[str, Any]:
         """The arguments are those of :func:`write_kv` without `stream`."""
     @staticmethod
     def plan_copy_blocks(*arrays: mx.array) -> dict[str, Any]:

@@ -66,25 +66,35 @@ nb::dict describe_attention(AttentionInputs in, const AttentionOptions& options)
   return describe(plan_attention(call.inputs, call.config), call.inputs, outputs);
 }
 
-// A call that writes to the pool which is inputs[first_output] and the input after it.
-nb::dict describe_edit(LaunchPlans (*plan)(const Arrays&), Arrays inputs, int first_output) {
+// A call that writes to the pool which is inputs[first_output] and the input after it, and to the
+// scales from inputs[first_scales] on.
+nb::dict describe_edit(LaunchPlans (*plan)(const Arrays&), Arrays inputs, int first_output,
+                       int first_scales) {
   mx::eval(inputs);
   nb::list outputs;
   outputs.append(first_output);
   outputs.append(first_output + 1);
+  for (int i = first_scales; i < static_cast<int>(inputs.size()); ++i) {
+    outputs.append(i);
+  }
   return describe(plan(inputs), inputs, outputs);
 }
 
 nb::dict describe_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
-                        const mx::array& v_cache, const mx::array& slot_mapping) {
-  check_write(k, v, k_cache, v_cache, slot_mapping, {}, {});
-  return describe_edit(plan_write_kv, {k, v, k_cache, v_cache, slot_mapping}, 2);
+                        const mx::array& v_cache, const mx::array& slot_mapping,
+                        const OptionalArray& k_scales, const OptionalArray& v_scales) {
+  check_write(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales);
+  Arrays inputs = {k, v, k_cache, v_cache, slot_mapping};
+  if (k_scales) {
+    inputs.insert(inputs.end(), {*k_scales, *v_scales});
+  }
+  return describe_edit(plan_write_kv, inputs, 2, 5);
 }
 
 nb::dict describe_copy(const mx::array& k_cache, const mx::array& v_cache,
                        const mx::array& block_pairs) {
   check_copy(k_cache, v_cache, block_pairs);
-  return describe_edit(plan_copy_blocks, {k_cache, v_cache, block_pairs}, 0);
+  return describe_edit(plan_copy_blocks, {k_cache, v_cache, block_pairs}, 0, 3);
 }
 
 }  // namespace
@@ -105,7 +115,8 @@ void bind_plans(nb::module_& m) {
   def_varlen_attention(metal, "plan_attention_varlen", &describe_attention,
                        "The launches of paged_attention_varlen, with q [T, H, 1, D].");
   metal.def("plan_write_kv", &describe_write, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a,
-            "slot_mapping"_a, "The launches of write_kv.");
+            "slot_mapping"_a, "k_scales"_a = nb::none(), "v_scales"_a = nb::none(),
+            "The launches of write_kv.");
   metal.def("plan_copy_blocks", &describe_copy, "k_cache"_a, "v_cache"_a, "block_pairs"_a,
             "The launches of copy_blocks.");
 }

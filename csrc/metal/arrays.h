@@ -20,9 +20,18 @@ inline std::string metal_type(const mx::array& a) {
       return "half";
     case mx::bfloat16:
       return "bfloat";
+    case mx::int8:
+      return "int8_t";
+    case mx::uint8:
+      return "uint8_t";
     default:
       throw std::logic_error("no Metal kernel for this dtype");
   }
+}
+
+// A pool's format within the name of a kernel.
+inline std::string pool_format(const AttentionInputs& in) {
+  return in.k_scales ? (is_packed(in.v_cache) ? "k8v4" : "k8v8") : metal_type(in.k_cache);
 }
 
 // Whether every row of an array begins at a multiple of kVector elements of its memory.

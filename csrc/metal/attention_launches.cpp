@@ -20,7 +20,7 @@ int64_t num_rows(const AttentionInputs& in) {
 // Whether V is the first columns of K in memory, so that a loaded key contains its value.
 bool values_in_keys(const AttentionInputs& in) {
   const mx::array &k = in.k_cache, &v = in.v_cache;
-  if (v.shape(3) > k.shape(3) || v.data<char>() != k.data<char>()) {
+  if (is_packed(v) || v.shape(3) > k.shape(3) || v.data<char>() != k.data<char>()) {
     return false;
   }
   for (int axis = 0; axis < 3; ++axis) {
@@ -33,7 +33,7 @@ bool values_in_keys(const AttentionInputs& in) {
 
 // Outputs are dense, [B, H, L, D_v].
 void set_out_strides(const AttentionInputs& in, int64_t (&strides)[3]) {
-  const int64_t num_heads = in.q.shape(1), num_tokens = in.q.shape(2), dim = in.v_cache.shape(3);
+  const int64_t num_heads = in.q.shape(1), num_tokens = in.q.shape(2), dim = value_dim(in.v_cache);
   strides[0] = num_heads * num_tokens * dim;
   strides[1] = num_tokens * dim;
   strides[2] = dim;
@@ -42,10 +42,10 @@ void set_out_strides(const AttentionInputs& in, int64_t (&strides)[3]) {
 LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options,
                       const Splits& splits) {
   using Role = BufferBinding::Role;
-  const std::string value_dim = std::to_string(in.v_cache.shape(3));
+  const std::string dim = std::to_string(value_dim(in.v_cache));
   LaunchPlan plan;
-  plan.kernel = "merge_splits_" + metal_type(in.q) + "_v" + value_dim;
-  plan.instantiation = "merge_splits<" + metal_type(in.q) + ", " + value_dim + ">";
+  plan.kernel = "merge_splits_" + metal_type(in.q) + "_v" + dim;
+  plan.instantiation = "merge_splits<" + metal_type(in.q) + ", " + dim + ">";
   plan.constants = {{14, FunctionConstant::Type::kBool, in.sinks.has_value()}};
   plan.grid = {static_cast<uint32_t>(num_rows(in)), 1, 1};
   plan.threadgroup = {kMergeThreads, 1, 1};
@@ -56,7 +56,7 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options
   if (in.sinks.has_value()) {
     plan.buffers.push_back({5, Role::kInput, which++});
   }
-  which += in.alibi_slopes.has_value();
+  which += in.alibi_slopes.has_value() + (in.k_scales ? 2 : 0);
   plan.buffers.push_back({6, Role::kInput, in.cu_seqlens ? which : 4});
   MergeParams p{};
   set_out_strides(in, p.out_strides);
@@ -80,7 +80,7 @@ Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, in
   if (options.return_attn || max_keys <= kSplitKeys) {
     return {1, max_keys};
   }
-  const int64_t row_bytes = (int64_t{in.v_cache.shape(3)} + 2) * sizeof(float);
+  const int64_t row_bytes = (int64_t{value_dim(in.v_cache)} + 2) * sizeof(float);
   const int64_t affordable = kMaxPartialBytes / (num_rows(in) * row_bytes);
   const int wanted = std::min(ceil_div(max_keys, kSplitKeys), most_splits);
   const int count = static_cast<int>(std::clamp<int64_t>(affordable, 1, wanted));
@@ -109,6 +109,7 @@ std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
   for (int i = 0; i < static_cast<int>(std::size(flags)); ++i) {
     all.push_back({i + 1, Type::kBool, flags[i]});
   }
+  all.push_back({18, Type::kBool, in.k_scales.has_value()});
   return all;
 }
 
@@ -125,11 +126,13 @@ void bind_attention(const AttentionInputs& in, bool split, LaunchPlan& plan) {
                                            {in.attn_mask.has_value(), bool_mask ? 11 : 12},
                                            {in.sinks.has_value(), 13},
                                            {in.alibi_slopes.has_value(), 14},
+                                           {in.k_scales.has_value(), 17},
+                                           {in.v_scales.has_value(), 18},
                                            {in.cu_seqlens.has_value(), 16}};
   int which = 5;
   for (const auto& [present, index] : optional) {
     if (present) {
-      plan.buffers.push_back({index, Role::kInput, which++});
+      plan.buffers.push_back({index, index > 16 ? Role::kPoolRead : Role::kInput, which++});
     }
   }
   if (split) {
@@ -148,6 +151,10 @@ AttentionParams attention_params(const AttentionInputs& in, const AttentionOptio
   copy_strides(in.k_cache, p.k_strides);
   copy_strides(in.v_cache, p.v_strides);
   copy_strides(in.block_tables, p.tables_strides);
+  if (in.k_scales) {
+    copy_strides(*in.k_scales, p.k_scales_strides);
+    copy_strides(*in.v_scales, p.v_scales_strides);
+  }
   if (in.attn_mask) {
     copy_strides(*in.attn_mask, p.mask_strides);
   }
@@ -188,7 +195,7 @@ LaunchPlans with_merge(std::vector<LaunchPlan> launches, const AttentionInputs& 
   launches.push_back(merge_plan(in, options, splits));
   const size_t partials = num_rows(in) * splits.count;
   return {std::move(launches),
-          {partials * in.v_cache.shape(3) * sizeof(float), partials * 2 * sizeof(float)}};
+          {partials * value_dim(in.v_cache) * sizeof(float), partials * 2 * sizeof(float)}};
 }
 
 }  // namespace mlx_paged

@@ -34,14 +34,14 @@ struct AttentionGeometry {
 Splits split_keys(const AttentionInputs& in, const AttentionOptions& options,
                   int most_splits = kMaxSplits);
 
-// Indices 0 to 13, of metal/pool_rows.h and metal/attention.h.
+// Indices 0 to 13 and 18, of metal/pool_rows.h and metal/attention.h.
 std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
                                                   const AttentionOptions& options, bool split);
 
 AttentionParams attention_params(const AttentionInputs& in, const AttentionOptions& options,
                                  const AttentionGeometry& g);
 
-// Binds inputs at indices 0 to 4 and 9 to 16, the output at 6 or, if the keys are split, the
+// Binds inputs at indices 0 to 4 and 9 to 18, the output at 6 or, if the keys are split, the
 // partial results at 7 and 8.
 void bind_attention(const AttentionInputs& in, bool split, LaunchPlan& plan);
 

@@ -43,7 +43,7 @@ AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOption
   g.head_slots = in.kv_head_mapping.has_value() ? num_heads : in.k_cache.shape(0);
   g.group = num_heads / g.head_slots;
   const int num_rows = g.group * in.q.shape(2);
-  g.rows = rows_per_threadgroup(num_rows, in.q.shape(3), in.v_cache.shape(3));
+  g.rows = rows_per_threadgroup(num_rows, in.q.shape(3), value_dim(in.v_cache));
   g.row_tiles = ceil_div(num_rows, g.rows);
   g.splits = split_keys(in, options);
   return g;
@@ -52,13 +52,14 @@ AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOption
 LaunchPlan tile_launch(const AttentionInputs& in, const AttentionOptions& options,
                        const AttentionGeometry& g) {
   const bool split = g.splits.count > 1;
-  const std::string sizes[] = {std::to_string(in.q.shape(3)), std::to_string(in.v_cache.shape(3)),
+  const std::string sizes[] = {std::to_string(in.q.shape(3)), std::to_string(value_dim(in.v_cache)),
                                std::to_string(g.rows)};
   LaunchPlan plan;
-  plan.kernel = "paged_attention_" + metal_type(in.k_cache) + "_" + metal_type(in.q) + "_d" +
-                sizes[0] + "_v" + sizes[1] + "_r" + sizes[2];
-  plan.instantiation = "paged_attention<" + metal_type(in.k_cache) + ", " + metal_type(in.q) +
-                       ", " + sizes[0] + ", " + sizes[1] + ", " + sizes[2] + ">";
+  plan.kernel = "paged_attention_" + pool_format(in) + "_" + metal_type(in.q) + "_d" + sizes[0] +
+                "_v" + sizes[1] + "_r" + sizes[2];
+  plan.instantiation = "paged_attention<" + metal_type(in.k_cache) + ", " + metal_type(in.v_cache) +
+                       ", " + metal_type(in.q) + ", " + sizes[0] + ", " + sizes[1] + ", " +
+                       sizes[2] + ">";
   plan.constants = attention_constants(in, options, split);
   plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
                static_cast<uint32_t>(in.q.shape(0)), static_cast<uint32_t>(g.splits.count)};
@@ -106,7 +107,7 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
   if (!supports_matrix(in, options)) {
     fail<std::runtime_error>(
         "paged_attention_varlen", "k_cache has dtype ", in.k_cache.dtype(), " and q ", in.q.dtype(),
-        ", with head dimensions ", in.q.shape(3), " and ", in.v_cache.shape(3),
+        ", with head dimensions ", in.q.shape(3), " and ", value_dim(in.v_cache),
         ": on a GPU expected float16 or bfloat16 for both, and multiples of 8");
   }
   AttentionGeometry chunks = matrix_geometry(in, options);
@@ -143,9 +144,6 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   }
   if (!has_keys(in.k_cache, in.block_tables)) {  // a function compiled for any shape
     fail<std::runtime_error>("paged_attention", "k_cache or block_tables is empty: expected a key");
-  }
-  if (in.k_scales) {
-    fail<std::runtime_error>("paged_attention", "k_scales is given: no Metal kernel reads scales");
   }
   check_metal_pool("paged_attention", "k_cache", in.k_cache, false);
   check_metal_pool("paged_attention", "v_cache", in.v_cache, false);

@@ -23,19 +23,19 @@ constexpr int kPadding = 8;  // elements after a row of threadgroup memory
 constexpr int kMostThreadgroups = 1024;
 
 // metal/pool_rows.h.
-constexpr int kConstants[] = {0, 1, 2, 3, 7, 10, 12, 13};
+constexpr int kConstants[] = {0, 1, 2, 3, 7, 10, 12, 13, 18};
 
 // Rows of a threadgroup: a power of two. A decode has as few as its rows fill. Calls of several
 // tokens have kEdge rows or as many as possible, so that few pipelines have to be compiled. Ragged
 // batches have as many as possible, because the host does not know their lengths.
 int rows_of_tile(const AttentionInputs& in) {
-  const int head_dim = in.q.shape(3), value_dim = in.v_cache.shape(3);
+  const int head_dim = in.q.shape(3), v_dim = value_dim(in.v_cache);
   const int group = in.q.shape(1) / in.k_cache.shape(0);
   const bool is_decode = !in.cu_seqlens && in.q.shape(2) == 1;
   const bool is_short = !in.cu_seqlens && group * in.q.shape(2) <= kEdge;
   const int num_rows = is_decode ? group : is_short ? kEdge : kMaxRows;
   int rows = kEdge;
-  while (rows < std::min(num_rows, kMaxRows) && 2 * rows * value_dim <= kMaxOutputElements &&
+  while (rows < std::min(num_rows, kMaxRows) && 2 * rows * v_dim <= kMaxOutputElements &&
          2 * rows * (head_dim + kPadding) <= kMaxQueryElements) {
     rows *= 2;
   }
@@ -61,13 +61,13 @@ bool has_matrix_kernel(mx::Dtype dtype, int head_dim, int value_dim) {
 }
 
 bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options) {
-  const int dim = std::max(in.q.shape(3), in.v_cache.shape(3));
+  const int v_dim = value_dim(in.v_cache), dim = std::max(in.q.shape(3), v_dim);
   const int few_rows = dim > 256 ? 1 : dim > 128 ? 2 : 4;  // that the other kernel computes at once
   const int group = in.q.shape(1) / in.k_cache.shape(0);
   const bool has_options = in.kv_head_mapping || in.rope_freqs || in.attn_mask || in.alibi_slopes;
-  return has_matrix_kernel(in.k_cache.dtype(), in.q.shape(3), in.v_cache.shape(3)) &&
-         in.q.dtype() == in.k_cache.dtype() && !has_options && !options.return_attn &&
-         (in.cu_seqlens || group * in.q.shape(2) > few_rows);
+  return has_matrix_kernel(in.q.dtype(), in.q.shape(3), v_dim) &&
+         (in.k_scales || in.q.dtype() == in.k_cache.dtype()) && !has_options &&
+         !options.return_attn && (in.cu_seqlens || group * in.q.shape(2) > few_rows);
 }
 
 AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOptions& options) {
@@ -85,12 +85,16 @@ AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOpti
 LaunchPlan matrix_launch(const AttentionInputs& in, const AttentionOptions& options,
                          const AttentionGeometry& g) {
   const bool split = g.splits.count > 1;
-  const std::string type = metal_type(in.k_cache), head_dim = std::to_string(in.q.shape(3)),
-                    value_dim = std::to_string(in.v_cache.shape(3)), rows = std::to_string(g.rows);
+  const std::string sizes[] = {std::to_string(in.q.shape(3)), std::to_string(value_dim(in.v_cache)),
+                               std::to_string(g.rows)};
+  const std::string type = metal_type(in.q);
+  const std::string format = in.k_scales ? pool_format(in) + "_" : "";
   LaunchPlan plan;
-  plan.kernel = "matrix_attention_" + type + "_d" + head_dim + "_v" + value_dim + "_r" + rows;
-  plan.instantiation =
-      "matrix_attention<" + type + ", " + head_dim + ", " + value_dim + ", " + rows + ">";
+  plan.kernel =
+      "matrix_attention_" + format + type + "_d" + sizes[0] + "_v" + sizes[1] + "_r" + sizes[2];
+  plan.instantiation = "matrix_attention<" + metal_type(in.k_cache) + ", " +
+                       metal_type(in.v_cache) + ", " + type + ", " + sizes[0] + ", " + sizes[1] +
+                       ", " + sizes[2] + ">";
   for (const FunctionConstant& constant : attention_constants(in, options, split)) {
     if (std::find(std::begin(kConstants), std::end(kConstants), constant.index) !=
         std::end(kConstants)) {

@@ -10,20 +10,19 @@ namespace mlx_paged {
 namespace {
 
 constexpr uint32_t kThreads = 256;
+constexpr int kLanes = 32;  // of a simdgroup
 
-// The launch for `depth` tokens of every head; none if there is nothing to write.
-std::optional<LaunchPlan> pool_plan(const char* op, const mx::array& k_cache,
-                                    const mx::array& v_cache, int depth) {
-  const int vectors = std::max(k_cache.shape(3), v_cache.shape(3)) / kVector;
-  if (vectors == 0 || depth == 0 || k_cache.size() == 0) {
+// The launch of `width` threads for each of `depth` tokens of every head; none if there is nothing
+// to write.
+std::optional<LaunchPlan> pool_plan(const char* kernel, const std::string& type,
+                                    const mx::array& k_cache, int width, int depth) {
+  if (width == 0 || depth == 0 || k_cache.size() == 0) {
     return std::nullopt;
   }
-  check_metal_pool(op, "k_cache", k_cache, true);
-  check_metal_pool(op, "v_cache", v_cache, true);
   LaunchPlan plan;
-  plan.kernel = std::string(op) + "_" + metal_type(k_cache);
-  plan.instantiation = std::string(op) + "<" + metal_type(k_cache) + ">";
-  plan.grid = {static_cast<uint32_t>(vectors), static_cast<uint32_t>(k_cache.shape(0)),
+  plan.kernel = std::string(kernel) + "_" + type;
+  plan.instantiation = std::string(kernel) + "<" + type + ">";
+  plan.grid = {static_cast<uint32_t>(width), static_cast<uint32_t>(k_cache.shape(0)),
                static_cast<uint32_t>(depth)};
   plan.grid_in_threads = true;
   // A threadgroup covers the vectors of a row, and as many heads as fit.
@@ -37,15 +36,25 @@ std::optional<LaunchPlan> pool_plan(const char* op, const mx::array& k_cache,
 LaunchPlans plan_write_kv(const Arrays& inputs) {
   using Role = BufferBinding::Role;
   const mx::array &k = inputs[0], &v = inputs[1], &k_cache = inputs[2], &v_cache = inputs[3];
-  std::optional<LaunchPlan> plan = pool_plan("write_kv", k_cache, v_cache, k.shape(0));
+  const bool is_quantized = inputs.size() > 5;
+  const int vectors = std::max(k.shape(2), v.shape(2)) / kVector;
+  std::optional<LaunchPlan> plan =
+      pool_plan(is_quantized ? "write_quantized" : "write_kv", metal_type(k), k_cache,
+                is_quantized ? kLanes : vectors, k.shape(0));
   if (!plan) {
     return {};
   }
+  check_metal_pool("write_kv", "k_cache", k_cache, true);
+  check_metal_pool("write_kv", "v_cache", v_cache, true);
   WriteParams p{};
   copy_strides(k, p.k_strides);
   copy_strides(v, p.v_strides);
   copy_strides(k_cache, p.k_cache_strides);
   copy_strides(v_cache, p.v_cache_strides);
+  if (is_quantized) {
+    copy_strides(inputs[5], p.k_scales_strides);
+    copy_strides(inputs[6], p.v_scales_strides);
+  }
   p.slots_stride = static_cast<int>(inputs[4].strides(0));
   p.num_tokens = k.shape(0);
   p.num_blocks = k_cache.shape(1);
@@ -60,6 +69,11 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
                    {2, Role::kInput, 4},
                    {4, Role::kPoolWrite, 0},
                    {5, Role::kPoolWrite, 1}};
+  if (is_quantized) {
+    plan->constants.push_back({19, Type::kBool, is_packed(v_cache)});
+    plan->buffers.push_back({6, Role::kPoolWrite, 2});
+    plan->buffers.push_back({7, Role::kPoolWrite, 3});
+  }
   return {{*plan}, {}};
 }
 
@@ -67,9 +81,17 @@ LaunchPlans plan_copy_blocks(const Arrays& inputs) {
   using Role = BufferBinding::Role;
   const mx::array &k_cache = inputs[0], &v_cache = inputs[1], &pairs = inputs[2];
   const int depth = pairs.shape(0) > 0 ? k_cache.shape(2) : 0;
-  std::optional<LaunchPlan> plan = pool_plan("copy_blocks", k_cache, v_cache, depth);
+  const bool is_whole = k_cache.shape(3) % kVector == 0 && v_cache.shape(3) % kVector == 0;
+  const int each = is_whole ? kVector : 1;
+  const int width = std::max(k_cache.shape(3), v_cache.shape(3)) / each;
+  const std::string type = k_cache.dtype() == mx::int8 ? "uint8_t" : metal_type(k_cache);
+  std::optional<LaunchPlan> plan = pool_plan("copy_blocks", type, k_cache, width, depth);
   if (!plan) {
     return {};
+  }
+  if (is_whole) {
+    check_metal_pool("copy_blocks", "k_cache", k_cache, true);
+    check_metal_pool("copy_blocks", "v_cache", v_cache, true);
   }
   CopyParams p{};
   copy_strides(k_cache, p.k_strides);
@@ -77,9 +99,10 @@ LaunchPlans plan_copy_blocks(const Arrays& inputs) {
   copy_strides(pairs, p.pairs_strides);
   p.num_pairs = pairs.shape(0);
   p.num_blocks = k_cache.shape(1);
-  p.k_vectors = k_cache.shape(3) / kVector;
-  p.v_vectors = v_cache.shape(3) / kVector;
+  p.k_vectors = k_cache.shape(3) / each;
+  p.v_vectors = v_cache.shape(3) / each;
   plan->set_params(1, p);
+  plan->constants = {{20, FunctionConstant::Type::kBool, is_whole}};
   plan->buffers = {{0, Role::kInput, 2}, {2, Role::kPoolWrite, 0}, {3, Role::kPoolWrite, 1}};
   return {{*plan}, {}};
 }

@@ -64,15 +64,16 @@ def _dispatch(kind: AttentionKind, block_size: int) -> None:
     pool.copy_blocks([BlockCopy(0, 1)])
     sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None
     options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
+    scales = {name: arrays[0] for name, arrays in pool.scales.items()}
     columns = 1, max(1, LONG_CONTEXT // block_size)
     dispatched: set[str] = set()
 
     def dispatch(plan: Callable[..., Any], op: Callable[..., Any], *arrays: mx.array) -> None:
         q, *others = arrays
-        call = plan(q, pool.k[0], pool.v[0], *others, **options)
+        call = plan(q, pool.k[0], pool.v[0], *others, **options, **scales)
         pipelines = {launch["pipeline"] for launch in call["launches"]}
         if not pipelines <= dispatched:
-            mx.eval(op(q, pool.k, pool.v, *others, **options))
+            mx.eval(op(q, pool.k, pool.v, *others, **options, **pool.scales))
             dispatched.update(pipelines)
 
     in_chunks = ops.serves_chunks(shape.dtype, shape.head_dim, shape.v_head_dim)

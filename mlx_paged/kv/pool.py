@@ -43,13 +43,12 @@ class KVShape:
         """
         kv_bits = checked_bits(where, kv_bits)
         problem = None
+        few = 2 if mx.default_device() == mx.cpu else 8  # values of 4 bits that are loaded at once
         if kv_bits is None:
             pass
-        elif not ops.serves_scales():
-            problem = "the Metal kernels read no scales yet"
         elif self.latent:
             problem = "a layer stores latents (MLA), and keys and values in one row need two scales"
-        elif kv_bits == "8,4" and self.v_head_dim % 2:
+        elif kv_bits == "8,4" and self.v_head_dim % few:
             problem = f"values have {self.v_head_dim} dimensions, and two share a byte"
         if problem:
             raise ValueError(f"[{where}] kv_bits is {kv_bits!r}, but {problem}: expected None")

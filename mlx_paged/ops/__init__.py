@@ -21,7 +21,6 @@ from mlx_paged.ops.paged import (
     paged_attention,
     paged_attention_varlen,
     serves_chunks,
-    serves_scales,
     uninstall_from_mlx,
     write_kv,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "pool_zeros",
     "reserved_bytes",
     "serves_chunks",
-    "serves_scales",
     "take_from_pool",
     "uninstall_from_mlx",
     "view_as",

@@ -58,11 +58,6 @@ def _device(stream: Stream | None) -> mx.Device | mx.DeviceType:
     return stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
 
 
-def serves_scales(stream: Stream | None = None) -> bool:
-    """Whether a stream or device can use a quantized pool."""
-    return _device(stream) == mx.cpu or not _ext.metal.has_metal()
-
-
 def serves_chunks(dtype: mx.Dtype, head_dim: int, v_head_dim: int) -> bool:
     """Whether the GPU's kernel for chunks takes pools of this dtype with these head dimensions."""
     metal = _ext.metal
@@ -159,7 +154,6 @@ def paged_attention(
     caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scales": k_scales, "v_scales": v_scales}
     scales, options = checked(name, q, layer_idx, scale, window, softcap, **caches)
     k_layer, v_layer = scales.pop("k_cache"), scales.pop("v_cache")
-    _check_scales(name, stream, scales)
     arrays = q, k_layer, v_layer, block_tables, context_lens
     options |= {
         **scales,
@@ -240,7 +234,6 @@ def paged_attention_varlen(
     caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scales": k_scales, "v_scales": v_scales}
     scales, options = checked(name, q, layer_idx, scale, window, softcap, **caches)
     k_layer, v_layer = scales.pop("k_cache"), scales.pop("v_cache")
-    _check_scales(name, stream, scales)
     arrays = q, k_layer, v_layer, block_tables, context_lens, cu_seqlens
     options |= {**scales, "causal": causal, "sinks": sinks}
     num_decodes = integer(name, "num_decodes", num_decodes, 0, MAX_INT32)
@@ -296,7 +289,6 @@ def write_kv(
     """
     given = {"k_scales": k_scales, "v_scales": v_scales}
     scales = {name: array for name, array in given.items() if array is not None}
-    _check_scales("write_kv", stream, scales)
     arrays = k, v, k_cache, v_cache, slot_mapping
     written = _ext.write_kv(*arrays, **scales, stream=stream)
     if _is_native(stream, k_cache, v_cache, slot_mapping):
@@ -341,11 +333,6 @@ def uninstall_from_mlx() -> None:
         delattr(mx.fast, "paged_attention")
 
 
-def _check_scales(op: str, stream: Stream | None, scales: dict[str, mx.array]) -> None:
-    if scales and not serves_scales(stream):
-        raise ValueError(f"[{op}] {next(iter(scales))} is given: Metal kernels read no scales yet")
-
-
 def _is_native(
     stream: Stream | None, k_cache: mx.array, v_cache: mx.array, indices: mx.array
 ) -> bool:
@@ -355,8 +342,10 @@ def _is_native(
     possible.
     """
     kernel = kernel_for if _ext.has_values(indices) else _kernel_on
-    v_dims = v_cache.shape[-1] * (2 if v_cache.dtype == mx.uint8 else 1)
-    return kernel(stream, k_cache.shape[-1], v_dims) == "native"
+    columns = v_cache.shape[-1]
+    if v_cache.dtype == mx.uint8 and columns % 4 == 0:  # GPUs need whole vectors of pairs, too
+        columns *= 2
+    return kernel(stream, k_cache.shape[-1], columns) == "native"
 
 
 def _serves_varlen(
@@ -364,8 +353,8 @@ def _serves_varlen(
 ) -> bool:
     """Whether the stream can evaluate the compiled op for sequences of different lengths."""
     if _device(stream) == mx.gpu:
-        dims = k_cache.shape[-1], v_cache.shape[-1]
-        if q.dtype != k_cache.dtype or not serves_chunks(k_cache.dtype, *dims):
+        fits = k_cache.dtype in (q.dtype, mx.int8)
+        if not fits or not serves_chunks(q.dtype, k_cache.shape[-1], dims_of(v_cache)):
             return False
     return _is_native(stream, k_cache, v_cache, indices)
 

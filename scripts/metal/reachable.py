@@ -16,6 +16,8 @@ import mlx.core as mx
 from mlx_paged import UnsupportedModelError, _ext, ops
 from mlx_paged.attention.prewarm import AttentionKind, prewarm
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
+from mlx_paged.kv.pool import KVShape
+from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.model_probe import ModelProfile, probe
 from scripts.support_matrix import names
 from tests.support.architectures import NOT_ON_A_CPU, build
@@ -98,14 +100,14 @@ def calls_of(
         def record(*arguments: Any, **options: Any) -> Any:
             call = function(*arguments, **options)
             calls.append(call)
-            return changes(call, arguments)
+            return changes(call, (*arguments, *options.values()))
 
         return record
 
     metal = _ext.metal
     planned = recorded(metal.plan_attention, lambda call, _: call)
     planned_varlen = recorded(metal.plan_attention_varlen, lambda call, _: call)
-    written = recorded(metal.plan_write_kv, lambda _, arguments: arguments[2:4])
+    written = recorded(metal.plan_write_kv, lambda _, given: given[2:4] + given[5:])
     copied = recorded(metal.plan_copy_blocks, lambda _, arguments: arguments[:2])
     with ExitStack() as patches:
         patches.enter_context(patch.object(mx, "default_device", lambda: mx.Device(mx.gpu)))
@@ -124,8 +126,18 @@ def calls_of(
 def reachable_calls(
     kinds: Sequence[AttentionKind], dtypes: Sequence[mx.Dtype], block_sizes: Sequence[int]
 ) -> Iterator[Call]:
-    """The calls for each kind of layer in each dtype and block size."""
+    """The calls for each kind of layer in each dtype and block size, and with each kv_bits."""
     for kind in kinds:
         for dtype in dtypes:
             for block_size in block_sizes:
-                yield from calls_of([in_dtype(kind, dtype)], block_size)
+                for kv_bits in _every_kv_bits(kind.shape):
+                    shape = replace(kind.shape, kv_bits=kv_bits)
+                    yield from calls_of([in_dtype(replace(kind, shape=shape), dtype)], block_size)
+
+
+def _every_kv_bits(shape: KVShape) -> Iterator[KVBits]:
+    yield None
+    every: tuple[KVBits, ...] = (8, "8,4")
+    for kv_bits in every:
+        if not shape.latent and (kv_bits == 8 or shape.v_head_dim % 8 == 0):
+            yield kv_bits

@@ -53,12 +53,35 @@ def pool_launches(dtype: mx.Dtype) -> list[Launch]:
     return [launch for call in calls for launch in call["launches"]]
 
 
+def quantized_launches(dtype: mx.Dtype, pairs: bool) -> list[Launch]:
+    """A write to a quantized pool, and attention of a decode and of a chunk over one; with pairs
+    values have 4 bits."""
+    dim = 128
+    types = (dim, mx.int8), (dim // 2, mx.uint8) if pairs else (dim, mx.int8)
+    k_cache, v_cache = (mx.zeros((1, 2, BLOCK_SIZE, width), kind) for width, kind in types)
+    columns = 1, 2 * dim // 64 if pairs else 1
+    k_scales, v_scales = (mx.zeros((1, 2, BLOCK_SIZE, n), mx.float16) for n in columns)
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
+    rows, slots = mx.zeros((1, 1, dim), dtype), mx.zeros((1,), mx.int32)
+    calls = [
+        _ext.metal.plan_write_kv(rows, rows, k_cache, v_cache, slots, **scales),
+        _ext.metal.plan_copy_blocks(k_cache, v_cache, mx.zeros((1, 2), mx.int32)),
+    ]
+    for tokens in (1, 8):
+        q, tables = mx.zeros((1, 1, tokens, dim), dtype), mx.zeros((1, 2), mx.int32)
+        arrays = q, k_cache, v_cache, tables, mx.ones((1,), mx.int32)
+        calls.append(_ext.metal.plan_attention(*arrays, scale=1.0, **scales))
+    return [launch for call in calls for launch in call["launches"]]
+
+
 def launches() -> Iterator[Launch]:
     """The launches whose sources are written."""
     for dtype in DTYPES:
         for heads in HEADS:
             yield from attention_launches(dtype, *heads)
         yield from pool_launches(dtype)
+        for pairs in (False, True):
+            yield from quantized_launches(dtype, pairs)
 
 
 def write_sources(directory: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -9,9 +10,11 @@ from encoder_model.backend import Backend, Report
 from encoder_model.knockouts import FIXES, Change, unregistered
 from encoder_model.lives import small_model
 from encoder_model.pool_ops import ROLES
-from encoder_model.trace import Role
+from encoder_model.trace import Eval, Event, Role
 from encoder_model.tracer import Tracer
+from numpy_quantization import BITS
 from paged_cases import random_case
+from quantized_cases import quantized_case
 
 from mlx_paged import Engine, _ext
 
@@ -58,10 +61,16 @@ def freed_blocks() -> None:
     plain.generate([[1, 2, 3, 4, 5], [6, 7, 8, 9]], max_tokens=2)
 
 
+def freed_blocks_of_a_quantized_pool() -> None:
+    small = engine(small_model("llama"), max_running=1, kv_bits="8,4")
+    small.generate([[1, 2, 3, 4, 5], [6, 7, 8, 9]], max_tokens=2)
+
+
 HAZARDS = {
     chunk_only_steps: {("PagedAttention", "WriteKV")},
     copies_at_the_start_of_a_step: {("PagedAttention", "CopyBlocks")},
     freed_blocks: {("PagedAttention", "WriteKV")},
+    freed_blocks_of_a_quantized_pool: {("PagedAttention", "WriteKV")},
 }
 """Which reads each script's writes meet if attention only binds the pool as an input."""
 
@@ -86,6 +95,45 @@ def test_attention_that_does_not_register_the_pool_is_found(script):
 def test_gathers_that_do_not_register_the_pool_are_found(script):
     assert pairs(judged(script, GATHERS, few_queries=0)) == {("PoolRead", "WriteKV")}
     assert not judged(script, unregistered(), few_queries=0).hazards
+
+
+def only_scales_registered(event: Event) -> Event:
+    """Attention binds keys and values as inputs only."""
+    if not isinstance(event, Eval):
+        return event
+    ops = []
+    for op in event.ops:
+        read = [i for i, b in enumerate(op.bindings) if b.role is Role.POOL_READ]
+        plain = read[:2] if op.name == "PagedAttention" else []
+        bindings = tuple(
+            replace(b, role=Role.INPUT) if i in plain else b for i, b in enumerate(op.bindings)
+        )
+        ops.append(replace(op, bindings=bindings))
+    return replace(event, ops=tuple(ops))
+
+
+def test_scales_are_registered_as_the_pool_is():
+    """A write binds keys, values and scales together: one of them orders it."""
+    assert not judged(freed_blocks_of_a_quantized_pool, only_scales_registered).hazards
+    assert judged(freed_blocks, only_scales_registered).hazards
+
+
+@pytest.mark.parametrize("kv_bits", BITS)
+def test_launch_plans_bind_scales_as_they_bind_the_pool(kv_bits):
+    case, _ = quantized_case(kv_bits, [5, 9])
+    pools = case.k_cache, case.v_cache
+    scales = {name: arrays[0] for name, arrays in case.options.items() if "scales" in name}
+    rows = (mx.zeros((1, 2, 64)),) * 2
+    for plan, role, roles in (
+        (_ext.metal.plan_attention(*case.arrays, scale=1.0, **scales), "pool_read", (1, 2, 5, 6)),
+        (
+            _ext.metal.plan_write_kv(*rows, *pools, mx.array([0]), **scales),
+            "pool_write",
+            (0, 1, 2, 3),
+        ),
+    ):
+        bound = [which for _, r, which in plan["launches"][0]["buffers"] if r == role]
+        assert sorted(bound) == [*roles]
 
 
 def test_roles_are_those_of_the_launch_plans():

@@ -6,6 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 from emulated_gpu import LONG_CHUNK, HalfModel, emulate_gpu
+from numpy_quantization import BITS, quantized_mlx_lm
 from tiny_models import VOCAB
 
 from mlx_paged import Engine
@@ -25,7 +26,8 @@ def half_model(model_type: str) -> HalfModel:
 
 def families(metal) -> Counter[str]:
     """How often kernels of each family ran."""
-    names = ("paged_attention", "matrix_attention", "merge_splits", "write_kv", "copy_blocks")
+    names = "paged_attention", "matrix_attention", "merge_splits", "write_kv", "write_quantized"
+    names += ("copy_blocks",)
     return Counter(next(n for n in names if kernel.startswith(n)) for kernel in metal.trace.kernels)
 
 
@@ -44,6 +46,23 @@ def test_mixed_steps_give_mlx_lms_tokens(model_type, prefill_chunk, monkeypatch)
         assert (path_counts["gather"] > 0) == (prefill_chunk >= LONG_CHUNK)
 
 
+@pytest.mark.parametrize("kv_bits", BITS)
+def test_quantized_pools_give_mlx_lms_tokens_over_what_numpy_quantizes(kv_bits, monkeypatch):
+    half = HalfModel("llama", num_hidden_layers=2, head_dim=32)
+    metal = emulate_gpu(monkeypatch)
+    sizes = {"block_size": 4, "num_blocks": 128, "prefill_chunk": 2 * LONG_CHUNK}
+    done = Engine(half.model, kv_bits=kv_bits, **sizes).generate(PROMPTS, max_tokens=NUM_TOKENS)
+    with quantized_mlx_lm(kv_bits):
+        same = [half.check(p, c.tokens) for p, c in zip(PROMPTS, done, strict=True)]
+    assert sum(same) >= len(PROMPTS) - 1
+    form = {8: "_k8v8_", "8,4": "_k8v4_"}[kv_bits]
+    attention = [name for name in metal.trace.kernels if "attention" in name]
+    assert attention and all(form in name for name in attention)
+    ran = families(metal)
+    assert min(ran[n] for n in ("paged_attention", "matrix_attention", "write_quantized")) > 0
+    assert "write_kv" not in ran and path_counts["gather"] > 0
+
+
 def test_a_preempted_request_gives_mlx_lms_tokens(monkeypatch):
     half = half_model("llama")
     emulate_gpu(monkeypatch)
@@ -54,10 +73,12 @@ def test_a_preempted_request_gives_mlx_lms_tokens(monkeypatch):
     assert all([half.check(p, c.tokens) for p, c in zip(prompts, done, strict=True)])
 
 
-def test_forks_give_mlx_lms_tokens(monkeypatch):
+@pytest.mark.parametrize("kv_bits", [None, *BITS])
+def test_forks_give_mlx_lms_tokens(kv_bits, monkeypatch):
     half = half_model("llama")
     metal = emulate_gpu(monkeypatch)
-    engine = Engine(half.model, block_size=4, num_blocks=64, prefill_chunk=16)
+    sizes = {"block_size": 4, "num_blocks": 64, "prefill_chunk": 16}
+    engine = Engine(half.model, kv_bits=kv_bits, **sizes)
     prompt = PROMPTS[2]
     parent = engine.add_request(prompt, max_tokens=NUM_TOKENS)
     tokens, children = {parent: []}, {}
@@ -67,10 +88,12 @@ def test_forks_give_mlx_lms_tokens(monkeypatch):
             if output.request_id == parent and len(tokens[parent]) in (1, 4):
                 child = engine.fork(parent, max_tokens=4)
                 children[child] = list(engine.request(child).tokens)
-    assert half.check(prompt, tokens[parent])
     assert len(children) == 2
-    assert all([half.check(prefix, tokens[child]) for child, prefix in children.items()])
+    with quantized_mlx_lm(kv_bits):
+        assert half.check(prompt, tokens[parent])
+        assert all([half.check(prefix, tokens[child]) for child, prefix in children.items()])
     assert families(metal)["copy_blocks"] > 0
+    assert ("copy_blocks_uint8_t" in metal.trace.kernels) == (kv_bits is not None)
 
 
 @pytest.mark.parametrize(("context", "decode_launches"), [(40, 2), (600, 3)])

@@ -5,7 +5,7 @@ import pytest
 from numpy_quantization import BITS
 from tiny_models import VOCAB, tiny_model
 
-from mlx_paged import BatchGenerator, Engine, KVBlockManager, ops
+from mlx_paged import BatchGenerator, Engine, KVBlockManager
 from mlx_paged.kv.pool import KVShape
 from mlx_paged.server import arguments
 
@@ -58,12 +58,6 @@ def test_layers_that_cannot_be_quantized():
         Engine(tiny_model("deepseek_v3"), kv_bits=8)
     with pytest.raises(ValueError, match="values have 7 dimensions, and two share a byte"):
         KVBlockManager(1, 2, 8, 16, 4, v_head_dim=7, kv_bits="8,4")
-
-
-def test_metal_is_refused(monkeypatch):
-    monkeypatch.setattr(ops, "serves_scales", lambda: False)
-    with pytest.raises(ValueError, match="kv_bits is 8, but the Metal kernels read no scales"):
-        Engine(tiny_model("llama"), kv_bits=8)
 
 
 class TestFlags:

@@ -21,7 +21,7 @@ from paged_cases import (
 from quantized_cases import quantized_case
 from ragged_cases import LENGTHS, Ragged
 
-from mlx_paged import _ext, ops
+from mlx_paged import ops
 from mlx_paged.ops.formats import FORMATS, checked_bits, dequantized
 
 HEADS, NUM_BLOCKS, BLOCK_SIZE = 3, 7, 4
@@ -286,11 +286,3 @@ class TestMistakes:
     )
     def test_bits(self, given, means):
         assert checked_bits("Engine", given) == means
-
-    def test_metal_kernels_read_no_scales(self, monkeypatch):
-        monkeypatch.setattr(_ext.metal, "has_metal", lambda: True)
-        case, _ = quantized_case(8, [20])
-        arrays = case.q, [case.k_cache], [case.v_cache], case.block_tables, case.context_lens
-        with pytest.raises(ValueError, match="k_scales is given: Metal kernels read no scales"):
-            ops.paged_attention(*arrays, **case.options, stream=mx.gpu)
-        assert ops.serves_scales(mx.cpu) and not ops.serves_scales(mx.gpu)

@@ -17,9 +17,11 @@ from metal_emulator import LaunchStats, Library, Mode, require_emulator
 
 from mlx_paged import _ext, ops
 from mlx_paged.ops.fallback import single_tokens
+from mlx_paged.ops.formats import dims_of
 
 METAL = Path(__file__).resolve().parents[2] / "metal"
 POISON = 0xFF
+SCALES = "k_scales", "v_scales"
 MUTATION = "MLX_PAGED_METAL_MUTATION"
 
 
@@ -77,6 +79,11 @@ def _up_to_common_ends(arrays: list[np.ndarray]) -> list[np.ndarray]:
     return extended
 
 
+def _of_layer(options: dict[str, Any], layer: int) -> dict[str, Any]:
+    """The options of a plan: the scales of one layer, where an op takes those of all."""
+    return options | {name: options[name][layer] for name in SCALES if name in options}
+
+
 class MetalRunner:
     """The three ops, each through its launch plans."""
 
@@ -98,6 +105,7 @@ class MetalRunner:
         """As ``mlx_paged.paged_attention`` with lists of layers."""
         options.pop("check_tables", None)
         options.setdefault("scale", q.shape[-1] ** -0.5)
+        options = _of_layer(options, layer_idx)
         call = _ext.metal.plan_attention(
             q, k_cache[layer_idx], v_cache[layer_idx], block_tables, context_lens, **options
         )
@@ -121,22 +129,25 @@ class MetalRunner:
         options.setdefault("scale", q.shape[-1] ** -0.5)
         tokens = q if q.ndim == 4 else q[:, :, None]
         caches = k, v = k_cache[layer_idx], v_cache[layer_idx]
-        is_served = _ext.metal.serves_chunks(k.dtype, k.shape[-1], v.shape[-1])
-        if not is_served or q.dtype != k.dtype:
+        is_served = _ext.metal.serves_chunks(q.dtype, k.shape[-1], dims_of(v))
+        if not is_served or k.dtype not in (q.dtype, mx.int8):
             options.pop("num_decodes", None)
             kind = {"causal": options.get("causal", True), "window": options.get("window")}
             arrays = q, *caches, block_tables, context_lens, cu_seqlens
+            scales = {name: [options.pop(name)[layer_idx]] for name in SCALES if name in options}
+            options |= scales
             out = self.paged_attention(*single_tokens(*arrays, **kind), **options)
             return out.reshape(*q.shape[:-1], -1)
+        options = _of_layer(options, layer_idx)
         call = _ext.metal.plan_attention_varlen(
             tokens, *caches, block_tables, context_lens, cu_seqlens, **options
         )
         out = self.run(call)[0].astype(q.dtype)
         return out if q.ndim == 4 else out[:, :, 0]
 
-    def write_kv(self, k, v, k_cache, v_cache, slot_mapping) -> tuple[mx.array, mx.array]:
-        self.run(_ext.metal.plan_write_kv(k, v, k_cache, v_cache, slot_mapping))
-        return k_cache, v_cache
+    def write_kv(self, k, v, k_cache, v_cache, slot_mapping, **scales) -> tuple[mx.array, ...]:
+        self.run(_ext.metal.plan_write_kv(k, v, k_cache, v_cache, slot_mapping, **scales))
+        return k_cache, v_cache, *scales.values()
 
     def copy_blocks(self, k_cache, v_cache, block_pairs) -> tuple[mx.array, mx.array]:
         self.run(_ext.metal.plan_copy_blocks(k_cache, v_cache, block_pairs))

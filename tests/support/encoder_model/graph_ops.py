@@ -57,7 +57,7 @@ class GraphOps:
         inputs, outputs = tuple(map(self._full, node.inputs)), tuple(map(self._full, node.outputs))
         self._tracer.known.update(outputs)
         stream = self._streams[node] = self._stream(node)
-        roles = ROLES.get(node.primitive, {})
+        roles = self._roles(node)
         shares: dict[Array, Array] = {}
         bindings = [
             Binding(name, roles.get(i, Role.INPUT), self._elements(node, i))
@@ -117,8 +117,16 @@ class GraphOps:
         producers = (self._graph.producer.get(name) for name in node.inputs)
         return next((self._streams[p] for p in producers if p), self._first_stream)
 
+    def _roles(self, node: Node) -> dict[int, Role]:
+        """How the node binds its inputs that are the pool's, scales included."""
+        roles = dict(ROLES.get(node.primitive, {}))
+        call = self._calls.get(node)
+        for i in call.scales if call else ():
+            roles[len(node.inputs) + i] = roles[max(roles)]
+        return roles
+
     def _elements(self, node: Node, index: int) -> int:
-        if index not in ROLES.get(node.primitive, {}):
+        if index not in self._roles(node):
             return 0
         return self._tracer.elements(self._calls[node])
 

@@ -34,6 +34,7 @@ class Call:
         blocks: computes what it touches.
         stream: the index of the stream that it runs on.
         made_before: how many evals there were before.
+        scales: which inputs are scales of the pool, counted from the last one.
     """
 
     primitive: str
@@ -42,6 +43,7 @@ class Call:
     blocks: Callable[[], Blocks]
     stream: int
     made_before: int
+    scales: tuple[int, ...] = ()
 
     @property
     def writes(self) -> bool:
@@ -55,8 +57,9 @@ class Call:
         return node
 
 
-Recorder = Callable[[str, Any, tuple[mx.array, ...], Callable[[], Blocks]], None]
-"""Takes a primitive, what its call returned, the pool's arrays and what computes the blocks."""
+Recorder = Callable[..., None]
+"""Takes a primitive, what its call returned, the pool's arrays, what computes the blocks, and which
+inputs are scales."""
 
 
 def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
@@ -69,7 +72,9 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
         out = attend(q, k_cache, v_cache, tables, lens, layer_idx, **options)
         pools = k_cache[layer_idx], v_cache[layer_idx]
         lengths, window = [q.shape[2]] * q.shape[0], options.get("window")
-        record("PagedAttention", out, pools, lambda: _read(pools, tables, lens, lengths, window))
+        scales = (-2, -1) if "k_scales" in options else ()
+        read = lambda: _read(pools, tables, lens, lengths, window)  # noqa: E731
+        record("PagedAttention", out, pools, read, scales)
         return out
 
     def paged_attention_varlen(
@@ -82,12 +87,13 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
         def blocks() -> Blocks:
             return _read(pools, tables, lens, np.diff(_host(cu_seqlens)).tolist(), window)
 
-        record("PagedAttention", out, pools, blocks)
+        record("PagedAttention", out, pools, blocks, (-3, -2) if "k_scales" in options else ())
         return out
 
     def write_kv(k, v, k_cache, v_cache, slots, **options: Any) -> Any:
         written = write(k, v, k_cache, v_cache, slots, **options)
-        record("WriteKV", written, (k_cache, v_cache), lambda: _written(k_cache, slots))
+        scales = (-2, -1) if "k_scales" in options else ()
+        record("WriteKV", written, (k_cache, v_cache), lambda: _written(k_cache, slots), scales)
         return written
 
     def append_kv(kind, k, v, k_cache, v_cache, slots, tables, num_tokens, *held: Any) -> Any:

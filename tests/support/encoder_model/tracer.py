@@ -99,10 +99,11 @@ class Tracer:
         out: Any,
         pools: tuple[mx.array, ...],
         blocks: Callable[[], Blocks],
+        scales: tuple[int, ...] = (),
     ) -> None:
         outputs = tuple(out) if isinstance(out, tuple | list) else (out,)
         self._calls.append(
-            Call(primitive, outputs, pools, blocks, self.stream(), self.counts["evals"])
+            Call(primitive, outputs, pools, blocks, self.stream(), self.counts["evals"], scales)
         )
 
     def _pool_made(self, call: Callable[..., None], pool: KVPool, *args: Any, **kw: Any) -> None:
