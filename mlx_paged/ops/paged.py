@@ -25,6 +25,7 @@ from mlx_paged import _ext
 from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.ops import fallback
 from mlx_paged.ops.arguments import Cache, checked
+from mlx_paged.ops.formats import dims_of
 
 Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
 
