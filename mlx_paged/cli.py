@@ -98,6 +98,9 @@ def add_engine(group: argparse._ArgumentGroup) -> None:
     )
     prefixes = "do not share K/V between prompts with a common prefix"
     add("--no-prefix-cache", action="store_true", help=prefixes)
+    disk = "keep K/V in this directory too, beyond the pool and the process (default: no disk)"
+    add("--kv-disk", metavar="DIR", help=disk)
+    add("--kv-disk-gb", type=memory, default=20.0, metavar="N", help="GB in it at most")
 
 
 def add_metrics(group: argparse._ArgumentGroup) -> None:
@@ -111,8 +114,11 @@ def add_metrics(group: argparse._ArgumentGroup) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of :class:`Engine` whose flags are the same in both commands."""
-    names = ("max_stall_ms", "policy", "preempt", "seed", "metrics_jsonl", "spike_ms", "profile")
+    names = ["max_stall_ms", "policy", "preempt", "seed", "metrics_jsonl", "spike_ms", "profile"]
+    names += ["kv_disk", "kv_disk_gb"]
+    files = [args.model or demo_model_path(), args.adapter_path]
     return {
+        "model_files": [path for path in files if path is not None],
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
         "prefix_cache": not args.no_prefix_cache,
         **{name: getattr(args, name) for name in names},

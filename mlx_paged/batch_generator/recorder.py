@@ -38,6 +38,8 @@ class StepRecorder:
         self._recording = Recording()
         self.drop = runner.drop
         self.fork = runner.fork
+        self.transfer = runner.transfer
+        self.parts = runner.parts
 
     def take(self) -> Recording:
         """The steps that ended since the last call."""

@@ -85,7 +85,10 @@ class StepPipeline(Generic[LaunchedT]):
         scheduled = self._clock()
         result.schedule_seconds += scheduled - started
         try:
+            if step.stores or step.loads:
+                self.runner.transfer(step.stores, step.loads)
             if not step.spans:
+                self._put(step)
                 assert not step.copies, "copies without a step that performs them"
                 return None
             launched = self.runner.launch(step, before.launched if before else None)
@@ -125,9 +128,25 @@ class StepPipeline(Generic[LaunchedT]):
             request.num_in_flight -= not request.synchronous
         result.choices = [choice for choice in choices if not choice.request.finish_reason]
         committing = self._clock()
+        self._put(current.step)
         self._scheduler.commit(current.step)
         self._scheduler.budget.observe(current.step.work, result.seconds)
         result.schedule_seconds += self._clock() - committing
+
+    def copy_when_idle(self) -> bool:
+        """Copy some blocks out of the pool, unless a step is under way; whether there are more."""
+        tier = self._scheduler.tier
+        if self.busy:
+            return False
+        step = Step(stores=tier.copies_when_idle())
+        self.runner.transfer(step.stores, ())
+        self._put(step)
+        return tier.has_more()
+
+    def _put(self, step: Step) -> None:
+        """Give the tier what a step has copied."""
+        for stored in step.stores:
+            self._scheduler.tier.put(stored.key, self.runner.parts(stored))
 
 
 @contextmanager

@@ -90,6 +90,7 @@ def _run(
     else:
         print_results(results, total=len(jobs))
     print_stats(engine, prewarm=not args.no_prewarm)
+    engine.close()
     if status == INTERRUPTED:
         print(f"interrupted: {len(results)} of {len(jobs)} prompts finished", file=sys.stderr)
     if args.output is not None:

@@ -1,6 +1,6 @@
 """The prefix caches of all layer groups together. Knows no mlx."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from mlx_paged.kv.block_tables import BlockTables, SequenceBlocks
 from mlx_paged.kv.blocks import BlockStore
@@ -13,9 +13,18 @@ from mlx_paged.kv.prefix_cache import (
     smallest_run,
     token_bytes,
 )
-from mlx_paged.kv.prefix_match import MissReason, PrefixMatch, miss_reason
+from mlx_paged.kv.prefix_match import (
+    AbsentBlock,
+    MissReason,
+    PrefixMatch,
+    block_key,
+    miss_reason,
+)
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
+
+ELSEWHERE = CachedBlock(-1, b"", b"", b"")
+"""Stands for a block that is not in the pool."""
 
 
 class GroupPrefixes:
@@ -75,8 +84,45 @@ class GroupPrefixes:
         hashes = hashes[:count]
         return PrefixMatch(hashes, blocks, tails, position, miss, snapshot, without_state)
 
+    def absent(
+        self, tokens: Sequence[int], salt: bytes, elsewhere: Container[bytes]
+    ) -> tuple[list[CachedBlock], list[AbsentBlock]]:
+        """What a prompt could reuse if the blocks were in the pool whose keys are `elsewhere`: the
+        blocks that are, and those that are not, in order. Both are empty if this is no more than
+        it can reuse anyway."""
+        stop, root, size = len(tokens) - 1, root_hash(salt), self._block_size
+        hashes, found, _ = self._full_blocks(tokens, stop, root, elsewhere)
+        count, cache = len(hashes), self._store.prefixes[0]
+        held: list[CachedBlock] = []
+        absent: list[AbsentBlock] = []
+        if isinstance(cache, StatefulPrefixCache):
+            states = [i for i, key in enumerate(hashes, 1) if block_key(key, None) in elsewhere]
+            count = max(states, default=0)
+            in_pool = found[0].index(ELSEWHERE) if ELSEWHERE in found[0] else len(hashes)
+            if count * size <= cache.latest_state(hashes[:in_pool], tokens, stop, root)[0]:
+                return [], []
+        first_kept = self._first_kept(count)
+        for i in range(count):
+            parent = hashes[i - 1] if i else root
+            content = token_bytes(tokens, i * size, (i + 1) * size)
+            groups: list[int | None] = [g for g, first in enumerate(first_kept) if i >= first]
+            if cache.snapshots is not None and i == count - 1:
+                groups.append(None)
+            for group in groups:
+                block = ELSEWHERE if group is None else found[group][i]
+                if block is None or block is ELSEWHERE:
+                    key = block_key(hashes[i], group)
+                    absent.append(AbsentBlock(key, i, group, hashes[i], parent, content))
+                else:
+                    held.append(block)
+        return (held, absent) if absent else ([], [])
+
     def _full_blocks(
-        self, tokens: Sequence[int], stop: int, root: bytes
+        self,
+        tokens: Sequence[int],
+        stop: int,
+        root: bytes,
+        elsewhere: Container[bytes] | None = None,
     ) -> tuple[list[bytes], list[list[CachedBlock | None]], bool]:
         """Hashes of the full blocks of ``tokens[:stop]`` that every group can reuse, each group's
         blocks of this content, and whether the next block was evicted."""
@@ -89,8 +135,15 @@ class GroupPrefixes:
         for start in range(0, stop - size + 1, size):
             content = token_bytes(tokens, start, start + size)
             hashes.append(chain_hash(parent, content))
-            for cache, blocks in zip(caches, found, strict=True):
-                blocks.append(cache.find(hashes[-1], parent, content))
+            for group, (cache, blocks) in enumerate(zip(caches, found, strict=True)):
+                block = cache.find(hashes[-1], parent, content)
+                if (
+                    block is None
+                    and elsewhere is not None
+                    and block_key(hashes[-1], group) in elsewhere
+                ):
+                    block = ELSEWHERE
+                blocks.append(block)
             if not all([blocks[-1] for blocks in complete]):
                 break
             parent = hashes[-1]
@@ -151,6 +204,10 @@ class GroupPrefixes:
         if not sequence.is_reusable or len(sequence.hashes) < block:
             return False
         content = token_bytes(tokens, block * size, snapshot.position)
+        return self.attach_at(sequence.prefix_hash(block), content, snapshot)
+
+    def attach_at(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
+        """Keep a snapshot of the states after `tokens`, the last ones of its block."""
         (prefixes,) = self._store.prefixes
         assert isinstance(prefixes, StatefulPrefixCache)
-        return prefixes.attach(sequence.prefix_hash(block), content, snapshot)
+        return prefixes.attach(parent, tokens, snapshot)

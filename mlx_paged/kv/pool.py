@@ -238,6 +238,20 @@ class KVPool:
         """Discard writes that were never evaluated. The content of their slots is then unknown."""
         self.k, self.v = list(self._first_k), list(self._first_v)
 
+    def arrays_of(self, group: int) -> list[tuple[list[mx.array], int]]:
+        """Where the handles of all arrays are that hold a layer group's blocks: lists and places in
+        them. Empty arrays and views of others are left out."""
+        layers = [i for i, array in enumerate(self._arrays) if group in array.groups]
+        places = [(self.k, i) for i in layers]
+        places += [(self.v, i) for i in layers if not self.shapes[i].latent]
+        return [(handles, i) for handles, i in places if handles[i].size]
+
+    def refresh_latents(self) -> None:
+        """Make the values of latent layers views of their keys' newest handles."""
+        for layer, shape in enumerate(self.shapes):
+            if shape.latent:
+                self.v[layer] = _latents(self.k[layer], shape)
+
     def handles(self) -> list[mx.array]:
         """Every layer's newest handles. Evaluate them once a step: this bounds the graph."""
         return [*self.k, *self.v]

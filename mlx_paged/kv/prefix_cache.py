@@ -1,7 +1,7 @@
 """Which blocks hold which token prefixes. Knows no mlx."""
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -80,9 +80,12 @@ class PrefixCache:
 
     Attributes:
         snapshots: of recurrent states; None for a model without recurrent layers.
+        fresh: full blocks in the order in which they became known, for who copies them elsewhere;
+            None: nobody does.
     """
 
     snapshots: Snapshots | None = None
+    fresh: deque[CachedBlock] | None = None
 
     def __init__(self, num_blocks: int, block_size: int, idle: OrderedDict[int, None]) -> None:
         self.block_size = block_size
@@ -109,8 +112,11 @@ class PrefixCache:
     def register(self, block: int, key: bytes, parent: bytes, tokens: bytes) -> None:
         """Add a full block, whose hash is `key`. Of blocks with equal content the first stays."""
         if key not in self._by_hash and block not in self._by_block:
-            self._add(CachedBlock(block, key, parent, tokens))
+            entry = CachedBlock(block, key, parent, tokens)
+            self._add(entry)
             self._evicted.pop(key, None)
+            if self.fresh is not None:
+                self.fresh.append(entry)
 
     def register_tail(self, block: int, parent: bytes, tokens: bytes) -> None:
         """Add a text's last block, unless it is too short or a known block begins with it."""
@@ -127,6 +133,10 @@ class PrefixCache:
         if entry is None or entry.tokens != tokens or entry.parent != parent:
             return None
         return entry
+
+    def entry(self, block: int) -> CachedBlock | None:
+        """What is known of a block."""
+        return self._by_block.get(block)
 
     def was_evicted(self, key: bytes) -> bool:
         """Whether a full block with this hash was known and has been evicted."""

@@ -25,6 +25,7 @@ class MissReason(StrEnum):
         UNSEEN: nothing was reused: no cached text begins like this prompt.
         DIVERGED: the cached text that agrees longest continues differently.
         END: the cached text ends there.
+        ON_DISK: more is on the disk, but to read it would take longer than to compute it.
     """
 
     DISABLED = "disabled"
@@ -34,6 +35,7 @@ class MissReason(StrEnum):
     UNSEEN = "unseen"
     DIVERGED = "diverged"
     END = "end"
+    ON_DISK = "on_disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,29 @@ class PrefixMatch:
     snapshot: Snapshot | None = None
     prefix_without_state: int = 0
     copies: Sequence[BlockCopy] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentBlock:
+    """A block of a prompt that is elsewhere and not in the pool.
+
+    Attributes:
+        key: its name there.
+        index: which block of the prompt it is.
+        group: its layer group; None: these are the recurrent states after it.
+    """
+
+    key: bytes
+    index: int
+    group: int | None
+    hash: bytes
+    parent: bytes
+    tokens: bytes
+
+
+def block_key(hash: bytes, group: int | None) -> bytes:
+    """The name of a block outside the pool, 24 bytes; of the states after it without a group."""
+    return hash + (b"states\0\0" if group is None else group.to_bytes(8, "little"))
 
 
 def miss_reason(

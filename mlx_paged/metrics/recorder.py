@@ -97,7 +97,7 @@ class TickRecorder:
             | self._log.summary()
             | {
                 "running": len(scheduler.running),
-                "waiting": len(scheduler.waiting),
+                "waiting": len(scheduler.waiting) + len(scheduler.tier.loading),
                 "blocks_in_use": allocator.blocks_in_use,
                 "blocks_cached": allocator.num_cached,
                 "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
@@ -178,7 +178,8 @@ class TickRecorder:
         """Current levels, and how much the counters grew since the tick before."""
         stats, scheduler = self._stats, self._scheduler
         allocator = scheduler.allocator
-        tick.running, tick.waiting = len(scheduler.running), len(scheduler.waiting)
+        tick.running = len(scheduler.running)
+        tick.waiting = len(scheduler.waiting) + len(scheduler.tier.loading)
         tick.blocks_in_use, tick.blocks_cached = allocator.blocks_in_use, allocator.num_cached
         stats.blocks_in_use = tick.blocks_in_use
         tick.preemptions = scheduler.num_preemptions - stats.preemptions

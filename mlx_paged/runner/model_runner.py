@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,15 +12,17 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged.attention.sdpa_hook import attention_hook
+from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
-from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of
+from mlx_paged.runner.recurrent_states import RecurrentStates, arrays_of, packed, states_of
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.sampler import Sampled, Sampler
 from mlx_paged.scheduler.runner_protocol import SampledToken
@@ -75,7 +77,7 @@ class ModelRunner:
         """Build a step's graph and start it on the device, without waiting for it."""
         self.manager.pool.copy_blocks(step.copies)
         for request, snapshot in step.restores:
-            self.states.restore(request.id, cast(States, snapshot.states))
+            self.states.restore(request.id, states_of(snapshot))
         coming = None if before is None else before.coming
         requests: list[Request] = []
         logits: list[mx.array] = []
@@ -109,6 +111,28 @@ class ModelRunner:
         self._begin(pending)
         self._raise_noted()
         return LaunchedStep(requests, sampled, pending)
+
+    def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
+        """Start to copy blocks out of the pool and others into it."""
+        pool = self.manager.pool
+        for group in range(len(self.manager.plan.groups)):
+            leaving = [t for t in stores if t.group == group and t.blocks]
+            if leaving:
+                staged = read_blocks(pool, [b for t in leaving for b in t.blocks], group)
+                for i, stored in enumerate(leaving):
+                    stored.payload = staged, len(stored.blocks) * i
+            coming = [t for t in loads if t.group == group]
+            if coming:
+                data = np.concatenate([np.frombuffer(t.payload, np.uint8) for t in coming])
+                blocks = [b for t in coming for b in t.blocks]
+                write_blocks(pool, blocks, group, data.reshape(len(blocks), -1))
+
+    def parts(self, stored: BlockTransfer) -> list[Any]:
+        """The bytes that were copied."""
+        if not stored.blocks:
+            return packed(stored.payload)
+        staged, start = stored.payload
+        return [np.asarray(staged)[start : start + len(stored.blocks)].reshape(-1)]
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""

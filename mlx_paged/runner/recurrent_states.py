@@ -1,9 +1,15 @@
 """States of recurrent layers, kept per sequence and joined for a batch."""
 
+import json
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import ArraysCache
+
+from mlx_paged.kv.snapshots import Snapshot
 
 LayerState = list[mx.array | None]
 States = list[LayerState]
@@ -92,6 +98,35 @@ class RecurrentStates:
 def arrays_of(states: Iterable[LayerState]) -> list[mx.array]:
     """The arrays of a sequence's states."""
     return [array for layer in states for array in layer if array is not None]
+
+
+def packed(states: States) -> list[Any]:
+    """States as buffers of bytes, the layout of the others first."""
+    layout = [[None if a is None else [str(a.dtype), a.shape] for a in s] for s in states]
+    text = json.dumps(layout).encode()
+    arrays = [np.asarray(a.reshape(-1).view(mx.uint8)) for a in arrays_of(states)]
+    return [len(text).to_bytes(8, "little") + text, *arrays]
+
+
+def states_of(snapshot: Snapshot) -> States:
+    """A snapshot's states, which may be packed."""
+    if not isinstance(snapshot.states, list):
+        payload = bytes(snapshot.states)  # type: ignore[call-overload]
+        start = 8 + int.from_bytes(payload[:8], "little")
+        layout, states = json.loads(payload[8:start]), list[LayerState]()
+        for layer in layout:
+            states.append([])
+            for name, shape in [known or (None, ()) for known in layer]:
+                if name is None:
+                    states[-1].append(None)
+                    continue
+                dtype = getattr(mx, name.rpartition(".")[2])
+                stop = start + dtype.size * math.prod(shape)
+                array = mx.array(np.frombuffer(payload[start:stop], np.uint8)).view(dtype)
+                states[-1].append(array.reshape(shape))
+                start = stop
+        snapshot.states = states
+    return cast(States, snapshot.states)
 
 
 def shapes_of(states: Iterable[LayerState]) -> StateShapes:

@@ -19,17 +19,23 @@ class ChunkBudget:
         max_stall: predicted seconds of a step with decodes at most; MIN_CHUNK tokens may exceed
             it. None: no such bound.
         cost: predicts the time of a step.
+        learns: whether it learns from every step; without `max_stall` nothing here needs it.
     """
 
     def __init__(self, prefill_chunk: int, max_stall: float | None) -> None:
         self.prefill_chunk = prefill_chunk
         self.max_stall = max_stall
         self.cost = CostModel()
+        self.learns = max_stall is not None
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from the time of a step; does nothing without `max_stall`."""
-        if self.max_stall is not None and seconds > 0:
+        """Learn from the time of a step, if `learns`."""
+        if self.learns and seconds > 0:
             self.cost.observe(work, seconds)
+
+    def seconds_to_compute(self, start: int, stop: int) -> float:
+        """Predicted seconds of a prompt's tokens ``[start, stop)``; 0: unknown."""
+        return self.cost.predict(StepWork.chunk(start, stop - start))
 
     def left(self, step: Step, request: Request, behind: Iterable[Request] = ()) -> int:
         """How many prompt tokens of `request` the step can still compute.

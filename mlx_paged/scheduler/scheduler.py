@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
-from mlx_paged.kv.prefix_match import MissReason
+from mlx_paged.kv_disk.no_tier import NoTier
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget, is_under_way
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy, WaitingQueue, choose_preempted
@@ -39,6 +39,8 @@ class Scheduler:
         rewinds: whether a sequence can continue from any earlier position. A model with recurrent
             states can not.
         max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
+
+        tier: K/V on a disk, and the requests that wait for it; default: there is none.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Scheduler:
         watermark: int = 0,
         rewinds: bool = True,
         max_snapshots: int = 0,
+        tier: NoTier | None = None,
     ) -> None:
         self.allocator = allocator
         self.max_running = max_running
@@ -62,6 +65,7 @@ class Scheduler:
         self.victims = victims
         self.watermark = watermark
         self.rewinds = rewinds
+        self.tier = NoTier() if tier is None else tier
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
             self._plan = SnapshotPlan(allocator, max_snapshots)
@@ -73,7 +77,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.waiting or self.running or self.tier.loading)
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError if the request needs more blocks than the pool has."""
@@ -89,7 +93,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it can never fit."""
         self.check_fits(request)
-        self.waiting.push(request)
+        if not self.tier.ask(request):
+            self.waiting.push(request)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Start `child`, whose tokens begin with all of `parent`'s, on the parent's blocks.
@@ -110,15 +115,18 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose this step's tokens and make their slots writable."""
         step = Step()
+        for request in self.tier.arrived(waits=not (self.waiting or self.running)):
+            self.waiting.push(request)
         if self._isolated:
             self._schedule_isolated(step)
-            return step
-        decodes, chunks, exhausted = sort_by_pending(self.running.values())
-        for request in exhausted:
-            self._leave_running(request)
-        self._schedule_decodes(step, decodes)
-        self._schedule_chunks(step, chunks)
-        self._admit(step)
+        else:
+            decodes, chunks, exhausted = sort_by_pending(self.running.values())
+            for request in exhausted:
+                self._leave_running(request)
+            self._schedule_decodes(step, decodes)
+            self._schedule_chunks(step, chunks)
+            self._admit(step)
+        step.stores = self.tier.leaving()
         return step
 
     def complete(self, request: Request) -> None:
@@ -126,6 +134,7 @@ class Scheduler:
         self._isolated.pop(request.id, None)
         if request in self.waiting:
             self.waiting.remove(request)
+        self.tier.forget(request)
         if request.samples:
             self._hand_over_samples(request)
         if request.id in self.running:
@@ -266,8 +275,13 @@ class Scheduler:
             request = self.waiting.peek()
             if request.id in step.requests or request.num_in_flight:
                 break  # preempted or forked in this step
-            if request.id not in self.parked and not self._can_start(step, request):
-                break
+            if request.id not in self.parked:
+                step.loads += self.tier.adopt(request)
+                if self.tier.ask(request):
+                    self.waiting.pop()
+                    continue
+                if not self._can_start(step, request):
+                    break
             if not self._enter(step, request, self._spare_blocks(request)):
                 break
             self.waiting.pop()
@@ -319,13 +333,14 @@ class Scheduler:
                     return False
                 self._evict_parked()
         step.copies += admission.copies
+        miss = self.tier.admitted(request, admission)
         request.num_computed = admission.num_cached
         request.prefix_without_state = admission.prefix_without_state
         if admission.snapshot is not None:
             step.restores.append((request, admission.snapshot))
         if request.num_preempted == 0:
             request.num_cached = admission.num_cached
-            request.prefix_miss = admission.miss if self.prefix_cache else MissReason.DISABLED
+            request.prefix_miss = miss
         return True
 
     def _make_room(self, step: Step) -> Request:

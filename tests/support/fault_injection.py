@@ -89,6 +89,12 @@ class FaultyRunner:
         self._under_way.remove(current)
         return self.inner.collect(launched)
 
+    def transfer(self, stores: Any, loads: Any) -> None:
+        self.inner.transfer(stores, loads)
+
+    def parts(self, stored: Any) -> list[Any]:
+        return self.inner.parts(stored)
+
     def drop(self, request: Request) -> None:
         self.inner.drop(request)
 

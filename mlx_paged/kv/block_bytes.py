@@ -1,0 +1,69 @@
+"""Whole blocks of a pool as bytes, whatever the arrays of the pool hold."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged import ops
+from mlx_paged.kv.pool import KVPool, as_int32
+
+ROW_LENGTHS = 1024, 512, 256, 128, 64, 32, 16, 8, 4, 2
+"""Elements of the rows in which blocks are written: the largest that divides a block."""
+
+
+def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:
+    """A copy of these blocks in all arrays of a layer group, ``[n, bytes]`` uint8.
+
+    It is under way when this returns, so that no later write changes it.
+    """
+    indices = as_int32(blocks)
+    parts = [
+        ops.take_from_pool(_rows(handles[i]), indices).view(mx.uint8)
+        for handles, i in pool.arrays_of(group)
+    ]
+    staged = mx.concatenate(parts, axis=1)
+    mx.async_eval(staged)  # type: ignore[no-untyped-call]
+    return staged
+
+
+def write_blocks(
+    pool: KVPool, blocks: Sequence[int], group: int, data: npt.NDArray[np.uint8]
+) -> None:
+    """Write what :func:`read_blocks` returned into these blocks, before whatever reads them."""
+    indices, staged, start = as_int32(blocks), mx.array(data), 0
+    for handles, i in pool.arrays_of(group):
+        cache = handles[i]
+        stop = start + cache[:, 0].nbytes
+        handles[i] = _written(cache, indices, staged[:, start:stop])
+        start = stop
+    pool.refresh_latents()
+    mx.async_eval(pool.handles())  # type: ignore[no-untyped-call]
+
+
+def _rows(cache: mx.array) -> mx.array:
+    """``[num_blocks, elements of a block]``, a view of an array of the pool."""
+    return cache.transpose(1, 0, 2, 3).reshape(cache.shape[1], -1)
+
+
+def _written(cache: mx.array, indices: mx.array, data: mx.array) -> mx.array:
+    """A handle of `cache` after `data` ``[n, bytes]`` was written in place.
+
+    The op for rows of K/V writes each half of a row as one of its two arrays. Where it has no
+    kernel for them, the result is a new array.
+    """
+    heads, num_blocks, size, dim = cache.shape
+    dtype = mx.float16 if cache.dtype.size == 1 else cache.dtype
+    num_elements = _rows(cache).shape[1] * cache.dtype.size // dtype.size
+    width = max((n for n in ROW_LENGTHS if num_elements % n == 0), default=0)
+    if width and ops.kernel_for(None, width // 2, width // 2) == "native":
+        cells = _rows(cache).view(dtype).reshape(num_blocks, -1, 1, width).transpose(1, 0, 2, 3)
+        rows = data.view(dtype).reshape(len(indices), -1, width)
+        (k, v), (k_cache, v_cache) = mx.split(rows, 2, axis=-1), mx.split(cells, 2, axis=-1)
+        written = ops.write_kv(k, v, k_cache, v_cache, indices)
+        handle: mx.array = mx.depends([cache], list(written))[0]
+        return handle
+    changed = mx.array(_rows(cache))
+    changed[indices] = data.view(cache.dtype)
+    return changed.reshape(num_blocks, heads, size, dim).transpose(1, 0, 2, 3)
