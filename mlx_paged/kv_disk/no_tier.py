@@ -53,5 +53,9 @@ class NoTier:
     def put(self, key: bytes, parts: list[Any]) -> None:
         """Keep what was copied."""
 
+    def metrics(self) -> dict[str, Any] | None:
+        """Counters as plain JSON values: see docs/metrics.md."""
+        return None
+
     def close(self) -> None:
         """Give up the disk. What was given to :meth:`put` is written before."""

@@ -132,6 +132,15 @@ class DiskStore:
         self._bytes = FADING * self._bytes + num_bytes
         self._seconds = FADING * self._seconds + seconds
 
+    def metrics(self) -> dict[str, Any]:
+        """Counters and levels as plain JSON values."""
+        names = ("hits", "bytes_read", "bytes_written")
+        return {name: self.counts[name] for name in names} | {
+            "seconds_saved": self.seconds_saved,
+            "dropped": dict(self.dropped),
+            "records": len(self),
+        }
+
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything is written, or for some seconds."""
         wait([self._writer.submit(lambda: None)], timeout)

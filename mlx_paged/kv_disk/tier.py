@@ -51,6 +51,7 @@ class KVDiskTier(NoTier):
         super().__init__()
         self.store = store
         self._declined: set[int] = set()  # ids of requests whose blocks take too long to read
+        self._num_declined = 0
         self._allocator = allocator
         self._seconds_to_compute = seconds_to_compute
         self._entry_bytes = entry_bytes
@@ -90,6 +91,9 @@ class KVDiskTier(NoTier):
     def put(self, key: bytes, parts: list[Any]) -> None:
         self.store.put(key, parts)
 
+    def metrics(self) -> dict[str, Any]:
+        return self.store.metrics() | {"loading": len(self.loading), "slower": self._num_declined}
+
     def close(self) -> None:
         self._allocator.store.on_evict = None
         for prefixes in self._allocator.store.prefixes:
@@ -128,6 +132,7 @@ class KVDiskTier(NoTier):
         to_compute = self._seconds_to_compute(start, stop)
         if 0 < to_compute < self.store.seconds_to_read(keys):
             self._declined.add(request.id)
+            self._num_declined += 1
             return False
         under_way = [load for load in self._loads.values() if keys[0] in load.keys]
         if not under_way and sum(load.num_bytes for load in self._loads.values()) > LOAD_BYTES:

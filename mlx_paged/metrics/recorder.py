@@ -100,6 +100,7 @@ class TickRecorder:
                 "waiting": len(scheduler.waiting) + len(scheduler.tier.loading),
                 "blocks_in_use": allocator.blocks_in_use,
                 "blocks_cached": allocator.num_cached,
+                "kv_disk": scheduler.tier.metrics(),
                 "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
                 "cow_clones_per_token": stats.cow_clones / max(1, stats.generation_tokens),
                 "tokens_by_phase": {
