@@ -203,8 +203,10 @@ class Engine(EngineCore):
         """
         while self.copy_when_idle():
             pass
-        self.scheduler.tier.close()
-        self.scheduler.tier = NoTier()
+        tier, self.scheduler.tier = self.scheduler.tier, NoTier()
+        tier.close()
+        for request in tier.loading.values():
+            self.scheduler.waiting.push(request)
         if self._unwire is not None:
             unwire, self._unwire = self._unwire, None
             try:

@@ -28,13 +28,14 @@ class Load:
     Attributes:
         num_bytes: their payloads together.
         found: those that arrived and can be trusted.
+        is_whole: whether these are all that the pool lacked.
     """
 
     def __init__(self, keys: Sequence[bytes], num_bytes: int, worth: float) -> None:
         self.keys = frozenset(keys)
         self.num_bytes = num_bytes
         self.worth = worth
-        self.is_noted = False
+        self.is_noted = self.is_whole = False
         self.found: dict[bytes, Any] = {}
         self.futures: list[Future[None]] = []
         self.started = self.ended = monotonic()

@@ -1,6 +1,6 @@
 """KVDiskTier: which blocks go to the disk, and which come back. Knows no mlx."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from itertools import accumulate
@@ -23,6 +23,9 @@ LOAD_BYTES = 1 << 30
 """Bytes of a load at most. A longer prefix takes several."""
 WAIT = 0.02
 """Seconds that an engine without other work waits for the disk at once."""
+MAX_ASKS = 2
+"""A request asks when it arrives, and before it is admitted; and again after each load that did not
+bring all."""
 LOAD_TIMEOUT = 30.0
 """Seconds after which a request no longer waits for the disk."""
 
@@ -58,7 +61,7 @@ class KVDiskTier(NoTier):
         self._full = allocator.block_size * TOKEN_BYTES
         self._loads: dict[int, Load] = {}  # by id of the request that waits for it
         self._reached: dict[int, int] = {}  # by request id: the first block of its last load
-        self._asked: set[int] = set()  # ids of requests that have nothing more to ask for
+        self._asked: Counter[int] = Counter()  # by request id
         self._leaving: dict[bytes, BlockTransfer] = {}  # the step that is planned copies them
         self._fresh = [deque[CachedBlock](maxlen=allocator.num_blocks) for _ in allocator.groups]
         allocator.store.on_evict = self._leave
@@ -119,9 +122,10 @@ class KVDiskTier(NoTier):
     # From the store to the pool
 
     def ask(self, request: Request) -> bool:
-        if request.id in self._asked or request.id in self._loads or not len(self.store):
+        is_enough = self._asked[request.id] >= MAX_ASKS or request.id in self._loads
+        if is_enough or not len(self.store):
             return False
-        self._asked.add(request.id)
+        self._asked[request.id] += 1
         absent = self._allocator.prefixes.absent(request.tokens, request.salt, self.store)[1]
         if not absent or self._reached.get(request.id, -1) >= absent[0].index:
             return False
@@ -136,9 +140,10 @@ class KVDiskTier(NoTier):
             return False
         under_way = [load for load in self._loads.values() if keys[0] in load.keys]
         if not under_way and sum(load.num_bytes for load in self._loads.values()) > LOAD_BYTES:
-            self._asked.discard(request.id)  # others come first
+            self._asked[request.id] -= 1  # others come first
             return False
         load = under_way[0] if under_way else self.store.load(keys, to_compute)
+        load.is_whole = not under_way and len(keys) == len(absent)
         self._loads[request.id], self._reached[request.id] = load, absent[0].index
         self.loading[request.id] = request
         return True
@@ -175,14 +180,15 @@ class KVDiskTier(NoTier):
             return []
         self.store.note(load)
         del self._loads[request.id]
-        self._asked.discard(request.id)
+        is_whole = load.is_whole and len(load.found) == len(load.keys)
+        self._asked[request.id] = MAX_ASKS if is_whole else MAX_ASKS - 1
         return adopted
 
     def forget(self, request: Request) -> None:
         self.loading.pop(request.id, None)
         self._loads.pop(request.id, None)
         self._reached.pop(request.id, None)
-        self._asked.discard(request.id)
+        self._asked.pop(request.id, None)
         self._declined.discard(request.id)
 
     def _adopt(self, request: Request, found: Mapping[bytes, Any]) -> list[BlockTransfer]:

@@ -130,7 +130,7 @@ class ModelRunner:
     def parts(self, stored: BlockTransfer) -> list[Any]:
         """The bytes that were copied."""
         if not stored.blocks:
-            return packed(stored.payload)
+            return packed(stored.payload) if isinstance(stored.payload, list) else [stored.payload]
         staged, start = stored.payload
         return [np.asarray(staged)[start : start + len(stored.blocks)].reshape(-1)]
 

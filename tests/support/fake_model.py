@@ -239,6 +239,8 @@ class FakeRunner:
 
     def parts(self, stored: BlockTransfer) -> list[bytes]:
         if not stored.blocks:
+            if not isinstance(stored.payload, State):
+                return [stored.payload]
             assert stored.payload.context is not None, "a state that is not computed yet"
             return [json.dumps([stored.payload.position, stored.payload.context]).encode()]
         while stored.payload is None:
