@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -115,20 +115,20 @@ class Faults:
         between: Callable[[], None] = lambda: None,
     ) -> Outputs:
         """What a new engine answers; `between` is called after half of the prompts."""
-        options = {"num_blocks": 64, "block_size": 8, "prewarm": False, "kv_disk": directory}
-        engine = Engine(model, tokenizer, **options)
+        sizes: dict[str, Any] = {"num_blocks": 64, "block_size": 8, "prewarm": False}
+        engine = Engine(model, tokenizer, **sizes, kv_disk=directory)
         try:
             half = len(self.prompts) // 2
-            args = {"max_tokens": OUTPUT, "cache_salt": salt}
+            args: dict[str, Any] = {"max_tokens": OUTPUT, "cache_salt": salt}
             completions = engine.generate(self.prompts[:half], **args)
             between()
             completions += engine.generate(self.prompts[half:], **args)
-            tier = engine.scheduler.tier
+            metrics = engine.metrics()["kv_disk"]
         finally:
             engine.close()
-        if directory is not None:
-            self.counts["hits"] += tier.store.counts["hits"]
-            self.dropped.update(tier.store.dropped)
+        if metrics is not None:
+            self.counts["hits"] += metrics["hits"]
+            self.dropped.update(metrics["dropped"])
         return [(c.tokens, c.logprobs) for c in completions]
 
     def live(self) -> None:
@@ -219,14 +219,14 @@ def kill(life: Faults) -> Iterator[Options]:
 @contextmanager
 def calls(life: Faults) -> Iterator[Options]:
     """Reads, writes and opens that fail: no space, no permission, a broken disk, or cut short."""
-    rate = life.rng.choice((0.05, 0.3, 1.0))
+    rate, failed = life.rng.choice((0.05, 0.3, 1.0)), Counter[str]()
     errors = errno.ENOSPC, errno.EACCES, errno.EIO, errno.ENOENT
 
     def failing(call: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **options: Any) -> Any:
             may_fail = getattr(packs._thread, "may_wait", False)
             if may_fail and life.rng.random() < rate:
-                life.faults["calls"] += 1
+                failed["raised"] += 1
                 code = life.rng.choice(errors)
                 raise OSError(code, os.strerror(code))
             return call(*args, **options)
@@ -236,19 +236,22 @@ def calls(life: Faults) -> Iterator[Options]:
     def short(file: int, buffers: list[Any], offset: int) -> int:
         whole = b"".join(buffers)
         if life.rng.random() < rate:
-            life.faults["calls"] += 1
+            failed["short"] += 1
             return os.pwrite(file, whole[: life.rng.randrange(len(whole))], offset)
         return os.pwrite(file, whole, offset)
 
-    names = life.rng.choice((["preadv"], ["pwritev"], ["open"], ["statvfs", "utime", "pwrite"]))
+    names = life.rng.choice((["preadv"], ["pwritev"], ["open"], ["statvfs", "utime"]))
     write = life.rng.random() < 0.3
     with (
-        mock.patch.multiple(os, **{name: failing(getattr(os, name)) for name in names}),
+        ExitStack() as stack,
         mock.patch.object(Path, "open", failing(Path.open)),
         mock.patch.object(os, "pwritev", short if write else os.pwritev),
         mock.patch.object(store, "PAUSE", 0.0),
     ):
+        for name in names:
+            stack.enter_context(mock.patch.object(os, name, failing(getattr(os, name))))
         yield {}
+    life.faults["calls"] += min(failed.total(), PER_LIFE)
 
 
 @contextmanager
@@ -306,7 +309,7 @@ def vanished(life: Faults) -> Iterator[Options]:
                 path.unlink()
             else:
                 os.truncate(path, life.rng.randrange(path.stat().st_size + 1))
-            life.faults["vanished"] += 1
+        life.faults["vanished"] += PER_LIFE
 
     yield {"between": between}
 

@@ -46,11 +46,11 @@ def first_token(engine: Engine, prompt: list[int]) -> tuple[float, float, list[i
     """Seconds to the first token, median seconds of a later step, and all tokens."""
     started = time.perf_counter()
     engine.add_request(prompt, max_tokens=OUTPUT)
-    times, tokens = [], []
+    times, tokens = list[float](), list[int]()
     while engine.has_work:
         for output in engine.step():
             times.append(time.perf_counter())
-            tokens.append(output.token)
+            tokens += [] if output.token is None else [output.token]
     gaps = [b - a for a, b in pairwise(times)]
     return times[0] - started, median(gaps), tokens
 

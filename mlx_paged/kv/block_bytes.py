@@ -23,7 +23,8 @@ def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:
         ops.take_from_pool(_rows(handles[i]), indices).view(mx.uint8)
         for handles, i in pool.arrays_of(group)
     ]
-    staged = mx.concatenate(parts, axis=1)
+    nothing = mx.zeros((len(blocks), 0), mx.uint8)
+    staged = mx.concatenate([nothing, *parts], axis=1)
     mx.async_eval(staged)  # type: ignore[no-untyped-call]
     return staged
 

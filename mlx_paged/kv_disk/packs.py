@@ -6,13 +6,13 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from struct import Struct
 from time import time
 from typing import Any, NamedTuple
+from weakref import finalize
 
 import numpy as np
 
@@ -86,27 +86,27 @@ class PackFiles:
         self.max_bytes = max_bytes
         self._pack_bytes = min(MAX_PACK, max(MIN_PACK, max_bytes // PACKS))
         self.packs: OrderedDict[int, Pack] = OrderedDict()  # the one unused longest first
-        self._file: FileIO | None = None  # of the last pack, to append to
+        self._file = -1  # of the last pack, to append to; -1: none is open
+        self._close_file: Callable[[], object] = int
         try:
             self.directory.mkdir(0o700, parents=True, exist_ok=True)
-            self._lock = FileIO(
-                os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+"
-            )
+            lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ValueError(
                 f"[Engine] kv_disk is {str(directory)!r} ({error.strerror}): expected a directory "
                 "that can be written"
             ) from error
+        self._unlock = finalize(self, os.close, lock)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            user = self._lock.read(20).decode(errors="replace").strip() or "unknown"
-            self._lock.close()
+            user = os.pread(lock, 20, 0).decode(errors="replace").strip() or "unknown"
+            self._unlock()
             raise ValueError(
                 f"[Engine] kv_disk is {str(directory)!r}, which process {user} uses: expected a "
                 "directory of its own"
             ) from error
-        self._lock.write(f"{os.getpid():<20}".encode())
+        os.pwrite(lock, f"{os.getpid():<20}".encode(), 0)
 
     @property
     def num_bytes(self) -> int:
@@ -170,12 +170,13 @@ class PackFiles:
         ):
             raise OSError(errno.ENOSPC, "the disk is too full")
         last = max(self.packs, default=0)
-        if self._file is None or self.packs[last].num_bytes + size > self._pack_bytes:
+        if self._file < 0 or self.packs[last].num_bytes + size > self._pack_bytes:
             self.end_pack()
             last += 1
             path = self.directory / f"{last:08}.kv"
-            self._file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "r+")
-            self.packs[last] = Pack(path, self._file.write(FILE_MAGIC))
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self._close_file = finalize(self, os.close, self._file)
+            self.packs[last] = Pack(path, os.write(self._file, FILE_MAGIC))
         removed = []
         while self.num_bytes + size > self.max_bytes and next(iter(self.packs)) != last:
             removed.append(next(iter(self.packs)))
@@ -183,7 +184,7 @@ class PackFiles:
         offset = self.packs[last].num_bytes
         header = _header(identity, key, payload)
         try:
-            if os.pwritev(self._file.fileno(), [header, payload], offset) != size:
+            if os.pwritev(self._file, [header, payload], offset) != size:
                 raise OSError(errno.ENOSPC, "the disk is full")
         except OSError:
             self.end_pack()  # what comes after a torn record is not found again
@@ -235,14 +236,13 @@ class PackFiles:
 
     def end_pack(self) -> None:
         """Append to a new pack from here on."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._close_file()
+        self._file = -1
 
     def close(self) -> None:
         """Let others use the directory."""
         self.end_pack()
-        self._lock.close()
+        self._unlock()
 
 
 def parsed(header: bytes) -> tuple[bytes, bytes, bytes, int, int, int]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -155,13 +156,19 @@ class DiskStore:
     # On the store's threads
 
     def _scan(self) -> None:
-        keys: dict[bytes, Location] = {}
+        index, live = dict[bytes, Location](), set[int]()
         for found in self._packs.scan():
             if isinstance(found, str):
                 self.dropped[found] += 1
-            elif found[0] == self._identity:
-                keys.setdefault(found[1], found[2])
-        self._index = keys
+                continue
+            identity, key, place = found
+            live.add(place.pack)
+            if identity == self._identity:
+                index.setdefault(key, place)
+        self._index = index
+        for number in self._packs.packs.keys() - live:
+            with suppress(OSError):
+                self._packs.remove(number)
         self._written = self._packs.written_today()
 
     def _write(self, key: bytes, parts: Sequence[Any]) -> None:

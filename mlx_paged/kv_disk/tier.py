@@ -135,8 +135,8 @@ class KVDiskTier(NoTier):
         start, stop = absent[0].index * size, (absent[len(keys) - 1].index + 1) * size
         to_compute = self._seconds_to_compute(start, stop)
         if 0 < to_compute < self.store.seconds_to_read(keys):
+            self._num_declined += request.id not in self._declined
             self._declined.add(request.id)
-            self._num_declined += 1
             return False
         under_way = [load for load in self._loads.values() if keys[0] in load.keys]
         if not under_way and sum(load.num_bytes for load in self._loads.values()) > LOAD_BYTES:
