@@ -145,8 +145,9 @@ class StepPipeline(Generic[LaunchedT]):
 
     def _put(self, step: Step) -> None:
         """Give the tier what a step has copied."""
-        for stored in step.stores:
-            self._scheduler.tier.put(stored.key, self.runner.parts(stored))
+        if step.stores:
+            copied = [(stored.key, self.runner.parts(stored)) for stored in step.stores]
+            self._scheduler.tier.put(copied)
 
 
 @contextmanager

@@ -231,6 +231,14 @@ class BlockStore:
                 unheld.append(entry)
         self._settle([e for e in unheld if e not in self.origins] if self.origins else unheld)
 
+    def touch(self, known: CachedBlock) -> None:
+        """Evict this block after all that are idle now."""
+        if (
+            known.block in self.idle
+            and self.prefixes[self._group_of[known.block]].entry(known.block) is known
+        ):
+            self.idle.move_to_end(known.block)
+
     def drop_idle(self) -> None:
         """Forget all known content that no sequence holds."""
         while self.idle:

@@ -50,8 +50,8 @@ class NoTier:
         """Whether an idle engine should copy more."""
         return False
 
-    def put(self, key: bytes, parts: list[Any]) -> None:
-        """Keep what was copied."""
+    def put(self, copied: list[tuple[bytes, list[Any]]]) -> None:
+        """Keep what was copied: keys, and buffers that never change."""
 
     def metrics(self) -> dict[str, Any] | None:
         """Counters as plain JSON values: see docs/metrics.md."""

@@ -1,5 +1,6 @@
 """DiskStore: writes and reads records on threads of its own. Knows no mlx."""
 
+import errno
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,14 +30,13 @@ class Load:
     Attributes:
         num_bytes: their payloads together.
         found: those that arrived and can be trusted.
-        is_whole: whether these are all that the pool lacked.
     """
 
     def __init__(self, keys: Sequence[bytes], num_bytes: int, worth: float) -> None:
         self.keys = frozenset(keys)
         self.num_bytes = num_bytes
         self.worth = worth
-        self.is_noted = self.is_whole = False
+        self.is_noted = False
         self.found: dict[bytes, Any] = {}
         self.futures: list[Future[None]] = []
         self.started = self.ended = monotonic()
@@ -105,13 +105,13 @@ class DiskStore:
         """What earlier reads predict; 0 before the first."""
         return self._seconds / self._bytes * sum(map(self.size_of, keys)) if self._bytes else 0.0
 
-    def put(self, key: bytes, parts: Sequence[Any]) -> None:
-        """Write a payload, soon. The caller does not change its parts."""
-        if key in self or not self.has_room:
-            return
-        self._pending[key] = parts
-        self._staged += sum(map(len, parts))
-        self._writer.submit(self._write, key, parts)
+    def put(self, copied: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
+        """Write payloads, soon: keys and parts that the caller does not change."""
+        new = [(key, parts) for key, parts in copied if key not in self]
+        if new and self.has_room:
+            self._pending |= new
+            self._staged += sum(len(part) for _, parts in new for part in parts)
+            self._writer.submit(self._write_all, new)
 
     def load(self, keys: Sequence[bytes], worth: float = 0.0) -> Load:
         """Start to read payloads."""
@@ -171,23 +171,30 @@ class DiskStore:
                 self._packs.remove(number)
         self._written = self._packs.written_today()
 
-    def _write(self, key: bytes, parts: Sequence[Any]) -> None:
-        try:
-            if self._may_write(sum(map(len, parts))):
-                place, removed = self._packs.append(self._identity, key, b"".join(parts))
-                self._index[key] = place
-                self.counts["bytes_written"] += place.num_bytes
-                for old, (pack, *_) in list(self._index.items()) if removed else ():
-                    if pack in removed:
-                        del self._index[old]
-        except OSError as error:
-            self.dropped["full" if error.errno == 28 else "unwritable"] += 1
-            self._resume = monotonic() + PAUSE
-        finally:
-            del self._pending[key]
-            self._staged -= sum(map(len, parts))
+    def _write_all(self, new: Sequence[tuple[bytes, Sequence[Any]]]) -> None:
+        for key, parts in new:
+            num_bytes = sum(map(len, parts))
+            try:
+                if self._may_write(num_bytes):
+                    self._write(key, parts[0] if len(parts) == 1 else b"".join(parts))
+            except OSError as error:
+                self.dropped["full" if error.errno == errno.ENOSPC else "unwritable"] += 1
+                self._resume = monotonic() + PAUSE
+            finally:
+                del self._pending[key]
+                self._staged -= num_bytes
+
+    def _write(self, key: bytes, payload: Any) -> None:
+        place, removed = self._packs.append(self._identity, key, payload)
+        self._index[key] = place
+        self.counts["bytes_written"] += place.num_bytes
+        for old, (pack, *_) in list(self._index.items()) if removed else ():
+            if pack in removed:
+                del self._index[old]
 
     def _may_write(self, num_bytes: int) -> bool:
+        if not self.is_writable:
+            return False
         if monotonic() - self._day > 86400:
             self._written, self._day = 0, monotonic()
         self._written += num_bytes

@@ -1,33 +1,49 @@
 """KVDiskTier: which blocks go to the disk, and which come back. Knows no mlx."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
 from itertools import accumulate
 from time import monotonic
 from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.blocks import BlockTransfer, OutOfBlocksError
+from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.prefix_cache import TOKEN_BYTES, CachedBlock
-from mlx_paged.kv.prefix_match import MissReason, PrefixMatch, block_key
+from mlx_paged.kv.prefix_match import AbsentBlock, MissReason, PrefixMatch, block_key
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.kv_disk.no_tier import NoTier
 from mlx_paged.kv_disk.store import DiskStore, Load
 from mlx_paged.request import Request
 
-IDLE_BYTES = 1 << 24
-"""Bytes that an idle engine copies at once, so that a request that arrives does not wait for more.
-A step copies no more of the blocks that were used a second time."""
-LOAD_BYTES = 1 << 30
-"""Bytes of a load at most. A longer prefix takes several."""
+STEP_BYTES = 1 << 24
+"""Bytes that a step copies into the pool at most, and out of it of blocks that are not evicted. An
+idle engine copies as many at once, so that a request that arrives does not wait for more."""
+LOAD_BYTES = 1 << 31
+"""Bytes of a load at most. What a longer prefix has more is computed."""
 WAIT = 0.02
 """Seconds that an engine without other work waits for the disk at once."""
 MAX_ASKS = 2
-"""A request asks when it arrives, and before it is admitted; and again after each load that did not
-bring all."""
+"""A request asks when it arrives, and before it is admitted."""
 LOAD_TIMEOUT = 30.0
 """Seconds after which a request no longer waits for the disk."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What a request waits for.
+
+    Attributes:
+        held: blocks before these that the pool has.
+        absent: those that are not in the pool yet, in order.
+        advances: whether the last step wrote some of them.
+    """
+
+    load: Load
+    held: list[CachedBlock]
+    absent: deque[AbsentBlock]
+    advances: bool = False
 
 
 class KVDiskTier(NoTier):
@@ -59,7 +75,7 @@ class KVDiskTier(NoTier):
         self._seconds_to_compute = seconds_to_compute
         self._entry_bytes = entry_bytes
         self._full = allocator.block_size * TOKEN_BYTES
-        self._loads: dict[int, Load] = {}  # by id of the request that waits for it
+        self._plans: dict[int, _Plan] = {}  # by id of the request that waits for it
         self._reached: dict[int, int] = {}  # by request id: the first block of its last load
         self._asked: Counter[int] = Counter()  # by request id
         self._leaving: dict[bytes, BlockTransfer] = {}  # the step that is planned copies them
@@ -84,15 +100,15 @@ class KVDiskTier(NoTier):
             self.store.flush(WAIT)
         for group, fresh in enumerate(self._fresh):
             known = self._allocator.store.prefixes[group]
-            while fresh and num_bytes < IDLE_BYTES and self.store.has_room:
+            while fresh and num_bytes < STEP_BYTES and self.store.has_room:
                 entry = fresh.popleft()
                 if known.entry(entry.block) is entry:
                     self._leave(group, entry)
                     num_bytes += self._entry_bytes[group]
         return self.leaving()
 
-    def put(self, key: bytes, parts: list[Any]) -> None:
-        self.store.put(key, parts)
+    def put(self, copied: list[tuple[bytes, list[Any]]]) -> None:
+        self.store.put(copied)
 
     def metrics(self) -> dict[str, Any]:
         return self.store.metrics() | {"loading": len(self.loading), "slower": self._num_declined}
@@ -122,97 +138,116 @@ class KVDiskTier(NoTier):
     # From the store to the pool
 
     def ask(self, request: Request) -> bool:
-        is_enough = self._asked[request.id] >= MAX_ASKS or request.id in self._loads
-        if is_enough or not len(self.store):
+        plan = self._plans.get(request.id)
+        if plan is not None:
+            if plan.advances:
+                self.loading[request.id] = request
+            return plan.advances
+        if self._asked[request.id] >= MAX_ASKS or not len(self.store):
             return False
         self._asked[request.id] += 1
-        absent = self._allocator.prefixes.absent(request.tokens, request.salt, self.store)[1]
+        tokens, salt, store = request.tokens, request.salt, self.store
+        held, absent = self._allocator.prefixes.absent(tokens, salt, store)
         if not absent or self._reached.get(request.id, -1) >= absent[0].index:
             return False
-        sizes = accumulate(self.store.size_of(block.key) for block in absent)
-        keys = [b.key for b, size in zip(absent, sizes, strict=True) if size <= LOAD_BYTES]
+        sizes = accumulate(store.size_of(block.key) for block in absent)
+        absent = [block for block, size in zip(absent, sizes, strict=True) if size <= LOAD_BYTES]
+        keys = [block.key for block in absent]
         size = self._allocator.block_size
-        start, stop = absent[0].index * size, (absent[len(keys) - 1].index + 1) * size
-        to_compute = self._seconds_to_compute(start, stop)
-        if 0 < to_compute < self.store.seconds_to_read(keys):
+        to_compute = self._seconds_to_compute(
+            absent[0].index * size, absent[-1].index * size + size
+        )
+        if 0 < to_compute < store.seconds_to_read(keys):
             self._num_declined += request.id not in self._declined
             self._declined.add(request.id)
             return False
-        under_way = [load for load in self._loads.values() if keys[0] in load.keys]
-        if not under_way and sum(load.num_bytes for load in self._loads.values()) > LOAD_BYTES:
+        loads = {plan.load for plan in self._plans.values()}
+        load = next((load for load in loads if keys[0] in load.keys), None)
+        if load is None and sum(load.num_bytes for load in loads) > LOAD_BYTES:
             self._asked[request.id] -= 1  # others come first
             return False
-        load = under_way[0] if under_way else self.store.load(keys, to_compute)
-        load.is_whole = not under_way and len(keys) == len(absent)
-        self._loads[request.id], self._reached[request.id] = load, absent[0].index
+        load = store.load(keys, to_compute) if load is None else load
+        self._plans[request.id] = _Plan(load, held, deque(absent))
+        self._reached[request.id] = absent[0].index
         self.loading[request.id] = request
         return True
 
     def arrived(self, waits: bool) -> list[Request]:
         self._leaving.clear()  # what a failed plan left is void
-        futures = [f for i in self.loading for f in self._loads[i].futures]
-        if waits and futures:
-            wait([f for f in futures if not f.done()], WAIT, FIRST_COMPLETED)
+        loads = [(request, self._plans[i].load) for i, request in self.loading.items()]
+        if waits and loads:
+            futures = [f for _, load in loads for f in load.futures if not f.done()]
+            wait(futures, WAIT, FIRST_COMPLETED)
         latest = monotonic() - LOAD_TIMEOUT
-        loads = [(request, self._loads[i]) for i, request in self.loading.items()]
         arrived = [request for request, load in loads if load.is_done or load.started < latest]
         for request in arrived:
             del self.loading[request.id]
         return arrived
 
+    def adopt(self, request: Request) -> list[BlockTransfer]:
+        plan, store = self._plans.get(request.id), self._allocator.store
+        if plan is None or not plan.load.is_done:
+            return []
+        for known in plan.held:
+            store.touch(known)
+        plan.held = []
+        adopted: list[BlockTransfer] = []
+        num_bytes = 0
+        while plan.absent and num_bytes < STEP_BYTES:
+            block = plan.absent[0]
+            if not self._is_usable(block, plan.load):
+                plan.absent.clear()
+                break
+            if block.group is None:
+                self._attach(block, plan.load.found[block.key])
+            elif not store.prefixes[block.group].find(block.hash, block.parent, block.tokens):
+                if store.num_available < self._allocator.groups[block.group].width:
+                    break
+                adopted.append(self._take(block, plan.load.found[block.key]))
+                num_bytes += self._entry_bytes[block.group]
+            plan.absent.popleft()
+        plan.advances = bool(adopted)
+        if not plan.absent:
+            self.store.note(plan.load)
+            del self._plans[request.id]
+        return adopted
+
     def admitted(self, request: Request, match: PrefixMatch) -> MissReason | None:
         miss = MissReason.ON_DISK if request.id in self._declined else match.miss
         self.forget(request)
         for group, entries in enumerate(match.blocks):
-            most = IDLE_BYTES // max(1, self._entry_bytes[group])
+            most = STEP_BYTES // max(1, self._entry_bytes[group])
             for entry in entries:
                 if len(self._leaving) < most:
                     self._leave(group, entry)
         return miss
 
-    def adopt(self, request: Request) -> list[BlockTransfer]:
-        load = self._loads.get(request.id)
-        if load is None or not load.is_done:
-            return []
-        try:
-            adopted = self._adopt(request, load.found)
-        except OutOfBlocksError:
-            return []
-        self.store.note(load)
-        del self._loads[request.id]
-        is_whole = load.is_whole and len(load.found) == len(load.keys)
-        self._asked[request.id] = MAX_ASKS if is_whole else MAX_ASKS - 1
-        return adopted
-
     def forget(self, request: Request) -> None:
         self.loading.pop(request.id, None)
-        self._loads.pop(request.id, None)
+        self._plans.pop(request.id, None)
         self._reached.pop(request.id, None)
         self._asked.pop(request.id, None)
         self._declined.discard(request.id)
 
-    def _adopt(self, request: Request, found: Mapping[bytes, Any]) -> list[BlockTransfer]:
-        """Take entries for all blocks, or raise OutOfBlocksError. The step that is planned evicts
-        none of them, nor those before them."""
-        prefixes, store = self._allocator.prefixes, self._allocator.store
-        held, absent = prefixes.absent(request.tokens, request.salt, found)
-        groups = [block.group for block in absent if block.group is not None]
-        idle = sum(store.width_of(b.block) for b in held if b.block in store.idle)
-        needed = sum(self._allocator.groups[group].width for group in groups)
-        store.require(needed, store.num_available - idle)
-        for known in held:
-            store.hold_source(known.block)
-        adopted: list[BlockTransfer] = []
-        for block in absent:
-            if block.group is None:
-                position = (block.index + 1) * self._allocator.block_size
-                snapshot = Snapshot(position, states=found[block.key])
-                prefixes.attach_at(block.parent, block.tokens, snapshot)
-                continue
-            (entry,) = store.take(1, block.group)
-            store.prefixes[block.group].register(entry, block.hash, block.parent, block.tokens)
-            store.hold_source(entry)
-            store.release([entry])
-            content = store.blocks_of(entry), found[block.key]
-            adopted.append(BlockTransfer(block.key, block.group, *content))
-        return adopted
+    def _is_usable(self, block: AbsentBlock, load: Load) -> bool:
+        """Whether a block was read, and has the size that the pool expects."""
+        payload = load.found.get(block.key)
+        if payload is None or block.group is None:
+            return payload is not None
+        return len(payload) == self._entry_bytes[block.group]
+
+    def _attach(self, block: AbsentBlock, payload: Any) -> None:
+        """Keep the recurrent states after a block."""
+        snapshot = Snapshot((block.index + 1) * self._allocator.block_size, states=payload)
+        self._allocator.prefixes.attach_at(block.parent, block.tokens, snapshot)
+
+    def _take(self, block: AbsentBlock, payload: Any) -> BlockTransfer:
+        """Take an entry for a block. The step that is planned does not evict it: its content is not
+        there yet."""
+        assert block.group is not None
+        store = self._allocator.store
+        (entry,) = store.take(1, block.group)
+        store.prefixes[block.group].register(entry, block.hash, block.parent, block.tokens)
+        store.hold_source(entry)
+        store.release([entry])
+        return BlockTransfer(block.key, block.group, store.blocks_of(entry), payload)

@@ -37,7 +37,7 @@ def open_store(directory: Path, max_bytes: int = 10**8, identity: bytes = ME) ->
 def filled(directory: Path, count: int = 10, **options) -> None:
     made = open_store(directory, **options)
     for number in range(count):
-        made.put(key_of(number), [payload_of(number)[:300], payload_of(number)[300:]])
+        made.put([(key_of(number), [payload_of(number)[:300], payload_of(number)[300:]])])
     made.close()
 
 
@@ -68,7 +68,7 @@ def test_a_record_that_is_not_written_yet_is_found(tmp_path):
     made = open_store(tmp_path)
     blocked = threading.Event()
     made._writer.submit(blocked.wait)
-    made.put(key_of(1), [payload_of(1)])
+    made.put([(key_of(1), [payload_of(1)])])
     assert key_of(1) in made and found(made, [1]) == {1: payload_of(1)}
     blocked.set()
     made.close()
@@ -115,7 +115,7 @@ def test_a_damaged_record_is_counted_once_and_stays_removed(tmp_path):
     made.close()
     made = open_store(tmp_path)
     assert len(made) == 9 and not made.dropped
-    made.put(key_of(4), [payload_of(4)])
+    made.put([(key_of(4), [payload_of(4)])])
     made.close()
     made = open_store(tmp_path)
     assert found(made, [4, 5]) == {4: payload_of(4), 5: payload_of(5)}
@@ -175,12 +175,12 @@ def test_the_packs_unused_longest_go_first_and_the_size_is_kept(tmp_path):
     made = open_store(tmp_path, max_bytes=100_000)
     made._packs._pack_bytes = 10_000
     for number in range(60):
-        made.put(key_of(number), [payload_of(number)])
+        made.put([(key_of(number), [payload_of(number)])])
     made.flush()
     assert found(made, [0]) == {0: payload_of(0)}  # its pack is the latest used
     made.flush()
     for number in range(60, 140):
-        made.put(key_of(number), [payload_of(number)])
+        made.put([(key_of(number), [payload_of(number)])])
     made.flush()
     assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) <= 100_000
     kept = found(made, range(140))
@@ -194,7 +194,7 @@ def test_the_order_of_use_outlives_the_process(tmp_path):
     made = open_store(tmp_path, max_bytes=100_000)
     made._packs._pack_bytes = 10_000
     for number in range(60):
-        made.put(key_of(number), [payload_of(number)])
+        made.put([(key_of(number), [payload_of(number)])])
     made.flush()
     now = time.time()
     for path in tmp_path.glob("*.kv"):
@@ -211,13 +211,13 @@ def test_a_day_has_a_budget_which_a_restart_does_not_renew(tmp_path):
         filled(tmp_path, count=8)  # of 10,000 bytes
         made = open_store(tmp_path)
         for number in range(8, 20):
-            made.put(key_of(number), [payload_of(number)])
+            made.put([(key_of(number), [payload_of(number)])])
         made.flush()
         assert 9 <= len(made) <= 10 and made.dropped["budget"] == 20 - len(made)
         made.close()
         with mock.patch.object(packs, "time", lambda: time.time() + 90_000):
             made = open_store(tmp_path)
-            made.put(key_of(30), [payload_of(30)])
+            made.put([(key_of(30), [payload_of(30)])])
             made.flush()
             assert key_of(30) in made
             made.close()
@@ -228,17 +228,17 @@ def test_a_full_disk_stops_writing_for_a_while_and_hurts_nothing(tmp_path):
     made = open_store(tmp_path)
     full = os.statvfs_result((4096, 4096, 10**6, 0, 49_999, 0, 0, 0, 0, 255))
     with mock.patch.object(os, "statvfs", lambda path: full):
-        made.put(key_of(50), [payload_of(50)])
+        made.put([(key_of(50), [payload_of(50)])])
         made.flush()
     assert made.dropped == {"full": 1} and not made.has_room and key_of(50) not in made
     assert len(found(made, range(10))) == 10
     with mock.patch.object(store, "PAUSE", 0.0):
         made._resume = 0.0
         with mock.patch.object(os, "pwritev", side_effect=OSError(errno.EIO, "broken")):
-            made.put(key_of(51), [payload_of(51)])
+            made.put([(key_of(51), [payload_of(51)])])
             made.flush()
         assert made.dropped["unwritable"] == 1
-        made.put(key_of(52), [payload_of(52)])
+        made.put([(key_of(52), [payload_of(52)])])
         made.flush()
     assert found(made, [51, 52]) == {52: payload_of(52)}
     made.close()

@@ -109,7 +109,8 @@ class DiskLives:
             files = PackFiles(self._directory, self._max_bytes)
             files._pack_bytes = rng.choice((500, 5000, 10**6))
             store = SlowStore(files, IDENTITY, rng)
-            sizes = [rng.choice((100, 10**6, 10**8)) for _ in allocator.groups]
+            sizes = [24 * allocator.block_size * group.width for group in allocator.groups]
+            tier.STEP_BYTES = rng.choice((1, 200, 1000, 10**6))
             seconds = rng.choice((0.0, 0.0, 1e-9, 1.0))
             opened.append(KVDiskTier(store, allocator, lambda start, stop: seconds, sizes))
             return opened[-1]
