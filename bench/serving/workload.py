@@ -30,6 +30,7 @@ class Preset:
     model: str = "demo"  # its default, as --model takes it
     shared: int = 0  # tokens that all prompts begin with, in addition to the drawn length
     samples: int = 1  # completions of each prompt
+    contexts: int = 0  # so many conversations in turns: a prompt begins with its last one
 
 
 def _uniform(prompts: tuple[int, int], outputs: tuple[int, int]) -> Draw:
@@ -75,6 +76,13 @@ PRESETS: dict[str, Preset] = {
         8,
         _uniform((AGENT_PROMPT, AGENT_PROMPT + 1), (8, 32)),
     ),
+    "agent-turns": Preset(
+        "16 agents in turns, 8 turns of 256 to 511 new tokens each",
+        128,
+        _uniform((256, 512), (16, 33)),
+        model="reference",
+        contexts=16,
+    ),
     "one-giant-prompt": Preset(
         f"one prompt of {GIANT_PROMPT} tokens among short ones", 24, _one_giant
     ),
@@ -101,9 +109,13 @@ def make_jobs(
         lengths = _enough(preset, seed, tokens_target)
     ids = np.random.default_rng([seed, 2])
     shared = ids.integers(vocab_size, size=preset.shared).tolist()
+    before = [tuple(shared)] * max(1, preset.contexts)
     jobs = []
-    for num_prompt, num_output in zip(*lengths, strict=True):
-        prompt = (*shared, *ids.integers(vocab_size, size=num_prompt).tolist())
+    for i, (num_prompt, num_output) in enumerate(zip(*lengths, strict=True)):
+        place = i % len(before)
+        prompt = (*before[place], *ids.integers(vocab_size, size=num_prompt).tolist())
+        if preset.contexts:
+            before[place] = prompt
         jobs.append(Job(0.0, prompt, int(num_output), preset.samples))
     return jobs
 
