@@ -243,10 +243,10 @@ def calls(life: Faults) -> Iterator[Options]:
     names = life.rng.choice((["preadv"], ["pwritev"], ["open"], ["statvfs", "utime"]))
     write = life.rng.random() < 0.3
     with (
-        ExitStack() as stack,
         mock.patch.object(Path, "open", failing(Path.open)),
         mock.patch.object(os, "pwritev", short if write else os.pwritev),
         mock.patch.object(store, "PAUSE", 0.0),
+        ExitStack() as stack,  # ends first: its patches may be of the same calls
     ):
         for name in names:
             stack.enter_context(mock.patch.object(os, name, failing(getattr(os, name))))
