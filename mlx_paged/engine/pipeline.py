@@ -128,7 +128,8 @@ class StepPipeline(Generic[LaunchedT]):
             request.num_in_flight -= not request.synchronous
         result.choices = [choice for choice in choices if not choice.request.finish_reason]
         committing = self._clock()
-        self._put(current.step)
+        if current.step.stores:
+            self._put(current.step)
         self._scheduler.commit(current.step)
         self._scheduler.budget.observe(current.step.work, result.seconds)
         result.schedule_seconds += self._clock() - committing
@@ -145,9 +146,8 @@ class StepPipeline(Generic[LaunchedT]):
 
     def _put(self, step: Step) -> None:
         """Give the tier what a step has copied."""
-        if step.stores:
-            copied = [(stored.key, self.runner.parts(stored)) for stored in step.stores]
-            self._scheduler.tier.put(copied)
+        copied = [(stored.key, self.runner.parts(stored)) for stored in step.stores]
+        self._scheduler.tier.put(copied)
 
 
 @contextmanager

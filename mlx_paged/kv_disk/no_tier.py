@@ -11,8 +11,11 @@ class NoTier:
     """K/V is in the pool and nowhere else.
 
     Attributes:
+        exists: whether there is a tier: else a step need not ask.
         loading: requests by id that wait for their K/V.
     """
+
+    exists = False
 
     def __init__(self) -> None:
         self.loading: dict[int, Request] = {}

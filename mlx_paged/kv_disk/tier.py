@@ -18,8 +18,9 @@ from mlx_paged.kv_disk.store import DiskStore, Load
 from mlx_paged.request import Request
 
 STEP_BYTES = 1 << 24
-"""Bytes that a step copies into the pool at most, and out of it of blocks that are not evicted. An
-idle engine copies as many at once, so that a request that arrives does not wait for more."""
+"""Bytes that a step with other work copies into the pool at most, and out of it of blocks that are
+not evicted. An idle engine copies as many at once, so that a request that arrives does not wait for
+more."""
 LOAD_BYTES = 1 << 31
 """Bytes of a load at most. What a longer prefix has more is computed."""
 WAIT = 0.02
@@ -60,6 +61,8 @@ class KVDiskTier(NoTier):
 
     """
 
+    exists = True
+
     def __init__(
         self,
         store: DiskStore,
@@ -71,6 +74,7 @@ class KVDiskTier(NoTier):
         self.store = store
         self._declined: set[int] = set()  # ids of requests whose blocks take too long to read
         self._num_declined = 0
+        self._is_alone = False  # the requests that wait delay no others
         self._allocator = allocator
         self._seconds_to_compute = seconds_to_compute
         self._entry_bytes = entry_bytes
@@ -173,6 +177,7 @@ class KVDiskTier(NoTier):
         return True
 
     def arrived(self, waits: bool) -> list[Request]:
+        self._is_alone = waits
         self._leaving.clear()  # what a failed plan left is void
         loads = [(request, self._plans[i].load) for i, request in self.loading.items()]
         if waits and loads:
@@ -193,7 +198,8 @@ class KVDiskTier(NoTier):
         plan.held = []
         adopted: list[BlockTransfer] = []
         num_bytes = 0
-        while plan.absent and num_bytes < STEP_BYTES:
+        limit = LOAD_BYTES if self._is_alone else STEP_BYTES
+        while plan.absent and num_bytes < limit:
             block = plan.absent[0]
             if not self._is_usable(block, plan.load):
                 plan.absent.clear()

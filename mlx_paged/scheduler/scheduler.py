@@ -40,7 +40,7 @@ class Scheduler:
             states can not.
         max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
 
-        tier: K/V on a disk, and the requests that wait for it; default: there is none.
+        tier: K/V on a disk, and the requests that wait for it.
     """
 
     def __init__(
@@ -115,8 +115,9 @@ class Scheduler:
     def schedule(self) -> Step:
         """Choose this step's tokens and make their slots writable."""
         step = Step()
-        for request in self.tier.arrived(waits=not (self.waiting or self.running)):
-            self.waiting.push(request)
+        if self.tier.exists:
+            for request in self.tier.arrived(waits=not (self.waiting or self.running)):
+                self.waiting.push(request)
         if self._isolated:
             self._schedule_isolated(step)
         else:
@@ -126,7 +127,7 @@ class Scheduler:
             self._schedule_decodes(step, decodes)
             self._schedule_chunks(step, chunks)
             self._admit(step)
-        step.stores = self.tier.leaving()
+        step.stores = self.tier.leaving() if self.tier.exists else []
         return step
 
     def complete(self, request: Request) -> None:
