@@ -201,12 +201,14 @@ class Engine(EngineCore):
         Args:
             stream: computes the steps, if it is not the default stream.
         """
-        while self.copy_when_idle():
-            pass
-        tier, self.scheduler.tier = self.scheduler.tier, NoTier()
-        tier.close()
-        for request in tier.loading.values():
-            self.scheduler.waiting.push(request)
+        tier = self.scheduler.tier
+        if tier.exists:
+            while self.copy_when_idle():
+                pass
+            self.scheduler.tier = NoTier()
+            tier.close()
+            for request in tier.loading.values():
+                self.scheduler.waiting.push(request)
         if self._unwire is not None:
             unwire, self._unwire = self._unwire, None
             try:

@@ -130,5 +130,5 @@ def _options(model: nn.Module) -> Any:
 def _vocabulary(tokenizer: Any) -> str:
     """A hash of a tokenizer's tokens; of its type if it has none."""
     tokens: Any = getattr(tokenizer, "get_vocab", dict)()
-    text = json.dumps([type(tokenizer).__qualname__, tokens], sort_keys=True)
-    return sha256(text.encode()).hexdigest()
+    text = repr([type(tokenizer).__qualname__, *sorted(map(repr, tokens.items()))])
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()
