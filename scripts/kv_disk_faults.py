@@ -46,10 +46,11 @@ allow_disk()
 files = PackFiles(sys.argv[1], 10**9)
 known = [found for found in files.scan() if not isinstance(found, str)]
 print("ready", flush=True)
+opened = {}
 while True:
     for identity, key, place in known:
         try:
-            files.append(identity, key, files.read(place, identity, key))
+            files.append(identity, key, files.read(place, identity, key, opened))
         except DamagedError:
             files.append(bytes(32), key, bytes(1000))
 """

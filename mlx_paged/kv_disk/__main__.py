@@ -4,6 +4,7 @@ import sys
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 
 from mlx_paged.kv_disk.packs import DamagedError, PackFiles, allow_disk
@@ -28,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"mlx_paged.kv_disk: error: {error}", file=sys.stderr)
         return 2
+    opened: dict[int, FileIO] = {}
     records, sizes, damage = Counter[str](), Counter[str](), Counter[str]()
     for found in packs.scan():
         try:
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise DamagedError(found)
             identity, key, place = found
             if args.verify:
-                packs.read(place, identity, key)
+                packs.read(place, identity, key, opened)
         except DamagedError as error:
             damage[str(error)] += 1
             if not isinstance(found, str):
@@ -50,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(packs.packs)} packs, {packs.num_bytes / GB:.3f} GB")
     for reason, count in damage.items():
         print(f"damaged ({reason}): {count}")
+    for file in opened.values():
+        file.close()
     packs.close()
     return int(damage.total() > 0)
 

@@ -8,6 +8,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from struct import Struct
 from time import time
@@ -192,8 +193,11 @@ class PackFiles:
         self.packs[last].num_bytes += size
         return Location(last, offset, len(payload)), removed
 
-    def read(self, place: Location, identity: bytes, key: bytes) -> Any:
+    def read(self, place: Location, identity: bytes, key: bytes, opened: dict[int, FileIO]) -> Any:
         """A record's payload, ``[num_bytes]`` uint8.
+
+        Args:
+            opened: packs that are open; this adds to them, and the caller closes them.
 
         Raises:
             DamagedError: it is not what was written under this key.
@@ -202,8 +206,9 @@ class PackFiles:
         header = bytearray(HEADER.size)
         payload: Any = np.empty(place.num_bytes, np.uint8)
         try:
-            with self.packs[place.pack].path.open("rb", buffering=0) as file:
-                count = os.preadv(file.fileno(), [header, payload], place.offset)
+            if place.pack not in opened:
+                opened[place.pack] = self.packs[place.pack].path.open("rb", buffering=0)
+            count = os.preadv(opened[place.pack].fileno(), [header, payload], place.offset)
         except (OSError, KeyError):
             raise DamagedError("unreadable") from None
         if count != len(header) + len(payload):

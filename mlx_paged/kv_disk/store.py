@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from io import FileIO
 from time import monotonic
 from typing import Any
 
@@ -203,19 +204,20 @@ class DiskStore:
         return self._written <= self._budget
 
     def _read(self, load: Load, keys: Sequence[bytes]) -> None:
-        packs: set[int] = set()
+        packs: dict[int, FileIO] = {}  # that are open
         for key in keys:
             place, parts = self._index.get(key), self._pending.get(key)
             if parts is not None:
                 load.found[key] = b"".join(parts)
             elif place is not None:
                 try:
-                    load.found[key] = self._packs.read(place, self._identity, key)
-                    packs.add(place.pack)
+                    load.found[key] = self._packs.read(place, self._identity, key, packs)
                 except DamagedError as error:
                     self._drop(key, place, str(error))
         load.ended = monotonic()
-        self._writer.submit(self._packs.used, packs)
+        for file in packs.values():
+            file.close()
+        self._writer.submit(self._packs.used, set(packs))
 
     def _drop(self, key: bytes, place: Location, reason: str) -> None:
         if self._index.get(key) == place:
