@@ -49,7 +49,7 @@ class KVShape:
         elif self.latent:
             problem = "a layer stores latents (MLA), and keys and values in one row need two scales"
         elif kv_bits == "8,4" and self.v_head_dim % few:
-            problem = f"values have {self.v_head_dim} dimensions, and two share a byte"
+            problem = f"values have {self.v_head_dim} dimensions, no multiple of {few}"
         if problem:
             raise ValueError(f"[{where}] kv_bits is {kv_bits!r}, but {problem}: expected None")
         return replace(self, kv_bits=kv_bits)

@@ -56,7 +56,7 @@ def test_other_bits_are_refused(kv_bits):
 def test_layers_that_cannot_be_quantized():
     with pytest.raises(ValueError, match="kv_bits is 8, but a layer stores latents"):
         Engine(tiny_model("deepseek_v3"), kv_bits=8)
-    with pytest.raises(ValueError, match="values have 7 dimensions, and two share a byte"):
+    with pytest.raises(ValueError, match="values have 7 dimensions, no multiple of 2"):
         KVBlockManager(1, 2, 8, 16, 4, v_head_dim=7, kv_bits="8,4")
 
 
