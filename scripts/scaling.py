@@ -94,6 +94,7 @@ def growth_of(points: list[Point]) -> dict[str, Any]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("scaling", __doc__)
+    parser.prog = "scripts.scaling"
     add, contexts = parser.add_argument, [256, 512, 1024]
     add("--rows", type=COUNT, nargs="+", default=[8, 16, 32], help="that decode")
     add("--contexts", type=COUNT, nargs="+", default=contexts, help="tokens of each row")

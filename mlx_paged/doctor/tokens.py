@@ -131,7 +131,7 @@ def check_order(found: Findings, quick: bool) -> None:
     demo = demo_model(16 if quick else 40)
     for chunk in found.progress((7,) if quick else (7, 16, 48), "engine"):
         engine = Engine(
-            demo.model, block_size=8, num_blocks=28 if quick else 36, prefill_chunk=chunk
+            demo.model, block_size=8, num_blocks=22 if quick else 36, prefill_chunk=chunk
         )
         play = Play(engine, demo)
         play.run()

@@ -139,7 +139,7 @@ def test_pools_are_as_large_as_the_largest_sequences_need_side_by_side():
 
 
 def test_the_policy_decides_whose_prompt_is_computed_first(model):
-    long, short = Job(0, tuple(range(100)), 2), Job(0, (1, 2), 2)
+    long, short = Job(0, tuple(range(100)), 2), Job(0, tuple(range(60)), 2)
     trace = make_trace([long, short], [0.0, 0.0])
     limits = limits_for(trace)
     firsts = [

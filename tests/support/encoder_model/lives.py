@@ -20,6 +20,7 @@ from solo_runs import MlxLmSolo
 
 from mlx_paged.batch_generator.generator import BatchGenerator
 from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.ops.formats import KVBits
 
 
 class Life(Protocol):
@@ -40,13 +41,14 @@ def small_model(model_type: str, **changes: Any) -> nn.Module:
     return tiny_models.tiny_model(model_type, **(layers | changes))
 
 
-def _small_solo(model_type: str, windowed: bool = False) -> MlxLmSolo:
+def _small_solo(model_type: str, windowed: bool = False, kv_bits: KVBits = None) -> MlxLmSolo:
     if not windowed:
-        return MlxLmSolo(small_model(model_type), tiny_models.VOCAB)
+        return MlxLmSolo(small_model(model_type), tiny_models.VOCAB, kv_bits)
     full, group = TINY_GROUPS
     kinds = ("sliding_attention",) * group.members + ("full_attention",) * full.members
     options = {"sliding_window": group.window, "num_hidden_layers": len(kinds)}
-    return MlxLmSolo(small_model(model_type, layer_types=kinds, **options), tiny_models.VOCAB)
+    model = small_model(model_type, layer_types=kinds, **options)
+    return MlxLmSolo(model, tiny_models.VOCAB, kv_bits)
 
 
 class _NoSoloRuns(SoloChecks):
@@ -76,9 +78,10 @@ class EngineLife:
         return bool(self.simulation._num_arrivals or self.simulation.engine.has_work)
 
     def turn(self) -> None:
-        while self.simulation.rng.random() < 0.4:
-            self.simulation._call()
-        self.simulation._step()
+        with self.simulation.turns.limits():
+            while self.simulation.rng.random() < 0.4:
+                self.simulation._call()
+            self.simulation._step()
 
 
 class CacheLife:
