@@ -97,7 +97,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   threadgroup float factors[ROWS];
   threadgroup uint k_places[2 * KEYS];  // of these keys and the next
   threadgroup uint v_places[2 * KEYS];
-  constexpr bool IS_QUANTIZED = metal::is_same_v<K, int8_t>;
+  constexpr bool IS_QUANTIZED = metal::is_same_v<K, char>;
   constexpr int GROUPS = scale_groups(DV, is_pair<V>());
   threadgroup int numbers[2 * KEYS];  // their slots
   threadgroup float of_keys[IS_QUANTIZED ? KEYS : 1];  // scales

@@ -18,7 +18,7 @@ constant constexpr uint NOWHERE = 0xFFFFFFFF;
 // Whether a byte of the pool holds two elements: see csrc/kv_formats.h.
 template <typename T>
 constexpr bool is_pair() {
-  return metal::is_same_v<T, uint8_t>;
+  return metal::is_same_v<T, uchar>;
 }
 
 // Groups of columns that have a scale and a minimum each.

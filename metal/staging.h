@@ -81,8 +81,12 @@ inline void convert_rows(thread vec<S, VECTOR> (&own)[COUNT],
   constexpr int VECTORS = DIM / VECTOR;
   UNROLL
   for (int step = 0; step < COUNT; step++) {
-    result[step] = vec<T, VECTOR>(own[step]);
-    if (is_pair<S>()) {
+    if (!is_pair<S>()) {
+      UNROLL
+      for (int j = 0; j < VECTOR; j++) {
+        result[step][j] = T(own[step][j]);
+      }
+    } else {
       const int i = step * THREADS + thread_index;
       const int group = i % VECTORS / (GROUP / VECTOR);
       const vec<half, 2> of_row =

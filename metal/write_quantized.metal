@@ -11,7 +11,7 @@ inline int nearest(float x, float least, float most) {
 // A row with 8 bits an element, and its scale.
 template <typename T>
 inline void write_bytes(const device T* from, long stride, int vectors, int lane,
-                        device uint8_t* to, device half* scales) {
+                        device uchar* to, device half* scales) {
   uint highest = 0;  // as bits: their order is that of the numbers, and NaNs come last
   for (int vector = lane; vector < vectors; vector += LANES) {
     const vec<T, VECTOR> elements = new_elements(from, vector, stride);
@@ -23,10 +23,10 @@ inline void write_bytes(const device T* from, long stride, int vectors, int lane
   const float scale = float(stored);
   for (int vector = lane; vector < vectors; vector += LANES) {
     const vec<T, VECTOR> elements = new_elements(from, vector, stride);
-    vec<uint8_t, VECTOR> result;
+    vec<uchar, VECTOR> result;
     for (int i = 0; i < VECTOR; i++) {
       const float x = float(elements[i]);
-      result[i] = uint8_t(scale == 0.0f ? 0 : nearest(x / scale, -127.0f, 127.0f));
+      result[i] = uchar(scale == 0.0f ? 0 : nearest(x / scale, -127.0f, 127.0f));
     }
     write_vector(to + VECTOR * vector, result);
   }
@@ -38,7 +38,7 @@ inline void write_bytes(const device T* from, long stride, int vectors, int lane
 // A row with 4 bits an element, and the scale and the minimum of each group. A lane has two
 // neighbouring elements of a group.
 template <typename T>
-inline void write_pairs(const device T* from, long stride, int width, int lane, device uint8_t* to,
+inline void write_pairs(const device T* from, long stride, int width, int lane, device uchar* to,
                         device half* scales) {
   for (int first = 0; first < width; first += GROUP) {
     const bool is_inside = first + 2 * lane < width;
@@ -53,7 +53,7 @@ inline void write_pairs(const device T* from, long stride, int width, int lane, 
     if (is_inside) {
       const int q = scale == 0.0f ? 0 : nearest((even - low) / scale, 0.0f, 15.0f);
       const int next = scale == 0.0f ? 0 : nearest((odd - low) / scale, 0.0f, 15.0f);
-      to[column / 2] = uint8_t(q + 16 * next);
+      to[column / 2] = uchar(q + 16 * next);
     }
     if (lane == 0) {
       scales[first / GROUP * 2] = stored;
@@ -70,8 +70,8 @@ template <typename T>
     const device T* v [[buffer(1)]],
     const device int* slot_mapping [[buffer(2)]],
     constant WriteParams& p [[buffer(3)]],
-    device uint8_t* k_cache [[buffer(4)]],
-    device uint8_t* v_cache [[buffer(5)]],
+    device uchar* k_cache [[buffer(4)]],
+    device uchar* v_cache [[buffer(5)]],
     device half* k_scales [[buffer(6)]],
     device half* v_scales [[buffer(7)]],
     uint3 position [[thread_position_in_grid]]) {
@@ -86,9 +86,9 @@ template <typename T>
   const long offset = slot % BLOCK_SIZE;
   const device T* key = k + row * p.k_strides[0] + head * p.k_strides[1];
   const device T* value = v + row * p.v_strides[0] + head * p.v_strides[1];
-  device uint8_t* k_to = k_cache + head * p.k_cache_strides[0] + block * p.k_cache_strides[1] +
+  device uchar* k_to = k_cache + head * p.k_cache_strides[0] + block * p.k_cache_strides[1] +
       offset * p.k_cache_strides[2];
-  device uint8_t* v_to = v_cache + head * p.v_cache_strides[0] + block * p.v_cache_strides[1] +
+  device uchar* v_to = v_cache + head * p.v_cache_strides[0] + block * p.v_cache_strides[1] +
       offset * p.v_cache_strides[2];
   device half* k_numbers = k_scales + head * p.k_scales_strides[0] +
       block * p.k_scales_strides[1] + offset * p.k_scales_strides[2];

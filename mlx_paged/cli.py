@@ -161,15 +161,24 @@ def add_metrics(group: argparse._ArgumentGroup) -> None:
     add("--profile", action="store_true", help=profile)
 
 
+def _draft_model(path: str) -> nn.Module:
+    try:
+        return load_model(path)[0]
+    except ValueError as error:
+        raise ValueError(f"--draft-model: {error}") from error
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of :class:`Engine` whose flags are the same in both commands."""
+    if args.speculate is not None and args.draft_model is not None:
+        raise ValueError("--speculate is given beside --draft-model: expected one of them")
     names = "kv_bits", "policy", "preempt", "seed", "speculate", "num_draft_tokens"
     metrics = "metrics_jsonl", "spike_ms", "profile"
     return {
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
         "prefix_cache": not args.no_prefix_cache,
         "max_stall_ms": args.max_stall_ms or None,
-        "draft_model": None if args.draft_model is None else load_model(args.draft_model)[0],
+        "draft_model": None if args.draft_model is None else _draft_model(args.draft_model),
         **{name: getattr(args, name) for name in (*names, *metrics)},
     }
 

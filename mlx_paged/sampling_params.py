@@ -176,5 +176,6 @@ RANGES: dict[str, _Range] = {
     "stop": (lambda x: all(isinstance(s, str) and s for s in x), "non-empty strings"),
     "stop_token_ids": _TOKEN_IDS,
     "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
+    "speculate": (lambda x: isinstance(x, bool), "True or False"),
 }
 """For each field, whether a value is valid, and the valid values in words."""

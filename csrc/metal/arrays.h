@@ -21,9 +21,9 @@ inline std::string metal_type(const mx::array& a) {
     case mx::bfloat16:
       return "bfloat";
     case mx::int8:
-      return "int8_t";
+      return "char";
     case mx::uint8:
-      return "uint8_t";
+      return "uchar";
     default:
       throw std::logic_error("no Metal kernel for this dtype");
   }

@@ -20,15 +20,15 @@ int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
   return std::min(num_rows > 2 ? kMaxSharedRows : num_rows, max_rows);
 }
 
-// The kernels count the vectors between the first slot of a head and any other one in 32 bits.
-void check_offsets(const char* argument, const mx::array& pool) {
+// The kernels count `unit` elements between the first slot of a head and any other one in 32 bits.
+void check_offsets(const char* argument, const mx::array& pool, int unit) {
   int64_t last = 0;
   bool is_ascending = true;
   for (const int axis : {1, 2}) {
     is_ascending &= pool.shape(axis) <= 1 || pool.strides(axis) >= 0;
     last += (pool.shape(axis) - 1) * pool.strides(axis);
   }
-  const int64_t most = int64_t{kVector} << 32;
+  const int64_t most = int64_t{unit} << 32;
   if (!is_ascending || last + pool.shape(3) >= most) {
     fail<std::runtime_error>("paged_attention", argument, " has strides ", pool.strides(1), " and ",
                              pool.strides(2),
@@ -147,8 +147,12 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   }
   check_metal_pool("paged_attention", "k_cache", in.k_cache, false);
   check_metal_pool("paged_attention", "v_cache", in.v_cache, false);
-  check_offsets("k_cache", in.k_cache);
-  check_offsets("v_cache", in.v_cache);
+  check_offsets("k_cache", in.k_cache, kVector);
+  check_offsets("v_cache", in.v_cache, is_packed(in.v_cache) ? kVector / 2 : kVector);
+  if (in.k_scales) {
+    check_offsets("k_scales", *in.k_scales, 1);
+    check_offsets("v_scales", *in.v_scales, 1);
+  }
   return in.cu_seqlens ? plan_varlen(in, config) : plan_call(in, config);
 }
 

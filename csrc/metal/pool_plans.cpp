@@ -84,7 +84,7 @@ LaunchPlans plan_copy_blocks(const Arrays& inputs) {
   const bool is_whole = k_cache.shape(3) % kVector == 0 && v_cache.shape(3) % kVector == 0;
   const int each = is_whole ? kVector : 1;
   const int width = std::max(k_cache.shape(3), v_cache.shape(3)) / each;
-  const std::string type = k_cache.dtype() == mx::int8 ? "uint8_t" : metal_type(k_cache);
+  const std::string type = k_cache.dtype() == mx::int8 ? "uchar" : metal_type(k_cache);
   std::optional<LaunchPlan> plan = pool_plan("copy_blocks", type, k_cache, width, depth);
   if (!plan) {
     return {};

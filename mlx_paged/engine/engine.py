@@ -142,6 +142,8 @@ class Engine(EngineCore):
         seed = optional_integer("Engine", "seed", seed, 0)
         snapshot_memory = optional_integer("Engine", "snapshot_memory", snapshot_memory, 0)
         require_positive("Engine", "spike_ms", spike_ms)
+        is_model = draft_model is None or isinstance(draft_model, nn.Module)
+        require(is_model, "Engine", "draft_model", draft_model, "an mlx-lm model or None")
         integer("Engine", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFTS)
         known = speculate is None or (speculate in DRAFTERS and draft_model is None)
         names = f"None or, without a draft model, one of {', '.join(DRAFTERS)}"

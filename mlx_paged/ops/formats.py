@@ -73,7 +73,7 @@ def checked_bits(where: str, kv_bits: KVBits) -> KVBits:
     """
     given = kv_bits.replace(" ", "") if isinstance(kv_bits, str) else kv_bits
     found = 8 if given in ("8", "8,8") else given
-    if found is None or (found in FORMATS and not isinstance(found, bool | float)):
+    if found is None or (found in [*FORMATS] and not isinstance(found, bool | float)):
         return found
     raise ValueError(
         f'[{where}] kv_bits is {kv_bits!r}: expected 8, or "8,4" for values of 4 bits. Keys of'

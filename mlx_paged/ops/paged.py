@@ -16,6 +16,7 @@ checks these when it is called. It checks the others when it is evaluated, befor
 writes. Both raise ValueError.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -45,7 +46,7 @@ def kernel_for(
 
 
 def _kernel_on(
-    stream: Stream | None, head_dim: int, v_head_dim: int
+    stream: Stream | None, head_dim: int = 64, v_head_dim: int = 64
 ) -> Literal["native", "reference"]:
     if _device(stream) == mx.cpu:
         return "native"
@@ -317,7 +318,7 @@ def copy_blocks(
         ValueError: as from ``write_kv``.
     """
     copied = _ext.copy_blocks(k_cache, v_cache, block_pairs, stream=stream)
-    if _is_native(stream, k_cache, v_cache, block_pairs):
+    if _kernel_of(block_pairs)(stream) == "native":  # of arrays of any width
         return copied
     with _on(stream):
         return fallback.copy_blocks(k_cache, v_cache, block_pairs)
@@ -334,19 +335,23 @@ def uninstall_from_mlx() -> None:
         delattr(mx.fast, "paged_attention")
 
 
-def _is_native(
-    stream: Stream | None, k_cache: mx.array, v_cache: mx.array, indices: mx.array
-) -> bool:
-    """Whether the stream can evaluate the compiled op for these caches.
+def _kernel_of(indices: mx.array) -> Callable[..., str]:
+    """What says which kernel a stream has for an op with these indices.
 
     Plain MLX needs the values of the indices. If MLX transforms these too, only the compiled op is
     possible.
     """
-    kernel = kernel_for if _ext.has_values(indices) else _kernel_on
+    return kernel_for if _ext.has_values(indices) else _kernel_on
+
+
+def _is_native(
+    stream: Stream | None, k_cache: mx.array, v_cache: mx.array, indices: mx.array
+) -> bool:
+    """Whether the stream can evaluate the compiled op for these caches."""
     columns = v_cache.shape[-1]
     if v_cache.dtype == mx.uint8 and columns % 4 == 0:  # GPUs need whole vectors of pairs, too
         columns *= 2
-    return kernel(stream, k_cache.shape[-1], columns) == "native"
+    return _kernel_of(indices)(stream, k_cache.shape[-1], columns) == "native"
 
 
 def _serves_varlen(

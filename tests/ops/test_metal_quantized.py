@@ -102,7 +102,7 @@ def test_blocks_are_copied_with_their_scales(kv_bits, dims):
     pairs = mx.array([[0, 1], [6, 0], [9, 2], [2, -1]])
     k, v, k_scales, v_scales = pool
     after = *metal.copy_blocks(k, v, pairs), *metal.copy_blocks(k_scales, v_scales, pairs)
-    assert metal.trace.kernels[1:] == ["copy_blocks_uint8_t", "copy_blocks_half"]
+    assert metal.trace.kernels[1:] == ["copy_blocks_uchar", "copy_blocks_half"]
     for array, old in zip(after, before, strict=True):
         old[:, 1], old[:, 0] = old[:, 0].copy(), old[:, 6].copy()
         np.testing.assert_array_equal(np.array(array), old)

@@ -108,6 +108,15 @@ class TestKernelChoice:
             assert ops.kernel_for(device, 65, 64) == "reference"
             assert ops.kernel_for(device, 64, 580) == "reference"
 
+    def test_gpus_copy_blocks_of_any_width(self, monkeypatch):
+        """Those of scales have one or two columns."""
+        monkeypatch.setattr(paged._ext.metal, "has_metal", lambda: True)
+        monkeypatch.setattr(paged, "_device", lambda stream: mx.gpu)
+        monkeypatch.setattr(paged.fallback, "copy_blocks", lambda *arrays: 1 / 0)
+        scales = [mx.zeros((4, 2, 8, columns), mx.float16).swapaxes(0, 1) for columns in (1, 2)]
+        mx.eval(scales)
+        ops.copy_blocks(*scales, mx.array([[0, 1]], mx.int32))
+
     def test_a_stream_of_each_thread_will_do(self):
         """As an argument, and as the current stream."""
         case = random_case([45, 7])
