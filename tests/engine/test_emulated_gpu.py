@@ -93,7 +93,7 @@ def test_forks_give_mlx_lms_tokens(kv_bits, monkeypatch):
         assert half.check(prompt, tokens[parent])
         assert all([half.check(prefix, tokens[child]) for child, prefix in children.items()])
     assert families(metal)["copy_blocks"] > 0
-    assert ("copy_blocks_uint8_t" in metal.trace.kernels) == (kv_bits is not None)
+    assert ("copy_blocks_uchar" in metal.trace.kernels) == (kv_bits is not None)
 
 
 @pytest.mark.parametrize(("context", "decode_launches"), [(40, 2), (600, 3)])
