@@ -266,7 +266,7 @@ class EngineCore:
 
     @exclusive
     def step(self) -> list[TokenOutput]:
-        """Compute one step; return its tokens, at most one of each request.
+        """Compute one step; return its tokens, of each request at most one and its right drafts.
 
         Ctrl-C takes effect after the step; the next call then returns the outputs.
         """

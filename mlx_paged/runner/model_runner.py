@@ -81,8 +81,8 @@ class ModelRunner:
         finally:
             for span in drafted:
                 del span.request.tokens[span.certain_stop :]
-            if drafted:  # it keeps the latest tokens, and drafts may be wrong
-                self.sampler = Sampler()
+            if drafted:  # wrong ones among them
+                self.sampler.forget_tokens()
 
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         self.manager.pool.copy_blocks(step.copies)

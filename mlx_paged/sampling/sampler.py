@@ -83,6 +83,10 @@ class Sampler:
         may_be_empty = self._rows.may_be_empty
         return Sampled(tokens, chosen, logprobs, top_tokens, top_logprobs, errors, may_be_empty)
 
+    def forget_tokens(self) -> None:
+        """Forget the latest tokens of the batch; the next call reads them from the requests."""
+        self._compose((), 0)
+
     def _compose(self, requests: Sequence[Request], vocab: int) -> None:
         rows = self._rows = SamplingRows(requests, vocab)
         self._penalties = Penalties(requests, rows.penalised) if rows.penalised else None
