@@ -14,6 +14,7 @@ from mlx_lm.generate import StopSequences, generation_stream
 from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchStats
 from mlx_lm.sample_utils import greedy_sampler
 
+from mlx_paged.arguments import require
 from mlx_paged.batch_generator.recorder import Recording, StepRecorder
 from mlx_paged.batch_generator.sequences import (
     BatchSequence,
@@ -62,7 +63,8 @@ class BatchGenerator:
         max_kv_size: of rotating caches.
         stream: computes everything.
         engine_options: further arguments of :class:`Engine`, such as `kv_memory`, `block_size`,
-            `max_stall_ms`, `prefix_cache`, `seed`.
+            `max_stall_ms`, `prefix_cache`, `seed`; no drafts, because a step gives each sequence
+            one token.
 
     Raises:
         UnsupportedModelError: results for this model could be wrong.
@@ -84,6 +86,9 @@ class BatchGenerator:
         stream: Any = None,
         **engine_options: Any,
     ) -> None:
+        for name in ("speculate", "draft_model"):
+            value = engine_options.get(name)
+            require(value is None, "BatchGenerator", name, value, "None")
         if max_kv_size is not None and not hasattr(model, "make_cache"):
             raise ValueError(
                 f"[BatchGenerator] max_kv_size is {max_kv_size}: expected None, rotating caches "

@@ -337,3 +337,9 @@ def test_the_server_of_mlx_lm_runs_on_it(monkeypatch):
     expected = served_texts(prompts)
     monkeypatch.setattr(stock_server, "BatchGenerator", BatchGenerator)
     assert served_texts(prompts) == expected
+
+
+def test_a_generator_takes_no_drafts():
+    """Its callers expect one token of each sequence in a step."""
+    with pytest.raises(ValueError, match="speculate is 'ngram': expected None"):
+        BatchGenerator(model("llama"), speculate="ngram")
