@@ -144,6 +144,12 @@ inline Floats load(const Int4Pair* from) {
   // The lookup uses the low 4 bits of each lane.
   const __m512i q = _mm512_maskz_srlv_epi32(0xffff, both, __builtin_bit_cast(__m512i, shifts));
   return _mm512_maskz_permutexvar_ps(0xffff, q, numbers);
+#elif defined(__AVX2__)
+  int32_t word;
+  __builtin_memcpy(&word, from, sizeof word);
+  const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+  const __m256i q = _mm256_srlv_epi32(_mm256_set1_epi32(word), shifts);
+  return _mm256_cvtepi32_ps(_mm256_and_si256(q, _mm256_set1_epi32(15)));
 #else
   typedef uint8_t Bytes __attribute__((vector_size(kLanes / 2)));
   typedef uint16_t Pairs __attribute__((vector_size(kLanes)));
