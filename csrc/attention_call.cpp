@@ -1,6 +1,5 @@
 #include "csrc/attention_call.h"
 
-#include "csrc/validate.h"
 #include "mlx/ops.h"
 
 namespace mlx_paged {
@@ -58,7 +57,6 @@ std::vector<mx::Shape> attention_shapes(const mx::array& q, const mx::array& v_c
 
 AttentionCall attention_call(AttentionInputs in, const AttentionOptions& options, mx::Stream stream,
                              bool for_metal) {
-  check_attention(in, options);
   if (in.rope_freqs && in.rope_freqs->size() == 0) {  // rotates nothing
     in.rope_freqs.reset();
   }

@@ -30,7 +30,7 @@ struct AttentionCall {
   std::vector<mx::Dtype> dtypes;
 };
 
-// Validates the arguments of paged_attention and converts them to the form that the kernels read.
+// Converts valid arguments of paged_attention to the form that the kernels read.
 AttentionCall attention_call(AttentionInputs in, const AttentionOptions& options, mx::Stream stream,
                              bool for_metal);
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <utility>
+#include <vector>
 
 #include "csrc/cpu/mlx_args.h"
 #include "csrc/cpu/quantize.h"
@@ -19,84 +19,53 @@ namespace mlx_paged {
 namespace {
 
 // Below this many bytes waking a thread costs more than it saves.
-constexpr int64_t kMinParallelBytes = 1 << 18;
+constexpr size_t kMinParallelBytes = 1 << 18;
 
-// Keys or values [H_kv, N, S, D] of a layer's pool: any layout with dense rows; strides in bytes.
-struct PoolView {
+// An array of any layout, with strides in bytes.
+struct View {
+  explicit View(const mx::array& a)
+      : data(const_cast<std::byte*>(a.data<std::byte>())),
+        dtype(a.dtype()),
+        itemsize(static_cast<int>(a.itemsize())) {
+    for (size_t axis = 0; axis < a.ndim(); ++axis) {
+      shape[axis] = a.shape(axis);
+      strides[axis] = a.strides(axis) * itemsize;
+    }
+  }
+
+  std::byte* at(int64_t i, int64_t j = 0, int64_t k = 0) const {
+    return data + i * strides[0] + j * strides[1] + k * strides[2];
+  }
+
+  int32_t index(int64_t i, int64_t j = 0) const { return *reinterpret_cast<int32_t*>(at(i, j)); }
+
   std::byte* data;
-  int64_t head_stride;
-  int64_t block_stride;
-  int64_t token_stride;
-  int num_heads;
-  int num_blocks;
-  int block_size;
-  int row_bytes;
-
-  std::byte* at(int64_t head, int64_t slot) const {
-    return data + head * head_stride + slot / block_size * block_stride +
-           slot % block_size * token_stride;
-  }
-};
-
-// Rows [T, H_kv, D] to write; strides in bytes.
-struct RowsView {
-  const std::byte* data;
-  int64_t token_stride;
-  int64_t head_stride;
-  int64_t element_stride;
-  int num_tokens;
-  int width;
-  int itemsize;
   mx::Dtype dtype;
+  int itemsize;
+  int shape[4] = {};
+  int64_t strides[4] = {};
 };
 
-// A vector or matrix of int32; strides in elements.
-struct IndexView {
-  const int32_t* data;
-  int64_t row_stride;
-  int64_t column_stride;
+// Keys, values or scales [H_kv, N, S, D] of a layer's pool, with dense rows.
+struct PoolView : View {
+  using View::View;
 
-  int32_t operator()(int64_t row, int64_t column = 0) const {
-    return data[row * row_stride + column * column_stride];
+  std::byte* row(int64_t head, int64_t slot) const {
+    return at(head, slot / shape[2], slot % shape[2]);
   }
+
+  int row_bytes() const { return shape[3] * itemsize; }
 };
 
-PoolView pool_view(mx::array& cache) {
-  const auto itemsize = static_cast<int64_t>(cache.itemsize());
-  return {cache.data<std::byte>(),
-          cache.strides(0) * itemsize,
-          cache.strides(1) * itemsize,
-          cache.strides(2) * itemsize,
-          cache.shape(0),
-          cache.shape(1),
-          cache.shape(2),
-          static_cast<int>(cache.shape(3) * itemsize)};
-}
-
-RowsView rows_view(const mx::array& rows) {
-  const auto itemsize = static_cast<int64_t>(rows.itemsize());
-  return {rows.data<std::byte>(),
-          rows.strides(0) * itemsize,
-          rows.strides(1) * itemsize,
-          rows.strides(2) * itemsize,
-          rows.shape(0),
-          rows.shape(2),
-          static_cast<int>(itemsize),
-          rows.dtype()};
-}
-
-IndexView index_view(const mx::array& indices) {
-  return {indices.data<int32_t>(), indices.strides(0), indices.ndim() > 1 ? indices.strides(1) : 0};
-}
-
-void copy_row(std::byte* to, const std::byte* from, const RowsView& rows, int row_bytes) {
-  if (rows.element_stride == rows.itemsize) {
+void copy_row(std::byte* to, const std::byte* from, const View& rows) {
+  const int row_bytes = rows.shape[2] * rows.itemsize;
+  if (rows.strides[2] == rows.itemsize) {
     std::memcpy(to, from, row_bytes);
     return;
   }
   for (int offset = 0; offset < row_bytes; offset += rows.itemsize) {
     std::memcpy(to + offset, from, rows.itemsize);
-    from += rows.element_stride;
+    from += rows.strides[2];
   }
 }
 
@@ -106,65 +75,64 @@ QuantizeRow* quantize_row(const mx::array& cache) {
   return is_packed(cache) ? cpu::quantize_int4 : cpu::quantize_int8;
 }
 
-void load_row(const std::byte* from, const RowsView& rows, std::vector<float>& x) {
+void load_row(const std::byte* from, const View& rows, std::vector<float>& x) {
   for (float& element : x) {
     element = rows.dtype == mx::float32 ? *reinterpret_cast<const float*>(from)
               : rows.dtype == mx::float16
                   ? static_cast<float>(*reinterpret_cast<const mx::float16_t*>(from))
                   : static_cast<float>(*reinterpret_cast<const mx::bfloat16_t*>(from));
-    from += rows.element_stride;
+    from += rows.strides[2];
   }
 }
 
-// Where rows go: keys or values, and their scales if they are quantized.
+// Where rows [T, H_kv, D] go: keys or values, and their scales if they are quantized.
 struct WriteTarget {
   PoolView pool;
-  RowsView rows;
+  View rows;
   std::optional<PoolView> scales;
   QuantizeRow* quantize;
 };
 
 // Writes one head's rows to their slots, in order.
-void write_head(const WriteTarget& target, const IndexView& slots, int64_t head) {
+void write_head(const WriteTarget& target, const View& slots, int64_t head) {
   const auto& [pool, rows, scales, quantize] = target;
-  const int64_t num_slots = int64_t{pool.num_blocks} * pool.block_size;
-  const std::byte* from = rows.data + head * rows.head_stride;
-  std::vector<float> x(scales ? rows.width : 0);
-  for (int token = 0; token < rows.num_tokens; ++token, from += rows.token_stride) {
-    const int64_t slot = slots(token);
+  const int64_t num_slots = int64_t{pool.shape[1]} * pool.shape[2];
+  std::vector<float> x(scales ? rows.shape[2] : 0);
+  for (int token = 0; token < rows.shape[0]; ++token) {
+    const int64_t slot = slots.index(token);
     if (slot < 0 || slot >= num_slots) {
       continue;
     }
     if (!scales) {
-      copy_row(pool.at(head, slot), from, rows, pool.row_bytes);
+      copy_row(pool.row(head, slot), rows.at(token, head), rows);
       continue;
     }
-    load_row(from, rows, x);
-    quantize(x.data(), rows.width, pool.at(head, slot), scales->at(head, slot));
+    load_row(rows.at(token, head), rows, x);
+    quantize(x.data(), rows.shape[2], pool.row(head, slot), scales->row(head, slot));
   }
 }
 
 // Copies one head's part of each (source, destination) pair, in order.
-void copy_head(const PoolView& pool, const IndexView& pairs, int num_pairs, int64_t head) {
-  std::byte* blocks = pool.data + head * pool.head_stride;
-  const bool dense = pool.token_stride == pool.row_bytes;
-  const auto inside = [&](int32_t block) { return block >= 0 && block < pool.num_blocks; };
-  for (int i = 0; i < num_pairs; ++i) {
-    const int32_t source = pairs(i, 0);
-    const int32_t destination = pairs(i, 1);
+void copy_head(const PoolView& pool, const View& pairs, int64_t head) {
+  const bool dense = pool.strides[2] == pool.row_bytes();
+  const int rows = dense ? 1 : pool.shape[2];
+  const size_t bytes = size_t(pool.row_bytes()) * (dense ? pool.shape[2] : 1);
+  const auto inside = [&](int32_t block) { return block >= 0 && block < pool.shape[1]; };
+  for (int i = 0; i < pairs.shape[0]; ++i) {
+    const int32_t source = pairs.index(i, 0), destination = pairs.index(i, 1);
     if (!inside(source) || !inside(destination) || source == destination) {
       continue;
     }
-    const std::byte* from = blocks + source * pool.block_stride;
-    std::byte* to = blocks + destination * pool.block_stride;
-    if (dense) {
-      std::memcpy(to, from, size_t(pool.row_bytes) * pool.block_size);
-      continue;
-    }
-    for (int token = 0; token < pool.block_size; ++token) {
-      std::memcpy(to + token * pool.token_stride, from + token * pool.token_stride, pool.row_bytes);
+    for (int r = 0; r < rows; ++r) {
+      std::memcpy(pool.at(head, destination, r), pool.at(head, source, r), bytes);
     }
   }
+}
+
+// Calls body(cache, head) for each head of keys and of values, on several threads if that pays.
+template <typename Target, typename Body>
+void for_heads(const std::array<Target, 2>& targets, int heads, Body body, bool pays) {
+  cpu::parallel_for(2 * heads, [&](int64_t i) { body(targets[i / heads], i % heads); }, pays);
 }
 
 // Inputs k, v, k_cache, v_cache, slot_mapping; of quantized pools then k_scales, v_scales.
@@ -178,18 +146,14 @@ struct WriteKV {
   static auto task(const Arrays& inputs, Arrays& outputs) {
     const auto target = [&](int i) -> WriteTarget {
       const bool is_quantized = outputs.size() > 2;
-      return {pool_view(outputs[i]), rows_view(inputs[i]),
-              is_quantized ? std::optional(pool_view(outputs[2 + i])) : std::nullopt,
+      return {PoolView(outputs[i]), View(inputs[i]),
+              is_quantized ? std::optional(PoolView(outputs[2 + i])) : std::nullopt,
               quantize_row(outputs[i])};
     };
-    return [k = target(0), v = target(1), slots = index_view(inputs[4])] {
-      const int heads = k.pool.num_heads;
-      const int64_t width = k.rows.width + v.rows.width;
-      const int64_t bytes = k.rows.num_tokens * heads * width * k.rows.itemsize;
-      const auto write = [&](int64_t i) {
-        i < heads ? write_head(k, slots, i) : write_head(v, slots, i - heads);
-      };
-      cpu::parallel_for(2 * heads, write, bytes >= kMinParallelBytes);
+    return [targets = std::array{target(0), target(1)}, slots = View(inputs[4]),
+            heads = outputs[0].shape(0), bytes = inputs[0].nbytes() + inputs[1].nbytes()] {
+      const auto write = [&](const auto& to, int64_t head) { write_head(to, slots, head); };
+      for_heads(targets, heads, write, bytes >= kMinParallelBytes);
     };
   }
 };
@@ -203,15 +167,11 @@ struct CopyBlocks {
   static constexpr auto plan = plan_copy_blocks;
 
   static auto task(const Arrays& inputs, Arrays& outputs) {
-    return [k_pool = pool_view(outputs[0]), v_pool = pool_view(outputs[1]),
-            pairs = index_view(inputs[2]), num_pairs = inputs[2].shape(0)] {
-      const int heads = k_pool.num_heads;
-      const auto copy = [&](int64_t i) {
-        i < heads ? copy_head(k_pool, pairs, num_pairs, i)
-                  : copy_head(v_pool, pairs, num_pairs, i - heads);
-      };
-      cpu::parallel_for(2 * heads, copy, num_pairs > 0);
-    };
+    return
+        [pools = std::array{PoolView(outputs[0]), PoolView(outputs[1])}, pairs = View(inputs[2])] {
+          const auto copy = [&](const auto& pool, int64_t head) { copy_head(pool, pairs, head); };
+          for_heads(pools, pools[0].shape[0], copy, pairs.shape[0] > 0);
+        };
   }
 };
 
@@ -283,12 +243,8 @@ Arrays write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache
                 const mx::array& v_cache, const mx::array& slot_mapping,
                 const OptionalArray& k_scales, const OptionalArray& v_scales,
                 mx::StreamOrDevice stream) {
-  check_write(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales);
-  Arrays inputs = {k, v, k_cache, v_cache, slot_mapping};
-  if (k_scales) {
-    inputs.insert(inputs.end(), {*k_scales, *v_scales});
-  }
-  return edited<WriteKV>(inputs, stream);
+  return edited<WriteKV>(write_inputs(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales),
+                         stream);
 }
 
 ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,

@@ -76,14 +76,12 @@ struct AttentionOptions {
   bool operator==(const AttentionOptions&) const = default;
 };
 
-// Returns out [B, H, L, D_v]; with return_attn also the softmax weights [B, H, L, M * S].
+// Returns out [B, H, L, D_v]; with return_attn also the softmax weights [B, H, L, M * S]. With
+// cu_seqlens q may have three axes, [T, H, D], and so has out then. `check_values` also checks the
+// values of block tables, context lengths and cu_seqlens, if they are evaluated.
 std::variant<mx::array, ArrayPair> paged_attention(AttentionInputs inputs,
                                                    const AttentionOptions& options,
-                                                   mx::StreamOrDevice stream);
-
-// inputs.q is [T, H, D] or [T, H, 1, D]. Returns as many axes, with D_v in place of D.
-mx::array paged_attention_varlen(AttentionInputs inputs, const AttentionOptions& options,
-                                 mx::StreamOrDevice stream);
+                                                   bool check_values, mx::StreamOrDevice stream);
 
 // Returns the caches, and then the scales of a quantized pool.
 Arrays write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache,
@@ -91,9 +89,6 @@ Arrays write_kv(const mx::array& k, const mx::array& v, const mx::array& k_cache
                 const OptionalArray& k_scales, const OptionalArray& v_scales,
                 mx::StreamOrDevice stream);
 
-// Writes k and v [B, H_kv, N, D], and returns the caches as write_kv does, then the keys and the
-// values of all tokens as gather_blocks does, with zeros where `held` is false. Nothing if there is
-// no kernel, or if k or v differs from its cache in type, heads or dimensions.
 std::optional<std::array<mx::array, 4>> append_kv(const mx::array& k, const mx::array& v,
                                                   const mx::array& k_cache,
                                                   const mx::array& v_cache,
@@ -117,11 +112,5 @@ size_t reserved_bytes();
 
 // Whether this thread is within one of MLX's function transformations.
 bool is_transforming();
-
-void check_tables(const std::string& op, const mx::array& block_tables,
-                  const mx::array& context_lens, int num_blocks, int block_size);
-
-void check_cu_seqlens(const std::string& op, const mx::array& cu_seqlens, int num_tokens,
-                      int num_decodes);
 
 }  // namespace mlx_paged

@@ -12,49 +12,28 @@ namespace mlx_paged {
 
 namespace {
 
-void bind_optional(const AttentionInputs& in, cpu::AttentionArgs& args) {
-  if (in.kv_head_mapping) {
-    args.kv_head_mapping = in.kv_head_mapping->data<int32_t>();
-    args.kv_head_mapping_stride = in.kv_head_mapping->strides(0);
-  }
-  if (in.rope_freqs) {
-    args.rope_freqs = in.rope_freqs->data<float>();
-    args.rope_pairs = in.rope_freqs->shape(2);
-    copy_strides(*in.rope_freqs, args.rope_strides);
-  }
-  if (in.attn_mask) {
-    args.mask = in.attn_mask->data<void>();
-    args.mask_dtype = cpu::dtype_of(*in.attn_mask);
-    copy_strides(*in.attn_mask, args.mask_strides);
-  }
-  if (in.sinks) {
-    args.sinks = in.sinks->data<float>();
-    args.sinks_stride = in.sinks->strides(0);
-  }
-  if (in.k_scales) {
-    args.k_scales = in.k_scales->data<void>();
-    args.v_scales = in.v_scales->data<void>();
-    copy_strides(*in.k_scales, args.k_scales_strides);
-    copy_strides(*in.v_scales, args.v_scales_strides);
-  }
-  if (in.alibi_slopes) {
-    args.alibi_slopes = in.alibi_slopes->data<float>();
-    args.alibi_stride = in.alibi_slopes->strides(0);
+template <typename T, int kAxes>
+void bind(const mx::array& a, cpu::View<T, kAxes>& view) {
+  view.data = a.data<T>();
+  copy_strides(a, view.strides);
+}
+
+template <typename T, int kAxes>
+void bind(const OptionalArray& a, cpu::View<T, kAxes>& view) {
+  if (a) {
+    bind(*a, view);
   }
 }
 
-// The strides of q and out, and the numbers of tokens.
+// The strides of out, those of q with cu_seqlens, and the numbers of tokens.
 void place_tokens(const AttentionInputs& in, cpu::AttentionArgs& args) {
-  copy_strides(in.q, args.q_strides);
   args.out_strides[2] = args.value_dim;
   args.out_strides[1] = int64_t{args.value_dim} * in.q.shape(2);
   args.out_strides[0] = args.out_strides[1] * in.q.shape(1);
   args.num_tokens = in.q.shape(2);
   if (in.cu_seqlens) {  // the tokens of all sequences are on axis 0
-    args.cu_seqlens = in.cu_seqlens->data<int32_t>();
-    args.cu_seqlens_stride = in.cu_seqlens->strides(0);
     args.num_tokens = in.q.shape(0);
-    args.q_strides[2] = std::exchange(args.q_strides[0], 0);
+    args.q.strides[2] = std::exchange(args.q.strides[0], 0);
     args.out_strides[2] = std::exchange(args.out_strides[0], 0);
   }
 }
@@ -62,19 +41,24 @@ void place_tokens(const AttentionInputs& in, cpu::AttentionArgs& args) {
 cpu::AttentionArgs kernel_args(const AttentionInputs& in, const AttentionOptions& options,
                                Arrays& outputs) {
   cpu::AttentionArgs args{};
-  args.q = in.q.data<void>();
+  bind(in.q, args.q);
+  bind(in.k_cache, args.k);
+  bind(in.v_cache, args.v);
+  bind(in.k_scales, args.k_scales);
+  bind(in.v_scales, args.v_scales);
+  bind(in.block_tables, args.block_tables);
+  bind(in.context_lens, args.context_lens);
+  bind(in.cu_seqlens, args.cu_seqlens);
+  bind(in.kv_head_mapping, args.kv_head_mapping);
+  bind(in.rope_freqs, args.rope_freqs);
+  bind(in.attn_mask, args.mask);
+  bind(in.sinks, args.sinks);
+  bind(in.alibi_slopes, args.alibi_slopes);
   args.q_dtype = cpu::dtype_of(in.q);
-  args.k = in.k_cache.data<void>();
-  args.v = in.v_cache.data<void>();
   args.k_dtype = cpu::dtype_of(in.k_cache);
   args.v_dtype = cpu::dtype_of(in.v_cache);
-  copy_strides(in.k_cache, args.k_strides);
-  copy_strides(in.v_cache, args.v_strides);
-  args.block_tables = in.block_tables.data<int32_t>();
-  copy_strides(in.block_tables, args.block_tables_strides);
-  args.context_lens = in.context_lens.data<int32_t>();
-  args.context_lens_stride = in.context_lens.strides(0);
-  bind_optional(in, args);
+  args.mask_dtype = in.attn_mask ? cpu::dtype_of(*in.attn_mask) : cpu::DType::kBool;
+  args.rope_pairs = in.rope_freqs ? in.rope_freqs->shape(2) : 0;
   args.out = outputs[0].data<void>();
   args.attn = options.return_attn ? outputs[1].data<float>() : nullptr;
   args.batch = in.block_tables.shape(0);
@@ -146,9 +130,14 @@ Arrays zeros(const AttentionCall& call, mx::Stream stream) {
 
 std::variant<mx::array, ArrayPair> paged_attention(AttentionInputs inputs,
                                                    const AttentionOptions& options,
-                                                   mx::StreamOrDevice stream) {
+                                                   bool check_values, mx::StreamOrDevice stream) {
   const mx::Stream s = mx::to_stream(stream);
   const mx::Dtype dtype = inputs.q.dtype();
+  const bool has_three_axes = inputs.cu_seqlens && inputs.q.ndim() == 3;
+  if (has_three_axes) {
+    inputs.q = mx::expand_dims(inputs.q, 2, s);
+  }
+  check_attention(inputs, options, check_values);
   const AttentionCall call =
       attention_call(std::move(inputs), options, s, s.device == mx::Device::gpu);
   const auto outputs =
@@ -160,17 +149,7 @@ std::variant<mx::array, ArrayPair> paged_attention(AttentionInputs inputs,
   if (options.return_attn) {
     return ArrayPair{out, outputs[1]};
   }
-  return out;
-}
-
-mx::array paged_attention_varlen(AttentionInputs inputs, const AttentionOptions& options,
-                                 mx::StreamOrDevice stream) {
-  const bool has_three_axes = inputs.q.ndim() == 3;
-  if (has_three_axes) {
-    inputs.q = mx::expand_dims(inputs.q, 2, stream);
-  }
-  const mx::array out = std::get<mx::array>(paged_attention(std::move(inputs), options, stream));
-  return has_three_axes ? mx::squeeze(out, 2, stream) : out;
+  return has_three_axes ? mx::squeeze(out, 2, s) : out;
 }
 
 }  // namespace mlx_paged

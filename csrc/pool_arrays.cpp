@@ -48,82 +48,53 @@ struct Reservation {
 };
 
 // All reservations, by the pointer in their buffer. MLX's counters of memory do not know them.
-class Reservations {
- public:
-  // Data for `used` bytes that may grow to `capacity`; none if the system or MLX's build refuses.
-  std::optional<mx::allocator::Data> make([[maybe_unused]] size_t capacity,
-                                          [[maybe_unused]] size_t used) {
-#if defined(__linux__)
-    if (!buffers_are_pointers()) {
-      return std::nullopt;
-    }
-    void* base = mmap(nullptr, capacity + kPage, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED) {
-      return std::nullopt;
-    }
-    auto* header = reinterpret_cast<size_t*>(static_cast<std::byte*>(base) + kPage) - 1;
-    *header = capacity;
-    const std::lock_guard lock(mutex_);
-    of_buffers_.emplace(header, Reservation{capacity, used});
-    return mx::allocator::Data(mx::allocator::Buffer(header),
-                               [this](mx::allocator::Buffer buffer) { release(buffer.ptr()); });
-#else
-    return std::nullopt;
-#endif
-  }
-
-  // Whether the buffer is a reservation for at least `size` bytes.
-  bool has_room(const void* buffer, size_t size) {
-    const std::lock_guard lock(mutex_);
-    const auto found = of_buffers_.find(buffer);
-    return found != of_buffers_.end() && size <= found->second.capacity;
-  }
-
-  void use(const void* buffer, size_t size) {
-    const std::lock_guard lock(mutex_);
-    of_buffers_.at(buffer).used = size;
-  }
-
-  size_t bytes_used() {
-    const std::lock_guard lock(mutex_);
-    size_t total = 0;
-    for (const auto& [buffer, reservation] : of_buffers_) {
-      total += reservation.used;
-    }
-    return total;
-  }
-
- private:
-#if defined(__linux__)
-  // Whether the data of a buffer follows the word that it points to. In MLX's builds for GPUs a
-  // buffer is an object of the device.
-  static bool buffers_are_pointers() {
-    static const bool are_pointers = [] {
-      const mx::allocator::Data data = mx::allocator::malloc(kPage);
-      mx::allocator::Buffer buffer = data.buffer();
-      return buffer.raw_ptr() == static_cast<size_t*>(buffer.ptr()) + 1;
-    }();
-    return are_pointers;
-  }
-
-  void release(void* buffer) {
-    const std::lock_guard lock(mutex_);
-    const auto found = of_buffers_.find(buffer);
-    std::byte* data = static_cast<std::byte*>(buffer) + sizeof(size_t);
-    munmap(data - kPage, found->second.capacity + kPage);
-    of_buffers_.erase(found);
-  }
-#endif
-
-  std::mutex mutex_;
-  std::unordered_map<const void*, Reservation> of_buffers_;
+struct Reservations {
+  std::mutex mutex;
+  std::unordered_map<const void*, Reservation> of_buffers;
 };
 
 Reservations& reservations() {
   static auto* const all = new Reservations();  // outlives the arrays of MLX's static objects
   return *all;
 }
+
+#if defined(__linux__)
+// Whether the data of a buffer follows the word that it points to. In MLX's builds for GPUs a
+// buffer is an object of the device.
+bool buffers_are_pointers() {
+  static const bool are_pointers = [] {
+    const mx::allocator::Data data = mx::allocator::malloc(kPage);
+    mx::allocator::Buffer buffer = data.buffer();
+    return buffer.raw_ptr() == static_cast<size_t*>(buffer.ptr()) + 1;
+  }();
+  return are_pointers;
+}
+
+void release(mx::allocator::Buffer buffer) {
+  const std::lock_guard lock(reservations().mutex);
+  const auto found = reservations().of_buffers.find(buffer.ptr());
+  std::byte* data = static_cast<std::byte*>(buffer.ptr()) + sizeof(size_t);
+  munmap(data - kPage, found->second.capacity + kPage);
+  reservations().of_buffers.erase(found);
+}
+
+// Data for `used` bytes that may grow to `capacity`; none if the system or MLX's build refuses.
+std::optional<mx::allocator::Data> reserve(size_t capacity, size_t used) {
+  void* base = buffers_are_pointers() ? mmap(nullptr, capacity + kPage, PROT_READ | PROT_WRITE,
+                                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)
+                                      : MAP_FAILED;
+  if (base == MAP_FAILED) {
+    return std::nullopt;
+  }
+  auto* header = reinterpret_cast<size_t*>(static_cast<std::byte*>(base) + kPage) - 1;
+  *header = capacity;
+  const std::lock_guard lock(reservations().mutex);
+  reservations().of_buffers.emplace(header, Reservation{capacity, used});
+  return mx::allocator::Data(mx::allocator::Buffer(header), release);
+}
+#else
+std::optional<mx::allocator::Data> reserve(size_t, size_t) { return std::nullopt; }
+#endif
 
 // Zeros on a CPU. The system chooses the size of a page when it is first touched.
 class PoolZeros : public mx::Primitive {
@@ -133,7 +104,7 @@ class PoolZeros : public mx::Primitive {
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
     mx::array& out = outputs[0];
     if (capacity_ > out.nbytes()) {
-      if (auto memory = reservations().make(capacity_, out.nbytes())) {
+      if (auto memory = reserve(capacity_, out.nbytes())) {
         out.set_data(std::move(*memory));
         use_huge_pages(out.data<std::byte>(), out.nbytes());
         return;
@@ -174,7 +145,10 @@ class PoolGrown : public mx::Primitive {
     mx::array::Flags flags{};
     flags.contiguous = flags.row_contiguous = true;
     out.copy_shared_buffer(inputs[0], out.strides(), flags, out.size());
-    reservations().use(out.buffer().ptr(), out.nbytes());
+    {
+      const std::lock_guard lock(reservations().mutex);
+      reservations().of_buffers.at(out.buffer().ptr()).used = out.nbytes();
+    }
     use_huge_pages(out.data<std::byte>(), out.nbytes());
   }
 
@@ -211,12 +185,24 @@ OptionalArray grown_in_place(const mx::array& blocks, int num_blocks, mx::Stream
   mx::Shape shape = blocks.shape();
   shape[0] = num_blocks;
   const size_t block_bytes = blocks.strides(0) * blocks.itemsize();
-  if (!reservations().has_room(blocks.buffer().ptr(), num_blocks * block_bytes)) {
-    return std::nullopt;
+  {
+    const std::lock_guard lock(reservations().mutex);
+    const auto found = reservations().of_buffers.find(blocks.buffer().ptr());
+    if (found == reservations().of_buffers.end() ||
+        num_blocks * block_bytes > found->second.capacity) {
+      return std::nullopt;
+    }
   }
   return mx::array(shape, blocks.dtype(), std::make_shared<PoolGrown>(on), Arrays{blocks});
 }
 
-size_t reserved_bytes() { return reservations().bytes_used(); }
+size_t reserved_bytes() {
+  const std::lock_guard lock(reservations().mutex);
+  size_t total = 0;
+  for (const auto& [buffer, reservation] : reservations().of_buffers) {
+    total += reservation.used;
+  }
+  return total;
+}
 
 }  // namespace mlx_paged

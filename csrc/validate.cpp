@@ -209,6 +209,46 @@ void check_scalars(const char* op, const AttentionOptions& options) {
   }
 }
 
+// The blocks that each context reads.
+void check_tables(const char* op, const AttentionInputs& in) {
+  const mx::array &tables = in.block_tables, &lens = in.context_lens;
+  if (!tables.is_available() || !lens.is_available()) {
+    return;
+  }
+  const int num_blocks = in.k_cache.shape(1), block_size = in.k_cache.shape(2);
+  const int64_t most = int64_t{tables.shape(1)} * block_size;
+  for (int b = 0; b < tables.shape(0); ++b) {
+    const int32_t context = lens.data<int32_t>()[b * lens.strides(0)];
+    require(context >= 0 && context <= most, op, "context_lens[", b, "] is ", context,
+            ": expected 0 to ", most, ", max_blocks * block_size of block_tables ", tables.shape());
+    const int64_t num_read = (int64_t{context} + block_size - 1) / block_size;
+    for (int64_t i = 0; i < num_read; ++i) {
+      const int32_t block = tables.data<int32_t>()[b * tables.strides(0) + i * tables.strides(1)];
+      require(block >= 0 && block < num_blocks, op, "block_tables[", b, ", ", i, "] is ", block,
+              " and a context of ", context, " tokens reads it: expected 0 to ", num_blocks - 1);
+    }
+  }
+}
+
+void check_cu_seqlens(const char* op, const mx::array& cu_seqlens, int num_tokens,
+                      int num_decodes) {
+  if (!cu_seqlens.is_available()) {
+    return;
+  }
+  const int batch = cu_seqlens.shape(0) - 1;
+  const auto at = [&](int s) { return cu_seqlens.data<int32_t>()[s * cu_seqlens.strides(0)]; };
+  for (int s = 0; s <= num_decodes; ++s) {
+    require(at(s) == s, op, "cu_seqlens[", s, "] is ", at(s), ": expected ", s,
+            ", with num_decodes ", num_decodes);
+  }
+  for (int s = num_decodes + 1; s <= batch; ++s) {
+    require(at(s - 1) <= at(s) && at(s) <= num_tokens, op, "cu_seqlens[", s, "] is ", at(s),
+            ": expected ", at(s - 1), ", the entry before it, to ", num_tokens);
+  }
+  require(at(batch) == num_tokens, op, "cu_seqlens[", batch, "] is ", at(batch), ": expected ",
+          num_tokens, ", the tokens of q");
+}
+
 }  // namespace
 
 std::string printable(const mx::Shape& shape) {
@@ -225,7 +265,8 @@ void check_floating(const char* op, const char* name, const mx::array& a) {
   check_dtype(op, name, a, is_pool_dtype(a.dtype()), ": expected float32, float16 or bfloat16");
 }
 
-void check_attention(const AttentionInputs& in, const AttentionOptions& options) {
+void check_attention(const AttentionInputs& in, const AttentionOptions& options,
+                     bool check_values) {
   const char* op = in.cu_seqlens ? "paged_attention_varlen" : "paged_attention";
   check_tokens(op, in, options.num_decodes);
   check_floating(op, "q", in.q);
@@ -242,33 +283,17 @@ void check_attention(const AttentionInputs& in, const AttentionOptions& options)
     check_mask(op, in);
   }
   check_scalars(op, options);
+  if (check_values) {
+    check_tables(op, in);
+    if (in.cu_seqlens) {
+      check_cu_seqlens(op, *in.cu_seqlens, in.q.shape(0), options.num_decodes);
+    }
+  }
 }
 
-void check_cu_seqlens(const std::string& op, const mx::array& cu_seqlens, int num_tokens,
-                      int num_decodes) {
-  require(cu_seqlens.ndim() == 1 && cu_seqlens.size() > 0 && cu_seqlens.dtype() == mx::int32, op,
-          "cu_seqlens has shape ", cu_seqlens.shape(), " and dtype ", cu_seqlens.dtype(),
-          ": expected (batch + 1,) of int32");
-  if (!cu_seqlens.is_available()) {
-    return;
-  }
-  const int batch = cu_seqlens.shape(0) - 1;
-  const auto at = [&](int s) { return cu_seqlens.data<int32_t>()[s * cu_seqlens.strides(0)]; };
-  for (int s = 0; s <= std::min(num_decodes, batch); ++s) {
-    require(at(s) == s, op, "cu_seqlens[", s, "] is ", at(s), ": expected ", s,
-            ", with num_decodes ", num_decodes);
-  }
-  for (int s = num_decodes + 1; s <= batch; ++s) {
-    require(at(s - 1) <= at(s) && at(s) <= num_tokens, op, "cu_seqlens[", s, "] is ", at(s),
-            ": expected ", at(s - 1), ", the entry before it, to ", num_tokens);
-  }
-  require(at(batch) == num_tokens, op, "cu_seqlens[", batch, "] is ", at(batch), ": expected ",
-          num_tokens, ", the tokens of q");
-}
-
-void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
-                 const mx::array& v_cache, const mx::array& slot_mapping,
-                 const OptionalArray& k_scales, const OptionalArray& v_scales) {
+Arrays write_inputs(const mx::array& k, const mx::array& v, const mx::array& k_cache,
+                    const mx::array& v_cache, const mx::array& slot_mapping,
+                    const OptionalArray& k_scales, const OptionalArray& v_scales) {
   const char* op = "write_kv";
   const bool is_stored = !k_scales && k.dtype() == mx::int8;  // rows as the pool has them
   check_pool(op, k_cache, v_cache, k_scales, v_scales, k_scales || is_stored, true);
@@ -288,6 +313,11 @@ void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cach
   }
   check_int32(op, "slot_mapping", slot_mapping);
   check_shape(op, "slot_mapping", slot_mapping, {tokens}, "one slot per row of k");
+  Arrays inputs = {k, v, k_cache, v_cache, slot_mapping};
+  if (k_scales) {
+    inputs.insert(inputs.end(), {*k_scales, *v_scales});
+  }
+  return inputs;
 }
 
 void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::array& block_pairs) {
@@ -297,40 +327,6 @@ void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::ar
   check_int32(op, "block_pairs", block_pairs);
   require(block_pairs.ndim() == 2 && block_pairs.shape(1) == 2, op, "block_pairs has shape ",
           block_pairs.shape(), ": expected (num_pairs, 2), each (source, destination)");
-}
-
-void check_tables(const std::string& op, const mx::array& block_tables,
-                  const mx::array& context_lens, int num_blocks, int block_size) {
-  require(block_tables.ndim() == 2 && block_tables.dtype() == mx::int32, op,
-          "block_tables has shape ", block_tables.shape(), " and dtype ", block_tables.dtype(),
-          ": expected (batch, max_blocks) of int32");
-  const int batch = block_tables.shape(0);
-  const int max_blocks = block_tables.shape(1);
-  require(context_lens.shape() == mx::Shape{batch} && context_lens.dtype() == mx::int32, op,
-          "context_lens has shape ", context_lens.shape(), " and dtype ", context_lens.dtype(),
-          ": expected (", batch, ",) of int32");
-  require(block_size >= 1, op, "block_size is ", block_size, ": expected at least 1 token");
-  if (!block_tables.is_available() || !context_lens.is_available()) {
-    return;
-  }
-  const int32_t* lens = context_lens.data<int32_t>();
-  const int32_t* tables = block_tables.data<int32_t>();
-  for (int b = 0; b < batch; ++b) {
-    const int32_t context = lens[b * context_lens.strides(0)];
-    if (context < 0 || context > int64_t{max_blocks} * block_size) {
-      fail(op, "context_lens[", b, "] is ", context, ": expected 0 to ",
-           int64_t{max_blocks} * block_size, ", max_blocks * block_size of block_tables ",
-           block_tables.shape());
-    }
-    const int64_t num_read = (int64_t{context} + block_size - 1) / block_size;
-    for (int64_t i = 0; i < num_read; ++i) {
-      const int32_t block = tables[b * block_tables.strides(0) + i * block_tables.strides(1)];
-      if (block < 0 || block >= num_blocks) {
-        fail(op, "block_tables[", b, ", ", i, "] is ", block, " and a context of ", context,
-             " tokens reads it: expected 0 to ", num_blocks - 1);
-      }
-    }
-  }
 }
 
 }  // namespace mlx_paged

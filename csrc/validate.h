@@ -33,11 +33,14 @@ void require(bool condition, std::string_view op, const Parts&... parts) {
   }
 }
 
-void check_attention(const AttentionInputs& inputs, const AttentionOptions& options);
+// `check_values` also checks the values of tables, lengths and cu_seqlens that are evaluated.
+void check_attention(const AttentionInputs& inputs, const AttentionOptions& options,
+                     bool check_values);
 
-void check_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
-                 const mx::array& v_cache, const mx::array& slot_mapping,
-                 const OptionalArray& k_scales, const OptionalArray& v_scales);
+// The inputs of the primitive: those given, in this order.
+Arrays write_inputs(const mx::array& k, const mx::array& v, const mx::array& k_cache,
+                    const mx::array& v_cache, const mx::array& slot_mapping,
+                    const OptionalArray& k_scales, const OptionalArray& v_scales);
 
 void check_copy(const mx::array& k_cache, const mx::array& v_cache, const mx::array& block_pairs);
 

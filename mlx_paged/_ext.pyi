@@ -32,26 +32,11 @@ def paged_attention(
     return_attn: bool = False,
     k_scales: mx.array | None = None,
     v_scales: mx.array | None = None,
+    cu_seqlens: mx.array | None = None,
+    num_decodes: int = 0,
+    check_tables: bool = False,
     stream: _Stream = None,
 ) -> mx.array | Any: ...  # the pair with return_attn
-def paged_attention_varlen(
-    q: mx.array,
-    k_cache: mx.array,
-    v_cache: mx.array,
-    block_tables: mx.array,
-    context_lens: mx.array,
-    cu_seqlens: mx.array,
-    *,
-    scale: float,
-    num_decodes: int = 0,
-    causal: bool = True,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    softcap: float | None = None,
-    k_scales: mx.array | None = None,
-    v_scales: mx.array | None = None,
-    stream: _Stream = None,
-) -> mx.array: ...
 def write_kv(
     k: mx.array,
     v: mx.array,
@@ -62,7 +47,7 @@ def write_kv(
     k_scales: mx.array | None = None,
     v_scales: mx.array | None = None,
     stream: _Stream = None,
-) -> tuple[mx.array, ...]: ...
+) -> list[mx.array]: ...
 def copy_blocks(
     k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, *, stream: _Stream = None
 ) -> tuple[mx.array, mx.array]: ...
@@ -94,10 +79,6 @@ def grown_in_place(
     blocks: mx.array, num_blocks: int, *, stream: _Stream = None
 ) -> mx.array | None: ...
 def reserved_bytes() -> int: ...
-def check_tables(
-    op: str, block_tables: mx.array, context_lens: mx.array, num_blocks: int, block_size: int
-) -> None: ...
-def check_cu_seqlens(op: str, cu_seqlens: mx.array, num_tokens: int, num_decodes: int) -> None: ...
 def is_transforming() -> bool: ...
 def has_values(array: mx.array) -> bool: ...
 def view_as(kind: type[_Array], array: mx.array) -> _Array: ...
@@ -146,11 +127,8 @@ class metal:
     @staticmethod
     def serves_chunks(dtype: mx.Dtype, head_dim: int, value_dim: int) -> bool: ...
     @staticmethod
-    def plan_attention_varlen(*arrays: mx.array, **options: Any) -> dict[str, Any]:
-        """The arguments are those of :func:`paged_attention_varlen` without `stream`."""
-    @staticmethod
     def plan_attention(*arrays: mx.array, **options: Any) -> dict[str, Any]:
-        """The arguments are those of :func:`paged_attention` without `stream`."""
+        """The arguments are those of :func:`paged_attention`, but for the last two."""
     @staticmethod
     def plan_write_kv(*arrays: mx.array, **scales: mx.array) -> dict[str, Any]:
         """The arguments are those of :func:`write_kv` without `stream`."""

@@ -75,22 +75,6 @@ Args:
     num_blocks: the new size of the first axis.
     stream: stream or device.)";
 
-constexpr const char* kCheckTablesDoc =
-    R"(Check the values of block tables and context lengths on the host.
-
-This waits for nothing: of arrays that are not evaluated yet it checks only shapes and dtypes.
-
-Args:
-    op: name that starts the error message.
-    block_tables: ``[B, M]`` int32.
-    context_lens: ``[B]`` int32.
-    num_blocks: N, blocks in the pool.
-    block_size: S, tokens per block.
-
-Raises:
-    ValueError: a shape or dtype does not fit, a context length is outside ``[0, M * S]``, or a
-        block id that a context reads is outside ``[0, N)``.)";
-
 constexpr const char* kAppendKvDoc =
     R"(``write_kv`` of K/V as a model gives it, and ``gather_blocks`` of all tokens, in one call.
 
@@ -122,19 +106,6 @@ Args:
     tables: ``[R, M]`` int32, block tables.
     rows: which of these tables each row has, B numbers.
     block_size: tokens per block.)";
-
-constexpr const char* kCheckCuSeqlensDoc =
-    R"(Check the values of cu_seqlens on the host, as :func:`check_tables` does.
-
-Args:
-    op: name that starts the error message.
-    cu_seqlens: ``[B + 1]`` int32.
-    num_tokens: T, tokens of all sequences.
-    num_decodes: how many of the first sequences have one token each.
-
-Raises:
-    ValueError: a shape or dtype does not fit, or the values do not rise from 0 to T, by one for
-        each of the first `num_decodes` sequences.)";
 
 constexpr const char* kIsTransformingDoc =
     R"(Whether this thread is within one of MLX's function transformations: grad, vjp, jvp, vmap or
@@ -214,14 +185,6 @@ nb::object view_as(nb::type_object kind, const mx::array& array) {
   return view;
 }
 
-nb::tuple write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
-                const mx::array& v_cache, const mx::array& slot_mapping,
-                const OptionalArray& k_scales, const OptionalArray& v_scales,
-                mx::StreamOrDevice stream) {
-  return nb::tuple(
-      nb::cast(write_kv(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales, stream)));
-}
-
 nb::object append(nb::type_object kind, const mx::array& k, const mx::array& v,
                   const mx::array& k_cache, const mx::array& v_cache, const mx::array& slot_mapping,
                   const mx::array& block_tables, int num_tokens, const OptionalArray& held) {
@@ -243,14 +206,13 @@ NB_MODULE(_ext, m) {
   cpu::active_kernel();
   cpu::num_threads();
 
-  def_attention<mx::StreamOrDevice>(m, "paged_attention", &paged_attention, "stream"_a = nb::none(),
-                                    "See :func:`mlx_paged.ops.paged_attention`.");
-  def_varlen_attention<mx::StreamOrDevice>(m, "paged_attention_varlen", &paged_attention_varlen,
-                                           "stream"_a = nb::none(),
-                                           "See :func:`mlx_paged.ops.paged_attention_varlen`.");
-  m.def("write_kv", &write, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a, nb::kw_only(),
-        "k_scales"_a = nb::none(), "v_scales"_a = nb::none(), "stream"_a = nb::none(),
-        "See :func:`mlx_paged.ops.write_kv`.");
+  def_attention<bool, mx::StreamOrDevice>(m, "paged_attention", &paged_attention,
+                                          "check_tables"_a = false, "stream"_a = nb::none(),
+                                          "See :func:`mlx_paged.ops.paged_attention` and "
+                                          ":func:`mlx_paged.ops.paged_attention_varlen`.");
+  m.def("write_kv", &write_kv, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
+        nb::kw_only(), "k_scales"_a = nb::none(), "v_scales"_a = nb::none(),
+        "stream"_a = nb::none(), "See :func:`mlx_paged.ops.write_kv`.");
   m.def("copy_blocks", &copy_blocks, "k_cache"_a, "v_cache"_a, "block_pairs"_a, nb::kw_only(),
         "stream"_a = nb::none(), "See :func:`mlx_paged.ops.copy_blocks`.");
   m.def("gather_blocks", &gather_blocks, "cache"_a, "block_tables"_a, "num_tokens"_a,
@@ -263,14 +225,10 @@ NB_MODULE(_ext, m) {
   m.def(
       "reserved_bytes", &reserved_bytes,
       "Bytes of all arrays that :func:`pool_zeros` made with a capacity. MLX counts none of them.");
-  m.def("check_tables", &check_tables, "op"_a, "block_tables"_a, "context_lens"_a, "num_blocks"_a,
-        "block_size"_a, kCheckTablesDoc);
   m.def("append_kv", &append, "kind"_a, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
         "block_tables"_a, "num_tokens"_a, "held"_a = nb::none(), kAppendKvDoc);
   m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a, "rows"_a,
         "block_size"_a, kPaddedArraysDoc);
-  m.def("check_cu_seqlens", &check_cu_seqlens, "op"_a, "cu_seqlens"_a, "num_tokens"_a,
-        "num_decodes"_a, kCheckCuSeqlensDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);

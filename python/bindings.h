@@ -28,51 +28,22 @@ void def_attention(nb::module_& module, const char* name, Function function,
                  const OptionalArray& attn_mask, std::optional<int> window,
                  const OptionalArray& sinks, std::optional<float> softcap,
                  const OptionalArray& alibi_slopes, bool return_attn, const OptionalArray& k_scales,
-                 const OptionalArray& v_scales, Extra... extra) {
-        return function(AttentionInputs{q,
-                                        k_cache,
-                                        v_cache,
-                                        block_tables,
-                                        context_lens,
-                                        kv_head_mapping,
-                                        rope_freqs,
-                                        attn_mask,
-                                        sinks,
-                                        alibi_slopes,
-                                        {},
-                                        k_scales,
-                                        v_scales},
-                        AttentionOptions{scale, causal, return_attn, window, softcap}, extra...);
+                 const OptionalArray& v_scales, const OptionalArray& cu_seqlens, int num_decodes,
+                 Extra... extra) {
+        AttentionInputs in{
+            q,          k_cache,   v_cache, block_tables, context_lens, kv_head_mapping,
+            rope_freqs, attn_mask, sinks,   alibi_slopes, cu_seqlens,   k_scales,
+            v_scales};
+        return function(std::move(in),
+                        AttentionOptions{scale, causal, return_attn, window, softcap, num_decodes},
+                        extra...);
       },
       "q"_a, "k_cache"_a, "v_cache"_a, "block_tables"_a, "context_lens"_a, nb::kw_only(), "scale"_a,
       "causal"_a = true, "kv_head_mapping"_a = nb::none(), "rope_freqs"_a = nb::none(),
       "attn_mask"_a = nb::none(), "window"_a = nb::none(), "sinks"_a = nb::none(),
       "softcap"_a = nb::none(), "alibi_slopes"_a = nb::none(), "return_attn"_a = false,
-      "k_scales"_a = nb::none(), "v_scales"_a = nb::none(), annotations...);
-}
-
-// Binds a function with the arguments of paged_attention_varlen.
-template <typename... Extra, typename Function, typename... Annotations>
-void def_varlen_attention(nb::module_& module, const char* name, Function function,
-                          const Annotations&... annotations) {
-  module.def(
-      name,
-      [function](const mx::array& q, const mx::array& k_cache, const mx::array& v_cache,
-                 const mx::array& block_tables, const mx::array& context_lens,
-                 const mx::array& cu_seqlens, float scale, int num_decodes, bool causal,
-                 std::optional<int> window, const OptionalArray& sinks,
-                 std::optional<float> softcap, const OptionalArray& k_scales,
-                 const OptionalArray& v_scales, Extra... extra) {
-        AttentionInputs in{q,  k_cache, v_cache, block_tables, context_lens, {},      {},
-                           {}, sinks,   {},      cu_seqlens,   k_scales,     v_scales};
-        return function(std::move(in),
-                        AttentionOptions{scale, causal, false, window, softcap, num_decodes},
-                        extra...);
-      },
-      "q"_a, "k_cache"_a, "v_cache"_a, "block_tables"_a, "context_lens"_a, "cu_seqlens"_a,
-      nb::kw_only(), "scale"_a, "num_decodes"_a = 0, "causal"_a = true, "window"_a = nb::none(),
-      "sinks"_a = nb::none(), "softcap"_a = nb::none(), "k_scales"_a = nb::none(),
-      "v_scales"_a = nb::none(), annotations...);
+      "k_scales"_a = nb::none(), "v_scales"_a = nb::none(), "cu_seqlens"_a = nb::none(),
+      "num_decodes"_a = 0, annotations...);
 }
 
 }  // namespace mlx_paged

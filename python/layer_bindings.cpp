@@ -20,7 +20,6 @@ Args:
     x: ``[..., W]``.
     weight: ``[W]`` of x's dtype, or None.
     eps: added to the mean.
-    stream: stream or device; CPU only.
 
 Raises:
     ValueError: a shape or dtype does not fit.)";
@@ -35,7 +34,6 @@ Args:
         ``scale * (offset + l) * frequencies[i]`` radians, dims from 2 P on pass through.
     scale: of positions.
     traditional: pairs are dims ``(2i, 2i + 1)`` rather than ``(i, i + P)``.
-    stream: stream or device; CPU only.
 
 Raises:
     ValueError: a shape or dtype does not fit.)";
@@ -52,7 +50,6 @@ constexpr const char* kActivateDoc =
 Args:
     x: any shape.
     factor: of x's shape and dtype, or None.
-    stream: stream or device; CPU only.
 
 Raises:
     ValueError: a shape or dtype does not fit.)";
@@ -62,7 +59,6 @@ constexpr const char* kLogSumExpDoc =
 
 Args:
     x: ``[..., W]``, W at least 1.
-    stream: stream or device; CPU only.
 
 Raises:
     ValueError: the dtype does not fit or a row has no elements.)";

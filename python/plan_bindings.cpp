@@ -55,6 +55,7 @@ nb::dict describe(const LaunchPlans& plans, const Arrays& inputs, nb::list outpu
 }
 
 nb::dict describe_attention(AttentionInputs in, const AttentionOptions& options) {
+  check_attention(in, options, false);
   AttentionCall call =
       attention_call(std::move(in), options, mx::default_stream(mx::Device::cpu), true);
   mx::eval(call.inputs);
@@ -83,11 +84,7 @@ nb::dict describe_edit(LaunchPlans (*plan)(const Arrays&), Arrays inputs, int fi
 nb::dict describe_write(const mx::array& k, const mx::array& v, const mx::array& k_cache,
                         const mx::array& v_cache, const mx::array& slot_mapping,
                         const OptionalArray& k_scales, const OptionalArray& v_scales) {
-  check_write(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales);
-  Arrays inputs = {k, v, k_cache, v_cache, slot_mapping};
-  if (k_scales) {
-    inputs.insert(inputs.end(), {*k_scales, *v_scales});
-  }
+  const Arrays inputs = write_inputs(k, v, k_cache, v_cache, slot_mapping, k_scales, v_scales);
   return describe_edit(plan_write_kv, inputs, 2, 5);
 }
 
@@ -111,9 +108,8 @@ void bind_plans(nb::module_& m) {
   metal.def("serves_chunks", &has_matrix_kernel, "dtype"_a, "head_dim"_a, "value_dim"_a,
             "Whether the kernel for chunks computes pools of this dtype with these dimensions.");
   metal.attr("MOST_ROWS") = kMaxSharedRows;
-  def_attention(metal, "plan_attention", &describe_attention, "The launches of paged_attention.");
-  def_varlen_attention(metal, "plan_attention_varlen", &describe_attention,
-                       "The launches of paged_attention_varlen, with q [T, H, 1, D].");
+  def_attention(metal, "plan_attention", &describe_attention,
+                "The launches of paged_attention; with cu_seqlens, q is [T, H, 1, D].");
   metal.def("plan_write_kv", &describe_write, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a,
             "slot_mapping"_a, "k_scales"_a = nb::none(), "v_scales"_a = nb::none(),
             "The launches of write_kv.");

@@ -68,20 +68,20 @@ def _dispatch(kind: AttentionKind, block_size: int) -> None:
     columns = 1, max(1, LONG_CONTEXT // block_size)
     dispatched: set[str] = set()
 
-    def dispatch(plan: Callable[..., Any], op: Callable[..., Any], *arrays: mx.array) -> None:
-        q, *others = arrays
-        call = plan(q, pool.k[0], pool.v[0], *others, **options, **scales)
+    def dispatch(op: Callable[..., Any], q: mx.array, **arrays: mx.array) -> None:
+        call = ops.metal.plan_attention(q, pool.k[0], pool.v[0], **arrays, **options, **scales)
         pipelines = {launch["pipeline"] for launch in call["launches"]}
         if not pipelines <= dispatched:
-            mx.eval(op(q, pool.k, pool.v, *others, **options, **pool.scales))
+            mx.eval(op(q, pool.k, pool.v, **arrays, **options, **pool.scales))
             dispatched.update(pipelines)
 
     in_chunks = ops.serves_chunks(shape.dtype, shape.head_dim, shape.v_head_dim)
     for num_blocks, length in product(columns, LENGTHS):
         q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
-        tables = mx.zeros((1, num_blocks), mx.int32), mx.ones((1,), mx.int32)
-        dispatch(ops.metal.plan_attention, ops.paged_attention, q, *tables)
+        tables = mx.zeros((1, num_blocks), mx.int32)
+        arrays = {"block_tables": tables, "context_lens": mx.ones((1,), mx.int32)}
+        dispatch(ops.paged_attention, q, **arrays)
         if in_chunks and kind.q_dtype == shape.dtype:
-            arrays = q.transpose(2, 1, 0, 3), *tables, as_int32([0, length])
-            dispatch(ops.metal.plan_attention_varlen, ops.paged_attention_varlen, *arrays)
+            arrays["cu_seqlens"] = as_int32([0, length])
+            dispatch(ops.paged_attention_varlen, q.transpose(2, 1, 0, 3), **arrays)
     mx.eval(pool.handles())

@@ -167,12 +167,12 @@ def paged_attention(
         "alibi_slopes": alibi_slopes,
         "return_attn": return_attn,
     }
-    result = _ext.paged_attention(*arrays, **options, stream=stream)  # validates, computes nothing
+    result = _ext.paged_attention(  # validates, computes nothing
+        *arrays, **options, check_tables=check_tables, stream=stream
+    )
     if not _is_native(stream, k_layer, v_layer, block_tables):
         with _on(stream):
             result = fallback.paged_attention(*arrays, **options)
-    if check_tables:
-        _ext.check_tables(name, block_tables, context_lens, *k_layer.shape[1:3])
     return result
 
 
@@ -236,21 +236,23 @@ def paged_attention_varlen(
     caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scales": k_scales, "v_scales": v_scales}
     scales, options = checked(name, q, layer_idx, scale, window, softcap, **caches)
     k_layer, v_layer = scales.pop("k_cache"), scales.pop("v_cache")
-    arrays = q, k_layer, v_layer, block_tables, context_lens, cu_seqlens
+    arrays = q, k_layer, v_layer, block_tables, context_lens
     options |= {**scales, "causal": causal, "sinks": sinks}
     num_decodes = integer(name, "num_decodes", num_decodes, 0, MAX_INT32)
-    result = _ext.paged_attention_varlen(
-        *arrays, **options, num_decodes=num_decodes, stream=stream
-    )  # validates, computes nothing
+    result = _ext.paged_attention(  # validates, computes nothing
+        *arrays,
+        **options,
+        cu_seqlens=cu_seqlens,
+        num_decodes=num_decodes,
+        check_tables=check_tables,
+        stream=stream,
+    )
     if 0 not in block_tables.shape and not _serves_varlen(stream, *arrays[:4]):
         with _on(stream):
-            rows = fallback.single_tokens(*arrays, causal=causal, window=window)
+            rows = fallback.single_tokens(*arrays, cu_seqlens, causal=causal, window=window)
             options |= {role: [array] for role, array in scales.items()}
             out = paged_attention(*rows, **options, check_tables=False)
             result = out.reshape(result.shape)
-    if check_tables:
-        _ext.check_tables(name, block_tables, context_lens, *k_layer.shape[1:3])
-        _ext.check_cu_seqlens(name, cu_seqlens, q.shape[0], num_decodes)
     return result
 
 
@@ -294,7 +296,7 @@ def write_kv(
     arrays = k, v, k_cache, v_cache, slot_mapping
     written = _ext.write_kv(*arrays, **scales, stream=stream)
     if _is_native(stream, k_cache, v_cache, slot_mapping):
-        return written
+        return tuple(written)
     with _on(stream):
         return fallback.write_kv(*arrays, **scales)
 

@@ -106,7 +106,6 @@ def calls_of(
 
     metal = _ext.metal
     planned = recorded(metal.plan_attention, lambda call, _: call)
-    planned_varlen = recorded(metal.plan_attention_varlen, lambda call, _: call)
     written = recorded(metal.plan_write_kv, lambda _, given: given[2:4] + given[5:])
     copied = recorded(metal.plan_copy_blocks, lambda _, arguments: arguments[:2])
     with ExitStack() as patches:
@@ -114,7 +113,6 @@ def calls_of(
         patches.enter_context(patch.object(metal, "has_metal", lambda: True))
         patches.enter_context(patch.object(metal, "plan_attention", planned))
         patches.enter_context(patch.object(ops, "pool_zeros", _zeros_on_a_gpu))
-        patches.enter_context(patch.object(metal, "plan_attention_varlen", planned_varlen))
         for op in ("paged_attention", "paged_attention_varlen"):
             patches.enter_context(patch.object(ops, op, lambda q, *_, **__: q))
         patches.enter_context(patch.object(ops, "write_kv", written))

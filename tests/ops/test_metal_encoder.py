@@ -28,7 +28,9 @@ def mixed_step(contexts: list[int]) -> dict[str, Any]:
     case = random_case(contexts, dtype=mx.float16)
     q = mx.zeros((7, case.q.shape[1], 1, case.q.shape[3]), mx.float16)
     begins = mx.array([0, 1, 7])
-    return _ext.metal.plan_attention_varlen(q, *case.arrays[1:], begins, scale=1.0, num_decodes=1)
+    return _ext.metal.plan_attention(
+        q, *case.arrays[1:], cu_seqlens=begins, scale=1.0, num_decodes=1
+    )
 
 
 def write(case: Case, num_tokens: int = 3) -> dict[str, Any]:

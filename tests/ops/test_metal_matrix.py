@@ -206,9 +206,9 @@ class TestDifferentLengths:
 
     def test_what_the_kernel_does_not_compute_is_refused(self):
         case = ragged_case([1, 5])
-        arrays = case.q[:, :, None], *case.pool, case.tables, case.lens, case.cu_seqlens
+        arrays = case.q[:, :, None], *case.pool, case.tables, case.lens
         with pytest.raises(RuntimeError, match=r"k_cache has dtype float32 .* expected float16"):
-            _ext.metal.plan_attention_varlen(*arrays, scale=1.0)
+            _ext.metal.plan_attention(*arrays, cu_seqlens=case.cu_seqlens, scale=1.0)
 
 
 class TestNonfinite:

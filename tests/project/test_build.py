@@ -61,21 +61,10 @@ def copy_arguments() -> dict:
     )
 
 
-def table_arguments() -> dict:
-    return dict(
-        op="my_op",
-        block_tables=mx.array([[0, 9], [3, 2]], dtype=mx.int32),
-        context_lens=mx.array([S, 2 * S], dtype=mx.int32),
-        num_blocks=N,
-        block_size=S,
-    )
-
-
 ARGUMENTS = {
     "paged_attention": attention_arguments,
     "write_kv": write_arguments,
     "copy_blocks": copy_arguments,
-    "check_tables": table_arguments,
 }
 
 
@@ -161,9 +150,6 @@ class TestBindings:
         assert k_cache.shape == (H_KV, N, S, D) and v_cache.shape == (H_KV, N, S, D_V)
         assert mx.array_equal(k_cache, mx.ones_like(k_cache))
 
-    def test_check_tables(self):
-        assert call("check_tables") is None
-
     def test_stub_names_every_function_and_argument(self):
         stub = ast.parse((Path(__file__).parents[2] / "mlx_paged/_ext.pyi").read_text())
         typed = {
@@ -225,6 +211,13 @@ MISTAKES = {
         ("sinks", i32(H), "sinks of shape (4,) has dtype int32"),
         ("softcap", 0.0, "softcap is 0: expected a finite number above 0"),
         ("alibi_slopes", f32(H, 1), "alibi_slopes has shape (4, 1): expected (4,)"),
+        ("context_lens", mx.array([0, 9]), "context_lens[1] is 9: expected 0 to 8"),
+        ("context_lens", mx.array([-1, 0]), "context_lens[0] is -1: expected 0 to 8"),
+        (
+            "block_tables",
+            mx.array([[9, 9], [1, 9]]),
+            "block_tables[0, 0] is 9 and a context of 3 tokens",
+        ),
     ],
     "write_kv": [
         ("k", f32(T, D), "k has shape (3, 8): expected (num_tokens, num_kv_heads, head_dim)"),
@@ -240,14 +233,6 @@ MISTAKES = {
         ("block_pairs", i32(2), "block_pairs has shape (2,): expected (num_pairs, 2)"),
         ("block_pairs", f32(1, 2), "block_pairs of shape (1, 2) has dtype float32"),
     ],
-    "check_tables": [
-        ("context_lens", mx.array([0, 9]), "context_lens[1] is 9: expected 0 to 8"),
-        ("context_lens", mx.array([-1, 0]), "context_lens[0] is -1: expected 0 to 8"),
-        ("context_lens", mx.array([S + 1, 0]), "block_tables[0, 1] is 9 and a context of 5 tokens"),
-        ("context_lens", i32(3), "context_lens has shape (3,) and dtype int32: expected (2,)"),
-        ("block_tables", f32(B, M), "block_tables has shape (2, 2) and dtype float32"),
-        ("block_size", 0, "block_size is 0: expected at least 1 token"),
-    ],
 }
 
 
@@ -261,17 +246,17 @@ MISTAKES = {
 )
 def test_a_mistake_is_named(op, argument, value, message):
     call(op)
-    prefix = "[my_op]" if op == "check_tables" else f"[{op}]"
-    with pytest.raises(ValueError, match=re.escape(f"{prefix} {message}")):
-        call(op, **{argument: value})
+    checks = {"check_tables": True} if op == "paged_attention" else {}
+    with pytest.raises(ValueError, match=re.escape(f"[{op}] {message}")):
+        call(op, **checks, **{argument: value})
 
 
 def test_unevaluated_tables_are_not_waited_for():
     lens = mx.array([99, 99], dtype=mx.int32) + 1
-    assert call("check_tables", context_lens=lens) is None
+    call("paged_attention", context_lens=lens, check_tables=True)
     mx.eval(lens)
     with pytest.raises(ValueError, match=r"context_lens\[0\] is 100"):
-        call("check_tables", context_lens=lens)
+        call("paged_attention", context_lens=lens, check_tables=True)
 
 
 def test_a_pool_that_cannot_be_written_is_refused():

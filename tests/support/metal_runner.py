@@ -139,8 +139,8 @@ class MetalRunner:
             out = self.paged_attention(*single_tokens(*arrays, **kind), **options)
             return out.reshape(*q.shape[:-1], -1)
         options = _of_layer(options, layer_idx)
-        call = _ext.metal.plan_attention_varlen(
-            tokens, *caches, block_tables, context_lens, cu_seqlens, **options
+        call = _ext.metal.plan_attention(
+            tokens, *caches, block_tables, context_lens, cu_seqlens=cu_seqlens, **options
         )
         out = self.run(call)[0].astype(q.dtype)
         return out if q.ndim == 4 else out[:, :, 0]

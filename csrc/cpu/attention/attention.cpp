@@ -126,8 +126,8 @@ class AttentionRun {
 
 // Zeros for the tokens that belong to no sequence.
 void clear_other_tokens(const AttentionArgs& args) {
-  const int32_t* begin = args.cu_seqlens;
-  if (begin && (begin[0] > 0 || begin[args.batch * args.cu_seqlens_stride] < args.num_tokens)) {
+  const int32_t* begin = args.cu_seqlens.data;
+  if (begin && (begin[0] > 0 || begin[args.batch * args.cu_seqlens.strides[0]] < args.num_tokens)) {
     const int64_t size = args.q_dtype == DType::kFloat32 ? 4 : 2;
     std::memset(args.out, 0, args.num_tokens * args.out_strides[2] * size);
   }

@@ -10,45 +10,36 @@ namespace mlx_paged::cpu {
 
 enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kBool, kInt8, kInt4Pair };
 
-// Dimension letters: csrc/ops.h. Strides are in elements. An absent optional array is null. With
-// cu_seqlens, L counts the tokens of all sequences, and a sequence has a part of that axis: the
-// strides of the batch are 0.
-struct AttentionArgs {
-  const void* q;  // [B, H, L, D]
-  int64_t q_strides[4];
-  DType q_dtype;  // also the dtype of `out`
+// An array without its last axes: data, null if the array is absent, and strides in elements.
+template <typename T, int kAxes>
+struct View {
+  const T* data;
+  int64_t strides[kAxes];
+};
 
-  const void* k;  // [H_kv, N, S, D], last stride 1
-  const void* v;  // [H_kv, N, S, D_v], last stride 1; pairs: [H_kv, N, S, D_v / 2]
-  int64_t k_strides[3];
-  int64_t v_strides[3];
+// Dimension letters: csrc/ops.h. With cu_seqlens, L counts the tokens of all sequences, and a
+// sequence has a part of that axis: the strides of the batch are 0.
+struct AttentionArgs {
+  View<void, 4> q;  // [B, H, L, D]
+  View<void, 3> k;  // [H_kv, N, S, D], last stride 1
+  View<void, 3> v;  // [H_kv, N, S, D_v], last stride 1; pairs: [H_kv, N, S, D_v / 2]
+  DType q_dtype;    // also the dtype of `out`
   DType k_dtype;
   DType v_dtype;
-  const void* k_scales;  // float16 [H_kv, N, S, 1], last stride 1; null unless k_dtype is kInt8
-  const void* v_scales;  // the same; pairs: [H_kv, N, S, 2 * groups], scale and minimum of each
-  int64_t k_scales_strides[3];
-  int64_t v_scales_strides[3];
+  View<void, 3> k_scales;  // float16 [H_kv, N, S, 1], last stride 1; absent unless k is int8
+  View<void, 3> v_scales;  // the same; pairs: [H_kv, N, S, 2 * groups], scale and minimum of each
 
-  const int32_t* block_tables;  // [B, M]
-  int64_t block_tables_strides[2];
-  const int32_t* context_lens;  // [B]
-  int64_t context_lens_stride;
-  const int32_t*
-      cu_seqlens;  // [B + 1]: sequence s has tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1
-  int64_t cu_seqlens_stride;
+  View<int32_t, 2> block_tables;  // [B, M]
+  View<int32_t, 1> context_lens;  // [B]
+  View<int32_t, 1> cu_seqlens;    // [B + 1]: sequence s has tokens from entry s to entry s + 1
 
-  const int32_t* kv_head_mapping;  // [H]
-  int64_t kv_head_mapping_stride;
-  const float* rope_freqs;  // [B, L, R / 2]
-  int64_t rope_strides[3];
-  int32_t rope_pairs;  // R / 2
-  const void* mask;    // [B, H, L, M * S], bool or float
-  int64_t mask_strides[4];
+  View<int32_t, 1> kv_head_mapping;  // [H]
+  View<float, 3> rope_freqs;         // [B, L, R / 2]
+  int32_t rope_pairs;                // R / 2
+  View<void, 4> mask;                // [B, H, L, M * S], bool or float
   DType mask_dtype;
-  const float* sinks;  // [H]
-  int64_t sinks_stride;
-  const float* alibi_slopes;  // [H]
-  int64_t alibi_stride;
+  View<float, 1> sinks;         // [H]
+  View<float, 1> alibi_slopes;  // [H]
 
   void* out;  // [B, H, L, D_v], last stride 1
   int64_t out_strides[3];

@@ -131,7 +131,7 @@ void attend_tile(const TilePass<T>& pass, const SoftmaxState& state) {
     }
   }
   update_softmax(scores, rows.num_rows, tile.num_keys, state, rescale, products.cursor);
-  if (args.mask) {
+  if (args.mask.data) {
     drop_unattended(scores, rows.num_rows, scratch.zeros, tile);
   }
   products.accumulate(pass, rescale, state);

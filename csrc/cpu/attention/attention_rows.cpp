@@ -28,7 +28,7 @@ void dispatch_float(DType dtype, Body body) {
 
 int32_t context_length(const AttentionArgs& args, int32_t batch) {
   const int64_t longest = int64_t{args.max_blocks} * args.block_size;
-  const int64_t given = args.context_lens[batch * args.context_lens_stride];
+  const int64_t given = args.context_lens.data[batch * args.context_lens.strides[0]];
   return static_cast<int32_t>(std::clamp<int64_t>(given, 0, longest));
 }
 
@@ -42,10 +42,10 @@ KeyRange visible_keys(const AttentionArgs& args, int32_t context, int32_t positi
 
 // Rotates dims (i, i + R/2) by angle i.
 void rotate(const AttentionArgs& args, int32_t batch, int32_t token, float* q) {
-  const float* angles =
-      args.rope_freqs + batch * args.rope_strides[0] + token * args.rope_strides[1];
+  const float* angles = args.rope_freqs.data + batch * args.rope_freqs.strides[0] +
+                        token * args.rope_freqs.strides[1];
   for (int32_t i = 0; i < args.rope_pairs; ++i) {
-    const float angle = angles[i * args.rope_strides[2]];
+    const float angle = angles[i * args.rope_freqs.strides[2]];
     const float cosine = std::cos(angle);
     const float sine = std::sin(angle);
     const float x = q[i];
@@ -57,10 +57,10 @@ void rotate(const AttentionArgs& args, int32_t batch, int32_t token, float* q) {
 
 void load_query(const AttentionArgs& args, int32_t batch, const QueryRow& row, float* q) {
   const int64_t at =
-      batch * args.q_strides[0] + row.head * args.q_strides[1] + row.token * args.q_strides[2];
+      batch * args.q.strides[0] + row.head * args.q.strides[1] + row.token * args.q.strides[2];
   dispatch_float(args.q_dtype, [&]<typename T>(T*) {
-    const T* from = static_cast<const T*>(args.q) + at;
-    const int64_t stride = args.q_strides[3];
+    const T* from = static_cast<const T*>(args.q.data) + at;
+    const int64_t stride = args.q.strides[3];
     if (stride == 1) {
       std::transform(from, from + args.head_dim, q, [](T x) { return static_cast<float>(x); });
       return;
@@ -69,7 +69,7 @@ void load_query(const AttentionArgs& args, int32_t batch, const QueryRow& row, f
       q[d] = static_cast<float>(from[d * stride]);
     }
   });
-  if (args.rope_freqs) {
+  if (args.rope_freqs.data) {
     rotate(args, batch, row.token, q);
   }
   for (int32_t d = 0; d < args.head_dim; ++d) {
@@ -78,15 +78,15 @@ void load_query(const AttentionArgs& args, int32_t batch, const QueryRow& row, f
 }
 
 const void* mask_row(const AttentionArgs& args, int32_t batch, const QueryRow& row) {
-  if (!args.mask) {
+  if (!args.mask.data) {
     return nullptr;
   }
-  const int64_t at = batch * args.mask_strides[0] + row.head * args.mask_strides[1] +
-                     row.token * args.mask_strides[2];
+  const int64_t at = batch * args.mask.strides[0] + row.head * args.mask.strides[1] +
+                     row.token * args.mask.strides[2];
   const int itemsize = args.mask_dtype == DType::kBool      ? 1
                        : args.mask_dtype == DType::kFloat32 ? 4
                                                             : 2;
-  return static_cast<const char*>(args.mask) + at * itemsize;
+  return static_cast<const char*>(args.mask.data) + at * itemsize;
 }
 
 float* attn_row(const AttentionArgs& args, int32_t batch, const QueryRow& row) {
@@ -113,27 +113,27 @@ void normalise_weights(const AttentionArgs& args, KeyRange keys, float m, float 
 }  // namespace
 
 TokenRange tokens_of(const AttentionArgs& args, int32_t batch) {
-  if (!args.cu_seqlens) {
+  if (!args.cu_seqlens.data) {
     return {0, args.num_tokens};
   }
-  const int32_t* begin = args.cu_seqlens + batch * args.cu_seqlens_stride;
+  const int32_t* begin = args.cu_seqlens.data + batch * args.cu_seqlens.strides[0];
   const int32_t first = std::clamp(begin[0], 0, args.num_tokens);
-  const int32_t stop = std::clamp(begin[args.cu_seqlens_stride], first, args.num_tokens);
+  const int32_t stop = std::clamp(begin[args.cu_seqlens.strides[0]], first, args.num_tokens);
   return {first, stop - first};
 }
 
 void HeadGroups::assign(const AttentionArgs& args) {
   const int32_t none = args.num_kv_heads;
   const auto kv_head = [&](int32_t head) {
-    if (!args.kv_head_mapping) {
+    if (!args.kv_head_mapping.data) {
       return head / (args.num_heads / args.num_kv_heads);
     }
-    const int32_t mapped = args.kv_head_mapping[head * args.kv_head_mapping_stride];
+    const int32_t mapped = args.kv_head_mapping.data[head * args.kv_head_mapping.strides[0]];
     return mapped < 0 || mapped > none ? none : mapped;
   };
   heads.resize(args.num_heads);
   std::iota(heads.begin(), heads.end(), 0);
-  if (args.kv_head_mapping) {
+  if (args.kv_head_mapping.data) {
     std::sort(heads.begin(), heads.end(), [&](int32_t a, int32_t b) {
       return std::pair(kv_head(a), a) < std::pair(kv_head(b), b);
     });
@@ -185,7 +185,9 @@ void load_rows(const AttentionArgs& args, const HeadGroups& groups, const RowSpa
     const KeyRange keys = visible_keys(args, context, row.position);
     row.key_begin = keys.begin;
     row.key_end = keys.end;
-    row.alibi_slope = args.alibi_slopes ? args.alibi_slopes[row.head * args.alibi_stride] : 0;
+    row.alibi_slope = args.alibi_slopes.data
+                          ? args.alibi_slopes.data[row.head * args.alibi_slopes.strides[0]]
+                          : 0;
     row.mask = mask_row(args, span.batch, row);
     row.attn = attn_row(args, span.batch, row);
     load_query(args, span.batch, row, q + r * tile.q_stride);
@@ -216,8 +218,8 @@ void store_rows(const AttentionArgs& args, const RowTile& tile, KeyRange keys,
   for (int32_t r = 0; r < tile.num_rows; ++r) {
     const QueryRow& row = tile.rows[r];
     float l = state.l[r];
-    if (args.sinks && l != 0) {
-      l += std::exp(args.sinks[row.head * args.sinks_stride] - state.m[r]);
+    if (args.sinks.data && l != 0) {
+      l += std::exp(args.sinks.data[row.head * args.sinks.strides[0]] - state.m[r]);
     }
     const float factor = l == 0 ? 0 : 1 / l;
     const float* o = state.o + r * state.o_stride;

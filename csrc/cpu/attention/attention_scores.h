@@ -46,7 +46,7 @@ inline float mask_bias(const void* mask, DType dtype, int64_t at) {
 inline void add_mask(const AttentionArgs& args, const void* mask, int32_t begin, int32_t num_keys,
                      float* scores) {
   for (int32_t i = 0; i < num_keys; ++i) {
-    const float bias = mask_bias(mask, args.mask_dtype, (begin + i) * args.mask_strides[3]);
+    const float bias = mask_bias(mask, args.mask_dtype, (begin + i) * args.mask.strides[3]);
     // A masked key may hold any value, also NaN.
     scores[i] = bias == -kInfinity ? bias : scores[i] + bias;
   }

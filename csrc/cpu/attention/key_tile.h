@@ -99,8 +99,8 @@ inline void copy(Float16* to, int32_t first, int32_t end, const Float16* from, i
 
 // A block of one KV head.
 template <typename E>
-const E* block_at(const void* cache, const int64_t* strides, int32_t kv_head, int32_t id) {
-  return static_cast<const E*>(cache) + kv_head * strides[0] + id * strides[1];
+const E* block_at(const View<void, 3>& cache, int32_t kv_head, int32_t id) {
+  return static_cast<const E*>(cache.data) + kv_head * cache.strides[0] + id * cache.strides[1];
 }
 
 // The tile at `begin`, limited to keys [key_begin, key_end). All other entries, and keys in blocks
@@ -112,7 +112,7 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
   tile.num_keys = key_end - begin < kKeyTile ? key_end - begin : kKeyTile;
   tile.is_full = tile.num_keys == kKeyTile && key_begin <= begin;
   tile.has_holes = false;
-  const int32_t* table = args.block_tables + rows.batch * args.block_tables_strides[0];
+  const int32_t* table = args.block_tables.data + rows.batch * args.block_tables.strides[0];
 
   int32_t i = key_begin > begin ? key_begin - begin : 0;
   fill(tile, 0, i, zeros);
@@ -121,7 +121,7 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
     const int32_t offset = begin + i - block * args.block_size;
     const int32_t left = args.block_size - offset;
     const int32_t end = i + left < tile.num_keys ? i + left : tile.num_keys;
-    const int32_t id = table[block * args.block_tables_strides[1]];
+    const int32_t id = table[block * args.block_tables.strides[1]];
     if (id < 0 || id >= args.num_blocks) {
       if (!tile.has_holes) {
         tile.has_holes = true;
@@ -134,22 +134,22 @@ void locate(const AttentionArgs& args, const RowTile& rows, int32_t begin, int32
       }
       continue;
     }
-    const auto place = [&]<typename E>(const E** to, const void* cache, const int64_t* strides) {
-      const E* block = block_at<E>(cache, strides, rows.kv_head, id);
-      point(to, i, end, block + offset * strides[2], strides[2]);
+    const auto place = [&]<typename E>(const E** to, const View<void, 3>& cache) {
+      const E* block = block_at<E>(cache, rows.kv_head, id);
+      point(to, i, end, block + offset * cache.strides[2], cache.strides[2]);
     };
-    place(tile.k, args.k, args.k_strides);
-    place(tile.v, args.v, args.v_strides);
+    place(tile.k, args.k);
+    place(tile.v, args.v);
     if constexpr (kScaled<T>) {
-      const auto place_scales = [&](Float16* to, const void* scales, const int64_t* strides) {
-        const Float16* from = block_at<Float16>(scales, strides, rows.kv_head, id);
-        copy(to, i, end, from + offset * strides[2], strides[2]);
+      const auto place_scales = [&](Float16* to, const View<void, 3>& scales) {
+        const Float16* from = block_at<Float16>(scales, rows.kv_head, id);
+        copy(to, i, end, from + offset * scales.strides[2], scales.strides[2]);
       };
-      place_scales(tile.k_scales, args.k_scales, args.k_scales_strides);
+      place_scales(tile.k_scales, args.k_scales);
       if constexpr (kIsPair<Value<T>>) {
-        place(tile.v_groups, args.v_scales, args.v_scales_strides);
+        place(tile.v_groups, args.v_scales);
       } else {
-        place_scales(tile.v_scales, args.v_scales, args.v_scales_strides);
+        place_scales(tile.v_scales, args.v_scales);
       }
     }
     i = end;
@@ -170,8 +170,8 @@ bool move_head(const AttentionArgs& args, int32_t num_heads, const KeyTile<T>& f
   to.is_full = true;
   to.has_holes = false;
   for (int32_t i = 0; i < kKeyTile; ++i) {
-    to.k[i] = from.k[i] + num_heads * args.k_strides[0];
-    to.v[i] = from.v[i] + num_heads * args.v_strides[0];
+    to.k[i] = from.k[i] + num_heads * args.k.strides[0];
+    to.v[i] = from.v[i] + num_heads * args.v.strides[0];
   }
   return true;
 }
@@ -269,16 +269,16 @@ struct NoPrefetch {
 template <typename T>
 [[gnu::always_inline]] inline void prefetch_pages(const AttentionArgs& args, const RowTile& rows,
                                                   int32_t begin, int32_t key_end) {
-  const int32_t* table = args.block_tables + rows.batch * args.block_tables_strides[0];
+  const int32_t* table = args.block_tables.data + rows.batch * args.block_tables.strides[0];
   const int32_t end = key_end - begin < kKeyTile ? key_end : begin + kKeyTile;
   for (int32_t key = begin; key < end; key += args.block_size) {
-    const int32_t id = table[key / args.block_size * args.block_tables_strides[1]];
+    const int32_t id = table[key / args.block_size * args.block_tables.strides[1]];
     if (id >= 0 && id < args.num_blocks) {
-      prefetch(block_at<Key<T>>(args.k, args.k_strides, rows.kv_head, id));
-      prefetch(block_at<Value<T>>(args.v, args.v_strides, rows.kv_head, id));
+      prefetch(block_at<Key<T>>(args.k, rows.kv_head, id));
+      prefetch(block_at<Value<T>>(args.v, rows.kv_head, id));
       if constexpr (kScaled<T>) {
-        prefetch(block_at<Float16>(args.k_scales, args.k_scales_strides, rows.kv_head, id));
-        prefetch(block_at<Float16>(args.v_scales, args.v_scales_strides, rows.kv_head, id));
+        prefetch(block_at<Float16>(args.k_scales, rows.kv_head, id));
+        prefetch(block_at<Float16>(args.v_scales, rows.kv_head, id));
       }
     }
   }

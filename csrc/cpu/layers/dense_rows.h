@@ -31,7 +31,6 @@ class DenseRows {
 
   int64_t count() const { return count_; }
   int32_t width() const { return width_; }
-  int64_t itemsize() const { return itemsize_; }
   int64_t row_bytes() const { return width_ * itemsize_; }
 
   // Row r: in the array if it is dense there, otherwise a copy in `buffer`.

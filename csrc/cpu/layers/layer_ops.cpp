@@ -2,19 +2,188 @@
 
 #include <cmath>
 #include <memory>
+#include <numbers>
 
+#include "csrc/cpu/cpu_features.h"
+#include "csrc/cpu/layers/dense_rows.h"
 #include "csrc/cpu/layers/layer_primitives.h"
 #include "csrc/validate.h"
+#include "mlx/allocator.h"
+#include "mlx/fast.h"
 #include "mlx/ops.h"
 
 namespace mlx_paged {
 
 namespace {
 
-template <typename Primitive, typename... Config>
-mx::array make(Arrays inputs, mx::StreamOrDevice stream, Config... config) {
-  auto primitive = std::make_shared<Primitive>(mx::to_stream(stream), config...);
-  const mx::Shape shape = primitive->output_shapes(inputs)[0];
+const cpu::LayerKernels& kernels_for(const mx::array& out) {
+  return cpu::active_kernel().layers[static_cast<int>(cpu::dtype_of(out))];
+}
+
+std::byte* allocate(mx::array& out) {
+  out.set_data(mx::allocator::malloc(out.nbytes()));
+  return out.data<std::byte>();
+}
+
+// Reuses the buffer of an input of the same size, if nothing else needs that buffer.
+std::byte* allocate_in_place(const Arrays& inputs, mx::array& out) {
+  for (const mx::array& input : inputs) {
+    if (input.size() == out.size() && input.flags().row_contiguous && input.is_donatable()) {
+      out.copy_shared_buffer(input);
+      return out.data<std::byte>();
+    }
+  }
+  return allocate(out);
+}
+
+// The second input, which may be absent.
+OptionalArray second(const Arrays& inputs) {
+  return inputs.size() > 1 ? OptionalArray(inputs[1]) : OptionalArray();
+}
+
+// Calls compute(x, y, to) for each row of the first input, of the second one and of the output. The
+// second input may have one row for all, or be absent: then y is null.
+template <typename Compute>
+auto for_rows(const Arrays& inputs, const mx::array& out, std::byte* to, Compute compute) {
+  const cpu::DenseRows x(inputs[0]);
+  const auto y = inputs.size() > 1 ? std::optional(cpu::DenseRows(inputs[1])) : std::nullopt;
+  const int64_t row_bytes = x.count() ? out.nbytes() / x.count() : 0;
+  return [x, y, to, row_bytes, compute](int64_t begin, int64_t end) {
+    cpu::RowBuffer buffer, other_buffer;
+    for (int64_t r = begin; r < end; ++r) {
+      const void* other = y ? y->row(y->count() > 1 ? r : 0, other_buffer) : nullptr;
+      compute(x.row(r, buffer), other, to + r * row_bytes);
+    }
+  };
+}
+
+// An op on the rows of its first input. The kernels of ops compute rows [begin, end).
+struct RowOp {
+  bool operator==(const RowOp&) const = default;
+
+  static int64_t count(const mx::array& x) { return cpu::DenseRows(x).count(); }
+  static mx::Shape shape(const mx::array& x) { return x.shape(); }
+};
+
+// Inputs x and, if there is one, the weight.
+struct RmsNorm : RowOp {
+  static constexpr const char* kName = "PagedRmsNorm";
+  float eps;
+
+  bool operator==(const RmsNorm&) const = default;
+
+  auto kernel(const Arrays& inputs, mx::array& out) const {
+    return for_rows(inputs, out, allocate(out),
+                    [&kernels = kernels_for(out), eps = eps, width = inputs[0].shape(-1)](
+                        const void* x, const void* weight, void* to) {
+                      kernels.rms_norm(x, weight, eps, width, to);
+                    });
+  }
+
+  mx::array composed(const Arrays& inputs, mx::Stream s) const {
+    return mx::fast::rms_norm(inputs[0], second(inputs), eps, s);
+  }
+};
+
+// Inputs x, offset, frequencies. All heads of one token share its angles, so one thread rotates
+// them.
+struct Rope : RowOp {
+  static constexpr const char* kName = "PagedRope";
+  float scale;
+  bool traditional;
+
+  bool operator==(const Rope&) const = default;
+
+  static int64_t count(const mx::array& x) { return int64_t{x.shape(0)} * x.shape(-2); }
+
+  auto kernel(const Arrays& inputs, mx::array& out) const {
+    const mx::array &x = inputs[0], &offsets = inputs[1];
+    const int64_t heads = x.ndim() == 4 ? x.shape(1) : 1, tokens = x.shape(-2);
+    return [&kernels = kernels_for(out), rows = cpu::DenseRows(x),
+            frequencies = cpu::DenseRows(inputs[2]), offset = offsets.data<int32_t>(),
+            offset_stride = offsets.size() > 1 ? offsets.strides(0) : 0, heads, tokens, op = *this,
+            to = allocate(out)](int64_t begin, int64_t end) {
+      const int32_t pairs = frequencies.width();
+      cpu::RowBuffer buffer, frequency_buffer;
+      std::vector<float> sines(pairs), cosines(pairs);
+      const auto* omega = static_cast<const float*>(frequencies.row(0, frequency_buffer));
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t b = i / tokens, l = i % tokens;
+        const auto first = static_cast<float>(offset[b * offset_stride]);
+        const float position = (static_cast<float>(l) + first) * op.scale;
+        kernels.angles(position, omega, pairs, sines.data(), cosines.data());
+        for (int64_t h = 0; h < heads; ++h) {
+          const int64_t r = (b * heads + h) * tokens + l;
+          kernels.rotate(rows.row(r, buffer), sines.data(), cosines.data(), pairs, rows.width(),
+                         op.traditional, to + r * rows.row_bytes());
+        }
+      }
+    };
+  }
+
+  mx::array composed(const Arrays& inputs, mx::Stream s) const {
+    return mx::fast::rope(inputs[0], 2 * inputs[2].shape(0), traditional, std::nullopt, scale,
+                          inputs[1], mx::reciprocal(inputs[2], s), s);
+  }
+};
+
+// Inputs x and, if there is one, the factor.
+struct Activate : RowOp {
+  static constexpr const char* kName = "PagedActivate";
+  cpu::Activation activation;
+
+  bool operator==(const Activate&) const = default;
+
+  auto kernel(const Arrays& inputs, mx::array& out) const {
+    return for_rows(inputs, out, allocate_in_place(inputs, out),
+                    [&kernels = kernels_for(out), activation = activation,
+                     width = inputs[0].ndim() ? inputs[0].shape(-1) : 1](
+                        const void* x, const void* factor, void* to) {
+                      kernels.activate(activation, x, factor, width, to);
+                    });
+  }
+
+  mx::array composed(const Arrays& inputs, mx::Stream s) const {
+    const mx::array& x = inputs[0];
+    const auto number = [&](double value) { return mx::array(value, x.dtype()); };
+    mx::array gate = mx::sigmoid(x, s);
+    if (activation == cpu::Activation::kGeluApprox) {
+      const mx::array cube = mx::multiply(number(0.044715), mx::power(x, number(3), s), s);
+      const mx::array inner =
+          mx::multiply(number(std::sqrt(2 * std::numbers::inv_pi)), mx::add(x, cube, s), s);
+      gate = mx::multiply(number(0.5), mx::add(number(1), mx::tanh(inner, s), s), s);
+    }
+    const mx::array active = mx::multiply(x, gate, s);
+    return inputs.size() > 1 ? mx::multiply(active, inputs[1], s) : active;
+  }
+};
+
+// Input x; the output has one element on the last axis.
+struct LogSumExp : RowOp {
+  static constexpr const char* kName = "PagedLogSumExp";
+
+  static mx::Shape shape(const mx::array& x) {
+    mx::Shape shape = x.shape();
+    shape.back() = 1;
+    return shape;
+  }
+
+  auto kernel(const Arrays& inputs, mx::array& out) const {
+    return for_rows(
+        inputs, out, allocate(out),
+        [&kernels = kernels_for(out), width = inputs[0].shape(-1)](
+            const void* x, const void*, void* to) { kernels.log_sum_exp(x, width, to); });
+  }
+
+  mx::array composed(const Arrays& inputs, mx::Stream s) const {
+    return mx::logsumexp(inputs[0], -1, true, s);
+  }
+};
+
+template <typename Op>
+mx::array make(Op op, Arrays inputs, mx::StreamOrDevice stream) {
+  auto primitive = std::make_shared<LayerPrimitive<Op>>(mx::to_stream(stream), op);
+  const mx::Shape shape = Op::shape(inputs[0]);
   const mx::Dtype dtype = inputs[0].dtype();
   return mx::array(shape, dtype, std::move(primitive), std::move(inputs));
 }
@@ -34,7 +203,7 @@ mx::array rms_norm(const mx::array& x, const OptionalArray& weight, float eps,
             " but x has ", x.dtype(), ": expected the same");
     inputs.push_back(*weight);
   }
-  return make<RmsNorm>(std::move(inputs), stream, eps);
+  return make(RmsNorm{{}, eps}, std::move(inputs), stream);
 }
 
 mx::array rope(const mx::array& x, const mx::array& offset, const mx::array& frequencies,
@@ -53,7 +222,7 @@ mx::array rope(const mx::array& x, const mx::array& offset, const mx::array& fre
           "offset has ", offset.size(), " elements in ", offset.ndim(),
           " axes: expected one, or one for each of ", x.shape(0), " sequences");
   const mx::array offsets = mx::astype(offset, mx::int32, stream);
-  return make<Rope>({x, offsets, frequencies}, stream, scale, traditional);
+  return make(Rope{{}, scale, traditional}, {x, offsets, frequencies}, stream);
 }
 
 mx::array rope_frequencies(int dims, float base, mx::StreamOrDevice stream) {
@@ -75,14 +244,14 @@ mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activat
             x.size(), " elements of ", x.dtype());
     inputs.push_back(*factor);
   }
-  return make<Activate>(std::move(inputs), stream, activation);
+  return make(Activate{{}, activation}, std::move(inputs), stream);
 }
 
 mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream) {
   check_floating("log_sum_exp", "x", x);
   require(x.ndim() >= 1 && x.shape(-1) > 0, "log_sum_exp",
           "x has no elements on its last axis: expected at least one");
-  return make<LogSumExp>({x}, stream);
+  return make(LogSumExp{}, {x}, stream);
 }
 
 }  // namespace mlx_paged

@@ -1,98 +1,98 @@
-// The primitives behind layer_ops.h. They run on CPUs only.
+// The primitives behind layer_ops.h.
 #pragma once
 
+#include <algorithm>
 #include <functional>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
-#include "csrc/cpu/layers/layer_ops.h"
+#include "csrc/cpu/mlx_args.h"
+#include "csrc/cpu/thread_pool.h"
+#include "csrc/ops.h"
 #include "mlx/primitives.h"
+#include "mlx/transforms.h"
 
 namespace mlx_paged {
 
-// Each has one output. It has the shape of the first input, except for LogSumExp. Transformations
-// use MLX's own operations: a function that mx.compile traced while a model was served may be
-// differentiated later.
+// The primitive of an op that runs on CPUs only and has one output. Transformations use `composed`,
+// the same result by MLX's own operations: a function that mx.compile traced while a model was
+// served may be differentiated later.
+template <typename Op>
 class LayerPrimitive : public mx::Primitive {
  public:
-  using mx::Primitive::Primitive;
+  LayerPrimitive(mx::Stream stream, Op op) : mx::Primitive(stream), op_(op) {}
 
-  void eval_gpu(const Arrays&, Arrays&) override;
+  // Computes on several threads if that pays.
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    // Elements of one task. For fewer elements, waking a thread costs more than it saves.
+    constexpr int64_t kElementsOfTask = 1 << 16;
+    const int64_t count = Op::count(inputs[0]);
+    const int64_t elements_each = inputs[0].size() / std::max<int64_t>(1, count);
+    const int64_t range =
+        std::max<int64_t>(1, kElementsOfTask / std::max<int64_t>(1, elements_each));
+    auto task = [count, range, compute = op_.kernel(inputs, outputs[0])] {
+      cpu::parallel_for((count + range - 1) / range,
+                        [&](int64_t i) { compute(i * range, std::min(count, (i + 1) * range)); });
+    };
+    cpu::encoder_for(stream(), inputs, outputs).dispatch(std::move(task));
+  }
+
+  void eval_gpu(const Arrays&, Arrays&) override {
+    throw std::runtime_error("[mlx_paged.layers] this op runs on CPUs only");
+  }
+
   Arrays jvp(const Arrays& primals, const Arrays& tangents,
-             const std::vector<int>& argnums) override;
+             const std::vector<int>& argnums) override {
+    return mx::jvp(function_of(argnums, primals), chosen(primals, argnums), tangents).second;
+  }
+
   Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
-             const Arrays& outputs) override;
+             const Arrays&) override {
+    return mx::vjp(function_of(argnums, primals), chosen(primals, argnums), cotangents).second;
+  }
+
   std::pair<Arrays, std::vector<int>> vmap(const Arrays& inputs,
-                                           const std::vector<int>& axes) override;
-  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override;
+                                           const std::vector<int>& axes) override {
+    const Function function = [this](const Arrays& all) { return composed(all); };
+    return {mx::vmap(function, axes, {0})(inputs), {0}};
+  }
+
+  const char* name() const override { return Op::kName; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return op_ == static_cast<const LayerPrimitive&>(other).op_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
+    return {Op::shape(inputs[0])};
+  }
 
  private:
-  // The same result by MLX's own operations.
-  virtual mx::array composed(const Arrays& inputs) = 0;
-
   using Function = std::function<Arrays(const Arrays&)>;
 
+  Arrays composed(const Arrays& inputs) { return {op_.composed(inputs, stream())}; }
+
   // `composed` as a function of the inputs `argnums`.
-  Function function_of(const std::vector<int>& argnums, const Arrays& inputs);
-};
+  Function function_of(const std::vector<int>& argnums, const Arrays& inputs) {
+    return [this, argnums, inputs](const Arrays& some) {
+      Arrays all = inputs;
+      for (size_t i = 0; i < argnums.size(); ++i) {
+        all[argnums[i]] = some[i];
+      }
+      return composed(all);
+    };
+  }
 
-// Inputs x and, if there is one, the weight.
-class RmsNorm : public LayerPrimitive {
- public:
-  RmsNorm(mx::Stream stream, float eps) : LayerPrimitive(stream), eps_(eps) {}
+  static Arrays chosen(const Arrays& arrays, const std::vector<int>& argnums) {
+    Arrays some;
+    for (const int i : argnums) {
+      some.push_back(arrays[i]);
+    }
+    return some;
+  }
 
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override;
-  const char* name() const override { return "PagedRmsNorm"; }
-  bool is_equivalent(const mx::Primitive& other) const override;
-
- private:
-  mx::array composed(const Arrays& inputs) override;
-  float eps_;
-};
-
-// Inputs x, offset, frequencies.
-class Rope : public LayerPrimitive {
- public:
-  Rope(mx::Stream stream, float scale, bool traditional)
-      : LayerPrimitive(stream), scale_(scale), traditional_(traditional) {}
-
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override;
-  const char* name() const override { return "PagedRope"; }
-  bool is_equivalent(const mx::Primitive& other) const override;
-
- private:
-  mx::array composed(const Arrays& inputs) override;
-  float scale_;
-  bool traditional_;
-};
-
-// Inputs x and, if there is one, the factor.
-class Activate : public LayerPrimitive {
- public:
-  Activate(mx::Stream stream, cpu::Activation activation)
-      : LayerPrimitive(stream), activation_(activation) {}
-
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override;
-  const char* name() const override { return "PagedActivate"; }
-  bool is_equivalent(const mx::Primitive& other) const override;
-
- private:
-  mx::array composed(const Arrays& inputs) override;
-  cpu::Activation activation_;
-};
-
-// Input x; the output has one element on the last axis.
-class LogSumExp : public LayerPrimitive {
- public:
-  using LayerPrimitive::LayerPrimitive;
-
-  void eval_cpu(const Arrays& inputs, Arrays& outputs) override;
-  const char* name() const override { return "PagedLogSumExp"; }
-  bool is_equivalent(const mx::Primitive&) const override { return true; }
-  std::vector<mx::Shape> output_shapes(const Arrays& inputs) override;
-
- private:
-  mx::array composed(const Arrays& inputs) override;
+  Op op_;
 };
 
 }  // namespace mlx_paged
