@@ -83,7 +83,7 @@ class TickRecorder:
         self._phases = config.phases
         self._writer = config.writer
         token_bytes = stats.block_bytes // stats.block_size
-        self._reads = config.reads or KVReads({None: token_bytes}, stats.block_size)
+        self._reads = config.reads or KVReads([(None, token_bytes)], stats.block_size)
         self._unseen = {"decode", "chunk", "copy"}
         self._tick = Tick()
 

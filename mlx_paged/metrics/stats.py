@@ -1,6 +1,6 @@
 """What an engine computed and stored. Knows no mlx."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -54,25 +54,19 @@ class Contexts:
 class KVReads:
     """Computes how much K/V attention must read.
 
-    Attributes:
-        token_bytes: by window size (None: no window), bytes of one token's K/V in all layers that
-            have this window.
+    Args:
+        layers: the window of each layer (None: no window, 0: it stores nothing), and the bytes of
+            one token's K/V in it.
         block_size: token slots in a block.
     """
 
-    def __init__(self, token_bytes: dict[int | None, int], block_size: int) -> None:
-        self.token_bytes = token_bytes
-        self.block_size = block_size
-        self._sizes: IntArray = np.array([[block_size], [STOCK_GROWTH]])
-
-    @classmethod
-    def of(cls, layers: Iterable[tuple[int | None, int]], block_size: int) -> "KVReads":
-        """From each layer's window (0: the layer stores nothing) and its bytes per token."""
-        token_bytes: dict[int | None, int] = {}
+    def __init__(self, layers: Iterable[tuple[int | None, int]], block_size: int) -> None:
+        self.token_bytes: Counter[int | None] = Counter()  # by window, of all its layers
         for window, size in layers:
             if window != 0:
-                token_bytes[window] = token_bytes.get(window, 0) + size
-        return cls(token_bytes, block_size)
+                self.token_bytes[window] += size
+        self.block_size = block_size
+        self._sizes: IntArray = np.array([[block_size], [STOCK_GROWTH]])
 
     def contexts(self, spans: Sequence[Span]) -> Contexts:
         """The context lengths of a step, for the methods below."""

@@ -30,13 +30,13 @@ def spans() -> list[tuple[int, int]]:
 
 
 def contexts(spans: list[tuple[int, int]]) -> Contexts:
-    return KVReads({}, SIZE).contexts(
+    return KVReads([], SIZE).contexts(
         [SimpleNamespace(start=start, stop=stop) for start, stop in spans]
     )
 
 
 def test_bytes_are_those_of_every_position_seen_in_every_layer(spans):
-    reads = KVReads.of(LAYERS, SIZE)
+    reads = KVReads(LAYERS, SIZE)
     expected = sum(
         size * len(seen(*span, window)) for span in spans for window, size in LAYERS if window != 0
     )
@@ -45,7 +45,7 @@ def test_bytes_are_those_of_every_position_seen_in_every_layer(spans):
 
 @pytest.mark.parametrize("windows", [(None, 6), (6, 9), (6,), (1,)])
 def test_blocks_are_those_that_the_widest_window_reaches(spans, windows):
-    reads = KVReads.of([(window, 1) for window in windows], SIZE)
+    reads = KVReads([(window, 1) for window in windows], SIZE)
     expected = sum(
         len({p // SIZE for window in windows for p in seen(*span, window)}) for span in spans
     )
@@ -53,7 +53,7 @@ def test_blocks_are_those_that_the_widest_window_reaches(spans, windows):
 
 
 def test_a_model_without_attention_reads_nothing(spans):
-    reads = KVReads.of([(0, 8)], SIZE)
+    reads = KVReads([(0, 8)], SIZE)
     assert reads.num_bytes(contexts(spans)) == reads.num_blocks(contexts(spans)) == 0
 
 
