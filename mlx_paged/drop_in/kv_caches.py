@@ -12,7 +12,6 @@ from mlx_lm.models import cache as stock
 
 from mlx_paged.attention.sdpa_hook import CausalMask
 from mlx_paged.drop_in.base_cache import PagedCache, stored
-from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
 from mlx_paged.kv.pool import as_int32
 
@@ -22,12 +21,6 @@ class PagedKVCache(PagedCache):
 
     If its first forward has several rows, it holds as many sequences, all of equal length.
     """
-
-    @classmethod
-    def of(cls, *parts: Any) -> Any:
-        """The cache of this layer, rows, starts and window."""
-        kinds = KVCache, RotatingKVCache
-        return _made_of(*(quantized_classes if parts[0].pool.kv_bits else kinds), *parts)
 
     @property
     def offset(self) -> int:
@@ -76,7 +69,10 @@ class PagedKVCache(PagedCache):
 
     def _begin(self, keys: mx.array, values: mx.array) -> None:
         if len(self.rows) == 1 < keys.shape[0]:
-            self._set_rows(self.rows[0].with_companions(keys.shape[0]), [0] * keys.shape[0])
+            pool, num_rows = self.layer.pool, keys.shape[0]
+            keyed = [(pool, self.rows[0].id, "row", i) for i in range(1, num_rows)]
+            rows = [pool.sequence_for(key, self.layer.index) for key in keyed]
+            self._set_rows([*self.rows, *rows], [0] * num_rows)
         super()._begin(keys, values)
 
     @classmethod
@@ -95,9 +91,6 @@ class PagedKVCache(PagedCache):
         self.layer.write_last(self.rows, (keys, values), cache.offset)
         self._set_rows(self.rows, [cache.offset] * len(self.rows))
 
-    def stock_attributes(self) -> dict[str, Any]:
-        return {"keys": self.keys, "values": self.values, "offset": self.offset}
-
 
 class BatchPagedKVCache(PagedCache):
     """One layer's K/V of the rows of a batch, each with a context length of its own.
@@ -105,11 +98,6 @@ class BatchPagedKVCache(PagedCache):
     It takes the place of mlx-lm's BatchKVCache and BatchRotatingKVCache. Padding is not stored:
     the padding columns of a forward have no slots.
     """
-
-    @classmethod
-    def of(cls, *parts: Any) -> Any:
-        """The cache of this layer, rows, starts and window."""
-        return _made_of(BatchKVCache, BatchRotatingKVCache, *parts)
 
     @stored
     def offset(self) -> mx.array:
@@ -125,10 +113,6 @@ class BatchPagedKVCache(PagedCache):
     @stored
     def _idx(self) -> int:
         return self.size()
-
-    def stock_attributes(self) -> dict[str, Any]:
-        names = "keys", "values", "offset", "left_padding", "_idx"
-        return {name: getattr(self, name) for name in names} | {"_right_padding": None}
 
     # Padding
 
@@ -183,7 +167,7 @@ class BatchPagedKVCache(PagedCache):
         mlx-lm's own."""
         if self.size() == 0 and isinstance(other, PagedCache) and self.layer.pool.is_loose:
             self._move_to(other.layer)
-        rows, starts = _joined("extend", self.layer, self.window, [other])
+        rows, starts = _joined("extend", self, [other])
         self._set_rows([*self.rows, *rows], [*self.starts, *starts])
 
     def extract(self, idx: int) -> PagedKVCache:
@@ -198,7 +182,7 @@ class BatchPagedKVCache(PagedCache):
         mlx-lm's own."""
         paged = [cache for cache in caches if isinstance(cache, PagedCache)]
         first = next((c for c in paged if c.size() or not c.layer.pool.is_loose), paged[0])
-        rows, starts = _joined("merge", first.layer, first.window, caches)
+        rows, starts = _joined("merge", first, caches)
         batch: BatchPagedKVCache = cls.of(first.layer, rows, starts, first.window)
         return batch
 
@@ -207,6 +191,7 @@ class KVCache(PagedKVCache, stock.KVCache):
     """A paged cache that is mlx-lm's KVCache."""
 
     stock_class = stock.KVCache
+    stock_names = "keys", "values", "offset"
 
     def __init__(self) -> None:
         self._start_alone(None, [0])
@@ -216,6 +201,7 @@ class RotatingKVCache(PagedKVCache, stock.RotatingKVCache):
     """A paged cache that is mlx-lm's RotatingKVCache, in temporal order."""
 
     stock_class = stock.RotatingKVCache
+    stock_names = *KVCache.stock_names, "keep", "max_size", "_idx"
 
     def __init__(self, max_size: int, keep: int = 0) -> None:
         if keep == 0:
@@ -237,15 +223,12 @@ class RotatingKVCache(PagedKVCache, stock.RotatingKVCache):
     def _idx(self) -> int:
         return self.size()
 
-    def stock_attributes(self) -> dict[str, Any]:
-        names = "keep", "max_size", "_idx"
-        return super().stock_attributes() | {name: getattr(self, name) for name in names}
-
 
 class BatchKVCache(BatchPagedKVCache, stock.BatchKVCache):
     """A paged cache that is mlx-lm's BatchKVCache."""
 
     stock_class = stock.BatchKVCache
+    stock_names = "keys", "values", "offset", "left_padding", "_idx", "_right_padding"
 
     def __init__(self, left_padding: Sequence[int]) -> None:
         self._start_alone(None, [-int(n) for n in left_padding])
@@ -255,6 +238,10 @@ class BatchRotatingKVCache(BatchPagedKVCache, stock.BatchRotatingKVCache):
     """A paged cache that is mlx-lm's BatchRotatingKVCache, in temporal order."""
 
     stock_class = stock.BatchRotatingKVCache
+    stock_names = (
+        *("keys", "values", "offset", "left_padding", "_idx", "_lengths"),
+        *("max_size", "_offset", "rotated"),
+    )
     max_size = RotatingKVCache.max_size
 
     def __init__(self, max_size: int, left_padding: Sequence[int]) -> None:
@@ -268,38 +255,14 @@ class BatchRotatingKVCache(BatchPagedKVCache, stock.BatchRotatingKVCache):
     def rotated(self) -> bool:
         return False
 
-    def stock_attributes(self) -> dict[str, Any]:
-        names = "max_size", "_offset", "rotated"
-        attributes = super().stock_attributes() | {name: getattr(self, name) for name in names}
-        return attributes | {"_lengths": attributes.pop("_right_padding")}
-
 
 make_stock_rotating = stock.RotatingKVCache.__init__
 
-quantized_classes: list[type[PagedKVCache]] = []
-"""The classes for quantized pools, from :mod:`mlx_paged.drop_in.quantized_caches`."""
-
-CLASSES: tuple[type[PagedCache], ...] = (
-    KVCache,
-    RotatingKVCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
-)
+CLASSES = KVCache, RotatingKVCache, BatchKVCache, BatchRotatingKVCache
 """The paged classes, which have the names of mlx-lm's."""
 
-
-def _made_of(
-    plain: type[Any],
-    windowed: type[Any],
-    layer: PoolLayer,
-    rows: Sequence[PagedSequence],
-    starts: Any,
-    window: int | None = None,
-) -> Any:
-    kind = plain if window is None else windowed
-    cache = object.__new__(kind)
-    PagedCache.__init__(cache, layer, rows, starts, window)
-    return cache
+PagedKVCache.kinds = {False: CLASSES[:2]}
+BatchPagedKVCache.kinds = dict.fromkeys((False, True), CLASSES[2:])
 
 
 def _is_storable(cache: Any) -> bool:
@@ -315,9 +278,10 @@ def _is_storable(cache: Any) -> bool:
 
 
 def _joined(
-    where: str, layer: PoolLayer, window: int | None, caches: Sequence[Any]
+    where: str, one: PagedCache, caches: Sequence[Any]
 ) -> tuple[list[PagedSequence], list[int]]:
-    """The rows of these caches as sequences of one layer, and their lengths."""
+    """The rows of these caches as sequences of the layer of one of them, and their lengths."""
+    layer, window = one.layer, one.window
     rows: list[PagedSequence] = []
     starts: list[int] = []
     for cache in caches:
@@ -328,7 +292,7 @@ def _joined(
             continue
         for row in _stock_rows(cache):
             # All layers ask for their rows one by one and get the same sequences.
-            key = layer.pool, -1 - len(rows), 0
+            key = "joined", len(rows), *((known.id, known.version) for known in one.rows)
             copy = PagedKVCache.of(
                 layer, [layer.pool.sequence_for(key, layer.index)], [min(0, row.offset)], window
             )

@@ -11,7 +11,7 @@ from weakref import ref
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
-from mlx_paged.drop_in.kv_caches import KVCache, PagedKVCache, RotatingKVCache, quantized_classes
+from mlx_paged.drop_in.kv_caches import KVCache, PagedKVCache, RotatingKVCache
 from mlx_paged.drop_in.shared_pool import loose_layer
 from mlx_paged.drop_in.stored_arrays import StoredArray
 from mlx_paged.kv.pool import KVShape
@@ -69,6 +69,6 @@ class QuantizedPagedRotatingKVCache(_Quantized, RotatingKVCache):
 
 def register_classes() -> None:
     """Let pools with kv_bits make these classes, and mlx-lm load them."""
-    quantized_classes[:] = QuantizedPagedKVCache, QuantizedPagedRotatingKVCache
-    for kind in quantized_classes:
+    PagedKVCache.kinds[True] = QuantizedPagedKVCache, QuantizedPagedRotatingKVCache
+    for kind in PagedKVCache.kinds[True]:
         setattr(stock, kind.__name__, kind)

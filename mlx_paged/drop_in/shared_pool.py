@@ -26,9 +26,6 @@ from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.pool import KVShape, block_bytes
 from mlx_paged.ops.formats import KVBits
 
-ContentKey = tuple["SharedPool", int, int]
-"""A sequence at one time: its pool, its id and its version."""
-
 FEWEST_NEW_BLOCKS = 16
 BLOCK_SIZE = 16
 
@@ -68,7 +65,8 @@ class SharedPool:
         self.is_loose = False
         self.lock = threading.RLock()
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
-        self._by_key: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
+        self._by_key: WeakValueDictionary[tuple[object, ...], PagedSequence]
+        self._by_key = WeakValueDictionary()
         self._new_ids = itertools.count()
         self.dropped: deque[int] = deque()  # ids of deleted sequences that still hold blocks
         self.frozen: WeakSet[PagedSequence] = WeakSet()  # whose blocks a state shows
@@ -112,11 +110,17 @@ class SharedPool:
             self.allocator.admit(sequence.id, 0)
         return sequence
 
-    def sequence_for(self, key: ContentKey, layer: int) -> PagedSequence:
-        """An empty sequence. Layers that ask with one key get the same one, each of them once."""
-        sequence = self._by_key.get(key)
-        if sequence is None or layer in sequence.layers:
-            sequence = self._by_key[key] = self.new_sequence()
+    def sequence_for(
+        self, key: tuple[object, ...], layer: int, parent: PagedSequence | None = None
+    ) -> PagedSequence:
+        """A fork of `parent`, or an empty sequence. Layers that ask with one key get the same one;
+        a layer that asks again gets another."""
+        number = 0
+        while (sequence := self._by_key.get((*key, number))) and layer in sequence.layers:
+            number += 1
+        if sequence is None:
+            sequence = self.new_sequence() if parent is None else self.fork(parent)
+            self._by_key[(*key, number)] = sequence
         sequence.layers.add(layer)
         return sequence
 
