@@ -1,8 +1,8 @@
 """The sequences of a BatchGenerator, their responses and caches, and checks of its arguments."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -73,6 +73,8 @@ class Response(GenerationBatch.Response):
 
 
 PromptResponse: TypeAlias = PromptProcessingBatch.Response
+NextResult = tuple[list[PromptResponse], list[Response]]
+"""What one call of `next` returns: the progress of prompts, and tokens."""
 
 
 @dataclass(slots=True)
@@ -104,23 +106,6 @@ class BatchSequence:
             )
             for stop in sorted(ends | {done})
         ]
-
-
-@dataclass(slots=True)
-class NextResult:
-    """The responses that one call of `next` returns."""
-
-    prompts: list[PromptResponse] = field(default_factory=list)
-    tokens: list[Response] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.prompts or self.tokens)
-
-    def without(self, uids: Collection[int]) -> "NextResult":
-        return NextResult(
-            [response for response in self.prompts if response.uid not in uids],
-            [response for response in self.tokens if response.uid not in uids],
-        )
 
 
 def contiguous_caches(

@@ -300,12 +300,6 @@ class PagedCache(AttendingCache, _BaseCache):
         """What mlx-lm's own cache with this content has."""
         return {name: getattr(self, name) for name in self.stock_names}
 
-    def as_stock(self) -> Any:
-        """mlx-lm's own cache with a lazy copy of the K/V."""
-        cache = object.__new__(self.stock_class)
-        cache.__dict__.update(self.stock_attributes())
-        return cache
-
     def become_stock(self) -> None:
         """Be mlx-lm's own cache, with a lazy copy of the K/V, from now on."""
         attributes = self.stock_attributes() if vars(self) else {}

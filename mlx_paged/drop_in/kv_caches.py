@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from weakref import ref
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +14,10 @@ from mlx_lm.models import cache as stock
 from mlx_paged.attention.sdpa_hook import CausalMask
 from mlx_paged.drop_in.base_cache import PagedCache, stored
 from mlx_paged.drop_in.sequence import PagedSequence
-from mlx_paged.kv.pool import as_int32
+from mlx_paged.drop_in.shared_pool import loose_layer
+from mlx_paged.drop_in.stored_arrays import StoredArray
+from mlx_paged.kv.pool import KVShape, as_int32
+from mlx_paged.ops.formats import dims_of
 
 
 class PagedKVCache(PagedCache):
@@ -21,6 +25,8 @@ class PagedKVCache(PagedCache):
 
     If its first forward has several rows, it holds as many sequences, all of equal length.
     """
+
+    stock_names: ClassVar[tuple[str, ...]] = "keys", "values", "offset"
 
     @property
     def offset(self) -> int:
@@ -98,6 +104,8 @@ class BatchPagedKVCache(PagedCache):
     It takes the place of mlx-lm's BatchKVCache and BatchRotatingKVCache. Padding is not stored:
     the padding columns of a forward have no slots.
     """
+
+    stock_names: ClassVar[tuple[str, ...]] = "keys", "values", "offset", "left_padding", "_idx"
 
     @stored
     def offset(self) -> mx.array:
@@ -191,7 +199,6 @@ class KVCache(PagedKVCache, stock.KVCache):
     """A paged cache that is mlx-lm's KVCache."""
 
     stock_class = stock.KVCache
-    stock_names = "keys", "values", "offset"
 
     def __init__(self) -> None:
         self._start_alone(None, [0])
@@ -201,14 +208,14 @@ class RotatingKVCache(PagedKVCache, stock.RotatingKVCache):
     """A paged cache that is mlx-lm's RotatingKVCache, in temporal order."""
 
     stock_class = stock.RotatingKVCache
-    stock_names = *KVCache.stock_names, "keep", "max_size", "_idx"
+    stock_names = *PagedKVCache.stock_names, "keep", "max_size", "_idx"
 
     def __init__(self, max_size: int, keep: int = 0) -> None:
         if keep == 0:
             self._start_alone(max_size, [0])
         else:  # the first tokens stay, which a paged cache cannot do
             self.become_stock()
-            make_stock_rotating(self, max_size, keep)
+            stock.RotatingKVCache.__init__(self, max_size, keep)
 
     @stored
     def keep(self) -> int:
@@ -219,16 +226,14 @@ class RotatingKVCache(PagedKVCache, stock.RotatingKVCache):
         assert self.window is not None
         return self.window
 
-    @stored
-    def _idx(self) -> int:
-        return self.size()
+    _idx = BatchPagedKVCache._idx
 
 
 class BatchKVCache(BatchPagedKVCache, stock.BatchKVCache):
     """A paged cache that is mlx-lm's BatchKVCache."""
 
     stock_class = stock.BatchKVCache
-    stock_names = "keys", "values", "offset", "left_padding", "_idx", "_right_padding"
+    stock_names = *BatchPagedKVCache.stock_names, "_right_padding"
 
     def __init__(self, left_padding: Sequence[int]) -> None:
         self._start_alone(None, [-int(n) for n in left_padding])
@@ -238,10 +243,7 @@ class BatchRotatingKVCache(BatchPagedKVCache, stock.BatchRotatingKVCache):
     """A paged cache that is mlx-lm's BatchRotatingKVCache, in temporal order."""
 
     stock_class = stock.BatchRotatingKVCache
-    stock_names = (
-        *("keys", "values", "offset", "left_padding", "_idx", "_lengths"),
-        *("max_size", "_offset", "rotated"),
-    )
+    stock_names = *BatchPagedKVCache.stock_names, "max_size", "_offset", "rotated", "_lengths"
     max_size = RotatingKVCache.max_size
 
     def __init__(self, max_size: int, left_padding: Sequence[int]) -> None:
@@ -256,12 +258,60 @@ class BatchRotatingKVCache(BatchPagedKVCache, stock.BatchRotatingKVCache):
         return False
 
 
-make_stock_rotating = stock.RotatingKVCache.__init__
+class _Quantized(PagedKVCache):
+    """Caches of quantized K/V, whose states are what the pool stores.
+
+    mlx-lm has no class with such states. Saved caches name these classes: ``load_prompt_cache``
+    finds them once this package is imported, and raises a KeyError with the name elsewhere.
+    """
+
+    @property
+    def state(self) -> Any:
+        """kv_bits, the model's type, the number of tokens, the window, and the stored elements and
+        scales of keys and values, ``[1, H_kv, T, C]`` each; None if there are none."""
+        shape = self.layer.shape
+        if shape is None or not self._is_begun:
+            return [str(self.layer.pool.kv_bits), None, 0, self.window, *[None] * 4]
+        about = {"layer": ref(self.layer), "starts": self.starts, "dependencies": []}
+        reads = [lambda gather, i=i: gather(self.layer.arrays[i]) for i in range(4)]
+        arrays = [StoredArray.of(self._gathered(read), role="stored", **about) for read in reads]
+        return [str(shape.kv_bits), str(shape.dtype), self.offset, self.window, *arrays]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        kv_bits, dtype, offset, window, *arrays = state
+        kv_bits = int(kv_bits) if kv_bits == "8" else kv_bits
+        shape = None
+        if dtype is not None:
+            k, v = arrays[:2]
+            shape = KVShape(k.shape[1], dims_of(k), dims_of(v), DTYPES[dtype], kv_bits=kv_bits)
+        options = {**self.loose_options, "kv_bits": kv_bits}
+        layer = loose_layer(window, shape=shape, **options)
+        self._is_begun = shape is not None
+        PagedKVCache.__init__(self, layer, [layer.pool.new_sequence()], [0], window)
+        if shape is not None:
+            layer.shape = shape
+            layer.write_last(self.rows, arrays, offset)
+            self._set_rows(self.rows, [offset])
+
+
+class QuantizedPagedKVCache(_Quantized, KVCache):
+    """A paged cache of quantized K/V."""
+
+
+class QuantizedPagedRotatingKVCache(_Quantized, RotatingKVCache):
+    """A paged cache of quantized K/V that a window limits."""
+
 
 CLASSES = KVCache, RotatingKVCache, BatchKVCache, BatchRotatingKVCache
 """The paged classes, which have the names of mlx-lm's."""
 
-PagedKVCache.kinds = {False: CLASSES[:2]}
+_QUANTIZED = QuantizedPagedKVCache, QuantizedPagedRotatingKVCache
+for kind in _QUANTIZED:
+    setattr(stock, kind.__name__, kind)  # where mlx-lm looks for the class of a saved cache
+DTYPES = {str(dtype): dtype for dtype in (mx.float32, mx.float16, mx.bfloat16)}
+
+PagedKVCache.kinds = {False: CLASSES[:2], True: _QUANTIZED}
 BatchPagedKVCache.kinds = dict.fromkeys((False, True), CLASSES[2:])
 
 

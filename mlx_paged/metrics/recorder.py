@@ -153,14 +153,13 @@ class TickRecorder:
 
     def _record_step(self, tick: Tick, result: StepResult, step: Step) -> None:
         spans = step.spans
-        stats, reads = self._stats, self._reads
-        contexts = reads.contexts(spans)
-        tick.live_tokens = contexts.total
+        stats, reads = self._stats, self._reads.of(spans)
+        tick.live_tokens = reads.tokens
         tick.prefill_tokens = step.prompt_tokens
         tick.decode_tokens = step.decode_rows + step.chunk_tokens - step.prompt_tokens
         tick.sampled = len(result.choices)
-        tick.kv_bytes_read = reads.num_bytes(contexts)
-        tick.blocks_touched = reads.num_blocks(contexts)
+        tick.kv_bytes_read = reads.kv_bytes
+        tick.blocks_touched = reads.blocks
         seconds = result.seconds + tick.gc_ms / 1000
         stats.steps += 1
         stats.seconds += seconds
@@ -169,7 +168,7 @@ class TickRecorder:
         stats.generation_tokens += tick.sampled
         stats.peak_running = max(stats.peak_running, len(spans))
         stats.peak_blocks_in_use = max(stats.peak_blocks_in_use, result.blocks_in_use)
-        stats.record_memory(contexts)
+        stats.record_memory(reads)
         stats.decode_tokens += tick.decode_tokens
         stats.kv_bytes_read += tick.kv_bytes_read
         stats.blocks_touched += tick.blocks_touched
