@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
@@ -19,7 +20,6 @@ from mlx_paged.batch_generator.recorder import Recording, StepRecorder
 from mlx_paged.batch_generator.sequences import (
     BatchSequence,
     Caches,
-    HeldBlocks,
     LogitsProcessor,
     NextResult,
     PromptResponse,
@@ -118,7 +118,8 @@ class BatchGenerator:
         self._sequences: dict[int, BatchSequence] = {}
         self._by_request: dict[int, BatchSequence] = {}  # by request id, until they end
         self._results: deque[NextResult] = deque()
-        self._returned: deque[int] = deque()  # ids of kept requests whose HeldBlocks are gone
+        # Ids of kept requests whose caches nobody can ask for any more.
+        self._returned: deque[int] = deque()
         self._counters = BatchCounters()
 
     @property
@@ -312,7 +313,8 @@ class BatchGenerator:
             response.all_tokens = list(tokens)
             if output.token is not None:
                 make = partial(self._caches_of, sequence.request, response.all_tokens)
-                response.prompt_cache = HeldBlocks(output.request_id, make, self._returned)
+                weakref.finalize(make, self._returned.append, output.request_id)  # in any thread
+                response.prompt_cache = make
             response.error = completion.error if completion is not None else None
         return response
 

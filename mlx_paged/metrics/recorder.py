@@ -79,9 +79,7 @@ class TickRecorder:
         self._scheduler = scheduler
         self._stats = stats
         self._clock = clock
-        self._log = config.log
-        self._phases = config.phases
-        self._writer = config.writer
+        self._config = config
         token_bytes = stats.block_bytes // stats.block_size
         self._reads = config.reads or KVReads([(None, token_bytes)], stats.block_size)
         self._unseen = {"decode", "chunk", "copy"}
@@ -94,7 +92,7 @@ class TickRecorder:
         histogram = allocator.refcount_histogram
         return (
             stats.as_dict()
-            | self._log.summary()
+            | self._config.log.summary()
             | {
                 "running": len(scheduler.running),
                 "waiting": len(scheduler.waiting),
@@ -138,8 +136,8 @@ class TickRecorder:
         tick.other_ms = max(0.0, tick.tick_ms - known)
         if self._unseen and self._is_new(result.launched):
             tick.prewarm_ms = tick.launch_ms + tick.wait_ms
-        if self._phases is not None:
-            seconds = self._phases.take()
+        if self._config.phases is not None:
+            seconds = self._config.phases.take()
             for name in PHASES:
                 setattr(tick, name, 1000 * seconds.get(name.removesuffix("_ms"), 0.0))
         tick.launched_prefill_tokens = sum([step.prompt_tokens for step in result.launched])
@@ -147,9 +145,9 @@ class TickRecorder:
         if result.step is not None:
             self._record_step(tick, result, result.step)
         self._record_levels(tick)
-        self._log.add(tick)
-        if self._writer is not None:
-            self._writer.write(tick)
+        self._config.log.add(tick)
+        if self._config.writer is not None:
+            self._config.writer.write(tick)
 
     def _record_step(self, tick: Tick, result: StepResult, step: Step) -> None:
         spans = step.spans
