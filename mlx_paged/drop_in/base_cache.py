@@ -106,7 +106,6 @@ class PagedCache(AttendingCache, _BaseCache):
     starts: tuple[int, ...]  # a new one whenever the content changes
     _is_begun = False
     _remaining: tuple[int, ...] | None = None  # tokens before each row's right padding
-    _right_padding = _lengths = None  # of mlx-lm's batches, outside a prompt
 
     def __init__(
         self,

@@ -19,6 +19,8 @@ from mlx_paged.drop_in.stored_arrays import StoredArray
 from mlx_paged.kv.pool import KVShape, as_int32
 from mlx_paged.ops.formats import dims_of
 
+DTYPES = {str(dtype): dtype for dtype in (mx.float32, mx.float16, mx.bfloat16)}
+
 
 class PagedKVCache(PagedCache):
     """One layer's K/V of one sequence, in place of mlx-lm's KVCache and RotatingKVCache.
@@ -106,6 +108,7 @@ class BatchPagedKVCache(PagedCache):
     """
 
     stock_names: ClassVar[tuple[str, ...]] = "keys", "values", "offset", "left_padding", "_idx"
+    _right_padding = _lengths = None  # what `prepare` gives is kept elsewhere
 
     @stored
     def offset(self) -> mx.array:
@@ -307,9 +310,8 @@ CLASSES = KVCache, RotatingKVCache, BatchKVCache, BatchRotatingKVCache
 """The paged classes, which have the names of mlx-lm's."""
 
 _QUANTIZED = QuantizedPagedKVCache, QuantizedPagedRotatingKVCache
-for kind in _QUANTIZED:
-    setattr(stock, kind.__name__, kind)  # where mlx-lm looks for the class of a saved cache
-DTYPES = {str(dtype): dtype for dtype in (mx.float32, mx.float16, mx.bfloat16)}
+# Where mlx-lm looks for the class of a saved cache.
+vars(stock).update((kind.__name__, kind) for kind in _QUANTIZED)
 
 PagedKVCache.kinds = {False: CLASSES[:2], True: _QUANTIZED}
 BatchPagedKVCache.kinds = dict.fromkeys((False, True), CLASSES[2:])
