@@ -101,19 +101,37 @@ def _rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Any =
 
 
 def _rope(
-    a: mx.array, dims: int, *, base: float | None, freqs: mx.array | None = None, **options: Any
+    a: mx.array,
+    dims: int,
+    *,
+    traditional: bool,
+    base: float | None,
+    scale: float,
+    offset: int | mx.array,
+    freqs: mx.array | None = None,
+    stream: Any = None,
 ) -> mx.array:
-    """`options` are those of ``mx.fast.rope``: traditional, scale, offset, stream."""
     given_once = (base is None) != (freqs is None)
     fits_freqs = freqs is None or freqs.shape == (dims // 2,)
     if not (_fits(a) and a.ndim in (3, 4) and given_once and fits_freqs):
-        return mlx_rope(a, dims, base=base, freqs=freqs, **options)
+        return mlx_rope(
+            a,
+            dims,
+            traditional=traditional,
+            base=base,
+            scale=scale,
+            offset=offset,
+            freqs=freqs,
+            stream=stream,
+        )
     if freqs is None:
         assert base is not None
         frequencies = _frequencies(dims, base)
     else:
-        frequencies = mx.reciprocal(freqs.astype(mx.float32), stream=options.get("stream"))
-    return _ext.layers.rope(a, frequencies=frequencies, **options)
+        frequencies = mx.reciprocal(freqs.astype(mx.float32), stream=stream)
+    return _ext.layers.rope(
+        a, offset, frequencies, scale=scale, traditional=traditional, stream=stream
+    )
 
 
 @cache
