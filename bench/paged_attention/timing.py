@@ -73,7 +73,7 @@ def in_turns(
 
 def summary(case: Case, times: dict[str, list[float]], reader: MemoryReader) -> dict[str, Any]:
     """A case's times in the units of the report."""
-    read_gb_s = np.array([reader.gb_s(seconds) for seconds in times[READ]])
+    read_gb_s = reader.num_bytes / np.array(times[READ]) / GB
     by_way = {
         name: np.array(taken) / case.num_layers for name, taken in times.items() if name != READ
     }

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
@@ -19,7 +20,6 @@ from mlx_paged.batch_generator.recorder import Recording, StepRecorder
 from mlx_paged.batch_generator.sequences import (
     BatchSequence,
     Caches,
-    HeldBlocks,
     LogitsProcessor,
     NextResult,
     PromptResponse,
@@ -118,7 +118,8 @@ class BatchGenerator:
         self._sequences: dict[int, BatchSequence] = {}
         self._by_request: dict[int, BatchSequence] = {}  # by request id, until they end
         self._results: deque[NextResult] = deque()
-        self._returned: deque[int] = deque()  # ids of kept requests whose HeldBlocks are gone
+        # Ids of kept requests whose caches nobody can ask for any more.
+        self._returned: deque[int] = deque()
         self._counters = BatchCounters()
 
     @property
@@ -219,7 +220,8 @@ class BatchGenerator:
         gone = set(uids)
         for uid in gone & self._sequences.keys():
             self._end(self._sequences.pop(uid))
-        self._results = deque(r for result in self._results if (r := result.without(gone)))
+        kept = [[[r for r in part if r.uid not in gone] for part in both] for both in self._results]
+        self._results = deque((prompts, tokens) for prompts, tokens in kept if prompts or tokens)
         return extracted
 
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[Caches, list[int]]]:
@@ -250,11 +252,9 @@ class BatchGenerator:
         with mx.stream(self.stream):
             while not self._results and self._engine.has_work:
                 self._step()
-        if not self._results:
-            return [], []
-        result = self._results.popleft()
-        self._note_reported(result)
-        return result.prompts, result.tokens
+        result: NextResult = self._results.popleft() if self._results else ([], [])
+        self._note_reported(*result)
+        return result
 
     def next_generated(self) -> list[Response]:
         """The next tokens; empty only if no sequence is left."""
@@ -270,16 +270,17 @@ class BatchGenerator:
         recording = self._recorder.take()
         progress = self._progress(recording)
         recording.count(self._counters, len(outputs), seconds)
-        results = [NextResult() for _ in range(1 + max(map(len, progress.values()), default=0))]
+        num_results = 1 + max(map(len, progress.values()), default=0)
+        results: list[NextResult] = [([], []) for _ in range(num_results)]
         for responses in progress.values():
-            for result, response in zip(results, responses, strict=False):
-                result.prompts.append(response)
+            for (prompts, _), response in zip(results, responses, strict=False):
+                prompts.append(response)
         for output in outputs:
             sequence = self._by_request.get(output.request_id)
             if sequence is not None:
                 num_before = len(progress.get(sequence.uid, ()))
-                results[num_before].tokens.append(self._response(sequence, output, recording))
-        self._results.extend(filter(None, results))
+                results[num_before][1].append(self._response(sequence, output, recording))
+        self._results.extend(filter(any, results))
 
     def _progress(self, recording: Recording) -> dict[int, list[PromptResponse]]:
         """By uid, the responses for prompts: the end of each segment, or of the computed part."""
@@ -312,16 +313,17 @@ class BatchGenerator:
             response.all_tokens = list(tokens)
             if output.token is not None:
                 make = partial(self._caches_of, sequence.request, response.all_tokens)
-                response.prompt_cache = HeldBlocks(output.request_id, make, self._returned)
+                weakref.finalize(make, self._returned.append, output.request_id)  # in any thread
+                response.prompt_cache = make
             response.error = completion.error if completion is not None else None
         return response
 
-    def _note_reported(self, result: NextResult) -> None:
-        for prompt in result.prompts:
+    def _note_reported(self, prompts: list[PromptResponse], tokens: list[Response]) -> None:
+        for prompt in prompts:
             sequence = self._sequences[prompt.uid]
             sequence.num_reported = prompt.progress[0]
             sequence.caches = None
-        for token in result.tokens:
+        for token in tokens:
             if token.finish_reason is None:
                 self._sequences[token.uid].num_reported += 1
             else:

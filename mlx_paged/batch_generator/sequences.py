@@ -1,8 +1,8 @@
 """The sequences of a BatchGenerator, their responses and caches, and checks of its arguments."""
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeAlias
 
@@ -22,24 +22,6 @@ Caches = list[Any]
 """mlx-lm's caches, one for each layer."""
 
 
-class HeldBlocks:
-    """Makes the caches of an ended sequence on demand; its blocks are held as long as this lives.
-
-    Args:
-        request_id: of the sequence; the engine keeps this request.
-        make: makes the caches.
-        returned: takes the id when this object is deleted, which may happen in any thread.
-    """
-
-    def __init__(self, request_id: int, make: Callable[[], Caches], returned: deque[int]) -> None:
-        self._request_id = request_id
-        self.make = make
-        self._returned = returned
-
-    def __del__(self) -> None:
-        self._returned.append(self._request_id)
-
-
 class Response(GenerationBatch.Response):
     """mlx-lm's response: one more token of one sequence.
 
@@ -56,16 +38,16 @@ class Response(GenerationBatch.Response):
     """
 
     error: str | None = None
-    _prompt_cache: Caches | HeldBlocks | None
+    _prompt_cache: Caches | partial[Caches] | None
 
     @property
     def prompt_cache(self) -> Caches | None:
-        if isinstance(self._prompt_cache, HeldBlocks):
-            self._prompt_cache = self._prompt_cache.make()
+        if isinstance(self._prompt_cache, partial):
+            self._prompt_cache = self._prompt_cache()
         return self._prompt_cache
 
     @prompt_cache.setter
-    def prompt_cache(self, cache: "Caches | HeldBlocks | None") -> None:
+    def prompt_cache(self, cache: "Caches | partial[Caches] | None") -> None:
         self._prompt_cache = cache
 
     def __repr__(self) -> str:
@@ -73,6 +55,8 @@ class Response(GenerationBatch.Response):
 
 
 PromptResponse: TypeAlias = PromptProcessingBatch.Response
+NextResult = tuple[list[PromptResponse], list[Response]]
+"""What one call of `next` returns: the progress of prompts, and tokens."""
 
 
 @dataclass(slots=True)
@@ -104,23 +88,6 @@ class BatchSequence:
             )
             for stop in sorted(ends | {done})
         ]
-
-
-@dataclass(slots=True)
-class NextResult:
-    """The responses that one call of `next` returns."""
-
-    prompts: list[PromptResponse] = field(default_factory=list)
-    tokens: list[Response] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.prompts or self.tokens)
-
-    def without(self, uids: Collection[int]) -> "NextResult":
-        return NextResult(
-            [response for response in self.prompts if response.uid not in uids],
-            [response for response in self.tokens if response.uid not in uids],
-        )
 
 
 def contiguous_caches(

@@ -6,6 +6,7 @@ The page goes to stdout, progress bars and mistakes to stderr.
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from mlx_paged.cli import HelpFormatter, Parser
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(page(results, args.quick))
     ok = all(found.ok for found in results)
     if args.json is not None:
-        findings = {found.name: found.as_dict() for found in results}
+        findings = {found.name: {"ok": found.ok, **asdict(found)} for found in results}
         report = {"ok": ok, "quick": args.quick, "checks": findings}
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0 if ok else FAILED

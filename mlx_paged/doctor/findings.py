@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -42,9 +42,6 @@ class Findings:
         lines = [line for entry in [*self.lines, *shown] for line in entry.splitlines()]
         head = f"{self.name}: {'ok' if self.ok else 'FAILED'} ({self.seconds:.1f} s)"
         return "\n".join([head, *(f"  {line}" for line in lines)])
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"ok": self.ok, **asdict(self)}
 
 
 Check = Callable[[Findings, bool], None]

@@ -8,7 +8,14 @@ import numpy as np
 from mlx_paged import ops
 from mlx_paged.doctor import float64
 from mlx_paged.doctor.findings import Findings, message
-from mlx_paged.doctor.variants import DTYPES, QUICK_STEP, Variant, all_variants, attention_call
+from mlx_paged.doctor.variants import (
+    DTYPES,
+    QUICK_STEP,
+    Variant,
+    all_variants,
+    attention_call,
+    normal,
+)
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.ops.formats import dequantized, quantized
@@ -55,12 +62,9 @@ def compare(variants: list[Variant], found: Findings) -> None:
         f" + {SUMS:.1e} for float32 sums; writes and copies: exact"
     )
     for dtype, (error, name) in worst.items():
-        found.numbers[dtype] = {
-            "worst_error": error,
-            "variant": name,
-            "tolerance": _tolerance_of(dtype),
-        }
-        found.lines.append(f"{dtype}: {error:.2e} of {_tolerance_of(dtype):.2e} ({name})")
+        allowed = _tolerance_of(dtype)
+        found.numbers[dtype] = {"worst_error": error, "variant": name, "tolerance": allowed}
+        found.lines.append(f"{dtype}: {error:.2e} of {allowed:.2e} ({name})")
 
 
 def kernels_in_use() -> str:
@@ -73,10 +77,8 @@ def kernels_in_use() -> str:
 
 
 def _tolerance_of(dtype: str) -> float:
-    plain_mlx_on_a_gpu = ops.kernel_for() == "reference"
-    return float(mx.finfo(DTYPES.get(dtype, mx.float16)).eps) / 2 + (
-        TF32 if plain_mlx_on_a_gpu else SUMS
-    )
+    sums = TF32 if ops.kernel_for() == "reference" else SUMS
+    return float(mx.finfo(DTYPES.get(dtype, mx.float16)).eps) / 2 + sums
 
 
 def tolerance(variant: Variant) -> float:
@@ -129,12 +131,8 @@ def _edit_error(variant: Variant) -> float:
     pool = KVPool([shape], 6, size)
     slots = rng.permutation(6 * size)[: 5 * size].astype(np.int32)
     slots[3], slots[7] = -1, 6 * size  # skipped
-    k, v = (
-        mx.array(rng.standard_normal((len(slots), shape.n_kv_heads, dim), np.float32)).astype(
-            shape.dtype
-        )
-        for dim in shape.row_dims
-    )
+    sizes = [(len(slots), shape.n_kv_heads, dim) for dim in shape.row_dims]
+    k, v = (mx.array(normal(rng, *each)).astype(shape.dtype) for each in sizes)
     pool.write(0, k, v, as_int32(slots))
     want = []
     for row, form in zip((k, v), shape.formats, strict=True):
@@ -151,5 +149,4 @@ def _edit_error(variant: Variant) -> float:
             for source, destination in pairs:
                 blocks[:, destination] = blocks[:, source]
     got = map(to_numpy, pool.read(0, lambda array: array, as_written=True))
-    same = all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
-    return 0.0 if same else float("inf")
+    return 0.0 if all(map(np.array_equal, got, want)) else float("inf")

@@ -24,11 +24,8 @@ def check_machine(found: Findings, quick: bool) -> None:
     mlx_version: str = mx.__version__  # type: ignore[attr-defined]
     device, built_with = mx.device_info(), ops.BUILT_WITH
     limits = {name.replace("_", " "): int(device[name]) for name in LIMITS if name in device}
-    limits |= {
-        "memory": device_memory(),
-        "in use": memory_in_use(),
-        "default pool": default_kv_memory(),
-    }
+    limits |= {"memory": device_memory(), "in use": memory_in_use()}
+    limits["default pool"] = default_kv_memory()
     found.numbers |= {
         "mlx_paged": _version("mlx-paged"),
         "mlx": mlx_version,
@@ -61,15 +58,12 @@ def attention_path() -> str:
     why = f"the device is a {mx.default_device().type.name.upper()}"
     if VARIABLE in os.environ:
         why = f"{VARIABLE} is {os.environ[VARIABLE]}"
-    paged, gathered = (
-        f"{kernels_in_use()}, through block tables",
-        "gathered blocks, MLX's attention",
-    )
+    path, gathered = f"{kernels_in_use()}, through block tables", "gathered blocks, MLX's attention"
     if most == 0:
-        return f"{gathered} ({why})"
-    if most == ANY_NUMBER:
-        return f"{paged} ({why})"
-    return f"{paged}, for up to {most} tokens of a sequence; for more: {gathered} ({why})"
+        path = gathered
+    elif most != ANY_NUMBER:
+        path += f", for up to {most} tokens of a sequence; for more: {gathered}"
+    return f"{path} ({why})"
 
 
 def _text(value: Any) -> str:

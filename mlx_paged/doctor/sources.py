@@ -41,10 +41,8 @@ def check_sources(found: Findings, quick: bool) -> None:
         results = threads.map(partial(_compile, Path(folder)), *zip(*sources.items(), strict=True))
         errors = dict(zip(sources, found.progress(results, "source"), strict=True))
     found.failures += [f"{kernel}: {error}" for kernel, error in errors.items() if error]
-    found.numbers["compiled"] = len(sources) - len(found.failures)
-    found.lines.append(
-        f"{found.numbers['compiled']} of {len(sources)} compiled by Xcode as Metal 3.1"
-    )
+    found.numbers["compiled"] = compiled = len(sources) - len(found.failures)
+    found.lines.append(f"{compiled} of {len(sources)} compiled by Xcode as Metal 3.1")
 
 
 def sources_of(variant: Variant) -> dict[str, str]:

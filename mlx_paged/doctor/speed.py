@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -70,18 +71,14 @@ def decode_rates(batch: int, context: int, most_bytes: int, rounds: int) -> dict
     ]
     q = mx.random.normal((batch, NUM_HEADS, 1, SHAPE.head_dim)).astype(SHAPE.dtype)
     mx.eval(q, tables, lens, contiguous, pool.handles())
+    paged = q, pool.k, pool.v, tables, lens
     attend, scale = mx.fast.scaled_dot_product_attention, SHAPE.head_dim**-0.5
     num_bytes = num_layers * layer_bytes
     reader = MemoryReader(os.cpu_count() or 1, num_bytes)
     ways: dict[str, Callable[[], None]] = {
         "read": reader.read,
         "MLX contiguous": lambda: mx.eval([attend(q, k, v, scale=scale) for k, v in contiguous]),
-        "mlx_paged": lambda: mx.eval(
-            [
-                ops.paged_attention(q, pool.k, pool.v, tables, lens, layer)
-                for layer in range(num_layers)
-            ]
-        ),
+        "mlx_paged": lambda: mx.eval([ops.paged_attention(*paged, i) for i in range(num_layers)]),
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
     begun = time.perf_counter()
@@ -104,10 +101,8 @@ def host_parts(num_steps: int) -> dict[str, float]:
     while engine.has_work:
         engine.step()
     ticks = [tick for tick in engine.ticks if not tick.has_prompt_tokens and tick.decode_tokens]
-    return {
-        part: round(median(getattr(tick, part) for tick in ticks), 4)
-        for part in ("tick_ms", *PARTS)
-    }
+    parts = "tick_ms", *PARTS
+    return {part: round(median(getattr(tick, part) for tick in ticks), 4) for part in parts}
 
 
 class MemoryReader:
@@ -115,20 +110,12 @@ class MemoryReader:
 
     def __init__(self, num_threads: int, num_bytes: int = FULL_BYTES) -> None:
         self.num_bytes = num_bytes
-        self._parts = np.array_split(np.ones(num_bytes // 8, np.int64), num_threads)
-        self._threads = ThreadPoolExecutor(num_threads)
-        self.read: Callable[[], None] = self._read_on_cpu
-        if mx.default_device() != mx.Device(mx.cpu):
-            self._array = mx.ones(num_bytes // 4, mx.int32)
-            mx.eval(self._array)
-            self.read = self._read_on_gpu
-
-    def _read_on_cpu(self) -> None:
-        list(self._threads.map(np.bitwise_or.reduce, self._parts))
-
-    def _read_on_gpu(self) -> None:
-        mx.eval(mx.max(self._array))
-
-    def gb_s(self, seconds: float) -> float:
-        """GB/s of a `read` that took so long."""
-        return self.num_bytes / seconds / GB
+        self.read: Callable[[], Any]
+        if mx.default_device() == mx.Device(mx.cpu):
+            parts = np.array_split(np.ones(num_bytes // 8, np.int64), num_threads)
+            threads = ThreadPoolExecutor(num_threads)
+            self.read = lambda: list(threads.map(np.bitwise_or.reduce, parts))
+        else:
+            array = mx.ones(num_bytes // 4, mx.int32)
+            mx.eval(array)
+            self.read = lambda: mx.eval(mx.max(array))

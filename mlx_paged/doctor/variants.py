@@ -110,14 +110,14 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
         used[table[blocks], 0, offsets] = True
 
     def cache(dim: int) -> mx.array:
-        numbers = _normal(rng, num_blocks, shape.n_kv_heads, block_size, dim)
+        numbers = normal(rng, num_blocks, shape.n_kv_heads, block_size, dim)
         poisoned = mx.array(np.where(used, numbers, np.float32(np.nan)))
         return poisoned.astype(shape.dtype).transpose(1, 0, 2, 3)  # a pool's order in memory
 
     k = cache(shape.head_dim)
     v = k[..., : shape.v_head_dim] if shape.latent else cache(shape.v_head_dim)
     sizes = len(contexts), shape.n_kv_heads * variant.group, variant.tokens, columns * block_size
-    q = mx.array(_normal(rng, *sizes[:3], shape.head_dim)).astype(variant.q_dtype)
+    q = mx.array(normal(rng, *sizes[:3], shape.head_dim)).astype(variant.q_dtype)
     options = OPTIONS[variant.option](rng, sizes, shape)
     options = {n: mx.array(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
     if shape.kv_bits is not None:
@@ -128,7 +128,8 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
     return arrays, options
 
 
-def _normal(rng: np.random.Generator, *sizes: int) -> Array:
+def normal(rng: np.random.Generator, *sizes: int) -> Array:
+    """Random numbers, float32."""
     return rng.standard_normal(sizes, np.float32)
 
 
@@ -147,7 +148,7 @@ def _bool_mask(rng: np.random.Generator, sizes: Sizes, shape: KVShape) -> dict[s
 
 def _float_mask(rng: np.random.Generator, sizes: Sizes, shape: KVShape) -> dict[str, Any]:
     seen = _bool_mask(rng, sizes, shape)["attn_mask"]
-    return {"attn_mask": np.where(seen, _normal(rng, *sizes), np.float32(-np.inf))}
+    return {"attn_mask": np.where(seen, normal(rng, *sizes), np.float32(-np.inf))}
 
 
 def _rope(share: int) -> Option:
@@ -173,14 +174,14 @@ OPTIONS: dict[str, Option] = {
     "long": lambda rng, sizes, shape: {},
     "long-window": lambda rng, sizes, shape: {"window": 300},
     "long-many": lambda rng, sizes, shape: _many(rng, sizes, shape),
-    "long-sinks": lambda rng, sizes, shape: {"sinks": _normal(rng, sizes[1])},
+    "long-sinks": lambda rng, sizes, shape: {"sinks": normal(rng, sizes[1])},
     "float32-queries": lambda rng, sizes, shape: {},
     "weights": lambda rng, sizes, shape: {"return_attn": True},
     "not-causal": lambda rng, sizes, shape: {"causal": False},
     "window": lambda rng, sizes, shape: {"window": 21},
-    "sinks": lambda rng, sizes, shape: {"sinks": _normal(rng, sizes[1])},
+    "sinks": lambda rng, sizes, shape: {"sinks": normal(rng, sizes[1])},
     "softcap": lambda rng, sizes, shape: {"softcap": 0.7},
-    "alibi": lambda rng, sizes, shape: {"alibi_slopes": abs(_normal(rng, sizes[1])) / 3},
+    "alibi": lambda rng, sizes, shape: {"alibi_slopes": abs(normal(rng, sizes[1])) / 3},
     "bool-mask": _bool_mask,
     "float-mask": _float_mask,
     "rope": _rope(share=1),

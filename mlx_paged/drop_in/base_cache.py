@@ -73,6 +73,15 @@ def stored(read: Callable[[Any], Any]) -> property:
     return property(read, assign)
 
 
+def _all_of(role: str) -> property:
+    """The keys or values, ``[B, H_kv, T, D]``, gathered when evaluated; None if there are none.
+
+    Rows of a batch end at the same column and begin with zeros as padding. Layers with a window
+    show the last window. The array keeps its content whatever becomes of the cache.
+    """
+    return property(lambda cache: cache._shown(role), lambda cache, a: cache._assign(role, a))
+
+
 class PagedCache(AttendingCache, _BaseCache):
     """One layer's K/V of some sequences, with the cache protocol of mlx-lm 0.32.
 
@@ -91,6 +100,8 @@ class PagedCache(AttendingCache, _BaseCache):
     """
 
     stock_class: ClassVar[type[Any]]
+    stock_names: ClassVar[tuple[str, ...]]  # attributes of mlx-lm's cache
+    kinds: ClassVar[dict[bool, tuple[type[Any], ...]]]  # without and with a window, if quantized
     loose_options: ClassVar[dict[str, Any]] = {}
     starts: tuple[int, ...]  # a new one whenever the content changes
     _is_begun = False
@@ -106,6 +117,14 @@ class PagedCache(AttendingCache, _BaseCache):
         self.layer = layer
         self.window = window
         self._set_rows(rows, starts)
+
+    @classmethod
+    def of(cls, layer: PoolLayer, rows: Any, starts: Any, window: int | None = None) -> Any:
+        """The cache of this layer, rows, starts and window, of the class for them."""
+        kind = cls.kinds[layer.pool.kv_bits is not None][window is not None]
+        cache = object.__new__(kind)
+        PagedCache.__init__(cache, layer, rows, starts, window)
+        return cache
 
     def _start_alone(self, window: int | None, starts: Sequence[int]) -> None:
         """Be an empty cache that belongs to no model's list of caches."""
@@ -217,27 +236,8 @@ class PagedCache(AttendingCache, _BaseCache):
 
     # The attributes of mlx-lm's cache
 
-    @property
-    def keys(self) -> mx.array | None:
-        """``[B, H_kv, T, D]``, gathered when evaluated; None if nothing was written.
-
-        Rows of a batch end at the same column and begin with zeros as padding. Layers with a window
-        show the last window. The array keeps its content whatever becomes of the cache.
-        """
-        return self._shown("keys")
-
-    @keys.setter
-    def keys(self, array: mx.array | None) -> None:
-        self._assign("keys", array)
-
-    @property
-    def values(self) -> mx.array | None:
-        """The values, as `keys`."""
-        return self._shown("values")
-
-    @values.setter
-    def values(self, array: mx.array | None) -> None:
-        self._assign("values", array)
+    keys = _all_of("keys")
+    values = _all_of("values")
 
     def _assign(self, name: str, array: mx.array | None) -> None:
         """Add dependencies to the present array, or become mlx-lm's own cache with this array."""
@@ -297,13 +297,7 @@ class PagedCache(AttendingCache, _BaseCache):
 
     def stock_attributes(self) -> dict[str, Any]:
         """What mlx-lm's own cache with this content has."""
-        raise NotImplementedError
-
-    def as_stock(self) -> Any:
-        """mlx-lm's own cache with a lazy copy of the K/V."""
-        cache = object.__new__(self.stock_class)
-        cache.__dict__.update(self.stock_attributes())
-        return cache
+        return {name: getattr(self, name) for name in self.stock_names}
 
     def become_stock(self) -> None:
         """Be mlx-lm's own cache, with a lazy copy of the K/V, from now on."""

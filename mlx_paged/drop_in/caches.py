@@ -14,13 +14,10 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_paged.arguments import optional_integer
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.kv_caches import PagedKVCache
-from mlx_paged.drop_in.quantized_caches import register_classes
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE, pool_of
 from mlx_paged.kv.memory import device_memory
 from mlx_paged.ops.formats import KVBits, checked_bits
 from mlx_paged.runner.model_probe import ONE_AT_A_TIME, REFUSED, leaves, model_type
-
-register_classes()
 
 
 def make_prompt_cache(

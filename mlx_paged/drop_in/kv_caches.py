@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+from weakref import ref
 
 import mlx.core as mx
 import numpy as np
@@ -12,9 +13,13 @@ from mlx_lm.models import cache as stock
 
 from mlx_paged.attention.sdpa_hook import CausalMask
 from mlx_paged.drop_in.base_cache import PagedCache, stored
-from mlx_paged.drop_in.pool_layer import PoolLayer
 from mlx_paged.drop_in.sequence import PagedSequence
-from mlx_paged.kv.pool import as_int32
+from mlx_paged.drop_in.shared_pool import loose_layer
+from mlx_paged.drop_in.stored_arrays import StoredArray
+from mlx_paged.kv.pool import KVShape, as_int32
+from mlx_paged.ops.formats import dims_of
+
+DTYPES = {str(dtype): dtype for dtype in (mx.float32, mx.float16, mx.bfloat16)}
 
 
 class PagedKVCache(PagedCache):
@@ -23,11 +28,7 @@ class PagedKVCache(PagedCache):
     If its first forward has several rows, it holds as many sequences, all of equal length.
     """
 
-    @classmethod
-    def of(cls, *parts: Any) -> Any:
-        """The cache of this layer, rows, starts and window."""
-        kinds = KVCache, RotatingKVCache
-        return _made_of(*(quantized_classes if parts[0].pool.kv_bits else kinds), *parts)
+    stock_names: ClassVar[tuple[str, ...]] = "keys", "values", "offset"
 
     @property
     def offset(self) -> int:
@@ -76,7 +77,10 @@ class PagedKVCache(PagedCache):
 
     def _begin(self, keys: mx.array, values: mx.array) -> None:
         if len(self.rows) == 1 < keys.shape[0]:
-            self._set_rows(self.rows[0].with_companions(keys.shape[0]), [0] * keys.shape[0])
+            pool, num_rows = self.layer.pool, keys.shape[0]
+            keyed = [(pool, self.rows[0].id, "row", i) for i in range(1, num_rows)]
+            rows = [pool.sequence_for(key, self.layer.index) for key in keyed]
+            self._set_rows([*self.rows, *rows], [0] * num_rows)
         super()._begin(keys, values)
 
     @classmethod
@@ -95,9 +99,6 @@ class PagedKVCache(PagedCache):
         self.layer.write_last(self.rows, (keys, values), cache.offset)
         self._set_rows(self.rows, [cache.offset] * len(self.rows))
 
-    def stock_attributes(self) -> dict[str, Any]:
-        return {"keys": self.keys, "values": self.values, "offset": self.offset}
-
 
 class BatchPagedKVCache(PagedCache):
     """One layer's K/V of the rows of a batch, each with a context length of its own.
@@ -106,10 +107,8 @@ class BatchPagedKVCache(PagedCache):
     the padding columns of a forward have no slots.
     """
 
-    @classmethod
-    def of(cls, *parts: Any) -> Any:
-        """The cache of this layer, rows, starts and window."""
-        return _made_of(BatchKVCache, BatchRotatingKVCache, *parts)
+    stock_names: ClassVar[tuple[str, ...]] = "keys", "values", "offset", "left_padding", "_idx"
+    _right_padding = _lengths = None  # what `prepare` gives is kept elsewhere
 
     @stored
     def offset(self) -> mx.array:
@@ -125,10 +124,6 @@ class BatchPagedKVCache(PagedCache):
     @stored
     def _idx(self) -> int:
         return self.size()
-
-    def stock_attributes(self) -> dict[str, Any]:
-        names = "keys", "values", "offset", "left_padding", "_idx"
-        return {name: getattr(self, name) for name in names} | {"_right_padding": None}
 
     # Padding
 
@@ -183,7 +178,7 @@ class BatchPagedKVCache(PagedCache):
         mlx-lm's own."""
         if self.size() == 0 and isinstance(other, PagedCache) and self.layer.pool.is_loose:
             self._move_to(other.layer)
-        rows, starts = _joined("extend", self.layer, self.window, [other])
+        rows, starts = _joined("extend", self, [other])
         self._set_rows([*self.rows, *rows], [*self.starts, *starts])
 
     def extract(self, idx: int) -> PagedKVCache:
@@ -198,7 +193,7 @@ class BatchPagedKVCache(PagedCache):
         mlx-lm's own."""
         paged = [cache for cache in caches if isinstance(cache, PagedCache)]
         first = next((c for c in paged if c.size() or not c.layer.pool.is_loose), paged[0])
-        rows, starts = _joined("merge", first.layer, first.window, caches)
+        rows, starts = _joined("merge", first, caches)
         batch: BatchPagedKVCache = cls.of(first.layer, rows, starts, first.window)
         return batch
 
@@ -216,13 +211,14 @@ class RotatingKVCache(PagedKVCache, stock.RotatingKVCache):
     """A paged cache that is mlx-lm's RotatingKVCache, in temporal order."""
 
     stock_class = stock.RotatingKVCache
+    stock_names = *PagedKVCache.stock_names, "keep", "max_size", "_idx"
 
     def __init__(self, max_size: int, keep: int = 0) -> None:
         if keep == 0:
             self._start_alone(max_size, [0])
         else:  # the first tokens stay, which a paged cache cannot do
             self.become_stock()
-            make_stock_rotating(self, max_size, keep)
+            stock.RotatingKVCache.__init__(self, max_size, keep)
 
     @stored
     def keep(self) -> int:
@@ -233,19 +229,14 @@ class RotatingKVCache(PagedKVCache, stock.RotatingKVCache):
         assert self.window is not None
         return self.window
 
-    @stored
-    def _idx(self) -> int:
-        return self.size()
-
-    def stock_attributes(self) -> dict[str, Any]:
-        names = "keep", "max_size", "_idx"
-        return super().stock_attributes() | {name: getattr(self, name) for name in names}
+    _idx = BatchPagedKVCache._idx
 
 
 class BatchKVCache(BatchPagedKVCache, stock.BatchKVCache):
     """A paged cache that is mlx-lm's BatchKVCache."""
 
     stock_class = stock.BatchKVCache
+    stock_names = *BatchPagedKVCache.stock_names, "_right_padding"
 
     def __init__(self, left_padding: Sequence[int]) -> None:
         self._start_alone(None, [-int(n) for n in left_padding])
@@ -255,6 +246,7 @@ class BatchRotatingKVCache(BatchPagedKVCache, stock.BatchRotatingKVCache):
     """A paged cache that is mlx-lm's BatchRotatingKVCache, in temporal order."""
 
     stock_class = stock.BatchRotatingKVCache
+    stock_names = *BatchPagedKVCache.stock_names, "max_size", "_offset", "rotated", "_lengths"
     max_size = RotatingKVCache.max_size
 
     def __init__(self, max_size: int, left_padding: Sequence[int]) -> None:
@@ -268,38 +260,61 @@ class BatchRotatingKVCache(BatchPagedKVCache, stock.BatchRotatingKVCache):
     def rotated(self) -> bool:
         return False
 
-    def stock_attributes(self) -> dict[str, Any]:
-        names = "max_size", "_offset", "rotated"
-        attributes = super().stock_attributes() | {name: getattr(self, name) for name in names}
-        return attributes | {"_lengths": attributes.pop("_right_padding")}
+
+class _Quantized(PagedKVCache):
+    """Caches of quantized K/V, whose states are what the pool stores.
+
+    mlx-lm has no class with such states. Saved caches name these classes: ``load_prompt_cache``
+    finds them once this package is imported, and raises a KeyError with the name elsewhere.
+    """
+
+    @property
+    def state(self) -> Any:
+        """kv_bits, the model's type, the number of tokens, the window, and the stored elements and
+        scales of keys and values, ``[1, H_kv, T, C]`` each; None if there are none."""
+        shape = self.layer.shape
+        if shape is None or not self._is_begun:
+            return [str(self.layer.pool.kv_bits), None, 0, self.window, *[None] * 4]
+        about = {"layer": ref(self.layer), "starts": self.starts, "dependencies": []}
+        reads = [lambda gather, i=i: gather(self.layer.arrays[i]) for i in range(4)]
+        arrays = [StoredArray.of(self._gathered(read), role="stored", **about) for read in reads]
+        return [str(shape.kv_bits), str(shape.dtype), self.offset, self.window, *arrays]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        kv_bits, dtype, offset, window, *arrays = state
+        kv_bits = int(kv_bits) if kv_bits == "8" else kv_bits
+        shape = None
+        if dtype is not None:
+            k, v = arrays[:2]
+            shape = KVShape(k.shape[1], dims_of(k), dims_of(v), DTYPES[dtype], kv_bits=kv_bits)
+        options = {**self.loose_options, "kv_bits": kv_bits}
+        layer = loose_layer(window, shape=shape, **options)
+        self._is_begun = shape is not None
+        PagedKVCache.__init__(self, layer, [layer.pool.new_sequence()], [0], window)
+        if shape is not None:
+            layer.shape = shape
+            layer.write_last(self.rows, arrays, offset)
+            self._set_rows(self.rows, [offset])
 
 
-make_stock_rotating = stock.RotatingKVCache.__init__
+class QuantizedPagedKVCache(_Quantized, KVCache):
+    """A paged cache of quantized K/V."""
 
-quantized_classes: list[type[PagedKVCache]] = []
-"""The classes for quantized pools, from :mod:`mlx_paged.drop_in.quantized_caches`."""
 
-CLASSES: tuple[type[PagedCache], ...] = (
-    KVCache,
-    RotatingKVCache,
-    BatchKVCache,
-    BatchRotatingKVCache,
-)
+class QuantizedPagedRotatingKVCache(_Quantized, RotatingKVCache):
+    """A paged cache of quantized K/V that a window limits."""
+
+
+CLASSES = KVCache, RotatingKVCache, BatchKVCache, BatchRotatingKVCache
 """The paged classes, which have the names of mlx-lm's."""
 
+_QUANTIZED = QuantizedPagedKVCache, QuantizedPagedRotatingKVCache
+# Where mlx-lm looks for the class of a saved cache.
+vars(stock).update((kind.__name__, kind) for kind in _QUANTIZED)
 
-def _made_of(
-    plain: type[Any],
-    windowed: type[Any],
-    layer: PoolLayer,
-    rows: Sequence[PagedSequence],
-    starts: Any,
-    window: int | None = None,
-) -> Any:
-    kind = plain if window is None else windowed
-    cache = object.__new__(kind)
-    PagedCache.__init__(cache, layer, rows, starts, window)
-    return cache
+PagedKVCache.kinds = {False: CLASSES[:2], True: _QUANTIZED}
+BatchPagedKVCache.kinds = dict.fromkeys((False, True), CLASSES[2:])
 
 
 def _is_storable(cache: Any) -> bool:
@@ -315,9 +330,10 @@ def _is_storable(cache: Any) -> bool:
 
 
 def _joined(
-    where: str, layer: PoolLayer, window: int | None, caches: Sequence[Any]
+    where: str, one: PagedCache, caches: Sequence[Any]
 ) -> tuple[list[PagedSequence], list[int]]:
-    """The rows of these caches as sequences of one layer, and their lengths."""
+    """The rows of these caches as sequences of the layer of one of them, and their lengths."""
+    layer, window = one.layer, one.window
     rows: list[PagedSequence] = []
     starts: list[int] = []
     for cache in caches:
@@ -328,7 +344,7 @@ def _joined(
             continue
         for row in _stock_rows(cache):
             # All layers ask for their rows one by one and get the same sequences.
-            key = layer.pool, -1 - len(rows), 0
+            key = "joined", len(rows), *((known.id, known.version) for known in one.rows)
             copy = PagedKVCache.of(
                 layer, [layer.pool.sequence_for(key, layer.index)], [min(0, row.offset)], window
             )

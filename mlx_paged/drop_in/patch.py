@@ -87,22 +87,16 @@ def _make_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list
     return make_prompt_cache(model, max_kv_size, **options)
 
 
-def _constructor(paged: type[PagedCache]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The constructor of mlx-lm's class and what replaces it, so that calls of the class give the
-    paged one. Loading, copying and unpickling call no constructor. Rotating caches and batches that
-    a script makes itself stay mlx-lm's own: it knows how these lay out K/V and padding."""
-    kind = paged.stock_class
-    stock_init = kind.__init__
-
-    def __init__(self: Any, *args: Any, **options: Any) -> None:
-        is_paged = _patch.options is not None and not construction.is_stock
-        if is_paged and type(self) is kind:
-            self.__class__ = paged
-            paged.__init__(self, *args, **options)
-        else:
-            stock_init(self, *args, **options)
-
-    return stock_init, __init__
+def _construct(self: Any) -> None:
+    """Replaces the constructor of mlx-lm's KVCache, so that calls of the class give the paged one.
+    Loading, copying and unpickling call no constructor. Rotating caches and batches that a script
+    makes itself stay mlx-lm's own: it knows how these lay out K/V and padding."""
+    is_paged = _patch.options is not None and not construction.is_stock
+    if is_paged and type(self) is KVCache.stock_class:
+        self.__class__ = KVCache
+        KVCache.__init__(self)
+    else:
+        stock_construct(self)
 
 
 def _insert_segments(
@@ -138,13 +132,14 @@ def _prompt(batch: PromptProcessingBatch, tokens: Sequence[list[int]]) -> None:
             batch.extend(row)
 
 
+stock_construct = KVCache.stock_class.__init__
 stock_insert_segments = BatchGenerator.insert_segments
 stock_prompt = PromptProcessingBatch.prompt
 REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     stock_make_prompt_cache: _make_prompt_cache,
     stock_insert_segments: _insert_segments,
     stock_prompt: _prompt,
-    **dict([_constructor(KVCache)]),
+    stock_construct: _construct,
 }
 """Functions and methods of mlx-lm, and what replaces them."""
 

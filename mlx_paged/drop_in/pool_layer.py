@@ -119,7 +119,8 @@ class PoolLayer:
             )
         if self.shape is None:
             self.shape = self._shape_of(keys, values)
-        dims, expected = (keys.shape[1], keys.shape[3], values.shape[3]), _dims(self.shape)
+        dims = keys.shape[1], keys.shape[3], values.shape[3]
+        expected = self.shape.n_kv_heads, *self.shape.row_dims
         if dims != expected:
             raise ValueError(
                 f"[update_and_fetch] K/V have (heads, head_dim, v_head_dim) = {dims}: "
@@ -192,7 +193,3 @@ class PoolLayer:
 def _token_rows(x: mx.array) -> mx.array:
     """K or V ``[B, H_kv, N, D]`` as ``[B * N, H_kv, D]``."""
     return x.squeeze(2) if x.shape[2] == 1 else x.transpose(0, 2, 1, 3).flatten(0, 1)
-
-
-def _dims(shape: KVShape) -> tuple[int, int, int]:
-    return shape.n_kv_heads, *shape.row_dims

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
     from mlx_paged.drop_in.padded_batch import PaddedBatch
@@ -50,10 +49,7 @@ class PagedSequence:
         self.version = 0
         self.is_frozen = False
         self.first_held = 0
-        self._forks: WeakValueDictionary[int, PagedSequence] = WeakValueDictionary()
-        self._forked_version = 0
         self.rewound: dict[int, int] = {}
-        self._companions: list[PagedSequence] = []
 
     def __del__(self) -> None:
         self.pool.dropped.append(self.id)
@@ -70,30 +66,16 @@ class PagedSequence:
     def fork_for(self, layer: PoolLayer, is_frozen: bool = False) -> PagedSequence:
         """A sequence of the layer's pool with the same content, one for the caches of all layers.
 
-        Caches are forked layer by layer. The first layer makes the fork and the others get the
-        same one; a layer that asks again gets another. A fork into another pool has no content
-        yet: each layer copies its own.
+        Caches are forked layer by layer. A fork into another pool has no content yet: each layer
+        copies its own.
         """
-        if self._forked_version != self.version:
-            self._forks, self._forked_version = WeakValueDictionary(), self.version
-        for fork in list(self._forks.values()):  # in the order in which they were made
-            is_alike = fork.pool is layer.pool and fork.is_frozen == is_frozen
-            if is_alike and layer.index not in fork.layers:
-                fork.layers.add(layer.index)
-                return fork
-        fork = layer.pool.fork(self) if layer.pool is self.pool else layer.pool.new_sequence()
+        parent = self if layer.pool is self.pool else None
+        key = self.pool, self.id, self.version, is_frozen
+        fork = layer.pool.sequence_for(key, layer.index, parent)
         fork.is_frozen = is_frozen
         if is_frozen:
             fork.pool.frozen.add(fork)
-        fork.layers.add(layer.index)
-        self._forks[id(fork)] = fork
         return fork
-
-    def with_companions(self, count: int) -> tuple[PagedSequence, ...]:
-        """This sequence and empty ones, `count` in all. Every layer gets the same ones."""
-        while len(self._companions) < count - 1:
-            self._companions.append(self.pool.new_sequence())
-        return self, *self._companions[: count - 1]
 
     def begin_step(self, start: int) -> int | None:
         """Begin a step that writes from `start`; the step before becomes invalid, and what it reads

@@ -26,9 +26,6 @@ from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.pool import KVShape, block_bytes
 from mlx_paged.ops.formats import KVBits
 
-ContentKey = tuple["SharedPool", int, int]
-"""A sequence at one time: its pool, its id and its version."""
-
 FEWEST_NEW_BLOCKS = 16
 BLOCK_SIZE = 16
 
@@ -68,7 +65,8 @@ class SharedPool:
         self.is_loose = False
         self.lock = threading.RLock()
         self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
-        self._by_key: WeakValueDictionary[ContentKey, PagedSequence] = WeakValueDictionary()
+        self._by_key: WeakValueDictionary[tuple[object, ...], PagedSequence]
+        self._by_key = WeakValueDictionary()
         self._new_ids = itertools.count()
         self.dropped: deque[int] = deque()  # ids of deleted sequences that still hold blocks
         self.frozen: WeakSet[PagedSequence] = WeakSet()  # whose blocks a state shows
@@ -96,8 +94,8 @@ class SharedPool:
                 options = self.num_layers, self.block_size, self.kv_memory, self.model, self.window
                 pool = SharedPool(*options, self.kv_bits)
                 self._successor = ref(pool)
-                for key in [key for key, known in _pools.of_models.items() if known is self]:
-                    _pools.of_models[key] = pool
+                for key in [key for key, known in _thread.pools.items() if known is self]:
+                    _thread.pools[key] = pool
         return pool
 
     def _written_layers(self) -> list[PoolLayer]:
@@ -112,11 +110,17 @@ class SharedPool:
             self.allocator.admit(sequence.id, 0)
         return sequence
 
-    def sequence_for(self, key: ContentKey, layer: int) -> PagedSequence:
-        """An empty sequence. Layers that ask with one key get the same one, each of them once."""
-        sequence = self._by_key.get(key)
-        if sequence is None or layer in sequence.layers:
-            sequence = self._by_key[key] = self.new_sequence()
+    def sequence_for(
+        self, key: tuple[object, ...], layer: int, parent: PagedSequence | None = None
+    ) -> PagedSequence:
+        """A fork of `parent`, or an empty sequence. Layers that ask with one key get the same one;
+        a layer that asks again gets another."""
+        number = 0
+        while (sequence := self._by_key.get((*key, number))) and layer in sequence.layers:
+            number += 1
+        if sequence is None:
+            sequence = self.new_sequence() if parent is None else self.fork(parent)
+            self._by_key[(*key, number)] = sequence
         sequence.layers.add(layer)
         return sequence
 
@@ -295,21 +299,14 @@ def _renumber(step: PaddedBatch, kept: Int32Array) -> None:
     step.row_chunks = [c and replace(c, block_ids=moved(c.block_ids)) for c in step.row_chunks]
 
 
-class _Pools(threading.local):
-    """The existing pools of one thread.
-
-    Attributes:
-        of_models: by the model's address, the options and the window.
-        loose: by the window, the options and the shape.
-    """
+class _Thread(threading.local):
+    """A thread's pools, by the model's address or the shape of loose caches, and the options."""
 
     def __init__(self) -> None:
-        self.loose: WeakValueDictionary[tuple[object, ...], SharedPool] = WeakValueDictionary()
-        self.of_models: WeakValueDictionary[tuple[int | str | None, ...], SharedPool]
-        self.of_models = WeakValueDictionary()
+        self.pools: WeakValueDictionary[tuple[object, ...], SharedPool] = WeakValueDictionary()
 
 
-_pools = _Pools()
+_thread = _Thread()
 
 
 def pool_of(
@@ -322,10 +319,10 @@ def pool_of(
 ) -> SharedPool:
     """This thread's pool for new caches of `model` and this window; it lives as long as they do."""
     key = (id(model), block_size, kv_memory, window, kv_bits)
-    pool = _pools.of_models.get(key)
+    pool = _thread.pools.get(key)
     if pool is None or pool.model is None or pool.model() is not model:
         pool = SharedPool(num_layers, block_size, kv_memory, ref(model), window, kv_bits)
-        _pools.of_models[key] = pool
+        _thread.pools[key] = pool
     return pool
 
 
@@ -341,9 +338,9 @@ def loose_layer(
     All of them with K/V of one shape are sequences of this layer, so that no batch needs a copy.
     Without a shape: the layer of caches that have nothing yet.
     """
-    key = window, block_size, kv_memory, shape, kv_bits
-    pool = _pools.loose.get(key)
+    key = "loose", shape, block_size, kv_memory, window, kv_bits
+    pool = _thread.pools.get(key)
     if pool is None:
-        pool = _pools.loose[key] = SharedPool(1, block_size, kv_memory, None, window, kv_bits)
+        pool = _thread.pools[key] = SharedPool(1, block_size, kv_memory, None, window, kv_bits)
         pool.is_loose = True
     return pool.layer(0)

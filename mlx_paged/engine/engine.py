@@ -204,7 +204,7 @@ class Engine(EngineCore):
             vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
             seed=seed,
             lookahead=lookahead and not profile,
-            instruments=RecorderConfig(log, KVReads.of(sizes, block_size), phases, writer),
+            instruments=RecorderConfig(log, KVReads(sizes, block_size), phases, writer),
         )
         if prewarm:
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)

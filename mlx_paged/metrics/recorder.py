@@ -79,11 +79,9 @@ class TickRecorder:
         self._scheduler = scheduler
         self._stats = stats
         self._clock = clock
-        self._log = config.log
-        self._phases = config.phases
-        self._writer = config.writer
+        self._config = config
         token_bytes = stats.block_bytes // stats.block_size
-        self._reads = config.reads or KVReads({None: token_bytes}, stats.block_size)
+        self._reads = config.reads or KVReads([(None, token_bytes)], stats.block_size)
         self._unseen = {"decode", "chunk", "copy"}
         self._tick = Tick()
 
@@ -94,7 +92,7 @@ class TickRecorder:
         histogram = allocator.refcount_histogram
         return (
             stats.as_dict()
-            | self._log.summary()
+            | self._config.log.summary()
             | {
                 "running": len(scheduler.running),
                 "waiting": len(scheduler.waiting),
@@ -138,8 +136,8 @@ class TickRecorder:
         tick.other_ms = max(0.0, tick.tick_ms - known)
         if self._unseen and self._is_new(result.launched):
             tick.prewarm_ms = tick.launch_ms + tick.wait_ms
-        if self._phases is not None:
-            seconds = self._phases.take()
+        if self._config.phases is not None:
+            seconds = self._config.phases.take()
             for name in PHASES:
                 setattr(tick, name, 1000 * seconds.get(name.removesuffix("_ms"), 0.0))
         tick.launched_prefill_tokens = sum([step.prompt_tokens for step in result.launched])
@@ -147,20 +145,19 @@ class TickRecorder:
         if result.step is not None:
             self._record_step(tick, result, result.step)
         self._record_levels(tick)
-        self._log.add(tick)
-        if self._writer is not None:
-            self._writer.write(tick)
+        self._config.log.add(tick)
+        if self._config.writer is not None:
+            self._config.writer.write(tick)
 
     def _record_step(self, tick: Tick, result: StepResult, step: Step) -> None:
         spans = step.spans
-        stats, reads = self._stats, self._reads
-        contexts = reads.contexts(spans)
-        tick.live_tokens = contexts.total
+        stats, reads = self._stats, self._reads.of(spans)
+        tick.live_tokens = reads.tokens
         tick.prefill_tokens = step.prompt_tokens
         tick.decode_tokens = step.decode_rows + step.chunk_tokens - step.prompt_tokens
         tick.sampled = len(result.choices)
-        tick.kv_bytes_read = reads.num_bytes(contexts)
-        tick.blocks_touched = reads.num_blocks(contexts)
+        tick.kv_bytes_read = reads.kv_bytes
+        tick.blocks_touched = reads.blocks
         seconds = result.seconds + tick.gc_ms / 1000
         stats.steps += 1
         stats.seconds += seconds
@@ -169,7 +166,7 @@ class TickRecorder:
         stats.generation_tokens += tick.sampled
         stats.peak_running = max(stats.peak_running, len(spans))
         stats.peak_blocks_in_use = max(stats.peak_blocks_in_use, result.blocks_in_use)
-        stats.record_memory(contexts)
+        stats.record_memory(reads)
         stats.decode_tokens += tick.decode_tokens
         stats.kv_bytes_read += tick.kv_bytes_read
         stats.blocks_touched += tick.blocks_touched

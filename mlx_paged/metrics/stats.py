@@ -1,11 +1,10 @@
 """What an engine computed and stored. Knows no mlx."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,78 +21,53 @@ NUM_TTFTS = 10_000
 """Number of latest times to first token that the statistics use."""
 
 
-class Contexts:
-    """The context lengths of a step's spans.
+class Reads(NamedTuple):
+    """What the spans of a step attend to."""
 
-    Args:
-        sizes: ``[2, 1]``, the block size and STOCK_GROWTH.
-    """
-
-    def __init__(self, spans: Sequence[Span], sizes: IntArray) -> None:
-        stops = [span.stop for span in spans]
-        # [S], tokens of each sequence up to the end of its span
-        self.stops: IntArray = np.array(stops, np.int64)
-        self.total = sum(stops)
-        self.longest = max(stops, default=0)
-        pieces = (self.stops + (sizes - 1)) // sizes
-        self.blocks: int  # that hold these tokens
-        self.stock_steps: int  # of STOCK_GROWTH tokens that hold them in mlx-lm's own caches
-        self.blocks, self.stock_steps = np.add.reduce(pieces, axis=1).tolist()
-        self._spans = spans
-
-    @cached_property
-    def starts(self) -> IntArray:
-        """``[S]``, tokens of each sequence before its span."""
-        return np.array([span.start for span in self._spans], np.int64)
-
-    def first_seen(self, window: int) -> IntArray:
-        """``[S]``, the first position that any token of a span attends to through a window."""
-        return np.maximum(self.starts - (window - 1), 0)
+    num_spans: int
+    tokens: int  # of all contexts: a sequence up to the end of its span
+    longest: int  # of these contexts
+    stock_steps: int  # of STOCK_GROWTH tokens that hold them in mlx-lm's own caches
+    kv_bytes: int  # over all layers; a span reads each byte once
+    blocks: int  # that hold these bytes, counted for each sequence
 
 
 class KVReads:
     """Computes how much K/V attention must read.
 
-    Attributes:
-        token_bytes: by window size (None: no window), bytes of one token's K/V in all layers that
-            have this window.
+    Args:
+        layers: the window of each layer (None: no window, 0: it stores nothing), and the bytes of
+            one token's K/V in it.
         block_size: token slots in a block.
     """
 
-    def __init__(self, token_bytes: dict[int | None, int], block_size: int) -> None:
-        self.token_bytes = token_bytes
-        self.block_size = block_size
-        self._sizes: IntArray = np.array([[block_size], [STOCK_GROWTH]])
-
-    @classmethod
-    def of(cls, layers: Iterable[tuple[int | None, int]], block_size: int) -> "KVReads":
-        """From each layer's window (0: the layer stores nothing) and its bytes per token."""
-        token_bytes: dict[int | None, int] = {}
+    def __init__(self, layers: Iterable[tuple[int | None, int]], block_size: int) -> None:
+        stored: Counter[int | None] = Counter()  # by window, of all its layers
         for window, size in layers:
             if window != 0:
-                token_bytes[window] = token_bytes.get(window, 0) + size
-        return cls(token_bytes, block_size)
+                stored[window] += size
+        limited = sorted((window, size) for window, size in stored.items() if window is not None)
+        self._token_bytes = stored.total()
+        self._is_limited = None not in stored  # every layer has a window
+        self._windows, self._bytes = np.array(limited, np.int64).reshape(-1, 2, 1).swapaxes(0, 1)
+        self._block_size = block_size
+        self._sizes: IntArray = np.array([[block_size], [STOCK_GROWTH]])
 
-    def contexts(self, spans: Sequence[Span]) -> Contexts:
-        """The context lengths of a step, for the methods below."""
-        return Contexts(spans, self._sizes)
-
-    def num_bytes(self, contexts: Contexts) -> int:
-        """Bytes that the tokens of each span attend to. A span reads each byte once."""
-        total = contexts.total * sum(self.token_bytes.values())
-        for window, size in self.token_bytes.items():
-            if window is not None:
-                total -= size * int(contexts.first_seen(window).sum())
-        return total
-
-    def num_blocks(self, contexts: Contexts) -> int:
-        """Number of blocks that hold these bytes, counted for each sequence."""
-        if not self.token_bytes:
-            return 0
-        if None in self.token_bytes:
-            return contexts.blocks
-        widest = max(window for window in self.token_bytes if window is not None)
-        return contexts.blocks - int((contexts.first_seen(widest) // self.block_size).sum())
+    def of(self, spans: Sequence[Span]) -> Reads:
+        """What a step with these spans reads."""
+        stops = [span.stop for span in spans]
+        tokens = sum(stops)
+        pieces = (np.array(stops, np.int64) + (self._sizes - 1)) // self._sizes
+        blocks, stock_steps = np.add.reduce(pieces, axis=1).tolist()
+        kv_bytes = tokens * self._token_bytes
+        if self._windows.size:
+            starts = np.array([span.start for span in spans], np.int64)
+            unseen = np.maximum(starts - (self._windows - 1), 0)  # [windows, spans], by any token
+            kv_bytes -= int((unseen * self._bytes).sum())
+            if self._is_limited:
+                blocks -= int((unseen[-1] // self._block_size).sum())  # of the widest window
+        blocks = blocks if self._token_bytes else 0
+        return Reads(len(stops), tokens, max(stops, default=0), stock_steps, kv_bytes, blocks)
 
 
 @dataclass(slots=True)
@@ -140,12 +114,12 @@ class EngineStats:
     def token_bytes(self) -> float:
         return self.block_bytes / self.block_size
 
-    def record_memory(self, contexts: Contexts) -> None:
+    def record_memory(self, reads: Reads) -> None:
         """Update the peaks of live tokens and of mlx-lm's caches."""
         growth_bytes = STOCK_GROWTH * self.token_bytes
-        padded = int(contexts.stops.size * ceil_div(contexts.longest, STOCK_GROWTH) * growth_bytes)
-        contiguous = int(contexts.stock_steps * growth_bytes)
-        self.peak_live_tokens = max(self.peak_live_tokens, contexts.total)
+        padded = int(reads.num_spans * ceil_div(reads.longest, STOCK_GROWTH) * growth_bytes)
+        contiguous = int(reads.stock_steps * growth_bytes)
+        self.peak_live_tokens = max(self.peak_live_tokens, reads.tokens)
         self.padded_kv_bytes = max(self.padded_kv_bytes, padded)
         self.contiguous_kv_bytes = max(self.contiguous_kv_bytes, contiguous)
 

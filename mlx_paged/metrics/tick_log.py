@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
@@ -33,8 +33,8 @@ class TimeHistogram:
         self.sum_ms += ms
 
 
-class TickLog:
-    """A ring buffer of ticks, newest last; iterable.
+class TickLog(deque[Tick]):
+    """A ring buffer of ticks, newest last.
 
     Args:
         capacity: how many ticks it holds; the oldest are dropped.
@@ -45,6 +45,7 @@ class TickLog:
     def __init__(
         self, capacity: int = CAPACITY, spike_ms: float | None = None, profile: bool = False
     ) -> None:
+        super().__init__(maxlen=capacity)
         self.profile = profile
         self.spikes: deque[Spike] = deque(maxlen=NUM_SPIKES)  # newest last
         self.causes: Counter[str] = Counter()  # spikes by first cause, since the engine was made
@@ -54,27 +55,16 @@ class TickLog:
         self._names = [name for name in TIMES if profile or name not in PHASES]
         self._times = attrgetter(*self._names)
         self._totals = [0.0] * len(self._names)
-        self._ticks: deque[Tick] = deque(maxlen=capacity)
         self._detector = SpikeDetector(spike_ms)
-
-    def __len__(self) -> int:
-        return len(self._ticks)
-
-    def __iter__(self) -> Iterator[Tick]:
-        return iter(self._ticks)
-
-    def __getitem__(self, index: int) -> Tick:
-        return self._ticks[index]
 
     def add(self, tick: Tick) -> None:
         """Append a tick and set its index."""
         tick.index = self.num_ticks
         self.num_ticks += 1
-        self._ticks.append(tick)
+        self.append(tick)
         for index, ms in enumerate(self._times(tick)):
             self._totals[index] += ms
-        is_prefill = tick.prefill_tokens or tick.launched_prefill_tokens
-        (self.prefill if is_prefill else self.decode).add(tick.tick_ms)
+        (self.prefill if tick.has_prompt_tokens else self.decode).add(tick.tick_ms)
         for spike in self._detector.add(tick):
             self.spikes.append(spike)
             self.causes[spike.causes[0]] += 1
@@ -89,9 +79,9 @@ class TickLog:
 
         Times that are not measured are None.
         """
-        found: dict[str, Any] = {name: self._percentiles(name, self._ticks) for name in TIMES}
-        decodes = [tick for tick in self._ticks if not tick.has_prompt_tokens]
-        prefills = [tick for tick in self._ticks if tick.has_prompt_tokens]
+        found: dict[str, Any] = {name: self._percentiles(name, self) for name in TIMES}
+        decodes = [tick for tick in self if not tick.has_prompt_tokens]
+        prefills = [tick for tick in self if tick.has_prompt_tokens]
         found["decode_tick_ms"] = self._percentiles("tick_ms", decodes)
         found["prefill_chunk_ms"] = self._percentiles("tick_ms", prefills)
         return found | {

@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 
 class GcPauses:
@@ -18,7 +17,12 @@ class GcPauses:
         self._clock = clock
         self._thread = threading.get_ident()
         self._started: float | None = None
-        callback = _callback(weakref.ref(self))
+        note = weakref.WeakMethod(self._note)  # a bound method would keep this object alive
+
+        def callback(phase: str, info: dict[str, int]) -> None:
+            if (alive := note()) is not None:
+                alive(phase)
+
         gc.callbacks.append(callback)
         self.close = weakref.finalize(self, gc.callbacks.remove, callback)
         self.close.atexit = False
@@ -40,17 +44,6 @@ class GcPauses:
                 self.seconds += pause
             else:
                 self.elsewhere += pause
-
-
-def _callback(pauses: "weakref.ref[GcPauses]") -> Callable[[str, dict[str, int]], Any]:
-    """For ``gc.callbacks``: a bound method there would keep the object alive."""
-
-    def note(phase: str, info: dict[str, int]) -> None:
-        alive = pauses()
-        if alive is not None:
-            alive._note(phase)
-
-    return note
 
 
 class PhaseTimes:

@@ -45,7 +45,11 @@ def paged_attention(
     context = mx.clip(context_lens, 0, num_keys)[:, None, None, None]
     position = context - num_tokens + mx.arange(num_tokens)[:, None]
     key = mx.arange(num_keys)
-    seen = _visible_keys(position, key, context, causal, window)
+    seen = (key < context) & (position >= 0)
+    if causal or window is not None:
+        seen = seen & (key <= position)
+    if window is not None:
+        seen = seen & (key > position - window)
     in_pool = (block_tables >= 0) & (block_tables < num_blocks)
     seen = seen & mx.repeat(in_pool, block_size, axis=1)[:, None, None]
     blocks = mx.where(in_pool, block_tables, 0)
@@ -157,19 +161,6 @@ def copy_blocks(
         return updated
 
     return copied(k_cache), copied(v_cache)
-
-
-def _visible_keys(
-    position: mx.array, key: mx.array, context: mx.array, causal: bool, window: int | None
-) -> mx.array:
-    """Which keys each query sees before any mask, ``[B, 1, L, keys]``. A window ends at the query's
-    own position."""
-    seen = (key < context) & (position >= 0)
-    if causal or window is not None:
-        seen = seen & (key <= position)
-    if window is not None:
-        seen = seen & (key > position - window)
-    return seen
 
 
 def _gather(cache: mx.array, blocks: mx.array, scales: mx.array | None) -> mx.array:

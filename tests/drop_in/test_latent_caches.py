@@ -11,6 +11,7 @@ from mlx_lm.models import cache as stock
 from paged_cases import memory_limit
 from prompt_cache_cases import (
     BLOCK,
+    as_stock,
     check_integrity,
     contents,
     greedy,
@@ -146,12 +147,12 @@ class TestReads:
         assert [x.shape[-1] for c in cache for x in (c.keys, c.values)] == [RANK, ROPE] * 2
 
     def test_a_copy_as_mlx_lms_own_cache(self, model, cache, expected):
-        own = [c.as_stock() for c in cache]
+        own = [as_stock(c) for c in cache]
         assert same(contents(own), expected)
         assert_close(decoded(model, own, TOKENS[:1])[0], solo(model, 0))
 
     def test_a_batch_as_mlx_lms_own_cache(self, model):
-        batch = [c.as_stock() for c in merged([filled(model, prompt) for prompt in PROMPTS])]
+        batch = [as_stock(c) for c in merged([filled(model, prompt) for prompt in PROMPTS])]
         together = decoded(model, batch, TOKENS)
         assert_close(together[1], solo(model, 1))
 

@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.models import cache as stock
 from prompt_cache_cases import (
     PROMPT,
+    as_stock,
     check_integrity,
     contents,
     filled,
@@ -78,7 +79,7 @@ class Pair:
     def check(self) -> None:
         for paged, plain in zip(self.paged, self.stock, strict=True):
             assert paged.offset == plain.offset
-            stored = [paged.as_stock(), plain]
+            stored = [as_stock(paged), plain]
             found, expected = ([cache.keys, cache.values] for cache in stored)
             if isinstance(plain, stock.RotatingKVCache):
                 expected = map(plain._temporal_order, expected)

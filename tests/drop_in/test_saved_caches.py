@@ -15,6 +15,7 @@ from mlx_lm.models import cache as stock
 from prompt_cache_cases import (
     BLOCK,
     PROMPT,
+    as_stock,
     contents,
     filled,
     greedy,
@@ -154,7 +155,7 @@ def test_windows_of_any_length_go_on(windowed, file, num_tokens, num_more):
 
 def test_a_saved_copy_does_not_change_with_its_source(llama, file):
     cache = filled(llama)
-    copies = [c.as_stock() for c in cache]
+    copies = [as_stock(c) for c in cache]
     stock.trim_prompt_cache(cache, 30)
     llama(mx.array([PROMPT[:30]]), cache=cache)
     mx.eval([c.state for c in cache])
@@ -167,7 +168,7 @@ def test_a_batch_is_saved_as_a_batch(model_type, file):
     histories = [PROMPT, PROMPT[:5], PROMPT[7:30]]
     batch = merged([filled(model, history) for history in histories])
     stock.save_prompt_cache(file, batch)
-    plain = [c.as_stock() for c in batch]  # mlx-lm itself loads no batch with windows
+    plain = [as_stock(c) for c in batch]  # mlx-lm itself loads no batch with windows
     for caches in (plain, *([stock.load_prompt_cache(file)] if model_type == "llama" else [])):
         logits = model(mx.array([[9]] * 3), cache=caches)
         for row, history in zip(logits, histories, strict=True):
@@ -242,7 +243,7 @@ def test_models_that_keep_mlx_lms_caches_take_them_as_they_are():
 
 
 def test_tokens_that_windows_forgot_cannot_come_back_by_trimming(windowed):
-    paged = as_paged(windowed, [c.as_stock() for c in filled(windowed)], block_size=BLOCK)
+    paged = as_paged(windowed, [as_stock(c) for c in filled(windowed)], block_size=BLOCK)
     batch = merged([paged, make_prompt_cache(windowed, block_size=BLOCK)])
     elsewhere = merged([make_prompt_cache(windowed, block_size=2), paged])
     taken = [c.extract(0) for c in batch]
@@ -250,7 +251,7 @@ def test_tokens_that_windows_forgot_cannot_come_back_by_trimming(windowed):
         assert not stock.can_trim_prompt_cache(caches)
         assert stock.trim_prompt_cache(caches, 3) == 0
     assert stock.can_trim_prompt_cache([c.extract(1) for c in batch])
-    whole = as_paged(windowed, [c.as_stock() for c in filled(windowed, PROMPT[: WINDOW - 1])])
+    whole = as_paged(windowed, [as_stock(c) for c in filled(windowed, PROMPT[: WINDOW - 1])])
     assert stock.can_trim_prompt_cache(whole)
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mlx_paged.metrics.stats import STOCK_GROWTH, Contexts, EngineStats, KVReads
+from mlx_paged.metrics.stats import STOCK_GROWTH, EngineStats, KVReads, Reads
 
 SIZE = 4
 TOKEN_BYTES = 24
@@ -29,32 +29,29 @@ def spans() -> list[tuple[int, int]]:
     return [(int(s), int(s + n)) for s, n in zip(starts, rng.integers(1, 9, 50), strict=True)]
 
 
-def contexts(spans: list[tuple[int, int]]) -> Contexts:
-    return KVReads({}, SIZE).contexts(
-        [SimpleNamespace(start=start, stop=stop) for start, stop in spans]
-    )
+def reads(layers: list[tuple[int | None, int]], spans: list[tuple[int, int]]) -> Reads:
+    spans = [SimpleNamespace(start=start, stop=stop) for start, stop in spans]
+    return KVReads(layers, SIZE).of(spans)
 
 
 def test_bytes_are_those_of_every_position_seen_in_every_layer(spans):
-    reads = KVReads.of(LAYERS, SIZE)
     expected = sum(
         size * len(seen(*span, window)) for span in spans for window, size in LAYERS if window != 0
     )
-    assert reads.num_bytes(contexts(spans)) == expected
+    assert reads(LAYERS, spans).kv_bytes == expected
 
 
 @pytest.mark.parametrize("windows", [(None, 6), (6, 9), (6,), (1,)])
 def test_blocks_are_those_that_the_widest_window_reaches(spans, windows):
-    reads = KVReads.of([(window, 1) for window in windows], SIZE)
     expected = sum(
         len({p // SIZE for window in windows for p in seen(*span, window)}) for span in spans
     )
-    assert reads.num_blocks(contexts(spans)) == expected
+    assert reads([(window, 1) for window in windows], spans).blocks == expected
 
 
 def test_a_model_without_attention_reads_nothing(spans):
-    reads = KVReads.of([(0, 8)], SIZE)
-    assert reads.num_bytes(contexts(spans)) == reads.num_blocks(contexts(spans)) == 0
+    found = reads([(0, 8)], spans)
+    assert found.kv_bytes == found.blocks == 0
 
 
 def test_other_caches_grow_in_steps_of_256_tokens():
@@ -62,7 +59,7 @@ def test_other_caches_grow_in_steps_of_256_tokens():
     moments = [rng.integers(1, 1200, rng.integers(1, 9)).tolist() for _ in range(30)]
     stats = EngineStats(block_size=16, block_bytes=16 * TOKEN_BYTES, num_blocks=99)
     for lengths in moments:
-        stats.record_memory(contexts([(0, n) for n in lengths]))
+        stats.record_memory(reads([], [(0, n) for n in lengths]))
     grown = [[len(range(0, n, STOCK_GROWTH)) * STOCK_GROWTH for n in each] for each in moments]
     assert stats.contiguous_kv_bytes == TOKEN_BYTES * max(map(sum, grown))
     assert stats.padded_kv_bytes == TOKEN_BYTES * max(len(each) * max(each) for each in grown)

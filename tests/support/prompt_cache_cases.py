@@ -39,6 +39,14 @@ def stock_filled(model, tokens=PROMPT) -> list:
     return cache
 
 
+def as_stock(cache):
+    """What a pickle of a paged cache has: mlx-lm's own cache, with a lazy copy of the K/V."""
+    make, arguments, attributes = cache.__reduce_ex__(2)
+    made = make(*arguments)
+    made.__dict__.update(attributes)
+    return made
+
+
 def pool_of(cache):
     return cache[0].layer.pool
 
