@@ -23,7 +23,8 @@ NUMBERS = (
 )
 """Keys of a line that set a numeric field of SamplingParams."""
 
-KEYS = (*NUMBERS, *ALIASES, "stop", "logit_bias", "n", "priority")
+SWITCHES = "speculate", "ignore_eos"
+KEYS = (*NUMBERS, *SWITCHES, *ALIASES, "stop", "logit_bias", "n", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,10 @@ def _option(key: str, value: Any) -> Any:
         return tuple(strings)
     if key == "logit_bias":
         return _logit_bias(value)
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if key in SWITCHES:
+        if not isinstance(value, bool):
+            raise ValueError(f'"{key}" must be true or false')
+    elif not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f'"{key}" must be a number')
     return value
 

@@ -14,7 +14,8 @@ SWEEPS = 4
 """Sweeps of coordinate descent per observation, each from the previous coefficients."""
 
 TOKENS_GROWTH = 2
-"""A chunk has at most so many times the tokens of the largest chunk so far."""
+"""A chunk has at most so many times the tokens of the largest chunk so far, and decodes with drafts
+so many times the rows of the most so far."""
 
 CONTEXT_GROWTH = 8
 """The same for its context, which grows faster than its tokens."""
@@ -58,7 +59,7 @@ class StepWork:
     """What a step computes.
 
     Attributes:
-        decode_rows: requests that compute one token.
+        decode_rows: newest tokens of requests, and drafts of the tokens after them.
         decode_context: sum of the context lengths of these rows.
         chunk_tokens: tokens of prefill chunks.
         chunk_context: sum of the context lengths of these tokens; position p has p + 1.
@@ -129,6 +130,7 @@ class CostModel:
         self._decodes = NormalEquations()  # steps without chunks
         self._chunks = NormalEquations()  # steps with chunks
         self._largest = [0.0] * NUM_FEATURES  # largest value of each feature so far
+        self.most_rows = 0  # of decodes in a step so far
         self._usual = 10 * MIN_USUAL  # running mean of abs(difference)
         self._differences: deque[float] = deque(maxlen=CHANGE_STEPS)  # the latest, without drift
 
@@ -142,6 +144,7 @@ class CostModel:
         scale = self.slowness / seconds
         equations.add([feature * scale for feature in features])
         self._largest = list(map(max, self._largest, features))
+        self.most_rows = int(self._largest[1])
         self._descend()
 
     def predict(self, work: StepWork) -> float:

@@ -1,18 +1,22 @@
 """Which requests get drafts, how many, and which of these are right. Knows no mlx."""
 
 import math
+from itertools import groupby
 from typing import Protocol
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
-from mlx_paged.scheduler.cost_model import StepWork
+from mlx_paged.scheduler.cost_model import TOKENS_GROWTH, StepWork
 from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Span, Step
 
 MIN_GAIN = 1.03
 """Drafts must promise so many times the tokens per second of a step without them."""
+
+TRIAL = 8
+"""Each such step takes half of the drafts, which shows what drafts cost."""
 
 DETERMINED = 1e-9
 """A likelihood of 1 is lowered by this, so that it has a logarithm below 0."""
@@ -44,7 +48,7 @@ class Drafter(Protocol):
         """Forget an ended request."""
 
     def recover(self) -> None:
-        """A step failed: forget what was computed, because it may be wrong."""
+        """A step failed: forget what was computed, because it may be wrong. Tokens never are."""
 
 
 class Speculation:
@@ -65,7 +69,7 @@ class Speculation:
     def __init__(self, drafter: Drafter, allocator: BlockAllocator, budget: ChunkBudget) -> None:
         self.drafter = drafter
         self.reads_first = False
-        self.num_drafted = self.num_accepted = 0
+        self.num_drafted = self.num_accepted = self._num_plans = 0
         self._allocator = allocator
         self._budget = budget
         budget.learns = True
@@ -103,20 +107,14 @@ class Speculation:
         spans = {span.request.id: span for span in step.spans if span.drafts}
         if not spans:
             return choices
-        kept, counts, rejected = list[SampledToken](), dict.fromkeys(spans, 0), set[int]()
-        for choice in choices:
-            request_id = choice.request.id
-            if request_id in rejected:
-                continue
-            kept.append(choice)
-            if request_id in spans:
-                drafts, count = spans[request_id].drafts, counts[request_id]
-                counts[request_id] = count + 1
-                if count == len(drafts) or drafts[count] != choice.token:
-                    rejected.add(request_id)
-        for request_id, span in spans.items():
-            if counts[request_id]:  # not ended meanwhile
-                self._settle(span, counts[request_id] - 1)
+        kept = list[SampledToken]()
+        for request_id, rows in groupby(choices, lambda choice: choice.request.id):
+            of_request, drafts = [*rows], spans[request_id].drafts if request_id in spans else ()
+            pairs = enumerate(zip(of_request, drafts, strict=False))
+            right = next((i for i, (row, draft) in pairs if row.token != draft), len(drafts))
+            kept += of_request[: right + 1]
+            if drafts:
+                self._settle(spans[request_id], right)
         return kept
 
     def _settle(self, span: Span, accepted: int) -> None:
@@ -143,22 +141,26 @@ class Speculation:
         hopeful = {request: p for request, p in likely.items() if p > 0}
         if not seconds or not hopeful:
             return {}
-        of_row = cost.predict(plain + StepWork(1, 0)) - seconds
+        of_draft = cost.predict(plain + StepWork(1, plain.decode_context // count)) - seconds
         best, best_rate = dict[Request, int](), MIN_GAIN * count / seconds
-        most = self.drafter.num_tokens
+        room = max(1, (TOKENS_GROWTH * cost.most_rows - count) // len(hopeful))
+        most, bound = min(self.drafter.num_tokens, room), self._budget.max_stall
         while most:
             depths, rate = dict[Request, int](), count / seconds
             for _ in range(2):  # the rate rises with the drafts, and fewer of them pay then
-                worth = of_row * rate
+                worth = of_draft * rate
                 depths = {r: d for r, p in hopeful.items() if (d := _depth(p, worth, most, r))}
                 tokens = count + sum(_expected(hopeful[r], depth) for r, depth in depths.items())
-                longer = seconds + sum(depths.values()) * of_row
-                drafting = max(depths.values(), default=0) * self.drafter.seconds_per_draft
-                rate = tokens / (longer + drafting)
-            bound = self._budget.max_stall
-            if rate > best_rate and (bound is None or (longer + drafting) * cost.margin <= bound):
+                longer = seconds + sum(depths.values()) * of_draft
+                longer += max(depths.values(), default=0) * self.drafter.seconds_per_draft
+                rate = tokens / longer
+            fits = bound is None or longer * cost.margin <= bound
+            if fits and rate > best_rate:
                 best, best_rate = depths, rate
-            most = most // 2 if self.drafter.seconds_per_draft else 0
+            most = 0 if fits and not self.drafter.seconds_per_draft else most // 2
+        self._num_plans += 1
+        if self._num_plans % TRIAL == 0:
+            best = {request: depth // 2 for request, depth in best.items() if depth > 1}
         return best
 
 

@@ -214,7 +214,7 @@ def test_tokens_that_never_came_before_have_no_guess(tokens):
 
 
 def test_right_guesses_make_more_of_them_likely_and_a_wrong_one_ends_the_run():
-    copied = [random.Random(1).randrange(10**6) for _ in range(40)]
+    copied = random.Random(1).sample(range(10**6), 40)
     drafter, request = ngram([*copied, *copied[:3]])
     seen = []
     for token in copied[3:30]:
@@ -222,8 +222,35 @@ def test_right_guesses_make_more_of_them_likely_and_a_wrong_one_ends_the_run():
         seen.append(drafter.likelihood(request))
     assert seen == sorted(seen) or min(seen[5:]) > 0.5
     assert seen[-1] > 0.95 and drafter.propose([request], [4]) == [copied[30:34]]
-    request.tokens.append(10**6 + 1)
-    assert drafter.likelihood(request) == 0
+    request.tokens += [10**6 + i for i in range(4)]
+    assert drafter.likelihood(request) == 0, "an edit is shorter"
+
+
+@pytest.mark.parametrize(
+    ("edit", "following"),
+    [([-1], 21), ([], 21), ([-1, 20], 21), ([-1, -2, 20], 21)],
+    ids=["replaced", "left out", "added", "two added"],
+)
+def test_behind_an_edit_the_source_goes_on(edit, following):
+    """At once if its tokens stand where the edit is left, and without a match of three tokens."""
+    source = list(range(100, 140))
+    drafter, request = ngram([*source, 7, *source[:10]])
+    for token in [*source[10:20], *(source[i] if i >= 0 else i for i in edit)]:
+        request.tokens.append(token)
+        drafter.likelihood(request)
+    if not edit:
+        request.tokens.append(source[21])
+        following = 22
+    assert drafter.likelihood(request) > 0
+    assert drafter.propose([request], [3]) == [source[following : following + 3]]
+
+
+def test_a_new_match_replaces_a_source_behind_an_edit():
+    source, other = list(range(100, 140)), [1, 2, 3, 50, 51, 52]
+    drafter, request = ngram([*other, *source, 7, *source[:10]])
+    request.tokens += [*source[10:20], 1, 2, 3]
+    assert drafter.likelihood(request) > 0
+    assert drafter.propose([request], [3]) == [[50, 51, 52]]
 
 
 def test_tokens_of_one_slot_of_the_table_are_told_apart():
