@@ -6,15 +6,14 @@ alike. Fixed depths show whether the planner chooses well.
     python -m scripts.speculation --preset copy --active 1 8 32 --engines plain ngram fixed2 fixed4
 """
 
-import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+import numpy as np
 
 from bench.command import make_parser, print_result, table
 from bench.machine import check_machine, machine_text
@@ -22,10 +21,10 @@ from bench.models import first_layers, one_random_layer
 from bench.serving.engines import load_model
 from bench.serving.trace import Job
 from bench.serving.workload import PRESETS, make_jobs
+from bench.stalls import Round, Server, play, summary
 from mlx_paged import Engine
-from mlx_paged.cli import COUNT
+from mlx_paged.cli import COUNT, MILLISECONDS
 from mlx_paged.request import Request
-from mlx_paged.scheduler.speculation import Speculation
 
 SLICE_SECONDS = 0.25
 FIXED = "fixed"
@@ -126,13 +125,23 @@ def race(contenders: list[Contender], jobs: list[Job]) -> None:
             each.run(SLICE_SECONDS)
 
 
-def save_first_layers(source: str, count: int, target: Path) -> None:
-    """Write a model of the first layers of `source`, for ``--draft-model``."""
-    from mlx_lm.utils import save_config, save_model
-
-    from mlx_paged.cli import demo_model_path
-
-    raise NotImplementedError(source, count, target, save_config, save_model, demo_model_path)
+def measure_stalls(model: nn.Module, vocab: int, active: int, bound_ms: float) -> None:
+    """A prompt of 6000 tokens arrives while streams copy their prompts: gaps between the steps in
+    which a stream got tokens, without drafts and with n-grams, both within the bound."""
+    preset = replace(PRESETS["copy"], draw=lambda rng, n: (np.full(n, 1500), np.full(n, 1400)))
+    streams = [list(job.prompt) for job in make_jobs(preset, vocab, 0, active)]
+    warm_up, long = (make_jobs(preset, vocab, seed, 1)[0].prompt for seed in (1, 2))
+    scenario = SimpleNamespace(
+        streams=streams, warm_up=list(warm_up), long=[*long] * 4, stream_max_tokens=1400
+    )
+    options = {"max_kv_tokens": 3200 * active + 10_000, "max_running": active + 1}
+    rows = {}
+    for name, speculate in {"plain": None, "ngram": "ngram"}.items():
+        engine = Engine(model, max_stall_ms=bound_ms, speculate=speculate, **options)
+        played: Round = play(Server(engine), scenario)
+        rows[name] = summary([played], bound_ms, bound_ms) | {"drafts": engine.stats.drafts}
+        print(f"{name}: {rows[name]}", flush=True)
+    print_result("speculation_stalls", {"active": active, "bound_ms": bound_ms, **rows})
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -145,15 +154,32 @@ def main(argv: list[str] | None = None) -> None:
     add("--requests", type=COUNT, help="default: three for each active one, at least 6")
     add("--draft-layers", type=COUNT, default=1, help="of the engine draft")
     add("--seed", type=int, default=0)
+    add("--stall-ms", type=MILLISECONDS, help="measure stalls instead, with this bound")
     args = parser.parse_args(argv)
     machine = check_machine()
     model, vocab = load_model(args.model or PRESETS[args.preset].model)
-    print(f"{args.preset}, {len(tree_flatten(model.parameters()))} arrays; {machine_text(machine)}")
+    print(f"{args.preset}; {machine_text(machine)}")
+    if args.stall_ms is not None:
+        return measure_stalls(model, vocab, args.active[0], args.stall_ms)
     result: dict[str, Any] = {**vars(args), **machine, "rows": []}
-    rows = [["active", "engine", "tokens/s", "ratio", "decode", "steps", "drafts", "right",
-             "rows/step", "same"]]
+    rows = [
+        [
+            "active",
+            "engine",
+            "tokens/s",
+            "ratio",
+            "decode",
+            "steps",
+            "drafts",
+            "right",
+            "rows/step",
+            "same",
+        ]
+    ]
     for active in args.active:
-        jobs = make_jobs(PRESETS[args.preset], vocab, args.seed, args.requests or max(6, 3 * active))
+        jobs = make_jobs(
+            PRESETS[args.preset], vocab, args.seed, args.requests or max(6, 3 * active)
+        )
         tokens = sum(sorted((len(j.prompt) + j.max_tokens for j in jobs), reverse=True)[:active])
         options = {"max_running": active, "max_kv_tokens": tokens + 64 * active}
         contenders = [

@@ -2,28 +2,16 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from mlx_paged.sampling_params import SamplingParams
 
 ALIASES = {"temp": "temperature"}
 
-NUMBERS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "xtc_probability",
-    "xtc_threshold",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-)
-"""Keys of a line that set a numeric field of SamplingParams."""
-
-SWITCHES = "speculate", "ignore_eos"
+FIELDS = {each.name: each.type for each in fields(SamplingParams)}
+NUMBERS = [name for name, kind in FIELDS.items() if kind in (int, float, int | None, float | None)]
+SWITCHES = [name for name, kind in FIELDS.items() if kind is bool]
 KEYS = (*NUMBERS, *SWITCHES, *ALIASES, "stop", "logit_bias", "n", "priority")
 
 

@@ -112,9 +112,8 @@ class DraftModel:
         started = time.perf_counter()
         drafts: dict[int, list[int]] = {}
         try:
-            drafts = self._drafts(
-                dict(zip([r.id for r in requests], depths, strict=True)), requests
-            )
+            by_id = {r.id: depth for r, depth in zip(requests, depths, strict=True)}
+            drafts = self._drafts(by_id, requests)
         except Exception as error:
             logging.warning("the draft model failed, and no more drafts are made: %s", error)
             self._has_failed = True

@@ -86,8 +86,10 @@ class StepWork:
     @property
     def features(self) -> list[float]:
         """The inputs of the linear function that predicts seconds."""
-        decodes = (self.decode_rows, self.decode_context)
-        return [1.0, *decodes, self.chunk_tokens, self.chunk_context]
+        # Chunks first: where steps do not tell, `_descend` counts a chunk's time as its own and not
+        # as the constant, which decodes would seem to share.
+        chunks = (self.chunk_tokens, self.chunk_context)
+        return [*chunks, 1.0, self.decode_rows, self.decode_context]
 
 
 NUM_FEATURES = len(StepWork().features)
@@ -144,7 +146,7 @@ class CostModel:
         scale = self.slowness / seconds
         equations.add([feature * scale for feature in features])
         self._largest = list(map(max, self._largest, features))
-        self.most_rows = int(self._largest[1])
+        self.most_rows = max(self.most_rows, work.decode_rows)
         self._descend()
 
     def predict(self, work: StepWork) -> float:
@@ -175,7 +177,7 @@ class CostModel:
             The largest number of tokens within these limits, from ``min(minimum, wanted)`` to
             `wanted`.
         """
-        *_, largest_tokens, largest_context = self._largest
+        largest_tokens, largest_context, *_ = self._largest
 
         def is_too_much(num_tokens: int) -> bool:
             total = work + StepWork.chunk(start, num_tokens)

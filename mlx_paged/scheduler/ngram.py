@@ -5,7 +5,6 @@ from array import array
 import numpy as np
 
 from mlx_paged.request import Request
-from mlx_paged.scheduler.speculation import Drafter
 
 NGRAM = 3
 """A draft follows the latest earlier occurrence of so many of the last tokens. An edit of a source
@@ -28,7 +27,7 @@ attended together."""
 FACTORS = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 
 
-class NgramDrafter(Drafter):
+class NgramDrafter:
     """Prompt lookup (Saxena 2023; Yang et al. 2023, arXiv:2304.04487): a token that followed the
     last tokens once may follow them again. A guess costs no model, so that each token also shows
     what a guess would have been worth, whether it was computed as a draft or not."""
@@ -53,9 +52,15 @@ class NgramDrafter(Drafter):
         pairs = zip(requests, depths, strict=True)
         return [self._sources[r.id].guesses(r.tokens, depth) for r, depth in pairs]
 
+    def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        """Nothing to learn: `likelihood` compares each token with its guess."""
+
     def drop(self, request: Request) -> None:
         """Forget an ended request."""
         self._sources.pop(request.id, None)
+
+    def recover(self) -> None:
+        """Nothing to forget: tokens are never wrong."""
 
 
 class Shares:
@@ -138,7 +143,5 @@ class _Source:
 
     def guesses(self, tokens: list[int], depth: int) -> list[int]:
         """The next tokens; a source that reaches the end goes on with the guesses themselves."""
-        found = tokens[self.place : self.place + depth]
-        while len(found) < depth:
-            found += found[: depth - len(found)]
-        return found
+        period = len(tokens) - self.place
+        return [tokens[self.place + i % period] for i in range(depth)]

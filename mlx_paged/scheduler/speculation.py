@@ -1,8 +1,9 @@
 """Which requests get drafts, how many, and which of these are right. Knows no mlx."""
 
-import math
 from itertools import groupby
 from typing import Protocol
+
+import numpy as np
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
@@ -18,8 +19,8 @@ MIN_GAIN = 1.03
 TRIAL = 8
 """Each such step takes half of the drafts, which shows what drafts cost."""
 
-DETERMINED = 1e-9
-"""A likelihood of 1 is lowered by this, so that it has a logarithm below 0."""
+SUREST = 1 - 1e-9
+"""No likelihood is higher, so that the first of two drafts of a request always counts more."""
 
 
 class Drafter(Protocol):
@@ -48,7 +49,7 @@ class Drafter(Protocol):
         """Forget an ended request."""
 
     def recover(self) -> None:
-        """A step failed: forget what was computed, because it may be wrong. Tokens never are."""
+        """A step failed: forget what was computed, because it may be wrong."""
 
 
 class Speculation:
@@ -131,50 +132,38 @@ class Speculation:
     def _likelihood(self, request: Request) -> float:
         if request.synchronous or not request.params.speculates or request.samples:
             return 0.0
-        return min(self.drafter.likelihood(request), 1 - DETERMINED)
+        return min(self.drafter.likelihood(request), SUREST)
 
     def _depths(self, likely: dict[Request, float]) -> dict[Request, int]:
         """How many drafts each request gets: those that raise the tokens per second."""
         count, cost = len(likely), self._budget.cost
         plain = StepWork(count, sum(request.num_computed for request in likely))
         seconds = cost.predict(plain)
-        hopeful = {request: p for request, p in likely.items() if p > 0}
+        hopeful = [request for request, p in likely.items() if p > 0]
         if not seconds or not hopeful:
             return {}
         of_draft = cost.predict(plain + StepWork(1, plain.decode_context // count)) - seconds
-        best, best_rate = dict[Request, int](), MIN_GAIN * count / seconds
-        room = max(1, (TOKENS_GROWTH * cost.most_rows - count) // len(hopeful))
-        most, bound = min(self.drafter.num_tokens, room), self._budget.max_stall
+        longest = np.inf if self._budget.max_stall is None else self._budget.max_stall / cost.margin
+        room = max(len(hopeful), TOKENS_GROWTH * cost.most_rows - count)
+        most = self.drafter.num_tokens
+        # [requests, most]: the j-th draft gives as many tokens as it is likely that j are right.
+        gives = np.array([[likely[request]] for request in hopeful]) ** np.arange(1, most + 1)
+        for given, request in zip(gives, hopeful, strict=True):
+            given[max(request.params.max_tokens - request.num_generated - 1, 0) :] = 0
+        best, best_rate = np.zeros(len(hopeful), int), MIN_GAIN * count / seconds
         while most:
-            depths, rate = dict[Request, int](), count / seconds
-            for _ in range(2):  # the rate rises with the drafts, and fewer of them pay then
-                worth = of_draft * rate
-                depths = {r: d for r, p in hopeful.items() if (d := _depth(p, worth, most, r))}
-                tokens = count + sum(_expected(hopeful[r], depth) for r, depth in depths.items())
-                longer = seconds + sum(depths.values()) * of_draft
-                longer += max(depths.values(), default=0) * self.drafter.seconds_per_draft
-                rate = tokens / longer
-            fits = bound is None or longer * cost.margin <= bound
-            if fits and rate > best_rate:
-                best, best_rate = depths, rate
-            most = 0 if fits and not self.drafter.seconds_per_draft else most // 2
+            gives = gives[:, :most]
+            falling = np.append(np.sort(gives, axis=None)[::-1], 0.0)
+            times = seconds + of_draft * np.arange(1, len(falling))
+            times += most * self.drafter.seconds_per_draft
+            rates = (count + np.cumsum(falling[:-1])) / times
+            rates[room:] = 0
+            rates[times > longest] = 0
+            last = int(rates.argmax())
+            if rates[last] > best_rate:
+                best, best_rate = (gives > falling[last + 1]).sum(axis=1), rates[last]
+            most = most - 1 if self.drafter.seconds_per_draft else 0
         self._num_plans += 1
         if self._num_plans % TRIAL == 0:
-            best = {request: depth // 2 for request, depth in best.items() if depth > 1}
-        return best
-
-
-def _depth(likelihood: float, worth: float, most: int, request: Request) -> int:
-    """How many drafts pay: the j-th one gives ``likelihood ** j`` tokens and must give `worth`,
-    the tokens that the step's other rows give in the time that it takes."""
-    most = min(most, request.params.max_tokens - request.num_generated - 1)
-    if worth >= 1:
-        return 0
-    if worth > 0:
-        most = min(most, int(math.log(worth) / math.log(likelihood)))
-    return max(most, 0)
-
-
-def _expected(likelihood: float, depth: int) -> float:
-    """Mean number of right drafts: the sum of ``likelihood ** j`` for j from 1 to `depth`."""
-    return likelihood * (1 - likelihood**depth) / (1 - likelihood)
+            best = best // 2
+        return {r: depth for r, depth in zip(hopeful, best.tolist(), strict=True) if depth}
