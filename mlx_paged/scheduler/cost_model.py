@@ -86,8 +86,7 @@ class StepWork:
     @property
     def features(self) -> list[float]:
         """The inputs of the linear function that predicts seconds."""
-        # Chunks first: where steps do not tell, `_descend` counts a chunk's time as its own and not
-        # as the constant, which decodes would seem to share.
+        # Chunks first: `_descend` counts time as theirs where steps do not tell whose it is.
         chunks = (self.chunk_tokens, self.chunk_context)
         return [*chunks, 1.0, self.decode_rows, self.decode_context]
 

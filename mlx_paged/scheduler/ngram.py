@@ -7,8 +7,7 @@ import numpy as np
 from mlx_paged.request import Request
 
 NGRAM = 3
-"""A draft follows the latest earlier occurrence of so many of the last tokens. An edit of a source
-that was found is looked for among as many."""
+"""A draft follows the latest earlier occurrence of so many last tokens; an edit has no more."""
 
 LONG_RUN = 4
 """After so many right guesses in a row, a source counts as found."""
