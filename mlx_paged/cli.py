@@ -148,8 +148,8 @@ def _add_speculation(group: argparse._ArgumentGroup) -> None:
     )
     add("--draft-model", metavar="PATH", help=small)
     most = number(int, 1, MAX_DRAFTS, f"a whole number from 1 to {MAX_DRAFTS}")
-    guesses = "guesses of the draft model for each request in a step at most"
-    add("--num-draft-tokens", type=most, default=3, metavar="N", help=guesses)
+    guesses = "guesses of the draft model for each request in a step at most (default: 3)"
+    add("--num-draft-tokens", type=most, metavar="N", help=guesses)
 
 
 def add_metrics(group: argparse._ArgumentGroup) -> None:
@@ -172,13 +172,16 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of :class:`Engine` whose flags are the same in both commands."""
     if args.speculate is not None and args.draft_model is not None:
         raise ValueError("--speculate is given beside --draft-model: expected one of them")
-    names = "kv_bits", "policy", "preempt", "seed", "speculate", "num_draft_tokens"
+    if args.num_draft_tokens is not None and args.draft_model is None:
+        raise ValueError("--num-draft-tokens is given: expected --draft-model beside it")
+    names = "kv_bits", "policy", "preempt", "seed", "speculate"
     metrics = "metrics_jsonl", "spike_ms", "profile"
     return {
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
         "prefix_cache": not args.no_prefix_cache,
         "max_stall_ms": args.max_stall_ms or None,
         "draft_model": None if args.draft_model is None else _draft_model(args.draft_model),
+        "num_draft_tokens": args.num_draft_tokens or 3,
         **{name: getattr(args, name) for name in (*names, *metrics)},
     }
 

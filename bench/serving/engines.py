@@ -24,8 +24,7 @@ SPECULATING: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "mlx_paged_draft": lambda model: {"draft_model": first_layers(model, 1)},
     "mlx_paged_useless": lambda model: {"draft_model": one_random_layer(model.args.vocab_size)},
 }
-"""What guesses tokens, by the engine's name: arguments of mlx_paged's engine. The draft model is
-the model's own first layer; the useless one is random."""
+"""Arguments of mlx_paged's engine by name: the first layer drafts, or a useless random one."""
 
 LLAMA_CPP = {
     "llama_cpp": {"is_flash": True, "is_half": False},

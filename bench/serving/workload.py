@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ class Preset:
     shared: int = 0  # tokens that all prompts begin with, in addition to the drawn length
     samples: int = 1  # completions of each prompt
     arrivals_s: tuple[float, ...] = ()  # of all requests, if they do not follow a rate
-    edits: float | None = None  # prompts are the model's own text with this share of other tokens
+    edits: float | None = None  # prompts are the model's own text with this share of edits
 
 
 def _uniform(prompts: tuple[int, int], outputs: tuple[int, int]) -> Draw:
@@ -92,11 +92,11 @@ PRESETS: dict[str, Preset] = {
         f"one prompt of {GIANT_PROMPT} tokens among short ones", 24, _one_giant
     ),
     "copy": Preset(
-        "a copying model repeats its prompt of 128 to 511 tokens, an eighth of which is edited",
+        "a copying model repeats its prompt of 256 to 511 tokens, a sixteenth of which is edited",
         32,
-        _uniform((128, 512), (96, 128)),
+        _uniform((256, 512), (128, 384)),
         model="copying",
-        edits=0.125,
+        edits=1 / 16,
     ),
     "fork-heavy": Preset(
         "eight samples of each prompt", 12, _uniform((64, 257), (16, 65)), samples=8
@@ -140,12 +140,13 @@ def make_jobs(
 def _edited(
     others: tuple[int, ...], is_edited: NDArray[np.bool_], vocab_size: int
 ) -> tuple[int, ...]:
-    """A copying model's text from a random token on, with some tokens replaced by `others`. It ends
-    with the first tokens of this text, so that the model's own text repeats it."""
+    """A copying model's text from a random token on, some tokens of which are replaced, left out or
+    preceded by another. It ends with its first tokens, so that the model's text repeats it."""
     following = successors(vocab_size)
     text = list(accumulate(others, lambda token, _: following[token]))
-    edited = [b if flag else a for a, b, flag in zip(text, others, is_edited, strict=True)]
-    return (*text[:4], *edited[4:-4], *text[:4])
+    edits = [((b,), (), (b, a))[b % 3] for a, b in zip(text, others, strict=True)]
+    edited = [e if flag else (a,) for a, e, flag in zip(text, edits, is_edited, strict=True)]
+    return (*text[:4], *chain.from_iterable(edited[4:-4]), *text[:4])
 
 
 def _enough(preset: Preset, seed: int, tokens_target: int) -> Lengths:

@@ -15,7 +15,7 @@ from mlx_paged.outputs import Completion, likeliest
 from mlx_paged.sampling_params import SamplingParams
 
 SAMPLING_FLAGS = [name for name in NUMBERS if name not in ("temperature", "seed")]
-"""Fields of SamplingParams that have a flag of the same name. The engine takes --seed itself."""
+"""Fields of SamplingParams that may have a flag of the same name. The engine takes --seed."""
 
 CHAT_FLAGS = ("system_prompt", "prefill_response", "chat_template_config")
 """Arguments that need a chat template."""
@@ -88,7 +88,7 @@ def make_job(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Names
     Raises:
         ValueError: names the source of the prompt and what is wrong with it.
     """
-    options: dict[str, Any] = {name: getattr(args, name) for name in SAMPLING_FLAGS}
+    options: dict[str, Any] = {k: getattr(args, k) for k in SAMPLING_FLAGS if k in args}
     options |= {
         "temperature": args.temp,
         "xtc_special_tokens": tokenizer.encode("\n") + list(tokenizer.eos_token_ids),

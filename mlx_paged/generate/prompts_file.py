@@ -2,28 +2,17 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+from mlx_paged.sampling_params import SamplingParams
 
 ALIASES = {"temp": "temperature"}
 
-NUMBERS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "xtc_probability",
-    "xtc_threshold",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-)
-"""Keys of a line that set a numeric field of SamplingParams."""
-
-KEYS = (*NUMBERS, *ALIASES, "stop", "logit_bias", "n", "priority")
+FIELDS = {each.name: each.type for each in fields(SamplingParams)}
+NUMBERS = [name for name, kind in FIELDS.items() if kind in (int, float, int | None, float | None)]
+SWITCHES = [name for name, kind in FIELDS.items() if kind is bool]
+KEYS = (*NUMBERS, *SWITCHES, *ALIASES, "stop", "logit_bias", "n", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +103,10 @@ def _option(key: str, value: Any) -> Any:
         return tuple(strings)
     if key == "logit_bias":
         return _logit_bias(value)
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if key in SWITCHES:
+        if not isinstance(value, bool):
+            raise ValueError(f'"{key}" must be true or false')
+    elif not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f'"{key}" must be a number')
     return value
 

@@ -41,11 +41,6 @@ class _Shadow:
     computed: int = 0
     share: float = FIRST_GUESS
 
-    def stop(self) -> None:
-        """Until its drafts are verified, only known tokens count as computed."""
-        self.computed = self.request.num_computed
-        self.request.num_computed = min(self.computed, len(self.request.tokens))
-
 
 class DraftModel:
     """Drafts of a small model for all requests in one batch (Leviathan et al. 2023,
@@ -80,9 +75,8 @@ class DraftModel:
         Raises:
             ValueError: the draft model has another vocabulary, or it cannot take drafts back.
         """
-        sizes = [
-            getattr(getattr(m, "args", None), "vocab_size", None) for m in (model, draft_model)
-        ]
+        args = [getattr(each, "args", None) for each in (model, draft_model)]
+        sizes = [getattr(each, "vocab_size", None) for each in args]
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"[Engine] draft_model has a vocabulary of {sizes[1]} tokens: expected {sizes[0]}, "
@@ -112,9 +106,8 @@ class DraftModel:
         started = time.perf_counter()
         drafts: dict[int, list[int]] = {}
         try:
-            drafts = self._drafts(
-                dict(zip([r.id for r in requests], depths, strict=True)), requests
-            )
+            by_id = {r.id: depth for r, depth in zip(requests, depths, strict=True)}
+            drafts = self._drafts(by_id, requests)
         except Exception as error:
             logging.warning("the draft model failed, and no more drafts are made: %s", error)
             self._has_failed = True
@@ -126,8 +119,7 @@ class DraftModel:
 
     def verified(self, request: Request, drafted: int, accepted: int) -> None:
         shadow = self._shadows[request.id]
-        known = len(shadow.request.tokens)
-        shadow.request.num_computed = min(shadow.computed, known + accepted)
+        shadow.request.num_computed = min(shadow.computed, len(shadow.request.tokens) + accepted)
         for is_right in [1] * accepted + [0] * (accepted < drafted):
             shadow.share += RATE * (is_right - shadow.share)
 
@@ -166,9 +158,9 @@ class DraftModel:
         for each in launched:
             for choice in self._runner.collect(each):
                 drafts.setdefault(choice.request.id, []).append(choice.token)
-        for request in requests:
-            if request.id in self._shadows:
-                self._shadows[request.id].stop()
+        for shadow in [self._shadows[r.id] for r in requests if r.id in self._shadows]:
+            own, shadow.computed = shadow.request, shadow.request.num_computed
+            own.num_computed = min(own.num_computed, len(own.tokens))  # until they are verified
         return drafts
 
     def _read(self, step: Step, request: Request, room: int) -> int:

@@ -14,7 +14,8 @@ SWEEPS = 4
 """Sweeps of coordinate descent per observation, each from the previous coefficients."""
 
 TOKENS_GROWTH = 2
-"""A chunk has at most so many times the tokens of the largest chunk so far."""
+"""A chunk has at most so many times the tokens of the largest chunk so far, and decodes with drafts
+so many times the rows of the most so far."""
 
 CONTEXT_GROWTH = 8
 """The same for its context, which grows faster than its tokens."""
@@ -58,7 +59,7 @@ class StepWork:
     """What a step computes.
 
     Attributes:
-        decode_rows: requests that compute one token.
+        decode_rows: newest tokens of requests, and drafts of the tokens after them.
         decode_context: sum of the context lengths of these rows.
         chunk_tokens: tokens of prefill chunks.
         chunk_context: sum of the context lengths of these tokens; position p has p + 1.
@@ -85,8 +86,9 @@ class StepWork:
     @property
     def features(self) -> list[float]:
         """The inputs of the linear function that predicts seconds."""
-        decodes = (self.decode_rows, self.decode_context)
-        return [1.0, *decodes, self.chunk_tokens, self.chunk_context]
+        # Chunks first: `_descend` counts time as theirs where steps do not tell whose it is.
+        chunks = (self.chunk_tokens, self.chunk_context)
+        return [*chunks, 1.0, self.decode_rows, self.decode_context]
 
 
 NUM_FEATURES = len(StepWork().features)
@@ -129,6 +131,7 @@ class CostModel:
         self._decodes = NormalEquations()  # steps without chunks
         self._chunks = NormalEquations()  # steps with chunks
         self._largest = [0.0] * NUM_FEATURES  # largest value of each feature so far
+        self.most_rows = 0  # of decodes in a step so far
         self._usual = 10 * MIN_USUAL  # running mean of abs(difference)
         self._differences: deque[float] = deque(maxlen=CHANGE_STEPS)  # the latest, without drift
 
@@ -142,6 +145,7 @@ class CostModel:
         scale = self.slowness / seconds
         equations.add([feature * scale for feature in features])
         self._largest = list(map(max, self._largest, features))
+        self.most_rows = max(self.most_rows, work.decode_rows)
         self._descend()
 
     def predict(self, work: StepWork) -> float:
@@ -172,7 +176,7 @@ class CostModel:
             The largest number of tokens within these limits, from ``min(minimum, wanted)`` to
             `wanted`.
         """
-        *_, largest_tokens, largest_context = self._largest
+        largest_tokens, largest_context, *_ = self._largest
 
         def is_too_much(num_tokens: int) -> bool:
             total = work + StepWork.chunk(start, num_tokens)

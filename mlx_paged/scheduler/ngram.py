@@ -7,7 +7,7 @@ import numpy as np
 from mlx_paged.request import Request
 
 NGRAM = 3
-"""A draft follows the latest earlier occurrence of so many of the last tokens."""
+"""A draft follows the latest earlier occurrence of so many last tokens; an edit has no more."""
 
 LONG_RUN = 4
 """After so many right guesses in a row, a source counts as found."""
@@ -63,10 +63,11 @@ class NgramDrafter:
 
 
 class Shares:
-    """Guesses and right ones among them, in short runs and in long ones; old ones count less."""
+    """Guesses and right ones among them: in short runs, in long ones, behind an edit; old ones
+    count less."""
 
     def __init__(self) -> None:
-        self.right, self.guesses = [1.0, 1.0], [2.0, 2.0]
+        self.right, self.guesses = [1.0] * 3, [2.0] * 3
 
     def add(self, is_right: bool, kind: int, kept: float) -> None:
         self.right[kind] = kept * self.right[kind] + is_right
@@ -78,7 +79,7 @@ class _Source:
 
     Attributes:
         place: index of the token that is the next guess; 0: there is none.
-        run: how many guesses in a row were right.
+        run: how many guesses in a row were right; below 0: how many were wrong since a long run.
     """
 
     def __init__(self, request: Request, overall: Shares) -> None:
@@ -98,32 +99,48 @@ class _Source:
     @property
     def share(self) -> float:
         """Of the guesses in such a run that are right: the request's own, and those of all."""
-        kind, own, overall = int(self.run >= LONG_RUN), self._own, self._overall
+        kind, own, overall = self._kind, self._own, self._overall
         prior = PRIOR * overall.right[kind] / overall.guesses[kind]
         return (own.right[kind] - 1 + prior) / (own.guesses[kind] - 2 + PRIOR)
+
+    @property
+    def _kind(self) -> int:
+        return 2 if self.run < 0 else int(self.run >= LONG_RUN)
 
     def update(self, tokens: list[int]) -> None:
         """Compare the new tokens with their guesses and look for a source of the next one."""
         for stop in range(self._known + 1, len(tokens) + 1):
             if self.place:
                 hit = tokens[self.place] == tokens[stop - 1]
-                kind = int(self.run >= LONG_RUN)
-                self._own.add(hit, kind, FORGETTING)
-                self._overall.add(hit, kind, 1 - (1 - FORGETTING) / 10)
-                self.place, self.run = (self.place + 1, self.run + 1) if hit else (0, 0)
+                self._own.add(hit, self._kind, FORGETTING)
+                self._overall.add(hit, self._kind, 1 - (1 - FORGETTING) / 10)
+                self._follow(tokens, stop, hit)
             if stop < NGRAM:
                 continue
             a, b, c = tokens[stop - NGRAM : stop]
             slot = (a * FACTORS[0] + b * FACTORS[1] + c * FACTORS[2]) & self._mask
-            if not self.place:
-                place = self._after[slot]
-                self.place = place if tokens[place - NGRAM : place] == [a, b, c] else 0
+            place = self._after[slot] if self.run <= 0 else 0
+            if place not in (0, self.place) and tokens[place - NGRAM : place] == [a, b, c]:
+                self.place, self.run = place, 0
             self._after[slot] = stop
         self._known = len(tokens)
 
+    def _follow(self, tokens: list[int], stop: int, hit: bool) -> None:
+        """Move on by a token. Behind an edit a source that was found goes on after the same token
+        as the request if that is near, else after the one that was guessed."""
+        if hit:
+            self.run = LONG_RUN if self.run < 0 else self.run + 1
+        elif self.run >= LONG_RUN or -NGRAM < self.run < 0:
+            self.run = min(self.run, 0) - 1
+            first = max(self.place - NGRAM, 0)
+            near = tokens[first : min(self.place + NGRAM + 1, stop - 1)]
+            if tokens[stop - 1] in near:
+                self.place = first + near.index(tokens[stop - 1])
+        else:
+            self.place, self.run = -1, 0
+        self.place += 1
+
     def guesses(self, tokens: list[int], depth: int) -> list[int]:
         """The next tokens; a source that reaches the end goes on with the guesses themselves."""
-        found = tokens[self.place : self.place + depth]
-        while len(found) < depth:
-            found += found[: depth - len(found)]
-        return found
+        period = len(tokens) - self.place
+        return [tokens[self.place + i % period] for i in range(depth)]

@@ -1,21 +1,26 @@
 """Which requests get drafts, how many, and which of these are right. Knows no mlx."""
 
-import math
+from itertools import groupby
 from typing import Protocol
+
+import numpy as np
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
-from mlx_paged.scheduler.cost_model import StepWork
+from mlx_paged.scheduler.cost_model import TOKENS_GROWTH, StepWork
 from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Span, Step
 
 MIN_GAIN = 1.03
 """Drafts must promise so many times the tokens per second of a step without them."""
 
-DETERMINED = 1e-9
-"""A likelihood of 1 is lowered by this, so that it has a logarithm below 0."""
+TRIAL = 8
+"""Each such step takes half of the drafts, which shows what drafts cost."""
+
+SUREST = 1 - 1e-9
+"""No likelihood is higher, so that the first of two drafts of a request always counts more."""
 
 
 class Drafter(Protocol):
@@ -65,7 +70,7 @@ class Speculation:
     def __init__(self, drafter: Drafter, allocator: BlockAllocator, budget: ChunkBudget) -> None:
         self.drafter = drafter
         self.reads_first = False
-        self.num_drafted = self.num_accepted = 0
+        self.num_drafted = self.num_accepted = self._num_plans = 0
         self._allocator = allocator
         self._budget = budget
         budget.learns = True
@@ -103,20 +108,14 @@ class Speculation:
         spans = {span.request.id: span for span in step.spans if span.drafts}
         if not spans:
             return choices
-        kept, counts, rejected = list[SampledToken](), dict.fromkeys(spans, 0), set[int]()
-        for choice in choices:
-            request_id = choice.request.id
-            if request_id in rejected:
-                continue
-            kept.append(choice)
-            if request_id in spans:
-                drafts, count = spans[request_id].drafts, counts[request_id]
-                counts[request_id] = count + 1
-                if count == len(drafts) or drafts[count] != choice.token:
-                    rejected.add(request_id)
-        for request_id, span in spans.items():
-            if counts[request_id]:  # not ended meanwhile
-                self._settle(span, counts[request_id] - 1)
+        kept = list[SampledToken]()
+        for request_id, rows in groupby(choices, lambda choice: choice.request.id):
+            of_request, drafts = [*rows], spans[request_id].drafts if request_id in spans else ()
+            pairs = enumerate(zip(of_request, drafts, strict=False))
+            right = next((i for i, (row, draft) in pairs if row.token != draft), len(drafts))
+            kept += of_request[: right + 1]
+            if drafts:
+                self._settle(spans[request_id], right)
         return kept
 
     def _settle(self, span: Span, accepted: int) -> None:
@@ -133,46 +132,38 @@ class Speculation:
     def _likelihood(self, request: Request) -> float:
         if request.synchronous or not request.params.speculates or request.samples:
             return 0.0
-        return min(self.drafter.likelihood(request), 1 - DETERMINED)
+        return min(self.drafter.likelihood(request), SUREST)
 
     def _depths(self, likely: dict[Request, float]) -> dict[Request, int]:
         """How many drafts each request gets: those that raise the tokens per second."""
         count, cost = len(likely), self._budget.cost
         plain = StepWork(count, sum(request.num_computed for request in likely))
         seconds = cost.predict(plain)
-        hopeful = {request: p for request, p in likely.items() if p > 0}
+        hopeful = [request for request, p in likely.items() if p > 0]
         if not seconds or not hopeful:
             return {}
-        of_row = cost.predict(plain + StepWork(1, 0)) - seconds
-        best, best_rate = dict[Request, int](), MIN_GAIN * count / seconds
+        of_draft = cost.predict(plain + StepWork(1, plain.decode_context // count)) - seconds
+        longest = np.inf if self._budget.max_stall is None else self._budget.max_stall / cost.margin
+        room = max(len(hopeful), TOKENS_GROWTH * cost.most_rows - count)
         most = self.drafter.num_tokens
+        # [requests, most]: the j-th draft gives as many tokens as it is likely that j are right.
+        gives = np.array([[likely[request]] for request in hopeful]) ** np.arange(1, most + 1)
+        for given, request in zip(gives, hopeful, strict=True):
+            given[max(request.params.max_tokens - request.num_generated - 1, 0) :] = 0
+        best, best_rate = np.zeros(len(hopeful), int), MIN_GAIN * count / seconds
         while most:
-            depths, rate = dict[Request, int](), count / seconds
-            for _ in range(2):  # the rate rises with the drafts, and fewer of them pay then
-                worth = of_row * rate
-                depths = {r: d for r, p in hopeful.items() if (d := _depth(p, worth, most, r))}
-                tokens = count + sum(_expected(hopeful[r], depth) for r, depth in depths.items())
-                longer = seconds + sum(depths.values()) * of_row
-                drafting = max(depths.values(), default=0) * self.drafter.seconds_per_draft
-                rate = tokens / (longer + drafting)
-            bound = self._budget.max_stall
-            if rate > best_rate and (bound is None or (longer + drafting) * cost.margin <= bound):
-                best, best_rate = depths, rate
-            most = most // 2 if self.drafter.seconds_per_draft else 0
-        return best
-
-
-def _depth(likelihood: float, worth: float, most: int, request: Request) -> int:
-    """How many drafts pay: the j-th one gives ``likelihood ** j`` tokens and must give `worth`,
-    the tokens that the step's other rows give in the time that it takes."""
-    most = min(most, request.params.max_tokens - request.num_generated - 1)
-    if worth >= 1:
-        return 0
-    if worth > 0:
-        most = min(most, int(math.log(worth) / math.log(likelihood)))
-    return max(most, 0)
-
-
-def _expected(likelihood: float, depth: int) -> float:
-    """Mean number of right drafts: the sum of ``likelihood ** j`` for j from 1 to `depth`."""
-    return likelihood * (1 - likelihood**depth) / (1 - likelihood)
+            gives = gives[:, :most]
+            falling = np.append(np.sort(gives, axis=None)[::-1], 0.0)
+            times = seconds + of_draft * np.arange(1, len(falling))
+            times += most * self.drafter.seconds_per_draft
+            rates = (count + np.cumsum(falling[:-1])) / times
+            rates[room:] = 0
+            rates[times > longest] = 0
+            last = int(rates.argmax())
+            if rates[last] > best_rate:
+                best, best_rate = (gives > falling[last + 1]).sum(axis=1), rates[last]
+            most = most - 1 if self.drafter.seconds_per_draft else 0
+        self._num_plans += 1
+        if self._num_plans % TRIAL == 0:
+            best = best // 2
+        return {r: depth for r, depth in zip(hopeful, best.tolist(), strict=True) if depth}

@@ -103,12 +103,13 @@ class Step:
         self.requests.add(span.request.id)
         self.requests.update(fork.id for fork in span.forks)
         self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - span.start)
+        context = (span.stop * (span.stop + 1) - span.start * (span.start + 1)) // 2
         if span.drafts or len(span) == 1:
             self.decode_rows += len(span)
-            self.decode_context += span.stop
+            self.decode_context += context
         else:
             self.chunk_tokens += len(span)
-            self.chunk_context += (span.stop * (span.stop + 1) - span.start * (span.start + 1)) // 2
+            self.chunk_context += context
 
     def add_decodes(self, requests: Sequence[Request], positions: Sequence[int]) -> None:
         """Compute the last token of each request and sample the next one."""

@@ -29,6 +29,8 @@ BAD_LINES = {
     "number as text": ('{"prompt": "a", "top_k": "3"}', '"top_k" must be a number'),
     "number as truth": ('{"prompt": "a", "seed": true}', '"seed" must be a number'),
     "number is null": ('{"prompt": "a", "temp": null}', '"temp" must be a number'),
+    "switch as number": ('{"prompt": "a", "speculate": 1}', '"speculate" must be true or false'),
+    "switch as text": ('{"prompt": "a", "ignore_eos": "no"}', '"ignore_eos" must be true or f'),
     "n is text": ('{"prompt": "a", "n": "2"}', '"n" must be a whole number'),
     "n is none": ('{"prompt": "a", "n": 0}', '"n" must be at least 1'),
     "priority is a fraction": ('{"prompt": "a", "priority": 0.5}', '"priority" must be a whole'),
@@ -54,6 +56,11 @@ def test_a_line_may_be_a_chat():
     spec = read_one(f'{{"messages": {CHAT}}}')
     assert spec.prompt is None
     assert spec.messages == [{"role": "user", "content": "hi"}]
+
+
+def test_a_line_may_switch_drafts_off_and_go_on_after_the_end():
+    spec = read_one('{"prompt": "a", "speculate": false, "ignore_eos": true}')
+    assert spec.options == {"speculate": False, "ignore_eos": True}
 
 
 def test_options_are_named_as_in_sampling_params():

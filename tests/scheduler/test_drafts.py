@@ -1,6 +1,7 @@
 """Which drafts a step gets, what becomes of them, and where n-grams find them."""
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -158,6 +159,83 @@ def test_drafts_end_before_the_last_token_and_at_the_bound_of_a_stall():
     assert not bounded.schedule().spans[0].drafts
 
 
+def test_the_first_drafts_are_few_and_then_no_more_than_twice_as_many_rows():
+    scheduler = Scheduler(BlockAllocator(100, 4), 8, 64, drafter=Always(likelihood=0.99))
+    started(scheduler, 5, 5)
+    rows = []
+    for _ in range(6):
+        step = scheduler.schedule()
+        rows.append(step.decode_rows)
+        scheduler.budget.observe(step.work, 0.01)
+        finish(scheduler, step)
+    assert rows[0] == 2, "nothing is known of the cost yet"
+    assert rows[1] == 4 and all(b <= 2 * a for a, b in pairwise(rows))
+    assert max(rows) > 16
+
+
+def test_the_bound_of_a_stall_leaves_those_drafts_that_fit():
+    scheduler = scheduler_with(Always(likelihood=0.99), row_seconds=0.001, max_stall=0.0195)
+    started(scheduler, 5)
+    (span,) = scheduler.schedule().spans
+    margin = scheduler.budget.cost.margin
+    assert 0 < len(span.drafts) < MAX_DRAFTS
+    assert (0.010 + 0.001 * len(span)) * margin <= 0.0195 < (0.013 + 0.001 * len(span)) * margin
+
+
+def test_every_row_of_a_request_attends_to_its_context():
+    scheduler = scheduler_with(Always())
+    started(scheduler, 5)
+    step = scheduler.schedule()
+    rows = step.decode_rows
+    assert rows > 2 and step.decode_context == sum(range(6, 6 + rows))
+
+
+def speed_of_copying(drafter: NgramDrafter | None, of_row: float, constant: float) -> float:
+    """Tokens per second of 16 requests that copy their prompts, an edit in 16 tokens, if a row
+    takes `of_row` seconds; times vary by a seventh."""
+    rng = random.Random(7)
+    right: dict[int, list[int]] = {}
+    scheduler = Scheduler(BlockAllocator(2000, 16), 16, 512, drafter=drafter)
+    for i in range(32):
+        text = [rng.randrange(10**6) for _ in range(320)]
+        edited = [t if rng.random() > 1 / 16 else rng.randrange(10**6) for t in text]
+        request = Request(i, [*edited, *text[:4]], SamplingParams(max_tokens=200), seed=0)
+        right[i] = text[4:]
+        scheduler.add(request)
+    seconds = tokens = 0.0
+    while scheduler.running or scheduler.waiting:
+        step = scheduler.schedule()
+        took = (constant + of_row * (step.decode_rows + step.chunk_tokens)) * rng.uniform(
+            0.86, 1.16
+        )
+        rows = [
+            SampledToken(s.request, right[s.request.id][s.request.num_generated + j], 0.0)
+            for s in step.spans
+            if s.samples
+            for j in range(1 + len(s.drafts))
+        ]
+        for choice in scheduler.speculation.accept(step, rows) if drafter else rows:
+            choice.request.tokens.append(choice.token)
+            tokens += 1
+        scheduler.commit(step)
+        scheduler.budget.observe(step.work, took)
+        seconds += took
+        for span in step.spans:
+            if span.request.num_generated >= span.request.params.max_tokens:
+                scheduler.complete(span.request)
+    return tokens / seconds
+
+
+@pytest.mark.parametrize(
+    ("constant", "of_row", "least"),
+    [(0.020, 0.00005, 3.0), (0.0075, 0.00047, 1.05), (0.005, 0.003, 0.96)],
+    ids=["bandwidth bound", "CPU", "a row costs nearly a step"],
+)
+def test_drafts_gain_what_they_can_and_lose_nothing(constant, of_row, least):
+    plain = speed_of_copying(None, of_row, constant)
+    assert speed_of_copying(NgramDrafter(), of_row, constant) > least * plain
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -214,7 +292,7 @@ def test_tokens_that_never_came_before_have_no_guess(tokens):
 
 
 def test_right_guesses_make_more_of_them_likely_and_a_wrong_one_ends_the_run():
-    copied = [random.Random(1).randrange(10**6) for _ in range(40)]
+    copied = random.Random(1).sample(range(10**6), 40)
     drafter, request = ngram([*copied, *copied[:3]])
     seen = []
     for token in copied[3:30]:
@@ -222,8 +300,35 @@ def test_right_guesses_make_more_of_them_likely_and_a_wrong_one_ends_the_run():
         seen.append(drafter.likelihood(request))
     assert seen == sorted(seen) or min(seen[5:]) > 0.5
     assert seen[-1] > 0.95 and drafter.propose([request], [4]) == [copied[30:34]]
-    request.tokens.append(10**6 + 1)
-    assert drafter.likelihood(request) == 0
+    request.tokens += [10**6 + i for i in range(4)]
+    assert drafter.likelihood(request) == 0, "an edit is shorter"
+
+
+@pytest.mark.parametrize(
+    ("edit", "following"),
+    [([-1], 21), ([], 21), ([-1, 20], 21), ([-1, -2, 20], 21)],
+    ids=["replaced", "left out", "added", "two added"],
+)
+def test_behind_an_edit_the_source_goes_on(edit, following):
+    """At once if its tokens stand where the edit is left, and without a match of three tokens."""
+    source = list(range(100, 140))
+    drafter, request = ngram([*source, 7, *source[:10]])
+    for token in [*source[10:20], *(source[i] if i >= 0 else i for i in edit)]:
+        request.tokens.append(token)
+        drafter.likelihood(request)
+    if not edit:
+        request.tokens.append(source[21])
+        following = 22
+    assert drafter.likelihood(request) > 0
+    assert drafter.propose([request], [3]) == [source[following : following + 3]]
+
+
+def test_a_new_match_replaces_a_source_behind_an_edit():
+    source, other = list(range(100, 140)), [1, 2, 3, 50, 51, 52]
+    drafter, request = ngram([*other, *source, 7, *source[:10]])
+    request.tokens += [*source[10:20], 1, 2, 3]
+    assert drafter.likelihood(request) > 0
+    assert drafter.propose([request], [3]) == [[50, 51, 52]]
 
 
 def test_tokens_of_one_slot_of_the_table_are_told_apart():
