@@ -31,6 +31,7 @@ from mlx_paged.kv.memory import (
     num_snapshots_for,
     promise_snapshots,
 )
+from mlx_paged.kv_disk.opening import open_tier
 from mlx_paged.metrics.recorder import RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import TickLog
@@ -98,10 +99,15 @@ class Engine(EngineCore):
             lookahead. All steps are slower then.
         metrics_jsonl: write one line for every tick to this file.
         spike_ms: longer steps are listed as spikes; default: three times the usual time.
+        kv_disk: a directory in which K/V outlives the pool and the process (docs/kv-disk.md).
+            :meth:`close` writes what is missing there. Default: none.
+        kv_disk_gb: GB in this directory at most.
+        model_files: directories that the model was loaded from. Their hash is kept in `kv_disk`
+            while they do not change; without them every start hashes all weights.
 
     Raises:
         UnsupportedModelError: results for this model could be wrong.
-        ValueError: an argument out of range.
+        ValueError: an argument out of range, or `kv_disk` cannot be used or is in use.
         OSError: `metrics_jsonl` cannot be written.
     """
 
@@ -131,6 +137,9 @@ class Engine(EngineCore):
         profile: bool = False,
         metrics_jsonl: str | PathLike[str] | None = None,
         spike_ms: float | None = None,
+        kv_disk: str | PathLike[str] | None = None,
+        kv_disk_gb: float = 20.0,
+        model_files: Sequence[str | PathLike[str]] = (),
     ) -> None:
         block_size = integer("Engine", "block_size", block_size, 1, MAX_INT32)
         kv_memory = optional_integer("Engine", "kv_memory", kv_memory, 1)
@@ -142,6 +151,9 @@ class Engine(EngineCore):
         seed = optional_integer("Engine", "seed", seed, 0)
         snapshot_memory = optional_integer("Engine", "snapshot_memory", snapshot_memory, 0)
         require_positive("Engine", "spike_ms", spike_ms)
+        require_positive("Engine", "kv_disk_gb", kv_disk_gb)
+        can_share = prefix_cache or kv_disk is None
+        require(can_share, "Engine", "prefix_cache", prefix_cache, "True with kv_disk")
         is_model = draft_model is None or isinstance(draft_model, nn.Module)
         require(is_model, "Engine", "draft_model", draft_model, "an mlx-lm model or None")
         integer("Engine", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFTS)
@@ -188,6 +200,11 @@ class Engine(EngineCore):
             max_snapshots=most_snapshots,
             drafter=drafter,
         )
+        if kv_disk is not None:
+            num_bytes = int(kv_disk_gb * 10**9)
+            args = model, tokenizer, self.manager, scheduler.budget.seconds_to_compute
+            scheduler.tier = open_tier(kv_disk, num_bytes, model_files, *args)
+            scheduler.budget.learns = True
         promise_snapshots(self.manager.allocator, probed.state_bytes)
         phases = PhaseTimes() if profile else None
         if phases is None:
@@ -214,18 +231,32 @@ class Engine(EngineCore):
         self._unwire = hold_wired_limit(self)
 
     def close(self, stream: Any = None) -> None:
-        """Release MLX's wired limit now, not only when the engine is collected. The engine can go
-        on.
+        """Release MLX's wired limit now, not only when the engine is collected, and with `kv_disk`
+        write what is cached and give up the directory. The engine can go on.
 
         Args:
             stream: computes the steps, if it is not the default stream.
         """
+        tier = self.scheduler.tier
+        if tier is not None:
+            while self.copy_when_idle():
+                pass
+            self.scheduler.tier = None
+            tier.close()
+            for request in tier.loading.values():
+                self.scheduler.waiting.push(request)
         if self._unwire is not None:
             unwire, self._unwire = self._unwire, None
             try:
                 mx.synchronize(stream)
             finally:  # also after an error of the device
                 unwire()
+
+    @exclusive
+    def copy_when_idle(self) -> bool:
+        """Copy some cached blocks to `kv_disk` if there is nothing else to do; whether to call this
+        again."""
+        return not self.has_work and self._pipeline.copy_when_idle()
 
     def step(self) -> list[TokenOutput]:
         if self._dropped:

@@ -97,9 +97,10 @@ class TickRecorder:
             | self._log.summary()
             | {
                 "running": len(scheduler.running),
-                "waiting": len(scheduler.waiting),
+                "waiting": scheduler.num_waiting,
                 "blocks_in_use": allocator.blocks_in_use,
                 "blocks_cached": allocator.num_cached,
+                "kv_disk": None if scheduler.tier is None else scheduler.tier.metrics(),
                 "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
                 "cow_clones_per_token": stats.cow_clones / max(1, stats.generation_tokens),
                 "tokens_by_phase": {
@@ -178,7 +179,7 @@ class TickRecorder:
         """Current levels, and how much the counters grew since the tick before."""
         stats, scheduler = self._stats, self._scheduler
         allocator = scheduler.allocator
-        tick.running, tick.waiting = len(scheduler.running), len(scheduler.waiting)
+        tick.running, tick.waiting = len(scheduler.running), scheduler.num_waiting
         tick.blocks_in_use, tick.blocks_cached = allocator.blocks_in_use, allocator.num_cached
         stats.blocks_in_use = tick.blocks_in_use
         tick.preemptions = scheduler.num_preemptions - stats.preemptions

@@ -2,7 +2,7 @@
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
-from mlx_paged.kv.prefix_match import MissReason
+from mlx_paged.kv_disk.tier import KVDiskTier
 from mlx_paged.request import Request
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy, WaitingQueue, choose_preempted
 from mlx_paged.scheduler.snapshot_plan import SnapshotPlan
@@ -18,6 +18,9 @@ class Places:
     later forks. They lose their blocks before any running request is preempted.
 
     The arguments are those of :class:`Scheduler`.
+
+    Attributes:
+        tier: K/V on a disk, and the requests that wait for it; None: there is no disk.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Places:
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
             self._plan = SnapshotPlan(allocator, max_snapshots)
+        self.tier: KVDiskTier | None = None
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
         self.running: dict[int, Request] = {}  # by id, oldest admission first
@@ -48,8 +52,13 @@ class Places:
         self._isolated: dict[int, Request] = {}
 
     @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, and those that wait for the disk."""
+        return len(self.waiting) + (0 if self.tier is None else len(self.tier.loading))
+
+    @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.num_waiting or self.running)
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError if the request needs more blocks than the pool has."""
@@ -65,7 +74,8 @@ class Places:
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it can never fit."""
         self.check_fits(request)
-        self.waiting.push(request)
+        if self.tier is None or not self.tier.ask(request):
+            self.waiting.push(request)
 
     def park(self, request: Request) -> None:
         """Park a running request that has to wait for others."""
@@ -126,13 +136,14 @@ class Places:
                     return False
                 self._evict_parked()
         step.copies += admission.copies
+        miss = admission.miss if self.tier is None else self.tier.admitted(request, admission)
         request.num_computed = admission.num_cached
         request.prefix_without_state = admission.prefix_without_state
         if admission.snapshot is not None:
             step.restores.append((request, admission.snapshot))
         if request.num_preempted == 0:
             request.num_cached = admission.num_cached
-            request.prefix_miss = admission.miss if self.prefix_cache else MissReason.DISABLED
+            request.prefix_miss = miss
         return True
 
     def _make_room(self, step: Step) -> Request:

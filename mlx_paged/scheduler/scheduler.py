@@ -85,16 +85,15 @@ class Scheduler(Places):
     def schedule(self) -> Step:
         """Choose this step's tokens and make their slots writable."""
         step = Step()
+        if self.tier is not None:
+            for request in self.tier.arrived(waits=not (self.waiting or self.running)):
+                self.waiting.push(request)
         if self._isolated:
             self._schedule_isolated(step)
-            return step
-        decodes, step.prompts, exhausted = sort_by_pending(self.running.values())
-        for request in exhausted:
-            self._leave_running(request)
-        if self.speculation is not None:
-            decodes = self.speculation.schedule(step, decodes)
-        self._schedule_decodes(step, decodes)
-        self._schedule_prompts(step)
+        else:
+            self._schedule_all(step)
+        if self.tier is not None:
+            step.stores = self.tier.leaving()
         return step
 
     def complete(self, request: Request) -> None:
@@ -104,6 +103,8 @@ class Scheduler(Places):
             self.speculation.drafter.drop(request)
         if request in self.waiting:
             self.waiting.remove(request)
+        if self.tier is not None:
+            self.tier.forget(request)
         if request.samples:
             self._hand_over_samples(request)
         if request.id in self.running:
@@ -147,12 +148,23 @@ class Scheduler(Places):
             request.num_in_flight = 0
         for request in failed:
             request.error = None  # of the failed step; the caller does not know it
+            if self.tier is not None:
+                self.tier.forget(request)
             if request not in self.waiting:  # its last token was under way
                 request.num_in_flight = request.num_computed = 0
                 self.waiting.push(request)
             self._isolated[request.id] = request
 
     # What is computed
+
+    def _schedule_all(self, step: Step) -> None:
+        decodes, step.prompts, exhausted = sort_by_pending(self.running.values())
+        for request in exhausted:
+            self._leave_running(request)
+        if self.speculation is not None:
+            decodes = self.speculation.schedule(step, decodes)
+        self._schedule_decodes(step, decodes)
+        self._schedule_prompts(step)
 
     def _schedule_decodes(self, step: Step, decodes: list[Request]) -> None:
         needed = self.allocator.blocks_to_append(len(decodes))
@@ -253,6 +265,11 @@ class Scheduler(Places):
         has_room = request.id in self.parked or self.budget.can_start(step, request, block_size)
         if request.num_in_flight or not has_room:
             return False
+        if self.tier is not None and request.id not in self.parked:
+            if self.tier.delays(request, step.loads):
+                if request.id in self.tier.loading:
+                    self.waiting.remove(request)
+                return False
         return self._enter(step, request, self._spare_blocks(request) + spare)
 
     def _hand_over_samples(self, request: Request) -> None:
