@@ -63,7 +63,8 @@ def _written(cache: mx.array, indices: mx.array, data: mx.array) -> mx.array:
     if width > 1 and ops.kernel_for(None, width // 2, width // 2) == "native":
         cells = _rows(cache).view(dtype).reshape(num_blocks, -1, 1, width).transpose(1, 0, 2, 3)
         k, v = mx.split(data.view(dtype).reshape(len(indices), -1, width), 2, axis=-1)
-        written = ops.write_kv(k, v, *mx.split(cells, 2, axis=-1), indices)
+        k_cells, v_cells = mx.split(cells, 2, axis=-1)
+        written = ops.write_kv(k, v, k_cells, v_cells, indices)
         handle: mx.array = mx.depends([cache], list(written))[0]
         return handle
     changed = mx.array(_rows(cache))

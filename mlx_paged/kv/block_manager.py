@@ -2,9 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from tempfile import TemporaryFile
-from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -14,12 +11,11 @@ from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.block_tables import Int32Array
-from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
+from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 from mlx_paged.ops.formats import KVBits
 
-T = TypeVar("T")
 LayerKV = tuple[mx.array, mx.array]
 PrefillForward = Callable[[mx.array, int], Sequence[LayerKV]]
 
@@ -70,8 +66,6 @@ class KVBlockManager:
         dtype: of K and V: float32, float16 or bfloat16.
         v_head_dim: head dimension of the values; default `head_dim`.
         kv_bits: 8 or "8,4" to store K and V quantized; see :mod:`mlx_paged.ops.formats`.
-        spills: where blocks lack, spill the sequences used least recently: True to host memory, a
-            directory to files in it that have no name. See :meth:`spill_to_host`.
 
     Raises:
         ValueError: a size is no integer or out of range, a list's length is not `n_layers`, the
@@ -88,7 +82,6 @@ class KVBlockManager:
         dtype: mx.Dtype = mx.float16,
         v_head_dim: int | Sequence[int] | None = None,
         kv_bits: KVBits = None,
-        spills: bool | str | PathLike[str] = False,
     ) -> None:
         n_layers = integer("KVBlockManager", "n_layers", n_layers, 1)
         block_size = integer("KVBlockManager", "block_size", block_size, 1, MAX_INT32)
@@ -103,7 +96,6 @@ class KVBlockManager:
         plain = [KVShape(*dims, dtype) for dims in zip(heads, k_dims, v_dims, strict=True)]
         shapes = [shape.quantized("KVBlockManager", kv_bits) for shape in plain]
         self._make(plan_pool(shapes, [None] * n_layers, block_size), block_size, max_blocks, 0)
-        self._spills = spills
 
     @classmethod
     def planned(
@@ -119,7 +111,6 @@ class KVBlockManager:
         self.plan = plan
         self.allocator = BlockAllocator(max_blocks, block_size, plan.groups, chunk)
         self.pool = KVPool((), max_blocks, block_size, plan)
-        self._spills: bool | str | PathLike[str] = False
         self._used: dict[int, None] = {}  # sequences in the pool, the latest used last
         self._spilled: dict[int, tuple[int, npt.NDArray[np.uint8] | None]] = {}
 
@@ -151,8 +142,7 @@ class KVBlockManager:
         seq_id = integer("new_sequence", "seq_id", seq_id)
         prompt_len = integer("new_sequence", "prompt_len", prompt_len, 0)
         self._check_new("new_sequence", seq_id)
-        admit = self.allocator.admit
-        self._copy_blocks(self._with_room(lambda: admit(seq_id, prompt_len, tokens)).copies)
+        self._copy_blocks(self.allocator.admit(seq_id, prompt_len, tokens).copies)
         return self._view(seq_id)
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> BlockTableView:
@@ -178,8 +168,7 @@ class KVBlockManager:
         """
         start = integer("make_writable", "start", start, 0)
         stop = integer("make_writable", "stop", stop, start + 1)
-        make = self.allocator.make_writable
-        self._copy_blocks(self._with_room(lambda: make(seq_id, start, stop), keep=seq_id))
+        self._copy_blocks(self.allocator.make_writable(seq_id, start, stop))
         self._touch(seq_id)
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> None:
@@ -284,8 +273,7 @@ class KVBlockManager:
     # Tiering
 
     def spill_to_host(self, seq_id: int | None = None) -> int:
-        """Move a sequence's K/V to host memory, or to the directory that `spills` names, and give
-        up its blocks; returns the sequence.
+        """Move a sequence's K/V to host memory and give up its blocks; returns the sequence.
 
         Until :meth:`prefetch` it cannot be read, written or forked; :meth:`free` ends it. Blocks
         that it shares stay with the others.
@@ -296,14 +284,8 @@ class KVBlockManager:
         seq_id = next(iter(self._used), None) if seq_id is None else seq_id
         if seq_id is None or seq_id not in self.allocator:
             raise ValueError(f"[spill_to_host] seq_id is {seq_id}: expected a sequence in the pool")
-        blocks, content = self.allocator.table(seq_id).tolist(), None
-        if blocks:
-            content = np.array(read_blocks(self.pool, blocks, 0))
-        if content is not None and not isinstance(self._spills, bool):
-            with TemporaryFile(dir=self._spills) as file:
-                file.write(content)
-                file.flush()
-                content = np.memmap(file, np.uint8, "r", shape=content.shape)
+        blocks = self.allocator.table(seq_id).tolist()
+        content = np.array(read_blocks(self.pool, blocks, 0)) if blocks else None
         num_tokens = self.allocator.num_tokens(seq_id)
         self.free(seq_id)
         self._spilled[seq_id] = num_tokens, content
@@ -314,22 +296,11 @@ class KVBlockManager:
         if seq_id not in self._spilled:
             raise ValueError(f"[prefetch] seq_id is {seq_id}: expected a spilled sequence")
         num_tokens, content = self._spilled[seq_id]
-        self._with_room(lambda: self.allocator.admit(seq_id, num_tokens))
+        self.allocator.admit(seq_id, num_tokens)
         del self._spilled[seq_id]
         self._touch(seq_id)
         if content is not None:
             write_blocks(self.pool, self.allocator.table(seq_id).tolist(), 0, content)
-
-    def _with_room(self, call: Callable[[], T], keep: int | None = None) -> T:
-        """Call what needs blocks. With `spills`, spill sequences but `keep` until it has them."""
-        while True:
-            try:
-                return call()
-            except OutOfBlocksError:
-                victim = next((seq_id for seq_id in self._used if seq_id != keep), None)
-                if self._spills is False or victim is None:
-                    raise
-                self.spill_to_host(victim)
 
     def _touch(self, *seq_ids: int) -> None:
         """These sequences are the latest to be used."""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.prefix_cache import ABSENT, CachedBlock, PrefixCache
@@ -65,7 +64,8 @@ class PrefixMatch:
     copies: Sequence[BlockCopy] = ()
 
 
-class NeededBlock(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NeededBlock:
     """A full block that a prompt could reuse.
 
     Attributes:

@@ -40,10 +40,6 @@ def _check_thread() -> None:
     assert getattr(_thread, "may_wait", False), "a disk call on a thread that must not wait"
 
 
-class DamagedError(Exception):
-    """A record that cannot be trusted; its argument says why in a word."""
-
-
 class Location(NamedTuple):
     """Where a record is; `num_bytes` are those of its payload."""
 
@@ -56,38 +52,33 @@ class Location(NamedTuple):
         return self.offset + HEADER.size + self.num_bytes
 
 
-def checksums(payload: Any) -> tuple[int, int]:
-    """A CRC of 32 bits and the sum of all whole 64-bit words."""
+def _header(identity: bytes, key: bytes, payload: Any) -> bytes:
     words = np.frombuffer(payload, np.uint64, len(payload) // 8)
-    return zlib.crc32(payload), int(words.sum(dtype=np.uint64))
+    sums = zlib.crc32(payload), int(words.sum(dtype=np.uint64))
+    rest = HEADER.pack(RECORD, 0, identity, key, len(payload), *sums)[8:]
+    return RECORD + zlib.crc32(rest).to_bytes(4, "little") + rest
 
 
-def parsed(header: Any) -> tuple[bytes, bytes, bytes, int, int, int]:
-    """Magic, identity, key, and the payload's bytes, CRC and sum.
-
-    Raises:
-        DamagedError: the header is short or wrong.
-    """
+def damage(header: Any) -> str | None:
+    """Why a header cannot be trusted; None: it can."""
     if len(header) < HEADER.size:
-        raise DamagedError("truncated")
-    magic, check, *values = HEADER.unpack(header)
-    if magic not in (RECORD, DEAD) or zlib.crc32(header[8:]) != check:
-        raise DamagedError("header")
-    return magic, *values
+        return "truncated"
+    is_known = header[:4] in (RECORD, DEAD)
+    is_right = zlib.crc32(header[8:]) == int.from_bytes(header[4:8], "little")
+    return None if is_known and is_right else "header"
 
 
 def _checked(record: Any, place: Location, identity: bytes, key: bytes) -> Any:
     """The payload of a record if it is what was written under this key, else a reason."""
-    try:
-        magic, *names, size, crc, total = parsed(record[: HEADER.size])
-    except DamagedError as error:
-        return str(error)
+    header, payload = bytes(record[: HEADER.size]), record[HEADER.size :]
+    if (reason := damage(header)) is not None:
+        return reason
+    magic, _, *names, size, _, _ = HEADER.unpack(header)
     if magic != RECORD or names != [identity, key] or size != place.num_bytes:
         return "another"
-    payload = record[HEADER.size :]
     if len(payload) < size:
         return "truncated"
-    return payload if checksums(payload) == (crc, total) else "checksum"
+    return payload if _header(identity, key, payload) == header else "checksum"
 
 
 class PackFiles:
@@ -98,6 +89,7 @@ class PackFiles:
 
     Attributes:
         packs: bytes of each pack by its number, the one unused longest first.
+        written_today: bytes of the packs found that were written in 24 hours, as their times say.
 
     Raises:
         ValueError: another engine uses the directory, or it cannot be used.
@@ -106,26 +98,24 @@ class PackFiles:
     def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:
         self.directory = Path(directory)
         self.max_bytes = max_bytes
-        self._pack_bytes = min(MAX_PACK, max(MIN_PACK, max_bytes // PACKS))
         self.packs: OrderedDict[int, int] = OrderedDict()
+        self.written_today = 0
+        self._pack_bytes = min(MAX_PACK, max(MIN_PACK, max_bytes // PACKS))
         self._last: int | None = None  # the pack to append to
-        known = f"[Engine] kv_disk is {str(directory)!r}"
+        problem, lock = "", -1
         try:
             self.directory.mkdir(0o700, parents=True, exist_ok=True)
             lock = _private(self.directory / "lock", os.O_RDWR)
-        except OSError as error:
-            raise ValueError(
-                f"{known} ({error.strerror}): expected a directory that can be written"
-            ) from error
-        self._unlock = finalize(self, os.close, lock)
-        try:
+            self.close = finalize(self, os.close, lock)  # lets others use the directory
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError:
             user = os.pread(lock, 20, 0).decode(errors="replace").strip() or "unknown"
-            self._unlock()
-            raise ValueError(
-                f"{known}, which process {user} uses: expected a directory of its own"
-            ) from error
+            self.close()
+            problem = f", which process {user} uses: expected a directory of its own"
+        except OSError as error:
+            problem = f" ({error.strerror}): expected a directory that can be written"
+        if problem:
+            raise ValueError(f"[Engine] kv_disk is {str(directory)!r}{problem}")
         os.pwrite(lock, f"{os.getpid():<20}".encode(), 0)
 
     @property
@@ -135,12 +125,6 @@ class PackFiles:
     def path(self, pack: int) -> Path:
         return self.directory / f"{pack:08}.kv"
 
-    def written_today(self) -> int:
-        """Bytes of the packs that were written in the last 24 hours, as their times say."""
-        _check_thread()
-        times = {pack: self.path(pack).stat().st_mtime for pack in self.packs}
-        return sum(self.packs[pack] for pack, then in times.items() if then > time() - 86400)
-
     def scan(self) -> Iterator[tuple[bytes, bytes, Location] | str]:
         """Every record as its identity, key and place, newest pack first; of damage the reason."""
         _check_thread()
@@ -149,29 +133,31 @@ class PackFiles:
             if path.stem.isdecimal() and path == self.path(int(path.stem)):
                 status = path.stat()
                 found.append((status.st_atime, int(path.stem), status.st_size))
+                self.written_today += status.st_size * (status.st_mtime > time() - 86400)
         self.packs.update((pack, size) for _, pack, size in sorted(found))
         for pack, size in reversed(list(self.packs.items())):
             try:
                 yield from self._records(pack, size)
-            except DamagedError as error:
-                yield str(error)
             except OSError:
                 yield "unreadable"
 
-    def _records(self, pack: int, num_bytes: int) -> Iterator[tuple[bytes, bytes, Location]]:
+    def _records(self, pack: int, num_bytes: int) -> Iterator[tuple[bytes, bytes, Location] | str]:
         with self.path(pack).open("rb", buffering=0) as file:
-            if file.read(len(FILE_MAGIC)) != FILE_MAGIC:
-                raise DamagedError("format")
-            place = Location(pack, len(FILE_MAGIC), 0)
-            while place.offset < num_bytes:
-                header = os.pread(file.fileno(), HEADER.size, place.offset)
-                magic, identity, key, size, *_ = parsed(header)
-                place = place._replace(num_bytes=size)
-                if place.end > num_bytes:
-                    raise DamagedError("truncated")
-                if magic == RECORD:
-                    yield identity, key, place
-                place = Location(pack, place.end, 0)
+            offset, reason = len(FILE_MAGIC), None
+            if file.read(offset) != FILE_MAGIC:
+                reason = "format"
+            while reason is None and offset < num_bytes:
+                header = os.pread(file.fileno(), HEADER.size, offset)
+                if (reason := damage(header)) is None:
+                    magic, _, identity, key, size, *_ = HEADER.unpack(header)
+                    place = Location(pack, offset, size)
+                    offset = place.end
+                    if offset > num_bytes:
+                        reason = "truncated"
+                    elif magic == RECORD:
+                        yield identity, key, place
+        if reason is not None:
+            yield reason
 
     def append(self, identity: bytes, key: bytes, payload: Any) -> tuple[Location, list[int]]:
         """Write a record; returns its place and the packs that were given up for it.
@@ -185,31 +171,25 @@ class PackFiles:
         left = disk.f_bavail * disk.f_frsize - size
         if size > self.max_bytes or left < MIN_FREE * disk.f_blocks * disk.f_frsize:
             raise OSError(errno.ENOSPC, "the disk is too full")
-        if self._last is None or self.packs[self._last] + size > self._pack_bytes:
-            pack = max(self.packs, default=0) + 1
-            file = _private(self.path(pack), os.O_WRONLY | os.O_EXCL)
-            self.packs[pack], self._last = 0, pack
-        else:
-            pack = self._last
-            file = os.open(self.path(pack), os.O_WRONLY)
-        removed = []
-        while self.num_bytes + size > self.max_bytes and (oldest := next(iter(self.packs))) != pack:
-            removed.append(oldest)
-            self.remove(oldest)
-        rest = HEADER.pack(RECORD, 0, identity, key, len(payload), *checksums(payload))[8:]
-        parts = [RECORD, zlib.crc32(rest).to_bytes(4, "little"), rest, payload]
+        pack, is_new = self._last, False
+        if pack is None or self.packs[pack] + size > self._pack_bytes:
+            pack, is_new = max(self.packs, default=0) + 1, True
+        file = _private(self.path(pack), os.O_WRONLY | (os.O_EXCL if is_new else 0))
+        self._last = None  # what comes after a torn record is not found again
         try:
-            if not self.packs[pack]:
+            if is_new:
+                self.packs[pack] = 0
                 self.packs[pack] = os.write(file, FILE_MAGIC)
+            removed = []
+            while self.num_bytes + size > self.max_bytes and next(iter(self.packs)) != pack:
+                removed.append(next(iter(self.packs)))
+                self.remove(removed[-1])
             place = Location(pack, self.packs[pack], len(payload))
-            if os.pwritev(file, parts, place.offset) != size:
+            if os.pwritev(file, [_header(identity, key, payload), payload], place.offset) != size:
                 raise OSError(errno.ENOSPC, "the disk is full")
-        except OSError:
-            self._last = None  # what comes after a torn record is not found again
-            raise
         finally:
             os.close(file)
-        self.packs[pack] = place.end
+        self.packs[pack], self._last = place.end, pack
         return place, removed
 
     def read(
@@ -229,14 +209,13 @@ class PackFiles:
             content: Any = np.empty(wanted[stop - 1][1].end - first.offset, np.uint8)
             try:
                 with self.path(first.pack).open("rb", buffering=0) as file:
-                    count = os.preadv(file.fileno(), [content], first.offset)
+                    view = content.data[: os.preadv(file.fileno(), [content], first.offset)]
             except OSError:
-                yield from ((key, "unreadable") for key, _ in wanted[start:stop])
-            else:
-                view = content.data[:count]
-                for key, place in wanted[start:stop]:
-                    record = view[place.offset - first.offset : place.end - first.offset]
-                    yield key, _checked(record, place, identity, key)
+                view = None
+            for key, place in wanted[start:stop]:
+                part = slice(place.offset - first.offset, place.end - first.offset)
+                is_read = view is not None
+                yield key, _checked(view[part], place, identity, key) if is_read else "unreadable"
             start = stop
 
     def used(self, packs: set[int]) -> None:
@@ -258,10 +237,6 @@ class PackFiles:
         del self.packs[pack]
         self._last = None if pack == self._last else self._last
         self.path(pack).unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Let others use the directory."""
-        self._unlock()
 
 
 def _private(path: Path, flags: int) -> int:

@@ -80,14 +80,14 @@ class DiskStore:
         return len(self._index) + len(self._pending)
 
     @property
-    def has_room(self) -> bool:
-        """Whether :meth:`put` takes more now."""
-        return self._staged < STAGING and self.is_writable
-
-    @property
     def is_writable(self) -> bool:
         """Whether no write failed just now."""
         return monotonic() >= self._resume
+
+    @property
+    def has_room(self) -> bool:
+        """Whether :meth:`put` takes more now."""
+        return self._staged < STAGING and self.is_writable
 
     def size_of(self, key: bytes) -> int:
         """Bytes of a payload; 0 if it is unknown or in memory still."""
@@ -147,7 +147,7 @@ class DiskStore:
         for pack in self._packs.packs.keys() - live:
             with suppress(OSError):
                 self._packs.remove(pack)
-        self._written = self._packs.written_today()
+        self._written = self._packs.written_today
 
     def _write(self, key: bytes, payload: Any) -> None:
         try:

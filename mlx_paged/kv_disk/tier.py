@@ -132,10 +132,10 @@ class KVDiskTier:
             blocks = self._allocator.store.blocks_of(known.block)
             self._leaving[key] = BlockTransfer(key, group, blocks)
         snapshots, key = self._allocator.snapshots, block_key(known.hash, -1)
-        if snapshots is not None and key not in self.store:
-            if snapshots.longest(known.block, size) == size:
-                states = snapshots.use(known.block, size).states
-                self._leaving[key] = BlockTransfer(key, group, (), states)
+        has_state = snapshots is not None and snapshots.longest(known.block, size) == size
+        if snapshots is not None and has_state and key not in self.store:
+            states = snapshots.use(known.block, size).states
+            self._leaving[key] = BlockTransfer(key, group, (), states)
 
     # From the store to the pool
 

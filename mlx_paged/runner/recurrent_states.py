@@ -110,7 +110,8 @@ def packed(states: States | Any) -> Any:
 
 def unpacked(content: Any) -> States:
     """The states of which :func:`packed` made these bytes."""
-    arrays, known = mx.load(BytesIO(content), format="safetensors", return_metadata=True)
+    loaded: Any = mx.load(BytesIO(content), format="safetensors", return_metadata=True)
+    arrays, known = loaded
     lengths = map(int, known["lengths"].split(","))
     return [[arrays.get(f"{i}.{j}") for j in range(count)] for i, count in enumerate(lengths)]
 

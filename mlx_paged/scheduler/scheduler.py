@@ -265,11 +265,11 @@ class Scheduler(Places):
         has_room = request.id in self.parked or self.budget.can_start(step, request, block_size)
         if request.num_in_flight or not has_room:
             return False
-        if self.tier is not None and request.id not in self.parked:
-            if self.tier.delays(request, step.loads):
-                if request.id in self.tier.loading:
-                    self.waiting.remove(request)
-                return False
+        asks = self.tier is not None and request.id not in self.parked
+        if self.tier is not None and asks and self.tier.delays(request, step.loads):
+            if request.id in self.tier.loading:
+                self.waiting.remove(request)
+            return False
         return self._enter(step, request, self._spare_blocks(request) + spare)
 
     def _hand_over_samples(self, request: Request) -> None:
