@@ -2,8 +2,8 @@
 
     python -m scripts.kv_disk_turns [--rounds 3] [--requests 128] [--share 0.25]
 
-The workload is bench.serving's preset agent-turns, two requests at a time, beside two streams that
-run all the time. In turns, new engines answer it with a disk and without. The tokens must be equal.
+The workload: 16 agents in turns; each turn adds 256 to 511 tokens to the agent's context and takes
+16 to 32 tokens of output. Two requests run at a time, beside two streams that run all the time. In turns, new engines answer it with a disk and without. The tokens must be equal.
 Printed are the prompt tokens computed, the bytes written beside the unique ones, and percentiles of
 the streams' steps.
 """
@@ -20,19 +20,31 @@ from typing import Any
 import numpy as np
 
 from bench.models import llama_model
-from bench.serving.trace import Trace
-from bench.serving.workload import PRESETS, make_jobs
+from bench.serving.trace import Job, Trace
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, FRACTION, Parser
 
 BLOCK = 16
 AT_ONCE, STREAMS = 2, 2
+CONTEXTS, VOCAB = 16, 2048
 
 
-def num_blocks_of(trace: Trace, share: float, contexts: int) -> int:
+def make_turns(requests: int) -> Trace:
+    """Each prompt begins with the agent's last one."""
+    rng = np.random.default_rng(0)
+    before: list[tuple[int, ...]] = [()] * CONTEXTS
+    jobs = []
+    for i in range(requests):
+        more = rng.integers(VOCAB, size=rng.integers(256, 512)).tolist()
+        before[i % CONTEXTS] = (*before[i % CONTEXTS], *more)
+        jobs.append(Job(0.0, before[i % CONTEXTS], int(rng.integers(16, 33)), 1))
+    return tuple(jobs)
+
+
+def num_blocks_of(trace: Trace, share: float) -> int:
     """Blocks for this share of all contexts at their ends, and for what runs."""
     lengths = [len(job.prompt) + job.max_tokens for job in trace]
-    last = sum(lengths[-contexts:])
+    last = sum(lengths[-CONTEXTS:])
     return int(share * last + AT_ONCE * max(lengths) + STREAMS * 2048) // BLOCK
 
 
@@ -85,9 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     share = "of all contexts that the pool holds"
     parser.add_argument("--share", type=FRACTION, default=0.25, metavar="S", help=share)
     args = parser.parse_args(argv)
-    preset = PRESETS["agent-turns"]
-    trace = tuple(make_jobs(preset, 2048, 0, args.requests))
-    num_blocks = num_blocks_of(trace, args.share, preset.contexts)
+    trace = make_turns(args.requests)
+    num_blocks = num_blocks_of(trace, args.share)
     for _ in range(args.rounds):
         directory = Path(tempfile.mkdtemp(prefix="kv_disk"))
         expected, without = play(trace, num_blocks, None)

@@ -132,7 +132,8 @@ class StepPipeline(Generic[LaunchedT]):
         if self._scheduler.speculation is not None:
             result.choices = self._scheduler.speculation.accept(current.step, result.choices)
         committing = self._clock()
-        self._put(current.step)
+        if current.step.stores:
+            self._put(current.step)
         self._scheduler.commit(current.step)
         own_seconds = result.seconds - current.step.draft_seconds
         self._scheduler.budget.observe(current.step.work, own_seconds)

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlx_paged.kv_disk.packs import Location, PackFiles, allow_disk
 
-READERS = 4
+READERS = 2
 STAGING = 1 << 28
 """Bytes on their way to the disk, and as many on their way back, that memory may hold."""
 DAILY_WRITES = 5
