@@ -3,9 +3,10 @@
     python -m scripts.kv_disk_turns [--rounds 3] [--requests 128] [--share 0.25]
 
 The workload: 16 agents in turns; each turn adds 256 to 511 tokens to the agent's context and takes
-16 to 32 tokens of output. Two requests run at a time, beside two streams that run all the time. In turns, new engines answer it with a disk and without. The tokens must be equal.
-Printed are the prompt tokens computed, the bytes written beside the unique ones, and percentiles of
-the streams' steps.
+16 to 32 tokens of output. Two requests run at a time, beside two streams that run all the time. In
+turns, new engines answer it with a disk and without. The tokens must be equal. Printed are the
+prompt tokens computed, the bytes written beside the unique ones, and percentiles of the streams'
+steps.
 """
 
 import json

@@ -98,7 +98,7 @@ class StepPipeline(Generic[LaunchedT]):
             result.fault = Fault(step.everyone, error)
             return None
         finally:
-            self._scheduler.allocator.copies_done()
+            self._scheduler.allocator.store.copies_done()
         launched_at = self._clock()
         self._scheduler.commit(step)
         committed_at = self._clock()

@@ -24,7 +24,7 @@ class BlockAllocator:
     (no reference, content known), or only part of a copy that is not performed yet; all other
     blocks are free. Groups with a window let go of entries behind it: :meth:`trim`.
 
-    The caller performs all copies of a step before any write, and then calls :meth:`copies_done`.
+    The caller performs all copies of a step before any write, and then calls ``store.copies_done``.
     Until then no block of a copy is handed out again. A copy of a copy names the first source, so
     the copies of a step may be performed in any order.
 
@@ -60,18 +60,8 @@ class BlockAllocator:
         return self.store.num_available
 
     @property
-    def num_cached(self) -> int:
-        """Blocks without a reference whose content is kept for reuse."""
-        return self.store.num_idle
-
-    @property
     def blocks_in_use(self) -> int:
         return self.num_blocks - self.num_available
-
-    @property
-    def refcount_histogram(self) -> dict[int, int]:
-        """How many blocks have how many references; free and cached blocks count under 0."""
-        return self.store.refcount_histogram()
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Entries that hold so many tokens in one group."""
@@ -236,10 +226,6 @@ class BlockAllocator:
                 self.block_tables.append_each(rows, taken, columns, group)
         return copies
 
-    def copies_done(self) -> None:
-        """The caller performed all copies, or queued them ahead of every later write."""
-        self.store.copies_done()
-
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
         """Start a sequence that shares each block with its parent until one of them writes it."""
         parent = self._sequence(parent_seq_id)
@@ -327,14 +313,10 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         return kept
 
-    def drop_cached(self) -> None:
-        """Forget all cached content that no sequence holds."""
-        self.store.drop_idle()
-
     def forget_prefixes(self) -> None:
         """Forget all cached content. No K/V written so far is reused; live sequences keep their
         blocks."""
-        self.drop_cached()
+        self.store.drop_idle()
         self.prefixes.forget_all()
         for sequence in self._sequences.values():
             sequence.is_reusable = False

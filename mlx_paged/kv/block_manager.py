@@ -319,7 +319,7 @@ class KVBlockManager:
     @property
     def refcount_histogram(self) -> dict[int, int]:
         """How many blocks have how many references."""
-        return self.allocator.refcount_histogram
+        return self.allocator.store.refcount_histogram()
 
     @property
     def cow_clones(self) -> int:
@@ -332,7 +332,7 @@ class KVBlockManager:
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         self.pool.copy_blocks(copies)
-        self.allocator.copies_done()
+        self.allocator.store.copies_done()
 
     def _view(self, seq_id: int) -> BlockTableView:
         block_ids: Int32Array = np.array(self.allocator.table(seq_id))

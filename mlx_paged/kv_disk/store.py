@@ -150,8 +150,13 @@ class DiskStore:
         self._written = self._packs.written_today
 
     def _write(self, key: bytes, payload: Any) -> None:
+        if monotonic() - self._day > 86400:
+            self._written, self._day = 0, monotonic()
+        self._written += len(payload)
         try:
-            if self._may_write(len(payload)):
+            if self._written > DAILY_WRITES * self._packs.max_bytes:
+                self.dropped["budget"] += 1
+            elif self.is_writable:
                 place, removed = self._packs.append(self._identity, key, payload)
                 self._index[key] = place
                 self.counts["bytes_written"] += place.num_bytes
@@ -164,16 +169,6 @@ class DiskStore:
         finally:
             del self._pending[key]
             self._staged -= len(payload)
-
-    def _may_write(self, num_bytes: int) -> bool:
-        if not self.is_writable:
-            return False
-        if monotonic() - self._day > 86400:
-            self._written, self._day = 0, monotonic()
-        self._written += num_bytes
-        fits = self._written <= DAILY_WRITES * self._packs.max_bytes
-        self.dropped.update({"budget": 1} if not fits else {})
-        return fits
 
     def _read(self, load: Load, keys: Sequence[bytes]) -> None:
         wanted = []

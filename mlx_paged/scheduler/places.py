@@ -17,7 +17,15 @@ class Places:
     Parked sequences hold blocks but are not computed: forks that wait, and ended requests kept for
     later forks. They lose their blocks before any running request is preempted.
 
-    The arguments are those of :class:`Scheduler`.
+    Args:
+        prefix_cache: whether prompts with equal prefixes share blocks.
+        policy: order of the waiting requests.
+        victims: which request is preempted.
+        watermark: free blocks that an admission must leave while others run, so that the next steps
+            do not preempt it; at least one for each running request.
+        rewinds: whether a sequence can continue from any earlier position. A model with recurrent
+            states can not.
+        max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
 
     Attributes:
         tier: K/V on a disk, and the requests that wait for it; None: there is no disk.
@@ -28,12 +36,12 @@ class Places:
         allocator: BlockAllocator,
         max_running: int,
         *,
-        prefix_cache: bool,
-        policy: Policy,
-        victims: PreemptionPolicy,
-        watermark: int,
-        rewinds: bool,
-        max_snapshots: int,
+        prefix_cache: bool = True,
+        policy: Policy = Policy.FCFS,
+        victims: PreemptionPolicy = PreemptionPolicy.NEWEST,
+        watermark: int = 0,
+        rewinds: bool = True,
+        max_snapshots: int = 0,
     ) -> None:
         self.allocator = allocator
         self.max_running = max_running

@@ -1,13 +1,13 @@
 """Which tokens a step computes: decodes first, then prefill chunks. Knows no mlx."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.places import Places
-from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.speculation import Drafter, Speculation
 from mlx_paged.scheduler.step import Span, Step, sort_by_pending
 from mlx_paged.scheduler.turns import Turn, is_overtaken
@@ -25,16 +25,9 @@ class Scheduler(Places):
         allocator: owns the blocks.
         max_running: requests computed in a step at most.
         prefill_chunk: prompt tokens computed in a step at most.
-        prefix_cache: whether prompts with equal prefixes share blocks.
-        policy: order of the waiting requests.
-        victims: which request is preempted.
         max_stall: predicted seconds of a step with running streams at most; None: no such bound.
-        watermark: free blocks that an admission must leave while others run, so that the next steps
-            do not preempt it; at least one for each running request.
-        rewinds: whether a sequence can continue from any earlier position. A model with recurrent
-            states can not.
-        max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
         drafter: guesses tokens that decodes compute ahead where that pays.
+        options: further arguments of :class:`Places`.
     """
 
     def __init__(
@@ -43,25 +36,11 @@ class Scheduler(Places):
         max_running: int,
         prefill_chunk: int,
         *,
-        prefix_cache: bool = True,
-        policy: Policy = Policy.FCFS,
-        victims: PreemptionPolicy = PreemptionPolicy.NEWEST,
         max_stall: float | None = None,
-        watermark: int = 0,
-        rewinds: bool = True,
-        max_snapshots: int = 0,
         drafter: Drafter | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            allocator,
-            max_running,
-            prefix_cache=prefix_cache,
-            policy=policy,
-            victims=victims,
-            watermark=watermark,
-            rewinds=rewinds,
-            max_snapshots=max_snapshots,
-        )
+        super().__init__(allocator, max_running, **options)
         self.budget = ChunkBudget(prefill_chunk, max_stall)
         self.speculation = None if drafter is None else Speculation(drafter, allocator, self.budget)
         self._overtook: list[Request] = []  # in the latest step with a long prompt

@@ -26,7 +26,10 @@ GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
         "Blocks that a sequence holds.",
         lambda e: e.manager.allocator.blocks_in_use,
     ),
-    "kv_blocks_cached": ("Free blocks with a prefix.", lambda e: e.manager.allocator.num_cached),
+    "kv_blocks_cached": (
+        "Free blocks with a prefix.",
+        lambda e: e.manager.allocator.store.num_idle,
+    ),
     "kv_block_bytes": ("Bytes of a block in all arrays.", lambda e: e.stats.block_bytes),
     "profiling": ("1 if each phase of a step is timed.", lambda e: e.ticks.profile),
 }
@@ -77,7 +80,7 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
     stats, ticks, allocator = engine.stats, engine.ticks, engine.manager.allocator
     parts = {name.removesuffix("_ms"): ms / 1000 for name, ms in ticks.total_ms.items()}
     del parts["tick"]  # the sum of the others
-    referenced = _by_power_of_two(allocator.refcount_histogram)
+    referenced = _by_power_of_two(allocator.store.refcount_histogram())
     queries = stats.prefix_hit_tokens + stats.prompt_tokens
     usage = allocator.blocks_in_use / allocator.num_blocks
     vllm = "As in vLLM."

@@ -124,7 +124,7 @@ def test_trimmed_blocks_are_free_or_cached_and_their_content_is_still_found():
     allocator.make_writable(0, 0, 20)
     allocator.register_prefix(0, tokens, 8)
     allocator.trim(0, 15)
-    assert (allocator.blocks_in_use, allocator.num_cached) == (3, 2)
+    assert (allocator.blocks_in_use, allocator.store.num_idle) == (3, 2)
     allocator.register_prefix(0, tokens, 20)
     allocator.trim(0, 9)  # never back
     allocator.fork(0, 1)

@@ -277,7 +277,7 @@ def test_blocks_of_a_planned_step_are_not_evicted_before_they_are_written(tmp_pa
     taken = store.take(4)
     assert not set(taken) & {block for load in adopted for block in load.blocks}
     store.release(taken)
-    engine.scheduler.allocator.copies_done()
+    engine.scheduler.allocator.store.copies_done()
     assert engine.scheduler.allocator.num_available == 16
     engine.close()
 

@@ -313,7 +313,7 @@ class Simulation:
             assert not left, f"the scheduler still has {list(left)}"
         for left in (engine._requests, engine._kept, engine._beams, engine._outputs._texts):
             assert not left, f"the engine still has {list(left)}"
-        references = scheduler.allocator.refcount_histogram
+        references = scheduler.allocator.store.refcount_histogram()
         assert references == {0: self.setting.num_blocks}, f"blocks by references: {references}"
         states = getattr(self.runner.inner, "states", {})
         states = getattr(states, "_states", states)
