@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from threading import Lock
 from time import monotonic
 from typing import Any
 
@@ -66,6 +67,7 @@ class DiskStore:
         self._index: dict[bytes, Location] = {}
         self._pending: dict[bytes, Any] = {}  # on their way to the disk
         self._staged = 0
+        self._lock = Lock()  # guards what several threads count
         self._written, self._day = 0, monotonic()
         self._resume = 0.0
         self._bytes, self._seconds = 0.0, 0.0  # of reads, the latest with most weight
@@ -102,7 +104,8 @@ class DiskStore:
         """Write a payload soon, a buffer that does not change."""
         if key not in self and self.has_room:
             self._pending[key] = payload
-            self._staged += len(payload)
+            with self._lock:
+                self._staged += len(payload)
             self._writer.submit(self._write, key, payload)
 
     def load(self, keys: Sequence[bytes]) -> Load:
@@ -115,7 +118,10 @@ class DiskStore:
         return load
 
     def note(self, load: Load) -> None:
-        """Count a load that is done, and learn from it how fast the disk is."""
+        """Count a load that is done, once, and learn from it how fast the disk is."""
+        if not load.futures:
+            return  # another request has waited for it too
+        load.futures = []
         num_bytes = sum(map(len, load.found.values()))
         self.counts.update(hits=len(load.found), bytes_read=num_bytes)
         self._bytes = FADING * self._bytes + num_bytes
@@ -162,13 +168,14 @@ class DiskStore:
                 self.counts["bytes_written"] += place.num_bytes
                 for old, (pack, *_) in list(self._index.items()) if removed else ():
                     if pack in removed:
-                        del self._index[old]
+                        self._index.pop(old, None)
         except OSError as error:
             self.dropped["full" if error.errno == errno.ENOSPC else "unwritable"] += 1
             self._resume = monotonic() + PAUSE
         finally:
             del self._pending[key]
-            self._staged -= len(payload)
+            with self._lock:
+                self._staged -= len(payload)
 
     def _read(self, load: Load, keys: Sequence[bytes]) -> None:
         wanted = []
@@ -184,8 +191,9 @@ class DiskStore:
             if not isinstance(payload, str):
                 load.found[key] = payload
             elif self._index.get(key) == place:
-                del self._index[key]
-                self.dropped[payload] += 1
+                with self._lock:
+                    self._index.pop(key, None)
+                    self.dropped[payload] += 1
                 self._writer.submit(self._packs.kill, place)
         load.seconds = monotonic() - load.started
         self._writer.submit(self._packs.used, {place.pack for _, place in wanted})

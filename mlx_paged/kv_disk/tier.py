@@ -109,7 +109,7 @@ class KVDiskTier:
 
     def metrics(self) -> dict[str, Any]:
         """Counters as plain JSON values: see docs/metrics.md."""
-        return self.store.counts | {
+        return dict(self.store.counts) | {
             "dropped": dict(self.store.dropped),
             "records": len(self.store),
             "seconds_saved": self._seconds_saved,
@@ -142,6 +142,8 @@ class KVDiskTier:
     def ask(self, request: Request) -> bool:
         """Start to read what the pool lacks of a prompt; whether the request has to wait for it."""
         store, size = self.store, self._allocator.block_size
+        if not store or self._asked.get(request.id) == DECLINED:
+            return False
         needed = self._allocator.prefixes.needed(request.tokens, request.salt, store)
         absent = [each for each in needed if each.is_absent]
         totals = accumulate(store.size_of(each.key) for each in absent)

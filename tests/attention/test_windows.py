@@ -110,7 +110,7 @@ def test_forks_and_prefixes_work_beyond_the_window():
     assert engine.manager.blocks_in_use == 0
 
 
-def test_a_full_layer_keeps_all_blocks():
+def test_a_full_layer_keepsblocks_of():
     engine = Engine(windowed(WINDOW, None), block_size=BLOCK, num_blocks=64, prefill_chunk=8)
     engine.generate(PROMPTS[:1], max_tokens=30)
     most = -(-79 // BLOCK) + (WINDOW + 8) // BLOCK + 2

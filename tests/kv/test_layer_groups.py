@@ -204,7 +204,7 @@ class TestPrefixes:
             (block,) = [
                 block
                 for block in prefixes
-                if prefixes._by_block[block].tokens.startswith(first.to_bytes(8, "little"))
+                if prefixes.by_block[block].tokens.startswith(first.to_bytes(8, "little"))
             ]
             allocator.store.free += allocator.store._drop(block)
         allocator.check_integrity()

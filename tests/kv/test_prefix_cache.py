@@ -327,7 +327,7 @@ class TestMisses:
 
 DAMAGES = {
     "hash lost": lambda c: c._by_hash.popitem(),
-    "block lost": lambda c: c._by_block.pop(0),
+    "block lost": lambda c: c.by_block.pop(0),
     "prefix lost": lambda c: c._by_parent.popitem(),
     "prefix without blocks": lambda c: c._by_parent.__setitem__(b"no blocks", {}),
     "unknown sibling": lambda c: c._by_parent[b""].__setitem__(7, None),
