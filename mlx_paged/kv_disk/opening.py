@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
@@ -107,12 +106,13 @@ def _files_hash(sources: Paths) -> str:
 
 
 def _arrays_hash(named: Sequence[tuple[str, mx.array]]) -> str:
-    """A hash of arrays and their names, by several threads."""
-    kinds = [f"{name} {array.dtype} {array.shape}" for name, array in named]
-    contents: list[Any] = [np.asarray(array.reshape(-1).view(mx.uint8)) for _, array in named]
-    with ThreadPoolExecutor() as threads:
-        digests = threads.map(lambda content: sha256(content).hexdigest(), contents)
-        return sha256(repr(sorted(zip(kinds, digests, strict=True))).encode()).hexdigest()
+    """A hash of arrays and their names."""
+    total = sha256()
+    for name, array in sorted(named):
+        content: Any = np.asarray(array.reshape(-1).view(mx.uint8))
+        total.update(f"{name} {array.dtype} {array.shape}".encode())
+        total.update(content)
+    return total.hexdigest()
 
 
 def _vocabulary(tokenizer: Any) -> str:
