@@ -43,7 +43,14 @@ NO_MLX = [
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
     *("kv.stateful_prefix_cache", "generate.prompts_file"),
-    *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
+    *(
+        "engine.beams",
+        "engine.core",
+        "engine.pipeline",
+        "engine.text",
+        "engine.ticket",
+        "engine.waiting_calls",
+    ),
     "server.request_body",
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
