@@ -62,6 +62,16 @@ def test_a_new_engine_finds_what_the_last_one_computed(model_type, tmp_path):
     assert outputs(model, longer, tmp_path)[0] == outputs(model, longer)[0]
 
 
+@pytest.mark.parametrize("kv_bits", [8, "8,4"])
+def test_quantized_blocks_come_back_for_the_same_bits_only(kv_bits, tmp_path):
+    model, prompts = tiny_models.tiny_model("llama"), [tokens_of(0)]
+    expected = outputs(model, prompts, kv_bits=kv_bits)[0]
+    assert outputs(model, prompts, tmp_path)[1] == [0]
+    for cached in (0, 48):
+        found = outputs(model, prompts, tmp_path, kv_bits=kv_bits)
+        assert found[:2] == (expected, [cached])
+
+
 def test_what_is_read_is_what_was_written():
     for dtype, shape in [
         (mx.float16, (2, 8, 8)),
