@@ -136,6 +136,9 @@ def add_engine(group: argparse._ArgumentGroup, max_stall_ms: float = 0) -> None:
     )
     prefixes = "do not share K/V between prompts with a common prefix"
     add("--no-prefix-cache", action="store_true", help=prefixes)
+    disk = "keep K/V in this directory too, beyond the pool and the process (default: no disk)"
+    add("--kv-disk", metavar="DIR", help=disk)
+    add("--kv-disk-gb", type=memory, default=20.0, metavar="N", help="GB in it at most")
     _add_speculation(group)
 
 
@@ -175,14 +178,16 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     if args.num_draft_tokens is not None and args.draft_model is None:
         raise ValueError("--num-draft-tokens is given: expected --draft-model beside it")
     names = "kv_bits", "policy", "preempt", "seed", "speculate"
-    metrics = "metrics_jsonl", "spike_ms", "profile"
+    others = "metrics_jsonl", "spike_ms", "profile", "kv_disk", "kv_disk_gb"
+    model_files = [args.model or demo_model_path(), args.adapter_path]
     return {
+        "model_files": [path for path in model_files if path is not None],
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
         "prefix_cache": not args.no_prefix_cache,
         "max_stall_ms": args.max_stall_ms or None,
         "draft_model": None if args.draft_model is None else _draft_model(args.draft_model),
         "num_draft_tokens": args.num_draft_tokens or 3,
-        **{name: getattr(args, name) for name in (*names, *metrics)},
+        **{name: getattr(args, name) for name in (*names, *others)},
     }
 
 

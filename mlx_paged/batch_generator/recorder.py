@@ -38,6 +38,7 @@ class StepRecorder:
         self._recording = Recording()
         self.drop = runner.drop
         self.fork = runner.fork
+        self.transfer = runner.transfer
 
     def take(self) -> Recording:
         """The steps that ended since the last call."""

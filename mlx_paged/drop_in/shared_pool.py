@@ -177,7 +177,7 @@ class SharedPool:
                 if self.reads:
                     layer.depend_on(self.reads)
                 layer.kv.copy_blocks(copies)
-            self.allocator.copies_done()
+            self.allocator.store.copies_done()
         self._shrink()
         tables = self.allocator.block_tables.tables(), self.block_size
         firsts = [row.first_held for row in rows]

@@ -262,7 +262,7 @@ class EngineCore:
     @exclusive
     def reset_prefix_cache(self) -> None:
         """Forget the K/V that finished requests left for reuse."""
-        self.scheduler.allocator.drop_cached()
+        self.scheduler.allocator.store.drop_idle()
 
     @exclusive
     def step(self) -> list[TokenOutput]:

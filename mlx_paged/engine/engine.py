@@ -1,7 +1,6 @@
 """Engine: many requests generated at once from one paged pool."""
 
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
@@ -9,18 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.arguments import (
-    MAX_INT32,
-    integer,
-    is_whole,
-    optional_integer,
-    require,
-    require_positive,
-)
+from mlx_paged.arguments import MAX_INT32, integer, optional_integer, require, require_positive
 from mlx_paged.attention.prewarm import prewarm as compile_pipelines
-from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.one_thread import exclusive
-from mlx_paged.engine.text import Prompt
+from mlx_paged.engine.waiting_calls import WaitingCalls
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.layer_groups import plan_pool
@@ -31,22 +22,19 @@ from mlx_paged.kv.memory import (
     num_snapshots_for,
     promise_snapshots,
 )
+from mlx_paged.kv_disk.opening import open_tier
 from mlx_paged.metrics.recorder import RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.metrics.timers import PhaseTimes
-from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.runner.draft_model import DraftModel, can_draft, share_beside
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.profiling import ProfilingRunner
-from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Drafter
-
-OnOutput = Callable[[TokenOutput], None]
 
 DRAFTERS = {"ngram": NgramDrafter}
 """What may guess tokens, by the value of `speculate`."""
@@ -55,7 +43,7 @@ WATERMARK = 0.01
 """Part of the pool that must stay free when a request is admitted while others run."""
 
 
-class Engine(EngineCore):
+class Engine(WaitingCalls):
     """Continuous batching over a pool of K/V blocks.
 
     Any number of requests may be added at any time. Each :meth:`step` gives every running request
@@ -98,10 +86,15 @@ class Engine(EngineCore):
             lookahead. All steps are slower then.
         metrics_jsonl: write one line for every tick to this file.
         spike_ms: longer steps are listed as spikes; default: three times the usual time.
+        kv_disk: a directory in which K/V outlives the pool and the process (docs/kv-disk.md).
+            :meth:`close` writes what is missing there. Default: none.
+        kv_disk_gb: GB in this directory at most.
+        model_files: directories that the model was loaded from. Their hash is kept in `kv_disk`
+            while they do not change; without them every start hashes all weights.
 
     Raises:
         UnsupportedModelError: results for this model could be wrong.
-        ValueError: an argument out of range.
+        ValueError: an argument out of range, or `kv_disk` cannot be used or is in use.
         OSError: `metrics_jsonl` cannot be written.
     """
 
@@ -131,6 +124,9 @@ class Engine(EngineCore):
         profile: bool = False,
         metrics_jsonl: str | PathLike[str] | None = None,
         spike_ms: float | None = None,
+        kv_disk: str | PathLike[str] | None = None,
+        kv_disk_gb: float = 20.0,
+        model_files: Sequence[str | PathLike[str]] = (),
     ) -> None:
         block_size = integer("Engine", "block_size", block_size, 1, MAX_INT32)
         kv_memory = optional_integer("Engine", "kv_memory", kv_memory, 1)
@@ -142,6 +138,9 @@ class Engine(EngineCore):
         seed = optional_integer("Engine", "seed", seed, 0)
         snapshot_memory = optional_integer("Engine", "snapshot_memory", snapshot_memory, 0)
         require_positive("Engine", "spike_ms", spike_ms)
+        require_positive("Engine", "kv_disk_gb", kv_disk_gb)
+        can_share = prefix_cache or kv_disk is None
+        require(can_share, "Engine", "prefix_cache", prefix_cache, "True with kv_disk")
         is_model = draft_model is None or isinstance(draft_model, nn.Module)
         require(is_model, "Engine", "draft_model", draft_model, "an mlx-lm model or None")
         integer("Engine", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFTS)
@@ -188,6 +187,11 @@ class Engine(EngineCore):
             max_snapshots=most_snapshots,
             drafter=drafter,
         )
+        if kv_disk is not None:
+            num_bytes = int(kv_disk_gb * 10**9)
+            args = model, tokenizer, self.manager, scheduler.budget.seconds_to_compute
+            scheduler.tier = open_tier(kv_disk, num_bytes, model_files, *args)
+            scheduler.budget.learns = True
         promise_snapshots(self.manager.allocator, probed.state_bytes)
         phases = PhaseTimes() if profile else None
         if phases is None:
@@ -208,18 +212,23 @@ class Engine(EngineCore):
         )
         if prewarm:
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)
-        self._streams: dict[int, deque[TokenOutput]] = {}
-        self._awaited: dict[int, Completion | None] = {}
-        self._dropped: deque[int] = deque()  # ids of streams that have no reader any more
         self._unwire = hold_wired_limit(self)
 
     def close(self, stream: Any = None) -> None:
-        """Release MLX's wired limit now, not only when the engine is collected. The engine can go
-        on.
+        """Release MLX's wired limit now, not only when the engine is collected, and with `kv_disk`
+        write what is cached and give up the directory. The engine can go on.
 
         Args:
             stream: computes the steps, if it is not the default stream.
         """
+        tier = self.scheduler.tier
+        if tier is not None:
+            while self.copy_when_idle():
+                pass
+            self.scheduler.tier = None
+            tier.close()
+            for request in tier.loading.values():
+                self.scheduler.waiting.push(request)
         if self._unwire is not None:
             unwire, self._unwire = self._unwire, None
             try:
@@ -227,165 +236,8 @@ class Engine(EngineCore):
             finally:  # also after an error of the device
                 unwire()
 
-    def step(self) -> list[TokenOutput]:
-        if self._dropped:
-            self._abort_dropped()
-        outputs = super().step()
-        for output in outputs:
-            if output.request_id in self._streams:
-                self._streams[output.request_id].append(output)
-        return outputs
-
-    def abort(self, request_id: int) -> Completion | None:
-        completion = super().abort(request_id)
-        if completion is not None and request_id in self._awaited:
-            self._awaited[request_id] = completion
-        return completion
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        on_output: OnOutput | None = None,
-        **options: Any,
-    ) -> list[Completion]:
-        """Complete all prompts; return the completions in the order of the prompts.
-
-        Args:
-            params: for all prompts, or a sequence with one entry for each prompt.
-            on_output: called with every token when it is known.
-
-        Raises:
-            ValueError: as :meth:`add_request`; no prompt is computed then.
-        """
-        each = params if isinstance(params, Sequence) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(
-                f"[generate] {len(prompts)} prompts but {len(each)} params: expected one each"
-            )
-        return self._complete(
-            (
-                [self.add_request(prompt, param, **options)]
-                for prompt, param in zip(prompts, each, strict=True)
-            ),
-            on_output,
-        )
-
-    def sample(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        params: SamplingParams | None = None,
-        best_of: int | None = None,
-        on_output: OnOutput | None = None,
-        **options: Any,
-    ) -> list[list[Completion]]:
-        """`n` completions of each prompt, e.g. for policy-gradient methods such as GRPO.
-
-        Every prompt is computed once and its K/V is shared. With a seed s, completion i of each
-        prompt draws the same as a request with seed ``s + i``.
-
-        Args:
-            best_of: generate this many and return the `n` completions with the highest mean
-                log-probability, best first.
-
-        Raises:
-            ValueError: `n` above `best_of`, or as :meth:`add_samples`; nothing is computed then.
-        """
-        count = n if best_of is None else best_of
-        if not (is_whole(n, 1) and is_whole(count, n)):
-            raise ValueError(f"[sample] n is {n} and best_of {best_of}: expected 1 <= n <= best_of")
-        done = self._complete(
-            (self.add_samples(prompt, count, params, **options) for prompt in prompts), on_output
-        )
-        groups = [done[i : i + count] for i in range(0, len(done), count)]
-        if best_of is None:
-            return groups
-        return [likeliest(group, n) for group in groups]
-
-    def beam_search(
-        self,
-        prompt: Prompt,
-        num_beams: int,
-        params: SamplingParams | None = None,
-        **options: Any,
-    ) -> Completion:
-        """The best continuation that a beam search finds; ``.beams`` has all of them.
-
-        Arguments and errors are those of :meth:`add_beam_search`.
-        """
-        ids = ([self.add_beam_search(prompt, num_beams, params, **options)] for _ in range(1))
-        return self._complete(ids, None)[0]
-
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
-    ) -> Generator[TokenOutput]:
-        """Add a request and yield each of its tokens; other requests advance meanwhile.
-
-        This call adds the request, not the first ``next``. Closing the iterator or dropping the
-        last reference to it aborts the request, also before the first ``next``.
-
-        Raises:
-            ValueError: as :meth:`add_request`, at once.
-        """
-        request_id = self.add_request(prompt, params, **options)
-        outputs = self._stream_outputs(request_id)
-        next(outputs)  # a generator that was never started would not reach its `finally`
-        return outputs
-
     @exclusive
-    def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
-        """Add requests and wait for all of them; :meth:`step` returns the outputs of others."""
-        ids: list[int] = []
-        unread: list[TokenOutput] = []
-        try:
-            for batch in added:
-                ids += batch
-                self._awaited |= dict.fromkeys(batch)
-            while any(self._awaited[request_id] is None for request_id in ids):
-                for output in self.step():
-                    if output.request_id not in self._awaited:
-                        if output.request_id not in self._streams:
-                            unread.append(output)
-                        continue
-                    if output.completion is not None:
-                        self._awaited[output.request_id] = output.completion
-                    if on_output is not None:
-                        on_output(output)
-            return [self._awaited[request_id] for request_id in ids]  # type: ignore[misc]
-        except BaseException:
-            for request_id in ids:
-                self.abort(request_id)
-            raise
-        finally:
-            self.ready = [o for o in unread + self.ready if o.request_id not in self._awaited]
-            for request_id in ids:
-                del self._awaited[request_id]
-            self._abort_dropped()
-
-    def _stream_outputs(self, request_id: int) -> Generator[Any]:
-        """First None, when the stream is ready; then the outputs of the request."""
-        outputs = self._streams[request_id] = deque()
-        try:
-            yield
-            while True:
-                while outputs:
-                    output = outputs.popleft()
-                    yield output
-                    if output.completion is not None:
-                        return
-                if not self.is_open(request_id):  # aborted by another caller
-                    return
-                self.step()
-        finally:
-            del self._streams[request_id]
-            self._dropped.append(request_id)
-            # The garbage collector may run this inside any other call, in any thread. Then the
-            # next step aborts the request.
-            if self.occupancy.thread is None:
-                self._abort_dropped()
-
-    @exclusive
-    def _abort_dropped(self) -> None:
-        while self._dropped:
-            self.abort(self._dropped.popleft())
+    def copy_when_idle(self) -> bool:
+        """Copy some cached blocks to `kv_disk` if there is nothing else to do; whether to call this
+        again."""
+        return not self.has_work and self._pipeline.copy_when_idle()

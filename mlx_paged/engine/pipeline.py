@@ -87,7 +87,10 @@ class StepPipeline(Generic[LaunchedT]):
         scheduled = self._clock()
         result.schedule_seconds += scheduled - started
         try:
+            if step.stores or step.loads:
+                self.runner.transfer(step.stores, step.loads)
             if not step.spans:
+                self._put(step)
                 assert not step.copies, "copies without a step that performs them"
                 return None
             launched = self.runner.launch(step, before.launched if before else None)
@@ -95,7 +98,7 @@ class StepPipeline(Generic[LaunchedT]):
             result.fault = Fault(step.everyone, error)
             return None
         finally:
-            self._scheduler.allocator.copies_done()
+            self._scheduler.allocator.store.copies_done()
         launched_at = self._clock()
         self._scheduler.commit(step)
         committed_at = self._clock()
@@ -129,10 +132,27 @@ class StepPipeline(Generic[LaunchedT]):
         if self._scheduler.speculation is not None:
             result.choices = self._scheduler.speculation.accept(current.step, result.choices)
         committing = self._clock()
+        if current.step.stores:
+            self._put(current.step)
         self._scheduler.commit(current.step)
         own_seconds = result.seconds - current.step.draft_seconds
         self._scheduler.budget.observe(current.step.work, own_seconds)
         result.schedule_seconds += self._clock() - committing
+
+    def copy_when_idle(self) -> bool:
+        """Copy some blocks out of the pool, unless a step is under way; whether there are more."""
+        tier = self._scheduler.tier
+        if tier is None or self.busy:
+            return False
+        step = Step(stores=tier.copies_when_idle())
+        self.runner.transfer(step.stores, ())
+        self._put(step)
+        return tier.has_more()
+
+    def _put(self, step: Step) -> None:
+        """Give the tier what a step has copied."""
+        if step.stores and self._scheduler.tier is not None:
+            self._scheduler.tier.put(step.stores)
 
 
 @contextmanager

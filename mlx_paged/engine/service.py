@@ -171,6 +171,8 @@ class EngineService:
 
     def _answer_calls(self) -> None:
         """Answer all calls since the last step; without work, sleep until the next call."""
+        while self._calls.empty() and self._engine.copy_when_idle():
+            pass
         if not self._engine.has_work:
             self._calls.get().answer(self._engine)
         for _ in range(self._calls.qsize()):  # calls that come meanwhile wait for the next step

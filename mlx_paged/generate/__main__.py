@@ -109,6 +109,7 @@ def _run(
     if args.stats_json is not None:
         stats = json.dumps(engine.metrics(), indent=2)
         Path(args.stats_json).write_text(stats + "\n", encoding="utf-8")
+    engine.close()
     for result in results:
         for completion in result.completions:
             if completion.finish_reason is FinishReason.ERROR:

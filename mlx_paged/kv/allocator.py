@@ -24,7 +24,7 @@ class BlockAllocator:
     (no reference, content known), or only part of a copy that is not performed yet; all other
     blocks are free. Groups with a window let go of entries behind it: :meth:`trim`.
 
-    The caller performs all copies of a step before any write, and then calls :meth:`copies_done`.
+    The caller performs all copies of a step before any write, and then calls ``store.copies_done``.
     Until then no block of a copy is handed out again. A copy of a copy names the first source, so
     the copies of a step may be performed in any order.
 
@@ -35,6 +35,7 @@ class BlockAllocator:
     Attributes:
         store: the blocks.
         block_tables: of all live sequences; :meth:`table_rows` says which row is whose.
+        prefixes: which of them hold which texts.
         prefix_hit_tokens: prompt tokens found in the prefix cache so far.
     """
 
@@ -50,7 +51,7 @@ class BlockAllocator:
         self.block_tables = BlockTables(len(self.groups))
         self._width = sum(group.width for group in self.groups)
         self.store = BlockStore(self.num_blocks, block_size, self.groups)
-        self._prefixes = GroupPrefixes(self.groups, self.store, self.block_tables)
+        self.prefixes = GroupPrefixes(self.groups, self.store, self.block_tables)
         self._sequences: dict[int, SequenceBlocks] = {}
 
     @property
@@ -59,18 +60,8 @@ class BlockAllocator:
         return self.store.num_available
 
     @property
-    def num_cached(self) -> int:
-        """Blocks without a reference whose content is kept for reuse."""
-        return self.store.num_idle
-
-    @property
     def blocks_in_use(self) -> int:
         return self.num_blocks - self.num_available
-
-    @property
-    def refcount_histogram(self) -> dict[int, int]:
-        """How many blocks have how many references; free and cached blocks count under 0."""
-        return self.store.refcount_histogram()
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Entries that hold so many tokens in one group."""
@@ -87,7 +78,7 @@ class BlockAllocator:
 
     def cached_prefix(self, tokens: Seq[int], salt: bytes = ROOT) -> int:
         """How many leading tokens :meth:`admit` would find in the cache."""
-        return self._prefixes.match(tokens, len(tokens), salt).num_cached
+        return self.prefixes.match(tokens, len(tokens), salt).num_cached
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._sequences
@@ -119,7 +110,7 @@ class BlockAllocator:
     def require_states(self, max_snapshots: int) -> None:
         """Reuse prefixes only up to a kept snapshot of recurrent states, and keep at most
         `max_snapshots`. All layers are in one group then."""
-        self._prefixes.require_states(max_snapshots)
+        self.prefixes.require_states(max_snapshots)
 
     def admit(
         self,
@@ -146,7 +137,7 @@ class BlockAllocator:
         """
         if seq_id in self._sequences:
             raise ValueError(f"[admit] seq_id {seq_id} is in use: expected a new id")
-        match, store = self._prefixes.match(tokens, num_tokens, salt), self.store
+        match, store = self.prefixes.match(tokens, num_tokens, salt), self.store
         num_full = len(match.hashes)
         blocks = [[entry.block for entry in entries] for entries in match.blocks]
         reach = [group.reach(match.num_cached, num_tokens, self.chunk) for group in self.groups]
@@ -235,10 +226,6 @@ class BlockAllocator:
                 self.block_tables.append_each(rows, taken, columns, group)
         return copies
 
-    def copies_done(self) -> None:
-        """The caller performed all copies, or queued them ahead of every later write."""
-        self.store.copies_done()
-
     def fork(self, parent_seq_id: int, child_seq_id: int) -> None:
         """Start a sequence that shares each block with its parent until one of them writes it."""
         parent = self._sequence(parent_seq_id)
@@ -263,7 +250,7 @@ class BlockAllocator:
         """Make full blocks reusable; the K/V of ``tokens[:num_computed]`` is in the pool."""
         sequence = self._sequence(seq_id)
         assert num_computed <= min(len(tokens), sequence.num_tokens)
-        self._prefixes.register(sequence, tokens, num_computed)
+        self.prefixes.register(sequence, tokens, num_computed)
 
     def register_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
         """Make all blocks reusable, the last one even if it is not full.
@@ -271,12 +258,12 @@ class BlockAllocator:
         For a sequence that ends: the next turn of a conversation begins with these tokens.
         """
         self.register_prefix(seq_id, tokens, num_computed)
-        self._prefixes.register_tail(self._sequence(seq_id), tokens, num_computed)
+        self.prefixes.register_tail(self._sequence(seq_id), tokens, num_computed)
 
     def attach_snapshot(self, seq_id: int, tokens: Seq[int], snapshot: Snapshot) -> bool:
         """Keep a snapshot of the sequence's states if its block is registered and has no snapshot
         at this position yet."""
-        return self._prefixes.attach(self._sequence(seq_id), tokens, snapshot)
+        return self.prefixes.attach(self._sequence(seq_id), tokens, snapshot)
 
     def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
         """The sequence's next token is at `position`: release the blocks that groups with a window
@@ -326,15 +313,11 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         return kept
 
-    def drop_cached(self) -> None:
-        """Forget all cached content that no sequence holds."""
-        self.store.drop_idle()
-
     def forget_prefixes(self) -> None:
         """Forget all cached content. No K/V written so far is reused; live sequences keep their
         blocks."""
-        self.drop_cached()
-        self._prefixes.forget_all()
+        self.store.drop_idle()
+        self.prefixes.forget_all()
         for sequence in self._sequences.values():
             sequence.is_reusable = False
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_paged.arguments import MAX_INT32, integer
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
@@ -109,6 +111,8 @@ class KVBlockManager:
         self.plan = plan
         self.allocator = BlockAllocator(max_blocks, block_size, plan.groups, chunk)
         self.pool = KVPool((), max_blocks, block_size, plan)
+        self._used: dict[int, None] = {}  # sequences in the pool, the latest used last
+        self._spilled: dict[int, tuple[int, npt.NDArray[np.uint8] | None]] = {}
 
     @property
     def k(self) -> list[mx.array]:
@@ -137,13 +141,16 @@ class KVBlockManager:
         """
         seq_id = integer("new_sequence", "seq_id", seq_id)
         prompt_len = integer("new_sequence", "prompt_len", prompt_len, 0)
+        self._check_new("new_sequence", seq_id)
         self._copy_blocks(self.allocator.admit(seq_id, prompt_len, tokens).copies)
         return self._view(seq_id)
 
     def fork(self, parent_seq_id: int, child_seq_id: int) -> BlockTableView:
         """Start a sequence that shares all its parent's blocks, without a copy."""
         child_seq_id = integer("fork", "child_seq_id", child_seq_id)
+        self._check_new("fork", child_seq_id)
         self.allocator.fork(parent_seq_id, child_seq_id)
+        self._touch(parent_seq_id)
         return self._view(child_seq_id)
 
     def ensure_tail_capacity(self, seq_id: int, n_tokens: int = 1) -> TailView:
@@ -162,6 +169,7 @@ class KVBlockManager:
         start = integer("make_writable", "start", start, 0)
         stop = integer("make_writable", "stop", stop, start + 1)
         self._copy_blocks(self.allocator.make_writable(seq_id, start, stop))
+        self._touch(seq_id)
 
     def commit(self, seq_id: int, tokens: Sequence[int], num_computed: int) -> None:
         """Make full blocks reusable: the K/V of ``tokens[:num_computed]`` is written."""
@@ -175,7 +183,9 @@ class KVBlockManager:
 
     def free(self, seq_id: int) -> None:
         """End a sequence: release its blocks."""
-        self.allocator.free(seq_id)
+        if self._spilled.pop(seq_id, None) is None:
+            self.allocator.free(seq_id)
+            self._used.pop(seq_id, None)
 
     def table(self, seq_id: int) -> tuple[mx.array, int]:
         """``(block_ids [n] int32, ctx_len)`` of a sequence."""
@@ -186,6 +196,7 @@ class KVBlockManager:
         """``(block_tables [B, max_blocks] int32, context_lens [B] int32)`` for the attention op,
         valid by construction."""
         lens = [self.allocator.num_tokens(seq_id) for seq_id in seq_ids]
+        self._touch(*seq_ids)
         rows = self.allocator.table_rows(seq_ids)
         return as_int32(self.allocator.block_tables.rows(rows)), as_int32(lens)
 
@@ -261,16 +272,45 @@ class KVBlockManager:
 
     # Tiering
 
-    def spill_to_host(self, seq_id: int) -> None:
-        """Move a sequence's blocks to host memory. Not available yet."""
-        raise NotImplementedError(
-            "spill_to_host: moving K/V to host memory is not available yet; "
-            "free the sequence and compute it again instead"
-        )
+    def spill_to_host(self, seq_id: int | None = None) -> int:
+        """Move a sequence's K/V to host memory and give up its blocks; returns the sequence.
+
+        Until :meth:`prefetch` it cannot be read, written or forked; :meth:`free` ends it. Blocks
+        that it shares stay with the others.
+
+        Args:
+            seq_id: default: the sequence that was used least recently.
+        """
+        seq_id = next(iter(self._used), None) if seq_id is None else seq_id
+        if seq_id is None or seq_id not in self.allocator:
+            raise ValueError(f"[spill_to_host] seq_id is {seq_id}: expected a sequence in the pool")
+        blocks = self.allocator.table(seq_id).tolist()
+        content = np.array(read_blocks(self.pool, blocks, 0)) if blocks else None
+        num_tokens = self.allocator.num_tokens(seq_id)
+        self.free(seq_id)
+        self._spilled[seq_id] = num_tokens, content
+        return seq_id
 
     def prefetch(self, seq_id: int) -> None:
-        """Bring a spilled sequence back. Not available yet."""
-        raise NotImplementedError("prefetch: nothing can be spilled yet, so nothing comes back")
+        """Bring a spilled sequence back, into other blocks with the same content."""
+        if seq_id not in self._spilled:
+            raise ValueError(f"[prefetch] seq_id is {seq_id}: expected a spilled sequence")
+        num_tokens, content = self._spilled[seq_id]
+        self.allocator.admit(seq_id, num_tokens)
+        del self._spilled[seq_id]
+        self._touch(seq_id)
+        if content is not None:
+            write_blocks(self.pool, self.allocator.table(seq_id).tolist(), 0, content)
+
+    def _touch(self, *seq_ids: int) -> None:
+        """These sequences are the latest to be used."""
+        for seq_id in seq_ids:
+            self._used.pop(seq_id, None)
+            self._used[seq_id] = None
+
+    def _check_new(self, op: str, seq_id: int) -> None:
+        if seq_id in self._spilled:
+            raise ValueError(f"[{op}] sequence {seq_id} is spilled: expected a new id")
 
     @property
     def blocks_in_use(self) -> int:
@@ -279,7 +319,7 @@ class KVBlockManager:
     @property
     def refcount_histogram(self) -> dict[int, int]:
         """How many blocks have how many references."""
-        return self.allocator.refcount_histogram
+        return self.allocator.store.refcount_histogram()
 
     @property
     def cow_clones(self) -> int:
@@ -292,10 +332,11 @@ class KVBlockManager:
 
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         self.pool.copy_blocks(copies)
-        self.allocator.copies_done()
+        self.allocator.store.copies_done()
 
     def _view(self, seq_id: int) -> BlockTableView:
         block_ids: Int32Array = np.array(self.allocator.table(seq_id))
+        self._touch(seq_id)
         return BlockTableView(seq_id, mx.array(block_ids), self.allocator.num_tokens(seq_id))
 
     def _layer(self, layer_idx: int) -> int:

@@ -1,14 +1,15 @@
 """The blocks of a pool: in use, kept for reuse, or free. Knows no mlx."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
-from mlx_paged.kv.prefix_cache import PrefixCache
+from mlx_paged.kv.prefix_cache import CachedBlock, PrefixCache
 
 
 class OutOfBlocksError(RuntimeError):
@@ -28,6 +29,23 @@ class BlockCopy:
     src: int
     dst: int
     group: int = 0
+
+
+@dataclass(slots=True)
+class BlockTransfer:
+    """Content of one entry that leaves the pool or returns to it.
+
+    Attributes:
+        key: its name outside the pool.
+        blocks: the entry's blocks; none if these are the recurrent states after it.
+        payload: on the way in its bytes; on the way out what the runner makes of it, a function
+            that returns them when the step has ended. It starts as the states if these leave.
+    """
+
+    key: bytes
+    group: int
+    blocks: Sequence[int]
+    payload: Any = None
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -51,6 +69,8 @@ class BlockStore:
         cow_clones: entries copied so far.
         evictions: idle entries handed out for other content so far.
         num_idle: blocks of idle entries.
+        on_evict: gets the group and the content of each entry just before it is handed out for
+            other content; its K/V is still in the pool.
     """
 
     def __init__(
@@ -63,6 +83,7 @@ class BlockStore:
         self.prefixes = [PrefixCache(num_blocks, block_size, self.idle) for _ in groups]
         self.cow_clones = 0
         self.evictions = 0
+        self.on_evict: Callable[[int, CachedBlock], None] | None = None
         self._groups = tuple(groups)
         self._block_size = np.int32(block_size)
         self._widths = [group.width for group in groups]
@@ -149,8 +170,7 @@ class BlockStore:
         blocks = self.free[num_left:][::-1]
         del self.free[num_left:]
         while len(blocks) < needed:
-            blocks += self._drop(next(iter(self.idle)))
-            self.evictions += 1
+            blocks += self._evict(next(iter(self.idle)))
         self.free += blocks[needed:]  # the last evicted entry may have more than needed
         entries = blocks[:needed:width]
         if width > 1:
@@ -163,8 +183,7 @@ class BlockStore:
 
     def take_idle(self, entry: int) -> int:
         """Hand out this idle entry with one reference."""
-        self._drop(entry)
-        self.evictions += 1
+        self._evict(entry)
         self.counts[entry] = 1
         return entry
 
@@ -187,7 +206,7 @@ class BlockStore:
             BlockCopy(source, target, self._group_of[entry])
             for entry in entries
             for source, target in zip(
-                self._all_blocks(self.origins[entry]), self._all_blocks(entry), strict=True
+                self.blocks_of(self.origins[entry]), self.blocks_of(entry), strict=True
             )
         ]
 
@@ -236,7 +255,7 @@ class BlockStore:
         assert self.idle.keys().isdisjoint(in_use), "an idle entry is held"
         found = Counter(self.free)
         for entry in [*in_use, *self.idle]:
-            found.update(self._all_blocks(entry))
+            found.update(self.blocks_of(entry))
         assert found.keys() == set(range(len(self.counts))), "a block is lost"
         assert found.total() == len(self.counts), "a block is used twice"
         assert self.num_idle == sum(map(self.width_of, self.idle)), "idle blocks are miscounted"
@@ -246,7 +265,8 @@ class BlockStore:
         for group, prefixes in enumerate(self.prefixes):
             assert all(self._group_of[entry] == group for entry in prefixes), "another group's"
 
-    def _all_blocks(self, entry: int) -> list[int]:
+    def blocks_of(self, entry: int) -> list[int]:
+        """The blocks of a held or idle entry."""
         group = self._group_of[entry]
         if self._widths[group] == 1:
             return [entry]
@@ -259,11 +279,19 @@ class BlockStore:
             del self.idle[entry]
             self.num_idle -= self.width_of(entry)
 
+    def _evict(self, entry: int) -> list[int]:
+        """Hand out an idle entry for other content; returns its blocks."""
+        if self.on_evict is not None:
+            group = self._group_of[entry]
+            self.on_evict(group, self.prefixes[group].by_block[entry])
+        self.evictions += 1
+        return self._drop(entry)
+
     def _drop(self, entry: int) -> list[int]:
         """Forget the content of an idle entry; returns its blocks."""
         self._set_busy(entry)
         self.prefixes[self._group_of[entry]].evict(entry)
-        return self._all_blocks(entry)
+        return self.blocks_of(entry)
 
     def _settle(self, entries: list[int]) -> None:
         """No sequence or copy needs these entries: those of known content become idle, the others
@@ -277,4 +305,4 @@ class BlockStore:
             elif widths[group] == 1:
                 self.free.append(entry)
             else:
-                self.free += self._all_blocks(entry)[::-1]
+                self.free += self.blocks_of(entry)[::-1]

@@ -1,11 +1,13 @@
 """The prefix caches of all layer groups together. Knows no mlx."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Container, Sequence
 
 from mlx_paged.kv.block_tables import BlockTables, SequenceBlocks
 from mlx_paged.kv.blocks import BlockStore
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.prefix_cache import (
+    ABSENT,
     TOKEN_BYTES,
     CachedBlock,
     chain_hash,
@@ -13,7 +15,13 @@ from mlx_paged.kv.prefix_cache import (
     smallest_run,
     token_bytes,
 )
-from mlx_paged.kv.prefix_match import MissReason, PrefixMatch, miss_reason
+from mlx_paged.kv.prefix_match import (
+    MissReason,
+    NeededBlock,
+    PrefixMatch,
+    block_key,
+    miss_reason,
+)
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
 
@@ -33,6 +41,8 @@ class GroupPrefixes:
         self._tables = tables
         self._block_size = store.prefixes[0].block_size
         self._min_run = smallest_run(self._block_size)
+        # Group, block and hash of what was registered, for who copies it elsewhere.
+        self.fresh: deque[tuple[int, int, bytes]] | None = None
 
     def require_states(self, max_snapshots: int) -> None:
         """Reuse prefixes only up to a snapshot of recurrent states."""
@@ -75,11 +85,36 @@ class GroupPrefixes:
         hashes = hashes[:count]
         return PrefixMatch(hashes, blocks, tails, position, miss, snapshot, without_state)
 
+    def needed(
+        self, tokens: Sequence[int], salt: bytes, elsewhere: Container[bytes]
+    ) -> list[NeededBlock]:
+        """The full blocks that a prompt could reuse if the pool had those whose keys are
+        `elsewhere`, in order; none if it can reuse as much anyway."""
+        stop, size, root = len(tokens) - 1, self._block_size, root_hash(salt)
+        hashes, found, _ = self._full_blocks(tokens, stop, root, elsewhere)
+        states: list[NeededBlock] = []
+        if self._store.prefixes[0].snapshots is not None:
+            while hashes and block_key(hashes[-1], -1) not in elsewhere:
+                hashes.pop()
+            if self.match(tokens, len(tokens), salt).num_cached >= len(hashes) * size:
+                return []
+            last, parent = len(hashes) - 1, hashes[-2] if hashes[1:] else root
+            content = token_bytes(tokens, last * size, (last + 1) * size)
+            states = [NeededBlock(last, -1, CachedBlock(ABSENT, hashes[-1], parent, content))]
+        firsts = self._first_kept(len(hashes))
+        return [
+            NeededBlock(i, group, known)
+            for i in range(len(hashes))
+            for group, first in enumerate(firsts)
+            if i >= first and (known := found[group][i]) is not None
+        ] + states
+
     def _full_blocks(
-        self, tokens: Sequence[int], stop: int, root: bytes
+        self, tokens: Sequence[int], stop: int, root: bytes, elsewhere: Container[bytes] = ()
     ) -> tuple[list[bytes], list[list[CachedBlock | None]], bool]:
         """Hashes of the full blocks of ``tokens[:stop]`` that every group can reuse, each group's
-        blocks of this content, and whether the next block was evicted."""
+        blocks of this content, and whether the next block was evicted. Blocks of the pool that are
+        missing may be `elsewhere`."""
         caches, size, parent = self._store.prefixes, self._block_size, root
         hashes: list[bytes] = []
         found: list[list[CachedBlock | None]] = [[] for _ in caches]
@@ -89,8 +124,11 @@ class GroupPrefixes:
         for start in range(0, stop - size + 1, size):
             content = token_bytes(tokens, start, start + size)
             hashes.append(chain_hash(parent, content))
-            for cache, blocks in zip(caches, found, strict=True):
-                blocks.append(cache.find(hashes[-1], parent, content))
+            for group, (cache, blocks) in enumerate(zip(caches, found, strict=True)):
+                known = cache.find(hashes[-1], parent, content)
+                if known is None and elsewhere and block_key(hashes[-1], group) in elsewhere:
+                    known = CachedBlock(ABSENT, hashes[-1], parent, content)
+                blocks.append(known)
             if not all([blocks[-1] for blocks in complete]):
                 break
             parent = hashes[-1]
@@ -127,6 +165,8 @@ class GroupPrefixes:
                 if i >= first:
                     block = int(tables[group][i])
                     self._store.prefixes[group].register(block, key, parent, content)
+                    if self.fresh is not None:
+                        self.fresh.append((group, block, key))
             sequence.hashes.append(key)
             sequence.private_start = max(sequence.private_start, (i + 1) * size)
             parent = key

@@ -326,6 +326,17 @@ class KVPool:
         longer[: blocks.shape[0]] = blocks
         return longer
 
+    def arrays_of(self, group: int) -> list[tuple[list[mx.array], int]]:
+        """Where the handles of all arrays are that hold a layer group's blocks: lists and places in
+        them. Empty arrays and views of others are left out."""
+        return [
+            (handles, layer)
+            for handles in self._stored
+            for layer, array in enumerate(self._arrays)
+            if group in array.groups and handles[layer].size
+            if not (handles is self.v and array.shape.latent)
+        ]
+
     def reset_handles(self) -> None:
         """Discard writes that were never evaluated. The content of their slots is then unknown."""
         for handles, first in zip(self._stored, self._first, strict=True):

@@ -13,6 +13,9 @@ ROOT = b""
 
 TOKEN_BYTES = 8
 
+ABSENT = -1
+"""Stands for a block that the pool lacks."""
+
 MAX_SIBLINGS = 8
 """A look-up compares a prompt with at most so many blocks after the same prefix, the latest first.
 Many prompts may continue one system prompt."""
@@ -79,6 +82,7 @@ class PrefixCache:
         idle: the pool's blocks that no sequence holds, the one unused longest first.
 
     Attributes:
+        by_block: what is known, by block.
         snapshots: of recurrent states; None for a model without recurrent layers.
     """
 
@@ -89,32 +93,32 @@ class PrefixCache:
         self.min_run = smallest_run(block_size)
         self._max_evicted = EVICTED_PER_BLOCK * num_blocks
         self._by_hash: dict[bytes, CachedBlock] = {}
-        self._by_block: dict[int, CachedBlock] = {}
+        self.by_block: dict[int, CachedBlock] = {}
         self._by_parent: dict[bytes, dict[int, None]] = {}  # blocks, latest last
         self._idle = idle
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes of full blocks
 
     def __contains__(self, block: int) -> bool:
-        return block in self._by_block
+        return block in self.by_block
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._by_block)
+        return iter(self.by_block)
 
     def clear(self) -> None:
         """Forget all blocks, and that any were known."""
-        for block in list(self._by_block):
+        for block in list(self.by_block):
             self.forget(block)
         self._evicted.clear()
 
     def register(self, block: int, key: bytes, parent: bytes, tokens: bytes) -> None:
         """Add a full block, whose hash is `key`. Of blocks with equal content the first stays."""
-        if key not in self._by_hash and block not in self._by_block:
+        if key not in self._by_hash and block not in self.by_block:
             self._add(CachedBlock(block, key, parent, tokens))
             self._evicted.pop(key, None)
 
     def register_tail(self, block: int, parent: bytes, tokens: bytes) -> None:
         """Add a text's last block, unless it is too short or a known block begins with it."""
-        if len(tokens) < self.min_run * TOKEN_BYTES or block in self._by_block:
+        if len(tokens) < self.min_run * TOKEN_BYTES or block in self.by_block:
             return
         key = chain_hash(parent, tokens)
         is_covered = any(entry.tokens.startswith(tokens) for entry in self._siblings(parent))
@@ -134,7 +138,7 @@ class PrefixCache:
 
     def evict(self, block: int) -> None:
         """Forget a block, and remember that it was known."""
-        entry = self._by_block[block]
+        entry = self.by_block[block]
         self.forget(block)
         if len(entry.tokens) == self.block_size * TOKEN_BYTES:
             self._evicted[entry.hash] = None
@@ -143,7 +147,7 @@ class PrefixCache:
 
     def forget(self, block: int) -> None:
         """Forget the block: its content is about to change."""
-        entry = self._by_block.pop(block, None)
+        entry = self.by_block.pop(block, None)
         if entry is None:
             return
         del self._by_hash[entry.hash]
@@ -154,10 +158,10 @@ class PrefixCache:
 
     def check_integrity(self) -> None:
         """Assert that all indices hold the same blocks."""
-        assert len(self._by_hash) == len(self._by_block)
-        assert sum(map(len, self._by_parent.values())) == len(self._by_block)
+        assert len(self._by_hash) == len(self.by_block)
+        assert sum(map(len, self._by_parent.values())) == len(self.by_block)
         assert all(self._by_parent.values()), "a prefix without blocks is kept"
-        for block, entry in self._by_block.items():
+        for block, entry in self.by_block.items():
             assert entry.block == block and self._by_hash[entry.hash] is entry
             assert block in self._by_parent[entry.parent]
             assert entry.hash == chain_hash(entry.parent, entry.tokens)
@@ -169,7 +173,7 @@ class PrefixCache:
     def _siblings(self, parent: bytes) -> Iterator[CachedBlock]:
         """The known blocks right after a prefix, latest first, at most MAX_SIBLINGS."""
         blocks = islice(reversed(self._by_parent.get(parent, {})), MAX_SIBLINGS)
-        return map(self._by_block.__getitem__, blocks)
+        return map(self.by_block.__getitem__, blocks)
 
     def longest_run(self, parent: bytes, tokens: bytes) -> tuple[CachedBlock | None, int]:
         """The known block after `parent` with most leading tokens in common, and how many."""
@@ -187,5 +191,5 @@ class PrefixCache:
             if entry.tokens.startswith(shorter.tokens) and shorter.block in self._idle:
                 self._idle.move_to_end(shorter.block, last=False)
         self._by_hash[entry.hash] = entry
-        self._by_block[entry.block] = entry
+        self.by_block[entry.block] = entry
         self._by_parent.setdefault(entry.parent, {})[entry.block] = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.prefix_cache import CachedBlock
+from mlx_paged.kv.prefix_cache import ABSENT, CachedBlock, PrefixCache
 from mlx_paged.kv.snapshots import Snapshot
 
 
@@ -25,6 +25,7 @@ class MissReason(StrEnum):
         UNSEEN: nothing was reused: no cached text begins like this prompt.
         DIVERGED: the cached text that agrees longest continues differently.
         END: the cached text ends there.
+        ON_DISK: more is on the disk, but to read it would take longer than to compute it.
     """
 
     DISABLED = "disabled"
@@ -34,6 +35,7 @@ class MissReason(StrEnum):
     UNSEEN = "unseen"
     DIVERGED = "diverged"
     END = "end"
+    ON_DISK = "on_disk"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,39 @@ class PrefixMatch:
     snapshot: Snapshot | None = None
     prefix_without_state: int = 0
     copies: Sequence[BlockCopy] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NeededBlock:
+    """A full block that a prompt could reuse.
+
+    Attributes:
+        index: which block of the prompt it is.
+        group: its layer group; -1: these are the recurrent states after it.
+        known: its content; the block is ABSENT if the pool lacks it.
+    """
+
+    index: int
+    group: int
+    known: CachedBlock
+
+    @property
+    def is_absent(self) -> bool:
+        return self.known.block == ABSENT
+
+    @property
+    def key(self) -> bytes:
+        return block_key(self.known.hash, self.group)
+
+    def find(self, prefixes: Sequence[PrefixCache]) -> CachedBlock | None:
+        """What the pool has of it now."""
+        known = self.known
+        return prefixes[self.group].find(known.hash, known.parent, known.tokens)
+
+
+def block_key(hash: bytes, group: int) -> bytes:
+    """The name of a block outside the pool, 24 bytes; with group -1 of the states after it."""
+    return hash + group.to_bytes(8, "little", signed=True)
 
 
 def miss_reason(

@@ -50,7 +50,7 @@ class StatefulPrefixCache(PrefixCache):
     def check_integrity(self) -> None:
         super().check_integrity()
         lengths = {
-            block: len(entry.tokens) // TOKEN_BYTES for block, entry in self._by_block.items()
+            block: len(entry.tokens) // TOKEN_BYTES for block, entry in self.by_block.items()
         }
         self.snapshots.check_integrity(lengths, self.block_size)
 

@@ -89,15 +89,16 @@ class TickRecorder:
         """Counters, current levels and a summary of the latest ticks, as JSON values."""
         stats, scheduler = self._stats, self._scheduler
         allocator = scheduler.allocator
-        histogram = allocator.refcount_histogram
+        histogram = allocator.store.refcount_histogram()
         return (
             stats.as_dict()
             | self._config.log.summary()
             | {
                 "running": len(scheduler.running),
-                "waiting": len(scheduler.waiting),
+                "waiting": scheduler.num_waiting,
                 "blocks_in_use": allocator.blocks_in_use,
-                "blocks_cached": allocator.num_cached,
+                "blocks_cached": allocator.store.num_idle,
+                "kv_disk": None if scheduler.tier is None else scheduler.tier.metrics(),
                 "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
                 "cow_clones_per_token": stats.cow_clones / max(1, stats.generation_tokens),
                 "tokens_by_phase": {
@@ -176,7 +177,9 @@ class TickRecorder:
         stats, scheduler = self._stats, self._scheduler
         allocator = scheduler.allocator
         tick.running, tick.waiting = len(scheduler.running), len(scheduler.waiting)
-        tick.blocks_in_use, tick.blocks_cached = allocator.blocks_in_use, allocator.num_cached
+        if scheduler.tier is not None:
+            tick.waiting += len(scheduler.tier.loading)
+        tick.blocks_in_use, tick.blocks_cached = allocator.blocks_in_use, allocator.store.num_idle
         stats.blocks_in_use = tick.blocks_in_use
         tick.preemptions = scheduler.num_preemptions - stats.preemptions
         tick.cow_clones = allocator.store.cow_clones - stats.cow_clones

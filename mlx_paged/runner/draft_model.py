@@ -218,7 +218,7 @@ class DraftModel:
 
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         launched = self._runner.launch(step, before)
-        self._allocator.copies_done()
+        self._allocator.store.copies_done()
         return launched
 
 

@@ -4,23 +4,27 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged.attention.sdpa_hook import attention_hook
+from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
-from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of
+from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.sampler import Sampled, Sampler
 from mlx_paged.scheduler.runner_protocol import SampledToken
@@ -87,6 +91,8 @@ class ModelRunner:
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         self.manager.pool.copy_blocks(step.copies)
         for request, snapshot in step.restores:
+            if not isinstance(snapshot.states, list):
+                snapshot.states = unpacked(snapshot.states)
             self.states.restore(request.id, cast(States, snapshot.states))
         coming = None if before is None else before.coming
         requests: list[Request] = []
@@ -121,6 +127,25 @@ class ModelRunner:
         self._begin(pending)
         self._raise_noted()
         return LaunchedStep(requests, sampled, pending)
+
+    def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
+        """Start to copy blocks out of the pool and others into it."""
+        pool = self.manager.pool
+        for group in range(len(self.manager.plan.groups)):
+            leaving = [t for t in stores if t.group == group and t.blocks]
+            if leaving:
+                staged = read_blocks(pool, [b for t in leaving for b in t.blocks], group)
+                for i, stored in enumerate(leaving):
+                    stored.payload = partial(
+                        _bytes_of, staged, i * len(stored.blocks), len(stored.blocks)
+                    )
+            coming = [t for t in loads if t.group == group]
+            if coming:
+                data = np.stack([np.frombuffer(t.payload, np.uint8) for t in coming])
+                blocks = [b for t in coming for b in t.blocks]
+                write_blocks(pool, blocks, group, data.reshape(len(blocks), -1))
+        for states in [t for t in stores if not t.blocks]:
+            states.payload = partial(packed, states.payload)
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
@@ -238,6 +263,12 @@ class ModelRunner:
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1)
+
+
+def _bytes_of(staged: mx.array, start: int, count: int) -> npt.NDArray[np.uint8]:
+    """Some rows of a copy of blocks, when it is there."""
+    content: npt.NDArray[np.uint8] = np.asarray(staged)
+    return content[start : start + count].reshape(-1)
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

@@ -1,6 +1,8 @@
 """States of recurrent layers, kept per sequence and joined for a batch."""
 
 from collections.abc import Iterable, Sequence
+from io import BytesIO
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -92,6 +94,26 @@ class RecurrentStates:
 def arrays_of(states: Iterable[LayerState]) -> list[mx.array]:
     """The arrays of a sequence's states."""
     return [array for layer in states for array in layer if array is not None]
+
+
+def packed(states: States | Any) -> Any:
+    """States as bytes. States that were never used since they were packed are bytes still."""
+    if not isinstance(states, list):
+        return states
+    stream = BytesIO()
+    named = {f"{i}.{j}": a for i, layer in enumerate(states) for j, a in enumerate(layer)}
+    lengths = ",".join(str(len(layer)) for layer in states)
+    arrays = {name: array for name, array in named.items() if array is not None}
+    mx.save_safetensors(stream, arrays, {"lengths": lengths})
+    return stream.getvalue()
+
+
+def unpacked(content: Any) -> States:
+    """The states of which :func:`packed` made these bytes."""
+    loaded: Any = mx.load(BytesIO(content), format="safetensors", return_metadata=True)
+    arrays, known = loaded
+    lengths = map(int, known["lengths"].split(","))
+    return [[arrays.get(f"{i}.{j}") for j in range(count)] for i, count in enumerate(lengths)]
 
 
 def shapes_of(states: Iterable[LayerState]) -> StateShapes:

@@ -31,6 +31,10 @@ class ChunkBudget:
         if self.learns and seconds > 0:
             self.cost.observe(work, seconds)
 
+    def seconds_to_compute(self, start: int, stop: int) -> float:
+        """Predicted seconds of a prompt's tokens ``[start, stop)``; 0: unknown."""
+        return self.cost.predict(StepWork.chunk(start, stop - start))
+
     def left(self, step: Step, request: Request) -> int:
         """How many prompt tokens of `request` the step can still compute."""
         limit = self.prefill_chunk if step.max_chunk_tokens is None else step.max_chunk_tokens

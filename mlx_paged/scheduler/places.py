@@ -2,7 +2,7 @@
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
-from mlx_paged.kv.prefix_match import MissReason
+from mlx_paged.kv_disk.tier import KVDiskTier
 from mlx_paged.request import Request
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy, WaitingQueue, choose_preempted
 from mlx_paged.scheduler.snapshot_plan import SnapshotPlan
@@ -17,7 +17,18 @@ class Places:
     Parked sequences hold blocks but are not computed: forks that wait, and ended requests kept for
     later forks. They lose their blocks before any running request is preempted.
 
-    The arguments are those of :class:`Scheduler`.
+    Args:
+        prefix_cache: whether prompts with equal prefixes share blocks.
+        policy: order of the waiting requests.
+        victims: which request is preempted.
+        watermark: free blocks that an admission must leave while others run, so that the next steps
+            do not preempt it; at least one for each running request.
+        rewinds: whether a sequence can continue from any earlier position. A model with recurrent
+            states can not.
+        max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
+
+    Attributes:
+        tier: K/V on a disk, and the requests that wait for it; None: there is no disk.
     """
 
     def __init__(
@@ -25,12 +36,12 @@ class Places:
         allocator: BlockAllocator,
         max_running: int,
         *,
-        prefix_cache: bool,
-        policy: Policy,
-        victims: PreemptionPolicy,
-        watermark: int,
-        rewinds: bool,
-        max_snapshots: int,
+        prefix_cache: bool = True,
+        policy: Policy = Policy.FCFS,
+        victims: PreemptionPolicy = PreemptionPolicy.NEWEST,
+        watermark: int = 0,
+        rewinds: bool = True,
+        max_snapshots: int = 0,
     ) -> None:
         self.allocator = allocator
         self.max_running = max_running
@@ -41,6 +52,7 @@ class Places:
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
             self._plan = SnapshotPlan(allocator, max_snapshots)
+        self.tier: KVDiskTier | None = None
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)
         self.running: dict[int, Request] = {}  # by id, oldest admission first
@@ -48,8 +60,13 @@ class Places:
         self._isolated: dict[int, Request] = {}
 
     @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, and those that wait for the disk."""
+        return len(self.waiting) + (0 if self.tier is None else len(self.tier.loading))
+
+    @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.num_waiting or self.running)
 
     def check_fits(self, request: Request) -> None:
         """Raise ValueError if the request needs more blocks than the pool has."""
@@ -65,7 +82,8 @@ class Places:
     def add(self, request: Request) -> None:
         """Queue a request; ValueError if it can never fit."""
         self.check_fits(request)
-        self.waiting.push(request)
+        if self.tier is None or not self.tier.ask(request):
+            self.waiting.push(request)
 
     def park(self, request: Request) -> None:
         """Park a running request that has to wait for others."""
@@ -126,13 +144,14 @@ class Places:
                     return False
                 self._evict_parked()
         step.copies += admission.copies
+        miss = admission.miss if self.tier is None else self.tier.admitted(request, admission)
         request.num_computed = admission.num_cached
         request.prefix_without_state = admission.prefix_without_state
         if admission.snapshot is not None:
             step.restores.append((request, admission.snapshot))
         if request.num_preempted == 0:
             request.num_cached = admission.num_cached
-            request.prefix_miss = admission.miss if self.prefix_cache else MissReason.DISABLED
+            request.prefix_miss = miss
         return True
 
     def _make_room(self, step: Step) -> Request:

@@ -1,8 +1,10 @@
 """What the engine and a runner exchange: steps, sampled tokens, results. Knows no mlx."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 
+from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.request import Request
 from mlx_paged.scheduler.step import Step
 
@@ -47,6 +49,9 @@ class Runner(Protocol[LaunchedT]):
         Recurrent states are restored before the spans are computed. The spans' snapshots are
         filled as soon as their states are computed.
         """
+
+    def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
+        """Start to copy blocks out of the pool, then to write others, before any later step."""
 
     def collect(self, launched: LaunchedT) -> list[SampledToken]:
         """Wait for a step; return one token for each of its requests, in order."""

@@ -1,13 +1,13 @@
 """Which tokens a step computes: decodes first, then prefill chunks. Knows no mlx."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.places import Places
-from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.speculation import Drafter, Speculation
 from mlx_paged.scheduler.step import Span, Step, sort_by_pending
 from mlx_paged.scheduler.turns import Turn, is_overtaken
@@ -25,16 +25,9 @@ class Scheduler(Places):
         allocator: owns the blocks.
         max_running: requests computed in a step at most.
         prefill_chunk: prompt tokens computed in a step at most.
-        prefix_cache: whether prompts with equal prefixes share blocks.
-        policy: order of the waiting requests.
-        victims: which request is preempted.
         max_stall: predicted seconds of a step with running streams at most; None: no such bound.
-        watermark: free blocks that an admission must leave while others run, so that the next steps
-            do not preempt it; at least one for each running request.
-        rewinds: whether a sequence can continue from any earlier position. A model with recurrent
-            states can not.
-        max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
         drafter: guesses tokens that decodes compute ahead where that pays.
+        options: further arguments of :class:`Places`.
     """
 
     def __init__(
@@ -43,25 +36,11 @@ class Scheduler(Places):
         max_running: int,
         prefill_chunk: int,
         *,
-        prefix_cache: bool = True,
-        policy: Policy = Policy.FCFS,
-        victims: PreemptionPolicy = PreemptionPolicy.NEWEST,
         max_stall: float | None = None,
-        watermark: int = 0,
-        rewinds: bool = True,
-        max_snapshots: int = 0,
         drafter: Drafter | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            allocator,
-            max_running,
-            prefix_cache=prefix_cache,
-            policy=policy,
-            victims=victims,
-            watermark=watermark,
-            rewinds=rewinds,
-            max_snapshots=max_snapshots,
-        )
+        super().__init__(allocator, max_running, **options)
         self.budget = ChunkBudget(prefill_chunk, max_stall)
         self.speculation = None if drafter is None else Speculation(drafter, allocator, self.budget)
         self._overtook: list[Request] = []  # in the latest step with a long prompt
@@ -85,16 +64,15 @@ class Scheduler(Places):
     def schedule(self) -> Step:
         """Choose this step's tokens and make their slots writable."""
         step = Step()
+        if self.tier is not None:
+            for request in self.tier.arrived(waits=not (self.waiting or self.running)):
+                self.waiting.push(request)
         if self._isolated:
             self._schedule_isolated(step)
-            return step
-        decodes, step.prompts, exhausted = sort_by_pending(self.running.values())
-        for request in exhausted:
-            self._leave_running(request)
-        if self.speculation is not None:
-            decodes = self.speculation.schedule(step, decodes)
-        self._schedule_decodes(step, decodes)
-        self._schedule_prompts(step)
+        else:
+            self._schedule_all(step)
+        if self.tier is not None:
+            step.stores = self.tier.leaving()
         return step
 
     def complete(self, request: Request) -> None:
@@ -104,6 +82,8 @@ class Scheduler(Places):
             self.speculation.drafter.drop(request)
         if request in self.waiting:
             self.waiting.remove(request)
+        if self.tier is not None:
+            self.tier.forget(request)
         if request.samples:
             self._hand_over_samples(request)
         if request.id in self.running:
@@ -147,12 +127,23 @@ class Scheduler(Places):
             request.num_in_flight = 0
         for request in failed:
             request.error = None  # of the failed step; the caller does not know it
+            if self.tier is not None:
+                self.tier.forget(request)
             if request not in self.waiting:  # its last token was under way
                 request.num_in_flight = request.num_computed = 0
                 self.waiting.push(request)
             self._isolated[request.id] = request
 
     # What is computed
+
+    def _schedule_all(self, step: Step) -> None:
+        decodes, step.prompts, exhausted = sort_by_pending(self.running.values())
+        for request in exhausted:
+            self._leave_running(request)
+        if self.speculation is not None:
+            decodes = self.speculation.schedule(step, decodes)
+        self._schedule_decodes(step, decodes)
+        self._schedule_prompts(step)
 
     def _schedule_decodes(self, step: Step, decodes: list[Request]) -> None:
         needed = self.allocator.blocks_to_append(len(decodes))
@@ -252,6 +243,11 @@ class Scheduler(Places):
         block_size = self.allocator.block_size if self.prefix_cache else None
         has_room = request.id in self.parked or self.budget.can_start(step, request, block_size)
         if request.num_in_flight or not has_room:
+            return False
+        asks = self.tier is not None and request.id not in self.parked
+        if self.tier is not None and asks and self.tier.delays(request, step.loads):
+            if request.id in self.tier.loading:
+                self.waiting.remove(request)
             return False
         return self._enter(step, request, self._spare_blocks(request) + spare)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 
-from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.request import Request
 from mlx_paged.scheduler.cost_model import StepWork
@@ -76,6 +76,8 @@ class Step:
     """The spans that one forward pass computes.
 
     Attributes:
+        stores: blocks to copy out of the pool before anything in it changes.
+        loads: blocks to write into the pool after that, before all else.
         copies: block copies to perform before any K/V is written.
         restores: snapshots from which requests' recurrent states start.
         requests: ids of all requests that are computed, forked or preempted in this step.
@@ -86,6 +88,8 @@ class Step:
     """
 
     spans: list[Span] = field(default_factory=list)
+    stores: list[BlockTransfer] = field(default_factory=list)
+    loads: list[BlockTransfer] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     restores: list[tuple[Request, Snapshot]] = field(default_factory=list)
     requests: set[int] = field(default_factory=set)

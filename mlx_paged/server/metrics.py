@@ -20,13 +20,16 @@ Kind = type[GAUGE | COUNTER]
 
 GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
     "requests_running": ("Sequences in the batch.", lambda e: len(e.scheduler.running)),
-    "requests_waiting": ("Sequences that wait for a place.", lambda e: len(e.scheduler.waiting)),
+    "requests_waiting": ("Sequences that wait for a place.", lambda e: e.scheduler.num_waiting),
     "kv_blocks": ("Size of the KV pool in blocks.", lambda e: e.manager.allocator.num_blocks),
     "kv_blocks_in_use": (
         "Blocks that a sequence holds.",
         lambda e: e.manager.allocator.blocks_in_use,
     ),
-    "kv_blocks_cached": ("Free blocks with a prefix.", lambda e: e.manager.allocator.num_cached),
+    "kv_blocks_cached": (
+        "Free blocks with a prefix.",
+        lambda e: e.manager.allocator.store.num_idle,
+    ),
     "kv_block_bytes": ("Bytes of a block in all arrays.", lambda e: e.stats.block_bytes),
     "profiling": ("1 if each phase of a step is timed.", lambda e: e.ticks.profile),
 }
@@ -44,6 +47,13 @@ COUNTERS = {  # by the name of their field in the engine's statistics
     "steps": "Forward passes of the model.",
     "drafts": "Guessed tokens that were computed.",
     "accepted_drafts": "Guessed tokens that were right.",
+}
+KV_DISK = {  # by their names in the disk's metrics
+    "hits": "Records read from the disk.",
+    "bytes_read": "Bytes of these records.",
+    "bytes_written": "Bytes written to the disk.",
+    "seconds_saved": "Predicted time to compute what was read, less the time to read it.",
+    "slower": "Requests that computed what it would take longer to read.",
 }
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -70,7 +80,7 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
     stats, ticks, allocator = engine.stats, engine.ticks, engine.manager.allocator
     parts = {name.removesuffix("_ms"): ms / 1000 for name, ms in ticks.total_ms.items()}
     del parts["tick"]  # the sum of the others
-    referenced = _by_power_of_two(allocator.refcount_histogram)
+    referenced = _by_power_of_two(allocator.store.refcount_histogram())
     queries = stats.prefix_hit_tokens + stats.prompt_tokens
     usage = allocator.blocks_in_use / allocator.num_blocks
     vllm = "As in vLLM."
@@ -98,11 +108,16 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
         (COUNTER, "tick_seconds", "Time by part of the step.", parts, "part"),
         (COUNTER, "spikes", "Spikes by first cause.", ticks.causes, "cause"),
         (GAUGE, "vllm:num_requests_running", vllm, {model: len(engine.scheduler.running)}, MODEL),
-        (GAUGE, "vllm:num_requests_waiting", vllm, {model: len(engine.scheduler.waiting)}, MODEL),
+        (GAUGE, "vllm:num_requests_waiting", vllm, {model: engine.scheduler.num_waiting}, MODEL),
         (GAUGE, "vllm:kv_cache_usage_perc", vllm, {model: usage}, MODEL),
         (COUNTER, "vllm:prefix_cache_queries", vllm, {model: queries}, MODEL),
         (COUNTER, "vllm:prefix_cache_hits", vllm, {model: stats.prefix_hit_tokens}, MODEL),
     ]
+    if engine.scheduler.tier is not None:
+        disk = engine.scheduler.tier.metrics()
+        rows += [(COUNTER, f"kv_disk_{name}", KV_DISK[name], disk[name], "") for name in KV_DISK]
+        lost = "Records that were not trusted or not written."
+        rows.append((COUNTER, "kv_disk_dropped", lost, disk["dropped"], "reason"))
     return [
         config,
         *(_family(*row) for row in rows),

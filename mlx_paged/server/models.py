@@ -80,7 +80,7 @@ class Models:
     def close(self) -> None:
         """End all completions and engines."""
         for model in list(self.loaded.values()):
-            model.service.close()
+            _release(model.service)
 
     def path(self, name: str) -> str:
         """What to load for the model that a request names. Raises Refusal if nothing is here."""
@@ -164,8 +164,9 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     Raises:
         ValueError: the model cannot be loaded or served.
     """
-    if path != args.model:  # adapter and draft model belong to the default model
-        args = argparse.Namespace(**vars(args) | {"adapter_path": None, "draft_model": None})
+    if path != args.model:  # adapter, draft model and disk belong to the default model
+        args = argparse.Namespace(**vars(args))
+        args.adapter_path = args.draft_model = args.kv_disk = None
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     try:
         model, tokenizer, config = load(

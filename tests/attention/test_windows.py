@@ -110,7 +110,7 @@ def test_forks_and_prefixes_work_beyond_the_window():
     assert engine.manager.blocks_in_use == 0
 
 
-def test_a_full_layer_keeps_all_blocks():
+def test_a_full_layer_keepsblocks_of():
     engine = Engine(windowed(WINDOW, None), block_size=BLOCK, num_blocks=64, prefill_chunk=8)
     engine.generate(PROMPTS[:1], max_tokens=30)
     most = -(-79 // BLOCK) + (WINDOW + 8) // BLOCK + 2
@@ -124,7 +124,7 @@ def test_trimmed_blocks_are_free_or_cached_and_their_content_is_still_found():
     allocator.make_writable(0, 0, 20)
     allocator.register_prefix(0, tokens, 8)
     allocator.trim(0, 15)
-    assert (allocator.blocks_in_use, allocator.num_cached) == (3, 2)
+    assert (allocator.blocks_in_use, allocator.store.num_idle) == (3, 2)
     allocator.register_prefix(0, tokens, 20)
     allocator.trim(0, 9)  # never back
     allocator.fork(0, 1)

@@ -96,6 +96,20 @@ def test_forks_give_mlx_lms_tokens(kv_bits, monkeypatch):
     assert ("copy_blocks_uchar" in metal.trace.kernels) == (kv_bits is not None)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
+def test_blocks_from_a_disk_give_mlx_lms_tokens(model_type, tmp_path, monkeypatch):
+    half = half_model(model_type)
+    metal = emulate_gpu(monkeypatch)
+    for cached in (0, 56):
+        engine = Engine(half.model, block_size=8, num_blocks=128, kv_disk=tmp_path)
+        engine.scheduler.tier._seconds_to_compute = lambda start, stop: 0.0
+        before = families(metal)["write_kv"]
+        (done,) = engine.generate(PROMPTS[3:], max_tokens=NUM_TOKENS)
+        assert done.cached_prompt_tokens == cached and half.check(PROMPTS[3], done.tokens)
+        assert families(metal)["write_kv"] > before
+        engine.close()
+
+
 @pytest.mark.parametrize(("context", "decode_launches"), [(40, 2), (600, 3)])
 def test_a_step_takes_few_launches_a_layer(context, decode_launches, monkeypatch):
     """The write of K/V, and attention: a kernel for decodes, one for chunks, and a merge of splits

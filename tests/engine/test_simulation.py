@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import simulation
-from fake_model import FakePool, FakeRunner
+from fake_model import FakePool, FakeRunner, FakeTransfer
 from simulation import COUNTED, main, run_schedule
 
 from mlx_paged.engine import pipeline
 from mlx_paged.engine.beams import BeamGroup
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.text import OutputProcessor
+from mlx_paged.kv import group_prefixes
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import LayerGroup
@@ -23,7 +24,7 @@ from mlx_paged.kv.snapshots import Snapshots
 from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
-from mlx_paged.scheduler.step import Span
+from mlx_paged.scheduler.step import Span, Step
 from mlx_paged.scheduler.turns import Turn
 
 SCRIPT = Path(simulation.__file__)
@@ -42,7 +43,8 @@ def counted(model: str, seed: int, num_schedules: int) -> Counter[str]:
 def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone():
     totals = counted("fake", seed=7, num_schedules=400)
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
-    seen = set(COUNTED) - {"near_ties", "mismatches", "violations", "leaked_blocks", "failures"}
+    seen = set(COUNTED) - {"lives", "stored", "fetched", "dropped"}
+    seen -= {"near_ties", "mismatches", "violations", "leaked_blocks", "failures"}
     assert totals["overtakes"] > 10, "hardly any long prompt was overtaken"
     seen -= {"overtakes"}
     assert not [name for name in seen if totals[name] < 100], "something hardly ever happened"
@@ -52,6 +54,44 @@ def test_a_real_model_in_a_real_engine_gives_mlx_lms_tokens():
     totals = counted("tiny", seed=7, num_schedules=25)
     assert totals["mismatches"] == totals["leaked_blocks"] == 0
     assert totals["tokens"] > 200 and totals["near_ties"] <= 1
+
+
+def test_engines_that_live_one_after_the_other_on_a_disk_give_the_same_tokens():
+    totals = counted("disk", seed=7, num_schedules=60)
+    assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
+    for name in ("lives", "stored", "fetched", "restored", "preemptions"):
+        assert totals[name] > 60, f"{name} hardly ever happened"
+
+
+def loads_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = FakePool.transfer
+    monkeypatch.setattr(FakePool, "transfer", lambda pool, t: whole(pool, replace(t, loads=[])))
+
+
+def copied_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = FakeRunner.launch
+
+    def transfer(self: FakeRunner, stores: list, loads: list) -> None:
+        self._queue.append(FakeTransfer([], list(loads)))
+        self.late = FakeTransfer(list(stores), [])
+
+    def late_launch(self: FakeRunner, step: Step, before: object) -> object:
+        launched = launch(self, step, before)
+        self._queue.append(self.__dict__.pop("late", FakeTransfer([], [])))
+        return launched
+
+    monkeypatch.setattr(FakeRunner, "transfer", transfer)
+    monkeypatch.setattr(FakeRunner, "launch", late_launch)
+
+
+def salts_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_prefixes, "root_hash", lambda salt: b"")
+
+
+@pytest.mark.parametrize("plant", [loads_not_written, copied_too_late, salts_not_hashed])
+def test_a_defect_of_the_disk_tier_is_noticed(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(run_schedule("disk", 1, index)[1] for index in range(40))
 
 
 def test_the_same_schedule_is_the_same_every_time():

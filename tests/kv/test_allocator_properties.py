@@ -66,7 +66,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def _snapshot(self) -> object:
         allocator = self.allocator
         tables = {seq_id: allocator.table(seq_id).tolist() for seq_id in self.contents}
-        return tables, allocator.num_available, allocator.num_cached, allocator.store.cow_clones
+        return tables, allocator.num_available, allocator.store.num_idle, allocator.store.cow_clones
 
     def _new_id(self) -> int:
         self.next_id += 1
@@ -85,7 +85,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         for seq_id, start in self.unwritten.items():
             content = self.contents[seq_id]
             self.memory |= self._expected(seq_id, [start] * len(self.allocator.groups))
-        self.allocator.copies_done()
+        self.allocator.store.copies_done()
         for seq_id in self.unwritten:
             self.allocator.register_prefix(
                 seq_id, self.contents[seq_id], len(self.contents[seq_id])
@@ -221,8 +221,8 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule()
     def drop_cached(self) -> None:
-        self.allocator.drop_cached()
-        assert self.allocator.num_cached == 0
+        self.allocator.store.drop_idle()
+        assert self.allocator.store.num_idle == 0
 
     @invariant()
     def books_balance(self) -> None:

@@ -73,7 +73,7 @@ def test_fork_shares_everything_and_copies_only_the_tail_on_write():
     parent = allocator.table(0).tolist()
     allocator.fork(0, 1)
     assert allocator.table(1).tolist() == parent and allocator.blocks_in_use == 3
-    assert allocator.refcount_histogram == {0: 13, 2: 3}
+    assert allocator.store.refcount_histogram() == {0: 13, 2: 3}
 
     copies = allocator.make_writable(1, 10, 11)
     child = allocator.table(1).tolist()
@@ -123,7 +123,7 @@ def test_the_source_of_a_copy_is_kept_until_the_copy_is_done():
     allocator.admit(2, 4)
     with pytest.raises(OutOfBlocksError):
         allocator.admit(3, 1)
-    allocator.copies_done()
+    allocator.store.copies_done()
     allocator.check_integrity()
     allocator.admit(3, 1)
     assert allocator.table(3).tolist() == [source]
@@ -140,7 +140,7 @@ def test_a_block_in_a_copy_is_not_handed_out_again_before_the_copy_is_done(leave
     allocator.check_integrity()
     allocator.admit(2, 4)
     assert {copy.src, copy.dst}.isdisjoint(allocator.table(2).tolist())
-    allocator.copies_done()
+    allocator.store.copies_done()
     assert allocator.num_available == 1
     allocator.check_integrity()
 
@@ -152,7 +152,7 @@ def test_a_copy_of_a_copy_names_the_first_source():
     allocator.fork(1, 2)
     assert allocator.make_writable(2, 3, 4) == [BlockCopy(source, int(allocator.table(2)[0]))]
     allocator.check_integrity()
-    allocator.copies_done()
+    allocator.store.copies_done()
     allocator.fork(2, 3)
     (copy,) = allocator.make_writable(3, 3, 4)
     assert copy.src == int(allocator.table(2)[0])
@@ -193,7 +193,7 @@ def test_a_refused_admission_changes_nothing():
     with pytest.raises(OutOfBlocksError) as error:
         allocator.admit(1, 8, [1, 2, 3, 4, 5, 6, 7, 8], spare=2)
     assert (error.value.needed, error.value.available) == (3, 2)
-    assert 1 not in allocator and allocator.num_cached == 2 and allocator.num_available == 3
+    assert 1 not in allocator and allocator.store.num_idle == 2 and allocator.num_available == 3
     assert allocator.store.cow_clones == 0
     allocator.check_integrity()
 
@@ -265,7 +265,7 @@ def test_one_more_token_each_takes_blocks_only_where_they_are_full():
     assert [len(allocator.table(seq_id)) for seq_id in range(4)] == [2, 2, 2, 2]
     assert [allocator.num_tokens(seq_id) for seq_id in range(4)] == [5, 6, 8, 8]
     assert [copy.dst for copy in copies] == [int(allocator.table(1)[1])]
-    allocator.copies_done()
+    allocator.store.copies_done()
     allocator.check_integrity()
     with pytest.raises(OutOfBlocksError):
         allocator.append_each([0, 1, 2, 3], [5, 6, 8, 8])
@@ -343,7 +343,7 @@ def test_blocks_of_a_fork_outlive_the_cut():
     allocator.fork(0, 1)
     allocator.truncate(0, 2)
     (copy,) = allocator.make_writable(0, 1, 2)
-    allocator.copies_done()
+    allocator.store.copies_done()
     assert (copy.src, allocator.table(1).tolist()) == (0, [0, 1, 2])
     assert allocator.blocks_in_use == 4
     allocator.check_integrity()

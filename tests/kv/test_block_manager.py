@@ -175,10 +175,66 @@ def test_a_full_pool_raises_the_named_error_and_changes_nothing():
     manager.new_sequence(1, 8)
 
 
-@pytest.mark.parametrize("name", ["spill_to_host", "prefetch"])
-def test_tiering_is_declared_and_says_that_it_is_missing(name):
-    with pytest.raises(NotImplementedError, match=name):
-        getattr(make_manager(), name)(0)
+def written(manager: KVBlockManager, seq_id: int, num_tokens: int) -> list[np.ndarray]:
+    """A new sequence's K/V in each layer as random numbers, and what was written."""
+    manager.new_sequence(seq_id, num_tokens)
+    contents = []
+    for layer in range(manager.pool.n_layers):
+        k, v = chunk(10 * seq_id + layer, num_tokens), chunk(100 * seq_id + layer, num_tokens)
+        manager.write_prefill(seq_id, layer, k, v, 0)
+        contents.append(np.array(k))
+    return contents
+
+
+def test_a_spilled_sequence_comes_back_bit_for_bit_in_other_blocks():
+    manager = make_manager(max_blocks=8)
+    contents = written(manager, 0, 11)
+    manager.fork(0, 1)
+    before = manager.table(0)[0].tolist()
+    assert manager.spill_to_host(0) == 0
+    assert manager.blocks_in_use == len(before), "the fork lost its blocks"
+    for call in (manager.table, manager.spill_to_host, manager.ensure_tail_capacity):
+        with pytest.raises(ValueError, match=r"expected a (live )?sequence"):
+            call(0)
+    with pytest.raises(ValueError, match="sequence 0 is spilled: expected a new id"):
+        manager.new_sequence(0, 1)
+    manager.free(1)
+    assert manager.blocks_in_use == 0
+    written(manager, 2, 8)  # into the blocks of before
+    manager.prefetch(0)
+    block_ids, length = manager.table(0)
+    assert length == 11 and block_ids.tolist() != before
+    for layer, content in enumerate(contents):
+        np.testing.assert_array_equal(read_back(manager.k[layer], block_ids, 11), content)
+    manager.ensure_tail_capacity(0, 5)
+    manager.check_integrity()
+    with pytest.raises(ValueError, match=r"\[prefetch\] seq_id is 0: expected a spilled sequence"):
+        manager.prefetch(0)
+    manager.free(0)
+    manager.free(2)
+    assert manager.blocks_in_use == 0
+
+
+def test_the_sequence_used_least_recently_is_spilled_first():
+    manager = make_manager(max_blocks=6)
+    kept = [written(manager, seq_id, 8) for seq_id in range(3)]
+    manager.batch_tables([0])
+    with pytest.raises(OutOfBlocksError):
+        manager.new_sequence(3, 8)
+    assert manager.spill_to_host() == 1
+    written(manager, 3, 8)
+    assert [manager.spill_to_host(), manager.spill_to_host()] == [2, 0]
+    manager.prefetch(1)
+    np.testing.assert_array_equal(read_back(manager.k[0], manager.table(1)[0], 8), kept[1][0])
+    manager.free(0)  # a spilled one
+    with pytest.raises(ValueError, match="expected a spilled sequence"):
+        manager.prefetch(0)
+    manager.check_integrity()
+
+
+def test_without_a_sequence_nothing_can_be_spilled():
+    with pytest.raises(ValueError, match="seq_id is None: expected a sequence in the pool"):
+        make_manager().spill_to_host()
 
 
 @pytest.mark.parametrize(

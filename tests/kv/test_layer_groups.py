@@ -92,11 +92,11 @@ class TestPlan:
 def grown(allocator: BlockAllocator, seq_id: int, tokens: list[int], chunk: int) -> int:
     """Compute a prompt in chunks, as a scheduler does; the most blocks in use."""
     start, most = allocator.admit(seq_id, len(tokens), tokens).num_cached, 0
-    allocator.copies_done()
+    allocator.store.copies_done()
     while start < len(tokens):
         stop = min(len(tokens), start + chunk)
         allocator.make_writable(seq_id, start, stop)
-        allocator.copies_done()
+        allocator.store.copies_done()
         most = max(most, allocator.blocks_in_use)
         allocator.register_prefix(seq_id, tokens, stop)
         allocator.trim(seq_id, stop, offers=True)
@@ -169,7 +169,7 @@ class TestSequences:
         assert allocator.can_continue(0, 31)
         copies = allocator.make_writable(1, 31, 32)
         assert Counter(copy.group for copy in copies) == {0: 1, 1: 2}
-        allocator.copies_done()
+        allocator.store.copies_done()
         allocator.free(0)
         allocator.free(1)
         allocator.check_integrity()
@@ -204,7 +204,7 @@ class TestPrefixes:
             (block,) = [
                 block
                 for block in prefixes
-                if prefixes._by_block[block].tokens.startswith(first.to_bytes(8, "little"))
+                if prefixes.by_block[block].tokens.startswith(first.to_bytes(8, "little"))
             ]
             allocator.store.free += allocator.store._drop(block)
         allocator.check_integrity()
@@ -273,7 +273,7 @@ class TestPrefixes:
         allocator.admit(0, 6)
         allocator.register_tail(0, tokens, 6)
         allocator.free(0)
-        assert allocator.num_cached == 6
+        assert allocator.store.num_idle == 6
         admission = allocator.admit(1, 8, [*tokens, 1, 2])
         assert (admission.num_cached, admission.copies) == (6, [])
         assert allocator.num_available == 0

@@ -31,7 +31,7 @@ def computed(
 ) -> PrefixMatch:
     """Admit a sequence and pretend that its K/V has been computed."""
     admission = allocator.admit(seq_id, len(tokens), tokens, salt)
-    allocator.copies_done()
+    allocator.store.copies_done()
     allocator.register_prefix(seq_id, tokens, len(tokens))
     return admission
 
@@ -48,7 +48,7 @@ def finished(allocator: BlockAllocator, tokens: list[int], salt: bytes = b"") ->
 def looked_up(allocator: BlockAllocator, tokens: list[int]) -> PrefixMatch:
     """What a prompt would find now."""
     admission = allocator.admit(-2, len(tokens), tokens)
-    allocator.copies_done()
+    allocator.store.copies_done()
     allocator.free(-2)
     allocator.check_integrity()
     return admission
@@ -65,7 +65,7 @@ class TestFullBlocks:
         assert tables[0][:3] == tables[1][:3] == tables[2][:3]
         assert len({table[3] for table in tables}) == 3
         assert allocator.blocks_in_use == 6
-        assert allocator.refcount_histogram == {0: 10, 1: 3, 3: 3}
+        assert allocator.store.refcount_histogram() == {0: 10, 1: 3, 3: 3}
 
     def test_equal_blocks_after_different_prefixes_are_not_shared(self):
         allocator = BlockAllocator(num_blocks=16, block_size=BLOCK)
@@ -79,7 +79,11 @@ class TestFullBlocks:
         computed(allocator, 2, text((2, 16)))
         allocator.free(1)
         allocator.free(2)
-        assert (allocator.blocks_in_use, allocator.num_cached, allocator.num_available) == (0, 4, 4)
+        assert (allocator.blocks_in_use, allocator.store.num_idle, allocator.num_available) == (
+            0,
+            4,
+            4,
+        )
         allocator.admit(3, BLOCK)  # takes the end of the oldest chain
         assert allocator.cached_prefix(text((1, 17))) == 8
         assert allocator.cached_prefix(text((2, 17))) == 16
@@ -173,7 +177,7 @@ class TestPartsOfABlock:
         finished(allocator, text((90, 5)))
         for length in (11, 13, 12):  # the last is covered by the one before
             finished(allocator, list(range(length)))
-        assert allocator.num_cached == 4
+        assert allocator.store.num_idle == 4
         allocator.admit(5, 2 * BLOCK)  # the free block and the shorter tail
         assert allocator.cached_prefix(list(range(17))) == 13
         assert allocator.cached_prefix(text((90, 17))) == 5
@@ -192,12 +196,12 @@ class TestPartsOfABlock:
         for _ in range(2):
             for other in range(MAX_SIBLINGS + 1):
                 finished(allocator, [*text((other, 3))])
-        assert allocator.num_cached == MAX_SIBLINGS + 1
+        assert allocator.store.num_idle == MAX_SIBLINGS + 1
 
     def test_a_tail_shorter_than_a_usable_run_is_not_kept(self):
         allocator = BlockAllocator(num_blocks=4, block_size=BLOCK)
         finished(allocator, list(range(9)))
-        assert allocator.num_cached == 1
+        assert allocator.store.num_idle == 1
 
     def test_only_the_latest_blocks_after_a_prefix_are_compared(self):
         allocator = BlockAllocator(num_blocks=64, block_size=BLOCK)
@@ -298,7 +302,7 @@ class TestMisses:
         for _ in range(2):
             finished(allocator, list(range(5)))
             assert allocator.cached_prefix(list(range(9))) == 5
-            allocator.drop_cached()
+            allocator.store.drop_idle()
             assert looked_up(allocator, list(range(8))).miss is MissReason.UNSEEN
 
     def test_an_evicted_block_is_missed_though_a_part_of_another_is_reused(self):
@@ -315,7 +319,7 @@ class TestMisses:
         texts = [text((i, BLOCK + 1)) for i in range(2 * EVICTED_PER_BLOCK + 1)]
         for tokens in texts:
             finished(allocator, tokens[:-1])
-            allocator.drop_cached()
+            allocator.store.drop_idle()
         misses = [looked_up(allocator, tokens).miss for tokens in texts]
         assert misses == [MissReason.UNSEEN] + [MissReason.EVICTED] * 2 * EVICTED_PER_BLOCK
         allocator.check_integrity()
@@ -323,7 +327,7 @@ class TestMisses:
 
 DAMAGES = {
     "hash lost": lambda c: c._by_hash.popitem(),
-    "block lost": lambda c: c._by_block.pop(0),
+    "block lost": lambda c: c.by_block.pop(0),
     "prefix lost": lambda c: c._by_parent.popitem(),
     "prefix without blocks": lambda c: c._by_parent.__setitem__(b"no blocks", {}),
     "unknown sibling": lambda c: c._by_parent[b""].__setitem__(7, None),
@@ -365,11 +369,11 @@ class TestTrust:
         allocator.fork(1, 2)
         for seq_id in (1, 2):
             allocator.make_writable(seq_id, 12, 20)
-            allocator.copies_done()
+            allocator.store.copies_done()
             allocator.register_prefix(seq_id, list(range(20)), 16)
             allocator.register_tail(seq_id, list(range(20)), 20)
             allocator.free(seq_id)
-        assert allocator.num_cached == 0 and allocator.blocks_in_use == 0
+        assert allocator.store.num_idle == 0 and allocator.blocks_in_use == 0
         finished(allocator, tokens)
         assert looked_up(allocator, tokens).num_cached == 11
 

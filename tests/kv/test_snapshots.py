@@ -26,7 +26,7 @@ def finished(allocator: BlockAllocator, tokens: list[int], *positions: int) -> l
     """Let a sequence come and go that leaves its K/V, and states at these positions."""
     snapshots = [Snapshot(position, states=f"after {position}") for position in positions]
     allocator.admit(-1, len(tokens), tokens)
-    allocator.copies_done()
+    allocator.store.copies_done()
     allocator.register_tail(-1, tokens, len(tokens))
     for snapshot in snapshots:
         allocator.attach_snapshot(-1, tokens, snapshot)
@@ -38,7 +38,7 @@ def finished(allocator: BlockAllocator, tokens: list[int], *positions: int) -> l
 def admitted(allocator: BlockAllocator, tokens: list[int]) -> PrefixMatch:
     """What a sequence with these tokens would find."""
     admission = allocator.admit(-2, len(tokens), tokens)
-    allocator.copies_done()
+    allocator.store.copies_done()
     allocator.free(-2)
     allocator.check_integrity()
     return admission
@@ -95,9 +95,9 @@ class TestWhatIsFound:
         allocator = make_allocator(num_blocks=3)
         finished(allocator, list(range(11)), 11)
         finished(allocator, list(range(14)), 14)
-        assert allocator.num_cached == 3
+        assert allocator.store.num_idle == 3
         admitted(allocator, [99])
-        assert allocator.num_cached == 2
+        assert allocator.store.num_idle == 2
         assert admitted(allocator, [*range(11), 99]).num_cached == 11
         assert admitted(allocator, [*range(14), 99]).num_cached == 14
 
@@ -156,7 +156,7 @@ class TestHowManyAreKept:
         finished(allocator, list(range(28)), 8, 16, 28)
         admitted(allocator, [99] * 15)  # takes the two blocks that were unused longest
         assert allocator.snapshots is not None and len(allocator.snapshots) == 2
-        allocator.drop_cached()
+        allocator.store.drop_idle()
         assert len(allocator.snapshots) == 0
 
     def test_none_survives_a_fault(self):

@@ -180,7 +180,7 @@ def test_whatever_happens_between_steps_the_tables_are_right():
             rng.shuffle(batch)
         if allocator.num_available >= len(batch):
             append(allocator, *batch)
-            allocator.copies_done()
+            allocator.store.copies_done()
         tables.update(list(batch))
         assert_right(tables, allocator, batch)
         while batch and allocator.num_available < 12:

@@ -56,6 +56,24 @@ def test_metrics_tell_what_the_engine_counted():
     assert ("mlx_paged_tick_seconds_total", "forward") not in found
 
 
+def test_metrics_tell_what_a_disk_gave(tmp_path):
+    flags, answers = ("--kv-block-size", "4", "--kv-disk", str(tmp_path)), []
+    for life in range(2):
+        with live(*flags) as server:
+            status, _, body = post(server, {"prompt": CODE * 3, "max_tokens": 6, "temperature": 0})
+            found, disk = samples(server), only_model(server).service._engine.metrics()["kv_disk"]
+        assert status == 200
+        answers.append(body["choices"][0]["text"])
+        for name in ("hits", "bytes_read", "slower"):
+            assert found[f"mlx_paged_kv_disk_{name}_total",] == disk[name], name
+        assert bool(disk["hits"]) == bool(life), "not what the last server wrote"
+        damaged = next(tmp_path.glob("*.kv")).with_name("00000099.kv")
+        damaged.write_bytes(b"not a pack")
+        if life:
+            assert found["mlx_paged_kv_disk_dropped_total", "format"] == 1
+    assert answers[0] == answers[1]
+
+
 def test_a_profiling_server_says_so_and_tells_the_phases(tmp_path):
     path = tmp_path / "ticks.jsonl"
     with live("--profile", "--metrics-jsonl", str(path)) as server:

@@ -5,16 +5,18 @@ before it as read through the block table; the salt counts too, so that tenants 
 stale copy, a wrong table or a prefix that was never computed all change the tokens to come.
 """
 
+import json
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.cost_model import StepWork
@@ -101,6 +103,17 @@ class FakePool:
         for array in (self.tokens, self.positions, self.kv):
             array[dst] = array[src]
 
+    def transfer(self, transfer: "FakeTransfer") -> None:
+        """Take whole blocks out, then put others in."""
+        arrays = self.tokens, self.positions, self.kv
+        for stored in transfer.stores:
+            if stored.blocks:
+                stored.payload = b"".join(array[stored.blocks].tobytes() for array in arrays)
+        for load in transfer.loads:
+            payload = np.frombuffer(load.payload, np.int64).reshape(3, len(load.blocks), -1)
+            for array, content in zip(arrays, payload, strict=True):
+                array[load.blocks] = content.view(array.dtype)
+
     def write(self, slots: IntArray, start: int, tokens: list[int], kv: list[int]) -> None:
         self.tokens.ravel()[slots] = tokens
         self.positions.ravel()[slots] = np.arange(start, start + len(tokens))
@@ -165,6 +178,14 @@ class FakeLaunch:
     choices: list[SampledToken] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False)
+class FakeTransfer:
+    """Blocks on their way out of the pool, and into it."""
+
+    stores: list[BlockTransfer]
+    loads: list[BlockTransfer]
+
+
 class FakeClock:
     """Seconds that pass only where something is computed."""
 
@@ -196,11 +217,12 @@ class FakeRunner:
         self.recurrent = recurrent
         self._clock = clock
         self._rng = rng
-        self._queue: deque[FakeLaunch] = deque()
+        self._queue: deque[FakeLaunch | FakeTransfer] = deque()
 
     def launch(self, step: Step, before: FakeLaunch | None) -> FakeLaunch:
         for request, snapshot in step.restores:
-            assert isinstance(snapshot.states, State)
+            if not isinstance(snapshot.states, State):
+                snapshot.states = State(*json.loads(bytes(snapshot.states)))
             self.states[request.id] = snapshot.states
         spans = [
             self._span(piece, wave, before)
@@ -213,6 +235,22 @@ class FakeRunner:
         if self._rng.random() < 0.3:
             self._compute_until(launch)
         return launch
+
+    def transfer(self, stores: list[BlockTransfer], loads: list[BlockTransfer]) -> None:
+        copies = [replace(stored) for stored in stores]
+        self._queue.append(FakeTransfer(copies, list(loads)))
+        for stored, copy in zip(stores, copies, strict=True):
+            stored.payload = partial(self._content, copy)
+
+    def _content(self, stored: BlockTransfer) -> bytes:
+        if not stored.blocks:
+            if not isinstance(stored.payload, State):
+                return stored.payload
+            assert stored.payload.context is not None, "a state that is not computed yet"
+            return json.dumps([stored.payload.position, stored.payload.context]).encode()
+        while stored.payload is None:
+            self._compute(self._queue.popleft())
+        return stored.payload
 
     def collect(self, launched: FakeLaunch) -> list[SampledToken]:
         self._compute_until(launched)
@@ -285,7 +323,10 @@ class FakeRunner:
         while launch in self._queue:
             self._compute(self._queue.popleft())
 
-    def _compute(self, launch: FakeLaunch) -> None:
+    def _compute(self, launch: "FakeLaunch | FakeTransfer") -> None:
+        if isinstance(launch, FakeTransfer):
+            self.pool.transfer(launch)
+            return
         self.pool.copy(launch.copies)
         written = np.concatenate(
             [

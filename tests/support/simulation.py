@@ -13,11 +13,13 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import tiny_models
+from disk_lives import DiskLives
 from fake_model import VOCAB, FakeClock, FakeRunner
 from fault_injection import FaultyRunner
 from injected_drafts import InjectedDrafter
@@ -30,6 +32,7 @@ from mlx_paged import Engine
 from mlx_paged.cli import COUNT, Parser, number
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv_disk.tier import KVDiskTier
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.sampling_params import SamplingParams
@@ -42,6 +45,7 @@ COUNTED = (
     *("schedules", "requests", "tokens", "steps", "preemptions", "forks", "samples", "beams"),
     *("aborts", "releases", "refused", "faults", "errors", "cow_clones", "cached_tokens"),
     *("drafts", "accepted_drafts", "restored", "overtakes", "near_ties"),
+    *("lives", "stored", "fetched", "dropped"),
     *("mismatches", "violations", "leaked_blocks", "failures"),
 )
 STEPS_A_TOKEN = 20
@@ -222,6 +226,9 @@ class Simulation:
     def _reset(self) -> None:
         if self.rng.random() < 0.2:
             self.engine.reset_prefix_cache()
+        tier = self.engine.scheduler.tier
+        if tier is not None and tier.has_more() and not self.engine.has_work:
+            self.engine._pipeline.copy_when_idle()
 
     def _anyone(self) -> list[int]:
         return [self.rng.choice(list(self.tickets))] if self.tickets else []
@@ -300,22 +307,32 @@ class Simulation:
         unended = [i for i, ticket in self.tickets.items() if ticket.completion is None]
         assert not unended, f"requests {unended} never ended"
         waiting = [request.id for request in scheduler.waiting]
+        waiting += [] if scheduler.tier is None else list(scheduler.tier.loading)
         assert not waiting, f"{waiting} still wait"
         for left in (scheduler.running, scheduler.parked, scheduler._isolated):
             assert not left, f"the scheduler still has {list(left)}"
         for left in (engine._requests, engine._kept, engine._beams, engine._outputs._texts):
             assert not left, f"the engine still has {list(left)}"
-        references = scheduler.allocator.refcount_histogram
+        references = scheduler.allocator.store.refcount_histogram()
         assert references == {0: self.setting.num_blocks}, f"blocks by references: {references}"
         states = getattr(self.runner.inner, "states", {})
         states = getattr(states, "_states", states)
         assert not states, f"states of {list(states)} are left"
 
 
-def fake_simulation(seed: int, index: int) -> Simulation:
-    """Schedule `index` of `seed` on the model of hashes."""
-    rng = random.Random(f"{seed}:{index}")
-    setting = Setting.drawn(rng, small=False)
+def fake_simulation(
+    seed: int,
+    index: int,
+    life: str = "",
+    open_tier: Callable[[BlockAllocator], KVDiskTier] | None = None,
+) -> Simulation:
+    """Schedule `index` of `seed` on the model of hashes; with a disk one life of it."""
+    setting = Setting.drawn(random.Random(f"{seed}:{index}"), small=False)
+    rng = random.Random(f"{seed}:{index}{life}")
+    if open_tier is None:
+        Setting.drawn(rng, small=False)  # what follows is drawn after it
+    else:
+        setting = replace(setting, prefix_cache=True)
     allocator = BlockAllocator(
         setting.num_blocks, setting.block_size, setting.groups, setting.prefill_chunk
     )
@@ -333,6 +350,9 @@ def fake_simulation(seed: int, index: int) -> Simulation:
         max_snapshots=setting.most_snapshots,
         drafter=drafter,
     )
+    if open_tier is not None:
+        scheduler.tier = open_tier(allocator)
+        scheduler.budget.learns = True
     clock = FakeClock()
     inner = FakeRunner(allocator, clock, random.Random(index), setting.recurrent)
     runner = FaultyRunner(inner, rng, setting.fault_rate)
@@ -414,7 +434,17 @@ def tiny_solo(model_type: str, windowed: bool = False, kv_bits: KVBits = None) -
     return MlxLmSolo(tiny_models.tiny_model(model_type, **options), tiny_models.VOCAB, kv_bits)
 
 
-MODELS = {"fake": fake_simulation, "tiny": tiny_simulation, "quantized": quantized_simulation}
+def disk_simulation(seed: int, index: int) -> DiskLives:
+    """Schedule `index` of `seed` in several lives, with a disk between them."""
+    return DiskLives(fake_simulation, seed, index)
+
+
+MODELS = {
+    "fake": fake_simulation,
+    "tiny": tiny_simulation,
+    "quantized": quantized_simulation,
+    "disk": disk_simulation,
+}
 
 
 def run_schedule(model: str, seed: int, index: int) -> tuple[Counter[str], Exception | None]:

@@ -1,0 +1,190 @@
+"""Calls of an engine that step it until their requests have ended. Knows no mlx."""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+from mlx_paged.arguments import is_whole
+from mlx_paged.engine.core import EngineCore
+from mlx_paged.engine.one_thread import exclusive
+from mlx_paged.engine.text import Prompt
+from mlx_paged.outputs import Completion, TokenOutput, likeliest
+from mlx_paged.sampling_params import SamplingParams
+
+OnOutput = Callable[[TokenOutput], None]
+
+
+class WaitingCalls(EngineCore):
+    """Adds requests and steps the engine until they have ended, or reads their tokens one by one.
+
+    The arguments are those of :class:`EngineCore`.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._streams: dict[int, deque[TokenOutput]] = {}
+        self._awaited: dict[int, Completion | None] = {}
+        self._dropped: deque[int] = deque()  # ids of streams that have no reader any more
+
+    def step(self) -> list[TokenOutput]:
+        if self._dropped:
+            self._abort_dropped()
+        outputs = super().step()
+        for output in outputs:
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+        return outputs
+
+    def abort(self, request_id: int) -> Completion | None:
+        completion = super().abort(request_id)
+        if completion is not None and request_id in self._awaited:
+            self._awaited[request_id] = completion
+        return completion
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_output: OnOutput | None = None,
+        **options: Any,
+    ) -> list[Completion]:
+        """Complete all prompts; return the completions in the order of the prompts.
+
+        Args:
+            params: for all prompts, or a sequence with one entry for each prompt.
+            on_output: called with every token when it is known.
+
+        Raises:
+            ValueError: as :meth:`add_request`; no prompt is computed then.
+        """
+        each = params if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"[generate] {len(prompts)} prompts but {len(each)} params: expected one each"
+            )
+        return self._complete(
+            (
+                [self.add_request(prompt, param, **options)]
+                for prompt, param in zip(prompts, each, strict=True)
+            ),
+            on_output,
+        )
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        params: SamplingParams | None = None,
+        best_of: int | None = None,
+        on_output: OnOutput | None = None,
+        **options: Any,
+    ) -> list[list[Completion]]:
+        """`n` completions of each prompt, e.g. for policy-gradient methods such as GRPO.
+
+        Every prompt is computed once and its K/V is shared. With a seed s, completion i of each
+        prompt draws the same as a request with seed ``s + i``.
+
+        Args:
+            best_of: generate this many and return the `n` completions with the highest mean
+                log-probability, best first.
+
+        Raises:
+            ValueError: `n` above `best_of`, or as :meth:`add_samples`; nothing is computed then.
+        """
+        count = n if best_of is None else best_of
+        if not (is_whole(n, 1) and is_whole(count, n)):
+            raise ValueError(f"[sample] n is {n} and best_of {best_of}: expected 1 <= n <= best_of")
+        done = self._complete(
+            (self.add_samples(prompt, count, params, **options) for prompt in prompts), on_output
+        )
+        groups = [done[i : i + count] for i in range(0, len(done), count)]
+        if best_of is None:
+            return groups
+        return [likeliest(group, n) for group in groups]
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        num_beams: int,
+        params: SamplingParams | None = None,
+        **options: Any,
+    ) -> Completion:
+        """The best continuation that a beam search finds; ``.beams`` has all of them.
+
+        Arguments and errors are those of :meth:`add_beam_search`.
+        """
+        ids = ([self.add_beam_search(prompt, num_beams, params, **options)] for _ in range(1))
+        return self._complete(ids, None)[0]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Generator[TokenOutput]:
+        """Add a request and yield each of its tokens; other requests advance meanwhile.
+
+        This call adds the request, not the first ``next``. Closing the iterator or dropping the
+        last reference to it aborts the request, also before the first ``next``.
+
+        Raises:
+            ValueError: as :meth:`add_request`, at once.
+        """
+        request_id = self.add_request(prompt, params, **options)
+        outputs = self._stream_outputs(request_id)
+        next(outputs)  # a generator that was never started would not reach its `finally`
+        return outputs
+
+    @exclusive
+    def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
+        """Add requests and wait for all of them; :meth:`step` returns the outputs of others."""
+        ids: list[int] = []
+        unread: list[TokenOutput] = []
+        try:
+            for batch in added:
+                ids += batch
+                self._awaited |= dict.fromkeys(batch)
+            while any(self._awaited[request_id] is None for request_id in ids):
+                for output in self.step():
+                    if output.request_id not in self._awaited:
+                        if output.request_id not in self._streams:
+                            unread.append(output)
+                        continue
+                    if output.completion is not None:
+                        self._awaited[output.request_id] = output.completion
+                    if on_output is not None:
+                        on_output(output)
+            return [self._awaited[request_id] for request_id in ids]  # type: ignore[misc]
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        finally:
+            self.ready = [o for o in unread + self.ready if o.request_id not in self._awaited]
+            for request_id in ids:
+                del self._awaited[request_id]
+            self._abort_dropped()
+
+    def _stream_outputs(self, request_id: int) -> Generator[Any]:
+        """First None, when the stream is ready; then the outputs of the request."""
+        outputs = self._streams[request_id] = deque()
+        try:
+            yield
+            while True:
+                while outputs:
+                    output = outputs.popleft()
+                    yield output
+                    if output.completion is not None:
+                        return
+                if not self.is_open(request_id):  # aborted by another caller
+                    return
+                self.step()
+        finally:
+            del self._streams[request_id]
+            self._dropped.append(request_id)
+            # The garbage collector may run this inside any other call, in any thread. Then the
+            # next step aborts the request.
+            if self.occupancy.thread is None:
+                self._abort_dropped()
+
+    @exclusive
+    def _abort_dropped(self) -> None:
+        while self._dropped:
+            self.abort(self._dropped.popleft())

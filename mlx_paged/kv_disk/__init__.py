@@ -1,0 +1,1 @@
+"""K/V on a disk: full blocks that outlive the pool and the process."""

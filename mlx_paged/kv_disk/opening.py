@@ -1,0 +1,122 @@
+"""Opens the tier of an engine: a hash names all that its K/V depends on."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv_disk.packs import PackFiles
+from mlx_paged.kv_disk.store import DiskStore
+from mlx_paged.kv_disk.tier import KVDiskTier
+
+INDEX_SECONDS = 5.0
+"""So long an engine waits for the index of its store. What is found later is used later."""
+
+Paths = Sequence[str | os.PathLike[str]]
+
+
+def open_tier(
+    directory: str | os.PathLike[str],
+    max_bytes: int,
+    sources: Paths,
+    model: nn.Module,
+    tokenizer: Any,
+    manager: KVBlockManager,
+    seconds_to_compute: Callable[[int, int], float],
+) -> KVDiskTier:
+    """A tier for the sequences of `manager`; see :class:`KVDiskTier`.
+
+    Args:
+        sources: directories that the model was loaded from, if its weights are still the same.
+
+    Raises:
+        ValueError: another engine uses the directory, or it cannot be used.
+    """
+    files = PackFiles(directory, max_bytes)
+    weights = weights_hash(model, sources, files.directory / "weights.json")
+    store = DiskStore(files, identity(model, tokenizer, manager, weights))
+    store.flush(INDEX_SECONDS)
+    sizes = [
+        group.width * sum(handles[i][:, 0].nbytes for handles, i in manager.pool.arrays_of(index))
+        for index, group in enumerate(manager.plan.groups)
+    ]
+    return KVDiskTier(store, manager.allocator, seconds_to_compute, sizes)
+
+
+def identity(model: nn.Module, tokenizer: Any, manager: KVBlockManager, weights: str) -> bytes:
+    """32 bytes: a hash of all that a block's K/V depends on but its tokens.
+
+    Args:
+        weights: from :func:`weights_hash`.
+    """
+    options = getattr(model, "args", None)
+    known = {
+        "weights": weights,
+        "model": [type(model).__module__, type(model).__qualname__],
+        "options": getattr(options, "__dict__", None) or repr(options),
+        "tokenizer": _vocabulary(tokenizer),
+        "layout": [manager.pool.block_size, str(manager.plan)],  # shapes and kv_bits among it
+        "computed by": [*map(version, ("mlx", "mlx-lm")), str(mx.default_device())],
+    }
+    return sha256(json.dumps(known, sort_keys=True, default=repr).encode()).digest()
+
+
+def weights_hash(model: nn.Module, sources: Paths, cache: Path) -> str:
+    """A hash of all weights, 64 digits, adapters included.
+
+    Args:
+        cache: file with hashes by the names, sizes, times and inodes of all files there, so that
+            the next process need not compute them. Without sources it is not used.
+    """
+    name, known = _files_hash(sources), dict[str, str]()
+    with suppress(OSError, ValueError):
+        known = dict(json.loads(cache.read_text()))
+    found = known.get(name) if name else None
+    if isinstance(found, str) and len(found) == 64:
+        return found
+    result = _arrays_hash(tree_flatten(model.parameters()))
+    if name:
+        with suppress(OSError):
+            new = cache.with_suffix(".new")
+            new.touch(0o600)
+            new.write_text(json.dumps(known | {name: result}))
+            new.replace(cache)
+    return result
+
+
+def _files_hash(sources: Paths) -> str:
+    """What the files are, without reading them; empty if a source is no directory."""
+    if not sources or not all(Path(source).is_dir() for source in sources):
+        return ""
+    found = []
+    for path in sorted(p for source in sources for p in Path(source).resolve().rglob("*")):
+        s = path.stat()
+        found.append(f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} {s.st_ino}")
+    return sha256("\n".join(found).encode(errors="surrogateescape")).hexdigest()
+
+
+def _arrays_hash(named: Sequence[tuple[str, mx.array]]) -> str:
+    """A hash of arrays and their names."""
+    total = sha256()
+    for name, array in sorted(named):
+        content: Any = np.asarray(array.reshape(-1).view(mx.uint8))
+        total.update(f"{name} {array.dtype} {array.shape}".encode())
+        total.update(content)
+    return total.hexdigest()
+
+
+def _vocabulary(tokenizer: Any) -> str:
+    """A hash of a tokenizer's tokens; of its type if it has none."""
+    tokens: Any = getattr(tokenizer, "get_vocab", dict)()
+    text = repr([type(tokenizer).__qualname__, *sorted(map(repr, tokens.items()))])
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()

@@ -1,0 +1,244 @@
+"""Append-only files of checked records: packs. Their functions wait for the disk. Knows no mlx."""
+
+import errno
+import fcntl
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from struct import Struct
+from time import time
+from typing import Any, NamedTuple
+from weakref import finalize
+
+import numpy as np
+
+FILE_MAGIC = b"mlx_paged K/V 2\n"
+"""First bytes of a pack; they name the version of the format."""
+RECORD, DEAD = b"KVrc", b"dead"
+HEADER = Struct("<4sI32s24sQIQ")
+"""Magic, CRC of the rest of the header, identity, key, and the payload's bytes, CRC and sum."""
+PACKS = 64
+"""A full store has about so many packs: the store gives up one at a time."""
+MIN_PACK, MAX_PACK = 1 << 20, 1 << 28
+MIN_FREE = 0.05
+"""Part of the disk that stays free."""
+READ_BYTES = 1 << 23
+"""Neighbouring records are read together, about so many bytes at once."""
+
+_thread = threading.local()
+
+
+def allow_disk() -> None:
+    """Let this thread wait for the disk. Threads of the store do, an engine's thread never does."""
+    _thread.may_wait = True
+
+
+def _check_thread() -> None:
+    assert getattr(_thread, "may_wait", False), "a disk call on a thread that must not wait"
+
+
+class Location(NamedTuple):
+    """Where a record is; `num_bytes` are those of its payload."""
+
+    pack: int
+    offset: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + HEADER.size + self.num_bytes
+
+
+def _header(identity: bytes, key: bytes, payload: Any) -> bytes:
+    words = np.frombuffer(payload, np.uint64, len(payload) // 8)
+    sums = zlib.crc32(payload), int(words.sum(dtype=np.uint64))
+    rest = HEADER.pack(RECORD, 0, identity, key, len(payload), *sums)[8:]
+    return RECORD + zlib.crc32(rest).to_bytes(4, "little") + rest
+
+
+def damage(header: Any) -> str | None:
+    """Why a header cannot be trusted; None: it can."""
+    if len(header) < HEADER.size:
+        return "truncated"
+    is_known = header[:4] in (RECORD, DEAD)
+    is_right = zlib.crc32(header[8:]) == int.from_bytes(header[4:8], "little")
+    return None if is_known and is_right else "header"
+
+
+def _checked(record: Any, place: Location, identity: bytes, key: bytes) -> Any:
+    """The payload of a record if it is what was written under this key, else a reason."""
+    header, payload = bytes(record[: HEADER.size]), record[HEADER.size :]
+    if (reason := damage(header)) is not None:
+        return reason
+    magic, _, *names, size, _, _ = HEADER.unpack(header)
+    if magic != RECORD or names != [identity, key] or size != place.num_bytes:
+        return "another"
+    if len(payload) < size:
+        return "truncated"
+    return payload if _header(identity, key, payload) == header else "checksum"
+
+
+class PackFiles:
+    """The packs of a directory, at most `max_bytes` in all.
+
+    One process uses a directory at a time. Only :meth:`append` makes files; a pack is never changed
+    but for marks of dead records.
+
+    Attributes:
+        packs: bytes of each pack by its number, the one unused longest first.
+        written_today: bytes of the packs found that were written in 24 hours, as their times say.
+
+    Raises:
+        ValueError: another engine uses the directory, or it cannot be used.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], max_bytes: int) -> None:
+        self.directory = Path(directory)
+        self.max_bytes = max_bytes
+        self.packs: OrderedDict[int, int] = OrderedDict()
+        self.written_today = 0
+        self._pack_bytes = min(MAX_PACK, max(MIN_PACK, max_bytes // PACKS))
+        self._last: int | None = None  # the pack to append to
+        problem, lock = "", -1
+        try:
+            self.directory.mkdir(0o700, parents=True, exist_ok=True)
+            lock = _private(self.directory / "lock", os.O_RDWR)
+            self.close = finalize(self, os.close, lock)  # lets others use the directory
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            user = os.pread(lock, 20, 0).decode(errors="replace").strip() or "unknown"
+            self.close()
+            problem = f", which process {user} uses: expected a directory of its own"
+        except OSError as error:
+            problem = f" ({error.strerror}): expected a directory that can be written"
+        if problem:
+            raise ValueError(f"[Engine] kv_disk is {str(directory)!r}{problem}")
+        os.pwrite(lock, f"{os.getpid():<20}".encode(), 0)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.packs.values())
+
+    def path(self, pack: int) -> Path:
+        return self.directory / f"{pack:08}.kv"
+
+    def scan(self) -> Iterator[tuple[bytes, bytes, Location] | str]:
+        """Every record as its identity, key and place, newest pack first; of damage the reason."""
+        _check_thread()
+        found = []
+        for path in self.directory.glob("*.kv"):
+            if path.stem.isdecimal() and path == self.path(int(path.stem)):
+                status = path.stat()
+                found.append((status.st_atime, int(path.stem), status.st_size))
+                self.written_today += status.st_size * (status.st_mtime > time() - 86400)
+        self.packs.update((pack, size) for _, pack, size in sorted(found))
+        for pack, size in reversed(list(self.packs.items())):
+            try:
+                yield from self._records(pack, size)
+            except OSError:
+                yield "unreadable"
+
+    def _records(self, pack: int, num_bytes: int) -> Iterator[tuple[bytes, bytes, Location] | str]:
+        with self.path(pack).open("rb", buffering=0) as file:
+            offset, reason = len(FILE_MAGIC), None
+            if file.read(offset) != FILE_MAGIC:
+                reason = "format"
+            while reason is None and offset < num_bytes:
+                header = os.pread(file.fileno(), HEADER.size, offset)
+                if (reason := damage(header)) is None:
+                    magic, _, identity, key, size, *_ = HEADER.unpack(header)
+                    place = Location(pack, offset, size)
+                    offset = place.end
+                    if offset > num_bytes:
+                        reason = "truncated"
+                    elif magic == RECORD:
+                        yield identity, key, place
+        if reason is not None:
+            yield reason
+
+    def append(self, identity: bytes, key: bytes, payload: Any) -> tuple[Location, list[int]]:
+        """Write a record; returns its place and the packs that were given up for it.
+
+        Raises:
+            OSError: it cannot be written, or the disk would be too full.
+        """
+        _check_thread()
+        size = HEADER.size + len(payload)
+        disk = os.statvfs(self.directory)
+        left = disk.f_bavail * disk.f_frsize - size
+        if size > self.max_bytes or left < MIN_FREE * disk.f_blocks * disk.f_frsize:
+            raise OSError(errno.ENOSPC, "the disk is too full")
+        pack, is_new = self._last, False
+        if pack is None or self.packs[pack] + size > self._pack_bytes:
+            pack, is_new = max(self.packs, default=0) + 1, True
+        file = _private(self.path(pack), os.O_WRONLY | (os.O_EXCL if is_new else 0))
+        self._last = None  # what comes after a torn record is not found again
+        try:
+            if is_new:
+                self.packs[pack] = 0
+                self.packs[pack] = os.write(file, FILE_MAGIC)
+            removed = []
+            while self.num_bytes + size > self.max_bytes and next(iter(self.packs)) != pack:
+                removed.append(next(iter(self.packs)))
+                self.remove(removed[-1])
+            place = Location(pack, self.packs[pack], len(payload))
+            if os.pwritev(file, [_header(identity, key, payload), payload], place.offset) != size:
+                raise OSError(errno.ENOSPC, "the disk is full")
+        finally:
+            os.close(file)
+        self.packs[pack], self._last = place.end, pack
+        return place, removed
+
+    def read(
+        self, wanted: Sequence[tuple[bytes, Location]], identity: bytes
+    ) -> Iterator[tuple[bytes, Any]]:
+        """Records by their keys: each key with its payload, ``[num_bytes]`` uint8, or with the
+        reason why it is not what was written under this key. Neighbours are read at once."""
+        _check_thread()
+        start = 0
+        while start < len(wanted):
+            first, stop = wanted[start][1], start + 1
+            while stop < len(wanted) and (
+                wanted[stop][1][:2] == (first.pack, wanted[stop - 1][1].end)
+                and wanted[stop][1].end - first.offset <= READ_BYTES
+            ):
+                stop += 1
+            content: Any = np.empty(wanted[stop - 1][1].end - first.offset, np.uint8)
+            try:
+                with self.path(first.pack).open("rb", buffering=0) as file:
+                    view = content.data[: os.preadv(file.fileno(), [content], first.offset)]
+            except OSError:
+                view = None
+            for key, place in wanted[start:stop]:
+                part = slice(place.offset - first.offset, place.end - first.offset)
+                is_read = view is not None
+                yield key, _checked(view[part], place, identity, key) if is_read else "unreadable"
+            start = stop
+
+    def used(self, packs: set[int]) -> None:
+        """These packs were read: they are given up last, also by a later process."""
+        _check_thread()
+        for pack in packs & self.packs.keys():
+            self.packs.move_to_end(pack)
+            os.utime(self.path(pack), (time(), self.path(pack).stat().st_mtime))
+
+    def kill(self, place: Location) -> None:
+        """Mark a record so that no scan finds it."""
+        _check_thread()
+        with self.path(place.pack).open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), DEAD, place.offset)
+
+    def remove(self, pack: int) -> None:
+        """Delete a pack."""
+        _check_thread()
+        del self.packs[pack]
+        self._last = None if pack == self._last else self._last
+        self.path(pack).unlink(missing_ok=True)
+
+
+def _private(path: Path, flags: int) -> int:
+    """Open a file that is made if it is missing, for its owner alone."""
+    return os.open(path, flags | os.O_CREAT, 0o600)

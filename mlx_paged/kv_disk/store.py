@@ -1,0 +1,199 @@
+"""DiskStore: writes and reads records on threads of its own. Knows no mlx."""
+
+import errno
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from threading import Lock
+from time import monotonic
+from typing import Any
+
+from mlx_paged.kv_disk.packs import Location, PackFiles, allow_disk
+
+READERS = 2
+STAGING = 1 << 28
+"""Bytes on their way to the disk, and as many on their way back, that memory may hold."""
+DAILY_WRITES = 5
+"""Times the size of the store that are written in 24 hours at most."""
+PAUSE = 60.0
+"""Seconds without a write after one that failed."""
+FADING = 0.8
+"""Weight of a read in the measured speed, relative to the next one."""
+
+
+class Load:
+    """Records on their way into memory.
+
+    Attributes:
+        num_bytes: their payloads together.
+        found: those that arrived and can be trusted.
+        seconds: that it took, when it is done.
+    """
+
+    def __init__(self, keys: Sequence[bytes], num_bytes: int) -> None:
+        self.keys = frozenset(keys)
+        self.num_bytes = num_bytes
+        self.found: dict[bytes, Any] = {}
+        self.futures: list[Future[None]] = []
+        self.started = monotonic()
+        self.seconds = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return all(future.done() for future in self.futures)
+
+
+class DiskStore:
+    """Payloads by key, in packs. No method waits for the disk but :meth:`close`.
+
+    A record that cannot be trusted is not found, counted and removed; no failure of the disk is
+    raised. The index is made of the packs when a store opens, while others use it already.
+
+    Args:
+        packs: it writes and reads these from here on.
+        identity: 32 bytes: only records that were written under it are found.
+
+    Attributes:
+        counts: ``hits`` (records), ``bytes_read``, ``bytes_written``.
+        dropped: records that were not trusted or not written, by reason.
+    """
+
+    def __init__(self, packs: PackFiles, identity: bytes) -> None:
+        self.counts = Counter(hits=0, bytes_read=0, bytes_written=0)
+        self.dropped: Counter[str] = Counter()
+        self._identity = identity
+        self._packs = packs
+        self._index: dict[bytes, Location] = {}
+        self._pending: dict[bytes, Any] = {}  # on their way to the disk
+        self._staged = 0
+        self._lock = Lock()  # guards what several threads count
+        self._written, self._day = 0, monotonic()
+        self._resume = 0.0
+        self._bytes, self._seconds = 0.0, 0.0  # of reads, the latest with most weight
+        self._writer = ThreadPoolExecutor(1, "mlx_paged.kv_disk", allow_disk)
+        self._readers = ThreadPoolExecutor(READERS, "mlx_paged.kv_disk", allow_disk)
+        self._writer.submit(self._scan)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._index or key in self._pending
+
+    def __len__(self) -> int:
+        return len(self._index) + len(self._pending)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether no write failed just now."""
+        return monotonic() >= self._resume
+
+    @property
+    def has_room(self) -> bool:
+        """Whether :meth:`put` takes more now."""
+        return self._staged < STAGING and self.is_writable
+
+    def size_of(self, key: bytes) -> int:
+        """Bytes of a payload; 0 if it is unknown or in memory still."""
+        place = self._index.get(key)
+        return place.num_bytes if place else 0
+
+    def seconds_to_read(self, keys: Sequence[bytes]) -> float:
+        """What earlier reads predict; 0 before the first."""
+        return self._seconds / self._bytes * sum(map(self.size_of, keys)) if self._bytes else 0.0
+
+    def put(self, key: bytes, payload: Any) -> None:
+        """Write a payload soon, a buffer that does not change."""
+        if key not in self and self.has_room:
+            self._pending[key] = payload
+            with self._lock:
+                self._staged += len(payload)
+            self._writer.submit(self._write, key, payload)
+
+    def load(self, keys: Sequence[bytes]) -> Load:
+        """Start to read payloads."""
+        load = Load(keys, sum(map(self.size_of, keys)))
+        stride = -(-len(keys) // READERS)
+        for start in range(0, len(keys), stride):
+            task = self._readers.submit(self._read, load, keys[start : start + stride])
+            load.futures.append(task)
+        return load
+
+    def note(self, load: Load) -> None:
+        """Count a load that is done, once, and learn from it how fast the disk is."""
+        if not load.futures:
+            return  # another request has waited for it too
+        load.futures = []
+        num_bytes = sum(map(len, load.found.values()))
+        self.counts.update(hits=len(load.found), bytes_read=num_bytes)
+        self._bytes = FADING * self._bytes + num_bytes
+        self._seconds = FADING * self._seconds + load.seconds
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until everything is written, or for some seconds."""
+        wait([self._writer.submit(lambda: None)], timeout)
+
+    def close(self) -> None:
+        """Write what was given, and let others use the directory."""
+        self._readers.shutdown()
+        self._writer.shutdown()
+        self._packs.close()
+
+    # On the store's threads
+
+    def _scan(self) -> None:
+        index, live = dict[bytes, Location](), set[int]()
+        for found in self._packs.scan():
+            if isinstance(found, str):
+                self.dropped[found] += 1
+                continue
+            identity, key, place = found
+            live.add(place.pack)
+            if identity == self._identity:
+                index.setdefault(key, place)
+        self._index = index
+        for pack in self._packs.packs.keys() - live:
+            with suppress(OSError):
+                self._packs.remove(pack)
+        self._written = self._packs.written_today
+
+    def _write(self, key: bytes, payload: Any) -> None:
+        if monotonic() - self._day > 86400:
+            self._written, self._day = 0, monotonic()
+        self._written += len(payload)
+        try:
+            if self._written > DAILY_WRITES * self._packs.max_bytes:
+                self.dropped["budget"] += 1
+            elif self.is_writable:
+                place, removed = self._packs.append(self._identity, key, payload)
+                self._index[key] = place
+                self.counts["bytes_written"] += place.num_bytes
+                for old, (pack, *_) in list(self._index.items()) if removed else ():
+                    if pack in removed:
+                        self._index.pop(old, None)
+        except OSError as error:
+            self.dropped["full" if error.errno == errno.ENOSPC else "unwritable"] += 1
+            self._resume = monotonic() + PAUSE
+        finally:
+            del self._pending[key]
+            with self._lock:
+                self._staged -= len(payload)
+
+    def _read(self, load: Load, keys: Sequence[bytes]) -> None:
+        wanted = []
+        for key in keys:
+            place, payload = self._index.get(key), self._pending.get(key)
+            if payload is not None:
+                load.found[key] = payload
+            elif place is not None:
+                wanted.append((key, place))
+        for (_, place), (key, payload) in zip(
+            wanted, self._packs.read(wanted, self._identity), strict=True
+        ):
+            if not isinstance(payload, str):
+                load.found[key] = payload
+            elif self._index.get(key) == place:
+                with self._lock:
+                    self._index.pop(key, None)
+                    self.dropped[payload] += 1
+                self._writer.submit(self._packs.kill, place)
+        load.seconds = monotonic() - load.started
+        self._writer.submit(self._packs.used, {place.pack for _, place in wanted})

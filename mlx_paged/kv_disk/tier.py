@@ -1,0 +1,252 @@
+"""KVDiskTier: which blocks go to the disk, and which come back. Knows no mlx."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass
+from itertools import accumulate
+from time import monotonic
+from typing import Any
+
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import BlockTransfer
+from mlx_paged.kv.prefix_cache import TOKEN_BYTES, CachedBlock
+from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
+from mlx_paged.kv.snapshots import Snapshot
+from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
+from mlx_paged.kv_disk.store import DiskStore, Load
+from mlx_paged.request import Request
+
+STEP_BYTES = 1 << 24
+"""Bytes that a step with other work copies into the pool at most, and out of it of blocks that are
+not evicted. An idle engine copies as many at once, so that a request that arrives does not wait for
+more."""
+LOAD_BYTES = 1 << 31
+"""Bytes of a load at most. What a longer prefix has more is computed."""
+WAIT = 0.02
+"""Seconds that an engine without other work waits for the disk at once."""
+LOAD_TIMEOUT = 30.0
+"""Seconds after which a request no longer waits for the disk."""
+DECLINED = 1 << 62
+"""Stands for a block that is never reached: it takes too long to read these blocks."""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What a request waits for: blocks that the pool has, and those that it lacks, in order."""
+
+    load: Load
+    held: list[NeededBlock]
+    absent: deque[NeededBlock]
+    seconds_to_compute: float
+
+
+class KVDiskTier:
+    """Copies full blocks from an allocator's pool to a store, and finds them there for new prompts.
+
+    A block is copied when it is used a second time, when its memory is about to get other content,
+    or when the engine is idle. A step copies it into memory of its own, which threads of the store
+    write. A prompt whose next blocks are stored waits until they are read, unless it takes longer
+    to read them than to compute them.
+
+    Args:
+        seconds_to_compute: predicts the time of a prompt's tokens ``[start, stop)``; 0: unknown.
+        entry_bytes: of an entry of each layer group.
+
+    Attributes:
+        loading: requests by id that wait for the disk, outside the queue.
+    """
+
+    def __init__(
+        self,
+        store: DiskStore,
+        allocator: BlockAllocator,
+        seconds_to_compute: Callable[[int, int], float],
+        entry_bytes: Sequence[int],
+    ) -> None:
+        self.store = store
+        self.loading: dict[int, Request] = {}
+        self._allocator = allocator
+        self._seconds_to_compute = seconds_to_compute
+        self._entry_bytes = entry_bytes
+        self._seconds_saved, self._num_declined = 0.0, 0
+        self._limit = STEP_BYTES  # of the step that is planned
+        self._plans: dict[int, _Plan] = {}  # by id of the request that waits for it
+        self._asked: dict[int, int] = {}  # by request id: the first block that it asked for
+        self._leaving: dict[bytes, BlockTransfer] = {}  # the step that is planned copies them
+        allocator.store.on_evict = self._leave
+        self._fresh = allocator.prefixes.fresh = deque(maxlen=2 * allocator.num_blocks)
+
+    # From the pool to the store
+
+    def leaving(self) -> list[BlockTransfer]:
+        """What the step that was planned has to copy before it writes anything."""
+        leaving, self._leaving = self._leaving, {}
+        return list(leaving.values())
+
+    def copies_when_idle(self) -> list[BlockTransfer]:
+        """Blocks to copy now, while no step is under way."""
+        self._leaving.clear()
+        if not self.store.has_room:
+            self.store.flush(WAIT)
+        num_bytes = 0
+        while self._fresh and num_bytes < STEP_BYTES and self.store.has_room:
+            group, block, key = self._fresh.popleft()
+            known = self._allocator.store.prefixes[group].by_block.get(block)
+            if known is not None and known.hash == key:
+                self._leave(group, known)
+                num_bytes += self._entry_bytes[group]
+        return self.leaving()
+
+    def has_more(self) -> bool:
+        """Whether an idle engine should copy more."""
+        return self.store.is_writable and bool(self._fresh)
+
+    def put(self, copied: Sequence[BlockTransfer]) -> None:
+        """Keep what a step has copied."""
+        for each in copied:
+            self.store.put(each.key, each.payload())
+
+    def metrics(self) -> dict[str, Any]:
+        """Counters as plain JSON values: see docs/metrics.md."""
+        return dict(self.store.counts) | {
+            "dropped": dict(self.store.dropped),
+            "records": len(self.store),
+            "seconds_saved": self._seconds_saved,
+            "loading": len(self.loading),
+            "slower": self._num_declined,
+        }
+
+    def close(self) -> None:
+        """Give up the disk. What was given to :meth:`put` is written before."""
+        self._allocator.store.on_evict = self._allocator.prefixes.fresh = None
+        self.store.close()
+
+    def _leave(self, group: int, known: CachedBlock) -> None:
+        """Copy a block with the next step, and the states after it, unless they are stored."""
+        size = self._allocator.block_size
+        if len(known.tokens) < size * TOKEN_BYTES or not self.store.has_room:
+            return
+        key = block_key(known.hash, group)
+        if key not in self.store:
+            blocks = self._allocator.store.blocks_of(known.block)
+            self._leaving[key] = BlockTransfer(key, group, blocks)
+        snapshots, key = self._allocator.snapshots, block_key(known.hash, -1)
+        has_state = snapshots is not None and snapshots.longest(known.block, size) == size
+        if snapshots is not None and has_state and key not in self.store:
+            states = snapshots.use(known.block, size).states
+            self._leaving[key] = BlockTransfer(key, group, (), states)
+
+    # From the store to the pool
+
+    def ask(self, request: Request) -> bool:
+        """Start to read what the pool lacks of a prompt; whether the request has to wait for it."""
+        store, size = self.store, self._allocator.block_size
+        if not store or self._asked.get(request.id) == DECLINED:
+            return False
+        needed = self._allocator.prefixes.needed(request.tokens, request.salt, store)
+        absent = [each for each in needed if each.is_absent]
+        totals = accumulate(store.size_of(each.key) for each in absent)
+        absent = [e for e, total in zip(absent, totals, strict=True) if total <= LOAD_BYTES]
+        if not absent or self._asked.get(request.id, -1) >= absent[0].index:
+            return False
+        keys = [each.key for each in absent]
+        start, stop = absent[0].index * size, (absent[-1].index + 1) * size
+        to_compute = self._seconds_to_compute(start, stop)
+        if 0 < to_compute < store.seconds_to_read(keys):
+            self._asked[request.id] = DECLINED
+            self._num_declined += 1
+            return False
+        loads = {plan.load for plan in self._plans.values()}
+        load = next((load for load in loads if keys[0] in load.keys), None)
+        if load is None:
+            if sum(load.num_bytes for load in loads) > LOAD_BYTES:
+                return False  # others come first; it asks again
+            load = store.load(keys)
+        held = [each for each in needed if not each.is_absent]
+        self._plans[request.id] = _Plan(load, held, deque(absent), to_compute)
+        self._asked[request.id] = absent[0].index
+        self.loading[request.id] = request
+        return True
+
+    def arrived(self, waits: bool) -> list[Request]:
+        """The requests that need not wait any more. A step is planned from here on. If it `waits`,
+        there is nothing else to compute; this takes a short time then."""
+        self._limit = LOAD_BYTES if waits else STEP_BYTES
+        self._leaving.clear()  # what a failed plan left is void
+        loads = [(request, self._plans[i].load) for i, request in self.loading.items()]
+        if waits and loads:
+            futures = [f for _, load in loads for f in load.futures if not f.done()]
+            wait(futures, WAIT, FIRST_COMPLETED)
+        latest = monotonic() - LOAD_TIMEOUT
+        arrived = [request for request, load in loads if load.is_done or load.started < latest]
+        for request in arrived:
+            del self.loading[request.id]
+            if not self._plans[request.id].load.is_done:
+                del self._plans[request.id]
+        return arrived
+
+    def delays(self, request: Request, loads: list[BlockTransfer]) -> bool:
+        """Add what was read for a request to the prefix cache, and to the `loads` that the step
+        writes before all else. Returns whether the request has to wait for more, in the queue or
+        among those `loading`. While there are too few blocks, what was read is kept."""
+        plan = self._plans.get(request.id)
+        if plan is not None:
+            adopted = self._adopt(plan)
+            loads += adopted
+            if plan.absent:
+                return bool(adopted)
+            self.store.note(plan.load)
+            if plan.load.found:
+                self._seconds_saved += max(0.0, plan.seconds_to_compute - plan.load.seconds)
+            del self._plans[request.id]
+        return self.ask(request)
+
+    def admitted(self, request: Request, match: PrefixMatch) -> MissReason | None:
+        """A request shares what was found; returns why it found no more."""
+        declined = self._asked.get(request.id) == DECLINED
+        self.forget(request)
+        for group, entries in enumerate(match.blocks):
+            for known in entries[: STEP_BYTES // max(1, self._entry_bytes[group])]:
+                self._leave(group, known)
+        return MissReason.ON_DISK if declined else match.miss
+
+    def forget(self, request: Request) -> None:
+        """The request was admitted, or has ended."""
+        self.loading.pop(request.id, None)
+        self._plans.pop(request.id, None)
+        self._asked.pop(request.id, None)
+
+    def _adopt(self, plan: _Plan) -> list[BlockTransfer]:
+        """Take entries for what was read. The step that is planned does not evict them: their
+        content is not there yet."""
+        store, size = self._allocator.store, self._allocator.block_size
+        for each in plan.held:  # evict those before the new ones after all that are idle now
+            if each.find(store.prefixes) is each.known:
+                store.retain([each.known.block])
+                store.release([each.known.block])
+        plan.held = []
+        adopted: list[BlockTransfer] = []
+        num_bytes = 0
+        while plan.absent and num_bytes < self._limit:
+            each = plan.absent[0]
+            group, known, payload = each.group, each.known, plan.load.found.get(each.key)
+            if payload is None or (group >= 0 and len(payload) != self._entry_bytes[group]):
+                plan.absent.clear()
+                break
+            if each.group < 0:
+                (prefixes,) = store.prefixes
+                assert isinstance(prefixes, StatefulPrefixCache)
+                snapshot = Snapshot((each.index + 1) * size, states=payload)
+                prefixes.attach(known.parent, known.tokens, snapshot)
+            elif each.find(store.prefixes) is None:
+                if store.num_available < self._allocator.groups[group].width:
+                    break
+                (entry,) = store.take(1, group)
+                store.prefixes[group].register(entry, known.hash, known.parent, known.tokens)
+                store.hold_source(entry)
+                store.release([entry])
+                adopted.append(BlockTransfer(each.key, group, store.blocks_of(entry), payload))
+                num_bytes += len(payload)
+            plan.absent.popleft()
+        return adopted

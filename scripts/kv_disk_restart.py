@@ -1,0 +1,118 @@
+"""Times the first token of a long prompt after kill -9 and a restart, with its K/V on a disk.
+
+    python -m scripts.kv_disk_restart [--tokens 4000] [--rounds 5] [--cold]
+
+A process computes a prompt on bench's reference model and is killed with SIGKILL when it is idle.
+Then, in turns, new engines answer the same prompt with the disk and without. The first time is
+beside that of a plain read of the same bytes and of two steps. With --cold the system forgets the
+pages of the packs before each round; otherwise they are in memory.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from bench.models import llama_model, random_prompts
+from mlx_paged import Engine, EngineService
+from mlx_paged.cli import COUNT, Parser
+
+OUTPUT = 8
+
+
+def make_engine(directory: Path | None, num_tokens: int) -> Engine:
+    num_blocks = 2 * -(-num_tokens // 16) + 64
+    return Engine(llama_model(), num_blocks=num_blocks, kv_disk=directory)
+
+
+def serve(directory: Path, num_tokens: int) -> None:
+    """Answer the prompt and stay idle."""
+    service = EngineService(make_engine(directory, num_tokens)).start()
+    (prompt,) = random_prompts(1, num_tokens, "reference")
+    completion = service.submit(prompt, max_tokens=OUTPUT).result()
+    print(json.dumps(completion.tokens), flush=True)
+    time.sleep(600)
+
+
+def first_token(engine: Engine, prompt: list[int]) -> tuple[float, float, list[int]]:
+    """Seconds to the first token, median seconds of a later step, and all tokens."""
+    started = time.perf_counter()
+    engine.add_request(prompt, max_tokens=OUTPUT)
+    times, tokens = list[float](), list[int]()
+    while engine.has_work:
+        for output in engine.step():
+            times.append(time.perf_counter())
+            tokens += [] if output.token is None else [output.token]
+    gaps = [b - a for a, b in pairwise(times)]
+    return times[0] - started, median(gaps), tokens
+
+
+def read_all(directory: Path) -> float:
+    """Seconds to read the bytes of all packs."""
+    started = time.perf_counter()
+    for path in directory.glob("*.kv"):
+        with path.open("rb", buffering=0) as file:
+            file.readinto(bytearray(path.stat().st_size))
+    return time.perf_counter() - started
+
+
+def forget_pages(directory: Path) -> None:
+    for path in directory.glob("*.kv"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser("kv_disk_restart", description="First token after a restart.")
+    parser.add_argument("--tokens", type=COUNT, default=4000, metavar="N")
+    parser.add_argument("--rounds", type=COUNT, default=5, metavar="N")
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--serve", type=Path, metavar="DIR", help="the process that is killed")
+    args = parser.parse_args(argv)
+    if args.serve is not None:
+        serve(args.serve, args.tokens)
+    directory = Path(tempfile.mkdtemp(prefix="kv_disk"))
+    command = [sys.executable, "-m", "scripts.kv_disk_restart", "--serve", str(directory)]
+    with subprocess.Popen([*command, "--tokens", str(args.tokens)], stdout=-1, text=True) as server:
+        assert server.stdout is not None
+        expected = json.loads(server.stdout.readline())
+        time.sleep(2.0)
+        server.send_signal(signal.SIGKILL)
+    (prompt,) = random_prompts(1, args.tokens, "reference")
+    rows = []
+    for _ in range(args.rounds):
+        plain, _, tokens = first_token(make_engine(None, args.tokens), prompt)
+        assert tokens == expected
+        if args.cold:
+            forget_pages(directory)
+        reading = read_all(directory)
+        engine = make_engine(directory, args.tokens)
+        if args.cold:
+            forget_pages(directory)
+        ttft, step, tokens = first_token(engine, prompt)
+        assert tokens == expected, "other tokens after the restart"
+        disk = engine.metrics()["kv_disk"]
+        engine.close()
+        rows.append((1000 * ttft, 1000 * reading, 1000 * step, 1000 * plain, disk["bytes_read"]))
+    shutil.rmtree(directory)
+    names = "ttft_ms", "plain_read_ms", "step_ms", "computed_ms", "bytes_read"
+    result = dict(zip(names, map(median, zip(*rows, strict=True)), strict=True))
+    result["of_read_and_two_steps"] = result["ttft_ms"] / (
+        result["plain_read_ms"] + 2 * result["step_ms"]
+    )
+    result["of_computed"] = result["ttft_ms"] / result["computed_ms"]
+    print(json.dumps({"page_cache": "cold" if args.cold else "warm", **result}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
