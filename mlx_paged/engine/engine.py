@@ -94,6 +94,9 @@ class Engine(EngineCore):
         draft_model: a smaller mlx-lm model with the same vocabulary makes these guesses. It gets a
             part of `kv_memory`, or a pool of as many blocks as `num_blocks`.
         num_draft_tokens: guesses of a draft model for each request in a step at most.
+        compile: compute the steps that only decode by graphs that MLX has traced before, with the
+            same tokens; docs/compiled-decodes.md says where. None: if such steps take less time,
+            which is measured now. False: never.
         profile: synchronise between the phases of every step and time each phase, without
             lookahead. All steps are slower then.
         metrics_jsonl: write one line for every tick to this file.
@@ -128,6 +131,7 @@ class Engine(EngineCore):
         speculate: str | None = None,
         draft_model: nn.Module | None = None,
         num_draft_tokens: int = 3,
+        compile: bool | None = None,
         profile: bool = False,
         metrics_jsonl: str | PathLike[str] | None = None,
         spike_ms: float | None = None,
@@ -206,12 +210,26 @@ class Engine(EngineCore):
             lookahead=lookahead and not profile,
             instruments=RecorderConfig(log, KVReads.of(sizes, block_size), phases, writer),
         )
+        if compile is not False and not profile:
+            runner.compile_decodes(if_faster=compile is None)
+            if runner.compiled is not None:
+                self.stats.traces = runner.compiled.traces
+        positions = getattr(getattr(model, "args", None), "max_position_embeddings", MAX_INT32)
+        self._most_columns = min(num_blocks // plan.width, ceil_div(positions, block_size))
         if prewarm:
+            self.warm_up()
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)
         self._streams: dict[int, deque[TokenOutput]] = {}
         self._awaited: dict[int, Completion | None] = {}
         self._dropped: deque[int] = deque()  # ids of streams that have no reader any more
         self._unwire = hold_wired_limit(self)
+
+    def warm_up(self) -> None:
+        """Trace the graphs of decodes for the current stream. The engine does this when it is made;
+        MLX's streams belong to a thread, so that another thread may do it again."""
+        runner = self.runner
+        if isinstance(runner, ModelRunner) and runner.compiled is not None:
+            runner.compiled.trace(self.scheduler.max_running, self._most_columns)
 
     def close(self, stream: Any = None) -> None:
         """Release MLX's wired limit now, not only when the engine is collected. The engine can go

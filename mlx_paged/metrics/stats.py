@@ -1,9 +1,11 @@
 """What an engine computed and stored. Knows no mlx."""
 
+import resource
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -97,6 +99,21 @@ class KVReads:
 
 
 @dataclass(slots=True)
+class Traces:
+    """Traces of decode steps, which become compiled graphs.
+
+    Attributes:
+        count: how many there were.
+        seconds: that they took.
+        bytes: by which the process grew while its buckets were traced.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counters of one engine since it was made.
 
@@ -134,6 +151,7 @@ class EngineStats:
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     prewarm_seconds: float | None = None  # None: nothing was compiled
+    traces: Traces | None = None  # None: decodes are not compiled
     ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TTFTS))
 
     @property
@@ -152,8 +170,11 @@ class EngineStats:
     def as_dict(self) -> dict[str, Any]:
         """All counters, rates and derived sizes as JSON values."""
         values = asdict(self)
-        ttfts = values.pop("ttfts")
+        ttfts, traces = values.pop("ttfts"), self.traces or Traces()
         return values | {
+            "traces": traces.count,
+            "trace_seconds": traces.seconds,
+            "trace_bytes": traces.bytes,
             "prompt_tokens_per_sec": _rate(self.prompt_tokens, self.prefill_seconds),
             "generation_tokens_per_sec": _rate(self.generation_tokens, self.seconds),
             "ttft_median_s": median(ttfts) if ttfts else None,
@@ -162,6 +183,14 @@ class EngineStats:
             "peak_kv_bytes": self.peak_blocks_in_use * self.block_bytes,
             "peak_live_kv_bytes": int(self.peak_live_tokens * self.token_bytes),
         }
+
+
+def resident_bytes() -> int:
+    """Memory of this process in bytes. Where Linux does not tell it, the largest so far."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _rate(count: int, seconds: float) -> float:

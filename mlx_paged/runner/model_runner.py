@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_paged.attention.forward import Forward
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
@@ -18,6 +19,7 @@ from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
+from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of
@@ -53,7 +55,11 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs steps on an mlx-lm model whose K/V lives in `manager`'s pool."""
+    """Runs steps on an mlx-lm model whose K/V lives in `manager`'s pool.
+
+    Attributes:
+        compiled: computes the steps that only decode; None: as all other steps.
+    """
 
     def __init__(self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile) -> None:
         self.model = model
@@ -69,7 +75,18 @@ class ModelRunner:
         self.sampler = Sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
         self._error: Exception | None = None  # noted by `_begin`, until recovery
+        self.compiled: CompiledDecode | None = None
         self._tables = BatchTables.of_groups(manager.allocator)
+
+    def compile_decodes(self, if_faster: bool) -> None:
+        """Compute decodes by compiled graphs from now on, if MLX can trace the model and the result
+        is right; with `if_faster` also only if steps take less time."""
+        if self.batching is not Batching.MIXED or not self.layers:
+            return
+        compiled = CompiledDecode(self.model, self._graph, self.manager)
+        if compiled.is_right() and (compiled.pays() or not if_faster):
+            self.compiled = compiled
+            self._tables = BatchTables.of_groups(self.manager.allocator, padded=True)
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
@@ -154,7 +171,8 @@ class ModelRunner:
         self.states.clear()
         self._copied, self._error = [], None
         self.sampler = Sampler()
-        self._tables = BatchTables.of_groups(self.manager.allocator)
+        padded = self.compiled is not None
+        self._tables = BatchTables.of_groups(self.manager.allocator, padded)
 
     def _begin(self, arrays: list[mx.array]) -> None:
         """Begin to evaluate arrays. MLX tells of an error of the device once, to whoever asks next;
@@ -222,8 +240,9 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> mx.array:
         """Logits ``[R, vocab]`` of the batch's sampled rows."""
-        for layer in self.layers:
-            layer.bind(batch.forwards[layer.place.table])
+        is_whole = batch.decodes_only and batch.samples_all
+        if self.compiled is not None and is_whole and self.compiled.model is self.model:
+            return self.compiled(batch)
         if self._is_recurrent:
             if batch.start == 0 and batch.layout is Layout.CHUNK:  # new or preempted
                 self.states.drop(batch.seq_ids[0])
@@ -231,13 +250,22 @@ class ModelRunner:
         axis = 0 if batch.layout is Layout.ROWS else 1
         rows = None if batch.samples_all else batch.sampled_rows
         selected = self.logit_rows.only(rows, axis)
-        with attention_hook(), self.cpu_layers.diverted(), selected, self._narrowed(batch):
-            logits: mx.array = self.model(batch.inputs, cache=self.caches)
+        with selected, self._narrowed(batch):
+            logits = self._graph(batch.inputs, batch.forwards)
         if self._is_recurrent:
             self.states.store(batch.seq_ids)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
-        return logits.flatten(0, 1)
+        logits = logits.flatten(0, 1)
+        return logits[: batch.num_tokens] if batch.samples_all and batch.padding else logits
+
+    def _graph(self, inputs: mx.array, forwards: Sequence[Forward]) -> mx.array:
+        """The model's output for `inputs` on the caches of the groups' members."""
+        for layer in self.layers:
+            layer.bind(forwards[layer.place.table])
+        with attention_hook(), self.cpu_layers.diverted():
+            logits: mx.array = self.model(inputs, cache=self.caches)
+        return logits
 
 
 def _joined(parts: list[mx.array]) -> mx.array:
