@@ -31,14 +31,14 @@ def is_compiled(engine: Engine) -> bool:
     return isinstance(engine.runner, ModelRunner) and engine.runner.compiled is not None
 
 
-def course(model: nn.Module, compile: bool, **options: Any) -> tuple[Engine, list[object]]:
+def course(model: nn.Module, is_compiled: bool, **options: Any) -> tuple[Engine, list[object]]:
     """An engine, and the completions of requests that join and leave: id, tokens, bits of the
     log-probabilities."""
     given = {"block_size": 4, "num_blocks": 40, "max_running": MAX_ROWS, "prefill_chunk": 8}
-    engine = Engine(model, compile=compile, **given | options)
+    engine = Engine(model, compile=is_compiled, **given | options)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, int(n)).tolist() for n in rng.integers(2, 20, 8)]
-    params = {"max_tokens": TOKENS, "logprobs": 4}
+    params: dict[str, Any] = {"max_tokens": TOKENS, "logprobs": 4}
     done: list[object] = []
     engine.add_samples(prompts[0], 2, temperature=1.0, seed=5, **params)
     while prompts or engine.has_work:
@@ -53,8 +53,8 @@ def course(model: nn.Module, compile: bool, **options: Any) -> tuple[Engine, lis
 
 def stored(engine: Engine) -> list[bytes]:
     """The bytes of all arrays of the pool."""
-    mx.eval(engine.manager.pool.handles())
-    return [bytes(memoryview(mx.contiguous(h).view(mx.uint8))) for h in engine.manager.pool.handles()]
+    handles = engine.manager.pool.handles()
+    return [np.array(mx.contiguous(handle).view(mx.uint8)).tobytes() for handle in handles]
 
 
 def compare(model: nn.Module, **options: Any) -> str:
@@ -64,9 +64,15 @@ def compare(model: nn.Module, **options: Any) -> str:
     if not is_compiled(compiled):
         return "not compiled"
     preempted = compiled.stats.preemptions
-    same = [found == expected, stored(compiled) == stored(plain), preempted == plain.stats.preemptions]
+    same = [
+        found == expected,
+        stored(compiled) == stored(plain),
+        preempted == plain.stats.preemptions,
+    ]
     traces = compiled.stats.as_dict()["traces"]
-    return f"{'same' if all(same) else f'DIFFERENT {same}'}, {preempted} preemptions, {traces} traces"
+    return (
+        f"{'same' if all(same) else f'DIFFERENT {same}'}, {preempted} preemptions, {traces} traces"
+    )
 
 
 def joins_and_leaves(count: int) -> tuple[int, int]:

@@ -85,8 +85,8 @@ class Engine(EngineCore):
             each running request, but at most a quarter of the memory that the device can spare.
         lookahead: launch each step before the step before it has been read. The device then hardly
             waits for the host, and every token is seen one step later.
-        prewarm: compile the GPU pipelines now, so that the first requests do not wait for them.
-            ``stats.prewarm_seconds`` says how long it took; None on a CPU, which needs none.
+        prewarm: compile the GPU pipelines and trace the decodes now, so that the first requests do
+            not wait. ``stats.prewarm_seconds`` says how long the pipelines took; None on a CPU.
         speculate: what guesses tokens that running requests then compute ahead: "ngram" copies what
             followed the same tokens earlier in a request; None: nothing. The output stays the same.
             Steps with guesses are read before the next one is launched. Models that compute one
@@ -94,9 +94,8 @@ class Engine(EngineCore):
         draft_model: a smaller mlx-lm model with the same vocabulary makes these guesses. It gets a
             part of `kv_memory`, or a pool of as many blocks as `num_blocks`.
         num_draft_tokens: guesses of a draft model for each request in a step at most.
-        compile: compute the steps that only decode by graphs that MLX has traced before, with the
-            same tokens; docs/compiled-decodes.md says where. None: if such steps take less time,
-            which is measured now. False: never.
+        compile: compute the steps that only decode by graphs that MLX has traced before, if it can
+            (docs/compiled-decodes.md). None: if they take less time, which is measured now.
         profile: synchronise between the phases of every step and time each phase, without
             lookahead. All steps are slower then.
         metrics_jsonl: write one line for every tick to this file.
@@ -211,13 +210,10 @@ class Engine(EngineCore):
             instruments=RecorderConfig(log, KVReads.of(sizes, block_size), phases, writer),
         )
         if compile is not False and not profile:
-            runner.compile_decodes(if_faster=compile is None)
-            if runner.compiled is not None:
-                self.stats.traces = runner.compiled.traces
-        positions = getattr(getattr(model, "args", None), "max_position_embeddings", MAX_INT32)
-        self._most_columns = min(num_blocks // plan.width, ceil_div(positions, block_size))
+            self.stats.traces = runner.compile_decodes(max_running, if_faster=compile is None)
+        self._prewarm = prewarm
+        self.warm_up()
         if prewarm:
-            self.warm_up()
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)
         self._streams: dict[int, deque[TokenOutput]] = {}
         self._awaited: dict[int, Completion | None] = {}
@@ -225,11 +221,10 @@ class Engine(EngineCore):
         self._unwire = hold_wired_limit(self)
 
     def warm_up(self) -> None:
-        """Trace the graphs of decodes for the current stream. The engine does this when it is made;
-        MLX's streams belong to a thread, so that another thread may do it again."""
-        runner = self.runner
-        if isinstance(runner, ModelRunner) and runner.compiled is not None:
-            runner.compiled.trace(self.scheduler.max_running, self._most_columns)
+        """With `prewarm`, trace the decodes that are compiled. A thread that did not make the
+        engine traces them again: now, or in its first steps."""
+        if self._prewarm and isinstance(self.runner, ModelRunner) and self.runner.compiled:
+            self.runner.compiled.trace()
 
     def close(self, stream: Any = None) -> None:
         """Release MLX's wired limit now, not only when the engine is collected. The engine can go

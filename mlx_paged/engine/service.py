@@ -156,6 +156,7 @@ class EngineService:
 
     def _run(self) -> None:
         try:
+            self._engine.warm_up()
             while not self._closed or (self._drain and self._engine.has_work):
                 self._answer_calls()
                 self._step()

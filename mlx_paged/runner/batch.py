@@ -29,8 +29,12 @@ def row_bucket(rows: int) -> int:
 
 
 def column_bucket(columns: int) -> int:
-    """The number of columns with padding, a power of two."""
-    return max(FEWEST_COLUMNS, 1 << (columns - 1).bit_length())
+    """The number of columns with padding, `FEWEST_COLUMNS` times a power of four. Ops read no more
+    of a table than a row's context."""
+    width = FEWEST_COLUMNS
+    while width < columns:
+        width *= 4
+    return width
 
 
 class BatchTables:

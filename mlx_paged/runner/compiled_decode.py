@@ -5,13 +5,18 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import product
 from statistics import median
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
 
 from mlx_paged import ops
+from mlx_paged.arguments import MAX_INT32
 from mlx_paged.attention.forward import Forward
 from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.metrics.stats import Traces, resident_bytes
 from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, column_bucket, row_bucket
 
@@ -21,9 +26,11 @@ PAIRS = 9
 """Pairs of a plain and a compiled step that are timed, unless they take too long."""
 
 MOST_SECONDS = 0.25
-"""No pair begins after this time."""
+"""No pair begins after this time, except the first one."""
 
-Run = Callable[[mx.array, Sequence[Forward]], mx.array]
+Arrays = list[mx.array]
+"""Of one forward: tokens, positions, context lengths; then slots and tables of each member of the
+layer groups."""
 
 
 class CompiledDecode:
@@ -41,38 +48,52 @@ class CompiledDecode:
 
     Args:
         model: its `state` is an argument of the graphs.
-        compute: the logits ``[R, 1, vocab]`` of inputs ``[R, 1]`` and the forwards of all members
-            of the layer groups.
+        compute: the logits ``[R, 1, vocab]`` of inputs ``[R, 1]`` and the forwards of all members.
+        max_rows: the most sequences of a step.
 
     Attributes:
         traces: how many there were, and what they cost.
     """
 
-    def __init__(self, model: nn.Module, compute: Run, manager: KVBlockManager) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        compute: Callable[[mx.array, Sequence[Forward]], mx.array],
+        manager: KVBlockManager,
+        max_rows: int,
+    ) -> None:
         self.traces = Traces()
+        self._model = model
         self._compute = compute
         self._pool = manager.pool
         self._block_size = manager.allocator.block_size
         groups = manager.allocator.groups
         self._pieces = [group.pieces for group in groups for _ in range(group.members)]
+        self._max_rows = max_rows
+        room = manager.pool.num_blocks // manager.plan.width
+        positions = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+        self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
         self._stream = mx.default_stream(mx.default_device())
-        self._functions: dict[tuple[int, ...], Callable[..., list[mx.array]]] = {}
+        self._functions: dict[tuple[int, ...], Callable[..., Arrays]] = {}
 
     def __call__(self, batch: Batch) -> mx.array:
         """Logits ``[T, vocab]`` of a batch that only decodes."""
-        logits = self._run(batch.tokens, batch.forwards)
+        first = batch.forwards[0]
+        arrays = [batch.tokens, first.positions, first.context_lens]
+        for forward in batch.forwards:
+            assert forward.slot_mapping is not None
+            arrays += (forward.slot_mapping, forward.block_tables)
+        logits = self._run(arrays)
         return logits[: batch.num_tokens] if batch.padding else logits
 
-    def trace(self, max_rows: int, max_columns: int) -> None:
-        """Trace all buckets up to these sizes for the current stream. Nothing is evaluated."""
+    def trace(self) -> None:
+        """Trace all buckets for the current stream. Nothing is evaluated."""
         before, handles = resident_bytes(), self._pool.handles()
-        rows = sorted({row_bucket(count) for count in range(1, max_rows + 1)})
-        widths = [FEWEST_COLUMNS]
-        while widths[-1] < max_columns:
-            widths.append(column_bucket(widths[-1] + 1))
+        rows = sorted(set(map(row_bucket, range(1, self._max_rows + 1))))
+        powers = range(self._most_columns.bit_length() + 1)
+        widths = sorted({column_bucket(min(self._most_columns, 1 << power)) for power in powers})
         for count, width in product(rows, widths):
-            self._run(*self._inputs(count, width))
+            self._run(self._first_tokens(count, width))
             self._pool.replace_handles(handles)
         self.traces.bytes = resident_bytes() - before
 
@@ -81,8 +102,8 @@ class CompiledDecode:
         The pool's first two blocks must be free."""
         last = min(1, self._pool.num_blocks - 1)
         try:
-            _, plain = (self._one_token(self._plain, 0) for _ in range(2))
-            _, compiled = (self._one_token(self._run, last) for _ in range(2))
+            _, plain = (self._bits(self._plain, 0) for _ in range(2))
+            _, compiled = (self._bits(self._run, last) for _ in range(2))
         except Exception:
             LOGGER.info("decodes are not compiled: MLX cannot trace the model", exc_info=True)
             return False
@@ -90,29 +111,24 @@ class CompiledDecode:
 
     def pays(self) -> bool:
         """Whether steps of one row take less time than those of the plain forward, in turns."""
-        started, seconds = time.perf_counter(), []
-        while len(seconds) < PAIRS and (not seconds or time.perf_counter() - started < MOST_SECONDS):
-            seconds.append([self._seconds(run) for run in (self._plain, self._run)])
-        plain, compiled = (median(column) for column in zip(*seconds, strict=True))
-        return compiled < plain
+        started, pairs = time.perf_counter(), list[list[float]]()
+        while not pairs or (len(pairs) < PAIRS and time.perf_counter() - started < MOST_SECONDS):
+            pairs.append([self._seconds(run) for run in (self._plain, self._run)])
+        return median(compiled / plain for plain, compiled in pairs) < 1
 
-    def _run(self, tokens: mx.array, forwards: Sequence[Forward]) -> mx.array:
+    def _run(self, arrays: Arrays) -> mx.array:
         stream = mx.default_stream(mx.default_device())
         if stream != self._stream:
             self._stream = stream
             self._functions.clear()
-        key = len(tokens), *(forward.block_tables.shape[1] for forward in forwards)
+        key = tuple([array.shape[-1] for array in arrays])
         function = self._functions.get(key)
         if function is None:
-            function = mx.compile(self._traced, inputs=[self.model.state])
-            self._functions[key] = function
-        arrays = [tokens, forwards[0].positions, forwards[0].context_lens]
-        for forward in forwards:
-            arrays += (forward.slot_mapping, forward.block_tables)
+            function = self._functions[key] = mx.compile(self._traced)
         traces, pool = self.traces, self._pool
         count, started = traces.count, time.perf_counter()
         try:
-            logits, *handles = function(arrays, pool.handles())
+            logits, *handles = function(arrays, pool.handles(), self._model.state)
         finally:
             if traces.count != count:
                 ops.set_fusion(True)
@@ -120,65 +136,60 @@ class CompiledDecode:
         pool.replace_handles(handles)
         return logits
 
-    def _traced(self, arrays: list[mx.array], handles: list[mx.array]) -> list[mx.array]:
-        """What ``mx.compile`` traces, with the arrays of :meth:`_forwards`. Where the user disabled
-        it, every call of :meth:`_run` comes here with real arrays."""
-        pool = self._pool
-        is_trace, before = not ops.has_values(arrays[0]), pool.handles()
+    def _traced(self, arrays: Arrays, handles: Arrays, state: dict[str, Any]) -> Arrays:
+        """Logits and new handles. ``mx.compile`` calls this for each trace; where the user disabled
+        it, for each step, with real arrays."""
+        is_trace, own_handles = not ops.has_values(arrays[0]), self._pool.handles()
         self.traces.count += is_trace
-        pool.replace_handles(handles)
+        own_state = tree_map(lambda leaf: leaf, self._model.state)
+        self._pool.replace_handles(handles)
+        _put(self._model.state, state)
         try:
-            found = [self._plain(arrays[0], self._forwards(*arrays[1:])), *pool.handles()]
+            found = [self._plain(arrays), *self._pool.handles()]
         finally:
-            pool.replace_handles(before)
-        if is_trace:  # functions that the model compiles have been traced
+            self._pool.replace_handles(own_handles)
+            _put(self._model.state, own_state)
+        if is_trace:  # what the model compiles itself has been traced
             ops.set_fusion(False)
         return found
 
-    def _plain(self, tokens: mx.array, forwards: Sequence[Forward]) -> mx.array:
+    def _plain(self, arrays: Arrays) -> mx.array:
+        tokens, positions, context_lens, *of_members = arrays
+        slots, tables = of_members[::2], of_members[1::2]
+        sizes = [t.shape[1] // pieces for t, pieces in zip(tables, self._pieces, strict=True)]
+        width = min(sizes) * self._block_size, positions, context_lens
+        forwards = [
+            Forward(1, positions, slot, table, context_lens, *width, is_traced=True)
+            for slot, table in zip(slots, tables, strict=True)
+        ]
         return self._compute(tokens[:, None], forwards).flatten(0, 1)
 
-    def _forwards(
-        self, positions: mx.array, context_lens: mx.array, *slots_and_tables: mx.array
-    ) -> list[Forward]:
-        tables = slots_and_tables[1::2]
-        entries = zip(tables, self._pieces, strict=True)
-        width = min(table.shape[1] // pieces for table, pieces in entries)
-        return [
-            Forward(
-                columns=1,
-                positions=positions,
-                slot_mapping=slots,
-                block_tables=table,
-                context_lens=context_lens,
-                max_context=width * self._block_size,
-                offset=positions,
-                next_offset=context_lens,
-                is_traced=True,
-            )
-            for slots, table in zip(slots_and_tables[::2], tables, strict=True)
-        ]
-
-    def _inputs(
-        self, rows: int, columns: int, block: int | None = None
-    ) -> tuple[mx.array, list[Forward]]:
-        """Token 0 in each row: the first one of `block`, or padding."""
+    def _first_tokens(self, rows: int, columns: int, block: int | None = None) -> Arrays:
+        """Token 0 in each row as the first one of `block`; None: padding."""
         zeros = mx.zeros(rows, mx.int32)
-        arrays = [zeros, zeros if block is None else zeros + 1]
+        arrays = [zeros, zeros, zeros if block is None else zeros + 1]
         for pieces in self._pieces:
             slot = -1 if block is None else block * self._block_size // pieces
-            arrays.append(zeros + slot)
-            arrays.append(mx.full((rows, columns * pieces), block or 0, mx.int32))
-        return zeros, self._forwards(*arrays)
+            arrays += (zeros + slot, mx.full((rows, columns * pieces), block or 0, mx.int32))
+        return arrays
 
-    def _one_token(self, run: Run, block: int) -> list[bytes]:
-        """The logits of a sequence of one token, and its K/V, written to `block`."""
-        logits = run(*self._inputs(1, FEWEST_COLUMNS, block))
+    def _bits(self, run: Callable[[Arrays], mx.array], block: int) -> list[bytes]:
+        """The logits of a sequence of one token, and its K/V in `block`."""
+        logits = run(self._first_tokens(1, FEWEST_COLUMNS, block))
         stored = [handle[:, block, 0] for handle in self._pool.handles()]
-        return [bytes(memoryview(array.view(mx.uint8))) for array in (logits, *stored)]
+        return [np.array(array.view(mx.uint8)).tobytes() for array in (logits, *stored)]
 
-    def _seconds(self, run: Run) -> float:
+    def _seconds(self, run: Callable[[Arrays], mx.array]) -> float:
         started = time.perf_counter()
-        logits = run(*self._inputs(1, FEWEST_COLUMNS, 0))
-        mx.eval(logits, self._pool.handles())
+        mx.eval(run(self._first_tokens(1, FEWEST_COLUMNS, 0)), self._pool.handles())
         return time.perf_counter() - started
+
+
+def _put(tree: Any, arrays: Any) -> None:
+    """Replace the arrays of a tree of dictionaries and lists by those of another one like it."""
+    places = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in list(places):
+        if isinstance(value, mx.array):
+            tree[key] = arrays[key]
+        elif isinstance(value, dict | list | tuple):
+            _put(value, arrays[key])

@@ -16,6 +16,7 @@ from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.snapshots import Snapshot
+from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
@@ -78,15 +79,21 @@ class ModelRunner:
         self.compiled: CompiledDecode | None = None
         self._tables = BatchTables.of_groups(manager.allocator)
 
-    def compile_decodes(self, if_faster: bool) -> None:
+    def compile_decodes(self, max_rows: int, if_faster: bool) -> Traces | None:
         """Compute decodes by compiled graphs from now on, if MLX can trace the model and the result
-        is right; with `if_faster` also only if steps take less time."""
+        is right; with `if_faster` also only if steps take less time. No block may be in use.
+
+        Returns:
+            What is traced; None if decodes are not compiled.
+        """
         if self.batching is not Batching.MIXED or not self.layers:
-            return
-        compiled = CompiledDecode(self.model, self._graph, self.manager)
-        if compiled.is_right() and (compiled.pays() or not if_faster):
-            self.compiled = compiled
-            self._tables = BatchTables.of_groups(self.manager.allocator, padded=True)
+            return None
+        compiled = CompiledDecode(self.model, self._graph, self.manager, max_rows)
+        if not compiled.is_right() or (if_faster and not compiled.pays()):
+            return None
+        self.compiled = compiled
+        self._tables = BatchTables.of_groups(self.manager.allocator, padded=True)
+        return compiled.traces
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
@@ -240,8 +247,7 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> mx.array:
         """Logits ``[R, vocab]`` of the batch's sampled rows."""
-        is_whole = batch.decodes_only and batch.samples_all
-        if self.compiled is not None and is_whole and self.compiled.model is self.model:
+        if self.compiled is not None and batch.decodes_only and batch.samples_all:
             return self.compiled(batch)
         if self._is_recurrent:
             if batch.start == 0 and batch.layout is Layout.CHUNK:  # new or preempted
@@ -256,8 +262,7 @@ class ModelRunner:
             self.states.store(batch.seq_ids)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
-        logits = logits.flatten(0, 1)
-        return logits[: batch.num_tokens] if batch.samples_all and batch.padding else logits
+        return logits.flatten(0, 1)
 
     def _graph(self, inputs: mx.array, forwards: Sequence[Forward]) -> mx.array:
         """The model's output for `inputs` on the caches of the groups' members."""
