@@ -1,6 +1,7 @@
 """What an engine computed and stored. Knows no mlx."""
 
 import resource
+import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -186,11 +187,12 @@ class EngineStats:
 
 
 def resident_bytes() -> int:
-    """Memory of this process in bytes. Where Linux does not tell it, the largest so far."""
+    """Memory that the process has now. Where /proc is missing: the most that it ever had."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _rate(count: int, seconds: float) -> float:
