@@ -31,6 +31,10 @@ def is_compiled(engine: Engine) -> bool:
     return isinstance(engine.runner, ModelRunner) and engine.runner.compiled is not None
 
 
+def num_traces(engine: Engine) -> int:
+    return 0 if engine.stats.traces is None else engine.stats.traces.count
+
+
 def course(model: nn.Module, is_compiled: bool, **options: Any) -> tuple[Engine, list[object]]:
     """An engine, and the completions of requests that join and leave: id, tokens, bits of the
     log-probabilities."""
@@ -69,7 +73,7 @@ def compare(model: nn.Module, **options: Any) -> str:
         stored(compiled) == stored(plain),
         preempted == plain.stats.preemptions,
     ]
-    traces = compiled.stats.as_dict()["traces"]
+    traces = num_traces(compiled)
     return (
         f"{'same' if all(same) else f'DIFFERENT {same}'}, {preempted} preemptions, {traces} traces"
     )
@@ -78,7 +82,7 @@ def compare(model: nn.Module, **options: Any) -> str:
 def joins_and_leaves(count: int) -> tuple[int, int]:
     """Traces before and after so many requests joined and left."""
     engine = Engine(build("llama"), block_size=4, num_blocks=400, max_running=32, compile=True)
-    before = engine.stats.as_dict()["traces"]
+    before = num_traces(engine)
     rng, left = np.random.default_rng(0), count
     while left or engine.has_work:
         for _ in range(min(left, int(rng.integers(0, 3)))):
@@ -86,7 +90,7 @@ def joins_and_leaves(count: int) -> tuple[int, int]:
             engine.add_request(prompt, max_tokens=int(rng.integers(1, 40)))
             left -= 1
         engine.step()
-    return before, engine.stats.as_dict()["traces"]
+    return before, num_traces(engine)
 
 
 def names() -> Iterable[str]:

@@ -15,8 +15,8 @@ def decodes_are_compiled_on_request() -> Iterator[None]:
     original = ModelRunner.compile_decodes
 
     @wraps(original)
-    def on_request(self: ModelRunner, max_rows: int, if_faster: bool):
-        return None if if_faster else original(self, max_rows, if_faster)
+    def on_request(self: ModelRunner, wanted: bool | None, max_rows: int):
+        return original(self, bool(wanted), max_rows)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "compile_decodes", on_request)

@@ -209,22 +209,14 @@ class Engine(EngineCore):
             lookahead=lookahead and not profile,
             instruments=RecorderConfig(log, KVReads.of(sizes, block_size), phases, writer),
         )
-        if compile is not False and not profile:
-            self.stats.traces = runner.compile_decodes(max_running, if_faster=compile is None)
-        self._prewarm = prewarm
-        self.warm_up()
+        self.stats.traces = runner.compile_decodes(False if profile else compile, max_running)
         if prewarm:
+            runner.warm_up()
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)
         self._streams: dict[int, deque[TokenOutput]] = {}
         self._awaited: dict[int, Completion | None] = {}
         self._dropped: deque[int] = deque()  # ids of streams that have no reader any more
         self._unwire = hold_wired_limit(self)
-
-    def warm_up(self) -> None:
-        """With `prewarm`, trace the decodes that are compiled. A thread that did not make the
-        engine traces them again: now, or in its first steps."""
-        if self._prewarm and isinstance(self.runner, ModelRunner) and self.runner.compiled:
-            self.runner.compiled.trace()
 
     def close(self, stream: Any = None) -> None:
         """Release MLX's wired limit now, not only when the engine is collected. The engine can go

@@ -171,11 +171,8 @@ class EngineStats:
     def as_dict(self) -> dict[str, Any]:
         """All counters, rates and derived sizes as JSON values."""
         values = asdict(self)
-        ttfts, traces = values.pop("ttfts"), self.traces or Traces()
+        ttfts = values.pop("ttfts")
         return values | {
-            "traces": traces.count,
-            "trace_seconds": traces.seconds,
-            "trace_bytes": traces.bytes,
             "prompt_tokens_per_sec": _rate(self.prompt_tokens, self.prefill_seconds),
             "generation_tokens_per_sec": _rate(self.generation_tokens, self.seconds),
             "ttft_median_s": median(ttfts) if ttfts else None,

@@ -32,6 +32,8 @@ Arrays = list[mx.array]
 """Of one forward: tokens, positions, context lengths; then slots and tables of each member of the
 layer groups."""
 
+Compute = Callable[[Arrays], mx.array]
+
 
 class CompiledDecode:
     """Builds the graph of a decode step from a graph that ``mx.compile`` traced before.
@@ -97,24 +99,21 @@ class CompiledDecode:
             self._pool.replace_handles(handles)
         self.traces.bytes = resident_bytes() - before
 
-    def is_right(self) -> bool:
-        """Whether MLX can trace a step, and it has the logits and the K/V of the plain forward.
-        The pool's first two blocks must be free."""
-        last = min(1, self._pool.num_blocks - 1)
+    def is_right(self, if_faster: bool) -> bool:
+        """Whether MLX can trace a step, and gets the logits and K/V of the plain forward; with
+        `if_faster` also whether it takes less time. The pool's first two blocks must be free."""
+        last, ratios = min(1, self._pool.num_blocks - 1), list[float]()
+        stop = time.perf_counter() + MOST_SECONDS
         try:
-            _, plain = (self._bits(self._plain, 0) for _ in range(2))
-            _, compiled = (self._bits(self._run, last) for _ in range(2))
+            while len(ratios) < 2 or (len(ratios) < PAIRS and time.perf_counter() < stop):
+                plain, expected = self._one_token(self._plain, 0)
+                compiled, found = self._one_token(self._run, last)
+                ratios.append(compiled / plain)
         except Exception:
             LOGGER.info("decodes are not compiled: MLX cannot trace the model", exc_info=True)
             return False
-        return self.traces.count == 1 and plain == compiled
-
-    def pays(self) -> bool:
-        """Whether steps of one row take less time than those of the plain forward, in turns."""
-        started, pairs = time.perf_counter(), list[list[float]]()
-        while not pairs or (len(pairs) < PAIRS and time.perf_counter() - started < MOST_SECONDS):
-            pairs.append([self._seconds(run) for run in (self._plain, self._run)])
-        return median(compiled / plain for plain, compiled in pairs) < 1
+        is_faster = not if_faster or median(ratios[1:]) < 1  # the first one is a trace
+        return self.traces.count == 1 and found == expected and is_faster
 
     def _run(self, arrays: Arrays) -> mx.array:
         stream = mx.default_stream(mx.default_device())
@@ -173,16 +172,14 @@ class CompiledDecode:
             arrays += (zeros + slot, mx.full((rows, columns * pieces), block or 0, mx.int32))
         return arrays
 
-    def _bits(self, run: Callable[[Arrays], mx.array], block: int) -> list[bytes]:
-        """The logits of a sequence of one token, and its K/V in `block`."""
-        logits = run(self._first_tokens(1, FEWEST_COLUMNS, block))
-        stored = [handle[:, block, 0] for handle in self._pool.handles()]
-        return [np.array(array.view(mx.uint8)).tobytes() for array in (logits, *stored)]
-
-    def _seconds(self, run: Callable[[Arrays], mx.array]) -> float:
+    def _one_token(self, run: Compute, block: int) -> tuple[float, list[bytes]]:
+        """Seconds of a step of one token, and the bits of its logits and of its K/V in `block`."""
         started = time.perf_counter()
-        mx.eval(run(self._first_tokens(1, FEWEST_COLUMNS, 0)), self._pool.handles())
-        return time.perf_counter() - started
+        logits = run(self._first_tokens(1, FEWEST_COLUMNS, block))
+        mx.eval(logits, self._pool.handles())
+        seconds = time.perf_counter() - started
+        stored = [handle[:, block, 0] for handle in self._pool.handles()]
+        return seconds, [np.array(array.view(mx.uint8)).tobytes() for array in (logits, *stored)]
 
 
 def _put(tree: Any, arrays: Any) -> None:

@@ -79,21 +79,22 @@ class ModelRunner:
         self.compiled: CompiledDecode | None = None
         self._tables = BatchTables.of_groups(manager.allocator)
 
-    def compile_decodes(self, max_rows: int, if_faster: bool) -> Traces | None:
-        """Compute decodes by compiled graphs from now on, if MLX can trace the model and the result
-        is right; with `if_faster` also only if steps take less time. No block may be in use.
-
-        Returns:
-            What is traced; None if decodes are not compiled.
-        """
-        if self.batching is not Batching.MIXED or not self.layers:
+    def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
+        """Compute decodes by compiled graphs from now on, if `wanted` (None: if these take less
+        time) and if they are right. Return what is traced. No block may be in use."""
+        if wanted is False or self.batching is not Batching.MIXED or not self.layers:
             return None
         compiled = CompiledDecode(self.model, self._graph, self.manager, max_rows)
-        if not compiled.is_right() or (if_faster and not compiled.pays()):
+        if not compiled.is_right(if_faster=wanted is None):
             return None
         self.compiled = compiled
         self._tables = BatchTables.of_groups(self.manager.allocator, padded=True)
         return compiled.traces
+
+    def warm_up(self) -> None:
+        """Trace the decodes that are compiled, for this thread alone."""
+        if self.compiled is not None:
+            self.compiled.trace()
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""

@@ -16,14 +16,10 @@ from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.server import arguments
-from scripts.compiled_decodes import compare, course, is_compiled, joins_and_leaves
+from scripts.compiled_decodes import compare, course, is_compiled, joins_and_leaves, num_traces
 
 SAMPLE = ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "cohere2", "phi"]
 SMALL = {"block_size": 4, "num_blocks": 64, "max_running": 4}
-
-
-def num_traces(engine: Engine) -> int:
-    return engine.metrics()["traces"]
 
 
 def prompts(count: int, length: int = 5) -> list[list[int]]:
@@ -143,22 +139,19 @@ def test_models_whose_steps_do_not_mix_stay_plain(name):
     assert not is_compiled(Engine(build(name), **SMALL, compile=True))
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_compiled_if_faster(monkeypatch, pays):
-    monkeypatch.setattr(CompiledDecode, "pays", lambda self: pays)
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_compiled_if_faster(monkeypatch, is_faster):
+    def one_token(self, run, block):
+        _, bits = original(self, run, block)
+        return (1.0 if (run == self._run) == is_faster else 2.0), bits
+
+    original = CompiledDecode._one_token
+    monkeypatch.setattr(CompiledDecode, "_one_token", one_token)
     engine = Engine(build("llama"), **SMALL, compile=False)
-    traces = ModelRunner.compile_decodes.__wrapped__(engine.runner, 4, if_faster=True)
-    assert (traces is not None) == is_compiled(engine) == pays
-
-
-def test_a_slower_step_does_not_pay(monkeypatch):
-    engine = Engine(build("llama"), **SMALL, compile=True)
-    compiled = engine.runner.compiled
-    took = iter([1.0, 2.0] * compiled_decode.PAIRS)
-    monkeypatch.setattr(CompiledDecode, "_seconds", lambda *_: next(took))
-    assert not compiled.pays()
-    took = iter([2.0, 1.0] * compiled_decode.PAIRS)
-    assert compiled.pays()
+    compile_decodes = ModelRunner.compile_decodes.__wrapped__
+    traces = compile_decodes(engine.runner, None, 4)
+    assert (traces is not None) == is_compiled(engine) == is_faster
+    assert compile_decodes(engine.runner, True, 4) is not None
 
 
 def test_a_dropped_write_is_noticed(monkeypatch):
@@ -202,12 +195,11 @@ def test_another_thread_traces_again():
 
 
 def test_metrics_say_what_traces_cost():
-    metrics = Engine(build("llama"), **SMALL, compile=True).metrics()
-    assert metrics["traces"] == 8  # 4 row counts, 2 widths
-    assert metrics["trace_seconds"] > 0
-    assert metrics["trace_bytes"] >= 0
-    plain = Engine(build("llama"), **SMALL, compile=False).metrics()
-    assert plain["traces"] == plain["trace_seconds"] == 0
+    traces = Engine(build("llama"), **SMALL, compile=True).metrics()["traces"]
+    assert traces["count"] == 8  # 4 numbers of rows, 2 of columns
+    assert traces["seconds"] > 0
+    assert traces["bytes"] >= 0
+    assert Engine(build("llama"), **SMALL, compile=False).metrics()["traces"] is None
 
 
 @pytest.mark.parametrize(("flags", "expected"), [([], None), (["--no-compile"], False)])
