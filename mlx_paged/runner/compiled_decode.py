@@ -45,13 +45,15 @@ class CompiledDecode:
     new trace, and new layers are traced again. The graphs belong to a stream, as all computations
     of MLX do, so that another thread's stream traces them again.
 
-    The elementwise ops of a graph are not fused, except those that the model fuses itself. So the
-    logits are those of the plain forward, bit by bit, and a CPU needs no C++ compiler.
+    A graph must have the logits of the plain forward, bit by bit. Fused elementwise ops may round
+    differently, also those of functions that the model compiles itself, which are fused with the
+    whole graph or not at all. On a CPU fusion would need a C++ compiler, so nothing is fused there.
 
     Args:
         model: its `state` is an argument of the graphs.
         compute: the logits ``[R, 1, vocab]`` of inputs ``[R, 1]`` and the forwards of all members.
         max_rows: the most sequences of a step.
+        fuses: whether elementwise ops are fused.
 
     Attributes:
         traces: how many there were, and what they cost.
@@ -63,6 +65,7 @@ class CompiledDecode:
         compute: Callable[[mx.array, Sequence[Forward]], mx.array],
         manager: KVBlockManager,
         max_rows: int,
+        fuses: bool = False,
     ) -> None:
         self.traces = Traces()
         self._model = model
@@ -72,6 +75,7 @@ class CompiledDecode:
         groups = manager.allocator.groups
         self._pieces = [group.pieces for group in groups for _ in range(group.members)]
         self._max_rows = max_rows
+        self._fuses = fuses
         room = manager.pool.num_blocks // manager.plan.width
         positions = getattr(getattr(model, "args", None), "max_position_embeddings", None)
         self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
@@ -101,13 +105,14 @@ class CompiledDecode:
 
     def is_right(self, if_faster: bool) -> bool:
         """Whether MLX can trace a step, and gets the logits and K/V of the plain forward; with
-        `if_faster` also whether it takes less time. The pool's first two blocks must be free."""
-        last, ratios = min(1, self._pool.num_blocks - 1), list[float]()
+        `if_faster` also whether it takes less time. The pool's first blocks must be free."""
+        count, ratios = len(self._pieces), list[float]()
+        other = count if 2 * count <= self._pool.num_blocks else 0
         stop = time.perf_counter() + MOST_SECONDS
         try:
             while len(ratios) < 2 or (len(ratios) < PAIRS and time.perf_counter() < stop):
                 plain, expected = self._one_token(self._plain, 0)
-                compiled, found = self._one_token(self._run, last)
+                compiled, found = self._one_token(self._run, other)
                 ratios.append(compiled / plain)
         except Exception:
             LOGGER.info("decodes are not compiled: MLX cannot trace the model", exc_info=True)
@@ -148,8 +153,8 @@ class CompiledDecode:
         finally:
             self._pool.replace_handles(own_handles)
             _put(self._model.state, own_state)
-        if is_trace:  # what the model compiles itself has been traced
-            ops.set_fusion(False)
+        if is_trace:
+            ops.set_fusion(self._fuses)
         return found
 
     def _plain(self, arrays: Arrays) -> mx.array:
@@ -164,21 +169,24 @@ class CompiledDecode:
         return self._compute(tokens[:, None], forwards).flatten(0, 1)
 
     def _first_tokens(self, rows: int, columns: int, block: int | None = None) -> Arrays:
-        """Token 0 in each row as the first one of `block`; None: padding."""
+        """Token 0 in each row: the first one of a block, `block` for the first member; or padding.
+        Layers may read what others of their group have stored, so each member has its own block."""
         zeros = mx.zeros(rows, mx.int32)
         arrays = [zeros, zeros, zeros if block is None else zeros + 1]
-        for pieces in self._pieces:
-            slot = -1 if block is None else block * self._block_size // pieces
-            arrays += (zeros + slot, mx.full((rows, columns * pieces), block or 0, mx.int32))
+        for member, pieces in enumerate(self._pieces):
+            own = None if block is None else block + member
+            slot = -1 if own is None else own * (self._block_size // pieces)
+            arrays += (zeros + slot, mx.full((rows, columns * pieces), own or 0, mx.int32))
         return arrays
 
     def _one_token(self, run: Compute, block: int) -> tuple[float, list[bytes]]:
-        """Seconds of a step of one token, and the bits of its logits and of its K/V in `block`."""
+        """Seconds of a step of one token, and the bits of its logits and of its K/V."""
         started = time.perf_counter()
         logits = run(self._first_tokens(1, FEWEST_COLUMNS, block))
         mx.eval(logits, self._pool.handles())
         seconds = time.perf_counter() - started
-        stored = [handle[:, block, 0] for handle in self._pool.handles()]
+        blocks = slice(block, block + len(self._pieces))
+        stored = [handle[:, blocks, 0] for handle in self._pool.handles()]
         return seconds, [np.array(array.view(mx.uint8)).tobytes() for array in (logits, *stored)]
 
 

@@ -84,12 +84,13 @@ class ModelRunner:
         time) and if they are right. Return what is traced. No block may be in use."""
         if wanted is False or self.batching is not Batching.MIXED or not self.layers:
             return None
-        compiled = CompiledDecode(self.model, self._graph, self.manager, max_rows)
-        if not compiled.is_right(if_faster=wanted is None):
-            return None
-        self.compiled = compiled
-        self._tables = BatchTables.of_groups(self.manager.allocator, padded=True)
-        return compiled.traces
+        for fuses in (False, True)[: 1 if mx.default_device() == mx.cpu else 2]:
+            compiled = CompiledDecode(self.model, self._graph, self.manager, max_rows, fuses)
+            if compiled.is_right(if_faster=wanted is None):
+                self.compiled = compiled
+                self._tables = BatchTables.of_groups(self.manager.allocator, padded=True)
+                return compiled.traces
+        return None
 
     def warm_up(self) -> None:
         """Trace the decodes that are compiled, for this thread alone."""
