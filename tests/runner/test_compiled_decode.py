@@ -194,6 +194,14 @@ def test_another_thread_traces_again():
     assert num_traces(engine) == 2 * made
 
 
+def test_another_stream_traces_again():
+    engine = Engine(build("llama"), **SMALL, compile=True)
+    made = num_traces(engine)
+    with mx.stream(mx.new_stream(mx.default_device())):
+        engine.generate(prompts(1), max_tokens=4)
+    assert num_traces(engine) == made + 1
+
+
 def test_metrics_say_what_traces_cost():
     traces = Engine(build("llama"), **SMALL, compile=True).metrics()["traces"]
     assert traces["count"] == 8  # 4 numbers of rows, 2 of columns
