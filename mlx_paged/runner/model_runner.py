@@ -257,7 +257,7 @@ class ModelRunner:
             self.states.load(batch.seq_ids)
         axis = 0 if batch.layout is Layout.ROWS else 1
         rows = None if batch.samples_all else batch.sampled_rows
-        selected = self.logit_rows.only(rows, axis)
+        selected = nullcontext() if rows is None else self.logit_rows.only(rows, axis)
         with selected, self._narrowed(batch):
             logits = self._graph(batch.inputs, batch.forwards)
         if self._is_recurrent:
