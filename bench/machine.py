@@ -2,7 +2,6 @@
 
 import os
 import platform
-import resource
 import sys
 import time
 from collections.abc import Callable
@@ -16,8 +15,6 @@ from mlx_paged.doctor.speed import GB, MemoryReader
 READ_BYTES = 128 * 2**20  # far more than any last-level cache holds
 GEMM_SIZE = 512
 SLOW_GFLOPS = 20.0  # A reference BLAS reaches about 4 on one core, an optimised one 50 or more
-
-STATM = Path("/proc/self/statm")
 
 
 def describe() -> dict[str, str | int]:
@@ -50,14 +47,6 @@ def blas() -> str:
     libraries = {Path(line.split()[-1]) for line in mapped.splitlines() if "blas" in line}
     preloaded = [p.name for p in libraries if not p.parent.name.endswith(".libs")]
     return ", ".join(sorted(preloaded)) or "the reference BLAS of MLX's wheel"
-
-
-def resident_bytes() -> int:
-    """Memory that the process has now. Where /proc is missing: the most that it ever had."""
-    if STATM.exists():
-        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 class Clock(StrEnum):

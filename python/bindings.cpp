@@ -13,6 +13,7 @@
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/thread_pool.h"
 #include "csrc/validate.h"
+#include "mlx/compile.h"
 #include "mlx/version.h"
 
 namespace mlx_paged {
@@ -110,6 +111,10 @@ Args:
 constexpr const char* kIsTransformingDoc =
     R"(Whether this thread is within one of MLX's function transformations: grad, vjp, jvp, vmap or
 compile.)";
+
+constexpr const char* kSetFusionDoc =
+    R"(Whether the graphs that ``mx.compile`` traces from now on, on any thread, have their elementwise
+ops fused. Fused ops round differently, and on a CPU they need a C++ compiler.)";
 
 constexpr const char* kHasValuesDoc =
     R"(Whether the array can be evaluated now: what mx.compile and mx.vmap trace has no values.)";
@@ -230,6 +235,12 @@ NB_MODULE(_ext, m) {
   m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a, "rows"_a,
         "block_size"_a, kPaddedArraysDoc);
   m.def("is_transforming", &is_transforming, kIsTransformingDoc);
+  m.def(
+      "set_fusion",
+      [](bool fuses) {
+        mx::set_compile_mode(fuses ? mx::CompileMode::enabled : mx::CompileMode::no_fuse);
+      },
+      "fuses"_a, kSetFusionDoc);
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);
   m.def("cpu_features", [] { return std::string(cpu::active_kernel().name); }, kCpuFeaturesDoc);

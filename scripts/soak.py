@@ -19,10 +19,10 @@ import numpy as np
 from tqdm import tqdm
 
 from bench.command import MIB, add_model
-from bench.machine import resident_bytes
 from bench.models import SIZES, llama_model
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.cli import Parser, number
+from mlx_paged.metrics.stats import resident_bytes
 
 LEAST_BLOCKS = 16
 """They hold the longest request: a prompt of 75 tokens, 15 outputs, and a fork of all that."""

@@ -2,7 +2,7 @@
 
 The model computes nothing and the device's time is left out. Engines take turns in one process.
 
-    python -m bench.host_cost --rows 8 32 128 256 --blocks 512
+    python -m bench.host_cost --rows 1 8 32 128 --blocks 512
 """
 
 import argparse
@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,7 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from bench.command import make_parser, print_result, table, text_of
-from bench.host_cost.block_costs import PUBLISHED, MakeManager, Manager, block_costs, nano_vllm
+from bench.host_cost.block_costs import PUBLISHED, block_costs
+from bench.host_cost.graph_costs import graph_costs, graph_table
 from bench.host_cost.silent_engine import (
     BLOCK_SIZE,
     VOCAB,
@@ -50,6 +50,7 @@ the figures of :data:`bench.host_cost.block_costs.PUBLISHED`."""
 
 SAMPLING: dict[str, dict[str, Any]] = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.95}}
 RECORDED_ROWS = 32
+MOST_ROWS = 32  # of a graph: mlx-lm's steps of more would take most of the time
 RECORDING_BUDGET_US = 20.0  # more than that would show in the steps of a fast model
 
 
@@ -216,15 +217,14 @@ def detokenise_us(num_tokens: int = 2000) -> float:
 
 
 def add_arguments(parser: Parser) -> None:
-    add, rows = parser.add_argument, [8, 32, 128, 256]
+    add, rows = parser.add_argument, [1, 8, 32, 128, 256]
     add("--rows", type=COUNT, nargs="+", default=rows, help="running requests")
     add("--blocks", type=COUNT, default=512, help="that each request holds")
     add("--steps", type=COUNT, default=40, help="of each engine in a round")
     add("--rounds", type=COUNT, default=5)
     late = "read the tokens of each step before the next one is launched"
     add("--no-lookahead", action="store_true", help=late)
-    nano = "a checkout of nano-vllm, to measure its block manager too"
-    add("--nano-vllm", type=Path, help=nano)
+    add("--layers", type=COUNT, default=28, help="of the model whose graph is built")
 
 
 def measure_steps(args: argparse.Namespace) -> list[Course]:
@@ -266,12 +266,6 @@ def main(argv: list[str] | None = None) -> None:
     parser = make_parser("host_cost", __doc__)
     add_arguments(parser)
     args = parser.parse_args(argv)
-    managers: dict[str, MakeManager] = {"mlx_paged": Manager}
-    if args.nano_vllm is not None:
-        try:
-            managers["nano-vllm"] = nano_vllm(args.nano_vllm)
-        except ValueError as error:
-            parser.error(f"argument --nano-vllm: {error}")
     machine = check_machine()
     floors = {rows: floor_us(rows) for rows in args.rows}
     print("Floor, us: code that looks at each row once.")
@@ -286,7 +280,9 @@ def main(argv: list[str] | None = None) -> None:
         f"Recording a step of {RECORDED_ROWS} rows takes {recording['recording_us']:g} us of"
         f" {recording['step_us']:g}; ceiling: {RECORDING_BUDGET_US:g} us."
     )
-    blocks = block_costs(managers, args.blocks)
+    graphs = graph_costs(args.layers, [n for n in args.rows if n <= MOST_ROWS], args.steps)
+    print("", graph_table(graphs), sep="\n")
+    blocks = block_costs(args.blocks)
     print("", block_table(blocks), sep="\n")
     steps = [{"rows": c.rows, "sampling options": c.name, **c.microseconds()} for c in courses]
     result = {
@@ -297,6 +293,7 @@ def main(argv: list[str] | None = None) -> None:
         "steps_us": steps,
         "detokenise_us": detokenise,
         "recording": recording,
+        "graphs": graphs,
         "block_costs": blocks,
         "published": PUBLISHED,
     }

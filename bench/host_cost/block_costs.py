@@ -1,10 +1,7 @@
-"""What the methods of block managers cost: this one's, and nano-vllm's beside it."""
+"""What the methods of block managers cost: this one's, and those of others, measured before."""
 
-import importlib
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -73,91 +70,17 @@ class Manager:
             parent = chain_hash(parent, token_bytes(tokens, start, start + BLOCK_SIZE))
 
 
-MakeManager = Callable[[int], Manager]
-"""By the number of blocks."""
-
-
-class _NanoVllm(Manager):
-    """nano-vllm's BlockManager, which looks for a cached prefix in every admission."""
-
-    def __init__(self, manager: Any, sequence: Any, num_blocks: int) -> None:
-        self._manager = manager(num_blocks, BLOCK_SIZE)
-        self._make_sequence = sequence
-
-    def sequence(self, tokens: list[int]) -> Any:
-        return self._make_sequence(tokens)
-
-    def allocate(self, sequence: Any) -> None:
-        self._manager.allocate(sequence, 0)
-
-    def admit(self, sequence: Any) -> None:
-        self._manager.allocate(sequence, self._manager.can_allocate(sequence))
-
-    def append(self, sequences: list[Any], position: int) -> None:
-        for sequence in sequences:
-            sequence.append_token(0)
-            self._manager.can_append(sequence)
-            self._manager.may_append(sequence)
-
-    def offer(self, sequence: Any) -> None:
-        sequence.num_cached_tokens, sequence.num_scheduled_tokens = 0, len(sequence)
-        self._manager.hash_blocks(sequence)
-
-    def free(self, sequence: Any) -> None:
-        self._manager.deallocate(sequence)
-
-    def hash(self, tokens: list[int]) -> None:
-        parent = -1
-        for start in range(0, len(tokens), BLOCK_SIZE):
-            parent = self._manager.compute_hash(tokens[start : start + BLOCK_SIZE], parent)
-
-
-class _NoParams:
-    temperature, max_tokens, ignore_eos = 1.0, 1, True
-
-
-def nano_vllm(checkout: Path) -> MakeManager:
-    """nano-vllm's block manager, imported from its repository at `checkout`.
-
-    Raises:
-        ValueError: the package is not there, or lacks what it imports.
-    """
-    sys.path.insert(0, str(checkout))
-    try:
-        # The package imports its models, which need a GPU; these modules of it do not.
-        for name in ("nanovllm", "nanovllm.engine"):
-            package = type(sys)(name)
-            package.__path__ = [str(checkout / name.replace(".", "/"))]
-            sys.modules[name] = package
-        params = type(sys)("nanovllm.sampling_params")
-        params.SamplingParams = _NoParams  # type: ignore[attr-defined]
-        sys.modules["nanovllm.sampling_params"] = params
-        manager = importlib.import_module("nanovllm.engine.block_manager").BlockManager
-        sequence = importlib.import_module("nanovllm.engine.sequence").Sequence
-    except ImportError as error:
-        raise ValueError(f"{checkout}: expected a checkout of nano-vllm ({error})") from error
-    finally:
-        sys.path.remove(str(checkout))
-    sequence.block_size = BLOCK_SIZE
-    return lambda num_blocks: _NanoVllm(manager, sequence, num_blocks)
-
-
-def block_costs(managers: dict[str, MakeManager], blocks: int) -> dict[str, dict[str, float]]:
-    """What each manager's methods cost for sequences of `blocks` blocks, in turns: medians, by the
-    names of :data:`PUBLISHED`."""
+def block_costs(blocks: int) -> dict[str, dict[str, float]]:
+    """What the manager's methods cost for sequences of `blocks` blocks: medians, by the names of
+    :data:`PUBLISHED`."""
     tokens = np.random.default_rng(0).integers(50_000, size=HASHED_TOKENS).tolist()
-    rounds = [
-        {name: _round(make, blocks, tokens) for name, make in managers.items()}
-        for _ in range(REPEATS)
-    ]
-    return {
-        name: {key: float(f"{median(r[name][key] for r in rounds):.3g}") for key in costs}
-        for name, costs in rounds[0].items()
-    }
+    rounds = [_round(blocks, tokens) for _ in range(REPEATS)]
+    costs = {key: float(f"{median(each[key] for each in rounds):.3g}") for key in rounds[0]}
+    return {"mlx_paged": costs}
 
 
-def _round(make: MakeManager, blocks: int, tokens: list[int]) -> dict[str, float]:
-    manager = make(4 * max(blocks, ADMITTED_TOKENS // BLOCK_SIZE, ROWS * APPENDED))
+def _round(blocks: int, tokens: list[int]) -> dict[str, float]:
+    manager = Manager(4 * max(blocks, ADMITTED_TOKENS // BLOCK_SIZE, ROWS * APPENDED))
     first, long = (manager.sequence([0] * (blocks * BLOCK_SIZE)) for _ in range(2))
     manager.allocate(first)  # arrays that grow do it now
     manager.free(first)

@@ -65,6 +65,7 @@ def decoding_engine(
         max_running=rows,
         prefill_chunk=rows * context,
         lookahead=lookahead,
+        compile=False,
     )
     rng = np.random.default_rng(0)
     for _ in range(rows):

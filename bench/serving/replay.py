@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from bench.machine import resident_bytes
 from bench.serving.run import Run, Stream, Tick
 from bench.serving.servers import Counters, Server, Token
 from bench.serving.trace import Job
 from bench.serving.workload import OpenLoop
+from mlx_paged.metrics.stats import resident_bytes
 from mlx_paged.metrics.timers import GcPauses
 
 

@@ -156,6 +156,7 @@ class Forward:
         held: ``[rows, 1, S, 1]`` bool, which of the gathered keys a row holds; None: all.
         row_tables: ``[rows, M]`` int32, the block table of every row; None: `block_tables`.
         is_read: whether the output of attention is used.
+        is_traced: ``mx.compile`` traces the forward, which nothing differentiates.
     """
 
     columns: int
@@ -172,6 +173,7 @@ class Forward:
     held: mx.array | None = None
     row_tables: mx.array | None = None
     is_read: bool = True
+    is_traced: bool = False
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         """``[rows, 1, columns, S]`` bool over gathered keys: what the last `columns` tokens of each
@@ -251,7 +253,7 @@ class LayerView(AttendingCache):
         or has another number of columns than the forward, or if MLX transforms the model (then the
         derivatives are those of MLX's own attention)."""
         q, forward = query.q, self.forward
-        if ops.is_transforming():
+        if not forward.is_traced and ops.is_transforming():
             return None
         if q.shape[2] != forward.columns or self.is_latent == (query.rotary is None):
             return None

@@ -73,8 +73,8 @@ class Engine(WaitingCalls):
             each running request, but at most a quarter of the memory that the device can spare.
         lookahead: launch each step before the step before it has been read. The device then hardly
             waits for the host, and every token is seen one step later.
-        prewarm: compile the GPU pipelines now, so that the first requests do not wait for them.
-            ``stats.prewarm_seconds`` says how long it took; None on a CPU, which needs none.
+        prewarm: compile the GPU pipelines and trace the decodes now, so that the first requests do
+            not wait. ``stats.prewarm_seconds`` says how long the pipelines took; None on a CPU.
         speculate: what guesses tokens that running requests then compute ahead: "ngram" copies what
             followed the same tokens earlier in a request; None: nothing. The output stays the same.
             Steps with guesses are read before the next one is launched. Models that compute one
@@ -82,6 +82,8 @@ class Engine(WaitingCalls):
         draft_model: a smaller mlx-lm model with the same vocabulary makes these guesses. It gets a
             part of `kv_memory`, or a pool of as many blocks as `num_blocks`.
         num_draft_tokens: guesses of a draft model for each request in a step at most.
+        compile: compute the steps that only decode by graphs that MLX has traced before, if it can
+            (docs/compiled-decodes.md). None: if they take less time, which is measured now.
         profile: synchronise between the phases of every step and time each phase, without
             lookahead. All steps are slower then.
         metrics_jsonl: write one line for every tick to this file.
@@ -121,6 +123,7 @@ class Engine(WaitingCalls):
         speculate: str | None = None,
         draft_model: nn.Module | None = None,
         num_draft_tokens: int = 3,
+        compile: bool | None = None,
         profile: bool = False,
         metrics_jsonl: str | PathLike[str] | None = None,
         spike_ms: float | None = None,
@@ -210,7 +213,9 @@ class Engine(WaitingCalls):
             lookahead=lookahead and not profile,
             instruments=RecorderConfig(log, KVReads(sizes, block_size), phases, writer),
         )
+        self.stats.traces = runner.compile_decodes(False if profile else compile, max_running)
         if prewarm:
+            runner.warm_up()
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)
         self._unwire = hold_wired_limit(self)
 

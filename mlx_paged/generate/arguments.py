@@ -108,7 +108,7 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
     cli.add_engine(group)
     lookahead = "start each step before the result of the previous step is read"
     add("--lookahead", action=argparse.BooleanOptionalAction, default=True, help=lookahead)
-    prewarm = "compile GPU pipelines at their first use instead of at the start"
+    prewarm = "compile GPU pipelines and decodes at their first use instead of at the start"
     add("--no-prewarm", action="store_true", help=prewarm)
 
 

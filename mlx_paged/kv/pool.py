@@ -1,7 +1,8 @@
 """The K/V arrays of each layer, which all sequences share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -341,6 +342,13 @@ class KVPool:
         """Discard writes that were never evaluated. The content of their slots is then unknown."""
         for handles, first in zip(self._stored, self._first, strict=True):
             handles[:] = first
+
+    def replace_handles(self, handles: Iterable[mx.array]) -> None:
+        """Replace every layer's handles by others over the same buffers, in the order of
+        :meth:`handles`."""
+        given = iter(handles)
+        for of_layers in self._stored:
+            of_layers[:] = islice(given, self.n_layers)
 
     def handles(self) -> list[mx.array]:
         """Every layer's newest handles. Evaluate them once a step: this bounds the graph."""

@@ -1,8 +1,11 @@
 """What an engine computed and stored. Knows no mlx."""
 
+import resource
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -71,6 +74,21 @@ class KVReads:
 
 
 @dataclass(slots=True)
+class Traces:
+    """Traces of decode steps, which become compiled graphs.
+
+    Attributes:
+        count: how many there were.
+        seconds: that they took.
+        bytes: by which the process grew while its buckets were traced.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+@dataclass(slots=True)
 class EngineStats:
     """Counters of one engine since it was made.
 
@@ -108,6 +126,7 @@ class EngineStats:
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     prewarm_seconds: float | None = None  # None: nothing was compiled
+    traces: Traces | None = None  # None: decodes are not compiled
     ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TTFTS))
 
     @property
@@ -136,6 +155,15 @@ class EngineStats:
             "peak_kv_bytes": self.peak_blocks_in_use * self.block_bytes,
             "peak_live_kv_bytes": int(self.peak_live_tokens * self.token_bytes),
         }
+
+
+def resident_bytes() -> int:
+    """Memory that the process has now. Where /proc is missing: the most that it ever had."""
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _rate(count: int, seconds: float) -> float:

@@ -18,6 +18,24 @@ from mlx_paged.scheduler.step import Span
 SPARE_COLUMNS = 16
 """Blocks by which the longest sequence may grow before all rows are copied again."""
 
+FEWEST_COLUMNS = 32
+"""Columns of the narrowest bucket. In blocks of 16 tokens a GPU does not split such contexts."""
+
+
+def row_bucket(rows: int) -> int:
+    """The number of rows with padding: at most an eighth more, and none up to 16."""
+    step = max(1, (1 << rows.bit_length() >> 1) // 8)
+    return -(-rows // step) * step
+
+
+def column_bucket(columns: int) -> int:
+    """The number of columns with padding, `FEWEST_COLUMNS` times a power of four. Ops read no more
+    of a table than a row's context."""
+    width = FEWEST_COLUMNS
+    while width < columns:
+        width *= 4
+    return width
+
 
 class BatchTables:
     """A layer group's block tables of a batch's sequences, on the host and on the device.
@@ -31,6 +49,7 @@ class BatchTables:
         group: index of the group.
         arrays: for each member of the group ``[R, longest]`` int32, as of the last :meth:`update`;
             entries past a row's end are undefined, and so are those that a window has left.
+        padded: whether the arrays have the rows and columns of their buckets.
     """
 
     arrays: list[mx.array]
@@ -40,15 +59,16 @@ class BatchTables:
     _host: Int32Array  # the host's copy, wider than `array`
     _version: int  # version of the allocator's tables that was copied
 
-    def __init__(self, allocator: BlockAllocator, group: int = 0) -> None:
+    def __init__(self, allocator: BlockAllocator, group: int = 0, padded: bool = False) -> None:
         self.group = group
+        self.padded = padded
         self._allocator = allocator
         self._take_over([])
 
     @classmethod
-    def of_groups(cls, allocator: BlockAllocator) -> list["BatchTables"]:
+    def of_groups(cls, allocator: BlockAllocator, padded: bool = False) -> list["BatchTables"]:
         """Tables for each layer group."""
-        return [cls(allocator, group) for group in range(len(allocator.groups))]
+        return [cls(allocator, group, padded) for group in range(len(allocator.groups))]
 
     def update(self, seq_ids: list[int]) -> None:
         """Make these the tables of the sequences `seq_ids` as they are now."""
@@ -88,14 +108,17 @@ class BatchTables:
         self._rows = self._allocator.table_rows(seq_ids)
         self._lengths = tables.lengths(self._rows, self.group)
         entries = tables.rows(self._rows, self.group)
-        width = entries.shape[1]
-        self._host = np.zeros((len(entries), width + SPARE_COLUMNS), np.int32)
-        self._host[:, :width] = entries
+        rows, width = entries.shape
+        shape = rows, width + SPARE_COLUMNS
+        if self.padded:
+            shape = row_bucket(rows), column_bucket(width)
+        self._host = np.zeros(shape, np.int32)
+        self._host[:rows, :width] = entries
         self._upload()
 
     def _upload(self) -> None:
         # MLX copies a contiguous array much faster than columns of a wider one.
-        host = self._host[:, : self._lengths.max(initial=0)]
+        host = self._host if self.padded else self._host[:, : self._lengths.max(initial=0)]
         tables = self._allocator.store.tables(host, self.group)
         self.arrays = _members(np.ascontiguousarray(tables))
 
@@ -129,11 +152,13 @@ class Batch:
     """The arrays of one forward, shared by all layers.
 
     T tokens: first the single ones (decodes), then those of chunks, short chunks first. The host
-    data is in range by construction, so nothing here checks it again.
+    data is in range by construction, so nothing here checks it again. A batch that only decodes may
+    have rows of padding after its tokens: token 0 at position 0, slot -1, context length 0.
 
     Attributes:
-        tokens: ``[T]`` int32 ids.
+        tokens: ``[T + padding]`` int32 ids.
         num_tokens: T.
+        padding: rows that are no tokens.
         num_decodes: how many of the first tokens are single ones.
         start: position of the first token.
         positions: ``[T]`` int32, of each token in its sequence.
@@ -178,16 +203,22 @@ class Batch:
             offsets = np.repeat(self._starts - self._first_rows, self._lengths)
             self._positions = np.arange(len(offsets), dtype=np.int32) + offsets
         self.num_tokens = len(self._positions)
-        self.positions = mx.array(self._positions)
-        self.forwards = self._forwards(allocator, tables or BatchTables.of_groups(allocator))
+        tables = tables or BatchTables.of_groups(allocator)
+        self.padding = 0
+        if tables[0].padded and self.decodes_only:
+            self.padding = row_bucket(self.num_tokens) - self.num_tokens
+        self.positions = mx.array(self._padded(self._positions))
+        self.forwards = self._forwards(allocator, tables)
         self._choose_rows(spans)
         self.tokens = self._known_and_coming(spans, coming)
+        if self.padding:
+            self.tokens = mx.pad(self.tokens, (0, self.padding))
 
     def _forwards(self, allocator: BlockAllocator, tables: Sequence[BatchTables]) -> list[Forward]:
         """The batch as the layers of each group's members know it."""
         is_chunk = self.layout is Layout.CHUNK
         is_ragged = not is_chunk and self.num_decodes < len(self.seq_ids)
-        context_lens, max_context = mx.array(self._stops), int(self._stops.max())
+        context_lens, max_context = mx.array(self._padded(self._stops)), int(self._stops.max())
         offset: int | mx.array = self.start if is_chunk else self.positions
         next_offset: int | mx.array = max_context if is_chunk else context_lens
         cu_seqlens = sequences = None
@@ -223,10 +254,10 @@ class Batch:
         """The slot mapping, the chunks and all sequences' tables, for each member of a group."""
         count, group, store = self.num_decodes, tables.group, allocator.store
         columns = self._positions // np.int32(allocator.block_size)
-        if count == len(self.seq_ids):
+        if self.decodes_only:
             tables.update(self.seq_ids)
             slots = store.slots(tables.blocks_at(columns), self._positions, group)
-            return _members(slots), [[] for _ in tables.arrays], tables.arrays
+            return _members(self._padded(slots, -1)), [[] for _ in tables.arrays], tables.arrays
         rows = allocator.table_rows(self.seq_ids)
         entries = allocator.block_tables.rows(rows, group)[:, : columns.max() + 1]
         slots = store.slots(entries[self._sequences, columns], self._positions, group)
@@ -240,6 +271,19 @@ class Batch:
             for member, blocks in enumerate(of_members[:, index, :width]):
                 chunks[member].append(Chunk(first, start, length, mx.array(blocks)))
         return _members(slots), chunks, _members(of_members)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether every token is a sequence of its own, in a row of its own."""
+        return self.num_decodes == len(self.seq_ids)
+
+    def _padded(self, values: Int32Array, value: int = 0) -> Int32Array:
+        """``[..., T]`` with `value` in the rows of padding."""
+        if not self.padding:
+            return values
+        padded = np.full((*values.shape[:-1], values.shape[-1] + self.padding), value, np.int32)
+        padded[..., : -self.padding] = values
+        return padded
 
     @cached_property
     def _sequences(self) -> Int32Array:
@@ -306,7 +350,7 @@ class Batch:
     def newest(self) -> mx.array:
         """The newest token of each of `sampled`, int32."""
         if self.samples_all:
-            return self.tokens
+            return self.tokens[: self.num_tokens] if self.padding else self.tokens
         rows = self.sampled_rows if self.logits_of is None else self.sampled_rows[self.logits_of]
         return self.tokens[rows]
 

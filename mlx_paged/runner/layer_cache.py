@@ -73,7 +73,7 @@ class PagedLayerCache(LayerView, UntrimmedCache):
         if forward.slot_mapping is not None:
             values = storable(values)
             if forward.columns == 1:
-                rows = keys[:, :, 0], values[:, :, 0]
+                rows = keys.squeeze(2), values.squeeze(2)
             else:
                 rows = keys[0].transpose(1, 0, 2), values[0].transpose(1, 0, 2)
             self.pool.write(self.layer, *rows, forward.slot_mapping)

@@ -13,15 +13,18 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_paged.attention.forward import Forward
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.snapshots import Snapshot
+from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
+from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
@@ -57,7 +60,11 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs steps on an mlx-lm model whose K/V lives in `manager`'s pool."""
+    """Runs steps on an mlx-lm model whose K/V lives in `manager`'s pool.
+
+    Attributes:
+        compiled: computes the steps that only decode; None: as all other steps.
+    """
 
     def __init__(self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile) -> None:
         self.model = model
@@ -73,7 +80,26 @@ class ModelRunner:
         self.sampler = Sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
         self._error: Exception | None = None  # noted by `_begin`, until recovery
+        self.compiled: CompiledDecode | None = None
         self._tables = BatchTables.of_groups(manager.allocator)
+
+    def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
+        """Compute decodes by compiled graphs from now on, if `wanted` (None: if these take less
+        time) and if they are right. Return what is traced. No block may be in use."""
+        if wanted is False or self.batching is not Batching.MIXED or not self.layers:
+            return None
+        for fuses in (False, True)[: 1 if mx.default_device() == mx.cpu else 2]:
+            compiled = CompiledDecode(self.model, self._graph, self.manager, max_rows, fuses)
+            if compiled.is_right(if_faster=wanted is None):
+                self.compiled = compiled
+                self._tables = BatchTables.of_groups(self.manager.allocator, padded=True)
+                return compiled.traces
+        return None
+
+    def warm_up(self) -> None:
+        """Trace the decodes that are compiled, for this thread alone."""
+        if self.compiled is not None:
+            self.compiled.trace()
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
@@ -179,7 +205,8 @@ class ModelRunner:
         self.states.clear()
         self._copied, self._error = [], None
         self.sampler = Sampler()
-        self._tables = BatchTables.of_groups(self.manager.allocator)
+        padded = self.compiled is not None
+        self._tables = BatchTables.of_groups(self.manager.allocator, padded)
 
     def _begin(self, arrays: list[mx.array]) -> None:
         """Begin to evaluate arrays. MLX tells of an error of the device once, to whoever asks next;
@@ -247,22 +274,30 @@ class ModelRunner:
 
     def _forward(self, batch: Batch) -> mx.array:
         """Logits ``[R, vocab]`` of the batch's sampled rows."""
-        for layer in self.layers:
-            layer.bind(batch.forwards[layer.place.table])
+        if self.compiled is not None and batch.decodes_only and batch.samples_all:
+            return self.compiled(batch)
         if self._is_recurrent:
             if batch.start == 0 and batch.layout is Layout.CHUNK:  # new or preempted
                 self.states.drop(batch.seq_ids[0])
             self.states.load(batch.seq_ids)
         axis = 0 if batch.layout is Layout.ROWS else 1
         rows = None if batch.samples_all else batch.sampled_rows
-        selected = self.logit_rows.only(rows, axis)
-        with attention_hook(), self.cpu_layers.diverted(), selected, self._narrowed(batch):
-            logits: mx.array = self.model(batch.inputs, cache=self.caches)
+        selected = nullcontext() if rows is None else self.logit_rows.only(rows, axis)
+        with selected, self._narrowed(batch):
+            logits = self._graph(batch.inputs, batch.forwards)
         if self._is_recurrent:
             self.states.store(batch.seq_ids)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
         return logits.flatten(0, 1)
+
+    def _graph(self, inputs: mx.array, forwards: Sequence[Forward]) -> mx.array:
+        """The model's output for `inputs` on the caches of the groups' members."""
+        for layer in self.layers:
+            layer.bind(forwards[layer.place.table])
+        with attention_hook(), self.cpu_layers.diverted():
+            logits: mx.array = self.model(inputs, cache=self.caches)
+        return logits
 
 
 def _bytes_of(staged: mx.array, start: int, count: int) -> npt.NDArray[np.uint8]:

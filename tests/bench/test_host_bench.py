@@ -11,7 +11,7 @@ from bench.host_cost.__main__ import Stopwatch
 from scripts import scaling
 from scripts.scaling import Point, growth_of
 
-HOST = ["--rows", "2", "3", "--blocks=3", "--steps=4", "--rounds=2"]
+HOST = ["--rows", "2", "3", "--blocks=3", "--steps=4", "--rounds=2", "--layers=2"]
 SCALING = ["--model=tiny", "--rows", "2", "4", "--contexts", "20", "40", "--steps=3", "--rounds=2"]
 
 
@@ -20,7 +20,7 @@ SCALING = ["--model=tiny", "--rows", "2", "4", "--contexts", "20", "40", "--step
     [
         (host_cost, ["--rows", "0"], "--rows: expected a whole number >= 1, got '0'"),
         (host_cost, ["--blocks", "x"], "--blocks: expected a whole number >= 1, got 'x'"),
-        (host_cost, ["--nano-vllm", "nowhere"], "--nano-vllm: nowhere: expected a checkout of"),
+        (host_cost, ["--layers", "0"], "--layers: expected a whole number >= 1, got '0'"),
         (scaling, ["--contexts", "0"], "--contexts: expected a whole number >= 1, got '0'"),
         (scaling, ["--model", "gpt"], "--model: invalid choice: 'gpt'"),
     ],
@@ -53,6 +53,9 @@ def test_host_cost_covers_every_part_of_every_step(mode, capsys):
         assert each["quiet step"] <= each["step"] and each["quiet"] <= each["counted"]
     assert all(cost > 0 for cost in result["block_costs"]["mlx_paged"].values())
     assert set(result["floor_us"]) == {"2", "3"}
+    for each, rows in zip(result["graphs"], (2, 3), strict=True):
+        assert each["rows"] == rows
+        assert all(each[f"{name} graph_us"] > 0 for name in ("compiled", "plain", "mlx-lm"))
     recording = result["recording"]
     assert recording["step_us"] > 0 and recording["step_without_us"] > 0
     assert "recording_us" in recording and recording["rows"] == host_cost.RECORDED_ROWS

@@ -1,0 +1,200 @@
+"""The forward of a step that only decodes, as one compiled graph."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+
+from mlx_paged import ops
+from mlx_paged.arguments import MAX_INT32
+from mlx_paged.attention.forward import Forward
+from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.metrics.stats import Traces, resident_bytes
+from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, column_bucket, row_bucket
+
+LOGGER = logging.getLogger(__name__)
+
+PAIRS = 9
+"""Pairs of a plain and a compiled step that are timed, unless they take too long."""
+
+MOST_SECONDS = 0.25
+"""No pair begins after this time, except the first one."""
+
+Arrays = list[mx.array]
+"""Of one forward: tokens, positions, context lengths; then slots and tables of each member of the
+layer groups."""
+
+Compute = Callable[[Arrays], mx.array]
+
+
+class CompiledDecode:
+    """Builds the graph of a decode step from a graph that ``mx.compile`` traced before.
+
+    MLX copies the traced nodes in C++; the model's Python code does not run. A graph has fixed
+    shapes, so there is one for each bucket of rows and of columns of the block tables. Rows of
+    padding have context length 0 and slot -1: they write nothing and attend to nothing. The pool's
+    handles are arguments and results. The model's parameters are arguments, too: new values need no
+    new trace, and new layers are traced again. The graphs belong to a stream, as all computations
+    of MLX do, so that another thread's stream traces them again.
+
+    A graph must have the logits of the plain forward, bit by bit. Fused elementwise ops may round
+    differently, also those of functions that the model compiles itself, which are fused with the
+    whole graph or not at all. On a CPU fusion would need a C++ compiler, so nothing is fused there.
+
+    Args:
+        model: its `state` is an argument of the graphs.
+        compute: the logits ``[R, 1, vocab]`` of inputs ``[R, 1]`` and the forwards of all members.
+        max_rows: the most sequences of a step.
+        fuses: whether elementwise ops are fused.
+
+    Attributes:
+        traces: how many there were, and what they cost.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute: Callable[[mx.array, Sequence[Forward]], mx.array],
+        manager: KVBlockManager,
+        max_rows: int,
+        fuses: bool = False,
+    ) -> None:
+        self.traces = Traces()
+        self._model = model
+        self._compute = compute
+        self._pool = manager.pool
+        self._block_size = manager.allocator.block_size
+        groups = manager.allocator.groups
+        self._pieces = [group.pieces for group in groups for _ in range(group.members)]
+        self._max_rows = max_rows
+        self._fuses = fuses
+        room = manager.pool.num_blocks // manager.plan.width
+        positions = getattr(getattr(model, "args", None), "max_position_embeddings", None)
+        self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
+        self._stream = mx.default_stream(mx.default_device())
+        self._functions: dict[tuple[int, ...], Callable[..., Arrays]] = {}
+
+    def __call__(self, batch: Batch) -> mx.array:
+        """Logits ``[T, vocab]`` of a batch that only decodes."""
+        first = batch.forwards[0]
+        arrays = [batch.tokens, first.positions, first.context_lens]
+        for forward in batch.forwards:
+            assert forward.slot_mapping is not None
+            arrays += (forward.slot_mapping, forward.block_tables)
+        logits = self._run(arrays)
+        return logits[: batch.num_tokens] if batch.padding else logits
+
+    def trace(self) -> None:
+        """Trace all buckets for the current stream. Nothing is evaluated."""
+        before, handles = resident_bytes(), self._pool.handles()
+        rows = sorted(set(map(row_bucket, range(1, self._max_rows + 1))))
+        powers = range(self._most_columns.bit_length() + 1)
+        widths = sorted({column_bucket(min(self._most_columns, 1 << power)) for power in powers})
+        for count, width in product(rows, widths):
+            self._run(self._first_tokens(count, width))
+            self._pool.replace_handles(handles)
+        self.traces.bytes = resident_bytes() - before
+
+    def is_right(self, if_faster: bool) -> bool:
+        """Whether MLX can trace a step, and gets the logits and K/V of the plain forward; with
+        `if_faster` also whether it takes less time. The pool's first blocks must be free."""
+        count, ratios = len(self._pieces), list[float]()
+        other = count if 2 * count <= self._pool.num_blocks else 0
+        stop = time.perf_counter() + MOST_SECONDS
+        try:
+            while len(ratios) < 2 or (len(ratios) < PAIRS and time.perf_counter() < stop):
+                plain, expected = self._one_token(self._plain, 0)
+                compiled, found = self._one_token(self._run, other)
+                ratios.append(compiled / plain)
+        except Exception:
+            LOGGER.info("decodes are not compiled: MLX cannot trace the model", exc_info=True)
+            return False
+        is_faster = not if_faster or median(ratios[1:]) < 1  # the first one is a trace
+        return self.traces.count == 1 and found == expected and is_faster
+
+    def _run(self, arrays: Arrays) -> mx.array:
+        stream = mx.default_stream(mx.default_device())
+        if stream != self._stream:
+            self._stream = stream
+            self._functions.clear()
+        key = tuple([array.shape[-1] for array in arrays])
+        function = self._functions.get(key)
+        if function is None:
+            function = self._functions[key] = mx.compile(self._traced)
+        traces, pool = self.traces, self._pool
+        count, started = traces.count, time.perf_counter()
+        try:
+            logits, *handles = function(arrays, pool.handles(), self._model.state)
+        finally:
+            if traces.count != count:
+                ops.set_fusion(True)
+                traces.seconds += time.perf_counter() - started
+        pool.replace_handles(handles)
+        return logits
+
+    def _traced(self, arrays: Arrays, handles: Arrays, state: dict[str, Any]) -> Arrays:
+        """Logits and new handles. ``mx.compile`` calls this for each trace; where the user disabled
+        it, for each step, with real arrays."""
+        is_trace, own_handles = not ops.has_values(arrays[0]), self._pool.handles()
+        self.traces.count += is_trace
+        own_state = tree_map(lambda leaf: leaf, self._model.state)
+        self._pool.replace_handles(handles)
+        _put(self._model.state, state)
+        try:
+            found = [self._plain(arrays), *self._pool.handles()]
+        finally:
+            self._pool.replace_handles(own_handles)
+            _put(self._model.state, own_state)
+        if is_trace:
+            ops.set_fusion(self._fuses)
+        return found
+
+    def _plain(self, arrays: Arrays) -> mx.array:
+        tokens, positions, context_lens, *of_members = arrays
+        slots, tables = of_members[::2], of_members[1::2]
+        sizes = [t.shape[1] // pieces for t, pieces in zip(tables, self._pieces, strict=True)]
+        width = min(sizes) * self._block_size, positions, context_lens
+        forwards = [
+            Forward(1, positions, slot, table, context_lens, *width, is_traced=True)
+            for slot, table in zip(slots, tables, strict=True)
+        ]
+        return self._compute(tokens[:, None], forwards).flatten(0, 1)
+
+    def _first_tokens(self, rows: int, columns: int, block: int | None = None) -> Arrays:
+        """Token 0 in each row: the first one of a block, `block` for the first member; or padding.
+        Layers may read what others of their group have stored, so each member has its own block."""
+        zeros = mx.zeros(rows, mx.int32)
+        arrays = [zeros, zeros, zeros if block is None else zeros + 1]
+        for member, pieces in enumerate(self._pieces):
+            own = None if block is None else block + member
+            slot = -1 if own is None else own * (self._block_size // pieces)
+            arrays += (zeros + slot, mx.full((rows, columns * pieces), own or 0, mx.int32))
+        return arrays
+
+    def _one_token(self, run: Compute, block: int) -> tuple[float, list[bytes]]:
+        """Seconds of a step of one token, and the bits of its logits and of its K/V."""
+        started = time.perf_counter()
+        logits = run(self._first_tokens(1, FEWEST_COLUMNS, block))
+        mx.eval(logits, self._pool.handles())
+        seconds = time.perf_counter() - started
+        blocks = slice(block, block + len(self._pieces))
+        stored = [handle[:, blocks, 0] for handle in self._pool.handles()]
+        return seconds, [np.array(array.view(mx.uint8)).tobytes() for array in (logits, *stored)]
+
+
+def _put(tree: Any, arrays: Any) -> None:
+    """Replace the arrays of a tree of dictionaries and lists by those of another one like it."""
+    places = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in list(places):
+        if isinstance(value, mx.array):
+            tree[key] = arrays[key]
+        elif isinstance(value, dict | list | tuple):
+            _put(value, arrays[key])

@@ -1,0 +1,215 @@
+"""Decodes by compiled graphs: the tokens and the pool's bytes of the plain forward."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from architectures import VOCAB, build
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from mlx_paged import Engine
+from mlx_paged.attention.forward import path_counts
+from mlx_paged.engine.service import EngineService
+from mlx_paged.runner import compiled_decode
+from mlx_paged.runner.batch import column_bucket, row_bucket
+from mlx_paged.runner.compiled_decode import CompiledDecode
+from mlx_paged.runner.layer_cache import PagedLayerCache
+from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.server import arguments
+from scripts.compiled_decodes import compare, course, is_compiled, joins_and_leaves, num_traces
+
+SAMPLE = ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "cohere2", "phi"]
+SMALL = {"block_size": 4, "num_blocks": 64, "max_running": 4}
+
+
+def prompts(count: int, length: int = 5) -> list[list[int]]:
+    return np.random.default_rng(1).integers(0, VOCAB, (count, length)).tolist()
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_tokens_logprobs_and_bytes_are_those_of_plain_decodes(name):
+    assert compare(build(name)).startswith("same")
+
+
+@pytest.mark.parametrize("kv_bits", [8, "8,4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_quantized_pools_too(name, kv_bits):
+    assert compare(build(name), kv_bits=kv_bits).startswith("same")
+
+
+def test_the_courses_have_preemptions_and_compiled_steps(monkeypatch):
+    engine, _ = course(build("llama"), True)
+    assert engine.stats.preemptions > 0
+    assert engine.stats.cow_clones > 0
+    monkeypatch.setattr(CompiledDecode, "__call__", lambda *_: pytest.fail("a compiled step"))
+    with pytest.raises(pytest.fail.Exception):
+        course(build("llama"), True, lookahead=False)
+
+
+def test_a_batch_with_padding_is_the_same():
+    assert row_bucket(17) == 18
+    found = [
+        Engine(build("llama"), block_size=4, num_blocks=300, max_running=17, compile=flag).generate(
+            prompts(17), max_tokens=20
+        )
+        for flag in (True, False)
+    ]
+    assert [done.tokens for done in found[0]] == [done.tokens for done in found[1]]
+
+
+def test_padding_is_an_eighth_at_most():
+    padding = [row_bucket(rows) - rows for rows in range(1, 300)]
+    assert min(padding) == 0 == max(padding[:16])
+    assert all(8 * more <= rows for rows, more in enumerate(padding, start=1))
+    assert [column_bucket(width) for width in (1, 32, 33, 128, 129)] == [32, 32, 128, 128, 512]
+
+
+def test_requests_join_and_leave_without_a_trace():
+    before, after = joins_and_leaves(150)
+    assert before == after > 0
+
+
+def test_a_compiled_step_runs_no_code_of_the_model():
+    engine = Engine(build("llama"), **SMALL, compile=True)
+    engine.add_request(prompts(1)[0], max_tokens=20)
+    engine.step()
+    path_counts.clear()
+    for _ in range(10):
+        engine.step()
+    assert not path_counts
+
+
+def test_new_parameters_need_no_trace_and_new_layers_do():
+    models = [build("llama") for _ in range(2)]
+    engines = [
+        Engine(model, **SMALL, prefix_cache=False, compile=flag)
+        for model, flag in zip(models, (True, False), strict=True)
+    ]
+    before = num_traces(engines[0])
+
+    def tokens() -> list[list[list[int]]]:
+        return [[d.tokens for d in e.generate(prompts(3), max_tokens=12)] for e in engines]
+
+    first = tokens()
+    for model in models:
+        model.update(tree_map(lambda weight: weight * 1.5, model.parameters()))
+        mx.eval(model.parameters())
+    second = tokens()
+    assert num_traces(engines[0]) == before
+    for model in models:
+        mx.random.seed(0)
+        linear_to_lora_layers(model, 1, {"rank": 2, "scale": 20.0, "dropout": 0.0})
+        adapters = {
+            k: mx.random.normal(v.shape) for k, v in tree_flatten(model.trainable_parameters())
+        }
+        model.load_weights([(k, v) for k, v in adapters.items() if "lora" in k], strict=False)
+        mx.eval(model.parameters())
+    third = tokens()
+    assert num_traces(engines[0]) > before
+    for plain, compiled in (first, second, third):
+        assert plain == compiled
+    assert first[0] != second[0] != third[0]
+
+
+def test_a_model_that_looks_at_values_stays_plain_and_whole():
+    model = build("dbrx")
+    before = dict(tree_flatten(model.parameters()))
+    engine = Engine(model, **SMALL, compile=True)
+    assert not is_compiled(engine)
+    after = dict(tree_flatten(model.parameters()))
+    assert all(after[name] is array for name, array in before.items())
+    assert engine.generate(prompts(1), max_tokens=4)[0].error is None
+
+
+def test_no_graph_where_mlx_compiles_nothing():
+    mx.disable_compile()
+    try:
+        assert not is_compiled(Engine(build("llama"), **SMALL, compile=True))
+    finally:
+        mx.enable_compile()
+
+
+@pytest.mark.parametrize("options", [{"compile": False}, {"compile": True, "profile": True}])
+def test_not_compiled_with_these_options(options):
+    assert not is_compiled(Engine(build("llama"), **SMALL, **options))
+
+
+@pytest.mark.parametrize("name", ["mamba", "deepseek_v3", "afm7"])
+def test_models_whose_steps_do_not_mix_stay_plain(name):
+    assert not is_compiled(Engine(build(name), **SMALL, compile=True))
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_compiled_if_faster(monkeypatch, is_faster):
+    def one_token(self, run, block):
+        _, bits = original(self, run, block)
+        return (1.0 if (run == self._run) == is_faster else 2.0), bits
+
+    original = CompiledDecode._one_token
+    monkeypatch.setattr(CompiledDecode, "_one_token", one_token)
+    engine = Engine(build("llama"), **SMALL, compile=False)
+    compile_decodes = ModelRunner.compile_decodes.__wrapped__
+    traces = compile_decodes(engine.runner, None, 4)
+    assert (traces is not None) == is_compiled(engine) == is_faster
+    assert compile_decodes(engine.runner, True, 4) is not None
+
+
+def test_a_dropped_write_is_noticed(monkeypatch):
+    def store_nothing(self, keys, values):
+        if not self.forward.is_traced or self.forward.slot_mapping.shape[0] != 1:
+            return update(self, keys, values)
+        if not compiled_decode.ops.has_values(keys):  # in the trace only
+            return self.keys_and_values()
+        return update(self, keys, values)
+
+    update = PagedLayerCache.update_and_fetch
+    monkeypatch.setattr(PagedLayerCache, "update_and_fetch", store_nothing)
+    assert not is_compiled(Engine(build("llama"), **SMALL, compile=True))
+
+
+def test_no_step_copies_the_pool():
+    engine = Engine(build("llama"), block_size=16, num_blocks=20_000, max_running=4, compile=True)
+    for prompt in prompts(4):
+        engine.add_request(prompt, max_tokens=60)
+    for _ in range(5):
+        engine.step()
+    pool = engine.manager.pool
+    largest = max(handle.nbytes for handle in pool.handles())
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(40):
+        engine.step()
+    assert mx.get_peak_memory() - before < largest / 2
+    assert largest > 1 << 20
+
+
+def test_another_thread_traces_again():
+    engine = Engine(build("llama"), **SMALL, compile=True)
+    made = num_traces(engine)
+    expected = Engine(build("llama"), **SMALL, compile=False).generate(prompts(2), max_tokens=9)
+    with EngineService(engine) as service:
+        tickets = [service.submit(prompt, max_tokens=9) for prompt in prompts(2)]
+        found = [ticket.result() for ticket in tickets]
+    assert [done.tokens for done in found] == [done.tokens for done in expected]
+    assert num_traces(engine) == 2 * made
+
+
+def test_another_stream_traces_again():
+    engine = Engine(build("llama"), **SMALL, compile=True)
+    made = num_traces(engine)
+    with mx.stream(mx.new_stream(mx.default_device())):
+        engine.generate(prompts(1), max_tokens=4)
+    assert num_traces(engine) == made + 1
+
+
+def test_metrics_say_what_traces_cost():
+    traces = Engine(build("llama"), **SMALL, compile=True).metrics()["traces"]
+    assert traces["count"] == 8  # 4 numbers of rows, 2 of columns
+    assert traces["seconds"] > 0
+    assert traces["bytes"] >= 0
+    assert Engine(build("llama"), **SMALL, compile=False).metrics()["traces"] is None
+
+
+@pytest.mark.parametrize(("flags", "expected"), [([], None), (["--no-compile"], False)])
+def test_a_flag_switches_it_off(flags, expected):
+    assert arguments.engine_options(arguments.parse(flags))["compile"] is expected
