@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from mlx_paged.grammar.state import GrammarState
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.sampling_params import SamplingParams
 
@@ -52,6 +53,7 @@ class Request:
     samples: list["Request"] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    grammar: GrammarState | None = None  # that its generated tokens follow
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # that ends it
     arrival_time: float = field(default_factory=time.perf_counter)

@@ -37,7 +37,7 @@ from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.metrics.timers import PhaseTimes
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.runner.draft_model import DraftModel, can_draft, share_beside
-from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.model_probe import Batching, probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.profiling import ProfilingRunner
 from mlx_paged.sampling_params import SamplingParams
@@ -206,6 +206,7 @@ class Engine(EngineCore):
             lookahead=lookahead and not profile,
             instruments=RecorderConfig(log, KVReads.of(sizes, block_size), phases, writer),
         )
+        self._pipeline.fast_forward = probed.batching is Batching.MIXED  # else a forward for each
         if prewarm:
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)
         self._streams: dict[int, deque[TokenOutput]] = {}

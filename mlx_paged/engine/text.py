@@ -1,5 +1,6 @@
 """Text in, text out: prompts to token ids, sampled tokens to outputs. Knows no mlx."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from operator import index
 from typing import Any, Protocol
@@ -226,6 +227,8 @@ class OutputProcessor:
         if reason is not None and text is not None:
             segment += text.finish()
         top = choice.top[: request.params.logprobs] if choice.top else ()
+        if request.grammar is not None:
+            top = tuple(pair for pair in top if pair[1] > -math.inf)  # which it allows
         if top:
             request.top_logprobs.append(top)
         return TokenOutput(request.id, token, segment, choice.logprob, top), reason

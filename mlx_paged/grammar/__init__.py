@@ -1,0 +1,1 @@
+"""Grammars that the tokens of a request follow."""
