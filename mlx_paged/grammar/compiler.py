@@ -43,7 +43,8 @@ class Grammars:
         if params.constraint is None:
             return None
         matcher = self.compile(params)
-        return GrammarState(matcher.deep_copy(), position, self._tokens.eos_token)
+        end, size = self._tokens.eos_token, self._tokens.vocab_size
+        return GrammarState(matcher.deep_copy(), position, end, size)
 
     def compile(self, params: SamplingParams) -> Matcher:
         """A matcher before its first token. Raises ValueError as :meth:`start`."""

@@ -37,13 +37,15 @@ class GrammarState:
     Args:
         matcher: after `position` tokens of the request; it belongs to the state from now on.
         end: the end-of-sequence token that follows when the grammar allows no other token.
+        vocab_size: tokens that the matcher knows.
 
     Attributes:
         forced: tokens that must follow. The matcher is behind them.
     """
 
-    def __init__(self, matcher: Matcher, position: int, end: int) -> None:
+    def __init__(self, matcher: Matcher, position: int, end: int, vocab_size: int) -> None:
         self.matcher = matcher
+        self.vocab_size = vocab_size
         self.forced: list[int] = []
         self._position = position
         self._end = end
@@ -54,7 +56,7 @@ class GrammarState:
         followed. Raises ValueError as :meth:`follow`."""
         twin = object.__new__(GrammarState)
         twin.matcher, twin.forced = self.matcher.deep_copy(), list(self.forced)
-        twin._position, twin._end = self._position, self._end
+        twin.vocab_size, twin._position, twin._end = self.vocab_size, self._position, self._end
         twin.follow(tokens)
         return twin
 
@@ -129,7 +131,8 @@ def masks_of(rows: Sequence[Row], num_rows: int, vocab: int) -> Masks:
             forced[each.row] = each.state.forced[0]
         else:
             waiting.append(each)
-    bits = np.full((num_rows, -(-vocab // 32)), -1, np.int32)
+    known_vocab = rows[0].state.vocab_size
+    bits = np.full((num_rows, -(-known_vocab // 32)), -1, np.int32)
     for known in forced:
         bits[known] = 0
     if waiting:
@@ -141,6 +144,10 @@ def masks_of(rows: Sequence[Row], num_rows: int, vocab: int) -> Masks:
             errors[each.row] = ValueError(f"[SamplingParams] the grammar failed: {reason:.200}")
     allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
     allowed[list(forced), list(forced.values())] = 1
+    if known_vocab < vocab:  # logits of no tokens
+        is_free = np.ones(num_rows, bool)
+        is_free[[each.row for each in rows]] = False
+        allowed[is_free] = 1
     return Masks(allowed, forced, errors)
 
 
