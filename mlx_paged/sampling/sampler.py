@@ -75,17 +75,18 @@ class Sampler:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
         errors = dict(self._rows.errors)
         forced: mx.array | None = None
+        constrained: list[Row] = []
         if self._rows.constrained:
-            rows = [
+            constrained = [  # without requests that ended after the step was launched
                 Row(i, grammar, requests[i].tokens, int(lengths[i]))
                 for i in self._rows.constrained
-                if (grammar := requests[i].grammar) is not None
+                if (grammar := requests[i].grammar) is not None and not requests[i].finish_reason
             ]
-            if any([row.length > len(row.tokens) for row in rows]):
+            if any([row.length > len(row.tokens) for row in constrained]):
                 return None
         logits = self._processed(logits, newest, lengths, errors)
-        if self._rows.constrained:
-            logits, forced = _constrained(logits, rows, errors)
+        if constrained:
+            logits, forced = _constrained(logits, constrained, errors)
         logprobs = logits - log_sum_exp(logits)
         tokens = _choose(logprobs, self._rows.drawn, lengths)
         if self._rows.samplers:
