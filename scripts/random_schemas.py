@@ -17,7 +17,7 @@ from mlx_paged import Engine
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, load_model
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from random_schemas import random_schema  # noqa: E402
+from random_schemas import random_schema
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,8 +8,8 @@ import numpy as np
 
 from mlx_paged.arguments import integer, is_real, require
 from mlx_paged.engine.text import PromptEncoder
-from mlx_paged.grammar.compiler import Grammars
 from mlx_paged.request import Request
+from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams, check_biases
 
 

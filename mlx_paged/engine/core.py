@@ -17,11 +17,11 @@ from mlx_paged.engine.beams import BeamGroup, BeamSearch
 from mlx_paged.engine.one_thread import Occupancy, exclusive
 from mlx_paged.engine.pipeline import StepPipeline, deferred_interrupts
 from mlx_paged.engine.text import OutputProcessor, Prompt, PromptEncoder, Tokenizer
-from mlx_paged.grammar.compiler import Grammars
 from mlx_paged.metrics.recorder import RecorderConfig, TickRecorder
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
+from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.runner_protocol import Fault, Runner, SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler

@@ -7,10 +7,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.grammar.state import Row, masks_of
 from mlx_paged.ops.cpu_layers import log_sum_exp
 from mlx_paged.request import Request
 from mlx_paged.sampling.columns import XTC, DrawnRows, RankFilters, SamplingRows, Subset
+from mlx_paged.sampling.grammar import GrammarState, Row, masks_of
 from mlx_paged.sampling.penalties import Penalties, Processors, checked_array
 
 XTC_STREAM = 0xA0761D6478BD642F
@@ -80,7 +80,8 @@ class Sampler:
             constrained = [  # without requests that ended after the step was launched
                 Row(i, grammar, requests[i].tokens, int(lengths[i]))
                 for i in self._rows.constrained
-                if (grammar := requests[i].grammar) is not None and not requests[i].finish_reason
+                if isinstance(grammar := requests[i].grammar, GrammarState)
+                and not requests[i].finish_reason
             ]
             if any([row.length > len(row.tokens) for row in constrained]):
                 return None

@@ -20,16 +20,15 @@ MAY_IMPORT = {
     "auto_patch": {"drop_in"},
     "run": {"cli", "drop_in"},
     "drop_in": {"arguments", "runner", "attention", "kv", "ops"},
-    "engine": {"runner", "metrics", "scheduler", "attention", "grammar", "kv", *REQUESTS},
+    "engine": {"runner", "metrics", "scheduler", "attention", "sampling", "kv", *REQUESTS},
     "cli": {"ops", "scheduler"},
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
-    "sampling": {"grammar", "ops", *REQUESTS},
+    "sampling": {"ops", *REQUESTS},
     "metrics": {"scheduler", "kv", *REQUESTS},
     "scheduler": {"kv", *REQUESTS},
     "attention": {"kv", "ops"},
     "outputs": {"request", "sampling_params"},
-    "request": {"grammar", "kv", "sampling_params"},
-    "grammar": {"sampling_params"},
+    "request": {"kv", "sampling_params"},
     "sampling_params": {"arguments"},
     "kv": {"arguments", "ops"},
     "ops": {"_ext", "arguments"},
@@ -38,12 +37,13 @@ MAY_IMPORT = {
 """A room (folder or module of the package) and the rooms that it may import."""
 
 NO_MLX = [
-    *(f"{room}.*" for room in ("scheduler", "metrics", "grammar")),
+    *(f"{room}.*" for room in ("scheduler", "metrics")),
     *("arguments", "outputs", "request", "sampling_params"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
     *("kv.stateful_prefix_cache", "generate.prompts_file"),
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
-    "server.request_body",
+    "sampling.grammar",
+    *("server.constraints", "server.messages", "server.request_body"),
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
 

@@ -13,7 +13,7 @@ from random_schemas import random_schema
 from server_harness import demo
 
 from mlx_paged import Engine, EngineService, FinishReason, SamplingParams
-from mlx_paged.grammar import compiler
+from mlx_paged.sampling import grammar as compiler
 
 SCHEMA = {
     "type": "object",
@@ -313,7 +313,7 @@ def test_a_service_compiles_in_the_thread_of_its_caller(monkeypatch):
 
 def test_logits_may_be_wider_than_the_vocabulary():
     """Models pad their output; no grammar allows such a token, and free rows keep theirs."""
-    from mlx_paged.grammar.state import Row, masks_of
+    from mlx_paged.sampling.grammar import Row, masks_of
 
     grammars = compiler.Grammars(demo()[1], None)
     params = SamplingParams(regex="[ab]+")

@@ -1,1 +1,0 @@
-"""Grammars that the tokens of a request follow."""
