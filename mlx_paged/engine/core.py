@@ -274,7 +274,7 @@ class EngineCore:
 
     @exclusive
     def step(self) -> list[TokenOutput]:
-        """Compute one step; return its tokens, of each request at most one and its right drafts.
+        """Compute one step; return its tokens: of each request one, its right drafts, forced ones.
 
         Ctrl-C takes effect after the step; the next call then returns the outputs.
         """

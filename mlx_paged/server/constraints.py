@@ -42,7 +42,9 @@ def of_fields(body: Mapping[str, Any]) -> Options:
         raise ValueError(f"structured_outputs: expected an object, got {str(several)[:80]!r}")
     given = [(f"structured_outputs.{kind}", kind, value) for kind, value in several.items()]
     given += [(f"guided_{kind}", kind, body.get(f"guided_{kind}")) for kind in KINDS]
-    found += [(name, _option(name, kind, value)) for name, kind, value in given if value]
+    found += [
+        (name, _option(name, kind, value)) for name, kind, value in given if value is not None
+    ]
     if len(found) > 1:
         raise ValueError(f"{' and '.join(name for name, _ in found)}: expected one of them")
     return found[0][1] if found else NOTHING
@@ -52,11 +54,12 @@ def _option(name: str, kind: str, value: Any) -> Options:
     if kind not in KINDS:
         raise ValueError(f"{name}: expected one of {', '.join(KINDS)}")
     if kind == "choice":
-        if not isinstance(value, list) or not all(isinstance(x, str) and x for x in value):
+        is_list = isinstance(value, list) and bool(value)
+        if not is_list or not all(isinstance(text, str) and text for text in value):
             raise ValueError(f"{name}: expected a list of texts, got {str(value)[:80]!r}")
         return {"grammar": f"start: {' | '.join(map(json.dumps, value))}"}
     kinds = str if kind != "json" else str | dict
-    if not isinstance(value, kinds) or not value:
+    if not isinstance(value, kinds) or value == "":
         expected = "a JSON schema" if kind == "json" else "a text"
         raise ValueError(f"{name}: expected {expected}, got {str(value)[:80]!r}")
     return {KINDS[kind]: value}

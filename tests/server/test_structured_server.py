@@ -114,6 +114,7 @@ def test_fields_of_vllm_are_obeyed(server, nested, kind, value, pattern):
         ({"guided_regex": "a" * 70_000}, "65536"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice"),
         ({"guided_choice": "b"}, "guided_choice"),
+        ({"guided_json": [1]}, "guided_json"),
         ({"structured_outputs": {"whitespace": 1}}, "structured_outputs.whitespace"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": "json"}, "response_format"),
