@@ -5,7 +5,7 @@
 A llama of random weights has `--vocab` tokens, of which the demo model's tokenizer knows the first
 ones, so its masks cover few tokens; the vocabulary is therefore filled up with random words. The
 rows are constrained by an expression without fixed text, so that each step computes one token a
-row with and without it. Each pair runs both engines in turns; the median of the pairs' ratios is printed.
+row with and without it. Each pair runs both in turns; the median of the pairs' ratios is printed.
 The last line counts the model's steps for an object with fixed keys. On Linux, preload OpenBLAS
 (README.md, Limits): with MLX's reference BLAS a step takes seconds.
 """
