@@ -1,8 +1,10 @@
 """One sequence that the engine generates. Knows no mlx."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol, Self
 
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.sampling_params import SamplingParams
@@ -15,6 +17,15 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # cancelled by the caller
     ERROR = "error"  # its logits processor failed or forbade all tokens, or the model failed
+
+
+class Grammar(Protocol):
+    """What the tokens of a request follow; ``sampling/grammar.py`` implements it."""
+
+    @property
+    def forced(self) -> list[int]: ...
+    def follow(self, tokens: Sequence[int]) -> None: ...
+    def copy(self, tokens: Sequence[int]) -> Self: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +63,7 @@ class Request:
     samples: list["Request"] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    grammar: Grammar | None = None  # that its generated tokens follow
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # that ends it
     arrival_time: float = field(default_factory=time.perf_counter)

@@ -1,5 +1,6 @@
 """How the tokens of a request are to be chosen. Knows no mlx."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -51,8 +52,12 @@ class SamplingParams:
         stop: strings that end the request; the text ends before the first of them.
         stop_token_ids: tokens that end the request, in addition to the end-of-sequence tokens.
         ignore_eos: continue after the tokenizer's end-of-sequence tokens.
-        speculate: compute drafts of its tokens, if the engine does so. Requests with a sampler or
-            processors of their caller never have drafts, because these may keep a state.
+        speculate: compute drafts of its tokens, if the engine does so. Requests with a grammar, or
+            with a sampler or processors of their caller, which may keep a state, never have drafts.
+        json_schema: the text is JSON that this schema describes, a mapping or JSON text; stored as
+            text. docs/structured-outputs.md has the rules of this field and the next two.
+        regex: the whole text matches this regular expression, in Rust's syntax.
+        grammar: the text follows this grammar, in llguidance's form of Lark.
 
     Raises:
         ValueError: a value is outside its range; the message names the field and the range.
@@ -81,12 +86,17 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     speculate: bool = True
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if isinstance(self.logit_bias, Mapping):
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
+        if isinstance(self.json_schema, Mapping):
+            object.__setattr__(self, "json_schema", _json(self.json_schema))
         for name, collection in COLLECTIONS.items():
             self._freeze(name, collection)
         for name, (is_valid, expected) in RANGES.items():
@@ -95,11 +105,26 @@ class SamplingParams:
         one_choice = self.sampler is None or not self.temperature
         beside = "None beside a temperature above 0"
         require(one_choice, "SamplingParams", "sampler", self.sampler, beside)
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"[SamplingParams] {' and '.join(given)} are given: expected one")
+        if given and self.ignore_eos:
+            raise ValueError(
+                f"[SamplingParams] ignore_eos is True beside {given[0]}: expected False, because a "
+                "grammar ends with an end-of-sequence token"
+            )
+
+    @property
+    def constraint(self) -> tuple[str, str] | None:
+        """The name and the value of the field that constrains the text, if one does."""
+        given = ((name, getattr(self, name)) for name in GRAMMARS)
+        return next(((name, source) for name, source in given if source is not None), None)
 
     @property
     def speculates(self) -> bool:
         """Whether its tokens may be computed ahead."""
-        return self.speculate and self.sampler is None and not self.logits_processors
+        is_free = self.sampler is None and not self.logits_processors
+        return self.speculate and is_free and self.constraint is None
 
     def _freeze(self, name: str, collection: Callable[[Iterable[Any]], object]) -> None:
         value = getattr(self, name)
@@ -138,6 +163,16 @@ def _is_bias(pair: object) -> bool:
     return is_count(token) and (_is_within(bias) or bias == -math.inf)
 
 
+def _json(value: object) -> object:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return value  # refused by its range
+
+
+GRAMMARS = ("json_schema", "regex", "grammar")
+"""Fields of which one may constrain the text."""
+
 COLLECTIONS: dict[str, Callable[[Iterable[Any]], object]] = {
     "stop": tuple,
     "logits_processors": tuple,
@@ -151,6 +186,7 @@ _Range = tuple[Callable[[Any], bool], str]
 _COUNT: _Range = (is_count, "an integer >= 0")
 _PROBABILITY: _Range = (lambda x: _is_within(x, 0, 1), "from 0 to 1")
 _PENALTY: _Range = (lambda x: x is None or _is_within(x), "None or a finite number")
+_TEXT: _Range = (lambda x: x is None or (isinstance(x, str) and bool(x)), "None or a text")
 _TOKEN_IDS: _Range = (lambda ids: all(map(is_whole, ids)), "token ids >= 0")
 
 RANGES: dict[str, _Range] = {
@@ -177,5 +213,8 @@ RANGES: dict[str, _Range] = {
     "stop_token_ids": _TOKEN_IDS,
     "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
     "speculate": (lambda x: isinstance(x, bool), "True or False"),
+    "json_schema": (_TEXT[0], "None, a mapping or JSON text"),
+    "regex": _TEXT,
+    "grammar": _TEXT,
 }
 """For each field, whether a value is valid, and the valid values in words."""

@@ -1,10 +1,15 @@
-"""Checks of the arguments of an engine's calls, before anything is added. Knows no mlx."""
+"""Checks of the arguments of an engine's calls, and the requests made of them. Knows no mlx."""
 
 import math
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from mlx_paged.arguments import integer, is_real, require
 from mlx_paged.engine.text import PromptEncoder
+from mlx_paged.request import Request
+from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams, check_biases
 
 
@@ -63,3 +68,29 @@ def check_beams(
 def check_flag(caller: str, name: str, value: object) -> None:
     """ValueError unless `value` is True or False."""
     require(isinstance(value, bool), caller, name, value, "True or False")
+
+
+class RequestMaker:
+    """Makes requests with ids in their order, seeds, arrival times and grammars."""
+
+    def __init__(self, grammars: Grammars, clock: Callable[[], float], seed: int | None) -> None:
+        self._grammars = grammars
+        self._clock = clock
+        self._rng = np.random.default_rng(seed)
+        self._next_id = 0
+
+    def __call__(
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        seed: int | None,
+        priority: int,
+        salt: bytes,
+    ) -> Request:
+        """A request; without a seed it gets a random one. Raises ValueError for its grammar."""
+        seed = int(self._rng.integers(2**63)) if seed is None else seed
+        request = Request(self._next_id, tokens, params, seed, priority, salt)
+        request.grammar = self._grammars.start(params, len(tokens))
+        request.arrival_time = self._clock()
+        self._next_id += 1
+        return request

@@ -171,7 +171,7 @@ class BeamSearch:
     Args:
         root: the prompt; its id is the search's.
         group: decides which hypotheses survive.
-        searches: searches under way by the request id of each hypothesis; takes new hypotheses.
+        searches: searches under way by the request id of each hypothesis; takes this one.
         make_request: makes a request of tokens, params, a seed, a priority and a salt.
         vocab_size: tokens that can be candidates; None: unknown.
     """
@@ -191,6 +191,7 @@ class BeamSearch:
         self.group = group
         self._live = [root]
         self._searches = searches
+        searches[root.id] = self
         self._make_request = make_request
         self._candidates: dict[int, tuple[tuple[int, float], ...]] = {}  # by request id
 
@@ -255,6 +256,7 @@ class BeamSearch:
         child = self._make_request(tokens, root.params, 0, root.priority, root.salt)
         child.num_prompt, child.logprobs = root.num_prompt, [*parent.logprobs, survivor.logprob]
         child.synchronous = True
+        child.grammar = parent.grammar and parent.grammar.copy(parent.tokens)
         self._searches[child.id] = self
         scheduler.fork(parent, child)
         runner.fork(parent, child)

@@ -5,10 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from mlx_paged.arguments import integer
-from mlx_paged.engine.arguments import check_beams, check_flag, check_place, checked_params
+from mlx_paged.engine.arguments import (
+    RequestMaker,
+    check_beams,
+    check_flag,
+    check_place,
+    checked_params,
+)
 from mlx_paged.engine.beams import BeamGroup, BeamSearch
 from mlx_paged.engine.one_thread import Occupancy, exclusive
 from mlx_paged.engine.pipeline import StepPipeline, deferred_interrupts
@@ -17,6 +21,7 @@ from mlx_paged.metrics.recorder import RecorderConfig, TickRecorder
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
+from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.runner_protocol import Fault, Runner, SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
@@ -41,6 +46,7 @@ class EngineCore:
     Attributes:
         ticks: the latest steps, newest last.
         ready: outputs that the next :meth:`step` returns.
+        grammars: compiled ones. Any thread may compile more, before it adds a request.
     """
 
     def __init__(
@@ -64,13 +70,13 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.lookahead = lookahead
         self.ready: list[TokenOutput] = []
+        self.grammars = Grammars(tokenizer, vocab_size)
         self._encode = PromptEncoder(tokenizer, vocab_size)
         self._clock = clock
         self._recorder = TickRecorder(scheduler, stats, clock, instruments)
         self._pipeline = StepPipeline(scheduler, runner, self._recorder.working_clock)
         self._outputs = OutputProcessor(tokenizer, clock)
-        self._rng = np.random.default_rng(seed)
-        self._next_id = 0
+        self._make_request = RequestMaker(self.grammars, clock, seed)
         self._requests: dict[int, Request] = {}
         self._kept: dict[int, Request] = {}
         self._beams: dict[int, BeamSearch] = {}  # by request id of every hypothesis
@@ -194,8 +200,7 @@ class EngineCore:
         root = self._make_request(self._encode(prompt), params, 0, priority, cache_salt.encode())
         stop = self._outputs.stop_token_ids(root)
         group = BeamGroup(num_beams, params.max_tokens, length_penalty, early_stopping, stop)
-        search = BeamSearch(root, group, self._beams, self._make_request, vocab_size)
-        self._beams[root.id] = search
+        BeamSearch(root, group, self._beams, self._make_request, vocab_size)
         self._admit([root], lambda: self.scheduler.add(root))
         return root.id
 
@@ -217,7 +222,8 @@ class EngineCore:
         Args:
             request_id: a request under way, or an ended one that was kept.
             suffix: prompt tokens of the child that follow those of the parent.
-            params: of the child; default: the parent's, without its seed.
+            params: of the child; default: the parent's, without its seed. Then the child goes on
+                where the parent is in its grammar, which must allow the suffix.
 
         Raises:
             ValueError: no such request, a beam search, or as :meth:`add_request`.
@@ -237,6 +243,8 @@ class EngineCore:
         child = self._make_request(tokens, given, seed, parent.priority, parent.salt)
         child.keep_blocks = keep
         self.scheduler.check_fits(child)
+        if inherits and parent.grammar is not None:
+            child.grammar = parent.grammar.copy(tokens)
 
         def share() -> None:
             self.scheduler.fork(parent, child)
@@ -266,7 +274,7 @@ class EngineCore:
 
     @exclusive
     def step(self) -> list[TokenOutput]:
-        """Compute one step; return its tokens, of each request at most one and its right drafts.
+        """Compute one step; return its tokens: of each request one, its right drafts, forced ones.
 
         Ctrl-C takes effect after the step; the next call then returns the outputs.
         """
@@ -277,19 +285,6 @@ class EngineCore:
         return outputs
 
     # Adding
-
-    def _make_request(
-        self,
-        tokens: list[int],
-        params: SamplingParams,
-        seed: int | None,
-        priority: int,
-        salt: bytes,
-    ) -> Request:
-        seed = int(self._rng.integers(2**63)) if seed is None else seed
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        now = self._clock()
-        return Request(request_id, tokens, params, seed, priority, salt, arrival_time=now)
 
     def _admit(
         self, requests: Sequence[Request], queue: Callable[[], None], context: Sequence[int] = ()
@@ -328,9 +323,10 @@ class EngineCore:
             if result.step and result.step.prompt_tokens:  # a first token comes with the last one
                 self._note_first_tokens(result.choices)
             for choice in result.choices:
-                output = self._append(choice)
-                if output is not None:
-                    self.ready.append(output)
+                self._append(choice)
+                if choice.request.grammar is not None:
+                    for forced in self._pipeline.forced_after(choice.request):
+                        self._append(forced)
             if result.fault is not None:
                 self._recover(result.fault)
         finally:
@@ -345,41 +341,44 @@ class EngineCore:
                 request.first_token_time = self._clock()
                 self.stats.ttfts.append(request.first_token_time - request.arrival_time)
 
-    def _append(self, choice: SampledToken) -> TokenOutput | None:
-        """Give a request its next token; None if there is no output yet, or no more."""
+    def _append(self, choice: SampledToken) -> None:
+        """Give a request its next token. There may be no output yet, or no more."""
         request = choice.request
         if request.finish_reason or (request.synchronous and request.id not in self._beams):
-            return None  # it ended earlier in this very step
+            return  # it ended earlier in this very step
         if choice.error is not None:
             return self._fail(request, choice.error)
         self.scheduler.clear(request)
         if request.synchronous:
             search = self._beams[request.id]
             search.append(choice, self.scheduler, self.runner)
-            if not search.group.done:
-                return None
-            return TokenOutput.last(self._finish(search.root, search.finish_reason))
+            if search.group.done:
+                self._end(search.root, search.finish_reason)
+            return
         try:
             output, reason = self._outputs.append(choice)
         except Exception as error:  # the tokenizer's
             return self._fail(request, error)
-        if reason is None:
-            return output
-        return replace(output, completion=self._finish(request, reason))
+        if reason is not None:
+            output = replace(output, completion=self._finish(request, reason))
+        self.ready.append(output)
 
     def _recover(self, fault: Fault) -> None:
         self.stats.faults += 1
         for request in self._pipeline.recover(fault):
-            self.ready.append(self._fail(request, fault.error))
+            self._fail(request, fault.error)
         if not isinstance(fault.error, Exception):
             raise fault.error
 
-    def _fail(self, request: Request, error: BaseException) -> TokenOutput:
+    def _fail(self, request: Request, error: BaseException) -> None:
         """End a request, or the beam search that it is a hypothesis of, with an error."""
         if request.id in self._beams:
             request = self._beams[request.id].root
         request.error = error
-        return TokenOutput.last(self._finish(request, FinishReason.ERROR))
+        self._end(request, FinishReason.ERROR)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        self.ready.append(TokenOutput.last(self._finish(request, reason)))
 
     def _finish(self, request: Request, reason: FinishReason) -> Completion:
         search = self._beams.get(request.id)

@@ -28,7 +28,7 @@ from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.metrics.timers import PhaseTimes
 from mlx_paged.runner.draft_model import DraftModel, can_draft, share_beside
-from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.model_probe import Batching, probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.profiling import ProfilingRunner
 from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
@@ -214,6 +214,7 @@ class Engine(WaitingCalls):
             instruments=RecorderConfig(log, KVReads(sizes, block_size), phases, writer),
         )
         self.stats.traces = runner.compile_decodes(False if profile else compile, max_running)
+        self._pipeline.fast_forward = probed.batching is Batching.MIXED  # else a forward for each
         if prewarm:
             runner.warm_up()
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)

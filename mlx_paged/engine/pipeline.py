@@ -9,7 +9,13 @@ from types import FrameType
 from typing import Generic
 
 from mlx_paged.request import Request
-from mlx_paged.scheduler.runner_protocol import Fault, LaunchedT, Runner, StepResult
+from mlx_paged.scheduler.runner_protocol import (
+    Fault,
+    LaunchedT,
+    Runner,
+    SampledToken,
+    StepResult,
+)
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
 
@@ -33,6 +39,10 @@ class StepPipeline(Generic[LaunchedT]):
     request, the next step computes one token too many, which is dropped. The blocks of that request
     are free at once, because the device computes steps in order. A step with drafts is read before
     the next one is scheduled.
+
+    Attributes:
+        fast_forward: tokens that a grammar forces become tokens at once, and the next step computes
+            them together.
     """
 
     def __init__(
@@ -41,7 +51,9 @@ class StepPipeline(Generic[LaunchedT]):
         self._scheduler = scheduler
         self.runner = runner
         self._clock = clock
+        self.fast_forward = True
         self._under_way: _UnderWay[LaunchedT] | None = None
+        self._known: list[Request] = []  # whose token of the step under way is known already
 
     @property
     def busy(self) -> bool:
@@ -66,9 +78,25 @@ class StepPipeline(Generic[LaunchedT]):
         self._collect(current, result)
         return result
 
+    def forced_after(self, request: Request) -> list[SampledToken]:
+        """The tokens that must follow a request's newest one by its grammar. A step under way
+        chooses the first of them, too; that choice is dropped."""
+        grammar = request.grammar
+        assert grammar is not None
+        if not self.fast_forward or request.finish_reason or request.synchronous:
+            return []
+        try:
+            grammar.follow(request.tokens)
+        except ValueError:  # the next step reports it
+            return []
+        if grammar.forced and request.num_in_flight:
+            request.num_in_flight -= 1
+            self._known.append(request)
+        return [SampledToken(request, token, 0.0, ((token, 0.0),)) for token in grammar.forced]
+
     def recover(self, fault: Fault) -> list[Request]:
         """Start again after a failure; return the requests that end because of it."""
-        self._under_way = None
+        self._under_way, self._known = None, []
         self.runner.recover()
         alive = [request for request in fault.requests if not request.finish_reason]
         self._scheduler.recover(alive)
@@ -126,6 +154,12 @@ class StepPipeline(Generic[LaunchedT]):
         result.step = current.step
         result.seconds = current.seconds + result.wait_seconds
         result.blocks_in_use = current.blocks_in_use
+        if self._known:
+            for request in self._known:
+                request.num_in_flight += 1
+            known = {request.id for request in self._known}
+            choices = [choice for choice in choices if choice.request.id not in known]
+            self._known = []
         for request in current.launched.requests:
             request.num_in_flight -= not request.synchronous
         result.choices = [choice for choice in choices if not choice.request.finish_reason]

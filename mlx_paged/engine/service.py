@@ -15,7 +15,7 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.text import Prompt
 from mlx_paged.engine.ticket import Inbox, Ticket
 from mlx_paged.runner.model_runner import ModelRunner
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 
 T = TypeVar("T")
 
@@ -108,7 +108,19 @@ class EngineService:
             ValueError: as :meth:`Engine.add_request`.
             RuntimeError: the service is not running; :attr:`error` is its cause, if there is one.
         """
+        names = {name: value for name, value in options.items() if name in GRAMMARS}
+        self.compile(SamplingParams(**names) if params is None else params)
         return self.adopt(lambda engine: [engine.add_request(prompt, params, **options)])[0]
+
+    def compile(self, params: SamplingParams) -> None:
+        """Compile the grammar of `params`, if it has one, in this thread. Then requests that are
+        added with it do not delay others, which they otherwise do for seconds at most.
+
+        Raises:
+            ValueError: the grammar cannot be compiled.
+        """
+        if isinstance(params, SamplingParams) and params.constraint is not None:
+            self._engine.grammars.compile(params)
 
     def adopt(self, add: Callable[[Engine], Sequence[int]]) -> list[Ticket]:
         """Run `add` as :meth:`call` does; return a ticket for each request id that it returns.

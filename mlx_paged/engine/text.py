@@ -1,5 +1,6 @@
 """Text in, text out: prompts to token ids, sampled tokens to outputs. Knows no mlx."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from operator import index
 from typing import Any, Protocol
@@ -22,21 +23,25 @@ class StopStrings:
     """Cuts a text before the first of some strings.
 
     Text that may be the start of a stop string is held back until the next pieces decide. A stop
-    string may span any number of pieces. When one was found, `stopped` is true.
+    string may span any number of pieces. When one was found, `stopped` is true and `found` is
+    that string.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
 
     def feed(self, segment: str) -> str:
         """Add a piece of text; return the text that became certain."""
         if self.stopped or not self._stop:
             return "" if self.stopped else segment
         pending = self._held + segment
-        cut = self._first_stop(pending)
-        self.stopped = cut is not None
+        cut, self.found = self._first_stop(pending)
         end = len(pending) - self._possible_stop(pending) if cut is None else cut
         self._held = "" if self.stopped else pending[end:]
         return pending[:end]
@@ -46,10 +51,11 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _first_stop(self, text: str) -> int | None:
-        """The start of the stop string that ends first; so the cuts of the text do not matter."""
-        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
-        return min(found)[1] if found else None
+    def _first_stop(self, text: str) -> tuple[int | None, str | None]:
+        """Where the stop string that ends first begins, and which it is. So the cuts of the text do
+        not matter."""
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        return min(found)[1:] if found else (None, None)
 
     def _possible_stop(self, text: str) -> int:
         """Length of the longest suffix of `text` that is the start of a stop string."""
@@ -226,6 +232,8 @@ class OutputProcessor:
         if reason is not None and text is not None:
             segment += text.finish()
         top = choice.top[: request.params.logprobs] if choice.top else ()
+        if request.grammar is not None:
+            top = tuple(pair for pair in top if pair[1] > -math.inf)  # which it allows
         if top:
             request.top_logprobs.append(top)
         return TokenOutput(request.id, token, segment, choice.logprob, top), reason

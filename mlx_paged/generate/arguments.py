@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from mlx_paged import cli
@@ -79,6 +80,8 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     ends = "tokens that end a completion, beside the model's own"
     add("--extra-eos-token", nargs="+", default=(), metavar="TOKEN", help=ends)
+    schema = "file with a JSON schema that the text follows"
+    add("--json-schema", type=_json_file, metavar="FILE", help=schema)
     logprobs = "also write the N most likely tokens at each position to --output"
     add("--logprobs", type=COUNT_OR_NONE, default=0, metavar="N", help=logprobs)
 
@@ -128,6 +131,13 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
     return value
+
+
+def _json_file(path: str) -> dict[str, Any]:
+    try:
+        return _json_object(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
 
 
 def _switch(text: str) -> bool:

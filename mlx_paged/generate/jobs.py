@@ -93,6 +93,7 @@ def make_job(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Names
         "temperature": args.temp,
         "xtc_special_tokens": tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
         "stop": tuple(args.stop),
+        "json_schema": args.json_schema,
     }
     try:
         params = SamplingParams(**(options | spec.options))

@@ -34,21 +34,24 @@ from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Span, Step
 
 TopLogprobs = tuple[tuple[int, float], ...]
+SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LaunchedStep:
     """A step that the device is computing.
 
     Attributes:
         requests: the requests that get a token.
-        sampled: their tokens, which may not be computed yet; None if there are none.
+        sampled: their tokens, which may not be computed yet; None if there are none, or not yet.
         pending: all arrays that the step computes.
+        unsampled: arguments of the sampler, which waits until the step before has been read.
     """
 
     requests: list[Request]
     sampled: Sampled | None
     pending: list[mx.array] = field(default_factory=list)
+    unsampled: SamplerArguments | None = None
 
     @property
     def errors(self) -> dict[int, Exception]:
@@ -103,6 +106,8 @@ class ModelRunner:
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
+        if before is not None and before.unsampled is not None:
+            self._sample(before)
         drafted = [span for span in step.spans if span.drafts]
         for span in drafted:  # while the step is laid out, drafts are tokens as all others
             span.request.tokens += span.drafts
@@ -144,15 +149,15 @@ class ModelRunner:
             pending += self.states.arrays([request.id for request in step.everyone])
             pending += self._copied
             self._copied = []
-        sampled = None
+        launched = LaunchedStep(requests, None, pending)
         if requests:
             args = _joined(logits), requests, _joined(newest), np.concatenate(lengths)
-            sampled = self.sampler(*args)
-            arrays = (sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
-            pending += [array for array in arrays if array is not None]
+            launched.unsampled = args
+            if not self._sample(launched):
+                pending.append(args[0])  # the device begins with these
         self._begin(pending)
         self._raise_noted()
-        return LaunchedStep(requests, sampled, pending)
+        return launched
 
     def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
         """Start to copy blocks out of the pool and others into it."""
@@ -176,6 +181,8 @@ class ModelRunner:
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
         self._raise_noted()
+        if launched.unsampled is not None:
+            self._sample(launched)
         mx.eval(launched.pending)
         if launched.sampled is None:
             return []
@@ -183,6 +190,17 @@ class ModelRunner:
         errors = _empty_rows(launched.sampled, logprobs) | launched.errors
         rows = zip(launched.requests, tokens, logprobs, tops, strict=True)
         return [SampledToken(*row, errors.get(index)) for index, row in enumerate(rows)]
+
+    def _sample(self, launched: LaunchedStep) -> bool:
+        """Choose a step's tokens, lazily; False if the sampler does not know enough yet."""
+        assert launched.unsampled is not None
+        launched.sampled = sampled = self.sampler(*launched.unsampled)
+        if sampled is None:
+            return False
+        launched.unsampled = None
+        arrays = (sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
+        launched.pending += [array for array in arrays if array is not None]
+        return True
 
     def drop(self, request: Request) -> None:
         """Forget a request's recurrent states, after filling the snapshot that it leaves."""
@@ -314,7 +332,7 @@ def _empty_rows(sampled: Sampled, logprobs: Sequence[float]) -> dict[int, Except
     """Errors of rows in which the caller's options leave no token: all logits are NaN or -inf."""
     return {
         row: ValueError(
-            "[SamplingParams] logits_processors or logit_bias leave no token: "
+            "[SamplingParams] logits_processors, logit_bias or the grammar leave no token: "
             "expected at least one finite logit, and no NaN"
         )
         for row in sampled.may_be_empty

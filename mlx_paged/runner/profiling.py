@@ -89,9 +89,10 @@ class TimedSampler(Sampler):
         requests: Sequence[Request],
         newest: mx.array,
         lengths: Int32Array | None = None,
-    ) -> Sampled:
+    ) -> Sampled | None:
         mx.eval(logits, newest)
         with self._phases.measure("sample"):
             sampled = super().__call__(logits, requests, newest, lengths)
+            assert sampled is not None, "a profiled step is read before the next one"
             mx.eval(sampled.tokens, sampled.logprobs)
         return sampled

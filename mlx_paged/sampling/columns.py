@@ -87,6 +87,7 @@ class SamplingRows:
         self.penalised = [i for i, p in enumerate(params) if any(penalties_of(p))]
         self.processed = [i for i, p in enumerate(params) if p.logits_processors]
         self.samplers = {i: p.sampler for i, p in enumerate(params) if p.sampler is not None}
+        self.constrained = [i for i, r in enumerate(requests) if r.grammar is not None]
         self.reported = Subset(reported, len(params)) if reported else None
         self.num_reported = min(max((p.logprobs for p in params), default=0), vocab)
         self.may_be_empty = [i for i, request in enumerate(requests) if _may_be_empty(request)]
@@ -178,9 +179,9 @@ def _biases(
 
 
 def _may_be_empty(request: Request) -> bool:
-    """Whether the caller may forbid every token; a beam search drops such a hypothesis."""
+    """Whether its options may forbid every token; a beam search drops such a hypothesis."""
     params = request.params
-    forbids = -math.inf in dict(params.logit_bias).values()
+    forbids = -math.inf in dict(params.logit_bias).values() or request.grammar is not None
     return (forbids or bool(params.logits_processors)) and not request.synchronous
 
 

@@ -138,15 +138,19 @@ class Processors:
         self._histories = {row: TokenHistory(requests[row]) for row in rows}
 
     def __call__(
-        self, logits: mx.array, newest: mx.array, errors: dict[int, Exception]
+        self,
+        logits: mx.array,
+        newest: mx.array,
+        lengths: npt.NDArray[np.int32],
+        errors: dict[int, Exception],
     ) -> mx.array:
-        """Logits ``[R, vocab]`` after the processors. If a row's processor raises, the exception
-        goes into `errors` and the row's logits do not change."""
+        """Logits ``[R, vocab]`` after the processors; see :class:`Penalties`. If a row's
+        processor raises, the exception goes into `errors` and the row's logits do not change."""
         processed = []
         for row, history in self._histories.items():
             one = slice(row, row + 1)
             try:
-                processed.append(_process(history, logits[one], newest[one]))
+                processed.append(_process(history, logits[one], newest[one], int(lengths[row])))
             except Exception as error:
                 errors[row] = error.with_traceback(None)  # it references every caller
                 processed.append(logits[one])
@@ -160,9 +164,9 @@ class TokenHistory:
         self.request = request
         self._head = mx.array([], mx.int32)
 
-    def up_to(self, newest: mx.array) -> mx.array:
-        """Prompt and generated tokens ``[n]`` int32, ending with `newest` ``[1]``."""
-        tokens, stop = self.request.tokens, self.request.num_tokens - 1
+    def up_to(self, newest: mx.array, length: int) -> mx.array:
+        """The request's first `length` tokens, int32, of which `newest` ``[1]`` is the last."""
+        tokens, stop = self.request.tokens, length - 1
         if not 0 <= stop - self._head.size <= MAX_TAIL:
             self._head = mx.array(tokens[:stop], mx.int32)
         return mx.concatenate(
@@ -170,9 +174,9 @@ class TokenHistory:
         )
 
 
-def _process(history: TokenHistory, logits: mx.array, newest: mx.array) -> mx.array:
+def _process(history: TokenHistory, logits: mx.array, newest: mx.array, length: int) -> mx.array:
     """Logits ``[1, vocab]`` after the request's processors."""
-    tokens, shape, dtype = history.up_to(newest), logits.shape, logits.dtype
+    tokens, shape, dtype = history.up_to(newest, length), logits.shape, logits.dtype
     for i, processor in enumerate(history.request.params.logits_processors):
         returned = processor(tokens, logits)
         logits = checked_array(f"logits_processors[{i}]", returned, mx.floating, shape)

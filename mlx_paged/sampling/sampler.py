@@ -10,6 +10,7 @@ import numpy.typing as npt
 from mlx_paged.ops.cpu_layers import log_sum_exp
 from mlx_paged.request import Request
 from mlx_paged.sampling.columns import XTC, DrawnRows, RankFilters, SamplingRows, Subset
+from mlx_paged.sampling.grammar import GrammarState, Row, masks_of
 from mlx_paged.sampling.penalties import Penalties, Processors, checked_array
 
 XTC_STREAM = 0xA0761D6478BD642F
@@ -22,7 +23,8 @@ _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 class Sampled:
     """The token chosen for each row, not evaluated yet.
 
-    Log-probabilities include bias, penalties and processors, but neither filters nor temperature.
+    Log-probabilities include bias, penalties, processors and grammars, but neither filters nor
+    temperature.
     """
 
     tokens: mx.array  # [R] int32
@@ -52,8 +54,11 @@ class Sampler:
         requests: Sequence[Request],
         newest: mx.array,
         lengths: npt.NDArray[np.int32] | None = None,
-    ) -> Sampled:
+    ) -> Sampled | None:
         """Choose a token for each row, evaluating nothing.
+
+        Returns None if a row has a grammar and the request's newest token is not known yet: its
+        mask depends on that token. The same call succeeds later.
 
         Args:
             logits: ``[R, vocab]``.
@@ -69,11 +74,26 @@ class Sampler:
         if lengths is None:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
         errors = dict(self._rows.errors)
+        forced: mx.array | None = None
+        constrained: list[Row] = []
+        if self._rows.constrained:
+            constrained = [  # without requests that ended after the step was launched
+                Row(i, grammar, requests[i].tokens, int(lengths[i]))
+                for i in self._rows.constrained
+                if isinstance(grammar := requests[i].grammar, GrammarState)
+                and not requests[i].finish_reason
+            ]
+            if any([row.length > len(row.tokens) for row in constrained]):
+                return None
         logits = self._processed(logits, newest, lengths, errors)
+        if constrained:
+            logits, forced = _constrained(logits, constrained, errors)
         logprobs = logits - log_sum_exp(logits)
         tokens = _choose(logprobs, self._rows.drawn, lengths)
         if self._rows.samplers:
             tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)
+        if forced is not None:
+            tokens = mx.where(forced < 0, tokens, forced)
         chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
         top_tokens = top_logprobs = None
         if self._rows.reported is not None:
@@ -105,8 +125,26 @@ class Sampler:
         if self._penalties is not None:
             logits = self._penalties(logits, newest, lengths)
         if self._processors is not None:
-            logits = self._processors(logits, newest, errors)
+            logits = self._processors(logits, newest, lengths, errors)
         return logits
+
+
+def _constrained(
+    logits: mx.array, rows: Sequence[Row], errors: dict[int, Exception]
+) -> tuple[mx.array, mx.array | None]:
+    """`logits` ``[R, vocab]`` with -inf where a grammar forbids the token, and for each row the
+    only possible token ``[R]`` int32, or -1. If no row has one, None."""
+    masks = masks_of(rows, *logits.shape)
+    errors |= masks.errors
+    # From 1 and 0 to the bits of 0.0 and -inf: on a CPU much faster than `mx.where`.
+    zero_or_ones = mx.array((masks.allowed - np.uint8(1)).view(np.int8)).astype(mx.int32)
+    bias = (zero_or_ones & -0x800000).view(mx.float32)
+    logits = logits + bias.astype(logits.dtype)
+    if not masks.forced:
+        return logits, None
+    forced = np.full(len(logits), -1, np.int32)
+    forced[list(masks.forced)] = list(masks.forced.values())
+    return logits, mx.array(forced)
 
 
 def uniform(seeds: npt.ArrayLike, indices: npt.ArrayLike) -> npt.NDArray[np.float32]:

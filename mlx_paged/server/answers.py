@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.ticket import Ticket
 from mlx_paged.outputs import TokenOutput
-from mlx_paged.server import prompts
+from mlx_paged.server import messages, prompts
 from mlx_paged.server.choices import CompletionChoice, Delta
 from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt
@@ -76,10 +76,13 @@ class Answer:
         async with aclosing(self._pieces()) as pieces:
             async for choice, delta in pieces:
                 whole.setdefault(choice.index, Delta()).add(delta)
+        await JSONResponse(self._answer(whole), headers=self.headers)(scope, receive, send)
+
+    def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
+        """The answer of all choices, whose parts `whole` has."""
         kept = [choice.entry(whole[choice.index]) for choice in self._best()]
         choices = [entry | {"index": index} for index, entry in enumerate(kept)]
-        answer = self.head | {"choices": choices, "usage": self._usage()}
-        await JSONResponse(answer, headers=self.headers)(scope, receive, send)
+        return self.head | {"choices": choices, "usage": self._usage()}
 
     async def _stream(self, send: Send) -> None:
         """Send each piece of text as an event, and comments until the first one."""
@@ -99,28 +102,38 @@ class Answer:
                 await write(COMMENT)
                 await asyncio.sleep(COMMENT_EVERY_S)
 
-        begin = json.dumps(self.head)[:-1]
-        options = self.fields["stream_options"]
         comments = asyncio.ensure_future(comment())
         try:
-            async with aclosing(self._pieces()) as pieces:
-                async for choice, delta in pieces:
+            async with aclosing(self._events()) as events:
+                async for event in events:
                     comments.cancel()
-                    if delta or choice.completion is not None:
-                        part: dict[str, Any] = {"choices": [choice.entry(delta)]}
-                        if options.get("continuous_usage_stats"):
-                            part["usage"] = self._usage()
-                        await write(f"data: {begin}, {json.dumps(part)[1:]}\n\n".encode())
-            if options.get("include_usage"):
-                await write(_event(self.head | {"choices": [], "usage": self._usage()}))
-            await write(b"data: [DONE]\n\n", more_body=False)
+                    if event:
+                        await write(event)
+            await write(b"", more_body=False)
         except Refusal as error:
             if not is_open:
                 raise
             comments.cancel()
-            await write(_event(error.as_json()), more_body=False)
+            await write(self._error_event(error), more_body=False)
         finally:
             comments.cancel()
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        """The events of a stream; empty ones for tokens that add nothing."""
+        begin, options = json.dumps(self.head)[:-1], self.fields["stream_options"]
+        async with aclosing(self._pieces()) as pieces:
+            async for choice, delta in pieces:
+                part: dict[str, Any] = {"choices": [choice.entry(delta)]}
+                if options.get("continuous_usage_stats"):
+                    part["usage"] = self._usage()
+                is_part = delta or choice.completion is not None
+                yield f"data: {begin}, {json.dumps(part)[1:]}\n\n".encode() if is_part else b""
+        if options.get("include_usage"):
+            yield _event(self.head | {"choices": [], "usage": self._usage()})
+        yield b"data: [DONE]\n\n"
+
+    def _error_event(self, error: Refusal) -> bytes:
+        return _event(error.as_json())
 
     async def _pieces(self) -> AsyncGenerator[tuple[CompletionChoice, Delta]]:
         """The choices' new parts as they come. Raises Refusal instead, or after some of them."""
@@ -166,6 +179,8 @@ class Answer:
     def _submit(self, model: Model) -> list[Ticket]:
         fields, args = self.fields, self.state.args
         params = [prompts.sampling(model, prompt, fields, args) for prompt in self.prompts]
+        for each in params:  # in this thread, so that the engine goes on meanwhile
+            model.service.compile(each)
         place = {"priority": fields["priority"], "cache_salt": fields["cache_salt"]}
 
         def add(engine: Engine) -> list[int]:
@@ -200,6 +215,67 @@ class Answer:
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+
+class MessageAnswer(Answer):
+    """An answer of Anthropic's Messages API."""
+
+    @cached_property
+    def head(self) -> dict[str, Any]:
+        own = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        return own | {"model": self.fields["model"]}
+
+    def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
+        delta = whole[0]
+        content = messages.Blocks.of(delta.text, delta.reasoning, delta.tool_calls)
+        return self.head | {"content": content} | self._end() | {"usage": self._usage()}
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        blocks, is_begun = messages.Blocks(), False
+        async with aclosing(self._pieces()) as pieces:
+            async for _, delta in pieces:
+                if not is_begun:
+                    is_begun, none = True, {"stop_reason": None, "stop_sequence": None}
+                    begun = self.head | {"content": [], "usage": self._usage()} | none
+                    yield messages.event({"type": "message_start", "message": begun})
+                parts = messages.Blocks.of(delta.text, delta.reasoning, delta.tool_calls)
+                yield b"".join(blocks.events(parts))
+        yield b"".join(blocks.end())
+        end = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+        yield messages.event(end) + messages.event({"type": "message_stop"})
+
+    def _error_event(self, error: Refusal) -> bytes:
+        return messages.event(messages.error_json(error))
+
+    def _end(self) -> dict[str, Any]:
+        (choice,) = self.choices
+        if choice.stop_string is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
+        reason = messages.REASONS.get(choice.finish_reason or "")
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "output_tokens": usage["completion_tokens"],
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+        }
+
+
+async def count_tokens(answer: Answer) -> int:
+    """Tokens of the prompt of `answer`, which is not computed."""
+    args = answer.state.args
+    async with answer.state.models.use(answer.path, 0) as model:
+        try:
+            (prompt,) = await asyncio.get_running_loop().run_in_executor(
+                answer.threads, prompts.encode, model, answer.fields, args.chat_template_args
+            )
+        except ValueError as error:
+            raise Refusal(400, str(error)) from error
+    return len(prompt.tokens)
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -21,17 +21,18 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.server import request_body
-from mlx_paged.server.answers import Answer
+from mlx_paged.server import messages, request_body
+from mlx_paged.server.answers import Answer, MessageAnswer, count_tokens
 from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics, engine_status
 from mlx_paged.server.models import Models
-from mlx_paged.server.request_body import Refusal
+from mlx_paged.server.request_body import Fields, Refusal
 
 OPEN = {"/", "/health", "/ready"}  # need no key: they tell nothing about requests
 BODY_TIMEOUT_S = 120.0
 LONG_BODY = 1 << 16  # bytes; longer ones are read by one thread
 NUM_THREADS = 32
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+COUNT_TOKENS = messages.PATHS[1]
 CHATS = ("/v1/chat/completions", "/chat/completions")
 
 
@@ -40,6 +41,7 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     app = Starlette(
         routes=[
             *(Route(path, _complete, methods=["POST"]) for path in ("/v1/completions", *CHATS)),
+            *(Route(path, _complete, methods=["POST"]) for path in messages.PATHS),
             Route("/v1/models", _list_models),
             Route("/v1/models/{name:path}", _list_models),
             *(Route(path, _health) for path in ("/health", "/ready")),
@@ -62,19 +64,20 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     return app
 
 
-def _refusal(error: Refusal) -> Response:
+def _refusal(error: Refusal, path: str) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.code == "overloaded":
         headers["Retry-After"] = "1"
-    return JSONResponse(error.as_json(), error.status, headers)
+    content = messages.error_json(error) if path in messages.PATHS else error.as_json()
+    return JSONResponse(content, error.status, headers)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     """Answers an error that an endpoint or Starlette's router raises."""
     if not isinstance(error, HTTPException):
         assert isinstance(error, Refusal)
-        return _refusal(error)
-    response = _refusal(Refusal(error.status_code, f"{error.detail}: {request.url.path}"))
+        return _refusal(error, request.url.path)
+    response = _refusal(Refusal(error.status_code, f"{error.detail}: {request.url.path}"), "")
     response.headers.update(error.headers or {})
     return response
 
@@ -119,22 +122,28 @@ def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -
             try:
                 check(Request(scope))
             except Refusal as error:
-                answer = _refusal(error)
+                answer = _refusal(error, scope["path"])
         await answer(scope, receive, counted)
 
     return guarded
 
 
-async def _complete(request: Request) -> Answer:
+def _fields(raw: bytes, path: str, max_samples: int) -> tuple[Fields, list[str]]:
+    """The fields of a body in the form of OpenAI's API, and the names of unknown ones."""
+    body, is_chat = request_body.parse(raw), path in CHATS
+    if path in messages.PATHS:
+        body, is_chat = messages.as_chat(body, counts=path == COUNT_TOKENS), True
+    return request_body.read(body, is_chat, max_samples)
+
+
+async def _complete(request: Request) -> Answer | Response:
     arrived, state = time.monotonic(), request.app.state
     args, models = state.args, state.models
     raw = await _body(request, args.max_request_bytes)
     threads = state.long_bodies if len(raw) > LONG_BODY else None
     run = asyncio.get_running_loop().run_in_executor
     try:
-        fields, unknown = await run(
-            threads, request_body.read, raw, request.url.path in CHATS, args.max_samples
-        )
+        fields, unknown = await run(threads, _fields, raw, request.url.path, args.max_samples)
         if fields["priority"] and args.policy != "priority":
             raise ValueError("priority: expected 0, for the server runs without --policy priority")
         if unknown and args.strict_fields:
@@ -147,7 +156,11 @@ async def _complete(request: Request) -> Answer:
             logging.warning("requests have the field %.80r, which is unknown and ignored", name)
     headers = {"x-ignored-fields": ", ".join(map(quote, unknown))[:1000]} if unknown else {}
     path = await asyncio.to_thread(models.path, fields["model"])
-    return Answer(state, path, fields, headers, arrived, threads)
+    kind = MessageAnswer if request.url.path in messages.PATHS else Answer
+    answer = kind(state, path, fields, headers, arrived, threads)
+    if request.url.path == COUNT_TOKENS:
+        return JSONResponse({"input_tokens": await count_tokens(answer)}, headers=headers)
+    return answer
 
 
 async def _body(request: Request, most: int) -> bytes:

@@ -81,6 +81,11 @@ class CompletionChoice:
         return "tool_calls" if reason == FinishReason.STOP and self._num_calls else reason
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text, if one did."""
+        return self._stop.found
+
+    @property
     def failure(self) -> Refusal | None:
         """What to answer if the completion came to no proper end."""
         if self.completion is None or self.engine_reason not in ("error", "abort"):

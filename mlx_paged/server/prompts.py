@@ -8,6 +8,7 @@ from mlx_lm.server import convert_chat, process_message_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.server import constraints
 from mlx_paged.server.models import Model
 from mlx_paged.server.request_body import SAMPLING, Fields
 
@@ -66,6 +67,7 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
             logits[:, mx.array(sorted(ends))] = -mx.inf
         return logits
 
+    options |= _constraint(model, prompt, fields)
     return SamplingParams(
         max_tokens=most,
         xtc_special_tokens=model.xtc_special_tokens,
@@ -75,6 +77,14 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
         logits_processors=(forbid_ends,) if least and ends else (),
         **options,
     )
+
+
+def _constraint(model: Model, prompt: Prompt, fields: Fields) -> constraints.Options:
+    found: constraints.Options = fields["constraint"]
+    if fields["must_call"]:
+        found = constraints.of_tools(model.tokenizer, fields["tools"], fields["tool_name"])
+    is_late = bool(found) and prompt.state == "reasoning"
+    return constraints.after_reasoning(model.tokenizer, found) if is_late else found
 
 
 def _check_context(model: Model, num_prompt: int, num_new: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_paged.arguments import is_count
+from mlx_paged.server import constraints
 
 Fields = dict[str, Any]
 Rule = tuple[Any, Callable[[Any], bool], str]
@@ -34,8 +35,6 @@ LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "num_draf
 """Fields that ask for nothing that would change an answer of this server."""
 
 ONLY: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "tool_choice": ("auto", "none"),
     **dict.fromkeys(("adapters", "draft_model"), ("default_model",)),
     **dict.fromkeys(("suffix", "grammar"), ("",)),
     **dict.fromkeys(("functions", "bad_words", "documents", "logits_processors"), ([],)),
@@ -45,11 +44,14 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "length_penalty": (1,),
     "service_tier": ("auto", "default"),
-    **dict.fromkeys(("structured_outputs", "allowed_token_ids", "prompt_logprobs"), ()),
+    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "chat_template", "audio", "prediction"), ()),
     "web_search_options": (),
 }
 """Fields that are refused unless their value is one of these, which ask for nothing."""
+
+CONSTRAINTS = {"response_format", "structured_outputs", *(f"guided_{k}" for k in constraints.KINDS)}
+"""Fields that :func:`constraints.of_fields` reads."""
 
 PART = 1 << 16  # items of a list that are checked before other threads may run
 
@@ -102,7 +104,11 @@ BOTH: dict[str, Rule] = {
 CHAT: dict[str, Rule] = {
     "messages": (None, lambda value: bool(value) and _is_list(dict, value), "a list of objects"),
     "tools": ([], lambda value: _is_list(dict, value), "a list of objects"),
-    "tool_choice": ("auto", *_TEXT),
+    "tool_choice": (
+        "auto",
+        lambda value: value in ("auto", "none", "required") or _named_tool(value) is not None,
+        "auto, none, required or a function's name in OpenAI's form",
+    ),
     "parallel_tool_calls": (True, *_BOOL),
     "chat_template_kwargs": ({}, *_OBJECT),
     "role_mapping": ({}, *_OBJECT),
@@ -116,26 +122,33 @@ TEXT: dict[str, Rule] = {
 }
 
 
-def read(raw: bytes, is_chat: bool, max_samples: int) -> tuple[Fields, list[str]]:
-    """The known fields with defaults for missing ones, and the names of unknown fields.
-
-    `prompt` becomes a list of texts and lists of token ids, `stop` a list, `logit_bias` numbers by
-    token id; `logprobs` says whether entries are wanted, and `best_of` how many are generated.
-    Fields of SAMPLING have no default.
-
-    Raises:
-        ValueError: the body is no JSON object, or a field cannot be obeyed. The message names it.
-    """
+def parse(raw: bytes) -> Fields:
+    """The JSON object that a body is. Raises ValueError if it is none."""
     try:
         body = json.loads(raw)
     except (ValueError, RecursionError) as error:  # bad UTF-8 raises a ValueError
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ValueError("the body is not a JSON object")
+    return body
+
+
+def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[str]]:
+    """The known fields with defaults for missing ones, and the names of unknown fields.
+
+    `constraint` becomes what the text must follow, as an option of SamplingParams; `must_call`
+    whether a tool must be called, and `tool_name` which one, or None. `prompt` becomes a list of
+    texts and lists of token ids, `stop` a list, `logit_bias` numbers by token id; `logprobs` says
+    whether entries are wanted, and `best_of` how many are generated. Fields of SAMPLING have no
+    default.
+
+    Raises:
+        ValueError: a field cannot be obeyed. The message names it.
+    """
     rules = BOTH | (CHAT if is_chat else TEXT)
     fields, unknown = {name: default for name, (default, *_) in rules.items()}, []
     for name, value in body.items():
-        if value is None or name in LABELS:
+        if value is None or name in LABELS or name in CONSTRAINTS:
             continue
         if name in ONLY or name.startswith("guided_"):
             only = ONLY.get(name, ())
@@ -146,6 +159,7 @@ def read(raw: bytes, is_chat: bool, max_samples: int) -> tuple[Fields, list[str]
             fields[name] = value
         elif name not in ONLY:
             unknown.append(name)
+    fields["constraint"] = constraints.of_fields(body)
     _adapt(fields, max_samples)
     return fields, sorted(unknown)
 
@@ -167,8 +181,9 @@ def _adapt(fields: Fields, max_samples: int) -> None:
     if not isinstance(fields["logprobs"], bool):  # the number in requests for texts
         fields["top_logprobs"], fields["logprobs"] = fields["logprobs"], True
     fields["logprobs"] = fields["logprobs"] or fields["top_logprobs"] > 0
-    if fields.get("tool_choice") == "none":
-        fields["tools"] = []
+    _adapt_tools(fields)
+    is_free = not fields["constraint"] or not fields["min_tokens"]
+    _require(is_free, "min_tokens", "nothing beside a grammar", fields["min_tokens"])
     if "messages" in fields:
         _check_messages(fields["messages"])
         is_one = not (fields["continue_final_message"] and fields["add_generation_prompt"])
@@ -180,6 +195,24 @@ def _adapt(fields: Fields, max_samples: int) -> None:
     fields["prompt"] = prompts = [prompt] if is_one else prompt
     is_valid = prompts and (_is_list(str, prompts) or all(_is_list(int, item) for item in prompts))
     _require(is_valid, "prompt", "text or token ids, or a list of texts or of token ids", prompt)
+
+
+def _named_tool(choice: Any) -> str | None:
+    """The function that a `tool_choice` names."""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _adapt_tools(fields: Fields) -> None:
+    choice = fields.get("tool_choice", "none")
+    if choice == "none":
+        fields["tools"] = []
+    fields["tool_name"] = _named_tool(choice)
+    fields["must_call"] = must_call = choice not in ("auto", "none")
+    _require(not must_call or fields["tools"], "tool_choice", "auto without tools", choice)
+    is_one = not (must_call and (fields["constraint"] or fields["min_tokens"]))
+    _require(is_one, "tool_choice", "auto beside a grammar or min_tokens", choice)
 
 
 def _check_messages(messages: Any) -> None:

@@ -13,6 +13,7 @@ from fake_model import FakePool, FakeRunner, FakeTransfer
 from simulation import COUNTED, main, run_schedule
 
 from mlx_paged.engine import pipeline
+from mlx_paged.engine.arguments import RequestMaker
 from mlx_paged.engine.beams import BeamGroup
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.text import OutputProcessor
@@ -246,12 +247,12 @@ def refused_though_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def samples_draw_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = EngineCore._make_request
+    whole = RequestMaker.__call__
 
-    def make(engine, tokens, params, seed, *place):
-        return whole(engine, tokens, params, params.seed if seed is not None else None, *place)
+    def make(maker, tokens, params, seed, *place):
+        return whole(maker, tokens, params, params.seed if seed is not None else None, *place)
 
-    monkeypatch.setattr(EngineCore, "_make_request", make)
+    monkeypatch.setattr(RequestMaker, "__call__", make)
 
 
 def forks_leave_a_token_behind(monkeypatch: pytest.MonkeyPatch) -> None:

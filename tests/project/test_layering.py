@@ -20,7 +20,9 @@ MAY_IMPORT = {
     "auto_patch": {"drop_in"},
     "run": {"cli", "drop_in"},
     "drop_in": {"arguments", "runner", "attention", "kv", "ops"},
-    "engine": {"runner", "metrics", "scheduler", "attention", "kv_disk", "kv", *REQUESTS},
+    "engine": {
+        *("runner", "metrics", "scheduler", "attention", "sampling", "kv_disk", "kv", *REQUESTS)
+    },
     "cli": {"ops", "scheduler"},
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
     "sampling": {"ops", *REQUESTS},
@@ -43,15 +45,9 @@ NO_MLX = [
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
     *("kv.stateful_prefix_cache", "generate.prompts_file"),
-    *(
-        "engine.beams",
-        "engine.core",
-        "engine.pipeline",
-        "engine.text",
-        "engine.ticket",
-        "engine.waiting_calls",
-    ),
-    "server.request_body",
+    *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
+    *("engine.waiting_calls", "sampling.grammar"),
+    *("server.constraints", "server.messages", "server.request_body"),
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
 

@@ -211,10 +211,10 @@ def test_origins_and_hosts_may_be_allowed():
 
 
 REFUSED = {
-    "response_format": {"type": "json_object"},
-    "guided_json": {},
-    "guided_regex": "a",
-    "structured_outputs": {"choice": ["a"]},
+    "response_format": {"type": "xml"},
+    "guided_json": "",
+    "guided_choice": [],
+    "guided_decoding_backend": "outlines",
     "grammar": "root",
     "suffix": "x",
     "use_beam_search": True,

@@ -1,0 +1,266 @@
+"""Which tokens may follow: JSON schemas, regular expressions and grammars, by llguidance.
+
+Only this module knows llguidance. It need not be installed for requests without a grammar. Knows no
+mlx.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_paged.sampling_params import SamplingParams
+
+MAX_BYTES = 1 << 16
+"""Longest source. llguidance compiles it in seconds at most, with the interpreter's lock free."""
+
+MAX_COMPILED = 256
+"""Compiled sources that are kept, the latest ones."""
+
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON in one line, as Python writes it. A schema's own "x-guidance" overrides this."""
+
+MAX_FORCED = 1024
+"""Tokens that are looked for at once after a token."""
+
+Matcher = Any
+"""llguidance's LLMatcher."""
+
+
+class GrammarState:
+    """The grammar of one request, after the tokens that it has.
+
+    Where the grammar leaves one text only, its tokens are forced: those that the tokenizer makes
+    of this text. Other tokens with the same text are then not allowed. So the output does not
+    depend on whether the model computes these tokens one by one or all at once.
+
+    Args:
+        matcher: after `position` tokens of the request; it belongs to the state from now on.
+        end: the end-of-sequence token that follows when the grammar allows no other token.
+        vocab_size: tokens that the matcher knows.
+
+    Attributes:
+        forced: tokens that must follow. The matcher is behind them.
+    """
+
+    def __init__(self, matcher: Matcher, position: int, end: int, vocab_size: int) -> None:
+        self.matcher = matcher
+        self.vocab_size = vocab_size
+        self.forced: list[int] = []
+        self._position = position
+        self._end = end
+        self._find_forced()
+
+    def copy(self, tokens: Sequence[int]) -> "GrammarState":
+        """The state of a fork with these tokens, which begin with those that this state has
+        followed. Raises ValueError as :meth:`follow`."""
+        twin = object.__new__(GrammarState)
+        twin.matcher, twin.forced = self.matcher.deep_copy(), list(self.forced)
+        twin.vocab_size, twin._position, twin._end = self.vocab_size, self._position, self._end
+        twin.follow(tokens)
+        return twin
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Go on to the end of the request's `tokens`.
+
+        Raises:
+            ValueError: the grammar does not allow one of them; the state is then useless.
+        """
+        for token in tokens[self._position :]:
+            if self.forced:
+                is_allowed = self.forced[0] == token
+            else:
+                is_allowed = self.matcher.consume_token(token)
+            if not is_allowed:  # the position stays, so that later calls raise, too
+                raise ValueError(f"[SamplingParams] the grammar does not allow token {token}")
+            self._position += 1
+            if self.forced:
+                del self.forced[0]
+            else:
+                self._find_forced()
+
+    def _find_forced(self) -> None:
+        matcher = self.matcher
+        while len(self.forced) < MAX_FORCED and (more := matcher.compute_ff_tokens()):
+            matcher.consume_tokens(more)
+            self.forced += more
+        if matcher.is_stopped() and not matcher.is_error():
+            self.forced.append(self._end)
+
+
+class Row(NamedTuple):
+    """A row of logits for the token at index `length` of a request's tokens."""
+
+    row: int
+    state: GrammarState
+    tokens: list[int]
+    length: int
+
+
+class Masks(NamedTuple):
+    """What the grammars of a batch allow.
+
+    Attributes:
+        allowed: ``[R, vocab]`` uint8, 1 or 0; a row without a grammar has ones.
+        forced: the only token that may follow, by row.
+        errors: why a row has no token.
+    """
+
+    allowed: npt.NDArray[np.uint8]
+    forced: dict[int, int]
+    errors: dict[int, Exception]
+
+
+def masks_of(rows: Sequence[Row], num_rows: int, vocab: int) -> Masks:
+    """Let each row's state follow its tokens, and fill the masks of all rows in one call.
+
+    The library fills them on several threads.
+    """
+    forced: dict[int, int] = {}
+    errors: dict[int, Exception] = {}
+    waiting: list[Row] = []
+    for each in rows:
+        try:
+            each.state.follow(each.tokens)
+        except ValueError as error:
+            errors[each.row] = error.with_traceback(None)
+            continue
+        if each.length < len(each.tokens):  # the engine has appended forced tokens already
+            forced[each.row] = each.tokens[each.length]
+        elif each.state.forced:
+            forced[each.row] = each.state.forced[0]
+        else:
+            waiting.append(each)
+    known_vocab = rows[0].state.vocab_size
+    bits = np.full((num_rows, -(-known_vocab // 32)), -1, np.int32)
+    for known in forced:
+        bits[known] = 0
+    if waiting:
+        pairs = [(each.state.matcher, each.row) for each in waiting]
+        _executor().unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.strides[0], num_rows)
+    for each in waiting:
+        if each.state.matcher.is_error():
+            reason = " ".join(each.state.matcher.get_error().split())
+            errors[each.row] = ValueError(f"[SamplingParams] the grammar failed: {reason:.200}")
+    allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
+    allowed[list(forced), list(forced.values())] = 1
+    if known_vocab < vocab:  # logits of no tokens
+        is_free = np.ones(num_rows, bool)
+        is_free[[each.row for each in rows]] = False
+        allowed[is_free] = 1
+    return Masks(allowed, forced, errors)
+
+
+@cache
+def _executor() -> Any:
+    from llguidance import LLExecutor
+
+    return LLExecutor()
+
+
+class Grammars:
+    """The grammars of one tokenizer, compiled once each. Any thread may call it.
+
+    Args:
+        tokenizer: mlx-lm's TokenizerWrapper, or None.
+        vocab_size: tokens that the model knows; None: as many as the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()  # one source at a time: others keep their processors
+        self._compiled: OrderedDict[tuple[str, str], Matcher | ValueError] = OrderedDict()
+        self._tokens: Any = None
+
+    def start(self, params: SamplingParams, position: int) -> GrammarState | None:
+        """The state of a request whose tokens from `position` on follow a grammar; None if it has
+        none.
+
+        Raises:
+            ValueError: llguidance refuses the source, it is too large, there is no tokenizer, or
+                llguidance is not installed.
+        """
+        if params.constraint is None:
+            return None
+        matcher = self.compile(params)
+        end, size = self._tokens.eos_token, self._tokens.vocab_size
+        return GrammarState(matcher.deep_copy(), position, end, size)
+
+    def compile(self, params: SamplingParams) -> Matcher:
+        """A matcher before its first token. Raises ValueError as :meth:`start`."""
+        assert params.constraint is not None
+        kind, source = params.constraint
+        with self._lock:
+            found = self._compiled.get((kind, source))
+            if found is None:
+                try:
+                    found = self._compile(kind, source)
+                except ValueError as error:
+                    found = error.with_traceback(None)
+                self._compiled[kind, source] = found
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end((kind, source))
+        if isinstance(found, ValueError):
+            raise ValueError(str(found))
+        return found
+
+    def warm_up(self) -> None:
+        """Read the tokenizer now, if llguidance is installed; else the first grammar does this."""
+        with self._lock:
+            try:
+                self._read_tokenizer()
+            except ValueError:  # every grammar gets this answer
+                return
+
+    def _compile(self, kind: str, source: str) -> Matcher:
+        if len(source.encode()) > MAX_BYTES:
+            raise ValueError(
+                f"[SamplingParams] {kind} has {len(source.encode())} bytes: "
+                f"expected at most {MAX_BYTES}"
+            )
+        self._read_tokenizer()
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)
+        try:
+            if kind == "json_schema":
+                grammar = LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+            elif kind == "regex":
+                grammar = LLMatcher.grammar_from_regex(source)
+            else:
+                grammar = LLMatcher.grammar_from_lark(source)
+            matcher: Matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+        except ValueError as error:
+            raise ValueError(f"[SamplingParams] {kind}: {_line(error)}") from None
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # the first mask takes longest
+        if matcher.is_error():
+            raise ValueError(f"[SamplingParams] {kind}: {_line(matcher.get_error())}")
+        return matcher
+
+    def _read_tokenizer(self) -> None:
+        """Give llguidance the vocabulary. This takes up to a second."""
+        if self._tokens is not None:
+            return
+        if self._tokenizer is None:
+            raise ValueError("[SamplingParams] a grammar is given: expected a tokenizer")
+        try:
+            from llguidance.hf import from_tokenizer
+        except ImportError:
+            raise ValueError(
+                "[SamplingParams] a grammar needs llguidance: "
+                "expected pip install 'mlx_paged[structured]'"
+            ) from None
+        inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
+        size = max(len(inner), self._vocab_size or 0)
+        self._tokens = from_tokenizer(inner, size, sorted(self._tokenizer.eos_token_ids))
+
+
+def _line(error: object) -> str:
+    return " ".join(str(error).split())[:400]

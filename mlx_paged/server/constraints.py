@@ -1,0 +1,135 @@
+"""What the fields of a request demand of its text, as options of SamplingParams. Imports no mlx."""
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+Options = Mapping[str, Any]
+NOTHING: Options = MappingProxyType({})
+ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+JSON_CALLS = {
+    "json_tools": ("\n", "\n", "", ""),
+    "longcat": ("\n", "\n", "", ""),
+    "mistral": ("", "", "[", "]"),
+}
+"""By tool format of mlx-lm: texts after the start and before the end of a call, or around all calls
+of a format without an end. A call itself is a JSON object with "name" and "arguments"."""
+
+
+def of_fields(body: Mapping[str, Any]) -> Options:
+    """The option that the fields of a body for structured outputs ask for.
+
+    Raises:
+        ValueError: several are given, or one of a wrong form.
+    """
+    found: list[tuple[str, Options]] = []
+    response = body.get("response_format") or {"type": "text"}
+    if isinstance(response, dict) and response.get("type") == "json_object":
+        found.append(("response_format", {"json_schema": {"type": "object"}}))
+    elif isinstance(response, dict) and response.get("type") == "json_schema":
+        wrapped = response.get("json_schema")
+        schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
+        found.append(("response_format", _option("response_format", "json", schema)))
+    elif not isinstance(response, dict) or response.get("type") != "text":
+        raise ValueError(
+            "response_format: expected the type text, json_object or json_schema, "
+            f"got {str(response)[:80]!r}"
+        )
+    several = body.get("structured_outputs") or {}
+    if not isinstance(several, dict):
+        raise ValueError(f"structured_outputs: expected an object, got {str(several)[:80]!r}")
+    given = [(f"structured_outputs.{kind}", kind, value) for kind, value in several.items()]
+    given += [(f"guided_{kind}", kind, body.get(f"guided_{kind}")) for kind in KINDS]
+    found += [
+        (name, _option(name, kind, value)) for name, kind, value in given if value is not None
+    ]
+    if len(found) > 1:
+        raise ValueError(f"{' and '.join(name for name, _ in found)}: expected one of them")
+    return found[0][1] if found else NOTHING
+
+
+def _option(name: str, kind: str, value: Any) -> Options:
+    if kind not in KINDS:
+        raise ValueError(f"{name}: expected one of {', '.join(KINDS)}")
+    if kind == "choice":
+        is_list = isinstance(value, list) and bool(value)
+        if not is_list or not all(isinstance(text, str) and text for text in value):
+            raise ValueError(f"{name}: expected a list of texts, got {str(value)[:80]!r}")
+        return {"grammar": f"start: {' | '.join(map(json.dumps, value))}"}
+    kinds = str if kind != "json" else str | dict
+    if not isinstance(value, kinds) or value == "":
+        expected = "a JSON schema" if kind == "json" else "a text"
+        raise ValueError(f"{name}: expected {expected}, got {str(value)[:80]!r}")
+    return {KINDS[kind]: value}
+
+
+KINDS = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "grammar"}
+"""Fields of `structured_outputs`, and of a body behind "guided_"; the options that obey them."""
+
+
+def of_tools(tokenizer: Any, tools: list[dict[str, Any]], name: str | None) -> Options:
+    """A grammar of one or more calls in the model's own format: of the tool `name`, or of any.
+
+    Raises:
+        ValueError: there is no such tool, or no grammar of this model's format.
+    """
+    functions = [tool.get("function") or {} for tool in tools]
+    called = [f for f in functions if name in (None, f.get("name"))]
+    if not called or any(not isinstance(f.get("name"), str) for f in called):
+        raise ValueError(f"tool_choice: expected one of the tools, got {name or 'required'!r}")
+    module = getattr(tokenizer.tool_parser, "__module__", None) or "none"
+    parser = module.rpartition(".")[2]
+    if parser not in JSON_CALLS:
+        raise ValueError(
+            f"tool_choice: expected auto or none, for no grammar is known of this model's format "
+            f"of tool calls ({parser}); known are {', '.join(JSON_CALLS)}"
+        )
+    before, after, opening, closing = JSON_CALLS[parser]
+    start = _literal(tokenizer, tokenizer.tool_call_start, tokenizer.tool_call_start_tokens)
+    end = _literal(tokenizer, tokenizer.tool_call_end, tokenizer.tool_call_end_tokens)
+    more = "" if name else '(", " object)*' if opening else '("\\n" call)*'
+    around = [json.dumps(text) if text else "" for text in (before, after, opening, closing)]
+    if opening:
+        rules = [f"start: {start} {around[2]} object {more} {around[3]}"]
+    else:
+        rules = [f"start: call {more}", f"call: {start} {around[0]} object {around[1]} {end}"]
+    rules.append("object: " + " | ".join(f"object_{i}" for i in range(len(called))))
+    for i, function in enumerate(called):
+        head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        schema = {"x-guidance": ONE_LINE} | schema if isinstance(schema, dict) else schema
+        rules.append(f'object_{i}: {json.dumps(head)} %json {json.dumps(schema)} "}}"')
+    return {"grammar": "\n".join(rules)}
+
+
+def after_reasoning(tokenizer: Any, options: Options) -> Options:
+    """The same options for a text that begins in reasoning, which they do not concern.
+
+    Raises:
+        ValueError: it is a regular expression or a grammar of the client, which cannot be nested.
+    """
+    end = _literal(tokenizer, tokenizer.think_end, getattr(tokenizer, "think_end_tokens", None))
+    begin = f"thought: /(.|\\n)*/ {end} /\\s*/"
+    if "json_schema" in options:
+        schema = options["json_schema"]
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+        schema = {"x-guidance": ONE_LINE} | schema if isinstance(schema, dict) else schema
+        return {"grammar": f"start: thought %json {json.dumps(schema)}\n{begin}"}
+    source: str = options.get("grammar", "")
+    if not source.startswith("start: "):
+        raise ValueError(
+            "regex, grammar: expected a prompt that does not end in reasoning; "
+            "many chat templates take enable_thinking: false in chat_template_kwargs"
+        )
+    return {
+        "grammar": source.replace("start: ", "start: thought answer\nanswer: ", 1) + f"\n{begin}"
+    }
+
+
+def _literal(tokenizer: Any, text: str | None, tokens: Any) -> str:
+    """A text as a grammar writes it: by its token, if it has one of its own."""
+    if not text:
+        return ""
+    return f"<[{tokens[0]}]>" if tokens is not None and len(tokens) == 1 else json.dumps(text)

@@ -1,0 +1,172 @@
+"""Anthropic's Messages API on the machinery of chat completions. Imports no mlx."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from mlx_paged.server.request_body import Fields, Refusal
+
+PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+OWN = {"messages", "system", "stop_sequences", "tools", "tool_choice", "output_config"}
+OWN |= {"output_format"}
+"""Fields that bodies for chat completions have in another form, or not at all."""
+
+LABELS = {"metadata", "service_tier", "cache_control", "anthropic_version", "betas", "thinking"}
+"""Fields that ask for nothing here: prefixes are always cached, and models reason as they do."""
+
+KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+KINDS |= {413: "request_too_large", 503: "overloaded_error"}
+"""Types of errors by status."""
+
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+"""Stop reasons by OpenAI's finish reasons."""
+
+
+def error_json(error: Refusal) -> dict[str, Any]:
+    kind = KINDS.get(error.status, KINDS[400] if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+def as_chat(body: Fields, counts: bool) -> Fields:
+    """The body for chat completions that asks for the same; unknown fields stay as they are.
+
+    Args:
+        counts: the request only counts tokens and needs no `max_tokens`.
+
+    Raises:
+        ValueError: a field cannot be obeyed.
+    """
+    chat = {name: value for name, value in body.items() if name not in OWN | LABELS}
+    if not counts and "max_tokens" not in body:
+        raise ValueError("max_tokens: expected an integer >= 1, got nothing")
+    messages = _list(body.get("messages"), "messages")
+    chat["messages"] = [turn for message in messages for turn in _turns(message)]
+    if system := _text(body.get("system"), "system"):
+        chat["messages"].insert(0, {"role": "system", "content": system})
+    if messages[-1].get("role") == "assistant":
+        chat["continue_final_message"] = True
+    if "stop_sequences" in body:
+        chat["stop"] = body["stop_sequences"]
+    if body.get("tools"):
+        chat["tools"] = [_tool(tool) for tool in _list(body["tools"], "tools")]
+    choice = body.get("tool_choice") or {}
+    if not isinstance(choice, dict):
+        raise ValueError(f"tool_choice: expected an object, got {str(choice)[:80]!r}")
+    if choice.get("disable_parallel_tool_use"):
+        chat["parallel_tool_calls"] = False
+    if choice:
+        named = {"type": "function", "function": {"name": choice.get("name")}}
+        choices = {"auto": "auto", "none": "none", "any": "required", "tool": named}
+        if choice.get("type") not in choices:
+            raise ValueError(f"tool_choice: expected one of {', '.join(choices)}")
+        chat["tool_choice"] = choices[choice["type"]]
+    config = body.get("output_config")
+    wanted = body.get("output_format") or (config.get("format") if isinstance(config, dict) else {})
+    if wanted:
+        is_schema = isinstance(wanted, dict) and wanted.get("type") == "json_schema"
+        if not is_schema:
+            raise ValueError("output_config: expected a format of the type json_schema")
+        schema = {"schema": wanted.get("schema")}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return chat
+
+
+def _list(value: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
+        raise ValueError(f"{name}: expected a list of objects, got {str(value)[:80]!r}")
+    return value
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        raise ValueError(f"tools: expected tools of the client, got {str(tool['type'])[:80]!r}")
+    function = {"name": tool.get("name"), "description": tool.get("description", "")}
+    return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
+
+
+def _text(content: Any, name: str) -> str:
+    """The text of a string or of blocks of text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    blocks = _list(content, name) if content else []
+    for block in blocks:
+        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise ValueError(
+                f"{name}: expected text, got a block of {str(block.get('type'))!r:.80}"
+            )
+    return "".join(block["text"] for block in blocks)
+
+
+def _turns(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A message as messages of a chat: each tool result is one of its own."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise ValueError(f"messages: expected the role user or assistant, got {role!r:.80}")
+    is_blocks = isinstance(content, list)
+    blocks = _list(content, "content") if is_blocks else [{"type": "text", "text": content}]
+    texts, calls = [], []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "tool_result" and role == "user":
+            result = _text(block.get("content"), "tool_result")
+            yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind not in ("thinking", "redacted_thinking") or role != "assistant":
+            texts.append(_text([block], "messages"))
+    if texts or calls:
+        text = "".join(texts)
+        yield {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
+
+
+class Blocks:
+    """The content blocks of an answer, and the events that tell of them."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._kind: str | None = None  # of the block that is open
+
+    @staticmethod
+    def of(text: str, reasoning: str, tool_calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The blocks of a piece of an answer, or of all of it."""
+        blocks: list[dict[str, Any]] = []
+        if reasoning:
+            blocks.append({"type": "thinking", "thinking": reasoning, "signature": ""})
+        if text:
+            blocks.append({"type": "text", "text": text})
+        for call in tool_calls:
+            function = call["function"]
+            own = {"name": function["name"], "input": json.loads(function["arguments"])}
+            blocks.append({"type": "tool_use", "id": call["id"]} | own)
+        return blocks
+
+    def events(self, blocks: list[dict[str, Any]]) -> Iterator[bytes]:
+        """The events of new pieces of blocks."""
+        for block in blocks:
+            kind = block["type"]
+            if kind == "tool_use":
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+                first: dict[str, Any] = block | {"input": {}}
+            else:
+                delta = {"type": f"{kind}_delta", kind: block[kind]}
+                first = block | {kind: ""}
+            if kind != self._kind or kind == "tool_use":
+                yield from self.end()
+                self._index, self._kind = self._index + 1, kind
+                yield self._event("content_block_start", content_block=first)
+            yield self._event("content_block_delta", delta=delta)
+
+    def end(self) -> Iterator[bytes]:
+        """The event that ends the open block, if one is open."""
+        if self._kind is not None:
+            self._kind = None
+            yield self._event("content_block_stop")
+
+    def _event(self, kind: str, **content: Any) -> bytes:
+        return event({"type": kind, "index": self._index} | content)
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """A server-sent event with the name of its type."""
+    return f"event: {content['type']}\ndata: {json.dumps(content)}\n\n".encode()

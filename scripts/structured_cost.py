@@ -1,0 +1,122 @@
+"""What grammars cost and save: step times with and without, and model steps.
+
+    python -m scripts.structured_cost [--pairs 12] [--vocab 131072] [--rows 32]
+
+A llama of random weights has `--vocab` tokens, of which the demo model's tokenizer knows the first
+ones, so its masks cover few tokens; the vocabulary is therefore filled up with random words. The
+rows are constrained by an expression without fixed text, so that each step computes one token a
+row with and without it. Each pair runs both in turns; the median of the pairs' ratios is printed.
+The last line counts the model's steps for an object with fixed keys. On Linux, preload OpenBLAS
+(README.md, Limits): with MLX's reference BLAS a step takes seconds.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import llama
+
+from mlx_paged import Engine
+from mlx_paged.cli import COUNT, load_model
+
+FREE = {"regex": "[a-zA-Z0-9 .,_]{400,}"}
+KEYS = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 12},
+        "last_name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "is_member": {"type": "boolean"},
+    },
+    "required": ["first_name", "last_name", "age", "is_member"],
+    "additionalProperties": False,
+}
+
+
+def wide_model(vocab: int) -> tuple[Any, Any]:
+    """A random llama and the demo model's tokenizer, both with `vocab` tokens."""
+    _, tokenizer = load_model()
+    rng, words = random.Random(0), set[str]()
+    while len(words) < vocab - len(tokenizer._tokenizer):
+        words.add("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 9))))
+    tokenizer._tokenizer.add_tokens(sorted(words))
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=512,
+        num_hidden_layers=8,
+        intermediate_size=1536,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-5,
+        vocab_size=vocab,
+        tie_word_embeddings=True,
+    )
+    mx.random.seed(0)
+    model = llama.Model(args)
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    return model, tokenizer
+
+
+def step_ms(engine: Engine, rows: int, steps: int, **options: Any) -> float:
+    """Median time of a step in which all rows decode."""
+    ids = [engine.add_request([5 + row], max_tokens=steps + 8, **options) for row in range(rows)]
+    for _ in range(6):
+        engine.step()
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - started)
+    for request_id in ids:
+        engine.abort(request_id)
+    while engine.has_work:
+        engine.step()
+    return 1000 * statistics.median(times)
+
+
+def count_steps(fast_forward: bool) -> tuple[int, int]:
+    """Steps and tokens of one object with fixed keys on the demo model."""
+    model, tokenizer = load_model()
+    engine = Engine(model, tokenizer, num_blocks=64)
+    engine._pipeline.fast_forward = fast_forward
+    engine.add_request("x = ", json_schema=KEYS, max_tokens=200)
+    steps = tokens = 0
+    while engine.has_work:
+        tokens += len(engine.step())
+        steps += 1
+    return steps, tokens
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="structured_cost", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for flag, default in (("--pairs", 12), ("--vocab", 1 << 17), ("--rows", 32), ("--steps", 12)):
+        parser.add_argument(flag, type=COUNT, default=default)
+    args = parser.parse_args(argv)
+    model, tokenizer = wide_model(args.vocab)
+    for lookahead in (True, False):
+        engine = Engine(model, tokenizer, num_blocks=512, lookahead=lookahead)
+        ratios, plain = [], []
+        for pair in range(args.pairs):
+            order = ({}, FREE) if pair % 2 else (FREE, {})
+            found = {bool(o): step_ms(engine, args.rows, args.steps, **o) for o in order}
+            ratios.append(found[True] / found[False])
+            plain.append(found[False])
+        print(
+            f"lookahead {lookahead!s:5}: step {statistics.median(plain):.1f} ms without, ratio "
+            f"{statistics.median(ratios):.3f} (from {min(ratios):.3f} to {max(ratios):.3f})",
+            flush=True,
+        )
+    (fewer, tokens), (all_steps, _) = count_steps(True), count_steps(False)
+    saved = {"tokens": tokens, "steps": fewer, "one_by_one": all_steps}
+    print(json.dumps(saved), f"{1 - fewer / all_steps:.0%} fewer steps")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Structured outputs, forced tool calls and the Messages API, with their clients over a socket."""
+
+import json
+import re
+import threading
+import time
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Literal
+
+import pytest
+from jsonschema import validate
+from mlx_lm.tool_parsers import json_tools, pythonic
+from pydantic import BaseModel
+from server_harness import CODE, MODEL, client, demo, live, only_model, post, solo
+
+from mlx_paged.server.models import _machine
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "color": {"enum": ["red", "green"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "color", "count"],
+    "additionalProperties": False,
+}
+CHAT = {"messages": [{"role": "user", "content": "def f"}], "max_tokens": 80}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")
+]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}"
+    "{{ '\n' }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with live("--chat-template", TEMPLATE) as running:
+        yield running
+
+
+@contextmanager
+def tool_format(server, module):
+    """The demo model's tokenizer with the tool format of a module of mlx-lm."""
+    model = only_model(server)
+    tokenizer, before = model.tokenizer, model.machines
+    vars(tokenizer).update(
+        _tool_parser=module.parse_tool_call,
+        _tool_call_start=module.tool_call_start,
+        _tool_call_end=module.tool_call_end,
+    )
+    model.machines = {tools: _machine(tokenizer, tools) for tools in (False, True)}
+    try:
+        yield
+    finally:
+        vars(tokenizer).update(_tool_parser=None, _tool_call_start=None, _tool_call_end=None)
+        model.machines = before
+
+
+def content(server, **fields):
+    status, _, answer = post(server, CHAT | fields, "/v1/chat/completions")
+    assert status == 200, answer
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    return answer["choices"][0]["message"]["content"]
+
+
+def test_a_schema_of_response_format_is_obeyed(server):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+    validate(json.loads(content(server, response_format=form)), SCHEMA)
+    assert content(server, response_format={"type": "text"}, max_tokens=80, stop="\n") is not None
+
+
+def test_openai_parses_an_answer_into_a_class(server):
+    class Thing(BaseModel):
+        color: Literal["red", "green"]
+        count: Literal[1, 2, 3]
+
+    parsed = client(server).chat.completions.parse(
+        model=MODEL, messages=CHAT["messages"], max_tokens=80, response_format=Thing
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Thing)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "value", "pattern"),
+    [
+        ("json", SCHEMA, None),
+        ("json", json.dumps(SCHEMA), None),
+        ("regex", "[ab]{3}c", "[ab]{3}c"),
+        ("choice", ['say "no"', "yes\n"], '(say "no"|yes\n)'),
+        ("grammar", 'start: "x" NUMBER\nNUMBER: /[0-9]{2}/', "x[0-9]{2}"),
+    ],
+)
+def test_fields_of_vllm_are_obeyed(server, nested, kind, value, pattern):
+    fields = {"structured_outputs": {kind: value}} if nested else {f"guided_{kind}": value}
+    text = content(server, **fields)
+    if pattern is None:
+        validate(json.loads(text), SCHEMA)
+    else:
+        assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"guided_json": {"type": "string", "format": "nope"}}, "Unknown format: nope"),
+        ({"guided_regex": "(" * 9}, "unclosed group"),
+        ({"guided_regex": "a" * 70_000}, "65536"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_regex and guided_choice"),
+        ({"guided_choice": "b"}, "guided_choice"),
+        ({"guided_json": [1]}, "guided_json"),
+        ({"structured_outputs": {"whitespace": 1}}, "structured_outputs.whitespace"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"guided_regex": "a", "min_tokens": 3}, "min_tokens"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": TOOLS}, "none is known"),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_cannot_be_obeyed_is_refused_with_the_reason(server, fields, reason):
+    status, _, answer = post(server, CHAT | fields, "/v1/chat/completions")
+    message = answer["error"]["message"]
+    assert status == 400 and reason.replace("none is", "no grammar is") in message
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_is_called_if_it_must_be(server, choice, stream):
+    with tool_format(server, json_tools):
+        answer = client(server).chat.completions.create(
+            model=MODEL,
+            messages=CHAT["messages"],
+            max_tokens=200,
+            tools=TOOLS,
+            tool_choice=choice,
+            temperature=1.0,
+            seed=3,
+            stream=stream,
+        )
+        if stream:
+            parts = [part.choices[0] for part in answer]
+            calls = [call for part in parts for call in part.delta.tool_calls or []]
+            reason = parts[-1].finish_reason
+        else:
+            calls = answer.choices[0].message.tool_calls
+            reason = answer.choices[0].finish_reason
+    assert calls and reason in ("tool_calls", "length")
+    for call in calls:
+        assert call.function.name in (("f", "g") if choice == "required" else ("g",))
+        validate(json.loads(call.function.arguments), SCHEMA)
+
+
+def test_a_format_without_a_grammar_is_refused_by_name(server):
+    with tool_format(server, pythonic):
+        body = CHAT | {"tools": TOOLS, "tool_choice": "required"}
+        status, _, answer = post(server, body, "/v1/chat/completions")
+    assert status == 400 and "(pythonic)" in answer["error"]["message"]
+
+
+def test_a_schema_that_takes_long_does_not_delay_others(server):
+    """It is compiled in a thread of its own; a stream's tokens come meanwhile."""
+    deep = {
+        "type": "object",
+        "properties": {
+            f"k{i}": {"type": "string", "pattern": f"^[a-z]{{1,{i + 1}}}$"} for i in range(900)
+        },
+    }
+    assert len(json.dumps(deep)) < 1 << 16
+    done = []
+
+    def ask():
+        begun = time.perf_counter()
+        post(server, CHAT | {"guided_json": deep, "max_tokens": 1}, "/v1/chat/completions")
+        done.append((begun, time.perf_counter()))
+
+    stream = client(server).completions.create(
+        model=MODEL, prompt=CODE, max_tokens=600, stream=True, extra_body={"ignore_eos": True}
+    )
+    times = [time.perf_counter() for _ in [next(stream)]]
+    asking = threading.Thread(target=ask)
+    asking.start()
+    times += [time.perf_counter() for _ in stream]
+    asking.join()
+    ((begun, ended),) = done
+    beside = [b - a for a, b in pairwise(times) if begun < b < ended]
+    assert beside and max(beside) < 0.4  # 0.1 on an idle machine
+
+
+# The Messages API
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    anthropic = pytest.importorskip("anthropic")
+    url = f"http://127.0.0.1:{server.address[1]}"
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+
+USER = [{"role": "user", "content": "def f"}]
+PROMPT = "user: def f\n"
+CLAUDE_TOOLS = [{"name": name, "description": "d", "input_schema": SCHEMA} for name in ("f", "g")]
+
+
+def test_a_message_is_what_mlx_lm_gives(claude):
+    message = claude.messages.create(model=MODEL, max_tokens=24, messages=USER)
+    text, tokens, _ = solo(PROMPT, 24)
+    assert [block.text for block in message.content] == [text]
+    assert (message.role, message.stop_reason, message.stop_sequence) == (
+        "assistant",
+        "max_tokens",
+        None,
+    )
+    usage = message.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == len(demo()[1].encode(PROMPT))
+    assert usage.output_tokens == len(tokens) == 24
+
+
+def test_a_stream_gives_the_same_message(claude):
+    whole = claude.messages.create(model=MODEL, max_tokens=24, messages=USER)
+    with claude.messages.stream(model=MODEL, max_tokens=24, messages=USER) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert final.content[0].text == whole.content[0].text
+    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 24)
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+
+
+def test_a_stop_sequence_is_named(claude):
+    text = solo(PROMPT, 24)[0]
+    stops = ["never in it", text[10:14]]
+    message = claude.messages.create(
+        model=MODEL, max_tokens=24, messages=USER, stop_sequences=stops
+    )
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stops[1])
+    assert message.content[0].text == text[: text.index(stops[1])]
+
+
+def test_system_blocks_and_tool_results_reach_the_template(claude):
+    history = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "def"}, {"type": "text", "text": "!"}],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "calling"},
+                {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "42"},
+                {"type": "text", "text": "so?"},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}]
+    prompt = "system: Be short.\nuser: def!\nassistant: callingf{'a': 1}\ntool: 42\nuser: so?\n"
+    counted = claude.messages.count_tokens(model=MODEL, system=system, messages=history)
+    assert counted.input_tokens == len(demo()[1].encode(prompt))
+    message = claude.messages.create(model=MODEL, max_tokens=9, system=system, messages=history)
+    assert message.content[0].text == solo(prompt, 9)[0]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "g"}])
+@pytest.mark.parametrize("streams", [False, True])
+def test_tools_are_called_through_the_client(server, claude, choice, streams):
+    options = {"tools": CLAUDE_TOOLS, "tool_choice": choice | {"disable_parallel_tool_use": True}}
+    options |= {
+        "model": MODEL,
+        "max_tokens": 200,
+        "messages": USER,
+        "extra_body": {"temperature": 1},
+    }
+    with tool_format(server, json_tools):
+        if streams:
+            with claude.messages.stream(**options) as stream:
+                message = stream.get_final_message()
+        else:
+            message = claude.messages.create(**options)
+    (block,) = message.content
+    assert (block.type, message.stop_reason) == ("tool_use", "tool_use")
+    assert block.name in (("f", "g") if choice["type"] == "any" else ("g",))
+    validate(block.input, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "web_search"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice"),
+        ({"output_format": {"type": "xml"}}, "json_schema"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_errors_have_anthropics_form(server, changes, reason):
+    body = {"model": MODEL, "max_tokens": 8, "messages": USER} | changes
+    body = {name: value for name, value in body.items() if value is not None}
+    status, _, answer = post(server, body, "/v1/messages")
+    assert (status, answer["type"]) == (400, "error")
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert reason in answer["error"]["message"]
+
+
+def test_output_format_constrains_a_message(server):
+    body = {"max_tokens": 80, "messages": USER}
+    body |= {"output_format": {"type": "json_schema", "schema": SCHEMA}}
+    status, _, answer = post(server, body, "/v1/messages")
+    assert (status, answer["stop_reason"]) == (200, "end_turn")
+    validate(json.loads(answer["content"][0]["text"]), SCHEMA)
