@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 
@@ -31,7 +32,7 @@ def write_first_layers(source: Path, count: int, target: Path) -> int:
     weights: dict[str, mx.array] = {}
     for file in source.iterdir():
         if file.suffix == ".safetensors":
-            weights |= mx.load(str(file))
+            weights |= cast(dict[str, mx.array], mx.load(str(file)))
         elif file.name not in ("config.json", "model.safetensors.index.json"):
             shutil.copy(file, target)
     kept = {

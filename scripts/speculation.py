@@ -131,10 +131,10 @@ def measure_stalls(model: nn.Module, vocab: int, active: int, bound_ms: float) -
     preset = replace(PRESETS["copy"], draw=lambda rng, n: (np.full(n, 1500), np.full(n, 1400)))
     streams = [list(job.prompt) for job in make_jobs(preset, vocab, 0, active)]
     warm_up, long = (make_jobs(preset, vocab, seed, 1)[0].prompt for seed in (1, 2))
-    scenario = SimpleNamespace(
+    scenario: Any = SimpleNamespace(
         streams=streams, warm_up=list(warm_up), long=[*long] * 4, stream_max_tokens=1400
     )
-    options = {"max_kv_tokens": 3200 * active + 10_000, "max_running": active + 1}
+    options: dict[str, Any] = {"max_kv_tokens": 3200 * active + 10_000, "max_running": active + 1}
     rows = {}
     for name, speculate in {"plain": None, "ngram": "ngram"}.items():
         engine = Engine(model, max_stall_ms=bound_ms, speculate=speculate, **options)

@@ -158,8 +158,8 @@ class DraftModel:
         for each in launched:
             for choice in self._runner.collect(each):
                 drafts.setdefault(choice.request.id, []).append(choice.token)
-        for shadow in [self._shadows[r.id] for r in requests if r.id in self._shadows]:
-            own, shadow.computed = shadow.request, shadow.request.num_computed
+        for known in [self._shadows[r.id] for r in requests if r.id in self._shadows]:
+            own, known.computed = known.request, known.request.num_computed
             own.num_computed = min(own.num_computed, len(own.tokens))  # until they are verified
         return drafts
 
