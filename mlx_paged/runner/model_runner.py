@@ -332,7 +332,7 @@ def _empty_rows(sampled: Sampled, logprobs: Sequence[float]) -> dict[int, Except
     """Errors of rows in which the caller's options leave no token: all logits are NaN or -inf."""
     return {
         row: ValueError(
-            "[SamplingParams] logits_processors, logit_bias or the grammar leave no token: "
+            "[SamplingParams] logits_processors or logit_bias leave no token: "
             "expected at least one finite logit, and no NaN"
         )
         for row in sampled.may_be_empty
