@@ -140,7 +140,7 @@ def add_engine(group: argparse._ArgumentGroup, max_stall_ms: float = 0) -> None:
     add("--no-prefix-cache", action="store_true", help=prefixes)
     disk = "keep K/V in this directory too, beyond the pool and the process (default: no disk)"
     add("--kv-disk", metavar="DIR", help=disk)
-    add("--kv-disk-gb", type=memory, default=20.0, metavar="N", help="GB in it at most")
+    add("--kv-disk-gb", type=memory, metavar="N", help="GB in it at most (default: 20)")
     _add_speculation(group)
 
 
@@ -179,8 +179,10 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--speculate is given beside --draft-model: expected one of them")
     if args.num_draft_tokens is not None and args.draft_model is None:
         raise ValueError("--num-draft-tokens is given: expected --draft-model beside it")
+    if args.kv_disk_gb is not None and args.kv_disk is None:
+        raise ValueError("--kv-disk-gb is given: expected --kv-disk beside it")
     names = "kv_bits", "policy", "preempt", "seed", "speculate"
-    others = "metrics_jsonl", "spike_ms", "profile", "kv_disk", "kv_disk_gb"
+    others = "metrics_jsonl", "spike_ms", "profile", "kv_disk"
     model_files = [args.model or demo_model_path(), args.adapter_path]
     return {
         "model_files": [path for path in model_files if path is not None],
@@ -190,6 +192,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "max_stall_ms": args.max_stall_ms or None,
         "draft_model": None if args.draft_model is None else _draft_model(args.draft_model),
         "num_draft_tokens": args.num_draft_tokens or 3,
+        "kv_disk_gb": args.kv_disk_gb or 20.0,
         **{name: getattr(args, name) for name in (*names, *others)},
     }
 

@@ -167,6 +167,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     if path != args.model:  # adapter, draft model and disk belong to the default model
         args = argparse.Namespace(**vars(args))
         args.adapter_path = args.draft_model = args.kv_disk = None
+        args.num_draft_tokens = args.kv_disk_gb = None
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     try:
         model, tokenizer, config = load(
