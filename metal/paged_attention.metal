@@ -133,9 +133,10 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   threadgroup float4* weights = shared + int(simdgroup) * LANES;
   threadgroup vec<half, 2>* scales =
       shared_scales + (is_pair<V>() ? int(simdgroup) * LANES * GROUPS : 0);
-  const int first_key = begin / LANES * LANES + int(simdgroup) * LANES;
-  int next_block = block_of(first_key + int(lane), begin, end, table, p);
-  for (int base = first_key; base < end; base += THREADS) {
+  const int first_key = begin / LANES * LANES;
+  const int own_base = first_key + int(simdgroup) * LANES;
+  int next_block = block_of(own_base + int(lane), begin, end, table, p);
+  for (int base = own_base; base < end; base += THREADS) {
     const int key = base + int(lane);
     const int count = min(LANES, end - base);
     const int block = next_block;
