@@ -134,8 +134,8 @@ def add_engine(group: argparse._ArgumentGroup, max_stall_ms: float = 0) -> None:
         default=str(PreemptionPolicy.NEWEST),
         help="request that loses its KV blocks when the pool is full",
     )
-    plain = "build the graph of every step anew, also of steps that only decode"
-    add("--no-compile", action="store_true", help=plain)
+    graphs = "decode by compiled graphs (default: on a CPU, if these take less time)"
+    add("--compile", action=argparse.BooleanOptionalAction, help=graphs)
     prefixes = "do not share K/V between prompts with a common prefix"
     add("--no-prefix-cache", action="store_true", help=prefixes)
     disk = "keep K/V in this directory too, beyond the pool and the process (default: no disk)"
@@ -181,13 +181,12 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--num-draft-tokens is given: expected --draft-model beside it")
     if args.kv_disk_gb is not None and args.kv_disk is None:
         raise ValueError("--kv-disk-gb is given: expected --kv-disk beside it")
-    names = "kv_bits", "policy", "preempt", "seed", "speculate"
+    names = "compile", "kv_bits", "policy", "preempt", "seed", "speculate"
     others = "metrics_jsonl", "spike_ms", "profile", "kv_disk"
     model_files = [args.model or demo_model_path(), args.adapter_path]
     return {
         "model_files": [path for path in model_files if path is not None],
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
-        "compile": False if args.no_compile else None,
         "prefix_cache": not args.no_prefix_cache,
         "max_stall_ms": args.max_stall_ms or None,
         "draft_model": None if args.draft_model is None else _draft_model(args.draft_model),

@@ -83,7 +83,7 @@ class Engine(WaitingCalls):
             part of `kv_memory`, or a pool of as many blocks as `num_blocks`.
         num_draft_tokens: guesses of a draft model for each request in a step at most.
         compile: compute the steps that only decode by graphs that MLX has traced before, if it can
-            (docs/compiled-decodes.md). None: if they take less time, which is measured now.
+            (docs/compiled-decodes.md). None: on a CPU, if they take less time: measured now.
         profile: synchronise between the phases of every step and time each phase, without
             lookahead. All steps are slower then.
         metrics_jsonl: write one line for every tick to this file.

@@ -87,11 +87,14 @@ class ModelRunner:
         self._tables = BatchTables.of_groups(manager.allocator)
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
-        """Compute decodes by compiled graphs from now on, if `wanted` (None: if these take less
-        time) and if they are right. Return what is traced. No block may be in use."""
+        """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these
+        take less time) and if they are right. Return what is traced. No block may be in use."""
+        on_cpu = mx.default_device() == mx.cpu
         if wanted is False or self.batching is not Batching.MIXED or not self.layers:
             return None
-        for fuses in (False, True)[: 1 if mx.default_device() == mx.cpu else 2]:
+        if wanted is None and not on_cpu:  # no GPU has run them yet
+            return None
+        for fuses in (False, True)[: 1 if on_cpu else 2]:
             compiled = CompiledDecode(self.model, self._graph, self.manager, max_rows, fuses)
             if compiled.is_right(if_faster=wanted is None):
                 self.compiled = compiled

@@ -152,6 +152,8 @@ def test_compiled_if_faster(monkeypatch, is_faster):
     traces = compile_decodes(engine.runner, None, 4)
     assert (traces is not None) == is_compiled(engine) == is_faster
     assert compile_decodes(engine.runner, True, 4) is not None
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    assert compile_decodes(engine.runner, None, 4) is None  # no GPU has run it yet
 
 
 def test_a_dropped_write_is_noticed(monkeypatch):
@@ -210,6 +212,8 @@ def test_metrics_say_what_traces_cost():
     assert Engine(build("llama"), **SMALL, compile=False).metrics()["traces"] is None
 
 
-@pytest.mark.parametrize(("flags", "expected"), [([], None), (["--no-compile"], False)])
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], None), (["--no-compile"], False), (["--compile"], True)]
+)
 def test_a_flag_switches_it_off(flags, expected):
     assert arguments.engine_options(arguments.parse(flags))["compile"] is expected
