@@ -269,8 +269,17 @@ class EngineCore:
 
     @exclusive
     def reset_prefix_cache(self) -> None:
-        """Forget the K/V that finished requests left for reuse."""
+        """Forget the K/V that finished requests left for reuse, and no longer use `kv_disk`: its
+        K/V is that of the weights that the model had when the engine was made."""
+        self._leave_disk()
         self.scheduler.allocator.store.drop_idle()
+
+    def _leave_disk(self) -> None:
+        tier, self.scheduler.tier = self.scheduler.tier, None
+        if tier is not None:
+            tier.close()
+            for request in tier.loading.values():
+                self.scheduler.waiting.push(request)
 
     @exclusive
     def step(self) -> list[TokenOutput]:
@@ -327,6 +336,7 @@ class EngineCore:
                 if choice.request.grammar is not None:
                     for forced in self._pipeline.forced_after(choice.request):
                         self._append(forced)
+                        self.stats.generation_tokens += 1
             if result.fault is not None:
                 self._recover(result.fault)
         finally:

@@ -190,11 +190,6 @@ class Engine(WaitingCalls):
             max_snapshots=most_snapshots,
             drafter=drafter,
         )
-        if kv_disk is not None:
-            num_bytes = int(kv_disk_gb * 10**9)
-            args = model, tokenizer, self.manager, scheduler.budget.seconds_to_compute
-            scheduler.tier = open_tier(kv_disk, num_bytes, model_files, *args)
-            scheduler.budget.learns = True
         promise_snapshots(self.manager.allocator, probed.state_bytes)
         phases = PhaseTimes() if profile else None
         if phases is None:
@@ -218,6 +213,11 @@ class Engine(WaitingCalls):
         if prewarm:
             runner.warm_up()
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)
+        if kv_disk is not None and scheduler.prefix_cache:
+            num_bytes = int(kv_disk_gb * 10**9)
+            args = model, tokenizer, self.manager, scheduler.budget.seconds_to_compute
+            scheduler.tier = open_tier(kv_disk, num_bytes, model_files, *args)
+            scheduler.budget.learns = True
         self._unwire = hold_wired_limit(self)
 
     def close(self, stream: Any = None) -> None:
@@ -227,14 +227,11 @@ class Engine(WaitingCalls):
         Args:
             stream: computes the steps, if it is not the default stream.
         """
-        tier = self.scheduler.tier
-        if tier is not None:
-            while self.copy_when_idle():
+        if self.scheduler.tier is not None:
+            self._settle()
+            while self._pipeline.copy_when_idle():
                 pass
-            self.scheduler.tier = None
-            tier.close()
-            for request in tier.loading.values():
-                self.scheduler.waiting.push(request)
+            self._leave_disk()
         if self._unwire is not None:
             unwire, self._unwire = self._unwire, None
             try:
@@ -246,4 +243,7 @@ class Engine(WaitingCalls):
     def copy_when_idle(self) -> bool:
         """Copy some cached blocks to `kv_disk` if there is nothing else to do; whether to call this
         again."""
-        return not self.has_work and self._pipeline.copy_when_idle()
+        if self.has_work:
+            return False
+        self._settle()  # a step may be under way for requests that ended
+        return self._pipeline.copy_when_idle()

@@ -22,6 +22,9 @@ from mlx_paged.scheduler.step import Step
 MAX_FAULTS = 3
 """A request ends with an error after so many failed steps, even if it never ran alone."""
 
+MOST_FORCED = 256
+"""Tokens that a grammar forces and that a request gets at once; a reader's inbox has an end."""
+
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay(Generic[LaunchedT]):
@@ -87,12 +90,13 @@ class StepPipeline(Generic[LaunchedT]):
             return []
         try:
             grammar.follow(request.tokens)
-        except ValueError:  # the next step reports it
+        except Exception:  # the next step reports it
             return []
         if grammar.forced and request.num_in_flight:
             request.num_in_flight -= 1
             self._known.append(request)
-        return [SampledToken(request, token, 0.0, ((token, 0.0),)) for token in grammar.forced]
+        forced = grammar.forced[:MOST_FORCED]  # the next choice brings the others
+        return [SampledToken(request, token, 0.0, ((token, 0.0),)) for token in forced]
 
     def recover(self, fault: Fault) -> list[Request]:
         """Start again after a failure; return the requests that end because of it."""

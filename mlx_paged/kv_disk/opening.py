@@ -66,7 +66,7 @@ def identity(model: nn.Module, tokenizer: Any, manager: KVBlockManager, weights:
         "options": getattr(options, "__dict__", None) or repr(options),
         "tokenizer": _vocabulary(tokenizer),
         "layout": [manager.pool.block_size, str(manager.plan)],  # shapes and kv_bits among it
-        "computed by": [*map(version, ("mlx", "mlx-lm")), str(mx.default_device())],
+        "computed by": [*map(version, ("mlx", "mlx-lm", "mlx-paged")), str(mx.default_device())],
     }
     return sha256(json.dumps(known, sort_keys=True, default=repr).encode()).digest()
 
@@ -100,6 +100,8 @@ def _files_hash(sources: Paths) -> str:
         return ""
     found = []
     for path in sorted(p for source in sources for p in Path(source).resolve().rglob("*")):
+        if not path.exists():  # a link to nothing
+            continue
         s = path.stat()
         found.append(f"{path} {s.st_size} {s.st_mtime_ns} {s.st_ctime_ns} {s.st_ino}")
     return sha256("\n".join(found).encode(errors="surrogateescape")).hexdigest()

@@ -108,6 +108,7 @@ class PackFiles:
             lock = _private(self.directory / "lock", os.O_RDWR)
             self.close = finalize(self, os.close, lock)  # lets others use the directory
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.pwrite(lock, f"{os.getpid():<20}".encode(), 0)
         except BlockingIOError:
             user = os.pread(lock, 20, 0).decode(errors="replace").strip() or "unknown"
             self.close()
@@ -116,7 +117,6 @@ class PackFiles:
             problem = f" ({error.strerror}): expected a directory that can be written"
         if problem:
             raise ValueError(f"[Engine] kv_disk is {str(directory)!r}{problem}")
-        os.pwrite(lock, f"{os.getpid():<20}".encode(), 0)
 
     @property
     def num_bytes(self) -> int:

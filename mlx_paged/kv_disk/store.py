@@ -28,7 +28,7 @@ class Load:
     Attributes:
         num_bytes: their payloads together.
         found: those that arrived and can be trusted.
-        seconds: that it took, when it is done.
+        seconds: that the slowest of its readers took, when it is done.
     """
 
     def __init__(self, keys: Sequence[bytes], num_bytes: int) -> None:
@@ -127,6 +127,10 @@ class DiskStore:
         self._bytes = FADING * self._bytes + num_bytes
         self._seconds = FADING * self._seconds + load.seconds
 
+    def doubt(self) -> None:
+        """Believe the measured speed a little less, so that a slow disk is tried again."""
+        self._seconds *= 0.95
+
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything is written, or for some seconds."""
         wait([self._writer.submit(lambda: None)], timeout)
@@ -178,9 +182,9 @@ class DiskStore:
                 self._staged -= len(payload)
 
     def _read(self, load: Load, keys: Sequence[bytes]) -> None:
-        wanted = []
+        wanted, started = [], monotonic()
         for key in keys:
-            place, payload = self._index.get(key), self._pending.get(key)
+            payload, place = self._pending.get(key), self._index.get(key)
             if payload is not None:
                 load.found[key] = payload
             elif place is not None:
@@ -195,5 +199,5 @@ class DiskStore:
                     self._index.pop(key, None)
                     self.dropped[payload] += 1
                 self._writer.submit(self._packs.kill, place)
-        load.seconds = monotonic() - load.started
+        load.seconds = max(load.seconds, monotonic() - started)
         self._writer.submit(self._packs.used, {place.pack for _, place in wanted})

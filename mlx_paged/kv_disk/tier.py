@@ -18,9 +18,12 @@ from mlx_paged.kv_disk.store import DiskStore, Load
 from mlx_paged.request import Request
 
 STEP_BYTES = 1 << 24
-"""Bytes that a step with other work copies into the pool at most, and out of it of blocks that are
-not evicted. An idle engine copies as many at once, so that a request that arrives does not wait for
-more."""
+"""Bytes that a step with other work copies into the pool at most. An idle engine copies as many out
+of it at once, so that a request that arrives does not wait for more."""
+IDLE_BYTES = 1 << 28
+"""Bytes that a step without other work copies into the pool at most."""
+LEAVING_BYTES = 1 << 26
+"""Bytes that a step copies out of the pool at most, one block more. Other blocks are lost."""
 LOAD_BYTES = 1 << 31
 """Bytes of a load at most. What a longer prefix has more is computed."""
 WAIT = 0.02
@@ -74,6 +77,8 @@ class KVDiskTier:
         self._plans: dict[int, _Plan] = {}  # by id of the request that waits for it
         self._asked: dict[int, int] = {}  # by request id: the first block that it asked for
         self._leaving: dict[bytes, BlockTransfer] = {}  # the step that is planned copies them
+        self._leaving_bytes = 0
+        self._coming: set[int] = set()  # entries that the step that is planned fills
         allocator.store.on_evict = self._leave
         self._fresh = allocator.prefixes.fresh = deque(maxlen=2 * allocator.num_blocks)
 
@@ -81,21 +86,20 @@ class KVDiskTier:
 
     def leaving(self) -> list[BlockTransfer]:
         """What the step that was planned has to copy before it writes anything."""
-        leaving, self._leaving = self._leaving, {}
+        leaving, self._leaving, self._leaving_bytes = self._leaving, {}, 0
         return list(leaving.values())
 
     def copies_when_idle(self) -> list[BlockTransfer]:
         """Blocks to copy now, while no step is under way."""
-        self._leaving.clear()
+        self.leaving()
+        self._coming.clear()
         if not self.store.has_room:
             self.store.flush(WAIT)
-        num_bytes = 0
-        while self._fresh and num_bytes < STEP_BYTES and self.store.has_room:
+        while self._fresh and self._leaving_bytes < STEP_BYTES and self.store.has_room:
             group, block, key = self._fresh.popleft()
             known = self._allocator.store.prefixes[group].by_block.get(block)
             if known is not None and known.hash == key:
                 self._leave(group, known)
-                num_bytes += self._entry_bytes[group]
         return self.leaving()
 
     def has_more(self) -> bool:
@@ -105,7 +109,10 @@ class KVDiskTier:
     def put(self, copied: Sequence[BlockTransfer]) -> None:
         """Keep what a step has copied."""
         for each in copied:
-            self.store.put(each.key, each.payload())
+            try:
+                self.store.put(each.key, each.payload())
+            except Exception:  # of a copy only: the tokens of its step are known to be right
+                self.store.dropped["copy"] += 1
 
     def metrics(self) -> dict[str, Any]:
         """Counters as plain JSON values: see docs/metrics.md."""
@@ -123,14 +130,18 @@ class KVDiskTier:
         self.store.close()
 
     def _leave(self, group: int, known: CachedBlock) -> None:
-        """Copy a block with the next step, and the states after it, unless they are stored."""
+        """Copy a block with the next step, and the states after it, unless they are stored or what
+        that step fills."""
         size = self._allocator.block_size
         if len(known.tokens) < size * TOKEN_BYTES or not self.store.has_room:
             return
+        if known.block in self._coming or self._leaving_bytes >= LEAVING_BYTES:
+            return
         key = block_key(known.hash, group)
-        if key not in self.store:
+        if key not in self.store and key not in self._leaving:
             blocks = self._allocator.store.blocks_of(known.block)
             self._leaving[key] = BlockTransfer(key, group, blocks)
+            self._leaving_bytes += self._entry_bytes[group]
         snapshots, key = self._allocator.snapshots, block_key(known.hash, -1)
         has_state = snapshots is not None and snapshots.longest(known.block, size) == size
         if snapshots is not None and has_state and key not in self.store:
@@ -156,6 +167,7 @@ class KVDiskTier:
         if 0 < to_compute < store.seconds_to_read(keys):
             self._asked[request.id] = DECLINED
             self._num_declined += 1
+            store.doubt()
             return False
         loads = {plan.load for plan in self._plans.values()}
         load = next((load for load in loads if keys[0] in load.keys), None)
@@ -172,8 +184,9 @@ class KVDiskTier:
     def arrived(self, waits: bool) -> list[Request]:
         """The requests that need not wait any more. A step is planned from here on. If it `waits`,
         there is nothing else to compute; this takes a short time then."""
-        self._limit = LOAD_BYTES if waits else STEP_BYTES
-        self._leaving.clear()  # what a failed plan left is void
+        self._limit = IDLE_BYTES if waits else STEP_BYTES
+        self.leaving()  # what a failed plan left is void
+        self._coming.clear()
         loads = [(request, self._plans[i].load) for i, request in self.loading.items()]
         if waits and loads:
             futures = [f for _, load in loads for f in load.futures if not f.done()]
@@ -207,7 +220,7 @@ class KVDiskTier:
         declined = self._asked.get(request.id) == DECLINED
         self.forget(request)
         for group, entries in enumerate(match.blocks):
-            for known in entries[: STEP_BYTES // max(1, self._entry_bytes[group])]:
+            for known in entries:
                 self._leave(group, known)
         return MissReason.ON_DISK if declined else match.miss
 
@@ -237,7 +250,7 @@ class KVDiskTier:
             if each.group < 0:
                 (prefixes,) = store.prefixes
                 assert isinstance(prefixes, StatefulPrefixCache)
-                snapshot = Snapshot((each.index + 1) * size, states=payload)
+                snapshot = Snapshot((each.index + 1) * size, states=bytes(payload))
                 prefixes.attach(known.parent, known.tokens, snapshot)
             elif each.find(store.prefixes) is None:
                 if store.num_available < self._allocator.groups[group].width:
@@ -245,6 +258,7 @@ class KVDiskTier:
                 (entry,) = store.take(1, group)
                 store.prefixes[group].register(entry, known.hash, known.parent, known.tokens)
                 store.hold_source(entry)
+                self._coming.add(entry)
                 store.release([entry])
                 adopted.append(BlockTransfer(each.key, group, store.blocks_of(entry), payload))
                 num_bytes += len(payload)

@@ -111,6 +111,7 @@ class ModelRunner:
         """Build a step's graph and start it on the device, without waiting for it."""
         if before is not None and before.unsampled is not None:
             self._sample(before)
+            self._begin(before.pending)  # before the step that follows it
         drafted = [span for span in step.spans if span.drafts]
         for span in drafted:  # while the step is laid out, drafts are tokens as all others
             span.request.tokens += span.drafts
@@ -163,9 +164,16 @@ class ModelRunner:
         return launched
 
     def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
-        """Start to copy blocks out of the pool and others into it."""
-        pool = self.manager.pool
-        for group in range(len(self.manager.plan.groups)):
+        """Start to copy blocks out of the pool, and then others into it: groups share arrays."""
+        try:
+            self._transfer(stores, loads)
+        except Exception as error:  # perhaps of the step under way; see `_begin`
+            self._error = error
+            raise
+
+    def _transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
+        pool, groups = self.manager.pool, range(len(self.manager.plan.groups))
+        for group in groups:
             leaving = [t for t in stores if t.group == group and t.blocks]
             if leaving:
                 staged = read_blocks(pool, [b for t in leaving for b in t.blocks], group)
@@ -173,6 +181,7 @@ class ModelRunner:
                     stored.payload = partial(
                         _bytes_of, staged, i * len(stored.blocks), len(stored.blocks)
                     )
+        for group in groups:
             coming = [t for t in loads if t.group == group]
             if coming:
                 data = np.stack([np.frombuffer(t.payload, np.uint8) for t in coming])

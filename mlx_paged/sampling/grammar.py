@@ -5,7 +5,6 @@ mlx.
 """
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -174,7 +173,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()  # one source at a time: others keep their processors
-        self._compiled: OrderedDict[tuple[str, str], Matcher | ValueError] = OrderedDict()
+        self._compiled: dict[tuple[str, str], Matcher | ValueError] = {}  # oldest first
         self._tokens: Any = None
 
     def start(self, params: SamplingParams, position: int) -> GrammarState | None:
@@ -195,17 +194,23 @@ class Grammars:
         """A matcher before its first token. Raises ValueError as :meth:`start`."""
         assert params.constraint is not None
         kind, source = params.constraint
-        with self._lock:
-            found = self._compiled.get((kind, source))
-            if found is None:
-                try:
-                    found = self._compile(kind, source)
-                except ValueError as error:
-                    found = error.with_traceback(None)
-                self._compiled[kind, source] = found
+        if len(source.encode()) > MAX_BYTES:
+            raise ValueError(
+                f"[SamplingParams] {kind} has {len(source.encode())} bytes: "
+                f"expected at most {MAX_BYTES}"
+            )
+        found = self._compiled.get((kind, source))  # no lock: another source may take seconds
+        if found is None:
+            with self._lock:
+                found = self._compiled.get((kind, source))
+                if found is None:
+                    try:
+                        found = self._compile(kind, source)
+                    except ValueError as error:
+                        found = error.with_traceback(None)
+                    self._compiled[kind, source] = found
                 if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end((kind, source))
+                    del self._compiled[next(iter(self._compiled))]
         if isinstance(found, ValueError):
             raise ValueError(str(found))
         return found
@@ -219,11 +224,6 @@ class Grammars:
                 return
 
     def _compile(self, kind: str, source: str) -> Matcher:
-        if len(source.encode()) > MAX_BYTES:
-            raise ValueError(
-                f"[SamplingParams] {kind} has {len(source.encode())} bytes: "
-                f"expected at most {MAX_BYTES}"
-            )
         self._read_tokenizer()
         from llguidance import LLMatcher, LLParserLimits
 

@@ -36,7 +36,7 @@ class NgramDrafter:
 
     def __init__(self) -> None:
         self._sources: dict[int, _Source] = {}  # by request id
-        self._overall = Shares()
+        self._overall = Shares(1.0, 2.0)
 
     def likelihood(self, request: Request) -> float:
         """The share of right guesses lately; 0 if there is no guess."""
@@ -66,8 +66,8 @@ class Shares:
     """Guesses and right ones among them: in short runs, in long ones, behind an edit; old ones
     count less."""
 
-    def __init__(self) -> None:
-        self.right, self.guesses = [1.0] * 3, [2.0] * 3
+    def __init__(self, right: float, guesses: float) -> None:
+        self.right, self.guesses = [right] * 3, [guesses] * 3
 
     def add(self, is_right: bool, kind: int, kept: float) -> None:
         self.right[kind] = kept * self.right[kind] + is_right
@@ -85,7 +85,7 @@ class _Source:
     def __init__(self, request: Request, overall: Shares) -> None:
         tokens = request.tokens
         self.place = self.run = 0
-        self._own, self._overall = Shares(), overall
+        self._own, self._overall = Shares(0.0, 0.0), overall
         size = 1 << (2 * (request.num_prompt + request.params.max_tokens)).bit_length()
         self._mask = min(size, 2**20) - 1
         # By the hash of N tokens, the index of the token after their latest occurrence.
@@ -101,7 +101,7 @@ class _Source:
         """Of the guesses in such a run that are right: the request's own, and those of all."""
         kind, own, overall = self._kind, self._own, self._overall
         prior = PRIOR * overall.right[kind] / overall.guesses[kind]
-        return (own.right[kind] - 1 + prior) / (own.guesses[kind] - 2 + PRIOR)
+        return (own.right[kind] + prior) / (own.guesses[kind] + PRIOR)
 
     @property
     def _kind(self) -> int:

@@ -158,7 +158,10 @@ class Scheduler(Places):
                 self._schedule(step, request, 1)
 
     def _schedule_prompts(self, step: Step) -> None:
-        """Compute chunks of running prompts, then of waiting ones."""
+        """Compute tokens that grammars force, chunks of running prompts, then of waiting ones."""
+        for request in step.prompts:
+            if request.grammar is not None and request.num_computed >= request.num_prompt:
+                self._compute(step, request)
         for request in step.prompts:
             self._let_pass(step, request)
             if self._has_place(step):

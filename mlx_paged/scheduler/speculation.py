@@ -82,7 +82,7 @@ class Speculation:
         """
         depths = self._depths({request: self._likelihood(request) for request in decodes})
         self.reads_first = bool(depths)
-        if not depths or any(request.num_in_flight for request in depths):
+        if not depths or any(request.num_in_flight for request in decodes):
             return decodes
         proposed = self.drafter.propose([*depths], [*depths.values()])
         step.draft_seconds = self.drafter.seconds
@@ -153,15 +153,16 @@ class Speculation:
         best, best_rate = np.zeros(len(hopeful), int), MIN_GAIN * count / seconds
         while most:
             gives = gives[:, :most]
-            falling = np.append(np.sort(gives, axis=None)[::-1], 0.0)
-            times = seconds + of_draft * np.arange(1, len(falling))
+            order = np.argsort(-gives, axis=None, kind="stable")
+            times = seconds + of_draft * np.arange(1, len(order) + 1)
             times += most * self.drafter.seconds_per_draft
-            rates = (count + np.cumsum(falling[:-1])) / times
+            rates = (count + np.cumsum(gives.ravel()[order])) / times
             rates[room:] = 0
             rates[times > longest] = 0
             last = int(rates.argmax())
             if rates[last] > best_rate:
-                best, best_rate = (gives > falling[last + 1]).sum(axis=1), rates[last]
+                best = np.bincount(order[: last + 1] // most, minlength=len(hopeful))
+                best_rate = rates[last]
             most = most - 1 if self.drafter.seconds_per_draft else 0
         self._num_plans += 1
         if self._num_plans % TRIAL == 0:

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.ticket import Ticket
 from mlx_paged.outputs import TokenOutput
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import messages, prompts
 from mlx_paged.server.choices import CompletionChoice, Delta
 from mlx_paged.server.models import Model
@@ -137,14 +138,16 @@ class Answer:
 
     async def _pieces(self) -> AsyncGenerator[tuple[CompletionChoice, Delta]]:
         """The choices' new parts as they come. Raises Refusal instead, or after some of them."""
-        fields, args = self.fields, self.state.args
+        fields = self.fields
         count = fields["best_of"] * len(fields.get("prompt", [0]))
         async with self.state.models.use(self.path, count) as model:
             try:
-                self.prompts = await asyncio.get_running_loop().run_in_executor(
-                    self.threads, prompts.encode, model, fields, args.chat_template_args
-                )
-                tickets = await asyncio.to_thread(self._submit, model)
+                run = asyncio.get_running_loop().run_in_executor
+                params = await run(self.threads, self._read, model)
+                for each in params:
+                    if each.constraint is not None:  # in one thread: others keep theirs
+                        await run(self.state.compiles, model.service.compile, each)
+                tickets = await asyncio.to_thread(self._submit, model, params)
             except ValueError as error:
                 raise Refusal(400, str(error)) from error
             except RuntimeError as error:
@@ -176,11 +179,14 @@ class Answer:
                     if choice.completion is not None:
                         self.state.metrics.seconds.observe(time.monotonic() - self.arrived)
 
-    def _submit(self, model: Model) -> list[Ticket]:
+    def _read(self, model: Model) -> list[SamplingParams]:
+        """Encode the prompts; how the tokens after each are chosen."""
         fields, args = self.fields, self.state.args
-        params = [prompts.sampling(model, prompt, fields, args) for prompt in self.prompts]
-        for each in params:  # in this thread, so that the engine goes on meanwhile
-            model.service.compile(each)
+        self.prompts = prompts.encode(model, fields, args.chat_template_args)
+        return [prompts.sampling(model, prompt, fields, args) for prompt in self.prompts]
+
+    def _submit(self, model: Model, params: list[SamplingParams]) -> list[Ticket]:
+        fields = self.fields
         place = {"priority": fields["priority"], "cache_salt": fields["cache_salt"]}
 
         def add(engine: Engine) -> list[int]:

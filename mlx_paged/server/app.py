@@ -86,11 +86,12 @@ async def _refuse(request: Request, error: Exception) -> Response:
 async def _lifespan(app: Starlette) -> AsyncIterator[None]:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(NUM_THREADS))
-    app.state.long_bodies = ThreadPoolExecutor(1)
+    app.state.long_bodies, app.state.compiles = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
     unloading = loop.create_task(app.state.models.unload_idle())
     yield
     unloading.cancel()
     app.state.long_bodies.shutdown(wait=False)
+    app.state.compiles.shutdown(wait=False, cancel_futures=True)
 
 
 def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -> ASGIApp:

@@ -37,13 +37,15 @@ def as_chat(body: Fields, counts: bool) -> Fields:
         ValueError: a field cannot be obeyed.
     """
     chat = {name: value for name, value in body.items() if name not in OWN | LABELS}
+    if body.get("n", 1) != 1:
+        raise ValueError(f"n: expected 1, got {str(body['n'])[:80]}")
     if not counts and "max_tokens" not in body:
         raise ValueError("max_tokens: expected an integer >= 1, got nothing")
     messages = _list(body.get("messages"), "messages")
     chat["messages"] = [turn for message in messages for turn in _turns(message)]
     if system := _text(body.get("system"), "system"):
         chat["messages"].insert(0, {"role": "system", "content": system})
-    if messages[-1].get("role") == "assistant":
+    if [turn["role"] for turn in chat["messages"][-1:]] == ["assistant"]:
         chat["continue_final_message"] = True
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
@@ -57,7 +59,7 @@ def as_chat(body: Fields, counts: bool) -> Fields:
     if choice:
         named = {"type": "function", "function": {"name": choice.get("name")}}
         choices = {"auto": "auto", "none": "none", "any": "required", "tool": named}
-        if choice.get("type") not in choices:
+        if str(choice.get("type")) not in choices:
             raise ValueError(f"tool_choice: expected one of {', '.join(choices)}")
         chat["tool_choice"] = choices[choice["type"]]
     config = body.get("output_config")

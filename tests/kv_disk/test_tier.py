@@ -13,9 +13,12 @@ from mlx.utils import tree_map
 
 from mlx_paged import Engine, EngineService
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
+from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.pool import KVPool, KVShape
 from mlx_paged.kv_disk import opening, tier
 from mlx_paged.kv_disk.packs import _check_thread
+from mlx_paged.runner import model_runner
+from mlx_paged.runner.model_runner import LaunchedStep
 
 SIZE = 4
 GREEDY = {"max_tokens": 6}
@@ -289,6 +292,101 @@ def test_blocks_of_a_planned_step_are_not_evicted_before_they_are_written(tmp_pa
     store.release(taken)
     engine.scheduler.allocator.store.copies_done()
     assert engine.scheduler.allocator.num_available == 16
+    engine.close()
+
+
+def test_what_leaves_a_block_is_copied_before_another_group_fills_it(tmp_path):
+    model = tiny_models.tiny_model("gpt_oss")
+    engine = make_engine(model, tmp_path)
+    engine.generate([tokens_of(0)], **GREEDY)
+    groups, pool = engine.manager.plan.groups, engine.manager.pool
+    sizes = engine.scheduler.tier._entry_bytes
+    assert len(groups) == 2
+    leaving = BlockTransfer(b"old", 1, range(groups[1].width))
+    expected = np.array(read_blocks(pool, leaving.blocks, 1)).tobytes()
+    coming = BlockTransfer(b"new", 0, range(groups[0].width), bytes([7]) * sizes[0])
+    engine.runner.transfer([leaving], [coming])
+    assert any(expected) and bytes(leaving.payload()) == expected
+    assert bytes(read_blocks(pool, coming.blocks, 0)) == coming.payload
+    engine.close()
+
+
+def test_a_failed_copy_ends_the_step_under_way(tmp_path, monkeypatch):
+    """The error may be of the device, and so of that step."""
+    engine = make_engine(tiny_models.tiny_model("llama"), tmp_path)
+    monkeypatch.setattr(model_runner, "read_blocks", mock.Mock(side_effect=RuntimeError("device")))
+    with pytest.raises(RuntimeError, match="device"):
+        engine.runner.transfer([BlockTransfer(b"", 0, [0])], ())
+    with pytest.raises(RuntimeError, match="device"):
+        engine.runner.collect(LaunchedStep([], None))
+
+
+def test_blocks_of_a_request_that_ended_by_a_stop_token_are_written_too(tmp_path):
+    """The next step is under way when it ends, and nobody else reads that step."""
+    model = tiny_models.tiny_model("llama")
+    (tokens,), *_ = outputs(model, [tokens_of(0)])
+    engine = make_engine(model, tmp_path)
+    engine.generate([tokens_of(0)], max_tokens=9, stop_token_ids=tokens[2:3])
+    assert engine._pipeline.busy and not engine.has_work
+    engine.close()
+    assert outputs(model, [tokens_of(0)], tmp_path)[1] == [48]
+
+
+def test_blocks_are_written_while_a_request_is_open(tmp_path):
+    model = tiny_models.tiny_model("llama")
+    engine = make_engine(model, tmp_path)
+    engine.add_request(tokens_of(0), max_tokens=40)
+    for _ in range(3):
+        engine.step()
+    engine.close()
+    assert outputs(model, [tokens_of(0)], tmp_path)[1] == [48]
+
+
+def test_no_disk_after_the_prefix_cache_was_reset(tmp_path):
+    """The model may have other weights from then on."""
+    model = tiny_models.tiny_model("llama")
+    outputs(model, [tokens_of(0)], tmp_path)
+    engine = make_engine(model, tmp_path)
+    engine.add_request(tokens_of(0), **GREEDY)
+    assert engine.scheduler.tier.loading, "it waits for the disk"
+    engine.reset_prefix_cache()
+    done = []
+    while engine.has_work:
+        done += [output.completion for output in engine.step() if output.completion]
+    assert [each.cached_prompt_tokens for each in done] == [0]
+    assert engine.metrics()["kv_disk"] is None
+    make_engine(model, tmp_path).close()
+
+
+def test_a_slow_measurement_is_not_believed_for_ever(tmp_path):
+    model = tiny_models.tiny_model("llama")
+    outputs(model, [tokens_of(0)], tmp_path)
+    engine = make_engine(model, tmp_path)
+    held = engine.scheduler.tier
+    held._seconds_to_compute = lambda start, stop: 1e-3
+    held.store._bytes, held.store._seconds = 1e6, 10.0
+    done = engine.generate([tokens_of(0)], max_tokens=1)[0]
+    assert done.prefix_miss == "on_disk"
+    for _ in range(300):
+        engine.scheduler.allocator.store.drop_idle()
+        if engine.generate([tokens_of(0)], max_tokens=1)[0].cached_prompt_tokens:
+            break
+    else:
+        pytest.fail("the disk is never read again")
+    engine.close()
+
+
+def test_a_step_copies_a_limited_number_of_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(tier, "LEAVING_BYTES", 3000)
+    model = tiny_models.tiny_model("llama")
+    engine = make_engine(model, tmp_path, num_blocks=20)
+    held, copied = engine.scheduler.tier, []
+    size = held._entry_bytes[0]
+    monkeypatch.setattr(engine.runner, "transfer", lambda stores, loads: copied.append(len(stores)))
+    monkeypatch.setattr(held, "put", lambda stores: None)
+    for seed in range(3):
+        engine.generate([tokens_of(seed, 70)], **GREEDY)
+    assert copied and max(copied) == -(-3000 // size) < 17
     engine.close()
 
 

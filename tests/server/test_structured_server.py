@@ -306,6 +306,8 @@ def test_tools_are_called_through_the_client(server, claude, choice, streams):
         ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "web_search"),
         ({"tool_choice": {"type": "all"}}, "tool_choice"),
+        ({"tool_choice": {"type": ["any"]}}, "tool_choice"),
+        ({"n": 2}, "n: expected 1"),
         ({"output_format": {"type": "xml"}}, "json_schema"),
     ],
     ids=lambda value: str(value)[:40],
