@@ -15,6 +15,7 @@ from mlx_paged.ops.formats import KVBits, checked_bits
 from mlx_paged.scheduler.ngram import MAX_DRAFTS
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 
+NUM_DRAFTS = 3
 GB = 10**9
 KV_BLOCK_SIZES = (8, 16, 32)
 QUANTIZATION = {"--kv-group-size": 64, "--quantized-kv-start": 5000}
@@ -153,8 +154,8 @@ def _add_speculation(group: argparse._ArgumentGroup) -> None:
     )
     add("--draft-model", metavar="PATH", help=small)
     most = number(int, 1, MAX_DRAFTS, f"a whole number from 1 to {MAX_DRAFTS}")
-    guesses = "guesses of the draft model for each request in a step at most (default: 3)"
-    add("--num-draft-tokens", type=most, metavar="N", help=guesses)
+    guesses = "guesses of the draft model for each request in a step at most (default: %(default)s)"
+    add("--num-draft-tokens", type=most, default=NUM_DRAFTS, metavar="N", help=guesses)
 
 
 def add_metrics(group: argparse._ArgumentGroup) -> None:
@@ -177,11 +178,11 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of :class:`Engine` whose flags are the same in both commands."""
     if args.speculate is not None and args.draft_model is not None:
         raise ValueError("--speculate is given beside --draft-model: expected one of them")
-    if args.num_draft_tokens is not None and args.draft_model is None:
+    if args.num_draft_tokens != NUM_DRAFTS and args.draft_model is None:
         raise ValueError("--num-draft-tokens is given: expected --draft-model beside it")
     if args.kv_disk_gb is not None and args.kv_disk is None:
         raise ValueError("--kv-disk-gb is given: expected --kv-disk beside it")
-    names = "compile", "kv_bits", "policy", "preempt", "seed", "speculate"
+    names = "compile", "kv_bits", "policy", "num_draft_tokens", "preempt", "seed", "speculate"
     others = "metrics_jsonl", "spike_ms", "profile", "kv_disk"
     model_files = [args.model or demo_model_path(), args.adapter_path]
     return {
@@ -190,7 +191,6 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "prefix_cache": not args.no_prefix_cache,
         "max_stall_ms": args.max_stall_ms or None,
         "draft_model": None if args.draft_model is None else _draft_model(args.draft_model),
-        "num_draft_tokens": args.num_draft_tokens or 3,
         "kv_disk_gb": args.kv_disk_gb or 20.0,
         **{name: getattr(args, name) for name in (*names, *others)},
     }

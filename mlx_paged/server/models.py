@@ -19,6 +19,7 @@ from mlx_lm import load
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.cli import NUM_DRAFTS
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
 from mlx_paged.kv.memory import default_kv_memory, spare_memory
@@ -167,7 +168,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     if path != args.model:  # adapter, draft model and disk belong to the default model
         args = argparse.Namespace(**vars(args))
         args.adapter_path = args.draft_model = args.kv_disk = None
-        args.num_draft_tokens = args.kv_disk_gb = None
+        args.num_draft_tokens, args.kv_disk_gb = NUM_DRAFTS, None
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     try:
         model, tokenizer, config = load(
