@@ -4,7 +4,7 @@ import random
 
 import mlx.core as mx
 import pytest
-from injected_drafts import InjectedDrafter
+from injected_drafts import InjectedDrafter, every_guess
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 from solo_runs import MlxLmSolo, solo_run
@@ -22,12 +22,6 @@ ARCHITECTURES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral")
 def eager(monkeypatch):
     """Whoever has a guess gets drafts: how many must not depend on how fast this machine is."""
     monkeypatch.setattr(Speculation, "_depths", every_guess)
-
-
-def every_guess(speculation, likely):
-    most = min(6, speculation.drafter.num_tokens)
-    left = {r: r.params.max_tokens - r.num_generated - 1 for r, p in likely.items() if p > 0}
-    return {request: min(most, count) for request, count in left.items() if count > 0}
 
 
 def engine_with(model, share: float, **options: object) -> Engine:

@@ -6,11 +6,13 @@ import re
 import mlx_lm
 import pytest
 from generate_runs import CLASS, FUNCTION, jsonl, model_copy, read_jsonl
+from injected_drafts import every_guess
 from mlx_lm.generate import setup_arg_parser
 from test_generate_mistakes import assert_one_line_mistake
 
 from mlx_paged.cli import Refused, demo_model_path
 from mlx_paged.generate.arguments import REFUSED, make_parser
+from mlx_paged.scheduler.speculation import Speculation
 
 pytest_plugins = ["generate_fixtures"]
 
@@ -156,8 +158,9 @@ def test_statistics_say_when_the_pool_was_full(run, tmp_path):
     assert count > 0 and f"The K/V pool was full: requests lost their K/V {count} times" in err
 
 
-def test_a_draft_model_changes_no_text_and_its_hits_are_told(run, expected):
+def test_a_draft_model_changes_no_text_and_its_hits_are_told(run, expected, monkeypatch):
     """The demo model guesses for itself, so its guesses are right."""
+    monkeypatch.setattr(Speculation, "_depths", every_guess)
     options = ["-p", FUNCTION, "-m", 40]
     result = run(*options, "--draft-model", demo_model_path(), "--num-draft-tokens", 2)
     assert result.out == f"{expected(FUNCTION, 40)}\n"

@@ -57,3 +57,10 @@ class InjectedDrafter:
         right += [0] * (depth - len(right))
         wrong = self.rng.randrange
         return [t if self.rng.random() < self.share else wrong(self._model.vocab) for t in right]
+
+
+def every_guess(speculation, likely):
+    """For ``Speculation._depths``: drafts for whoever has a guess, however fast the machine is."""
+    most = min(6, speculation.drafter.num_tokens)
+    left = {r: r.params.max_tokens - r.num_generated - 1 for r, p in likely.items() if p > 0}
+    return {request: min(most, count) for request, count in left.items() if count > 0}
