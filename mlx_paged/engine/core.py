@@ -77,8 +77,7 @@ class EngineCore:
         self._pipeline = StepPipeline(scheduler, runner, self._recorder.working_clock)
         self._outputs = OutputProcessor(tokenizer, clock)
         self._make_request = RequestMaker(self.grammars, clock, seed)
-        self._requests: dict[int, Request] = {}
-        self._kept: dict[int, Request] = {}
+        self._requests, self._kept = dict[int, Request](), dict[int, Request]()
         self._beams: dict[int, BeamSearch] = {}  # by request id of every hypothesis
 
     @property
@@ -269,17 +268,9 @@ class EngineCore:
 
     @exclusive
     def reset_prefix_cache(self) -> None:
-        """Forget the K/V that finished requests left for reuse, and no longer use `kv_disk`: its
-        K/V is that of the weights that the model had when the engine was made."""
-        self._leave_disk()
+        """Forget the K/V of ended requests, and leave `kv_disk`: the weights may be others now."""
+        self.scheduler.leave_disk()
         self.scheduler.allocator.store.drop_idle()
-
-    def _leave_disk(self) -> None:
-        tier, self.scheduler.tier = self.scheduler.tier, None
-        if tier is not None:
-            tier.close()
-            for request in tier.loading.values():
-                self.scheduler.waiting.push(request)
 
     @exclusive
     def step(self) -> list[TokenOutput]:

@@ -231,7 +231,7 @@ class Engine(WaitingCalls):
             self._settle()
             while self._pipeline.copy_when_idle():
                 pass
-            self._leave_disk()
+            self.scheduler.leave_disk()
         if self._unwire is not None:
             unwire, self._unwire = self._unwire, None
             try:

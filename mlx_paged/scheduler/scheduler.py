@@ -134,6 +134,14 @@ class Scheduler(Places):
                 self.waiting.push(request)
             self._isolated[request.id] = request
 
+    def leave_disk(self) -> None:
+        """Close the tier, if there is one; requests that waited for it wait in the queue."""
+        tier, self.tier = self.tier, None
+        if tier is not None:
+            tier.close()
+            for request in tier.loading.values():
+                self.waiting.push(request)
+
     # What is computed
 
     def _schedule_all(self, step: Step) -> None:
