@@ -111,7 +111,7 @@ class KVDiskTier:
         for each in copied:
             try:
                 self.store.put(each.key, each.payload())
-            except Exception:  # of a copy only: the tokens of its step are known to be right
+            except (MemoryError, RuntimeError):  # of a copy only: its step was read without error
                 self.store.dropped["copy"] += 1
 
     def metrics(self) -> dict[str, Any]:

@@ -224,9 +224,9 @@ class Simulation:
             self.counts["releases"] += 1
 
     def _reset(self) -> None:
-        if self.rng.random() < 0.2:
-            self.engine.reset_prefix_cache()
         tier = self.engine.scheduler.tier
+        if self.rng.random() < (0.2 if tier is None else 0.01):  # it gives up the disk
+            self.engine.reset_prefix_cache()
         if tier is not None and tier.has_more() and not self.engine.has_work:
             self.engine._pipeline.copy_when_idle()
 
