@@ -22,6 +22,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.snapshots import Snapshots
+from mlx_paged.kv_disk import tier
 from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
@@ -39,6 +40,13 @@ def counted(model: str, seed: int, num_schedules: int) -> Counter[str]:
         assert failure is None, f"{failure!r} in schedule {index} of {seed}"
         totals.update(counts)
     return totals
+
+
+@pytest.fixture(autouse=True)
+def limits_of_the_disk(monkeypatch):
+    """Simulated lives draw these; other tests need the real ones."""
+    for name in ("STEP_BYTES", "WAIT"):
+        monkeypatch.setattr(tier, name, getattr(tier, name))
 
 
 def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone():
