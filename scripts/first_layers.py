@@ -1,7 +1,7 @@
 """Writes a model of the first layers of another one, with its norm and head, to draft for it.
 
-python -m scripts.first_layers 2 /tmp/draft
-python -m mlx_paged.generate --draft-model /tmp/draft -p 'def main():'
+python -m scripts.first_layers 2 draft
+python -m mlx_paged.generate --draft-model draft -p 'def main():'
 """
 
 import argparse
