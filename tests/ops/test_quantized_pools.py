@@ -257,7 +257,7 @@ class TestMistakes:
                 "k_cache .* has dtype int8: expected float32, float16 or bfloat16, or k_scales",
             ),
         ],
-        ids=str,
+        ids=lambda value: value if isinstance(value, str) else "-".join(value),
     )
     def test_arguments_that_do_not_fit(self, changes, message):
         self.call()
