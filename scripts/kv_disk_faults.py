@@ -48,10 +48,10 @@ known = [found for found in files.scan() if not isinstance(found, str)]
 print("ready", flush=True)
 while True:
     for identity, key, place in known:
-        for _, payload in files.read([(key, place)], identity):
-            if isinstance(payload, str):
-                identity, payload = bytes(32), bytes(1000)
-            files.append(identity, key, payload)
+        payload = bytearray(place.num_bytes)
+        if any(files.read([(key, place, payload)], identity)):
+            identity, payload = bytes(32), bytes(1000)
+        files.append(identity, key, payload)
 """
 """Writes what is there once more, until it is killed."""
 
@@ -116,7 +116,7 @@ class Faults:
     ) -> Outputs:
         """What a new engine answers; `between` is called after half of the prompts."""
         sizes: dict[str, Any] = {"num_blocks": 64, "block_size": 8, "prewarm": False}
-        engine = Engine(model, tokenizer, **sizes, kv_disk=directory)
+        engine = Engine(model, tokenizer, **sizes, compile=False, kv_disk=directory)
         try:
             half = len(self.prompts) // 2
             args: dict[str, Any] = {"max_tokens": OUTPUT, "cache_salt": salt}
@@ -309,7 +309,7 @@ def vanished(life: Faults) -> Iterator[Options]:
                 path.unlink()
             else:
                 os.truncate(path, life.rng.randrange(path.stat().st_size + 1))
-        life.faults["vanished"] += PER_LIFE
+            life.faults["vanished"] += 1
 
     yield {"between": between}
 

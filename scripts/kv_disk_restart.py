@@ -110,7 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["plain_read_ms"] + 2 * result["step_ms"]
     )
     result["of_computed"] = result["ttft_ms"] / result["computed_ms"]
-    print(json.dumps({"page_cache": "cold" if args.cold else "warm", **result}, indent=1))
+    about = {"page_cache": "cold" if args.cold else "warm", "load": os.getloadavg()[0]}
+    print(json.dumps({**about, **result}, indent=1))
     return 0
 
 

@@ -1,77 +1,74 @@
 """Agents in turns, whose contexts the pool cannot hold, with K/V on a disk and without.
 
-    python -m scripts.kv_disk_turns [--rounds 3] [--requests 128] [--share 0.25]
+    python -m scripts.kv_disk_turns [--rounds 3] [--requests 128] [--share 0.25] [--fresh]
 
-The workload: 16 agents in turns; each turn adds 256 to 511 tokens to the agent's context and takes
-16 to 32 tokens of output. Two requests run at a time, beside two streams that run all the time. In
-turns, new engines answer it with a disk and without. The tokens must be equal. Printed are the
+The requests of bench's preset agent-turns run two at a time, beside two streams that run all the
+time. In pairs, new engines answer them with a disk and without; the next pair begins with the other
+one. The tokens must be equal. With --fresh every request has a salt of its own: nothing is found
+again, so both engines compute the same, and the disk is written all the time. Printed are the
 prompt tokens computed, the bytes written beside the unique ones, and percentiles of the streams'
-steps.
+steps. The last line is one JSON object: the pairs' p99, the medians, and the median ratio.
 """
 
 import json
+import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from bench.models import llama_model
-from bench.serving.trace import Job, Trace
+from bench.models import SIZES, llama_model
+from bench.serving.trace import Job
+from bench.serving.workload import AGENTS, PRESETS, make_jobs
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, FRACTION, Parser
 
 BLOCK = 16
 AT_ONCE, STREAMS = 2, 2
-CONTEXTS, VOCAB = 16, 2048
+STREAM_TOKENS = 2048
 
 
-def make_turns(requests: int) -> Trace:
-    """Each prompt begins with the agent's last one."""
-    rng = np.random.default_rng(0)
-    before: list[tuple[int, ...]] = [()] * CONTEXTS
-    jobs = []
-    for i in range(requests):
-        more = rng.integers(VOCAB, size=rng.integers(256, 512)).tolist()
-        before[i % CONTEXTS] = (*before[i % CONTEXTS], *more)
-        jobs.append(Job(0.0, before[i % CONTEXTS], int(rng.integers(16, 33)), 1))
-    return tuple(jobs)
-
-
-def num_blocks_of(trace: Trace, share: float) -> int:
+def num_blocks_of(jobs: Sequence[Job], share: float) -> int:
     """Blocks for this share of all contexts at their ends, and for what runs."""
-    lengths = [len(job.prompt) + job.max_tokens for job in trace]
-    last = sum(lengths[-CONTEXTS:])
-    return int(share * last + AT_ONCE * max(lengths) + STREAMS * 2048) // BLOCK
+    lengths = [job.kv_tokens for job in jobs]
+    running = AT_ONCE * max(lengths) + STREAMS * STREAM_TOKENS
+    return int(share * sum(lengths[-AGENTS:]) + running) // BLOCK
 
 
 def play(
-    trace: Trace, num_blocks: int, directory: Path | None
+    jobs: Sequence[Job], num_blocks: int, is_fresh: bool, directory: Path | None
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """All tokens, and what was measured."""
     engine = Engine(llama_model(), block_size=BLOCK, num_blocks=num_blocks, kv_disk=directory)
-    streams = [engine.add_request([s + 1] * 8, max_tokens=10**5 // BLOCK) for s in range(STREAMS)]
-    jobs, running, done = list(enumerate(trace)), dict[int, int](), dict[int, list[int]]()
+
+    def add_stream(seed: int) -> int:
+        return engine.add_request([seed + 1] * 8, max_tokens=STREAM_TOKENS - 8, ignore_eos=True)
+
+    streams = [add_stream(seed) for seed in range(STREAMS)]
+    waiting, running, done = list(enumerate(jobs)), dict[int, int](), dict[int, list[int]]()
     gaps, last, started = list[float](), time.perf_counter(), time.perf_counter()
-    while jobs or running:
-        while jobs and len(running) < AT_ONCE:
-            index, job = jobs.pop(0)
+    while waiting or running:
+        while waiting and len(running) < AT_ONCE:
+            index, job = waiting.pop(0)
             options: dict[str, Any] = {"max_tokens": job.max_tokens, "ignore_eos": True}
+            options["cache_salt"] = str(index) if is_fresh else ""
             running[engine.add_request(list(job.prompt), **options)] = index
         outputs = engine.step()
         now = time.perf_counter()
-        if outputs:
+        if any(output.request_id in streams for output in outputs):
             gaps.append(1000 * (now - last))
             last = now
         for output in outputs:
             if output.completion is not None and output.request_id in running:
                 done[running.pop(output.request_id)] = output.completion.tokens
             elif output.completion is not None:
-                streams.append(engine.add_request([1] * 8, max_tokens=10**5 // BLOCK))
+                streams.append(add_stream(len(streams)))
     wall = time.perf_counter() - started
     for request_id in streams:
         engine.abort(request_id)
@@ -84,9 +81,9 @@ def play(
         "step_ms": np.percentile(gaps, [50, 90, 99]).round(2).tolist(),
         "kv_disk": disk,
     }
-    if disk is not None:
+    if disk is not None and not is_fresh:
         block = metrics["block_bytes"]
-        full = {tuple(j.prompt[:n]) for j in trace for n in range(BLOCK, len(j.prompt) + 1, BLOCK)}
+        full = {tuple(j.prompt[:n]) for j in jobs for n in range(BLOCK, len(j.prompt) + 1, BLOCK)}
         measured["unique_prompt_bytes"] = block * len(full)
     return [done[index] for index in sorted(done)], measured
 
@@ -97,16 +94,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=COUNT, default=3, metavar="N")
     share = "of all contexts that the pool holds"
     parser.add_argument("--share", type=FRACTION, default=0.25, metavar="S", help=share)
+    fresh = "nothing is found again: the disk is only written"
+    parser.add_argument("--fresh", action="store_true", help=fresh)
     args = parser.parse_args(argv)
-    trace = make_turns(args.requests)
-    num_blocks = num_blocks_of(trace, args.share)
-    for _ in range(args.rounds):
+    vocab_size = SIZES["reference"]["vocab_size"]
+    jobs = make_jobs(PRESETS["agent-turns"], vocab_size, 0, requests=args.requests)
+    num_blocks = num_blocks_of(jobs, args.share)
+    pairs = []
+    for i in range(args.rounds):
         directory = Path(tempfile.mkdtemp(prefix="kv_disk"))
-        expected, without = play(trace, num_blocks, None)
-        tokens, with_disk = play(trace, num_blocks, directory)
+        order = (None, directory) if i % 2 == 0 else (directory, None)
+        runs = {path: play(jobs, num_blocks, args.fresh, path) for path in order}
         shutil.rmtree(directory)
+        (expected, without), (tokens, with_disk) = runs[None], runs[directory]
         assert tokens == expected, "other tokens with the disk"
-        print(json.dumps({"without": without, "with": with_disk}, indent=1), flush=True)
+        print(json.dumps({"without": without, "with": with_disk}), flush=True)
+        pairs.append((without["step_ms"][2], with_disk["step_ms"][2]))
+    p99 = {
+        "without": median(without for without, _ in pairs),
+        "with": median(with_disk for _, with_disk in pairs),
+    }
+    ratio = median(with_disk / without for without, with_disk in pairs)
+    result = {"pairs_p99_ms": pairs, "p99_ms": p99, "ratio": round(ratio, 3)}
+    print(json.dumps({"load": os.getloadavg()[0], **vars(args), **result}))
     return 0
 
 

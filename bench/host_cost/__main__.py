@@ -30,8 +30,7 @@ from bench.host_cost.silent_engine import (
 )
 from bench.machine import Clock, check_machine
 from mlx_paged import Engine
-from mlx_paged.cli import COUNT, Parser, load_model
-from mlx_paged.engine.text import TextStream
+from mlx_paged.cli import COUNT, Parser
 from mlx_paged.scheduler.runner_protocol import StepResult
 
 COUNTED = ("schedule", "tables", "sampling")
@@ -207,15 +206,6 @@ def median_us(action: Callable[[], object], repeats: int) -> float:
     return round(1e6 * median(Clock.WALL.seconds(action, 1) for _ in range(repeats)), 2)
 
 
-def detokenise_us(num_tokens: int = 2000) -> float:
-    """Microseconds to turn a token of the demo model into text."""
-    _, tokenizer = load_model()
-    ids = np.random.default_rng(0).integers(200, tokenizer.vocab_size, size=num_tokens)
-    tokens = iter(ids.tolist())
-    text = TextStream(tokenizer.detokenizer)
-    return median_us(lambda: text.push(next(tokens)), num_tokens)
-
-
 def add_arguments(parser: Parser) -> None:
     add, rows = parser.add_argument, [1, 8, 32, 128, 256]
     add("--rows", type=COUNT, nargs="+", default=rows, help="running requests")
@@ -273,8 +263,6 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{rows:6} rows  " + "  ".join(f"{name} {us:g}" for name, us in floor.items()))
     courses = measure_steps(args)
     print("", step_table(courses), sep="\n")
-    detokenise = detokenise_us()
-    print(f"A token of the demo model becomes text in {detokenise:g} us; no column includes that.")
     recording = recording_us(RECORDED_ROWS, args.rounds * args.steps)
     print(
         f"Recording a step of {RECORDED_ROWS} rows takes {recording['recording_us']:g} us of"
@@ -291,7 +279,6 @@ def main(argv: list[str] | None = None) -> None:
         "lookahead": not args.no_lookahead,
         "floor_us": floors,
         "steps_us": steps,
-        "detokenise_us": detokenise,
         "recording": recording,
         "graphs": graphs,
         "block_costs": blocks,

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from tempfile import mkdtemp
 from typing import Any
 
 import mlx.nn as nn
@@ -19,12 +20,14 @@ from mlx_paged.runner.model_probe import probe
 ANY_VOCAB = 2**15  # ids of a trace for servers that get text
 STATIC = "_static"  # ending of the name of an engine that runs batch after batch
 
-SPECULATING: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+VARIANTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "mlx_paged_ngram": lambda model: {"speculate": "ngram"},
     "mlx_paged_draft": lambda model: {"draft_model": first_layers(model, 1)},
     "mlx_paged_useless": lambda model: {"draft_model": one_random_layer(model.args.vocab_size)},
+    "mlx_paged_disk": lambda model: {"kv_disk": mkdtemp(prefix="kv_disk")},
 }
-"""Arguments of mlx_paged's engine by name: the first layer drafts, or a useless random one."""
+"""Arguments of mlx_paged's engine by name: the first layer drafts, or a useless random one; K/V
+goes to a disk, too."""
 
 LLAMA_CPP = {
     "llama_cpp": {"is_flash": True, "is_half": False},
@@ -34,7 +37,7 @@ LLAMA_CPP = {
 """How llama.cpp attends, by the engine's name: arguments of its context."""
 
 ENGINES = (
-    *("mlx_paged", "mlx_lm", "mlx_lm_static", "sequential", "mlx_paged_static", *SPECULATING),
+    *("mlx_paged", "mlx_lm", "mlx_lm_static", "sequential", "mlx_paged_static", *VARIANTS),
     *(name + ending for name in LLAMA_CPP for ending in ("", STATIC)),
 )
 DEFAULT = ENGINES[:4]
@@ -101,11 +104,10 @@ def make_server(name: str, model: nn.Module, limits: Limits) -> Server:
     if name.endswith(STATIC):
         inner = make_server(name.removesuffix(STATIC), model, limits)
         return StaticBatches(inner, limits.max_running)
-    if name == "mlx_paged" or name in SPECULATING:
+    if name == "mlx_paged" or name in VARIANTS:
         options = {key: value for key, value in vars(limits).items() if key != "context"}
-        return PagedServer(
-            model, **options, **(SPECULATING[name](model) if name in SPECULATING else {})
-        )
+        more = VARIANTS[name](model) if name in VARIANTS else {}
+        return PagedServer(model, **options, **more)
     if name == "mlx_lm":
         return BatchServer(model, limits.max_running, limits.prefill_chunk)
     if name == "sequential":

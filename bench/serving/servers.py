@@ -4,7 +4,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from shutil import rmtree
 from typing import Any
+from weakref import finalize
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -94,6 +96,8 @@ class PagedServer(Server):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.engine = Engine(model, **options)
+        if "kv_disk" in options:  # a directory for this engine alone
+            finalize(self, rmtree, options["kv_disk"], ignore_errors=True)
         self._streams: dict[int, int] = {}  # of requests under way, by request id
         self._ticks: list[EngineTick | None] = []  # one a step; None: it computed nothing
 

@@ -18,6 +18,7 @@ Draw = Callable[[np.random.Generator, int], Lengths]
 
 GIANT_PROMPT = 8192
 AGENT_PROMPT = 4096
+AGENTS = 16
 SYSTEM_PROMPT = 256
 
 
@@ -32,6 +33,7 @@ class Preset:
     shared: int = 0  # tokens that all prompts begin with, in addition to the drawn length
     samples: int = 1  # completions of each prompt
     arrivals_s: tuple[float, ...] = ()  # of all requests, if they do not follow a rate
+    agents: int = 0  # take turns: each prompt continues the agent's last one
     edits: float | None = None  # prompts are the model's own text with this share of edits
 
 
@@ -88,6 +90,13 @@ PRESETS: dict[str, Preset] = {
         8,
         _uniform((AGENT_PROMPT, AGENT_PROMPT + 1), (8, 32)),
     ),
+    "agent-turns": Preset(
+        f"{AGENTS} agents in turns, each of which adds 256 to 511 tokens to its last prompt",
+        128,
+        _uniform((256, 512), (16, 33)),
+        model="reference",
+        agents=AGENTS,
+    ),
     "one-giant-prompt": Preset(
         f"one prompt of {GIANT_PROMPT} tokens among short ones", 24, _one_giant
     ),
@@ -131,6 +140,8 @@ def make_jobs(
     jobs = []
     for num_prompt, num_output in zip(*lengths, strict=True):
         prompt = (*shared, *ids.integers(vocab_size, size=num_prompt).tolist())
+        if len(jobs) >= preset.agents > 0:
+            prompt = (*jobs[-preset.agents].prompt, *prompt)
         if preset.edits is not None:
             prompt = _edited(prompt, ids.random(num_prompt) < preset.edits, vocab_size)
         jobs.append(Job(0.0, prompt, int(num_output), preset.samples))

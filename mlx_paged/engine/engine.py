@@ -213,12 +213,12 @@ class Engine(WaitingCalls):
         if prewarm:
             runner.warm_up()
             self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)
+        self._unwire = hold_wired_limit(self)
         if kv_disk is not None and scheduler.prefix_cache:
             num_bytes = int(kv_disk_gb * 10**9)
             args = model, tokenizer, self.manager, scheduler.budget.seconds_to_compute
+            scheduler.budget.learns = True  # nothing after the next line fails: it holds a lock
             scheduler.tier = open_tier(kv_disk, num_bytes, model_files, *args)
-            scheduler.budget.learns = True
-        self._unwire = hold_wired_limit(self)
 
     def close(self, stream: Any = None) -> None:
         """Release MLX's wired limit now, not only when the engine is collected, and with `kv_disk`

@@ -122,7 +122,10 @@ class StepPipeline(Generic[LaunchedT]):
             if step.stores or step.loads:
                 self.runner.transfer(step.stores, step.loads)
             if not step.spans:
-                self._put(step)
+                if before is None:
+                    self._put(step)
+                else:  # what that step computed is among them: they are right if it is
+                    before.step.stores += step.stores
                 assert not step.copies, "copies without a step that performs them"
                 return None
             launched = self.runner.launch(step, before.launched if before else None)
@@ -178,12 +181,17 @@ class StepPipeline(Generic[LaunchedT]):
         result.schedule_seconds += self._clock() - committing
 
     def copy_when_idle(self) -> bool:
-        """Copy some blocks out of the pool, unless a step is under way; whether there are more."""
+        """Copy some blocks out of the pool, unless a step is under way; whether there are more.
+        Any of the K/V may be wrong after an error, and no request has caused it."""
         tier = self._scheduler.tier
         if tier is None or self.busy:
             return False
         step = Step(stores=tier.copies_when_idle())
-        self.runner.transfer(step.stores, ())
+        try:
+            self.runner.transfer(step.stores, ())
+        except Exception as error:
+            self.recover(Fault([], error))
+            return False
         self._put(step)
         return tier.has_more()
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from os import PathLike
+from tempfile import TemporaryFile
 
 import mlx.core as mx
 import numpy as np
@@ -71,6 +73,8 @@ class KVBlockManager:
         ValueError: a size is no integer or out of range, a list's length is not `n_layers`, the
             dtype is another, or the pool cannot be quantized so.
     """
+
+    spill_directory: str | PathLike[str] | None = None
 
     def __init__(
         self,
@@ -273,19 +277,28 @@ class KVBlockManager:
     # Tiering
 
     def spill_to_host(self, seq_id: int | None = None) -> int:
-        """Move a sequence's K/V to host memory and give up its blocks; returns the sequence.
+        """Move a sequence's K/V to host memory and give up its blocks; returns the sequence. With a
+        `spill_directory` it goes to an unnamed file there, which ends with the process.
 
         Until :meth:`prefetch` it cannot be read, written or forked; :meth:`free` ends it. Blocks
         that it shares stay with the others.
 
         Args:
             seq_id: default: the sequence that was used least recently.
+
+        Raises:
+            OSError: the disk is full, or cannot be written.
         """
         seq_id = next(iter(self._used), None) if seq_id is None else seq_id
         if seq_id is None or seq_id not in self.allocator:
             raise ValueError(f"[spill_to_host] seq_id is {seq_id}: expected a sequence in the pool")
         blocks = self.allocator.table(seq_id).tolist()
         content = np.array(read_blocks(self.pool, blocks, 0)) if blocks else None
+        if content is not None and self.spill_directory is not None:
+            with TemporaryFile(dir=self.spill_directory) as file:
+                file.write(content.data)
+                file.flush()
+                content = np.memmap(file, np.uint8, "r", shape=content.shape)
         num_tokens = self.allocator.num_tokens(seq_id)
         self.free(seq_id)
         self._spilled[seq_id] = num_tokens, content
@@ -300,7 +313,7 @@ class KVBlockManager:
         del self._spilled[seq_id]
         self._touch(seq_id)
         if content is not None:
-            write_blocks(self.pool, self.allocator.table(seq_id).tolist(), 0, content)
+            write_blocks(self.pool, self.allocator.table(seq_id), 0, content)
 
     def _touch(self, *seq_ids: int) -> None:
         """These sequences are the latest to be used."""

@@ -38,8 +38,9 @@ class BlockTransfer:
     Attributes:
         key: its name outside the pool.
         blocks: the entry's blocks; none if these are the recurrent states after it.
-        payload: on the way in its bytes; on the way out what the runner makes of it, a function
-            that returns them when the step has ended. It starts as the states if these leave.
+        payload: on the way in a matrix of bytes and a row, which is its content; on the way out
+            what the runner makes of it, a function that returns the bytes when the step has ended.
+            It starts as the states if these leave.
     """
 
     key: bytes

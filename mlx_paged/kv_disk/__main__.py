@@ -34,9 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             damage[found] += 1
             continue
         identity, key, place = found
-        ((_, payload),) = packs.read([(key, place)], identity) if args.verify else [(key, b"")]
-        if isinstance(payload, str):
-            damage[payload] += 1
+        wanted = [(key, place, bytearray(place.num_bytes))]
+        (reason,) = packs.read(wanted, identity) if args.verify else [None]
+        if reason is not None:
+            damage[reason] += 1
             packs.kill(place)
         else:
             records[identity.hex()[:12]] += 1

@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_paged.kv.block_bytes import Staging
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv_disk.packs import PackFiles
 from mlx_paged.kv_disk.store import DiskStore
@@ -21,6 +22,8 @@ from mlx_paged.kv_disk.tier import KVDiskTier
 
 INDEX_SECONDS = 5.0
 """So long an engine waits for the index of its store. What is found later is used later."""
+STAGING = 1 << 24
+"""Bytes of memory for loads that is always there."""
 
 Paths = Sequence[str | os.PathLike[str]]
 
@@ -43,8 +46,13 @@ def open_tier(
         ValueError: another engine uses the directory, or it cannot be used.
     """
     files = PackFiles(directory, max_bytes)
-    weights = weights_hash(model, sources, files.directory / "weights.json")
-    store = DiskStore(files, identity(model, tokenizer, manager, weights))
+    try:
+        weights = weights_hash(model, sources, files.directory / "weights.json")
+        known = identity(model, tokenizer, manager, weights)
+    except BaseException:
+        files.close()
+        raise
+    store = DiskStore(files, known, Staging(STAGING).rows)
     store.flush(INDEX_SECONDS)
     sizes = [
         group.width * sum(handles[i][:, 0].nbytes for handles, i in manager.pool.arrays_of(index))

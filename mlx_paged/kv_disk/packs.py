@@ -7,6 +7,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from struct import Struct
 from time import time
@@ -25,8 +26,8 @@ PACKS = 64
 MIN_PACK, MAX_PACK = 1 << 20, 1 << 28
 MIN_FREE = 0.05
 """Part of the disk that stays free."""
-READ_BYTES = 1 << 23
-"""Neighbouring records are read together, about so many bytes at once."""
+READ_RECORDS = 512
+"""Neighbouring records are read at once, at most so many: a call fills 1,024 pieces of memory."""
 
 _thread = threading.local()
 
@@ -52,10 +53,13 @@ class Location(NamedTuple):
         return self.offset + HEADER.size + self.num_bytes
 
 
-def _header(identity: bytes, key: bytes, payload: Any) -> bytes:
+def _sums(payload: Any) -> list[int]:
     words = np.frombuffer(payload, np.uint64, len(payload) // 8)
-    sums = zlib.crc32(payload), int(words.sum(dtype=np.uint64))
-    rest = HEADER.pack(RECORD, 0, identity, key, len(payload), *sums)[8:]
+    return [zlib.crc32(payload), int(words.sum())]
+
+
+def _header(identity: bytes, key: bytes, payload: Any) -> bytes:
+    rest = HEADER.pack(RECORD, 0, identity, key, len(payload), *_sums(payload))[8:]
     return RECORD + zlib.crc32(rest).to_bytes(4, "little") + rest
 
 
@@ -68,17 +72,14 @@ def damage(header: Any) -> str | None:
     return None if is_known and is_right else "header"
 
 
-def _checked(record: Any, place: Location, identity: bytes, key: bytes) -> Any:
-    """The payload of a record if it is what was written under this key, else a reason."""
-    header, payload = bytes(record[: HEADER.size]), record[HEADER.size :]
+def _mistrusted(header: bytes, payload: Any, identity: bytes, key: bytes) -> str | None:
+    """Why a record is not what was written under this key; None: it is."""
     if (reason := damage(header)) is not None:
         return reason
-    magic, _, *names, size, _, _ = HEADER.unpack(header)
-    if magic != RECORD or names != [identity, key] or size != place.num_bytes:
+    magic, _, *names, crc, total = HEADER.unpack(header)
+    if magic != RECORD or names != [identity, key, len(payload)]:
         return "another"
-    if len(payload) < size:
-        return "truncated"
-    return payload if _header(identity, key, payload) == header else "checksum"
+    return None if _sums(payload) == [crc, total] else "checksum"
 
 
 class PackFiles:
@@ -100,7 +101,7 @@ class PackFiles:
         self.max_bytes = max_bytes
         self.packs: OrderedDict[int, int] = OrderedDict()
         self.written_today = 0
-        self._pack_bytes = min(MAX_PACK, max(MIN_PACK, max_bytes // PACKS))
+        self._pack_bytes = min(MAX_PACK, max_bytes, max(MIN_PACK, max_bytes // PACKS))
         self._last: int | None = None  # the pack to append to
         problem, lock = "", -1
         try:
@@ -180,6 +181,7 @@ class PackFiles:
             if is_new:
                 self.packs[pack] = 0
                 self.packs[pack] = os.write(file, FILE_MAGIC)
+            self.packs.move_to_end(pack)
             removed = []
             while self.num_bytes + size > self.max_bytes and next(iter(self.packs)) != pack:
                 removed.append(next(iter(self.packs)))
@@ -188,34 +190,36 @@ class PackFiles:
             if os.pwritev(file, [_header(identity, key, payload), payload], place.offset) != size:
                 raise OSError(errno.ENOSPC, "the disk is full")
         finally:
+            self.packs[pack] = os.fstat(file).st_size  # a torn record counts, too
             os.close(file)
-        self.packs[pack], self._last = place.end, pack
+        self._last = pack
         return place, removed
 
     def read(
-        self, wanted: Sequence[tuple[bytes, Location]], identity: bytes
-    ) -> Iterator[tuple[bytes, Any]]:
-        """Records by their keys: each key with its payload, ``[num_bytes]`` uint8, or with the
-        reason why it is not what was written under this key. Neighbours are read at once."""
+        self, wanted: Sequence[tuple[bytes, Location, Any]], identity: bytes
+    ) -> Iterator[str | None]:
+        """Read payloads by their keys and places, each into memory of its own, ``[num_bytes]``
+        uint8. Yields for each why it is not what was written under this key; None: it is.
+        Neighbours are read at once."""
         _check_thread()
         start = 0
         while start < len(wanted):
             first, stop = wanted[start][1], start + 1
-            while stop < len(wanted) and (
+            while stop < min(len(wanted), start + READ_RECORDS) and (
                 wanted[stop][1][:2] == (first.pack, wanted[stop - 1][1].end)
-                and wanted[stop][1].end - first.offset <= READ_BYTES
             ):
                 stop += 1
-            content: Any = np.empty(wanted[stop - 1][1].end - first.offset, np.uint8)
+            run, headers = wanted[start:stop], np.empty((stop - start, HEADER.size), np.uint8)
+            pieces: Any = chain(*zip(headers, (memory for *_, memory in run), strict=True))
             try:
                 with self.path(first.pack).open("rb", buffering=0) as file:
-                    view = content.data[: os.preadv(file.fileno(), [content], first.offset)]
+                    last = first.offset + os.preadv(file.fileno(), list(pieces), first.offset)
+                reason = "truncated"
             except OSError:
-                view = None
-            for key, place in wanted[start:stop]:
-                part = slice(place.offset - first.offset, place.end - first.offset)
-                is_read = view is not None
-                yield key, _checked(view[part], place, identity, key) if is_read else "unreadable"
+                last, reason = 0, "unreadable"
+            for header, (key, place, memory) in zip(headers, run, strict=True):
+                is_read = place.end <= last
+                yield _mistrusted(header.tobytes(), memory, identity, key) if is_read else reason
             start = stop
 
     def used(self, packs: set[int]) -> None:

@@ -2,12 +2,14 @@
 
 import errno
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from threading import Lock
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
+
+import numpy as np
 
 from mlx_paged.kv_disk.packs import Location, PackFiles, allow_disk
 
@@ -27,14 +29,14 @@ class Load:
 
     Attributes:
         num_bytes: their payloads together.
-        found: those that arrived and can be trusted.
+        found: those that arrived and can be trusted: for each a matrix of bytes, and its row.
         seconds: that the slowest of its readers took, when it is done.
     """
 
     def __init__(self, keys: Sequence[bytes], num_bytes: int) -> None:
         self.keys = frozenset(keys)
         self.num_bytes = num_bytes
-        self.found: dict[bytes, Any] = {}
+        self.found: dict[bytes, tuple[Any, int]] = {}
         self.futures: list[Future[None]] = []
         self.started = monotonic()
         self.seconds = 0.0
@@ -53,17 +55,19 @@ class DiskStore:
     Args:
         packs: it writes and reads these from here on.
         identity: 32 bytes: only records that were written under it are found.
+        make_rows: memory for so many payloads of so many bytes, and the same for numpy to fill.
 
     Attributes:
         counts: ``hits`` (records), ``bytes_read``, ``bytes_written``.
         dropped: records that were not trusted or not written, by reason.
     """
 
-    def __init__(self, packs: PackFiles, identity: bytes) -> None:
+    def __init__(self, packs: PackFiles, identity: bytes, make_rows: Callable[..., Any]) -> None:
         self.counts = Counter(hits=0, bytes_read=0, bytes_written=0)
         self.dropped: Counter[str] = Counter()
         self._identity = identity
         self._packs = packs
+        self._make_rows = make_rows
         self._index: dict[bytes, Location] = {}
         self._pending: dict[bytes, Any] = {}  # on their way to the disk
         self._staged = 0
@@ -73,6 +77,8 @@ class DiskStore:
         self._bytes, self._seconds = 0.0, 0.0  # of reads, the latest with most weight
         self._writer = ThreadPoolExecutor(1, "mlx_paged.kv_disk", allow_disk)
         self._readers = ThreadPoolExecutor(READERS, "mlx_paged.kv_disk", allow_disk)
+        for _ in range(READERS):  # it starts a thread
+            self._readers.submit(sleep, 0.001)
         self._writer.submit(self._scan)
 
     def __contains__(self, key: object) -> bool:
@@ -110,10 +116,18 @@ class DiskStore:
 
     def load(self, keys: Sequence[bytes]) -> Load:
         """Start to read payloads."""
-        load = Load(keys, sum(map(self.size_of, keys)))
-        stride = -(-len(keys) // READERS)
-        for start in range(0, len(keys), stride):
-            task = self._readers.submit(self._read, load, keys[start : start + stride])
+        load, counts = Load(keys, sum(map(self.size_of, keys))), Counter[int]()
+        wanted: list[tuple[bytes, Any, int, int]] = []
+        for key in keys:
+            payload, place = self._pending.get(key), self._index.get(key)
+            if payload is not None or place is not None:
+                size = len(payload) if place is None else place.num_bytes
+                wanted.append((key, place or payload, size, counts[size]))
+                counts[size] += 1
+        rows = {size: self._make_rows(count, size) for size, count in counts.items()}
+        stride = -(-len(wanted) // READERS) or 1
+        for start in range(0, len(wanted) or 1, stride):
+            task = self._readers.submit(self._read, load, wanted[start : start + stride], rows)
             load.futures.append(task)
         return load
 
@@ -122,7 +136,7 @@ class DiskStore:
         if not load.futures:
             return  # another request has waited for it too
         load.futures = []
-        num_bytes = sum(map(len, load.found.values()))
+        num_bytes = sum(rows.shape[1] for rows, _ in load.found.values())
         self.counts.update(hits=len(load.found), bytes_read=num_bytes)
         self._bytes = FADING * self._bytes + num_bytes
         self._seconds = FADING * self._seconds + load.seconds
@@ -181,23 +195,24 @@ class DiskStore:
             with self._lock:
                 self._staged -= len(payload)
 
-    def _read(self, load: Load, keys: Sequence[bytes]) -> None:
-        wanted, started = [], monotonic()
-        for key in keys:
-            payload, place = self._pending.get(key), self._index.get(key)
-            if payload is not None:
-                load.found[key] = payload
-            elif place is not None:
-                wanted.append((key, place))
-        for (_, place), (key, payload) in zip(
-            wanted, self._packs.read(wanted, self._identity), strict=True
-        ):
-            if not isinstance(payload, str):
-                load.found[key] = payload
+    def _read(
+        self, load: Load, wanted: Sequence[tuple[bytes, Any, int, int]], rows: dict[int, Any]
+    ) -> None:
+        started, memory = monotonic(), {size: pair[1] for size, pair in rows.items()}
+        stored = [each for each in wanted if isinstance(each[1], Location)]
+        for key, payload, size, row in wanted:
+            if not isinstance(payload, Location):
+                memory[size][row] = np.frombuffer(payload, np.uint8)
+                load.found[key] = rows[size][0], row
+        places = [(key, place, memory[size][row]) for key, place, size, row in stored]
+        reasons = self._packs.read(places, self._identity)
+        for (key, place, size, row), reason in zip(stored, reasons, strict=True):
+            if reason is None:
+                load.found[key] = rows[size][0], row
             elif self._index.get(key) == place:
                 with self._lock:
                     self._index.pop(key, None)
-                    self.dropped[payload] += 1
+                    self.dropped[reason] += 1
                 self._writer.submit(self._packs.kill, place)
         load.seconds = max(load.seconds, monotonic() - started)
-        self._writer.submit(self._packs.used, {place.pack for _, place in wanted})
+        self._writer.submit(self._packs.used, {place.pack for _, place, *_ in stored})

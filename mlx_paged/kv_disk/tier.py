@@ -8,6 +8,8 @@ from itertools import accumulate
 from time import monotonic
 from typing import Any
 
+import numpy as np
+
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.prefix_cache import TOKEN_BYTES, CachedBlock
@@ -24,6 +26,10 @@ IDLE_BYTES = 1 << 28
 """Bytes that a step without other work copies into the pool at most."""
 LEAVING_BYTES = 1 << 26
 """Bytes that a step copies out of the pool at most, one block more. Other blocks are lost."""
+EARLY_BYTES = 1 << 20
+"""Of blocks whose memory is not needed yet: later steps then have fewer to copy at once."""
+NEARLY_FULL = 8
+"""A pool is nearly full if less than one part of so many is free: its blocks leave early."""
 LOAD_BYTES = 1 << 31
 """Bytes of a load at most. What a longer prefix has more is computed."""
 WAIT = 0.02
@@ -47,10 +53,10 @@ class _Plan:
 class KVDiskTier:
     """Copies full blocks from an allocator's pool to a store, and finds them there for new prompts.
 
-    A block is copied when it is used a second time, when its memory is about to get other content,
-    or when the engine is idle. A step copies it into memory of its own, which threads of the store
-    write. A prompt whose next blocks are stored waits until they are read, unless it takes longer
-    to read them than to compute them.
+    A block is copied when it is used a second time, when the pool is nearly full, when its memory
+    is about to get other content, or when the engine is idle. A step copies it into memory of its
+    own, which threads of the store write. A prompt whose next blocks are stored waits until they
+    are read, unless it takes longer to read them than to compute them.
 
     Args:
         seconds_to_compute: predicts the time of a prompt's tokens ``[start, stop)``; 0: unknown.
@@ -95,11 +101,7 @@ class KVDiskTier:
         self._coming.clear()
         if not self.store.has_room:
             self.store.flush(WAIT)
-        while self._fresh and self._leaving_bytes < STEP_BYTES and self.store.has_room:
-            group, block, key = self._fresh.popleft()
-            known = self._allocator.store.prefixes[group].by_block.get(block)
-            if known is not None and known.hash == key:
-                self._leave(group, known)
+        self._leave_early(STEP_BYTES)
         return self.leaving()
 
     def has_more(self) -> bool:
@@ -129,6 +131,14 @@ class KVDiskTier:
         self._allocator.store.on_evict = self._allocator.prefixes.fresh = None
         self.store.close()
 
+    def _leave_early(self, num_bytes: int) -> None:
+        """Copy blocks that were not copied since they were filled, the oldest first."""
+        while self._fresh and self._leaving_bytes < num_bytes and self.store.has_room:
+            group, block, key = self._fresh.popleft()
+            known = self._allocator.store.prefixes[group].by_block.get(block)
+            if known is not None and known.hash == key:
+                self._leave(group, known)
+
     def _leave(self, group: int, known: CachedBlock) -> None:
         """Copy a block with the next step, and the states after it, unless they are stored or what
         that step fills."""
@@ -157,11 +167,11 @@ class KVDiskTier:
             return False
         needed = self._allocator.prefixes.needed(request.tokens, request.salt, store)
         absent = [each for each in needed if each.is_absent]
-        totals = accumulate(store.size_of(each.key) for each in absent)
-        absent = [e for e, total in zip(absent, totals, strict=True) if total <= LOAD_BYTES]
+        keys = [each.key for each in absent]
+        count = sum(total <= LOAD_BYTES for total in accumulate(map(store.size_of, keys)))
+        absent, keys = absent[:count], keys[:count]
         if not absent or self._asked.get(request.id, -1) >= absent[0].index:
             return False
-        keys = [each.key for each in absent]
         start, stop = absent[0].index * size, (absent[-1].index + 1) * size
         to_compute = self._seconds_to_compute(start, stop)
         if 0 < to_compute < store.seconds_to_read(keys):
@@ -187,6 +197,8 @@ class KVDiskTier:
         self._limit = IDLE_BYTES if waits else STEP_BYTES
         self.leaving()  # what a failed plan left is void
         self._coming.clear()
+        if NEARLY_FULL * len(self._allocator.store.free) < self._allocator.num_blocks:
+            self._leave_early(EARLY_BYTES)
         loads = [(request, self._plans[i].load) for i, request in self.loading.items()]
         if waits and loads:
             futures = [f for _, load in loads for f in load.futures if not f.done()]
@@ -204,16 +216,17 @@ class KVDiskTier:
         writes before all else. Returns whether the request has to wait for more, in the queue or
         among those `loading`. While there are too few blocks, what was read is kept."""
         plan = self._plans.get(request.id)
-        if plan is not None:
-            adopted = self._adopt(plan)
-            loads += adopted
-            if plan.absent:
-                return bool(adopted)
-            self.store.note(plan.load)
-            if plan.load.found:
-                self._seconds_saved += max(0.0, plan.seconds_to_compute - plan.load.seconds)
-            del self._plans[request.id]
-        return self.ask(request)
+        if plan is None:
+            return self.ask(request)
+        adopted = self._adopt(plan)
+        loads += adopted
+        if plan.absent:
+            return bool(adopted)
+        self.store.note(plan.load)
+        if plan.load.found:
+            self._seconds_saved += max(0.0, plan.seconds_to_compute - plan.load.seconds)
+        del self._plans[request.id]
+        return False
 
     def admitted(self, request: Request, match: PrefixMatch) -> MissReason | None:
         """A request shares what was found; returns why it found no more."""
@@ -221,7 +234,8 @@ class KVDiskTier:
         self.forget(request)
         for group, entries in enumerate(match.blocks):
             for known in entries:
-                self._leave(group, known)
+                if self._leaving_bytes < EARLY_BYTES:
+                    self._leave(group, known)
         return MissReason.ON_DISK if declined else match.miss
 
     def forget(self, request: Request) -> None:
@@ -233,7 +247,7 @@ class KVDiskTier:
     def _adopt(self, plan: _Plan) -> list[BlockTransfer]:
         """Take entries for what was read. The step that is planned does not evict them: their
         content is not there yet."""
-        store, size = self._allocator.store, self._allocator.block_size
+        store, block_size = self._allocator.store, self._allocator.block_size
         for each in plan.held:  # evict those before the new ones after all that are idle now
             if each.find(store.prefixes) is each.known:
                 store.retain([each.known.block])
@@ -244,13 +258,15 @@ class KVDiskTier:
         while plan.absent and num_bytes < self._limit:
             each = plan.absent[0]
             group, known, payload = each.group, each.known, plan.load.found.get(each.key)
-            if payload is None or (group >= 0 and len(payload) != self._entry_bytes[group]):
+            size = 0 if payload is None else payload[0].shape[1]
+            if payload is None or (group >= 0 and size != self._entry_bytes[group]):
                 plan.absent.clear()
                 break
             if each.group < 0:
                 (prefixes,) = store.prefixes
                 assert isinstance(prefixes, StatefulPrefixCache)
-                snapshot = Snapshot((each.index + 1) * size, states=bytes(payload))
+                states = np.asarray(payload[0])[payload[1]].tobytes()
+                snapshot = Snapshot((each.index + 1) * block_size, states=states)
                 prefixes.attach(known.parent, known.tokens, snapshot)
             elif each.find(store.prefixes) is None:
                 if store.num_available < self._allocator.groups[group].width:
@@ -261,6 +277,6 @@ class KVDiskTier:
                 self._coming.add(entry)
                 store.release([entry])
                 adopted.append(BlockTransfer(each.key, group, store.blocks_of(entry), payload))
-                num_bytes += len(payload)
+                num_bytes += size
             plan.absent.popleft()
         return adopted

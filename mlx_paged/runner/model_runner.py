@@ -183,10 +183,13 @@ class ModelRunner:
                     )
         for group in groups:
             coming = [t for t in loads if t.group == group]
-            if coming:
-                data = np.stack([np.frombuffer(t.payload, np.uint8) for t in coming])
-                blocks = [b for t in coming for b in t.blocks]
-                write_blocks(pool, blocks, group, data.reshape(len(blocks), -1))
+            for rows in {id(t.payload[0]): t.payload[0] for t in coming}.values():
+                blocks = np.full((rows.shape[0], len(coming[0].blocks)), -1, np.int32)
+                for t in [t for t in coming if t.payload[0] is rows]:
+                    blocks[t.payload[1]] = t.blocks
+                write_blocks(pool, blocks.reshape(-1), group, rows)
+        if loads:
+            mx.eval(pool.handles())  # the memory of what was loaded may be used again
         for states in [t for t in stores if not t.blocks]:
             states.payload = partial(packed, states.payload)
 

@@ -1,5 +1,6 @@
 """The serving bench's engines give the tokens they were asked for and know what they hold."""
 
+import gc
 import importlib.util
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from bench.serving.engines import (
 )
 from bench.serving.replay import Replay, Stall, StepClock
 from bench.serving.run import Run
-from bench.serving.servers import Counters, Level, Token
+from bench.serving.servers import Counters, Level, PagedServer, Token
 from bench.serving.trace import Job, make_trace
 from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, make_jobs
 
@@ -44,6 +45,17 @@ def trace_of(num_requests=5, samples=1):
     jobs = make_jobs(PRESETS["uniform"], VOCAB, seed=0, requests=num_requests)
     short = [Job(0, job.prompt[:40], job.max_tokens % 7 + 2, samples) for job in jobs]
     return make_trace(short, [0.0] * num_requests)
+
+
+def test_a_disk_ends_with_its_engine(model):
+    trace = trace_of()
+    server = make_server("mlx_paged_disk", model, limits_for(trace))
+    assert isinstance(server, PagedServer) and server.engine.scheduler.tier is not None
+    directory = server.engine.scheduler.tier.store._packs.directory
+    assert directory.is_dir()
+    del server
+    gc.collect()
+    assert not directory.exists()
 
 
 def limits_for(trace, max_running=3, block_size=8, num_blocks=None):

@@ -10,7 +10,14 @@ from mlx_lm.generate import generate_step
 
 from bench.models import copying_llama, first_layers, llama_model, successors
 from bench.serving.trace import Job, digest, make_trace, read_trace, write_trace
-from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, arrival_times, make_jobs
+from bench.serving.workload import (
+    AGENTS,
+    PRESETS,
+    ClosedLoop,
+    OpenLoop,
+    arrival_times,
+    make_jobs,
+)
 
 
 def trace_of(preset, seed=0, rate=4.0, **options):
@@ -40,6 +47,10 @@ def test_presets_are_what_their_names_say():
     shared = make_jobs(PRESETS["shared-system-prompt"], 100, 0)
     assert len({job.prompt[:256] for job in shared}) == 1 < len({job.prompt for job in shared})
     assert {len(job.prompt) for job in make_jobs(PRESETS["agent"], 100, 0)} == {4096}
+    turns = [job.prompt for job in make_jobs(PRESETS["agent-turns"], 100, 0)]
+    assert len({prompt[:16] for prompt in turns}) == AGENTS
+    for before, after in zip(turns, turns[AGENTS:], strict=False):
+        assert after[: len(before)] == before and 256 <= len(after) - len(before) < 512
     giants = [
         job for job in make_jobs(PRESETS["one-giant-prompt"], 100, 0) if len(job.prompt) > 999
     ]

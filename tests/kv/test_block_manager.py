@@ -186,12 +186,16 @@ def written(manager: KVBlockManager, seq_id: int, num_tokens: int) -> list[np.nd
     return contents
 
 
-def test_a_spilled_sequence_comes_back_bit_for_bit_in_other_blocks():
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_spilled_sequence_comes_back_bit_for_bit_in_other_blocks(on_disk, tmp_path):
     manager = make_manager(max_blocks=8)
+    manager.spill_directory = tmp_path if on_disk else None
     contents = written(manager, 0, 11)
     manager.fork(0, 1)
     before = manager.table(0)[0].tolist()
     assert manager.spill_to_host(0) == 0
+    assert isinstance(manager._spilled[0][1], np.memmap) is on_disk
+    assert not list(tmp_path.iterdir()), "a file that a crash would leave"
     assert manager.blocks_in_use == len(before), "the fork lost its blocks"
     for call in (manager.table, manager.spill_to_host, manager.ensure_tail_capacity):
         with pytest.raises(ValueError, match=r"expected a (live )?sequence"):
@@ -229,6 +233,17 @@ def test_the_sequence_used_least_recently_is_spilled_first():
     manager.free(0)  # a spilled one
     with pytest.raises(ValueError, match="expected a spilled sequence"):
         manager.prefetch(0)
+    manager.check_integrity()
+
+
+def test_a_disk_that_cannot_be_written_leaves_a_sequence_where_it_is(tmp_path):
+    manager = make_manager()
+    manager.spill_directory = tmp_path / "missing"
+    contents = written(manager, 0, 11)
+    with pytest.raises(FileNotFoundError):
+        manager.spill_to_host(0)
+    np.testing.assert_array_equal(read_back(manager.k[0], manager.table(0)[0], 11), contents[0])
+    manager.free(0)
     manager.check_integrity()
 
 

@@ -28,8 +28,12 @@ def payload_of(number: int, size: int = 1000) -> bytes:
     return np.random.default_rng(number).bytes(size)
 
 
+def rows_of_zeros(count: int, num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    return (np.zeros((count, num_bytes), np.uint8),) * 2
+
+
 def open_store(directory: Path, max_bytes: int = 10**8, identity: bytes = ME) -> DiskStore:
-    made = DiskStore(PackFiles(directory, max_bytes), identity)
+    made = DiskStore(PackFiles(directory, max_bytes), identity, rows_of_zeros)
     made.flush()
     return made
 
@@ -45,7 +49,17 @@ def found(made: DiskStore, numbers) -> dict[int, bytes]:
     load = made.load([key_of(number) for number in numbers])
     for future in load.futures:
         future.result()
-    return {int.from_bytes(key, "little"): bytes(content) for key, content in load.found.items()}
+    return {int.from_bytes(k, "little"): bytes(rows[row]) for k, (rows, row) in load.found.items()}
+
+
+def small_packs(directory: Path) -> DiskStore:
+    """A store of 100,000 bytes with packs of 10,000: 60 records of 1,000 bytes are written."""
+    made = open_store(directory, max_bytes=100_000)
+    made._packs._pack_bytes = 10_000
+    for number in range(60):
+        made.put(key_of(number), payload_of(number))
+    made.flush()
+    return made
 
 
 def the_pack(directory: Path) -> Path:
@@ -172,30 +186,22 @@ def test_a_file_is_refused_as_a_directory(tmp_path):
 
 
 def test_the_packs_unused_longest_go_first_and_the_size_is_kept(tmp_path):
-    made = open_store(tmp_path, max_bytes=100_000)
-    made._packs._pack_bytes = 10_000
-    for number in range(60):
-        made.put(key_of(number), payload_of(number))
-    made.flush()
+    made = small_packs(tmp_path)
     assert found(made, [0]) == {0: payload_of(0)}  # its pack is the latest used
     made.flush()
-    for number in range(60, 140):
+    for number in range(60, 130):
         made.put(key_of(number), payload_of(number))
     made.flush()
     assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) <= 100_000
-    kept = found(made, range(140))
-    assert 0 in kept and 20 not in kept and 139 in kept
+    kept = found(made, range(130))
+    assert 0 in kept and 20 not in kept and 129 in kept
     assert all(content == payload_of(number) for number, content in kept.items())
     assert len(kept) == len(made), "the index names what is gone"
     made.close()
 
 
 def test_the_order_of_use_outlives_the_process(tmp_path):
-    made = open_store(tmp_path, max_bytes=100_000)
-    made._packs._pack_bytes = 10_000
-    for number in range(60):
-        made.put(key_of(number), payload_of(number))
-    made.flush()
+    made = small_packs(tmp_path)
     now = time.time()
     for path in tmp_path.glob("*.kv"):
         os.utime(path, (now - 100, now - 100))
@@ -203,6 +209,62 @@ def test_the_order_of_use_outlives_the_process(tmp_path):
     made.close()
     made = open_store(tmp_path, max_bytes=100_000)
     assert list(made._packs.packs)[-1] == 1
+    made.close()
+
+
+def test_the_pack_that_is_written_does_not_keep_others_when_all_are_read_later(tmp_path):
+    made = small_packs(tmp_path)
+    for number in range(60, 91):
+        made.put(key_of(number), payload_of(number))
+    made.flush()
+    assert len(found(made, range(90))) == 90  # of all packs but the last one
+    made.flush()
+    made.put(key_of(99), payload_of(99))
+    made.flush()
+    assert made._packs.num_bytes <= 100_000 and key_of(99) in made
+    made.close()
+
+
+def test_a_store_smaller_than_a_pack_keeps_to_its_size(tmp_path):
+    made = open_store(tmp_path, max_bytes=5000)
+    for number in range(20):
+        made.put(key_of(number), payload_of(number))
+    made.flush()
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.kv")) <= 5000
+    assert found(made, [19]) == {19: payload_of(19)}
+    made.close()
+
+
+def test_a_torn_record_counts_as_bytes_of_the_store(tmp_path):
+    made = open_store(tmp_path)
+    torn = lambda file, buffers, offset: os.pwrite(file, b"".join(buffers)[:700], offset)  # noqa: E731
+    with mock.patch.object(os, "pwritev", torn), mock.patch.object(store, "PAUSE", 0.0):
+        for number in range(3):
+            made.put(key_of(number), payload_of(number))
+            made.flush()
+    sizes = [path.stat().st_size for path in tmp_path.glob("*.kv")]
+    assert made.dropped == {"full": 3} and made._packs.num_bytes == sum(sizes) > 2100
+    made.close()
+
+
+def test_neighbours_of_several_sizes_are_read_at_once_into_memory_that_was_made_for_them(tmp_path):
+    made, sizes = open_store(tmp_path), [1000, 500] * 4
+    for number, size in enumerate(sizes):
+        made.put(key_of(number), payload_of(number, size))
+    made.close()
+    made, memory = open_store(tmp_path), []
+
+    def make_rows(count, num_bytes):
+        memory.append(np.zeros((count, num_bytes), np.uint8))
+        return memory[-1], memory[-1]
+
+    made._make_rows = make_rows
+    with mock.patch.object(os, "preadv", mock.Mock(side_effect=os.preadv)) as preadv:
+        contents = found(made, range(8))
+    assert contents == {number: payload_of(number, size) for number, size in enumerate(sizes)}
+    assert [rows.shape for rows in memory] == [(4, 1000), (4, 500)]
+    assert memory[0][3].tobytes() == payload_of(6) and memory[1][0].tobytes() == payload_of(1, 500)
+    assert preadv.call_count == store.READERS
     made.close()
 
 
@@ -248,10 +310,11 @@ def test_no_thread_but_the_stores_waits_for_the_disk(tmp_path):
     filled(tmp_path)
     files = PackFiles(tmp_path, 10**6)
     place = packs.Location(1, len(packs.FILE_MAGIC), 1000)
+    wanted = [(key_of(1), place, bytearray(1000))]
     for call in (
         lambda: next(files.scan()),
         lambda: files.append(ME, key_of(1), b"1"),
-        lambda: next(files.read([(key_of(1), place)], ME)),
+        lambda: next(files.read(wanted, ME)),
         lambda: files.kill(place),
         lambda: files.remove(1),
         lambda: files.used({1}),

@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv_disk import packs, tier
 from mlx_paged.kv_disk.packs import PackFiles
@@ -57,7 +59,7 @@ class SlowStore(DiskStore):
     def __init__(self, files: PackFiles, identity: bytes, rng: random.Random) -> None:
         self._rng = rng
         self._delayed: list[Any] = []
-        super().__init__(files, identity)
+        super().__init__(files, identity, lambda *sizes: (np.zeros(sizes, np.uint8),) * 2)
         self._writer.shutdown()
         self._readers.shutdown()
         self._writer = self._readers = Inline()  # type: ignore[assignment]

@@ -110,7 +110,8 @@ class FakePool:
             if stored.blocks:
                 stored.payload = b"".join(array[stored.blocks].tobytes() for array in arrays)
         for load in transfer.loads:
-            payload = np.frombuffer(load.payload, np.int64).reshape(3, len(load.blocks), -1)
+            rows, row = load.payload
+            payload = rows[row].view(np.int64).reshape(3, len(load.blocks), -1)
             for array, content in zip(arrays, payload, strict=True):
                 array[load.blocks] = content.view(array.dtype)
 
