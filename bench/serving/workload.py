@@ -137,7 +137,7 @@ def make_jobs(
         lengths = _enough(preset, seed, tokens_target)
     ids = np.random.default_rng([seed, 2])
     shared = ids.integers(vocab_size, size=preset.shared).tolist()
-    jobs = []
+    jobs: list[Job] = []
     for num_prompt, num_output in zip(*lengths, strict=True):
         prompt = (*shared, *ids.integers(vocab_size, size=num_prompt).tolist())
         if len(jobs) >= preset.agents > 0:

@@ -97,6 +97,6 @@ def _written(
         written = ops.write_kv(k, v, k_cells, v_cells, as_int32(indices))
         handle: mx.array = mx.depends([cache], list(written))[0]
         return handle
-    changed, chosen = mx.array(_rows(cache)), as_int32(np.flatnonzero(indices >= 0))
-    changed[as_int32(indices[indices >= 0])] = data[chosen].view(cache.dtype)
+    changed, chosen = mx.array(_rows(cache)), np.flatnonzero(indices >= 0)
+    changed[as_int32(indices[chosen])] = data[mx.array(chosen)].view(cache.dtype)
     return changed.reshape(num_blocks, heads, size, dim).transpose(1, 0, 2, 3)

@@ -119,10 +119,10 @@ class DiskStore:
         load, counts = Load(keys, sum(map(self.size_of, keys))), Counter[int]()
         wanted: list[tuple[bytes, Any, int, int]] = []
         for key in keys:
-            payload, place = self._pending.get(key), self._index.get(key)
-            if payload is not None or place is not None:
-                size = len(payload) if place is None else place.num_bytes
-                wanted.append((key, place or payload, size, counts[size]))
+            source: Any = self._index.get(key, self._pending.get(key))
+            if source is not None:
+                size = source.num_bytes if isinstance(source, Location) else len(source)
+                wanted.append((key, source, size, counts[size]))
                 counts[size] += 1
         rows = {size: self._make_rows(count, size) for size, count in counts.items()}
         stride = -(-len(wanted) // READERS) or 1

@@ -258,8 +258,7 @@ class KVDiskTier:
         while plan.absent and num_bytes < self._limit:
             each = plan.absent[0]
             group, known, payload = each.group, each.known, plan.load.found.get(each.key)
-            size = 0 if payload is None else payload[0].shape[1]
-            if payload is None or (group >= 0 and size != self._entry_bytes[group]):
+            if payload is None:
                 plan.absent.clear()
                 break
             if each.group < 0:
@@ -277,6 +276,6 @@ class KVDiskTier:
                 self._coming.add(entry)
                 store.release([entry])
                 adopted.append(BlockTransfer(each.key, group, store.blocks_of(entry), payload))
-                num_bytes += size
+                num_bytes += self._entry_bytes[group]
             plan.absent.popleft()
         return adopted
