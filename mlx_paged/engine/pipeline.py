@@ -173,23 +173,21 @@ class StepPipeline(Generic[LaunchedT]):
         if self._scheduler.speculation is not None:
             result.choices = self._scheduler.speculation.accept(current.step, result.choices)
         committing = self._clock()
-        if current.step.stores:
-            self._put(current.step)
+        self._put(current.step)
         self._scheduler.commit(current.step)
         own_seconds = result.seconds - current.step.draft_seconds
         self._scheduler.budget.observe(current.step.work, own_seconds)
         result.schedule_seconds += self._clock() - committing
 
     def copy_when_idle(self) -> bool:
-        """Copy some blocks out of the pool, unless a step is under way; whether there are more.
-        Any of the K/V may be wrong after an error, and no request has caused it."""
+        """Copy some blocks out of the pool, unless a step is under way; whether there are more."""
         tier = self._scheduler.tier
         if tier is None or self.busy:
             return False
         step = Step(stores=tier.copies_when_idle())
         try:
             self.runner.transfer(step.stores, ())
-        except Exception as error:
+        except Exception as error:  # of no request; any of the K/V may be wrong
             self.recover(Fault([], error))
             return False
         self._put(step)

@@ -13,8 +13,6 @@ from mlx_paged import ops
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import KVPool, as_int32
 
-Bytes = npt.NDArray[np.uint8]
-"""A matrix of bytes."""
 ROW_LENGTH = 1024
 """Elements at most of the rows in which blocks are written."""
 
@@ -34,37 +32,35 @@ def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:
 
 
 class Staging:
-    """Memory for blocks from elsewhere. It is used again: to touch new memory may take longer than
-    to fill it."""
+    """Memory for blocks from elsewhere, used again: to touch new memory takes longer than to fill
+    it."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = ops.pool_zeros((num_bytes,), mx.uint8)
         mx.eval(self._memory)
         self._rows = ref(self._memory[:0])  # those that are in use, if they still exist
 
-    def rows(self, count: int, num_bytes: int) -> tuple[Any, Bytes]:
+    def rows(self, count: int, num_bytes: int) -> tuple[Any, npt.NDArray[np.uint8]]:
         """Rows ``[count, num_bytes]`` for :func:`write_blocks`, and the same for numpy to fill."""
         size = count * num_bytes
         if size > self._memory.size or self._rows() is not None:
-            fresh: Bytes = np.empty((count, num_bytes), np.uint8)
-            return fresh, fresh
+            return (np.empty((count, num_bytes), np.uint8),) * 2
         rows = self._memory[:size].reshape(count, num_bytes)
         self._rows = ref(rows)
         return rows, np.asarray(self._memory)[:size].reshape(count, num_bytes)
 
 
-def write_blocks(pool: KVPool, blocks: Int32Array, group: int, data: mx.array | Bytes) -> None:
-    """Write what :func:`read_blocks` returned into these blocks, before whatever reads them. What
-    is for block -1 is not written. Rows of `data` may be those of several blocks."""
+def write_blocks(pool: KVPool, blocks: Int32Array, group: int, data: Any) -> None:
+    """Write what :func:`read_blocks` returned, an array of MLX or numpy, into these blocks, before
+    whatever reads them. What is for block -1 is not written. A row may be of several blocks."""
     staged, start = mx.array(data).reshape(len(blocks), -1), 0
     for handles, layer in pool.arrays_of(group):
-        stop = start + handles[layer][:, 0].nbytes
-        written = _written(handles[layer], blocks, staged, start, stop)
+        written = _written(handles[layer], blocks, staged, start)
+        start += written[:, 0].nbytes
         if handles is pool.k:
             pool.set_keys(layer, written)
         else:
             handles[layer] = written
-        start = stop
     mx.async_eval(pool.handles())  # type: ignore[no-untyped-call]
 
 
@@ -73,30 +69,28 @@ def _rows(cache: mx.array) -> mx.array:
     return cache.transpose(1, 0, 2, 3).reshape(cache.shape[1], -1)
 
 
-def _written(
-    cache: mx.array, indices: Int32Array, staged: mx.array, start: int, stop: int
-) -> mx.array:
-    """A handle of `cache` after columns ``[start, stop)`` of `staged`, bytes, were written in
-    place.
+def _written(cache: mx.array, blocks: Int32Array, staged: mx.array, start: int) -> mx.array:
+    """A handle of `cache` after the columns of `staged` from `start` on were written in place.
 
     The op for rows of K/V writes each half of a row as one of its two arrays. Where it has no
     kernel for them, the result is a new array.
     """
     heads, num_blocks, size, dim = cache.shape
+    stop = start + cache[:, 0].nbytes
     pairs = cache.dtype.size == 1 and (stop - start) % 2 == 0
     dtype = mx.float16 if pairs else cache.dtype
     if start % dtype.size or staged.shape[1] % dtype.size:
         data = staged[:, start:stop].view(dtype)
-    else:  # a view, which copies nothing
+    else:  # copies nothing
         data = staged.view(dtype)[:, start // dtype.size : stop // dtype.size]
     width = gcd(data.shape[1], ROW_LENGTH)
     if width > 1 and ops.kernel_for(None, width // 2, width // 2) == "native":
         cells = _rows(cache).view(dtype).reshape(num_blocks, -1, 1, width).transpose(1, 0, 2, 3)
-        k, v = mx.split(data.reshape(len(indices), -1, width), 2, axis=-1)
+        k, v = mx.split(data.reshape(len(blocks), -1, width), 2, axis=-1)
         k_cells, v_cells = mx.split(cells, 2, axis=-1)
-        written = ops.write_kv(k, v, k_cells, v_cells, as_int32(indices))
+        written = ops.write_kv(k, v, k_cells, v_cells, as_int32(blocks))
         handle: mx.array = mx.depends([cache], list(written))[0]
         return handle
-    changed, chosen = mx.array(_rows(cache)), np.flatnonzero(indices >= 0)
-    changed[as_int32(indices[chosen])] = data[mx.array(chosen)].view(cache.dtype)
+    changed, chosen = mx.array(_rows(cache)), np.flatnonzero(blocks >= 0)
+    changed[as_int32(blocks[chosen])] = data[mx.array(chosen)].view(cache.dtype)
     return changed.reshape(num_blocks, heads, size, dim).transpose(1, 0, 2, 3)

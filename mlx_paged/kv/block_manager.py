@@ -278,16 +278,14 @@ class KVBlockManager:
 
     def spill_to_host(self, seq_id: int | None = None) -> int:
         """Move a sequence's K/V to host memory and give up its blocks; returns the sequence. With a
-        `spill_directory` it goes to an unnamed file there, which ends with the process.
+        `spill_directory` it goes to an unnamed file there, which ends with the process. OSError, if
+        that cannot be written, changes nothing.
 
         Until :meth:`prefetch` it cannot be read, written or forked; :meth:`free` ends it. Blocks
         that it shares stay with the others.
 
         Args:
             seq_id: default: the sequence that was used least recently.
-
-        Raises:
-            OSError: the disk is full, or cannot be written.
         """
         seq_id = next(iter(self._used), None) if seq_id is None else seq_id
         if seq_id is None or seq_id not in self.allocator:

@@ -18,12 +18,10 @@ from mlx_paged.kv.block_bytes import Staging
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv_disk.packs import PackFiles
 from mlx_paged.kv_disk.store import DiskStore
-from mlx_paged.kv_disk.tier import KVDiskTier
+from mlx_paged.kv_disk.tier import STEP_BYTES, KVDiskTier
 
 INDEX_SECONDS = 5.0
 """So long an engine waits for the index of its store. What is found later is used later."""
-STAGING = 1 << 24
-"""Bytes of memory for loads that is always there."""
 
 Paths = Sequence[str | os.PathLike[str]]
 
@@ -45,14 +43,9 @@ def open_tier(
     Raises:
         ValueError: another engine uses the directory, or it cannot be used.
     """
-    files = PackFiles(directory, max_bytes)
-    try:
-        weights = weights_hash(model, sources, files.directory / "weights.json")
-        known = identity(model, tokenizer, manager, weights)
-    except BaseException:
-        files.close()
-        raise
-    store = DiskStore(files, known, Staging(STAGING).rows)
+    weights = weights_hash(model, sources, Path(directory, "weights.json"))
+    known, rows = identity(model, tokenizer, manager, weights), Staging(STEP_BYTES).rows
+    store = DiskStore(PackFiles(directory, max_bytes), known, rows)
     store.flush(INDEX_SECONDS)
     sizes = [
         group.width * sum(handles[i][:, 0].nbytes for handles, i in manager.pool.arrays_of(index))
@@ -95,6 +88,7 @@ def weights_hash(model: nn.Module, sources: Paths, cache: Path) -> str:
     result = _arrays_hash(tree_flatten(model.parameters()))
     if name:
         with suppress(OSError):
+            cache.parent.mkdir(0o700, parents=True, exist_ok=True)
             new = cache.with_suffix(".new")
             new.touch(0o600)
             new.write_text(json.dumps(known | {name: result}))

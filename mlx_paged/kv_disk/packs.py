@@ -214,12 +214,13 @@ class PackFiles:
             try:
                 with self.path(first.pack).open("rb", buffering=0) as file:
                     last = first.offset + os.preadv(file.fileno(), list(pieces), first.offset)
-                reason = "truncated"
             except OSError:
-                last, reason = 0, "unreadable"
+                last = 0
             for header, (key, place, memory) in zip(headers, run, strict=True):
-                is_read = place.end <= last
-                yield _mistrusted(header.tobytes(), memory, identity, key) if is_read else reason
+                if place.end > last:
+                    yield "truncated" if last else "unreadable"
+                else:
+                    yield _mistrusted(header.tobytes(), memory, identity, key)
             start = stop
 
     def used(self, packs: set[int]) -> None:

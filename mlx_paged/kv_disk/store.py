@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from threading import Lock
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -58,12 +58,13 @@ class DiskStore:
         make_rows: memory for so many payloads of so many bytes, and the same for numpy to fill.
 
     Attributes:
-        counts: ``hits`` (records), ``bytes_read``, ``bytes_written``.
+        counts: as the keys of docs/metrics.md.
         dropped: records that were not trusted or not written, by reason.
     """
 
     def __init__(self, packs: PackFiles, identity: bytes, make_rows: Callable[..., Any]) -> None:
-        self.counts = Counter(hits=0, bytes_read=0, bytes_written=0)
+        names = "hits", "bytes_read", "bytes_written", "seconds_saved", "slower"
+        self.counts: dict[str, float] = dict.fromkeys(names, 0)
         self.dropped: Counter[str] = Counter()
         self._identity = identity
         self._packs = packs
@@ -77,8 +78,6 @@ class DiskStore:
         self._bytes, self._seconds = 0.0, 0.0  # of reads, the latest with most weight
         self._writer = ThreadPoolExecutor(1, "mlx_paged.kv_disk", allow_disk)
         self._readers = ThreadPoolExecutor(READERS, "mlx_paged.kv_disk", allow_disk)
-        for _ in range(READERS):  # it starts a thread
-            self._readers.submit(sleep, 0.001)
         self._writer.submit(self._scan)
 
     def __contains__(self, key: object) -> bool:
@@ -103,7 +102,9 @@ class DiskStore:
         return place.num_bytes if place else 0
 
     def seconds_to_read(self, keys: Sequence[bytes]) -> float:
-        """What earlier reads predict; 0 before the first."""
+        """What earlier reads predict; 0 before the first. The next prediction is a little lower, so
+        that a slow disk is tried again."""
+        self._seconds *= 0.95
         return self._seconds / self._bytes * sum(map(self.size_of, keys)) if self._bytes else 0.0
 
     def put(self, key: bytes, payload: Any) -> None:
@@ -117,7 +118,7 @@ class DiskStore:
     def load(self, keys: Sequence[bytes]) -> Load:
         """Start to read payloads."""
         load, counts = Load(keys, sum(map(self.size_of, keys))), Counter[int]()
-        wanted: list[tuple[bytes, Any, int, int]] = []
+        wanted: list[Any] = []  # each a key, its place or content, size, row among those of a size
         for key in keys:
             source: Any = self._index.get(key, self._pending.get(key))
             if source is not None:
@@ -137,13 +138,10 @@ class DiskStore:
             return  # another request has waited for it too
         load.futures = []
         num_bytes = sum(rows.shape[1] for rows, _ in load.found.values())
-        self.counts.update(hits=len(load.found), bytes_read=num_bytes)
+        self.counts["hits"] += len(load.found)
+        self.counts["bytes_read"] += num_bytes
         self._bytes = FADING * self._bytes + num_bytes
         self._seconds = FADING * self._seconds + load.seconds
-
-    def doubt(self) -> None:
-        """Believe the measured speed a little less, so that a slow disk is tried again."""
-        self._seconds *= 0.95
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything is written, or for some seconds."""
@@ -195,9 +193,7 @@ class DiskStore:
             with self._lock:
                 self._staged -= len(payload)
 
-    def _read(
-        self, load: Load, wanted: Sequence[tuple[bytes, Any, int, int]], rows: dict[int, Any]
-    ) -> None:
+    def _read(self, load: Load, wanted: Sequence[Any], rows: dict[int, Any]) -> None:
         started, memory = monotonic(), {size: pair[1] for size, pair in rows.items()}
         stored = [each for each in wanted if isinstance(each[1], Location)]
         for key, payload, size, row in wanted:

@@ -78,7 +78,6 @@ class KVDiskTier:
         self._allocator = allocator
         self._seconds_to_compute = seconds_to_compute
         self._entry_bytes = entry_bytes
-        self._seconds_saved, self._num_declined = 0.0, 0
         self._limit = STEP_BYTES  # of the step that is planned
         self._plans: dict[int, _Plan] = {}  # by id of the request that waits for it
         self._asked: dict[int, int] = {}  # by request id: the first block that it asked for
@@ -118,13 +117,8 @@ class KVDiskTier:
 
     def metrics(self) -> dict[str, Any]:
         """Counters as plain JSON values: see docs/metrics.md."""
-        return dict(self.store.counts) | {
-            "dropped": dict(self.store.dropped),
-            "records": len(self.store),
-            "seconds_saved": self._seconds_saved,
-            "loading": len(self.loading),
-            "slower": self._num_declined,
-        }
+        levels = {"records": len(self.store), "loading": len(self.loading)}
+        return self.store.counts | {"dropped": dict(self.store.dropped)} | levels
 
     def close(self) -> None:
         """Give up the disk. What was given to :meth:`put` is written before."""
@@ -132,7 +126,6 @@ class KVDiskTier:
         self.store.close()
 
     def _leave_early(self, num_bytes: int) -> None:
-        """Copy blocks that were not copied since they were filled, the oldest first."""
         while self._fresh and self._leaving_bytes < num_bytes and self.store.has_room:
             group, block, key = self._fresh.popleft()
             known = self._allocator.store.prefixes[group].by_block.get(block)
@@ -167,17 +160,16 @@ class KVDiskTier:
             return False
         needed = self._allocator.prefixes.needed(request.tokens, request.salt, store)
         absent = [each for each in needed if each.is_absent]
-        keys = [each.key for each in absent]
-        count = sum(total <= LOAD_BYTES for total in accumulate(map(store.size_of, keys)))
-        absent, keys = absent[:count], keys[:count]
+        totals = accumulate(store.size_of(each.key) for each in absent)
+        absent = [e for e, total in zip(absent, totals, strict=True) if total <= LOAD_BYTES]
         if not absent or self._asked.get(request.id, -1) >= absent[0].index:
             return False
+        keys = [each.key for each in absent]
         start, stop = absent[0].index * size, (absent[-1].index + 1) * size
         to_compute = self._seconds_to_compute(start, stop)
         if 0 < to_compute < store.seconds_to_read(keys):
             self._asked[request.id] = DECLINED
-            self._num_declined += 1
-            store.doubt()
+            store.counts["slower"] += 1
             return False
         loads = {plan.load for plan in self._plans.values()}
         load = next((load for load in loads if keys[0] in load.keys), None)
@@ -224,7 +216,8 @@ class KVDiskTier:
             return bool(adopted)
         self.store.note(plan.load)
         if plan.load.found:
-            self._seconds_saved += max(0.0, plan.seconds_to_compute - plan.load.seconds)
+            saved = plan.seconds_to_compute - plan.load.seconds
+            self.store.counts["seconds_saved"] += max(0.0, saved)
         del self._plans[request.id]
         return False
 
