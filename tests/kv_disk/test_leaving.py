@@ -159,3 +159,14 @@ def test_what_is_copied_after_a_step_is_kept_if_that_step_is_right(fails, tmp_pa
     assert (bytes(24) in engine.scheduler.tier.store) is not fails
     engine.abort(request)
     engine.close()
+
+
+def test_a_second_use_copies_a_few_blocks_in_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(tier, "EARLY_BYTES", 1)
+    engine = make_engine(tiny_models.tiny_model("llama"), tmp_path)
+    engine.generate([tokens_of(0)], **GREEDY)
+    transfer = mock.Mock(side_effect=engine.runner.transfer)
+    monkeypatch.setattr(engine.runner, "transfer", transfer)
+    engine.generate([tokens_of(0)], **GREEDY)
+    assert [len(call.args[0]) for call in transfer.call_args_list] == [1]
+    engine.close()

@@ -4,10 +4,14 @@ import threading
 import time
 from unittest import mock
 
+import mlx.core as mx
+import numpy as np
 import pytest
 import tiny_models
 from disk_engines import GREEDY, make_engine, outputs, tokens_of
 
+from mlx_paged.kv.block_bytes import Staging, read_blocks
+from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv_disk import tier
 from mlx_paged.kv_disk.packs import _check_thread
 
@@ -176,3 +180,16 @@ def test_no_disk_after_the_prefix_cache_was_reset(tmp_path):
     assert [each.cached_prompt_tokens for each in done] == [0]
     assert engine.metrics()["kv_disk"] is None
     make_engine(model, tmp_path).close()
+
+
+def test_the_memory_of_a_load_may_be_used_again_after_the_transfer(tmp_path):
+    engine = make_engine(tiny_models.tiny_model("llama"), tmp_path)
+    (size,) = engine.scheduler.tier._entry_bytes
+    rows, memory = Staging(4 * size).rows(4, size)
+    memory[:] = 7
+    slow = mx.ones((400, 400))
+    mx.async_eval([slow := slow @ slow for _ in range(5)])  # before what the transfer computes
+    engine.runner.transfer((), [BlockTransfer(b"", 0, [i], (rows, i)) for i in range(4)])
+    memory[:] = 0
+    assert (np.array(read_blocks(engine.manager.pool, range(4), 0)) == 7).all()
+    engine.close()
