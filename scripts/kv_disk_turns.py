@@ -53,6 +53,7 @@ def play(
     streams = [add_stream(seed) for seed in range(STREAMS)]
     waiting, running, done = list(enumerate(jobs)), dict[int, int](), dict[int, list[int]]()
     gaps, last, started = list[float](), time.perf_counter(), time.perf_counter()
+    computed = time.process_time()
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
             index, job = waiting.pop(0)
@@ -69,7 +70,7 @@ def play(
                 done[running.pop(output.request_id)] = output.completion.tokens
             elif output.completion is not None:
                 streams.append(add_stream(len(streams)))
-    wall = time.perf_counter() - started
+    wall, computed = time.perf_counter() - started, time.process_time() - computed
     for request_id in streams:
         engine.abort(request_id)
     metrics = engine.metrics()
@@ -78,6 +79,7 @@ def play(
     measured = {
         "prompt_tokens_computed": metrics["prompt_tokens"],
         "wall_s": wall,
+        "cpu_s": computed,
         "step_ms": np.percentile(gaps, [50, 90, 99]).round(2).tolist(),
         "kv_disk": disk,
     }

@@ -32,8 +32,7 @@ def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:
 
 
 class Staging:
-    """Memory for blocks from elsewhere, used again: to touch new memory takes longer than to fill
-    it."""
+    """Memory for blocks from elsewhere, used again: to touch new memory takes longer."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = ops.pool_zeros((num_bytes,), mx.uint8)

@@ -278,8 +278,7 @@ class KVBlockManager:
 
     def spill_to_host(self, seq_id: int | None = None) -> int:
         """Move a sequence's K/V to host memory and give up its blocks; returns the sequence. With a
-        `spill_directory` it goes to an unnamed file there, which ends with the process. OSError, if
-        that cannot be written, changes nothing.
+        `spill_directory` it goes to an unnamed file there, or OSError is raised.
 
         Until :meth:`prefetch` it cannot be read, written or forked; :meth:`free` ends it. Blocks
         that it shares stay with the others.

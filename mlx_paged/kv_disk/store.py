@@ -102,8 +102,7 @@ class DiskStore:
         return place.num_bytes if place else 0
 
     def seconds_to_read(self, keys: Sequence[bytes]) -> float:
-        """What earlier reads predict; 0 before the first. The next prediction is a little lower, so
-        that a slow disk is tried again."""
+        """What earlier reads predict, less each time, so that a slow disk is tried; 0: unknown."""
         self._seconds *= 0.95
         return self._seconds / self._bytes * sum(map(self.size_of, keys)) if self._bytes else 0.0
 
@@ -132,7 +131,7 @@ class DiskStore:
             load.futures.append(task)
         return load
 
-    def note(self, load: Load) -> None:
+    def note(self, load: Load, seconds_to_compute: float) -> None:
         """Count a load that is done, once, and learn from it how fast the disk is."""
         if not load.futures:
             return  # another request has waited for it too
@@ -140,6 +139,7 @@ class DiskStore:
         num_bytes = sum(rows.shape[1] for rows, _ in load.found.values())
         self.counts["hits"] += len(load.found)
         self.counts["bytes_read"] += num_bytes
+        self.counts["seconds_saved"] += max(0.0, seconds_to_compute - load.seconds)
         self._bytes = FADING * self._bytes + num_bytes
         self._seconds = FADING * self._seconds + load.seconds
 

@@ -214,10 +214,7 @@ class KVDiskTier:
         loads += adopted
         if plan.absent:
             return bool(adopted)
-        self.store.note(plan.load)
-        if plan.load.found:
-            saved = plan.seconds_to_compute - plan.load.seconds
-            self.store.counts["seconds_saved"] += max(0.0, saved)
+        self.store.note(plan.load, plan.seconds_to_compute if plan.load.found else 0.0)
         del self._plans[request.id]
         return False
 
