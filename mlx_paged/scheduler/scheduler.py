@@ -51,7 +51,7 @@ class Scheduler(Places):
         The child runs at once if fewer than `max_running` requests run; otherwise it waits with its
         blocks. If there are no blocks to share, it waits as a new request.
         """
-        start = min(parent.num_computed, len(child.tokens) - 1)
+        start = min(parent.num_computed, len(parent.tokens), len(child.tokens) - 1)
         can_start = parent.id in self.allocator
         if can_start and parent.num_computed > start:
             can_start = self.rewinds and self.allocator.can_continue(parent.id, start)

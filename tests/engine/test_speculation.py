@@ -194,6 +194,28 @@ def test_forks_and_samples_continue_beside_drafts():
     assert done[child].tokens == solo_run(solo, start, completion_params(10), 0, b"").tokens
 
 
+def test_a_fork_of_a_request_that_ended_amid_right_drafts_computes_its_own_tokens():
+    """K/V of the drafts after the stop token is in the blocks that the fork shares."""
+    model, beyond = tiny_model("llama"), 0
+    solo, prompt = MlxLmSolo(model, VOCAB), prompts(1)[0]
+    tokens = solo_run(solo, prompt, completion_params(20), 0, b"").tokens
+    for stop in sorted({tokens.index(token) for token in tokens}):
+        engine = engine_with(model, 1.0)
+        options = {"max_tokens": 20, "stop_token_ids": [tokens[stop]]}
+        parent = engine.add_request(prompt, keep=True, **options)
+        engine.scheduler.speculation.drafter._right[parent] = tokens
+        while engine.has_work:
+            engine.step()
+        kept = engine.scheduler.parked[parent]
+        beyond += kept.num_computed > len(kept.tokens)
+        child = engine.fork(parent, [7, 8, 9], completion_params(10))
+        start, done = list(engine.request(child).tokens), []
+        while engine.has_work:
+            done += [output.completion for output in engine.step() if output.completion]
+        assert done[0].tokens == solo_run(solo, start, completion_params(10), 0, b"").tokens
+    assert beyond > 0, "no request ended amid its drafts"
+
+
 def test_ngrams_copy_what_a_prompt_repeats():
     """Drafts from the prompt itself: a bias makes the model repeat one token for ever."""
     model = tiny_model("llama")
