@@ -18,6 +18,7 @@ class ChunkBudget:
             it. None: no such bound.
         cost: predicts the time of a step.
         learns: whether `cost` follows the times of steps.
+        pauses: whether it does so for a stall bound only.
     """
 
     def __init__(self, prefill_chunk: int, max_stall: float | None) -> None:
@@ -25,10 +26,11 @@ class ChunkBudget:
         self.max_stall = max_stall
         self.cost = CostModel()
         self.learns = max_stall is not None
+        self.pauses = False
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from the time of a step, if anyone needs to know it."""
-        if self.learns and seconds > 0:
+        if self.learns and seconds > 0 and (self.max_stall is not None or not self.pauses):
             self.cost.observe(work, seconds)
 
     def seconds_to_compute(self, start: int, stop: int) -> float:

@@ -19,6 +19,10 @@ MIN_GAIN = 1.03
 TRIAL = 8
 """Each such step takes half of the drafts, which shows what drafts cost."""
 
+PATIENCE = 16
+REST = 3
+"""After `PATIENCE` plans without drafts, so many steps are not planned, then one is."""
+
 SUREST = 1 - 1e-9
 """No likelihood is higher, so that the first of two drafts of a request always counts more."""
 
@@ -71,6 +75,7 @@ class Speculation:
         self.drafter = drafter
         self.reads_first = False
         self.num_drafted = self.num_accepted = self._num_plans = 0
+        self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
         self._allocator = allocator
         self._budget = budget
         budget.learns = True
@@ -80,8 +85,14 @@ class Speculation:
 
         Drafts take no block that a decode needs.
         """
+        self._budget.pauses = self._rest > 0
+        if self._rest:
+            self._rest -= 1
+            return decodes
         depths = self._depths({request: self._likelihood(request) for request in decodes})
         self.reads_first = bool(depths)
+        self._num_vain = 0 if depths else self._num_vain + bool(decodes)
+        self._rest = REST if self._num_vain >= PATIENCE else 0
         if not depths or any(request.num_in_flight for request in decodes):
             return decodes
         proposed = self.drafter.propose([*depths], [*depths.values()])
@@ -143,6 +154,9 @@ class Speculation:
         if not seconds or not hopeful:
             return {}
         of_draft = cost.predict(plain + StepWork(1, plain.decode_context // count)) - seconds
+        # With drafts the rate is at most the larger one of `count / seconds` and the best draft's.
+        if max(likely.values()) * seconds <= MIN_GAIN * count * of_draft:
+            return {}
         longest = np.inf if self._budget.max_stall is None else self._budget.max_stall / cost.margin
         room = max(len(hopeful), TOKENS_GROWTH * cost.most_rows - count)
         most = self.drafter.num_tokens
