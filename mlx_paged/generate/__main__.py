@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     try:
         return _run(engine, jobs, ids, args)
-    except BrokenPipeError:  # the reader of stdout has closed it
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # else the reader of stdout has closed it
+            print(f"mlx_paged.generate: error: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 
