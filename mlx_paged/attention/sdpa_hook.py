@@ -24,31 +24,21 @@ mlx_where = mx.where
 
 
 class Query(NamedTuple):
-    """A layer's call of attention.
+    """A layer's call of attention."""
 
-    Attributes:
-        q: ``[B, H, L, D]``.
-        window: keys that a query sees at most, its own included.
-        sinks: ``[H]``, extra logits in the softmax denominator.
-        rotary: ``[B, H, L, rope]``, scaled already, if latents are keys and values. The score of a
-            token is then ``scale * q . latent + rotary . rotary key``.
-    """
-
-    q: mx.array
+    q: mx.array  # ``[B, H, L, D]``
     scale: float
-    window: int | None
-    sinks: mx.array | None
+    window: int | None  # keys that a query sees at most, its own included
+    sinks: mx.array | None  # ``[H]``, extra logits in the softmax denominator
+    # ``[B, H, L, rope]``, scaled already, if latents are keys and values. The score of a token is
+    # then ``scale * q . latent + rotary . rotary key``.
     rotary: mx.array | None = None
 
 
 class AttendingCache:
-    """What the hook asks of a cache that can attend without gathering its keys and values.
+    """What the hook asks of a cache that can attend without gathering its keys and values."""
 
-    Attributes:
-        window: tokens that a query of the layer sees at most, itself included.
-    """
-
-    window: int | None
+    window: int | None  # tokens that a query of the layer sees at most, itself included
 
     def attend(self, query: Query) -> mx.array | None:
         """Attention over the cache's K/V; None: use the gathered arrays."""
@@ -101,16 +91,11 @@ class CausalMask(TaggedArray):
 
 
 class RotaryScores(TaggedArray):
-    """Products of queries and a cache's rotary keys as a lazy array that keeps its factors.
-
-    Attributes:
-        queries: ``[B, H, L, rope]``, scaled already.
-        window: of the causal mask that was applied to the scores.
-    """
+    """Products of queries and a cache's rotary keys as a lazy array that keeps its factors."""
 
     cache: AttendingCache
-    queries: mx.array
-    window: int | None = None
+    queries: mx.array  # ``[B, H, L, rope]``, scaled already
+    window: int | None = None  # of the causal mask that was applied to the scores
 
 
 _lock = Lock()

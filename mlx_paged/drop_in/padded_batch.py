@@ -20,18 +20,12 @@ class PaddedSpans:
 
     Columns at negative positions (left padding) and from ``lengths[b]`` on (right padding) are not
     tokens: their K/V is written nowhere.
-
-    Attributes:
-        starts: of each row, position of the first column.
-        lengths: of each row, columns that are not right padding, each in [0, N].
-        columns: N.
-        is_full: whether no row was given right padding.
     """
 
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    columns: int
-    is_full: bool = field(compare=False)
+    starts: tuple[int, ...]  # of each row, position of the first column
+    lengths: tuple[int, ...]  # of each row, columns that are not right padding, each in [0, N]
+    columns: int  # N
+    is_full: bool = field(compare=False)  # whether no row was given right padding
 
     @classmethod
     def of(

@@ -139,25 +139,17 @@ def renumbered(blocks: Int32Array, kept: Int32Array) -> Int32Array:
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """A sequence and the state of its blocks.
+    """A sequence and the state of its blocks."""
 
-    Attributes:
-        row: the row of the block tables with its block ids.
-        first_entries: for each layer group, the entries of its table before this one were released
-            because a window has left them.
-        num_tokens: positions ``[0, num_tokens)`` belong to the sequence.
-        hashes: of its registered full blocks.
-        root: the parent hash of its first block.
-        is_reusable: whether its K/V may be registered for reuse.
-        private_start: positions ``[private_start, private_stop)`` may be written without a copy.
-    """
-
-    row: int
+    row: int  # the row of the block tables with its block ids
+    # For each layer group, the entries of its table before this one were released because a window
+    # has left them.
     first_entries: list[int]
-    num_tokens: int = 0
-    hashes: list[bytes] = field(default_factory=list)
-    root: bytes = ROOT
-    is_reusable: bool = True
+    num_tokens: int = 0  # positions ``[0, num_tokens)`` belong to the sequence
+    hashes: list[bytes] = field(default_factory=list)  # of its registered full blocks
+    root: bytes = ROOT  # the parent hash of its first block
+    is_reusable: bool = True  # whether its K/V may be registered for reuse
+    # Positions ``[private_start, private_stop)`` may be written without a copy.
     private_start: int = 0
     private_stop: int = 0
 

@@ -33,18 +33,13 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class BlockTransfer:
-    """Content of one entry that leaves the pool or returns to it.
+    """Content of one entry that leaves the pool or returns to it."""
 
-    Attributes:
-        key: its name outside the pool.
-        blocks: the entry's blocks; none if these are the recurrent states after it.
-        payload: on the way in its bytes; on the way out what the runner makes of it, a function
-            that returns them when the step has ended. It starts as the states if these leave.
-    """
-
-    key: bytes
+    key: bytes  # its name outside the pool
     group: int
-    blocks: Sequence[int]
+    blocks: Sequence[int]  # the entry's blocks; none if these are the recurrent states after it
+    # On the way in its bytes; on the way out what the runner makes of it, a function that returns
+    # them when the step has ended. It starts as the states if these leave.
     payload: Any = None
 
 

@@ -21,20 +21,16 @@ Tagged = TypeVar("Tagged", bound=mx.array)
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one layer stores for a token: `n_kv_heads` keys and values.
-
-    Attributes:
-        latent: values are the first `v_head_dim` columns of the keys and are stored once. The two
-            arrays written are the latent and the rotary key, which fills the other columns.
-        kv_bits: how the pool stores them; see :mod:`mlx_paged.ops.formats`.
-    """
+    """What one layer stores for a token: `n_kv_heads` keys and values."""
 
     n_kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: mx.Dtype
+    # Values are the first `v_head_dim` columns of the keys and are stored once. The two arrays
+    # written are the latent and the rotary key, which fills the other columns.
     latent: bool = False
-    kv_bits: KVBits = None
+    kv_bits: KVBits = None  # how the pool stores them; see :mod:`mlx_paged.ops.formats`
 
     def quantized(self, where: str, kv_bits: KVBits) -> "KVShape":
         """The same layer in a pool with these `kv_bits`.

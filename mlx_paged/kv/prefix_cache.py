@@ -61,16 +61,12 @@ def common_tokens(a: bytes, b: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A block whose content is known: its tokens and the hash of the prefix they extend.
-
-    Attributes:
-        tokens: as :func:`token_bytes`; a text's last block may have fewer than `block_size`.
-    """
+    """A block whose content is known: its tokens and the hash of the prefix they extend."""
 
     block: int
     hash: bytes
     parent: bytes
-    tokens: bytes
+    tokens: bytes  # as :func:`token_bytes`; a text's last block may have fewer than `block_size`
 
 
 class PrefixCache:

@@ -40,43 +40,29 @@ class MissReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The cached prefix of a prompt, and what a new sequence gets of it.
+    """The cached prefix of a prompt, and what a new sequence gets of it."""
 
-    Attributes:
-        hashes: of its full blocks.
-        blocks: for each layer group the last of these blocks, as many as a sequence keeps.
-        tails: for each group the block after them whose first tokens agree with the prompt, if it
-            is worth a copy; else empty.
-        num_cached: leading tokens of the prompt that are found.
-        miss: why the reuse ended there; None if all that can be reused is.
-        snapshot: the recurrent states after these tokens, if the model has any.
-        prefix_without_state: length of a longer cached prefix that lacks its state; 0: none.
-        copies: block copies to perform, in order, before any write.
-    """
-
-    hashes: list[bytes]
+    hashes: list[bytes]  # of its full blocks
+    # For each layer group the last of these blocks, as many as a sequence keeps.
     blocks: list[list[CachedBlock]]
+    # For each group the block after them whose first tokens agree with the prompt, if it is worth a
+    # copy; else empty.
     tails: list[CachedBlock]
-    num_cached: int
-    miss: MissReason | None
+    num_cached: int  # leading tokens of the prompt that are found
+    miss: MissReason | None  # why the reuse ended there; None if all that can be reused is
+    # The recurrent states after these tokens, if the model has any.
     snapshot: Snapshot | None = None
-    prefix_without_state: int = 0
-    copies: Sequence[BlockCopy] = ()
+    prefix_without_state: int = 0  # length of a longer cached prefix that lacks its state; 0: none
+    copies: Sequence[BlockCopy] = ()  # block copies to perform, in order, before any write
 
 
 @dataclass(frozen=True, slots=True)
 class NeededBlock:
-    """A full block that a prompt could reuse.
+    """A full block that a prompt could reuse."""
 
-    Attributes:
-        index: which block of the prompt it is.
-        group: its layer group; -1: these are the recurrent states after it.
-        known: its content; the block is ABSENT if the pool lacks it.
-    """
-
-    index: int
-    group: int
-    known: CachedBlock
+    index: int  # which block of the prompt it is
+    group: int  # its layer group; -1: these are the recurrent states after it
+    known: CachedBlock  # its content; the block is ABSENT if the pool lacks it
 
     @property
     def is_absent(self) -> bool:

@@ -9,16 +9,11 @@ from mlx_paged.arguments import integer
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """The states of a model's recurrent layers after the first `position` tokens of a text.
-
-    Attributes:
-        is_spare: kept only while there is room, and dropped first.
-        states: the runner's copy, never changed; None until it is computed.
-    """
+    """The states of a model's recurrent layers after the first `position` tokens of a text."""
 
     position: int
-    is_spare: bool = False
-    states: object | None = None
+    is_spare: bool = False  # kept only while there is room, and dropped first
+    states: object | None = None  # the runner's copy, never changed; None until it is computed
 
 
 class Snapshots:

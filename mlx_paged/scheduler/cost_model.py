@@ -56,19 +56,12 @@ and compilations are shorter, and a single one of them does not hide the change.
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes.
+    """What a step computes."""
 
-    Attributes:
-        decode_rows: newest tokens of requests, and drafts of the tokens after them.
-        decode_context: sum of the context lengths of these rows.
-        chunk_tokens: tokens of prefill chunks.
-        chunk_context: sum of the context lengths of these tokens; position p has p + 1.
-    """
-
-    decode_rows: int = 0
-    decode_context: int = 0
-    chunk_tokens: int = 0
-    chunk_context: int = 0
+    decode_rows: int = 0  # newest tokens of requests, and drafts of the tokens after them
+    decode_context: int = 0  # sum of the context lengths of these rows
+    chunk_tokens: int = 0  # tokens of prefill chunks
+    chunk_context: int = 0  # sum of the context lengths of these tokens; position p has p + 1
 
     @classmethod
     def chunk(cls, start: int, num_tokens: int) -> "StepWork":

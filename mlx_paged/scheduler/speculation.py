@@ -24,17 +24,11 @@ SUREST = 1 - 1e-9
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of requests.
+    """Guesses the next tokens of requests."""
 
-    Attributes:
-        num_tokens: drafts of a request in a step at most.
-        seconds: that the latest proposals took.
-        seconds_per_draft: that each further draft of a batch takes.
-    """
-
-    num_tokens: int
-    seconds: float
-    seconds_per_draft: float
+    num_tokens: int  # drafts of a request in a step at most
+    seconds: float  # that the latest proposals took
+    seconds_per_draft: float  # that each further draft of a batch takes
 
     def likelihood(self, request: Request) -> float:
         """How likely each next guess is right, as far as known; 0 if there is no guess."""
