@@ -58,11 +58,6 @@ class PaddedBatch(Forward):
         block_size: token slots in a block.
         rows: which of these tables each row has; default all in order.
         firsts: the first position that each row holds; default 0.
-
-    Attributes:
-        valid: whether the tables still hold: no later step wrote a row, and no row was forked.
-        reads: what the latest layer read, if it has a window. It depends on all reads before it.
-        max_paged_queries: columns up to which the paged op attends.
     """
 
     slot_mapping: mx.array
@@ -79,9 +74,11 @@ class PaddedBatch(Forward):
     ) -> None:
         self.ids = ids
         self.spans = spans
+        # Whether the tables still hold: no later step wrote a row, and no row was forked.
         self.valid = True
+        # What the latest layer read, if it has a window. It depends on all reads before it.
         self.reads: tuple[mx.array, ...] = ()
-        self.max_paged_queries = max_paged_queries()
+        self.max_paged_queries = max_paged_queries()  # columns up to which the paged op attends
         rows = range(len(ids)) if rows is None else rows
         arrays = padded_arrays(spans.starts, spans.lengths, spans.columns, tables, rows, block_size)
         positions, slot_mapping, block_tables, context_lens, offset, next_offset = arrays

@@ -23,20 +23,15 @@ class PoolLayer:
     """K/V of one layer.
 
     The first K/V written determine its shape: under tensor parallelism only the layer knows it.
-
-    Attributes:
-        pool: the pool whose blocks all layers share.
-        index: which layer it is.
-        shape: None until it is known.
-        moves: to arrays of so many blocks that begin with these blocks, in order; to none, if there
-            are no blocks.
     """
 
     def __init__(self, pool: SharedPool, index: int) -> None:
-        self.pool = pool
-        self.index = index
-        self.shape: KVShape | None = None
+        self.pool = pool  # the pool whose blocks all layers share
+        self.index = index  # which layer it is
+        self.shape: KVShape | None = None  # None until it is known
         self._kv: KVPool | None = None
+        # To arrays of so many blocks that begin with these blocks, in order; to none, if there are
+        # no blocks.
         self.moves: deque[tuple[Int32Array, int]] = deque()
 
     @property

@@ -42,10 +42,6 @@ class StepPipeline(Generic[LaunchedT]):
     request, the next step computes one token too many, which is dropped. The blocks of that request
     are free at once, because the device computes steps in order. A step with drafts is read before
     the next one is scheduled.
-
-    Attributes:
-        fast_forward: tokens that a grammar forces become tokens at once, and the next step computes
-            them together.
     """
 
     def __init__(
@@ -54,6 +50,8 @@ class StepPipeline(Generic[LaunchedT]):
         self._scheduler = scheduler
         self.runner = runner
         self._clock = clock
+        # Tokens that a grammar forces become tokens at once, and the next step computes them
+        # together.
         self.fast_forward = True
         self._under_way: _UnderWay[LaunchedT] | None = None
         self._known: list[Request] = []  # whose token of the step under way is known already

@@ -16,12 +16,10 @@ class BlockTables:
 
     A step copies the tables of its sequences with one fancy index. Rows and columns double when
     they are full. A sequence has the same row in the tables of every group.
-
-    Attributes:
-        version: grows with every change except appended blocks, which change no known entry.
     """
 
     def __init__(self, num_groups: int = 1, num_rows: int = 64, num_columns: int = 64) -> None:
+        # Grows with every change except appended blocks, which change no known entry.
         self.version = 0
         self._entries: Int32Array = np.zeros((num_groups, num_rows, num_columns), np.int32)
         self._lengths: Int32Array = np.zeros((num_groups, num_rows), np.int32)

@@ -102,11 +102,6 @@ class KVPool:
     ones inside an array only. ``k[layer]`` and ``v[layer]`` are handles: a write returns new ones
     over the same buffer, and the old ones must not be read again. In latent layers V is a view of
     K. Layers of several layer groups may share one pair of arrays, which counts as one layer here.
-
-    Attributes:
-        scales: "k_scales" and "v_scales", arguments of the ops; empty if nothing is quantized.
-        capacity: up to how many blocks :meth:`grow` should copy nothing. On a CPU this reserves
-            address space; memory is taken where blocks are written.
     """
 
     def __init__(
@@ -123,11 +118,14 @@ class KVPool:
         self.shapes = tuple(array.shape for array in self._arrays)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        # Up to how many blocks :meth:`grow` should copy nothing. On a CPU this reserves address
+        # space; memory is taken where blocks are written.
         self.capacity = capacity
         self.k: list[mx.array] = []
         self.v: list[mx.array] = []
         is_quantized = any(shape.kv_bits is not None for shape in self.shapes)
         names = ("k_scales", "v_scales") if is_quantized else ()
+        # "k_scales" and "v_scales", arguments of the ops; empty if nothing is quantized.
         self.scales: dict[str, list[mx.array]] = {name: [] for name in names}
         self._stored = [self.k, self.v, *self.scales.values()]  # of each layer, as write_kv's
         owners: dict[int, int] = {}  # the first pair of arrays with each memory

@@ -76,12 +76,9 @@ class PrefixCache:
 
     Args:
         idle: the pool's blocks that no sequence holds, the one unused longest first.
-
-    Attributes:
-        by_block: what is known, by block.
-        snapshots: of recurrent states; None for a model without recurrent layers.
     """
 
+    # Of recurrent states; None for a model without recurrent layers.
     snapshots: Snapshots | None = None
 
     def __init__(self, num_blocks: int, block_size: int, idle: OrderedDict[int, None]) -> None:
@@ -89,7 +86,7 @@ class PrefixCache:
         self.min_run = smallest_run(block_size)
         self._max_evicted = EVICTED_PER_BLOCK * num_blocks
         self._by_hash: dict[bytes, CachedBlock] = {}
-        self.by_block: dict[int, CachedBlock] = {}
+        self.by_block: dict[int, CachedBlock] = {}  # what is known, by block
         self._by_parent: dict[bytes, dict[int, None]] = {}  # blocks, latest last
         self._idle = idle
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes of full blocks

@@ -15,27 +15,19 @@ class MissReason(StrEnum):
     A prompt reuses the full blocks that agree with it, then a run of leading tokens of one more
     block, but never its own last token. There is no reason (None) if the rest of the prompt is
     shorter than the smallest usable run.
-
-    Attributes:
-        DISABLED: the caller did not ask for reuse.
-        TOO_SHORT: the prompt without its last token is shorter than the smallest usable run.
-        NO_STATE: more K/V agrees, but the model has recurrent layers and no snapshot of their
-            states is kept there.
-        EVICTED: the prompt's next full block was cached and has been evicted.
-        UNSEEN: nothing was reused: no cached text begins like this prompt.
-        DIVERGED: the cached text that agrees longest continues differently.
-        END: the cached text ends there.
-        ON_DISK: more is on the disk, but to read it would take longer than to compute it.
     """
 
-    DISABLED = "disabled"
+    DISABLED = "disabled"  # the caller did not ask for reuse
+    # The prompt without its last token is shorter than the smallest usable run.
     TOO_SHORT = "too_short"
+    # More K/V agrees, but the model has recurrent layers and no snapshot of their states is kept
+    # there.
     NO_STATE = "no_state"
-    EVICTED = "evicted"
-    UNSEEN = "unseen"
-    DIVERGED = "diverged"
-    END = "end"
-    ON_DISK = "on_disk"
+    EVICTED = "evicted"  # the prompt's next full block was cached and has been evicted
+    UNSEEN = "unseen"  # nothing was reused: no cached text begins like this prompt
+    DIVERGED = "diverged"  # the cached text that agrees longest continues differently
+    END = "end"  # the cached text ends there
+    ON_DISK = "on_disk"  # more is on the disk, but to read it would take longer than to compute it
 
 
 @dataclass(frozen=True, slots=True)

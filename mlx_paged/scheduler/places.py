@@ -26,9 +26,6 @@ class Places:
         rewinds: whether a sequence can continue from any earlier position. A model with recurrent
             states can not.
         max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
-
-    Attributes:
-        tier: K/V on a disk, and the requests that wait for it; None: there is no disk.
     """
 
     def __init__(
@@ -52,6 +49,7 @@ class Places:
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
             self._plan = SnapshotPlan(allocator, max_snapshots)
+        # K/V on a disk, and the requests that wait for it; None: there is no disk.
         self.tier: KVDiskTier | None = None
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)

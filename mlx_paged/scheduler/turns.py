@@ -34,10 +34,6 @@ class Turn:
         first: the oldest prompt that runs, or else the first one that waits.
         room: prompt tokens of `first` that the step can compute.
         before: those that overtook in the step before.
-
-    Attributes:
-        overtaking: those that :meth:`next` returned.
-        limit: of the step's prompt tokens before `first`.
     """
 
     def __init__(
@@ -48,9 +44,10 @@ class Turn:
         waiting: WaitingQueue,
         before: list[Request],
     ) -> None:
-        self.overtaking: list[Request] = []
+        self.overtaking: list[Request] = []  # those that :meth:`next` returned
         self._is_overdue = first.num_overtaken >= PATIENCE
         self._before = step.chunk_tokens
+        # Of the step's prompt tokens before `first`.
         self.limit = self._before + (room // 2 if self._is_overdue else room)
         self._step = step
         self._first = first
