@@ -24,8 +24,7 @@ from mlx_paged.kv.pool import KVPool, KVShape, head_runs
 PATHS = "paged", "gather"
 """The paged op, through block tables; blocks gathered into one array, then MLX's own attention."""
 
-VARIABLE = "MLX_PAGED_ATTENTION"
-"""The environment variable that forces one of the paths."""
+VARIABLE = "MLX_PAGED_ATTENTION"  # the environment variable that forces one of the paths
 
 FEW_QUERIES = 8
 """On a GPU, chunks of up to so many tokens of a sequence take the paged op in every layer."""
@@ -39,8 +38,7 @@ HEADS_OF_MLX = 64, 72, 80, 96, 128
 
 ANY_NUMBER = 2**31
 
-path_counts: Counter[str] = Counter()
-"""How often each path was called since the process began."""
+path_counts: Counter[str] = Counter()  # how often each path was called since the process began
 
 
 def max_paged_queries() -> int:

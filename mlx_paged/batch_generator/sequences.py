@@ -18,8 +18,7 @@ from mlx_paged.runner.model_probe import leaves
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling_params import SamplingParams
 
-Caches = list[Any]
-"""mlx-lm's caches, one for each layer."""
+Caches = list[Any]  # mlx-lm's caches, one for each layer
 
 
 class Response(GenerationBatch.Response):

@@ -9,11 +9,8 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-MAX_SHOWN = 8
-"""Failures of a check that the page shows. The JSON file has all of them."""
-
-MAX_MESSAGE_LINES = 6
-"""Lines of an error message that are kept: a compiler's messages are long."""
+MAX_SHOWN = 8  # failures of a check that the page shows; the JSON file has all
+MAX_MESSAGE_LINES = 6  # lines of an error message that are kept: a compiler's messages are long
 
 
 @dataclass(slots=True)

@@ -36,11 +36,8 @@ from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Drafter
 
-DRAFTERS = {"ngram": NgramDrafter}
-"""What may guess tokens, by the value of `speculate`."""
-
-WATERMARK = 0.01
-"""Part of the pool that must stay free when a request is admitted while others run."""
+DRAFTERS = {"ngram": NgramDrafter}  # what may guess tokens, by the value of `speculate`
+WATERMARK = 0.01  # part of the pool that must stay free when a request is admitted while others run
 
 
 class Engine(WaitingCalls):

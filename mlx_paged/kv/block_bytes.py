@@ -10,8 +10,7 @@ import numpy.typing as npt
 from mlx_paged import ops
 from mlx_paged.kv.pool import KVPool, as_int32
 
-ROW_LENGTH = 1024
-"""Elements at most of the rows in which blocks are written."""
+ROW_LENGTH = 1024  # elements at most of the rows in which blocks are written
 
 
 def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:

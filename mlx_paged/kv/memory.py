@@ -13,8 +13,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVShape, block_bytes, planned_block_bytes
 
-HOST_LIMIT = 1 << 29
-"""Bytes of the largest default pool on a CPU."""
+HOST_LIMIT = 1 << 29  # bytes of the largest default pool on a CPU
 GPU_SHARE = 0.85
 """Pools are sized so that all arrays together fill this part of the working set that Metal
 recommends. From 0.95 of it on, MLX releases cached buffers at every allocation that the cache

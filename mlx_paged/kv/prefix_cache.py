@@ -13,15 +13,13 @@ ROOT = b""
 
 TOKEN_BYTES = 8
 
-ABSENT = -1
-"""Stands for a block that the pool lacks."""
+ABSENT = -1  # stands for a block that the pool lacks
 
 MAX_SIBLINGS = 8
 """A look-up compares a prompt with at most so many blocks after the same prefix, the latest first.
 Many prompts may continue one system prompt."""
 
-EVICTED_PER_BLOCK = 4
-"""Hashes of evicted blocks that are kept for each block of the pool."""
+EVICTED_PER_BLOCK = 4  # hashes of evicted blocks that are kept for each block of the pool
 
 
 def chain_hash(parent: bytes, tokens: bytes) -> bytes:

@@ -8,24 +8,12 @@ from statistics import median
 
 from mlx_paged.metrics.tick import PARTS, Tick
 
-FLOOR_MS = 50.0
-"""Without a given threshold, a tick is a spike only above this time."""
-
-FACTOR = 3.0
-"""Without a given threshold, a spike takes more than this multiple of the usual time."""
-
-NUM_RECENT = 64
-"""Number of latest ticks that define the usual time."""
-
-MIN_RECENT = 8
-"""Ticks are not judged before so many of their kind are known."""
-
-SHARE = 0.25
-"""A part is a cause if it has at least this share of a spike's excess."""
-
-FEW_TOKENS = 8
-"""So few prompt tokens, e.g. those of a fork, are not a cause."""
-
+FLOOR_MS = 50.0  # without a given threshold, a tick is a spike only above this time
+FACTOR = 3.0  # without a given threshold, a spike takes more than this multiple of the usual time
+NUM_RECENT = 64  # number of latest ticks that define the usual time
+MIN_RECENT = 8  # ticks are not judged before so many of their kind are known
+SHARE = 0.25  # a part is a cause if it has at least this share of a spike's excess
+FEW_TOKENS = 8  # so few prompt tokens, e.g. those of a fork, are not a cause
 _parts = attrgetter(*PARTS)
 
 

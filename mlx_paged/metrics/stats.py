@@ -17,11 +17,8 @@ from mlx_paged.scheduler.step import Span
 
 IntArray = npt.NDArray[np.int64]
 
-STOCK_GROWTH = 256
-"""mlx-lm's own caches grow by so many tokens at once."""
-
-NUM_TTFTS = 10_000
-"""Number of latest times to first token that the statistics use."""
+STOCK_GROWTH = 256  # mlx-lm's own caches grow by so many tokens at once
+NUM_TTFTS = 10_000  # number of latest times to first token that the statistics use
 
 
 class Reads(NamedTuple):

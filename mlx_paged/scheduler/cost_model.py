@@ -10,44 +10,27 @@ from statistics import median
 FORGETTING = 0.98
 """Weight of an observation relative to the next one: about the last 50 of each kind count."""
 
-SWEEPS = 4
-"""Sweeps of coordinate descent per observation, each from the previous coefficients."""
+SWEEPS = 4  # sweeps of coordinate descent per observation, each from the previous coefficients
 
 TOKENS_GROWTH = 2
 """A chunk has at most so many times the tokens of the largest chunk so far, and decodes with drafts
 so many times the rows of the most so far."""
 
-CONTEXT_GROWTH = 8
-"""The same for its context, which grows faster than its tokens."""
-
-WARM_UP = 8
-"""Before so many observations of a kind, none of them is an outlier."""
+CONTEXT_GROWTH = 8  # the same for its context, which grows faster than its tokens
+WARM_UP = 8  # before so many observations of a kind, none of them is an outlier
 
 NOVELTY = 1.25
 """Work more than so many times as large as any before is never an outlier: its cost is unknown."""
 
 # The difference of an observation from its prediction is log(seconds / predicted).
 
-CLIP = 4.0
-"""Outliers differ by more than so many times the usual difference."""
-
-MARGIN = 2.5
-"""A bound leaves room for so many usual differences."""
-
-LARGEST_MARGIN = 1.3
-"""Upper limit of the margin, for a machine whose times vary a lot."""
-
-USUAL_RATE = 0.05
-"""Rate per observation at which the usual difference follows the latest ones."""
-
-MIN_USUAL = 0.01
-"""Lower limit of the usual difference."""
-
-DRIFT_RATE = 0.05
-"""Rate per observation at which the drift follows the differences."""
-
-CHANGE = 0.2
-"""The drift follows smaller differences; larger ones may mean a change of speed."""
+CLIP = 4.0  # outliers differ by more than so many times the usual difference
+MARGIN = 2.5  # a bound leaves room for so many usual differences
+LARGEST_MARGIN = 1.3  # upper limit of the margin, for a machine whose times vary a lot
+USUAL_RATE = 0.05  # rate per observation at which the usual difference follows the latest ones
+MIN_USUAL = 0.01  # lower limit of the usual difference
+DRIFT_RATE = 0.05  # rate per observation at which the drift follows the differences
+CHANGE = 0.2  # the drift follows smaller differences; larger ones may mean a change of speed
 
 CHANGE_STEPS = 10
 """The speed changed if all but one of so many differences are large and of the same sign. Pauses

@@ -9,15 +9,13 @@ from mlx_paged.request import Request
 NGRAM = 3
 """A draft follows the latest earlier occurrence of so many last tokens; an edit has no more."""
 
-LONG_RUN = 4
-"""After so many right guesses in a row, a source counts as found."""
+LONG_RUN = 4  # after so many right guesses in a row, a source counts as found
 
 FORGETTING = 0.97
 """Weight of a request's guess relative to the next one; a tenth as much is forgotten of the others'
 guesses."""
 
-PRIOR = 4.0
-"""So many guesses of all requests count beside a request's own."""
+PRIOR = 4.0  # so many guesses of all requests count beside a request's own
 
 MAX_DRAFTS = 15
 """Drafts of a request in a step at most: with its newest token, 16 rows of one sequence are

@@ -13,11 +13,8 @@ from mlx_paged.scheduler.cost_model import TOKENS_GROWTH, StepWork
 from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Span, Step
 
-MIN_GAIN = 1.03
-"""Drafts must promise so many times the tokens per second of a step without them."""
-
-TRIAL = 8
-"""Each such step takes half of the drafts, which shows what drafts cost."""
+MIN_GAIN = 1.03  # drafts must promise so many times the tokens per second of a step without them
+TRIAL = 8  # each such step takes half of the drafts, which shows what drafts cost
 
 SUREST = 1 - 1e-9
 """No likelihood is higher, so that the first of two drafts of a request always counts more."""
