@@ -191,11 +191,8 @@ def demo_model_path() -> Path:
 def load_model(
     name: str | None = None, adapter_path: str | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model.
-
-    Raises:
-        ValueError: the model or the adapter does not exist or cannot be loaded.
-    """
+    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model. Raises
+    ValueError if the model or the adapter does not exist or cannot be loaded."""
     path = str(demo_model_path()) if name is None else name
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise ValueError(f"adapter {adapter_path}: no such directory")

@@ -42,10 +42,8 @@ path_counts: Counter[str] = Counter()  # how often each path was called since th
 
 
 def max_paged_queries() -> int:
-    """How many tokens of a sequence take the paged op in every layer.
-
-    The default device and the environment decide. Callers ask once and keep the answer.
-    """
+    """How many tokens of a sequence take the paged op in every layer, as the default device and the
+    environment decide. Callers ask once and keep the answer."""
     path = _forced_path()
     if path is None:
         return ANY_NUMBER if mx.default_device() == mx.cpu else FEW_QUERIES
@@ -299,14 +297,7 @@ class LayerView(AttendingCache):
         num_decodes: int = 0,
     ) -> mx.array:
         """The last L tokens of B sequences, ``q [B, H, L, D]``, by the paged op; with `cu_seqlens`
-        the last tokens of each, ``q [T, H, 1, D]``.
-
-        Args:
-            tables: ``[B, M]`` int32 block tables.
-            context_lens: ``[B]`` int32, tokens of each sequence, these included.
-            cu_seqlens: ``[B + 1]`` int32, the rows of each sequence.
-            num_decodes: how many of the first sequences have one row.
-        """
+        the last tokens of each, ``q [T, H, 1, D]``. The arrays are those of the op."""
         path_counts["paged"] += 1
         arrays = query.q, self.pool.k, self.pool.v, tables, context_lens
         options: dict[str, Any] = {

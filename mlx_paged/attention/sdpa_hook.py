@@ -74,11 +74,8 @@ class TaggedArray(mx.array):
 
 
 class KVHandle(TaggedArray):
-    """Keys or values as a lazy array.
-
-    The hook recognises the handle and asks `cache`; the array is then never evaluated. Any other
-    use of the handle gets the array.
-    """
+    """Keys or values as a lazy array. The hook recognises the handle and asks `cache`; the array is
+    then never evaluated. Any other use of the handle gets the array."""
 
     cache: AttendingCache
     role: str  # "keys" or "values"
@@ -104,10 +101,8 @@ _active = 0
 
 @contextmanager
 def attention_hook() -> Iterator[None]:
-    """Divert attention within this context.
-
-    Contexts may nest, and overlap in several threads. MLX's functions return when all have ended.
-    """
+    """Divert attention within this context. Contexts may nest, and overlap in several threads.
+    MLX's functions return when all have ended."""
     global _active
     with _lock:
         _active += 1
@@ -168,10 +163,8 @@ def _is_lowest(value: Any, dtype: mx.Dtype) -> bool:
 
 
 class RotaryHandle(KVHandle):
-    """Rotary keys ``[B, 1, S, rope]``, which a layer caches as its values.
-
-    Their product with queries is ``queries @ handle.swapaxes(-1, -2)``.
-    """
+    """Rotary keys ``[B, 1, S, rope]``, which a layer caches as its values. Their product with
+    queries is ``queries @ handle.swapaxes(-1, -2)``."""
 
     def swapaxes(self, axis1: int, axis2: int, **kwargs: Any) -> mx.array:
         swapped = mx.swapaxes(self, axis1, axis2, **kwargs)

@@ -92,9 +92,7 @@ def all_variants() -> list[Variant]:
 
 def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
     """Random arguments of ``paged_attention``, on one layer's caches: five arrays, and the options.
-
-    Tables name blocks in random order. NaN fills every slot that no sequence has.
-    """
+    Tables name blocks in random order. NaN fills every slot that no sequence has."""
     rng, shape, block_size = variant.rng(), variant.shape, variant.block_size
     contexts = np.array(LONG_CONTEXTS if variant.option.startswith("long") else CONTEXTS, np.int32)
     columns = -(-int(contexts.max()) // block_size)

@@ -55,11 +55,8 @@ class PagedSequence:
         return self.pool.fork(self)
 
     def fork_for(self, layer: PoolLayer, is_frozen: bool = False) -> PagedSequence:
-        """A sequence of the layer's pool with the same content, one for the caches of all layers.
-
-        Caches are forked layer by layer. A fork into another pool has no content yet: each layer
-        copies its own.
-        """
+        """A sequence of the layer's pool with the same content, one for the caches of all layers. A
+        fork into another pool has no content yet: each layer copies its own."""
         parent = self if layer.pool is self.pool else None
         key = self.pool, self.id, self.version, is_frozen
         fork = layer.pool.sequence_for(key, layer.index, parent)
@@ -70,11 +67,8 @@ class PagedSequence:
 
     def begin_step(self, start: int) -> int | None:
         """Begin a step that writes from `start`; the step before becomes invalid, and what it reads
-        comes before the pool's next writes.
-
-        Returns:
-            The length to cut the sequence to if every layer was trimmed at least that far.
-        """
+        comes before the pool's next writes. Returns the length to cut the sequence to if every
+        layer was trimmed at least that far."""
         if self.step is not None:
             self.step.valid = False
             self.pool.reads += self.step.reads

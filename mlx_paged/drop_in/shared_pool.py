@@ -147,15 +147,8 @@ class SharedPool:
     def step(
         self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
     ) -> PaddedBatch:
-        """Let the rows write their spans; the layers of one forward get the same step.
-
-        Args:
-            rows: sequences of this pool, each once.
-            ids: their ids.
-
-        Raises:
-            OutOfBlocksError: the pool is full and may not grow; no token is lost.
-        """
+        """Let the rows, each once, write their spans; the layers of one forward get the same step.
+        Raises OutOfBlocksError if the pool is full and may not grow; no token is lost."""
         latest = rows[0].step if rows else None
         if latest is not None and latest.serves(ids, spans):
             return latest
@@ -233,10 +226,8 @@ class SharedPool:
         self.allocator.grow(min(max_blocks, max(needed, _with_room(have))))
 
     def settle(self) -> None:
-        """Release what deleted sequences hold, and the memory that is too much then.
-
-        Does nothing on another thread than that of the latest step: MLX would not evaluate there.
-        """
+        """Release what deleted sequences hold, and the memory that is too much then. Does nothing
+        on another thread than that of the latest step: MLX would not evaluate there."""
         if self._thread != threading.get_ident() or sys.is_finalizing():
             return
         if self.lock.acquire(blocking=False):
@@ -333,11 +324,9 @@ def loose_layer(
     shape: KVShape | None = None,
     kv_bits: KVBits = None,
 ) -> PoolLayer:
-    """The one layer of this thread's pool for caches that were made without a model.
-
-    All of them with K/V of one shape are sequences of this layer, so that no batch needs a copy.
-    Without a shape: the layer of caches that have nothing yet.
-    """
+    """The one layer of this thread's pool for caches that were made without a model: all of them
+    with K/V of one shape are sequences of it, so that no batch needs a copy. Without a shape: the
+    layer of caches that have nothing yet."""
     key = "loose", shape, block_size, kv_memory, window, kv_bits
     pool = _thread.pools.get(key)
     if pool is None:

@@ -41,11 +41,9 @@ def held_until_evaluated(array: mx.array, owner: object) -> mx.array:
 
 @contextmanager
 def stored_arrays_hook() -> Iterator[None]:
-    """Let MLX's functions know these arrays, within this context.
-
-    `mx.eval` of arrays that nobody keeps, as in ``mx.eval([c.state for c in cache])``, only writes
-    the K/V. `mx.depends` and `mx.zeros_like` mark their results, so that they can be assigned.
-    """
+    """Let MLX's functions know these arrays, within this context. `mx.eval` of arrays that nobody
+    keeps, as in ``mx.eval([c.state for c in cache])``, only writes the K/V. `mx.depends` and
+    `mx.zeros_like` mark their results, so that they can be assigned."""
     before: Any = mx.eval
 
     def evaluate(*trees: Any) -> None:

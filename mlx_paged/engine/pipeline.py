@@ -62,11 +62,9 @@ class StepPipeline(Generic[LaunchedT]):
         return self._under_way is not None
 
     def advance(self, ahead: bool) -> StepResult:
-        """Finish one step. If `ahead`, launch the next step first.
-
-        A failure of the model is not raised; it is the result's fault. The caller first uses the
-        choices and then calls :meth:`recover`.
-        """
+        """Finish one step. If `ahead`, launch the next step first. A failure of the model is not
+        raised; it is the result's fault: the caller uses the choices, then calls
+        :meth:`recover`."""
         result = StepResult()
         current, self._under_way = self._under_way, None
         if current is None:
@@ -193,11 +191,8 @@ class StepPipeline(Generic[LaunchedT]):
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Hold back SIGINT until the end of this context, so that it cannot stop halfway.
-
-    Only Python's own handlers can be held back, and only the main thread gets the signal. So this
-    does nothing in other threads, or if SIGINT is ignored.
-    """
+    """Hold back SIGINT until the end of this context, so that it cannot stop halfway. Only Python's
+    own handlers in the main thread can be held back: otherwise this does nothing."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

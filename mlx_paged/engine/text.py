@@ -20,12 +20,8 @@ class Detokenizer(Protocol):
 
 
 class StopStrings:
-    """Cuts a text before the first of some strings.
-
-    Text that may be the start of a stop string is held back until the next pieces decide. A stop
-    string may span any number of pieces. When one was found, `stopped` is true and `found` is
-    that string.
-    """
+    """Cuts a text before the first of some strings, which may span any number of pieces; `found` is
+    that string then. Text that may be its start is held back until the next pieces decide."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -142,12 +138,9 @@ class PromptEncoder:
         self.vocab_size = vocab_size
 
     def __call__(self, prompt: Prompt, continues: bool = False) -> list[int]:
-        """Token ids of a prompt. If it `continues` another prompt, it may be empty.
-
-        Raises:
-            ValueError: an empty prompt, neither text nor token ids, a token outside the
-                vocabulary, text without a tokenizer.
-        """
+        """Token ids of a prompt. If it `continues` another prompt, it may be empty. Raises
+        ValueError for an empty prompt, neither text nor token ids, a token outside the vocabulary,
+        text without a tokenizer."""
         if not isinstance(prompt, str):
             tokens = _token_ids(prompt)
         elif continues and not prompt:

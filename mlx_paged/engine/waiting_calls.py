@@ -15,10 +15,8 @@ OnOutput = Callable[[TokenOutput], None]
 
 
 class WaitingCalls(EngineCore):
-    """Adds requests and steps the engine until they have ended, or reads their tokens one by one.
-
-    The arguments are those of :class:`EngineCore`.
-    """
+    """Adds requests and steps the engine until they have ended, or reads their tokens one by
+    one."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

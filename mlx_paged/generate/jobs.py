@@ -64,12 +64,8 @@ class Job:
 
 
 def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
-    """The prompts of the command line, then those of the prompts file.
-
-    Raises:
-        ValueError: there is no prompt, or a line of the file is wrong.
-        OSError: the file cannot be read.
-    """
+    """The prompts of the command line, then those of the prompts file. Raises ValueError if there
+    is none or a line is wrong, OSError if the file cannot be read."""
     specs = [PromptSpec(_prompt_text(prompt)) for prompt in args.prompt]
     if args.prompts_file is not None:
         try:
@@ -83,11 +79,7 @@ def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
 
 
 def make_job(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namespace) -> Job:
-    """Encode a prompt and check its options.
-
-    Raises:
-        ValueError: names the source of the prompt and what is wrong with it.
-    """
+    """Encode a prompt and check its options. Raises ValueError, which names the prompt's source."""
     options: dict[str, Any] = {k: getattr(args, k) for k in SAMPLING_FLAGS if k in args}
     options |= {
         "temperature": args.temp,
@@ -112,11 +104,8 @@ def make_job(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Names
 
 
 def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
-    """Queue all jobs. Returns the request ids of each job.
-
-    Raises:
-        ValueError: names the source of a prompt that the engine refuses, and the reason.
-    """
+    """Queue all jobs; returns the request ids of each. Raises ValueError, which names the source of
+    a prompt that the engine refuses."""
     ids = []
     for job in jobs:
         try:

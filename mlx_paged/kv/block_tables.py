@@ -12,11 +12,9 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class BlockTables:
-    """Rows of block ids, one for each sequence and layer group.
-
-    A step copies the tables of its sequences with one fancy index. Rows and columns double when
-    they are full. A sequence has the same row in the tables of every group.
-    """
+    """Rows of block ids, one for each sequence and layer group: a step copies those of its
+    sequences with one fancy index. A sequence has the same row in every group. Rows and columns
+    double when they are full."""
 
     def __init__(self, num_groups: int = 1, num_rows: int = 64, num_columns: int = 64) -> None:
         # Grows with every change except appended blocks, which change no known entry.

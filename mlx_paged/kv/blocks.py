@@ -126,13 +126,8 @@ class BlockStore:
         self._blocks = [np.pad(blocks, ((0, 0), (0, num_more))) for blocks in self._blocks]
 
     def compact(self, num_blocks: int) -> Int32Array:
-        """Shrink to `num_blocks`. Held blocks become the first ones, in order.
-
-        Only for entries of one block, while no content is cached and no copy is pending.
-
-        Returns:
-            The number that each of them had.
-        """
+        """Shrink to `num_blocks`. Held blocks become the first ones, in order; returns the number
+        that each had. Only for entries of one block, with no content cached and no copy pending."""
         assert not self.origins and not self.idle and set(self._widths) == {1}
         kept: Int32Array = np.flatnonzero(self.counts).astype(np.int32)
         num_free = num_blocks - len(kept)

@@ -136,11 +136,8 @@ def _check_held(kv_memory: int, longest: int, reserved: int) -> None:
 
 
 def num_snapshots_for(state_bytes: int, max_running: int, snapshot_memory: int | None) -> int:
-    """How many snapshots of `state_bytes` each the budget in bytes holds.
-
-    Raises:
-        ValueError: the budget is neither 0 nor enough for one snapshot.
-    """
+    """How many snapshots of `state_bytes` each the budget in bytes holds. Raises ValueError if the
+    budget is neither 0 nor enough for one."""
     if snapshot_memory is None:
         affordable = default_kv_memory() // SNAPSHOT_SHARE // max(1, state_bytes)
         return max(1, min(SNAPSHOTS_PER_REQUEST * max_running, affordable))
@@ -159,11 +156,9 @@ def promise_snapshots(allocator: BlockAllocator, state_bytes: int) -> None:
 
 
 class _WiredLimit:
-    """MLX's wired limit, one for the process, and the number of its holders.
-
-    The garbage collector may release a holder during :meth:`hold` on the same thread. So the lock
-    is reentrant, and the new holder is counted before the limit changes.
-    """
+    """MLX's wired limit, one for the process, and the number of its holders. The garbage collector
+    may release a holder during :meth:`hold` on the same thread: the lock is reentrant, and the new
+    holder is counted before the limit changes."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -192,8 +187,7 @@ _limit = _WiredLimit()
 
 def hold_wired_limit(owner: object) -> Callable[[], object] | None:
     """Raise MLX's wired limit to what Metal recommends, until `owner` dies or the returned function
-    is called. The last of several owners restores the limit. On a CPU do nothing; return None.
-    """
+    is called; the last of several owners restores it. On a CPU do nothing; return None."""
     recommended = working_set()
     if recommended is None:
         return None

@@ -33,11 +33,8 @@ class KVShape:
     kv_bits: KVBits = None  # how the pool stores them; see :mod:`mlx_paged.ops.formats`
 
     def quantized(self, where: str, kv_bits: KVBits) -> "KVShape":
-        """The same layer in a pool with these `kv_bits`.
-
-        Raises:
-            ValueError: such a pool cannot hold this layer, or the device cannot use it.
-        """
+        """The same layer in a pool with these `kv_bits`. Raises ValueError if such a pool cannot
+        hold this layer, or the device cannot use it."""
         kv_bits = checked_bits(where, kv_bits)
         problem = None
         few = 2 if mx.default_device() == mx.cpu else 8  # values of 4 bits that are loaded at once
@@ -246,11 +243,8 @@ class KVPool:
     def read(
         self, layer: int, gather: Callable[[mx.array], mx.array], *, as_written: bool = False
     ) -> tuple[mx.array, mx.array]:
-        """A layer's K and V that `gather` takes from an array, in the type of the model.
-
-        Args:
-            as_written: of latent layers the latents and the rotary keys.
-        """
+        """A layer's K and V that `gather` takes from an array, in the type of the model; if
+        `as_written`, of latent layers the latents and the rotary keys."""
         if not self.scales:
             stored = self.write_targets(layer) if as_written else (self.k[layer], self.v[layer])
             return gather(stored[0]), gather(stored[1])
@@ -260,10 +254,7 @@ class KVPool:
 
     def gather(self, layer: int, runs: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.
-
-        Args:
-            runs: the sequence's blocks, from :func:`head_runs`.
-        """
+        `runs` are the sequence's blocks, from :func:`head_runs`."""
 
         def gathered(cache: mx.array) -> mx.array:
             return _gather_heads(cache, runs)[:, :, :num_tokens]
@@ -275,9 +266,7 @@ class KVPool:
 
     def grow(self, num_blocks: int) -> None:
         """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.
-
-        Beyond the capacity, and on a GPU, this copies the arrays.
-        """
+        Beyond the capacity, and on a GPU, this copies the arrays."""
         assert num_blocks >= self.num_blocks
 
         def longer(blocks: mx.array) -> mx.array:
@@ -367,11 +356,8 @@ def _pair(op: Callable[..., Any], *arrays: mx.array) -> tuple[mx.array, ...]:
 
 
 def head_runs(block_ids: mx.array, n_kv_heads: int) -> mx.array:
-    """Where the tokens of each head and block are, ``[n_kv_heads, n]``.
-
-    Args:
-        block_ids: ``[n]`` int32, a sequence's blocks in logical order.
-    """
+    """Where the tokens of each head and block are, ``[n_kv_heads, n]``; `block_ids` are a
+    sequence's blocks in logical order, ``[n]`` int32."""
     return block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
 
 

@@ -39,11 +39,9 @@ def token_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
 
 
 def smallest_run(block_size: int) -> int:
-    """How many leading tokens of a block must agree with a prompt's rest before it is copied.
-
-    To copy a block costs less than to compute a few tokens. But prompts that share a few tokens by
-    chance, such as a template's first ones, would fill the pool with near-equal blocks.
-    """
+    """How many leading tokens of a block must agree with a prompt's rest before it is copied. To
+    copy costs less than to compute a few tokens, but prompts that share a few by chance, such as a
+    template's first ones, would fill the pool with near-equal blocks."""
     return max(1, block_size // 4)
 
 

@@ -78,12 +78,8 @@ def block_key(hash: bytes, group: int) -> bytes:
 def miss_reason(
     min_run: int, start: int, stop: int, run: int, was_evicted: bool, goes_on: bool
 ) -> MissReason | None:
-    """Why the reuse of ``[0, stop)`` ended after full blocks up to `start` and a run.
-
-    Args:
-        was_evicted: whether the next full block was cached and has been evicted.
-        goes_on: whether cached text that agrees up to there continues differently.
-    """
+    """Why the reuse of ``[0, stop)`` ended after full blocks up to `start` and a run. `goes_on`:
+    cached text that agrees up to there continues differently."""
     if stop < min_run:
         return MissReason.TOO_SHORT
     if stop - start < min_run or start + run == stop:

@@ -17,11 +17,8 @@ class Snapshot:
 
 
 class Snapshots:
-    """At most `max_snapshots` snapshots by place: a known block and a number of its first tokens.
-
-    A snapshot is dropped with its block, whose K/V it needs, or as the least recently used when
-    there are too many.
-    """
+    """At most `max_snapshots` snapshots by place: a known block and a number of its first tokens. A
+    snapshot is dropped with its block, whose K/V it needs, or as the least recently used one."""
 
     def __init__(self, max_snapshots: int) -> None:
         self.max_snapshots = integer("Snapshots", "max_snapshots", max_snapshots, 1)

@@ -74,11 +74,8 @@ class SpikeDetector:
 
 
 def causes(tick: Tick, usual: Sequence[Tick]) -> tuple[str, ...]:
-    """Why `tick` took longer than the `usual` ticks: the parts with the largest excess decide.
-
-    A tick that took hardly longer can be a spike by a fixed threshold. Its causes then follow from
-    its whole parts, not from their excess.
-    """
+    """Why `tick` took longer than the `usual` ticks: the parts with the largest excess decide. A
+    tick can be a spike by a fixed threshold and take hardly longer: then its whole parts decide."""
     excesses = _excesses(tick, usual)
     if _total(excesses) < SHARE * tick.tick_ms:
         usual = ()

@@ -62,9 +62,7 @@ class CPULayers:
     @contextmanager
     def diverted(self) -> Iterator[None]:
         """Use the fused kernels for this thread's calls within the context, if its device is a CPU.
-
-        Contexts may nest, and overlap in several threads; the last one restores MLX's functions.
-        """
+        Contexts may nest, and overlap in several threads; the last one restores MLX's functions."""
         if mx.default_device() != mx.cpu:
             yield
             return

@@ -66,11 +66,8 @@ def formats(kv_bits: KVBits, dtype: mx.Dtype) -> tuple[Format, Format]:
 
 
 def checked_bits(where: str, kv_bits: KVBits) -> KVBits:
-    """`kv_bits` as a key of :data:`FORMATS`, or None.
-
-    Raises:
-        ValueError: there is no such format.
-    """
+    """`kv_bits` as a key of :data:`FORMATS`, or None. Raises ValueError if there is no such
+    format."""
     given = kv_bits.replace(" ", "") if isinstance(kv_bits, str) else kv_bits
     found = 8 if given in ("8", "8,8") else given
     if found is None or (found in [*FORMATS] and not isinstance(found, bool | float)):

@@ -338,11 +338,8 @@ def uninstall_from_mlx() -> None:
 
 
 def _kernel_of(indices: mx.array) -> Callable[..., str]:
-    """What says which kernel a stream has for an op with these indices.
-
-    Plain MLX needs the values of the indices. If MLX transforms these too, only the compiled op is
-    possible.
-    """
+    """What says which kernel a stream has for an op with these indices. Plain MLX needs their
+    values: if MLX transforms these too, only the compiled op is possible."""
     return kernel_for if _ext.has_values(indices) else _kernel_on
 
 

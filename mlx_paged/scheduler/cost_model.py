@@ -193,11 +193,8 @@ class CostModel:
         return low > CHANGE or high < -CHANGE
 
     def _descend(self) -> None:
-        """Lower the sum of squares: set one coefficient at a time to its best value >= 0.
-
-        Coefficients that the data do not determine keep their values. The scale of a feature does
-        not matter.
-        """
+        """Lower the sum of squares: set one coefficient at a time to its best value >= 0. Those
+        that the data do not determine stay. The scale of a feature does not matter."""
         coefficients = self.coefficients
         decodes, chunks = self._decodes, self._chunks
         matrix = [list(map(add, a, b)) for a, b in zip(decodes.matrix, chunks.matrix, strict=True)]

@@ -39,11 +39,8 @@ class Runner(Protocol[LaunchedT]):
     """Computes steps: the model, or a fake one in tests."""
 
     def launch(self, step: Step, before: LaunchedT | None) -> LaunchedT:
-        """Start a step. Input tokens that are not known yet come from `before`.
-
-        Recurrent states are restored before the spans are computed. The spans' snapshots are
-        filled as soon as their states are computed.
-        """
+        """Start a step. Input tokens that are not known yet come from `before`. Recurrent states
+        are restored before the spans are computed; the spans' snapshots are filled after them."""
 
     def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
         """Start to copy blocks out of the pool, then to write others, before any later step."""

@@ -46,11 +46,9 @@ class Scheduler(Places):
         self._overtook: list[Request] = []  # in the latest step with a long prompt
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Start `child`, whose tokens begin with all of `parent`'s, on the parent's blocks.
-
-        The child runs at once if fewer than `max_running` requests run; otherwise it waits with its
-        blocks. If there are no blocks to share, it waits as a new request.
-        """
+        """Start `child`, whose tokens begin with all of `parent`'s, on the parent's blocks. It
+        waits with them if `max_running` requests run, and as a new request if there are none to
+        share."""
         start = min(parent.num_computed, len(child.tokens) - 1)
         can_start = parent.id in self.allocator
         if can_start and parent.num_computed > start:
@@ -111,11 +109,9 @@ class Scheduler(Places):
             request.num_faults = 0
 
     def recover(self, failed: Iterable[Request]) -> None:
-        """Start over after a failed step, when all K/V may be wrong.
-
-        All sequences are computed again. The `failed` requests run one at a time until each has a
-        token, so that the next failure shows which request causes it.
-        """
+        """Start over after a failed step, when all K/V may be wrong: compute all sequences again.
+        The `failed` requests run one at a time until each has a token, so that the next failure
+        shows which request causes it."""
         for request in list(self.running.values()):
             self._preempt(request)
         while self.parked:

@@ -68,9 +68,7 @@ class Speculation:
 
     def schedule(self, step: Step, decodes: list[Request]) -> list[Request]:
         """Add spans with drafts for some of the requests that compute one token; return the others.
-
-        Drafts take no block that a decode needs.
-        """
+        Drafts take no block that a decode needs."""
         depths = self._depths({request: self._likelihood(request) for request in decodes})
         self.reads_first = bool(depths)
         if not depths or any(request.num_in_flight for request in decodes):

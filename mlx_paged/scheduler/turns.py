@@ -12,11 +12,9 @@ SHARE = 64
 
 
 def is_overtaken(request: Request, room: int) -> bool:
-    """Whether others may be computed before a prompt of which a step could compute `room` tokens.
-
-    Only if it takes several steps. A preempted request has run before: its caller may have read
-    some of its tokens, and nobody overtakes it.
-    """
+    """Whether others may be computed before a prompt of which a step could compute `room` tokens:
+    only if it takes several steps. Nobody overtakes a preempted request, whose caller may have read
+    some of its tokens."""
     return 0 < room < request.num_pending and not request.num_preempted
 
 

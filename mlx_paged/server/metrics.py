@@ -73,10 +73,8 @@ def engine_status(engine: Engine) -> dict[str, Any]:
 
 
 def engine_metrics(engine: Engine, model: str) -> list[Metric]:
-    """A copy of the engine's metrics. Call this on the engine's thread.
-
-    Those with vLLM's names are what routers such as llm-d's read.
-    """
+    """A copy of the engine's metrics. Call this on the engine's thread. Those with vLLM's names are
+    what routers such as llm-d's read."""
     stats, ticks, allocator = engine.stats, engine.ticks, engine.manager.allocator
     parts = {name.removesuffix("_ms"): ms / 1000 for name, ms in ticks.total_ms.items()}
     del parts["tick"]  # the sum of the others

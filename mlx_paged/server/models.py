@@ -161,10 +161,7 @@ class Models:
 
 def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     """Load a model and start its engine with one of `places` equal parts of the pool's memory.
-
-    Raises:
-        ValueError: the model cannot be loaded or served.
-    """
+    Raises ValueError if it cannot be loaded or served."""
     if path != args.model:  # adapter, draft model and disk belong to the default model
         args = argparse.Namespace(**vars(args))
         args.adapter_path = args.draft_model = args.kv_disk = None
