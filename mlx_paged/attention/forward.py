@@ -166,24 +166,19 @@ class LayerView(AttendingCache):
 
     Latent layers (MLA) store latents and rotary keys side by side. They attend to the latents in
     place; as keys and values of one call they are gathered.
-
-    Args:
-        pool: holds the K/V.
-        layer: index of this layer in the pool.
-        window: tokens that a query of this layer sees at most, itself included.
-        max_paged_queries: tokens of a sequence up to which the paged op attends in every layer.
-        forward: may also be set later.
     """
 
     forward: Forward
 
     def __init__(
         self,
-        pool: KVPool,
-        layer: int,
+        pool: KVPool,  # holds the K/V
+        layer: int,  # index of this layer in the pool
+        # Tokens that a query of this layer sees at most, itself included.
         window: int | None = None,
+        # Tokens of a sequence up to which the paged op attends in every layer.
         max_paged_queries: int = ANY_NUMBER,
-        forward: Forward | None = None,
+        forward: Forward | None = None,  # may also be set later
     ) -> None:
         self.pool = pool
         self.layer = layer

@@ -49,28 +49,21 @@ class PaddedSpans:
 
 
 class PaddedBatch(Forward):
-    """B rows of N columns, with their block tables and slot mapping.
-
-    Args:
-        ids: the sequence of each row.
-        spans: the positions that each row computes.
-        tables: ``[R, M]`` int32 block tables; entries after a row's own blocks have no meaning.
-        block_size: token slots in a block.
-        rows: which of these tables each row has; default all in order.
-        firsts: the first position that each row holds; default 0.
-    """
+    """B rows of N columns, with their block tables and slot mapping."""
 
     slot_mapping: mx.array
     next_offset: mx.array
 
     def __init__(
         self,
-        ids: tuple[int, ...],
-        spans: PaddedSpans,
+        ids: tuple[int, ...],  # the sequence of each row
+        spans: PaddedSpans,  # the positions that each row computes
+        # ``[R, M]`` int32 block tables; entries after a row's own blocks have no meaning.
         tables: Int32Array,
-        block_size: int,
+        block_size: int,  # token slots in a block
+        # Which of these tables each row has; default all in order.
         rows: Sequence[int] | None = None,
-        firsts: Sequence[int] = (),
+        firsts: Sequence[int] = (),  # the first position that each row holds; default 0
     ) -> None:
         self.ids = ids
         self.spans = spans

@@ -36,24 +36,18 @@ class SharedPool:
     Its memory follows the blocks in use: it holds at most 1.5 times their bytes and 16 blocks more.
     It grows by a quarter, and shrinks by moving the blocks in use to smaller arrays. Only one
     thread may use it at a time, because MLX evaluates a graph only on the thread that made it.
-
-    Args:
-        num_layers: how many layers will be written.
-        block_size: token slots in a block.
-        kv_memory: bytes of K/V at most; default what the device has left when the pool grows.
-        model: whose pool it is.
-        window: of its layers; sequences let go of the blocks behind it. None: they keep all.
-        kv_bits: how K/V is stored.
     """
 
     def __init__(
         self,
-        num_layers: int,
-        block_size: int = BLOCK_SIZE,
+        num_layers: int,  # how many layers will be written
+        block_size: int = BLOCK_SIZE,  # token slots in a block
+        # Bytes of K/V at most; default what the device has left when the pool grows.
         kv_memory: int | None = None,
-        model: ref[nn.Module] | None = None,
+        model: ref[nn.Module] | None = None,  # whose pool it is
+        # Of its layers; sequences let go of the blocks behind it. None: they keep all.
         window: int | None = None,
-        kv_bits: KVBits = None,
+        kv_bits: KVBits = None,  # how K/V is stored
     ) -> None:
         self.allocator = BlockAllocator(1, block_size, [LayerGroup(window)])
         self.num_layers = num_layers

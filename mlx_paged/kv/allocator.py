@@ -116,20 +116,15 @@ class BlockAllocator:
         self,
         seq_id: int,
         num_tokens: int,
-        tokens: Seq[int] | None = None,
-        salt: bytes = ROOT,
-        spare: int = 0,
+        tokens: Seq[int] | None = None,  # the sequence's token ids; None: reuse nothing
+        salt: bytes = ROOT,  # only sequences with the same salt share K/V
+        spare: int = 0,  # blocks that must stay available
     ) -> PrefixMatch:
         """Start a sequence that owns positions [0, num_tokens) and reuses a cached prefix.
 
         The sequence shares full blocks of the prefix. It copies one more block if enough leading
         tokens agree. The last token is never reused: its logits have to be computed. Groups with a
         window get blocks for their window and a chunk; :meth:`make_writable` adds the others.
-
-        Args:
-            tokens: the sequence's token ids; None: reuse nothing.
-            salt: only sequences with the same salt share K/V.
-            spare: blocks that must stay available.
 
         Raises:
             ValueError: `seq_id` is in use.

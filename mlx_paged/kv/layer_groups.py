@@ -85,11 +85,11 @@ class PoolPlan:
 
 
 def plan_pool(
-    shapes: Sequence[KVShape | None],
-    windows: Sequence[int | None],
+    shapes: Sequence[KVShape | None],  # of each layer's K/V; None: the layer stores nothing
+    windows: Sequence[int | None],  # tokens that a query of each layer sees at most; None: all
     block_size: int,
     *,
-    one_group: bool = False,
+    one_group: bool = False,  # make only one group
 ) -> PoolPlan:
     """Put layers of the same window into a group. All groups share one budget.
 
@@ -97,11 +97,6 @@ def plan_pool(
     arrays divides the number of layers of each group, so there is no padding. Layers with n times
     the bytes of the smallest ones have blocks of ``block_size / n`` tokens. There is only one
     group, with the widest window, if the layers' bytes do not allow this.
-
-    Args:
-        shapes: of each layer's K/V; None: the layer stores nothing.
-        windows: tokens that a query of each layer sees at most; None: all.
-        one_group: make only one group.
     """
     used = [layer for layer, shape in enumerate(shapes) if shape is not None]
     by_window: dict[int | None, list[int]] = {}

@@ -80,20 +80,15 @@ def longest_pool(shapes: Sequence[KVShape], block_size: int) -> int:
 
 
 def num_blocks_for(
-    shapes: Sequence[KVShape],
+    shapes: Sequence[KVShape],  # of the layers' K/V
+    # Tokens that all layers hold together in one block, or in ``plan.width`` blocks.
     block_size: int,
+    # The budget; None: the default less `reserved`, limited by `longest_pool`.
     kv_memory: int | None,
-    reserved: int = 0,
-    plan: PoolPlan | None = None,
+    reserved: int = 0,  # bytes that snapshots are going to take
+    plan: PoolPlan | None = None,  # how the layers share arrays; None: they do not
 ) -> int:
     """How many blocks the budget in bytes holds. The caller evaluates the weights before.
-
-    Args:
-        shapes: of the layers' K/V.
-        block_size: tokens that all layers hold together in one block, or in ``plan.width`` blocks.
-        kv_memory: the budget; None: the default less `reserved`, limited by `longest_pool`.
-        reserved: bytes that snapshots are going to take.
-        plan: how the layers share arrays; None: they do not.
 
     Raises:
         ValueError: the budget holds no block, or the device cannot hold the budget.

@@ -20,25 +20,18 @@ class Scheduler(Places):
     so that a long prompt cannot stall running streams (stall-free batching; Agrawal et al. 2024,
     arXiv:2403.02310, section 4.2). The bound is a number of tokens and, with `max_stall`, a
     predicted time. A request whose last token is under way leaves the batch in the next step.
-
-    Args:
-        allocator: owns the blocks.
-        max_running: requests computed in a step at most.
-        prefill_chunk: prompt tokens computed in a step at most.
-        max_stall: predicted seconds of a step with running streams at most; None: no such bound.
-        drafter: guesses tokens that decodes compute ahead where that pays.
-        options: further arguments of :class:`Places`.
     """
 
     def __init__(
         self,
-        allocator: BlockAllocator,
-        max_running: int,
-        prefill_chunk: int,
+        allocator: BlockAllocator,  # owns the blocks
+        max_running: int,  # requests computed in a step at most
+        prefill_chunk: int,  # prompt tokens computed in a step at most
         *,
+        # Predicted seconds of a step with running streams at most; None: no such bound.
         max_stall: float | None = None,
-        drafter: Drafter | None = None,
-        **options: Any,
+        drafter: Drafter | None = None,  # guesses tokens that decodes compute ahead where that pays
+        **options: Any,  # further arguments of :class:`Places`
     ) -> None:
         super().__init__(allocator, max_running, **options)
         self.budget = ChunkBudget(prefill_chunk, max_stall)

@@ -26,21 +26,15 @@ class Turn:
     their first tokens, `first` gets `SHARE` tokens of a step at most, so that the steps stay short.
     That costs it little time, because it goes on right after them. If that happens too often,
     `first` is overdue: it gets at least half of every step.
-
-    Args:
-        step: with decodes, and prompts before `first` if they are done after it.
-        first: the oldest prompt that runs, or else the first one that waits.
-        room: prompt tokens of `first` that the step can compute.
-        before: those that overtook in the step before.
     """
 
     def __init__(
         self,
-        step: Step,
-        first: Request,
-        room: int,
+        step: Step,  # with decodes, and prompts before `first` if they are done after it
+        first: Request,  # the oldest prompt that runs, or else the first one that waits
+        room: int,  # prompt tokens of `first` that the step can compute
         waiting: WaitingQueue,
-        before: list[Request],
+        before: list[Request],  # those that overtook in the step before
     ) -> None:
         self.overtaking: list[Request] = []  # those that :meth:`next` returned
         self._is_overdue = first.num_overtaken >= PATIENCE
