@@ -16,11 +16,9 @@ from mlx_paged.scheduler.scheduler import Scheduler
 
 
 class Candidates(NamedTuple):
-    """The likeliest next tokens of H live hypotheses, K of each, in any order.
-
-    Log-probabilities refer to the whole vocabulary. A token whose log-probability is not finite is
-    no candidate.
-    """
+    """The likeliest next tokens of H live hypotheses, K of each, in any order, with
+    log-probabilities of the whole vocabulary. A token whose log-probability is not finite is no
+    candidate."""
 
     tokens: npt.ArrayLike  # [H, K] int
     logprobs: npt.ArrayLike  # [H, K] float
@@ -73,17 +71,10 @@ class BeamGroup:
         return self.num_beams * max(2, 1 + len(self.stop_token_ids))
 
     def advance(self, hypotheses: Sequence[Request], candidates: Candidates) -> list[Survivor]:
-        """One step of the search.
-
-        Args:
-            hypotheses: the H live ones. In the first step: the prompt alone. Later: the survivors
-                of the last step in their order, with their tokens appended.
-            candidates: of each of these hypotheses in turn.
-
-        Returns:
-            The hypotheses that live on, best first; none if the search is done. The caller drops
-            every parent that is not among them.
-        """
+        """One step of the search with the H live hypotheses: first the prompt alone, later the
+        survivors of the last step in their order, with their tokens appended. Returns those that
+        live on, best first; none if the search is done. The caller drops every parent that is not
+        among them."""
         assert not self.done, "a step after the end of the search"
         lengths = [len(hypothesis.logprobs) for hypothesis in hypotheses]
         assert lengths == [self._length] * len(self._sums), "not the survivors of the last step"

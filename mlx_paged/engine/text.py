@@ -65,14 +65,8 @@ class StopStrings:
 
 
 class TextStream:
-    """The text of one request.
-
-    Args:
-        detokenizer: a new one.
-        stop: the text ends before the first of these strings.
-        context: tokens before the first token. Their text is not part of the result, but the text
-            of later tokens may depend on them.
-    """
+    """The text of one request, which ends before the first of the `stop` strings. The text of the
+    tokens of `context` is not part of the result, but that of later tokens may depend on it."""
 
     def __init__(
         self, detokenizer: Detokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()
@@ -126,12 +120,8 @@ class Tokenizer(Protocol):
 
 
 class PromptEncoder:
-    """Encodes and checks the prompts that callers give.
-
-    Args:
-        tokenizer: None: prompts are token ids.
-        vocab_size: token ids are below it; None: unknown.
-    """
+    """Encodes and checks the prompts that callers give; without a tokenizer they are token ids,
+    which are below `vocab_size` if that is known."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
         self.tokenizer = tokenizer
@@ -189,12 +179,8 @@ def _token_id(token: Any) -> int:
 
 
 class OutputProcessor:
-    """Appends sampled tokens to their requests, decides which requests end, and makes text.
-
-    Args:
-        tokenizer: None: outputs have no text, and only a request's own stop tokens end it.
-        clock: seconds.
-    """
+    """Appends sampled tokens to their requests, decides which requests end, and makes text. Without
+    a tokenizer outputs have no text, and only a request's own stop tokens end it."""
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
         self.tokenizer = tokenizer

@@ -66,13 +66,9 @@ class CachedBlock:
 
 
 class PrefixCache:
-    """Blocks of known content of one layer group, by chained hash.
-
-    A hash collision cannot return wrong K/V: a found block's tokens and parent are compared too.
-
-    Args:
-        idle: the pool's blocks that no sequence holds, the one unused longest first.
-    """
+    """Blocks of known content of one layer group, by chained hash. A hash collision cannot return
+    wrong K/V: a found block's tokens and parent are compared too. `idle` are the pool's blocks that
+    no sequence holds, the one unused longest first."""
 
     # Of recurrent states; None for a model without recurrent layers.
     snapshots: Snapshots | None = None

@@ -29,14 +29,9 @@ class Spike:
 
 
 class SpikeDetector:
-    """Compares each tick with the usual time.
-
-    The usual time is the median of recent ticks that only decoded, because running streams expect
-    that time. Ticks without decodes are compared with each other.
-
-    Args:
-        threshold_ms: fixed threshold; None: FACTOR times the usual time, at least FLOOR_MS.
-    """
+    """Compares each tick with `threshold_ms`, or with FACTOR times the usual time, at least
+    FLOOR_MS: the median of recent ticks that only decoded, because running streams expect that
+    time. Ticks without decodes are compared with each other."""
 
     def __init__(self, threshold_ms: float | None = None) -> None:
         self.threshold_ms = threshold_ms

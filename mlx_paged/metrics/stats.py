@@ -33,13 +33,8 @@ class Reads(NamedTuple):
 
 
 class KVReads:
-    """Computes how much K/V attention must read.
-
-    Args:
-        layers: the window of each layer (None: no window, 0: it stores nothing), and the bytes of
-            one token's K/V in it.
-        block_size: token slots in a block.
-    """
+    """Computes how much K/V attention must read. Each layer has a window (None: none, 0: it stores
+    nothing) and the bytes of one token's K/V in it."""
 
     def __init__(self, layers: Iterable[tuple[int | None, int]], block_size: int) -> None:
         stored: Counter[int | None] = Counter()  # by window, of all its layers

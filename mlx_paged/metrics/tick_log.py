@@ -34,13 +34,8 @@ class TimeHistogram:
 
 
 class TickLog(deque[Tick]):
-    """A ring buffer of ticks, newest last.
-
-    Args:
-        capacity: how many ticks it holds; the oldest are dropped.
-        spike_ms: ticks that take longer are spikes; None: see :class:`SpikeDetector`.
-        profile: whether the engine profiles, which makes its ticks slower.
-    """
+    """A ring buffer of ticks, newest last. Ticks longer than `spike_ms` are spikes; None: see
+    :class:`SpikeDetector`. An engine that profiles has slower ticks."""
 
     def __init__(
         self, capacity: int = CAPACITY, spike_ms: float | None = None, profile: bool = False

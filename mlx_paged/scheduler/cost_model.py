@@ -137,21 +137,11 @@ class CostModel:
     def chunk_within(
         self, bound_seconds: float, work: StepWork, start: int, wanted: int, minimum: int
     ) -> int:
-        """How many tokens of a prompt a step can compute in addition to `work`.
-
-        Above the minimum, `TOKENS_GROWTH` and `CONTEXT_GROWTH` limit how fast chunks grow, because
-        small chunks may not show what large ones cost.
-
-        Args:
-            bound_seconds: limit of the predicted seconds, including the margin.
-            start: position of the first token.
-            wanted: number of tokens left to compute.
-            minimum: number of tokens to compute at any cost, so that the prompt advances.
-
-        Returns:
-            The largest number of tokens within these limits, from ``min(minimum, wanted)`` to
-            `wanted`.
-        """
+        """The largest number of tokens of a prompt, from `minimum`, so that it advances, to
+        `wanted`, that a step can compute beside `work` from position `start`, within
+        `bound_seconds` of predicted time and margin. Above the minimum, `TOKENS_GROWTH` and
+        `CONTEXT_GROWTH` limit how fast chunks grow: small ones may not show what large ones
+        cost."""
         largest_tokens, largest_context, *_ = self._largest
 
         def is_too_much(num_tokens: int) -> bool:

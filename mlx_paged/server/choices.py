@@ -35,13 +35,8 @@ class Delta:
 
 
 class CompletionChoice:
-    """Collects the tokens of one completion.
-
-    Args:
-        index: position among the choices of the answer.
-        model: finds reasoning and tool calls in its text.
-        fields: as :func:`request_body.read` returns them. Stop strings count in the text only.
-    """
+    """Collects the tokens of one completion, which is choice `index` of the answer. The model finds
+    reasoning and tool calls in its text. Stop strings count in the text only."""
 
     def __init__(self, index: int, model: Model, fields: Fields, prompt: Prompt) -> None:
         self.index = index
