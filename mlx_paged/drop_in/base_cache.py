@@ -126,7 +126,7 @@ class PagedCache(AttendingCache, _BaseCache):
 
     def _start_alone(self, window: int | None, starts: Sequence[int]) -> None:
         """Be an empty cache that belongs to no model's list of caches."""
-        layer = loose_layer(window, **self.loose_options)
+        layer = loose_layer(window=window, **self.loose_options)
         rows = [layer.pool.new_sequence() for _ in starts]
         PagedCache.__init__(self, layer, rows, starts, window)
 

@@ -59,7 +59,7 @@ def make_prompt_cache(
     for window in set(windows):
         count = windows.count(window)
         share = kv_memory and max(1, kv_memory * count // len(windows))
-        pool = pool_of(model, count, block_size, share, window, kv_bits)
+        pool = pool_of(model, count, (block_size, share, window, kv_bits))
         rows, layers = [pool.new_sequence()], map(pool.layer, range(count))
         empty[window] = iter([PagedKVCache.of(layer, rows, [0], window) for layer in layers])
 

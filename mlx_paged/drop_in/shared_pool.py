@@ -28,6 +28,7 @@ from mlx_paged.ops.formats import KVBits
 
 FEWEST_NEW_BLOCKS = 16
 BLOCK_SIZE = 16
+Options = tuple[int, int | None, int | None, KVBits]  # block_size, kv_memory, window, kv_bits
 
 
 class SharedPool:
@@ -44,11 +45,12 @@ class SharedPool:
         block_size: int = BLOCK_SIZE,  # token slots in a block
         # Bytes of K/V at most; default what the device has left when the pool grows.
         kv_memory: int | None = None,
-        model: ref[nn.Module] | None = None,  # whose pool it is
         # Of its layers; sequences let go of the blocks behind it. None: they keep all.
         window: int | None = None,
         kv_bits: KVBits = None,  # how K/V is stored
+        model: ref[nn.Module] | None = None,  # whose pool it is
     ) -> None:
+        self._options = block_size, kv_memory, window, kv_bits
         self.allocator = BlockAllocator(1, block_size, [LayerGroup(window)])
         self.num_layers = num_layers
         self.block_size = block_size
@@ -78,15 +80,14 @@ class SharedPool:
 
     def loose_layer(self, shape: KVShape) -> PoolLayer:
         """The layer of this thread for this K/V of caches with the pool's options."""
-        return loose_layer(self.window, self.block_size, self.kv_memory, shape, self.kv_bits)
+        return loose_layer(*self._options, shape)
 
     def successor(self) -> SharedPool:
         """The pool for K/V of another shape. The model's new caches begin in it from now on."""
         with self.lock:
             pool = self._successor() if self._successor else None
             if pool is None:
-                options = self.num_layers, self.block_size, self.kv_memory, self.model, self.window
-                pool = SharedPool(*options, self.kv_bits)
+                pool = SharedPool(self.num_layers, *self._options, self.model)
                 self._successor = ref(pool)
                 for key in [key for key, known in _thread.pools.items() if known is self]:
                     _thread.pools[key] = pool
@@ -294,29 +295,22 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def pool_of(
-    model: nn.Module,
-    num_layers: int,
-    block_size: int,
-    kv_memory: int | None,
-    window: int | None,
-    kv_bits: KVBits = None,
-) -> SharedPool:
-    """This thread's pool for new caches of `model` and this window; it lives as long as they do."""
-    key = (id(model), block_size, kv_memory, window, kv_bits)
+def pool_of(model: nn.Module, num_layers: int, options: Options) -> SharedPool:
+    """This thread's pool for new caches of `model` with these options; it lives as long as they
+    do."""
+    key = id(model), *options
     pool = _thread.pools.get(key)
     if pool is None or pool.model is None or pool.model() is not model:
-        pool = SharedPool(num_layers, block_size, kv_memory, ref(model), window, kv_bits)
-        _thread.pools[key] = pool
+        pool = _thread.pools[key] = SharedPool(num_layers, *options, ref(model))
     return pool
 
 
 def loose_layer(
-    window: int | None,
     block_size: int = BLOCK_SIZE,
     kv_memory: int | None = None,
-    shape: KVShape | None = None,
+    window: int | None = None,
     kv_bits: KVBits = None,
+    shape: KVShape | None = None,
 ) -> PoolLayer:
     """The one layer of this thread's pool for caches that were made without a model: all of them
     with K/V of one shape are sequences of it, so that no batch needs a copy. Without a shape: the
@@ -324,6 +318,6 @@ def loose_layer(
     key = "loose", shape, block_size, kv_memory, window, kv_bits
     pool = _thread.pools.get(key)
     if pool is None:
-        pool = _thread.pools[key] = SharedPool(1, block_size, kv_memory, None, window, kv_bits)
+        pool = _thread.pools[key] = SharedPool(1, block_size, kv_memory, window, kv_bits)
         pool.is_loose = True
     return pool.layer(0)

@@ -1,18 +1,9 @@
 """How a pool stores keys and values: as they are, or quantized with scales.
 
-============  ====================  =============  ===========================
-``kv_bits``   keys                  values         bytes of a token and head
-============  ====================  =============  ===========================
-None          the model's type      the same       ``itemsize * (D + D_v)``
-8             int8, one scale       int8, one      ``D + D_v + 4``
-                                    scale
-"8,4"         int8, one scale       4 bits         ``D + 2 + D_v / 2 + 4 * G``
-============  ====================  =============  ===========================
-
-A scale is a float16 for each token and KV head. Values of 4 bits have a scale and a minimum for
-each of G groups of :data:`GROUP` columns, of which the last may be narrower. ``csrc/kv_formats.h``
-has the layout of the bytes, ``csrc/cpu/quantize.h`` the rounding; :func:`quantized` computes the
-same.
+``kv_bits`` None: in the model's type. 8: as int8, with a float16 scale for each token and KV head.
+"8,4": keys so, and values in 4 bits, with a scale and a minimum for each group of :data:`GROUP`
+columns, of which the last may be narrower. ``csrc/kv_formats.h`` has the layout of the bytes,
+``csrc/cpu/quantize.h`` the rounding; :func:`quantized` computes the same.
 """
 
 from typing import NamedTuple
