@@ -64,7 +64,6 @@ def message(error: Exception) -> str:
 
 
 def page(checks: list[Findings], quick: bool) -> str:
-    """All findings as plain text."""
     failed = [found.name for found in checks if not found.ok]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks are ok"
     seconds = sum(found.seconds for found in checks)

@@ -99,7 +99,6 @@ class SharedPool:
     # Sequences
 
     def new_sequence(self) -> PagedSequence:
-        """An empty sequence."""
         with self.lock:
             sequence = PagedSequence(self, next(self._new_ids))
             self.allocator.admit(sequence.id, 0)
@@ -263,7 +262,6 @@ class SharedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool's K/V arrays."""
         return sum(layer.kv.nbytes for layer in self._written_layers())
 
 

@@ -9,13 +9,7 @@ from types import FrameType
 from typing import Generic
 
 from mlx_paged.request import Request
-from mlx_paged.scheduler.runner_protocol import (
-    Fault,
-    LaunchedT,
-    Runner,
-    SampledToken,
-    StepResult,
-)
+from mlx_paged.scheduler.runner_protocol import Fault, LaunchedT, Runner, SampledToken, StepResult
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
 
@@ -58,7 +52,6 @@ class StepPipeline(Generic[LaunchedT]):
 
     @property
     def busy(self) -> bool:
-        """Whether a step is under way."""
         return self._under_way is not None
 
     def advance(self, ahead: bool) -> StepResult:

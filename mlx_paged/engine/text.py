@@ -218,7 +218,6 @@ class OutputProcessor:
         return TokenOutput(request.id, token, segment, choice.logprob, top), reason
 
     def stop_token_ids(self, request: Request) -> Collection[int]:
-        """Tokens that end the request."""
         own = request.params.stop_token_ids
         if self.tokenizer is None or request.params.ignore_eos:
             return own

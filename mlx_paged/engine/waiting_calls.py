@@ -101,11 +101,7 @@ class WaitingCalls(EngineCore):
         return [likeliest(group, n) for group in groups]
 
     def beam_search(
-        self,
-        prompt: Prompt,
-        num_beams: int,
-        params: SamplingParams | None = None,
-        **options: Any,
+        self, prompt: Prompt, num_beams: int, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
         """The best continuation that a beam search finds; ``.beams`` has all of them.
 

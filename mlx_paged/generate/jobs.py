@@ -59,7 +59,6 @@ class Job:
         return [request_id]
 
     def select(self, completions: Sequence[Completion]) -> list[Completion]:
-        """The `n` completions to return."""
         return list(completions) if self.best_of is None else likeliest(completions, self.n)
 
 
@@ -116,7 +115,6 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error on one line."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())

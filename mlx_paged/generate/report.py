@@ -45,7 +45,6 @@ def print_results(results: Sequence[Result], total: int) -> None:
 
 
 def print_stats(engine: Engine) -> None:
-    """Print what the run did, in a few lines on stderr."""
     print(RULE, *_stats(engine), sep="\n", file=sys.stderr)
 
 

@@ -29,7 +29,6 @@ class BlockTables:
         return len(self._versions) - len(self._free_rows)
 
     def add_row(self) -> int:
-        """Take an empty row."""
         if not self._free_rows:
             num_rows = len(self._versions)
             self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=1)
@@ -46,7 +45,6 @@ class BlockTables:
         self._free_rows.append(row)
 
     def length(self, row: int, group: int = 0) -> int:
-        """Entries of this row."""
         return int(self._lengths[group, row])
 
     def lengths(self, rows: Int32Array, group: int = 0) -> Int32Array:
@@ -150,5 +148,4 @@ class SequenceBlocks:
     private_stop: int = 0
 
     def prefix_hash(self, num_blocks: int) -> bytes:
-        """Hash of the first `num_blocks` blocks' tokens."""
         return self.hashes[num_blocks - 1] if num_blocks else self.root

@@ -15,13 +15,7 @@ from mlx_paged.kv.prefix_cache import (
     smallest_run,
     token_bytes,
 )
-from mlx_paged.kv.prefix_match import (
-    MissReason,
-    NeededBlock,
-    PrefixMatch,
-    block_key,
-    miss_reason,
-)
+from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key, miss_reason
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
 

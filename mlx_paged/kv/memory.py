@@ -29,7 +29,6 @@ _lock = threading.Lock()  # guards _with_snapshots
 
 
 def physical_memory() -> int:
-    """Bytes of memory in this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

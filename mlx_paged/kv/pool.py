@@ -371,5 +371,4 @@ def _gather_heads(cache: mx.array, runs: mx.array) -> mx.array:
 
 
 def as_int32(values: Sequence[int] | Int32Array) -> mx.array:
-    """Host integers as an int32 array."""
     return mx.array(np.asarray(values, np.int32))

@@ -71,7 +71,6 @@ class Snapshots:
                 self._runs.setdefault(target, set()).add(run)
 
     def forget(self, block: int) -> None:
-        """Drop the block's snapshots."""
         for run in list(self._runs.get(block, ())):
             self._discard((block, run))
 

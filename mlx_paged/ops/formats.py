@@ -70,7 +70,6 @@ def checked_bits(where: str, kv_bits: KVBits) -> KVBits:
 
 
 def format_of(cache: mx.array) -> Format:
-    """The format of a quantized cache."""
     return _BITS_4 if cache.dtype == mx.uint8 else _BITS_8
 
 

@@ -45,7 +45,6 @@ class NgramDrafter:
         return source.share if source.place else 0.0
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
-        """For each request its next tokens, `depth` of them."""
         pairs = zip(requests, depths, strict=True)
         return [self._sources[r.id].guesses(r.tokens, depth) for r, depth in pairs]
 
@@ -53,7 +52,6 @@ class NgramDrafter:
         """Nothing to learn: `likelihood` compares each token with its guess."""
 
     def drop(self, request: Request) -> None:
-        """Forget an ended request."""
         self._sources.pop(request.id, None)
 
     def recover(self) -> None:

@@ -222,7 +222,6 @@ class Scheduler(Places):
         return forks
 
     def _schedule_isolated(self, step: Step) -> None:
-        """Compute one isolated request alone."""
         request = next(iter(self._isolated.values()))
         if request.is_exhausted:
             return

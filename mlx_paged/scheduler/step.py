@@ -123,7 +123,6 @@ class Step:
 
     @property
     def work(self) -> StepWork:
-        """The step's work as the cost model counts it."""
         return StepWork(
             self.decode_rows, self.decode_context, self.chunk_tokens, self.chunk_context
         )

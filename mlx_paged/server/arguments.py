@@ -114,7 +114,6 @@ def make_parser() -> Parser:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of :class:`Engine`."""
     options = cli.engine_options(args)
     if args.kv_memory is None:
         options["kv_memory"] = args.prompt_cache_bytes

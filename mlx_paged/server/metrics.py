@@ -165,7 +165,6 @@ class ServerMetrics:
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> list[Metric]:

@@ -79,7 +79,6 @@ class Models:
         self.loaded[self.args.model] = _make(self.args.model, self.args, self.args.max_models or 1)
 
     def close(self) -> None:
-        """End all completions and engines."""
         for model in list(self.loaded.values()):
             _release(model.service)
 
