@@ -69,11 +69,6 @@ class Models:
         """Whether completions can be computed."""
         return all(model.service.is_running for model in self.loaded.values())
 
-    @property
-    def taken(self) -> int:
-        """Completions of all models that run or wait."""
-        return sum(model.taken for model in self.loaded.values())
-
     def start(self) -> None:
         """Load the default model, in the calling thread. Raises ValueError if that fails."""
         self.loaded[self.args.model] = _make(self.args.model, self.args, self.args.max_models or 1)
