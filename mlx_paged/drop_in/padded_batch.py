@@ -61,8 +61,7 @@ class PaddedBatch(Forward):
         # ``[R, M]`` int32 block tables; entries after a row's own blocks have no meaning.
         tables: Int32Array,
         block_size: int,  # token slots in a block
-        # Which of these tables each row has; default all in order.
-        rows: Sequence[int] | None = None,
+        rows: Sequence[int],  # which of these tables each row has
         firsts: Sequence[int] = (),  # the first position that each row holds; default 0
     ) -> None:
         self.ids = ids
@@ -72,7 +71,6 @@ class PaddedBatch(Forward):
         # What the latest layer read, if it has a window. It depends on all reads before it.
         self.reads: tuple[mx.array, ...] = ()
         self.max_paged_queries = max_paged_queries()  # columns up to which the paged op attends
-        rows = range(len(ids)) if rows is None else rows
         arrays = padded_arrays(spans.starts, spans.lengths, spans.columns, tables, rows, block_size)
         positions, slot_mapping, block_tables, context_lens, offset, next_offset = arrays
         super().__init__(

@@ -161,13 +161,12 @@ class Engine(WaitingCalls):
         if num_blocks is not None:
             num_blocks *= plan.width
         else:
-            shapes = [shape for shape in probed.shapes if shape is not None]
             reserved = most_snapshots * probed.state_bytes
             given = kv_memory
             if draft_model is not None:
                 total = max(0, default_kv_memory() - reserved) if given is None else given
                 kv_memory = int(total * share_beside(probed, probe(draft_model)))
-            num_blocks = num_blocks_for(shapes, block_size, kv_memory, reserved, plan)
+            num_blocks = num_blocks_for(plan, block_size, kv_memory, reserved)
             if given is None and max_kv_tokens is not None:
                 num_blocks = min(num_blocks, plan.width * ceil_div(max_kv_tokens, block_size))
         self.manager = KVBlockManager.planned(plan, block_size, num_blocks, prefill_chunk)

@@ -11,7 +11,7 @@ from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import PoolPlan
-from mlx_paged.kv.pool import KVShape, block_bytes, planned_block_bytes
+from mlx_paged.kv.pool import KVShape, planned_block_bytes
 
 HOST_LIMIT = 1 << 29  # bytes of the largest default pool on a CPU
 GPU_SHARE = 0.85
@@ -79,25 +79,18 @@ def longest_pool(shapes: Sequence[KVShape], block_size: int) -> int:
 
 
 def num_blocks_for(
-    shapes: Sequence[KVShape],  # of the layers' K/V
-    # Tokens that all layers hold together in one block, or in ``plan.width`` blocks.
-    block_size: int,
+    plan: PoolPlan,
+    block_size: int,  # tokens that all layers hold together in ``plan.width`` blocks
     # The budget; None: the default less `reserved`, limited by `longest_pool`.
     kv_memory: int | None,
     reserved: int = 0,  # bytes that snapshots are going to take
-    plan: PoolPlan | None = None,  # how the layers share arrays; None: they do not
 ) -> int:
-    """How many blocks the budget in bytes holds. The caller evaluates the weights before.
-
-    Raises:
-        ValueError: the budget holds no block, or the device cannot hold the budget.
-    """
-    smallest = block_bytes(shapes, block_size)
-    one_block, max_blocks = smallest, longest_pool(shapes, block_size)
-    if plan is not None and plan.arrays:
-        one_block = planned_block_bytes(plan.arrays)
-        smallest = one_block * plan.width
-        max_blocks = min(longest_pool([array.shape], array.block_size) for array in plan.arrays)
+    """How many blocks the budget in bytes holds. The caller evaluates the weights before. Raises
+    ValueError if it holds no block, or if the device cannot hold the budget."""
+    one_block = planned_block_bytes(plan.arrays)
+    smallest = one_block * plan.width
+    longest = [longest_pool([array.shape], array.block_size) for array in plan.arrays]
+    max_blocks = min(longest, default=0)
     if kv_memory is not None:
         _check_held(kv_memory, max_blocks * one_block, reserved)
     budget = max(0, default_kv_memory() - reserved) if kv_memory is None else kv_memory

@@ -67,17 +67,11 @@ class KVReads:
 
 @dataclass(slots=True)
 class Traces:
-    """Traces of decode steps, which become compiled graphs.
+    """Traces of decode steps, which become compiled graphs."""
 
-    Attributes:
-        count: how many there were.
-        seconds: that they took.
-        bytes: by which the process grew while its buckets were traced.
-    """
-
-    count: int = 0
-    seconds: float = 0.0
-    bytes: int = 0
+    count: int = 0  # how many there were
+    seconds: float = 0.0  # that they took
+    bytes: int = 0  # by which the process grew while its buckets were traced
 
 
 @dataclass(slots=True)

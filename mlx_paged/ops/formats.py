@@ -15,14 +15,10 @@ KVBits = int | str | None
 
 
 class Format(NamedTuple):
-    """How keys or values are stored.
+    """How keys or values are stored."""
 
-    Attributes:
-        bits: of an element.
-        dtype: of the stored elements; 4-bit ones lie in pairs, the first in the low half of a byte.
-    """
-
-    bits: int
+    bits: int  # of an element
+    # Of the stored elements; 4-bit ones lie in pairs, the first in the low half of a byte.
     dtype: mx.Dtype
 
     @property
