@@ -59,7 +59,8 @@ class TickLog(deque[Tick]):
         self.append(tick)
         for index, ms in enumerate(self._times(tick)):
             self._totals[index] += ms
-        (self.prefill if tick.has_prompt_tokens else self.decode).add(tick.tick_ms)
+        is_decode = not (tick.prefill_tokens or tick.launched_prefill_tokens)
+        (self.decode if is_decode else self.prefill).add(tick.tick_ms)
         for spike in self._detector.add(tick):
             self.spikes.append(spike)
             self.causes[spike.causes[0]] += 1
