@@ -13,11 +13,8 @@ from mlx_paged.scheduler.cost_model import TOKENS_GROWTH, StepWork
 from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Span, Step
 
-MIN_GAIN = 1.03
-"""Drafts must promise so many times the tokens per second of a step without them."""
-
-TRIAL = 8
-"""Each such step takes half of the drafts, which shows what drafts cost."""
+MIN_GAIN = 1.03  # drafts must promise so many times the tokens per second of a step without them
+TRIAL = 8  # each such step takes half of the drafts, which shows what drafts cost
 
 PATIENCE = 16
 REST = 3
@@ -28,17 +25,11 @@ SUREST = 1 - 1e-9
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of requests.
+    """Guesses the next tokens of requests."""
 
-    Attributes:
-        num_tokens: drafts of a request in a step at most.
-        seconds: that the latest proposals took.
-        seconds_per_draft: that each further draft of a batch takes.
-    """
-
-    num_tokens: int
-    seconds: float
-    seconds_per_draft: float
+    num_tokens: int  # drafts of a request in a step at most
+    seconds: float  # that the latest proposals took
+    seconds_per_draft: float  # that each further draft of a batch takes
 
     def likelihood(self, request: Request) -> float:
         """How likely each next guess is right, as far as known; 0 if there is no guess."""
@@ -82,9 +73,7 @@ class Speculation:
 
     def schedule(self, step: Step, decodes: list[Request]) -> list[Request]:
         """Add spans with drafts for some of the requests that compute one token; return the others.
-
-        Drafts take no block that a decode needs.
-        """
+        Drafts take no block that a decode needs."""
         self._budget.pauses = self._rest > 0
         if self._rest:
             self._rest -= 1
