@@ -10,34 +10,16 @@ takes at most P / MIN_CHUNK steps, besides those in which others overtake it."""
 
 
 class ChunkBudget:
-<<<<<<< HEAD
-    """Limits the prompt tokens of a step and, if it has decodes, its predicted time.
-
-    Attributes:
-        prefill_chunk: prompt tokens of a step at most.
-        max_stall: predicted seconds of a step with decodes at most; MIN_CHUNK tokens may exceed
-            it. None: no such bound.
-        cost: predicts the time of a step.
-        learns: whether `cost` follows the times of steps.
-        pauses: whether it does so for a stall bound only.
-    """
-=======
     """Limits the prompt tokens of a step and, if it has decodes, its predicted time."""
->>>>>>> cut
 
     def __init__(self, prefill_chunk: int, max_stall: float | None) -> None:
         self.prefill_chunk = prefill_chunk  # prompt tokens of a step at most
         # Predicted seconds of a step with decodes at most; MIN_CHUNK tokens may exceed it. None: no
         # such bound.
         self.max_stall = max_stall
-<<<<<<< HEAD
-        self.cost = CostModel()
-        self.learns = max_stall is not None
-        self.pauses = False
-=======
         self.cost = CostModel()  # predicts the time of a step
         self.learns = max_stall is not None  # whether `cost` follows the times of steps
->>>>>>> cut
+        self.pauses = False  # whether it does so for a stall bound only
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from the time of a step, if anyone needs to know it."""
