@@ -4,12 +4,8 @@
 //
 // Dimensions: B sequences, L query tokens each, H query heads, H_kv KV heads, D key head dimension,
 // D_v value head dimension, N blocks in the pool, S tokens per block, M columns of a block table,
-// T rows to write, P block pairs to copy.
-//
-// The pool of one layer is k_cache [H_kv, N, S, D] and v_cache [H_kv, N, S, D_v], both float32,
-// float16 or bfloat16, or quantized with scales (csrc/kv_formats.h). The last stride must
-// be 1. On a GPU the other strides, and the pool's offset
-// in its memory, must be multiples of 4 elements. No op copies a pool.
+// T rows to write, P block pairs to copy. On a GPU all strides of a pool but the last, which is 1,
+// and its offset in its memory must be multiples of 4 elements. No op copies a pool.
 #pragma once
 
 #include <array>

@@ -89,16 +89,9 @@ void check_pool(const char* op, const mx::array& k_cache, const mx::array& v_cac
 
 // Whether the shape broadcasts to `target` and has its last axis.
 bool is_mask_shape(const mx::Shape& shape, const mx::Shape& target) {
-  if (shape.empty() || shape.size() > target.size() || shape.back() != target.back()) {
-    return false;
-  }
-  const size_t skipped = target.size() - shape.size();
-  for (size_t axis = 0; axis < shape.size(); ++axis) {
-    if (shape[axis] != 1 && shape[axis] != target[skipped + axis]) {
-      return false;
-    }
-  }
-  return true;
+  const auto fits = [](int size, int of_target) { return size == 1 || size == of_target; };
+  return !shape.empty() && shape.size() <= target.size() && shape.back() == target.back() &&
+         std::equal(shape.begin(), shape.end(), target.end() - shape.size(), fits);
 }
 
 // Checks the axes of q, and the arrays that say whose tokens are on them.

@@ -1,6 +1,6 @@
 """Types of the compiled ops; mlx_paged/ops/paged.py and python/bindings.cpp document them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -90,49 +90,21 @@ def num_threads() -> int: ...
 class layers:
     """The submodule of a model's layers, for CPUs; python/layer_bindings.cpp documents them."""
 
-    @staticmethod
-    def rms_norm(
-        x: mx.array, weight: mx.array | None, eps: float, *, stream: _Stream = None
-    ) -> mx.array: ...
-    @staticmethod
-    def rope(
-        x: mx.array,
-        offset: int | mx.array,
-        frequencies: mx.array,
-        *,
-        scale: float = 1.0,
-        traditional: bool = False,
-        stream: _Stream = None,
-    ) -> mx.array: ...
-    @staticmethod
-    def rope_frequencies(dims: int, base: float, *, stream: _Stream = None) -> mx.array: ...
-    @staticmethod
-    def silu(
-        x: mx.array, factor: mx.array | None = None, *, stream: _Stream = None
-    ) -> mx.array: ...
-    @staticmethod
-    def gelu_approx(
-        x: mx.array, factor: mx.array | None = None, *, stream: _Stream = None
-    ) -> mx.array: ...
-    @staticmethod
-    def log_sum_exp(x: mx.array, *, stream: _Stream = None) -> mx.array: ...
+    rms_norm: Callable[..., mx.array]
+    rope: Callable[..., mx.array]
+    rope_frequencies: Callable[..., mx.array]
+    silu: Callable[..., mx.array]
+    gelu_approx: Callable[..., mx.array]
+    log_sum_exp: Callable[..., mx.array]
 
 class metal:
-    """The submodule of launch plans; a call is a dict, see its documentation."""
+    """The submodule of launch plans; a call is a dict, see its documentation. Functions that plan
+    take the arguments of the functions of this module, but no stream."""
 
     MOST_ROWS: int
-    @staticmethod
-    def has_metal() -> bool: ...
-    @staticmethod
-    def unsupported(head_dim: int, value_dim: int) -> str: ...
-    @staticmethod
-    def serves_chunks(dtype: mx.Dtype, head_dim: int, value_dim: int) -> bool: ...
-    @staticmethod
-    def plan_attention(*arrays: mx.array, **options: Any) -> dict[str, Any]:
-        """The arguments are those of :func:`paged_attention`, but for the last two."""
-    @staticmethod
-    def plan_write_kv(*arrays: mx.array, **scales: mx.array) -> dict[str, Any]:
-        """The arguments are those of :func:`write_kv` without `stream`."""
-    @staticmethod
-    def plan_copy_blocks(*arrays: mx.array) -> dict[str, Any]:
-        """The arguments are those of :func:`copy_blocks` without `stream`."""
+    has_metal: Callable[[], bool]
+    unsupported: Callable[[int, int], str]
+    serves_chunks: Callable[[mx.Dtype, int, int], bool]
+    plan_attention: Callable[..., dict[str, Any]]
+    plan_write_kv: Callable[..., dict[str, Any]]
+    plan_copy_blocks: Callable[..., dict[str, Any]]

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,9 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        has_none = action.default in (None, "", [], argparse.SUPPRESS) or action.default is False
+        has_none = (
+            action.default in (None, "", [], (), argparse.SUPPRESS) or action.default is False
+        )
         return text if has_none or "(default" in text else f"{text} (default: %(default)s)"
 
 
@@ -89,82 +91,67 @@ def _only(value: int) -> Callable[[str], int]:
     return convert
 
 
-def add_model(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--model", help="model directory or Hugging Face id (default: the built-in demo model)")
-    add("--adapter-path", metavar="DIR", help="directory with trained adapter weights")
-    remote = "let the tokenizer run code that comes with the model"
-    add("--trust-remote-code", action="store_true", help=remote)
+Flag = tuple[str, Any, Any, str, str]
+"""Names, type, default, metavar, help. The type may be a list of values, or options of argparse."""
+
+SWITCH = {"action": "store_true"}
+ON_OFF = {"action": argparse.BooleanOptionalAction}
+TEMPERATURE = number(float, 0, 1e6, "a number >= 0")
+SEED = number(int, 0, 2**63, "a whole number >= 0")
+MEMORY = number(float, 1e-9, 1e6, "a number of GB above 0")
+DRAFTS = number(int, 1, MAX_DRAFTS, f"a whole number from 1 to {MAX_DRAFTS}")
+ORDERS, VICTIMS = [*map(str, Policy)], [*map(str, PreemptionPolicy)]
+
+MODEL: tuple[Flag, ...] = (
+    ("--model", str, None, "", "directory or Hugging Face id (default: the built-in demo model)"),
+    ("--adapter-path", str, None, "DIR", "directory with trained adapter weights"),
+    ("--trust-remote-code", SWITCH, False, "", "let the tokenizer run code of the model"),
+)
+SAMPLING: tuple[Flag, ...] = (
+    ("--temp", TEMPERATURE, 0.0, "T", "sampling temperature; 0 is greedy decoding"),
+    ("--top-p", FRACTION, 1.0, "P", "sample from the likeliest tokens of this mass; 1 is off"),
+    ("--top-k", COUNT_OR_NONE, 0, "K", "sample from the K most likely tokens; 0 is off"),
+    ("--min-p", FRACTION, 0.0, "P", "drop tokens below this part of the top probability; 0 is off"),
+    ("--seed", SEED, None, "N", "seed for requests that have none of their own (default: random)"),
+)
+METRICS: tuple[Flag, ...] = (
+    ("--metrics-jsonl", str, None, "FILE", "write one JSON line after each step"),
+    ("--spike-ms", MILLISECONDS, None, "MS", "longer steps are spikes (default: 3 x usual, >= 50)"),
+    ("--profile", SWITCH, False, "", "time each phase of every step; this makes steps slower"),
+)
 
 
-def add_sampling(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    greedy = "sampling temperature; 0 is greedy decoding"
-    temperature = number(float, 0, 1e6, "a number >= 0")
-    add("--temp", type=temperature, default=0.0, metavar="T", help=greedy)
-    top_p = "sample from the most likely tokens whose probabilities add up to this; 1 is off"
-    add("--top-p", type=FRACTION, default=1.0, metavar="P", help=top_p)
-    top_k = "sample from the K most likely tokens; 0 is off"
-    add("--top-k", type=COUNT_OR_NONE, default=0, metavar="K", help=top_k)
-    min_p = "drop tokens below this fraction of the highest probability; 0 is off"
-    add("--min-p", type=FRACTION, default=0.0, metavar="P", help=min_p)
-    seed = "seed for requests that have none of their own (default: random)"
-    whole = number(int, 0, 2**63, "a whole number >= 0")
-    add("--seed", type=whole, metavar="N", help=seed)
-
-
-def add_engine(group: argparse._ArgumentGroup, max_stall_ms: float = 0) -> None:
+def engine_flags(max_stall_ms: float = 0) -> list[Flag]:
     """`max_stall_ms` is a default; a command that has none does not take 0 as a value either."""
-    add = group.add_argument
-    memory = number(float, 1e-9, 1e6, "a number of GB above 0")
-    pool = "memory for the KV pool (default: what the device can spare)"
-    add("--kv-memory", type=memory, metavar="GB", help=pool)
-    bits = "store K/V with 8 bits an element, or values with 4 (default: as the model computes it)"
-    add("--kv-bits", type=_kv_bits, metavar="8|8,4", help=bits)
-    for flag, value in QUANTIZATION.items():
-        add(flag, type=_only(value), default=value, metavar="N", help=f"only {value}")
     stall = "limit for the time of a step while requests are decoding"
     stall += "; 0 is no limit" if max_stall_ms else " (default: no limit)"
-    kind, default = (MILLISECONDS_OR_NONE if max_stall_ms else MILLISECONDS), max_stall_ms or None
-    add("--max-stall-ms", type=kind, default=default, metavar="MS", help=stall)
-    waiting = "order in which waiting requests start"
-    add("--policy", choices=[*map(str, Policy)], default=str(Policy.FCFS), help=waiting)
-    add(
-        "--preempt",
-        choices=[*map(str, PreemptionPolicy)],
-        default=str(PreemptionPolicy.NEWEST),
-        help="request that loses its KV blocks when the pool is full",
-    )
-    graphs = "decode by compiled graphs (default: on a CPU, if these take less time)"
-    add("--compile", action=argparse.BooleanOptionalAction, help=graphs)
-    prefixes = "do not share K/V between prompts with a common prefix"
-    add("--no-prefix-cache", action="store_true", help=prefixes)
-    disk = "keep K/V in this directory too, beyond the pool and the process (default: no disk)"
-    add("--kv-disk", metavar="DIR", help=disk)
-    add("--kv-disk-gb", type=memory, metavar="N", help="GB in it at most (default: 20)")
-    _add_speculation(group)
+    milliseconds = MILLISECONDS_OR_NONE if max_stall_ms else MILLISECONDS
+    return [
+        ("--kv-memory", MEMORY, None, "GB", "of the KV pool (default: what the device can spare)"),
+        ("--kv-bits", _kv_bits, None, "8|8,4", "bits of stored keys and values (default: all)"),
+        *((flag, _only(n), n, "N", f"only {n}") for flag, n in QUANTIZATION.items()),
+        ("--max-stall-ms", milliseconds, max_stall_ms or None, "MS", stall),
+        ("--policy", ORDERS, ORDERS[0], "", "order in which waiting requests start"),
+        ("--preempt", VICTIMS, VICTIMS[0], "", "who loses its KV blocks when the pool is full"),
+        ("--compile", ON_OFF, None, "", "decode by graphs (default: on a CPU, if it is faster)"),
+        ("--no-prefix-cache", SWITCH, False, "", "do not share K/V of prompts that begin alike"),
+        ("--kv-disk", str, None, "DIR", "keep K/V in this directory too, beyond the process"),
+        ("--kv-disk-gb", MEMORY, None, "N", "GB in it at most (default: 20)"),
+        ("--speculate", ["ngram"], None, "", "guess tokens by n-grams; the output stays the same"),
+        ("--draft-model", str, None, "PATH", "smaller model of the same vocabulary that guesses"),
+        ("--num-draft-tokens", DRAFTS, NUM_DRAFTS, "N", "its guesses for a request in a step"),
+    ]
 
 
-def _add_speculation(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    ngram = "guess tokens that followed the same tokens earlier; the output stays the same"
-    add("--speculate", choices=["ngram"], help=ngram)
-    small = (
-        "a smaller model with the same vocabulary that guesses tokens; the output stays the same"
-    )
-    add("--draft-model", metavar="PATH", help=small)
-    most = number(int, 1, MAX_DRAFTS, f"a whole number from 1 to {MAX_DRAFTS}")
-    guesses = "guesses of the draft model for each request in a step at most (default: %(default)s)"
-    add("--num-draft-tokens", type=most, default=NUM_DRAFTS, metavar="N", help=guesses)
-
-
-def add_metrics(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--metrics-jsonl", metavar="FILE", help="write one JSON line after each step")
-    spike = "count longer steps as spikes (default: 3 times the usual step, at least 50)"
-    add("--spike-ms", type=MILLISECONDS, metavar="MS", help=spike)
-    profile = "time each phase of every step; this makes steps slower"
-    add("--profile", action="store_true", help=profile)
+def add_groups(parser: Parser, groups: Mapping[str, Iterable[Flag]]) -> None:
+    """Add the flags of each group, by its title."""
+    for title, flags in groups.items():
+        group = parser.add_argument_group(title)
+        for names, kind, default, metavar, text in flags:
+            options: dict[str, Any] = {"metavar": metavar} if metavar else {}
+            kinds = {"choices" if isinstance(kind, list) else "type": kind}
+            options |= kind if isinstance(kind, dict) else kinds
+            group.add_argument(*names.split(), default=default, help=text, **options)
 
 
 def _draft_model(path: str) -> nn.Module:
@@ -204,11 +191,8 @@ def demo_model_path() -> Path:
 def load_model(
     name: str | None = None, adapter_path: str | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model.
-
-    Raises:
-        ValueError: the model or the adapter does not exist or cannot be loaded.
-    """
+    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model. Raises
+    ValueError if the model or the adapter does not exist or cannot be loaded."""
     path = str(demo_model_path()) if name is None else name
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise ValueError(f"adapter {adapter_path}: no such directory")

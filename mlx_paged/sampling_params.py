@@ -170,8 +170,7 @@ def _json(value: object) -> object:
         return value  # refused by its range
 
 
-GRAMMARS = ("json_schema", "regex", "grammar")
-"""Fields of which one may constrain the text."""
+GRAMMARS = ("json_schema", "regex", "grammar")  # fields of which one may constrain the text
 
 COLLECTIONS: dict[str, Callable[[Iterable[Any]], object]] = {
     "stop": tuple,

@@ -28,18 +28,10 @@ Import ``mlx.core`` first: it loads libmlx and registers ``mlx.core.array``.
 :mod:`mlx_paged.ops.paged` documents the dimensions and the layout of a pool.)";
 
 constexpr const char* kGatherBlocksDoc =
-    R"(The keys or values of a batch's sequences in one array, by a graph of MLX's own ops.
-
-Args:
-    cache: ``[H_kv, N, S, D]``: the keys or the values of a layer's pool.
-    block_tables: ``[B, M]`` integers.
-    num_tokens: tokens of each sequence, at most ``M * S``.
-
-Returns:
-    ``[B, H_kv, num_tokens, D]``, on the current device.
-
-Raises:
-    ValueError: an argument has another number of axes, or num_tokens is out of range.)";
+    R"(The keys or values of a batch's sequences in one array ``[B, H_kv, num_tokens, D]``, by a
+graph of MLX's own ops on the current device: the first num_tokens of each row of ``block_tables
+[B, M]`` in ``cache [H_kv, N, S, D]``. Raises ValueError if an argument has another number of axes,
+or num_tokens is above ``M * S``.)";
 
 constexpr const char* kTakeFromPoolDoc =
     R"(``mx.take(rows, indices, axis=0)`` for the memory of a pool, on the current device.
@@ -48,65 +40,35 @@ On a GPU, writes to the pool that are encoded later wait for this read. They do 
 ``mx.take``.)";
 
 constexpr const char* kPoolZerosDoc =
-    R"(Zeros for a layer's pool.
+    R"(Zeros for a layer's pool; plain ones on a GPU.
 
 On a CPU the array begins at the start of a page, so no row begins inside a cache line. Under Linux,
 unless huge pages are switched off, every aligned stretch of 2 MiB inside the array is one huge
 page: reads of random blocks are faster. The array takes up to 4 KiB more memory than its size, and
-all of it at once, since zeros are written.
-
-Args:
-    shape: of the array.
-    dtype: of the array.
-    capacity: the size of the first axis up to which :func:`grown_in_place` shall work. On Linux
-        without a GPU, an array with a capacity above its size takes only the memory that is
-        written. Elsewhere, and where the system refuses the address space, it has no effect.
-    stream: stream or device. A GPU gives plain zeros.)";
+all of it at once, since zeros are written. With a `capacity` above the first axis,
+:func:`grown_in_place` works up to it, and the array takes only the memory that is written; but not
+on a GPU, on another system than Linux, or where the system refuses the address space.)";
 
 constexpr const char* kGrownInPlaceDoc =
-    R"(An array of `num_blocks` blocks whose first ones are `blocks`, in the same memory. The others
-are zeros until they are written.
-
-Returns:
-    None if the memory has no room: :func:`pool_zeros` made it with no capacity, or a smaller one.
-    Also if the array is not evaluated or scheduled, or is no whole array in the order of its axes.
-
-Args:
-    blocks: an array of :func:`pool_zeros`, or one with the same memory.
-    num_blocks: the new size of the first axis.
-    stream: stream or device.)";
+    R"(An array of `num_blocks` blocks whose first ones are `blocks`, an array of :func:`pool_zeros`,
+in the same memory. The others are zeros until they are written. None if the memory has no such capacity,
+or if the array is not evaluated or scheduled, or is no whole array in the order of its axes.)";
 
 constexpr const char* kAppendKvDoc =
-    R"(``write_kv`` of K/V as a model gives it, and ``gather_blocks`` of all tokens, in one call.
-
-Args:
-    kind: a subclass of ``mx.array``.
-    k: ``[B, H_kv, N, D]``.
-    v: ``[B, H_kv, N, D_v]``.
-    k_cache: as in ``write_kv``, as are v_cache and slot_mapping.
-    block_tables: as in ``gather_blocks``, as is num_tokens.
-    held: broadcastable to the gathered arrays; they have zeros where it is false.
-
-Returns:
-    The new handles of both caches, and the gathered keys and values as instances of `kind`. None,
-    and nothing is written, if the current device has no kernel, within a function transformation,
-    and if k or v differs from its cache in type, heads or dimensions.)";
+    R"(``write_kv`` of K/V as a model gives it, ``k [B, H_kv, N, D]`` and ``v [B, H_kv, N, D_v]``, and
+``gather_blocks`` of all tokens, in one call. Returns the new handles of both caches, and the
+gathered keys and values as instances of `kind`, a subclass of ``mx.array``; these have zeros where
+`held`, which broadcasts to them, is false. None, and nothing is written, if the current device has
+no kernel, within a function transformation, and if k or v differs from its cache in type, heads or
+dimensions.)";
 
 constexpr const char* kPaddedArraysDoc =
     R"(The arrays of a forward of B rows with N columns: positions, slot_mapping, block_tables,
 context_lens, offset and next_offset, as in :class:`mlx_paged.attention.forward.Forward`.
 
 Column c of row b is position ``starts[b] + c``. It is a token if this is not negative and c is below
-``lengths[b]``; any other column has slot -1. Context lengths include all columns. The block tables
-have as many columns as the positions need.
-
-Args:
-    starts: B numbers.
-    lengths: B numbers.
-    columns: N.
-    tables: ``[R, M]`` int32, block tables.
-    rows: which of these tables each row has, B numbers.
-    block_size: tokens per block.)";
+``lengths[b]``; any other column has slot -1. Context lengths include all columns. Row b has table
+``rows[b]`` of ``tables [R, M]`` int32, with as many columns as the positions need.)";
 
 constexpr const char* kIsTransformingDoc =
     R"(Whether this thread is within one of MLX's function transformations: grad, vjp, jvp, vmap or
@@ -120,12 +82,8 @@ constexpr const char* kHasValuesDoc =
     R"(Whether the array can be evaluated now: what mx.compile and mx.vmap trace has no values.)";
 
 constexpr const char* kViewAsDoc =
-    R"(The array as an instance of a subclass of ``mx.array``. Its ``__init__`` is not called.
-
-Nothing is copied, now or when the array is evaluated.
-
-Raises:
-    ValueError: `kind` is not a subclass of ``mx.array``.)";
+    R"(The array as an instance of `kind`, a subclass of ``mx.array`` (else ValueError), whose
+``__init__`` is not called. Nothing is copied, now or when the array is evaluated.)";
 
 constexpr const char* kCpuFeaturesDoc =
     R"(Name of the build of the CPU kernels in use: "baseline", "avx2" or "avx512".

@@ -11,57 +11,29 @@ constexpr const char* kDoc =
     R"(Layers of a model in one pass each; MLX's CPU backend needs several passes.
 
 Arrays are float32, float16 or bfloat16 of any layout. Norms and rotary embeddings are rounded where
-MLX rounds them. Activations are rounded once, at the end. The ops run on CPUs only.)";
+MLX rounds them. Activations are rounded once, at the end. The ops run on CPUs only. They raise
+ValueError if a shape or dtype does not fit.)";
 
 constexpr const char* kRmsNormDoc =
-    R"(``mx.fast.rms_norm``: ``x / sqrt(mean(x^2) + eps) * weight`` over the last axis.
-
-Args:
-    x: ``[..., W]``.
-    weight: ``[W]`` of x's dtype, or None.
-    eps: added to the mean.
-
-Raises:
-    ValueError: a shape or dtype does not fit.)";
+    R"(``mx.fast.rms_norm``: ``x / sqrt(mean(x^2) + eps) * weight`` over the last axis of ``x [..., W]``;
+`weight` is ``[W]`` of x's dtype, or None.)";
 
 constexpr const char* kRopeDoc =
-    R"(``mx.fast.rope``: rotary position embedding (Su et al., "RoFormer", 2021).
-
-Args:
-    x: ``[B, H, L, D]`` or ``[B, L, D]``.
-    offset: position of each sequence's first token, an int or ``[B]`` or ``[1]`` integers.
-    frequencies: ``[P]`` float32, P <= D / 2; pair i of token l is rotated by
-        ``scale * (offset + l) * frequencies[i]`` radians, dims from 2 P on pass through.
-    scale: of positions.
-    traditional: pairs are dims ``(2i, 2i + 1)`` rather than ``(i, i + P)``.
-
-Raises:
-    ValueError: a shape or dtype does not fit.)";
+    R"(``mx.fast.rope`` of ``x [B, H, L, D]`` or ``[B, L, D]``: rotary position embedding (Su et al.,
+"RoFormer", 2021). `offset` is the position of each sequence's first token, an int or ``[B]`` or
+``[1]`` integers. With ``frequencies [P]`` float32, P <= D / 2, pair i of token l is rotated by
+``scale * (offset + l) * frequencies[i]`` radians; dims from 2 P on pass through. Pairs are dims
+``(i, i + P)``, or ``(2i, 2i + 1)`` if `traditional`.)";
 
 constexpr const char* kFrequenciesDoc =
-    R"(The frequencies ``[dims / 2]`` that ``mx.fast.rope`` computes from a base, bit for bit.
-
-Raises:
-    ValueError: dims is not a positive even number.)";
+    R"(The frequencies ``[dims / 2]`` that ``mx.fast.rope`` computes from a base, bit for bit; dims is
+positive and even.)";
 
 constexpr const char* kActivateDoc =
-    R"(The activation of this name in ``mlx.nn``, times `factor`.
-
-Args:
-    x: any shape.
-    factor: of x's shape and dtype, or None.
-
-Raises:
-    ValueError: a shape or dtype does not fit.)";
+    R"(The activation of this name in ``mlx.nn``, times `factor`: of x's shape and dtype, or None.)";
 
 constexpr const char* kLogSumExpDoc =
-    R"(``mx.logsumexp`` over the last axis, which stays with one element.
-
-Args:
-    x: ``[..., W]``, W at least 1.
-
-Raises:
-    ValueError: the dtype does not fit or a row has no elements.)";
+    R"(``mx.logsumexp`` over the last axis, of at least one element; it stays with one element.)";
 
 mx::array rope_of(const mx::array& x, const std::variant<int, mx::array>& offset,
                   const mx::array& frequencies, float scale, bool traditional,

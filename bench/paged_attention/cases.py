@@ -183,13 +183,13 @@ class Inputs:
         def contiguous(layer: int) -> mx.array:
             return mlx_attention(self.q, *self.contiguous[layer], scale=self.scale, mask=mask)
 
-        ways: dict[str, Contender] = {"paged": paged, "gather": gather, "contiguous": contiguous}
+        ways: dict[str, Contender] = {"paged": paged}
         if self.case.kv_bits is not None:
             plain = [LayerView(self.plain_pool, layer) for layer in range(self.case.num_layers)]
             ways["plain"] = lambda layer: plain[layer].through_tables(
                 query, self.tables, self.context_lens
             )
-        return ways
+        return ways | {"gather": gather, "contiguous": contiguous}
 
     def ggml_contenders(self) -> dict[str, Contender]:
         """ggml's flash attention on contiguous K/V, as llama.cpp computes it."""

@@ -24,8 +24,7 @@ from mlx_paged.kv.pool import KVPool, KVShape, head_runs
 PATHS = "paged", "gather"
 """The paged op, through block tables; blocks gathered into one array, then MLX's own attention."""
 
-VARIABLE = "MLX_PAGED_ATTENTION"
-"""The environment variable that forces one of the paths."""
+VARIABLE = "MLX_PAGED_ATTENTION"  # the environment variable that forces one of the paths
 
 FEW_QUERIES = 8
 """On a GPU, chunks of up to so many tokens of a sequence take the paged op in every layer."""
@@ -39,15 +38,12 @@ HEADS_OF_MLX = 64, 72, 80, 96, 128
 
 ANY_NUMBER = 2**31
 
-path_counts: Counter[str] = Counter()
-"""How often each path was called since the process began."""
+path_counts: Counter[str] = Counter()  # how often each path was called since the process began
 
 
 def max_paged_queries() -> int:
-    """How many tokens of a sequence take the paged op in every layer.
-
-    The default device and the environment decide. Callers ask once and keep the answer.
-    """
+    """How many tokens of a sequence take the paged op in every layer, as the default device and the
+    environment decide. Callers ask once and keep the answer."""
     path = _forced_path()
     if path is None:
         return ANY_NUMBER if mx.default_device() == mx.cpu else FEW_QUERIES
@@ -94,19 +90,12 @@ class GatheredKeys(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Consecutive tokens of one sequence, attended together.
+    """Consecutive tokens of one sequence, attended together."""
 
-    Attributes:
-        first: the place of its first token: among the forward's rows, or among a row's columns.
-        start: position of its first token.
-        length: number of its tokens.
-        block_ids: ``[n]`` int32, blocks of the sequence up to the chunk's end.
-    """
-
-    first: int
-    start: int
-    length: int
-    block_ids: mx.array
+    first: int  # the place of its first token: among the forward's rows, or among a row's columns
+    start: int  # position of its first token
+    length: int  # number of its tokens
+    block_ids: mx.array  # ``[n]`` int32, blocks of the sequence up to the chunk's end
     _keys: dict[tuple[int | None, int, int], GatheredKeys] = field(default_factory=dict, init=False)
 
     @property
@@ -137,43 +126,30 @@ class Forward:
 
     The queries of a layer are ``[rows, H, columns, D]``. Each row is a sequence, unless
     `cu_seqlens` says which rows of one column are the tokens of each sequence.
-
-    Attributes:
-        columns: tokens in each row.
-        positions: ``[rows * columns]`` int32, of each token in its sequence.
-        slot_mapping: ``[rows * columns]`` int32, the slot for each token's K/V; None: K/V is stored
-            already.
-        block_tables: ``[B, M]`` int32, of the sequences.
-        context_lens: ``[B]`` int32, tokens of each sequence, these included.
-        max_context: the longest context, which is the length of gathered keys.
-        offset: position of each row's first token, ``[rows]`` int32; an int for a single chunk.
-        next_offset: the same after these tokens.
-        cu_seqlens: ``[B + 1]`` int32: sequence s has the rows ``cu_seqlens[s]`` to
-            ``cu_seqlens[s + 1] - 1``, and as many as the sequence before it or more.
-        chunks: the sequences of several rows, which are the last ones.
-        row_chunks: each row as a chunk, for rows of more columns than the paged op takes; None: a
-            row of padding.
-        held: ``[rows, 1, S, 1]`` bool, which of the gathered keys a row holds; None: all.
-        row_tables: ``[rows, M]`` int32, the block table of every row; None: `block_tables`.
-        is_read: whether the output of attention is used.
-        is_traced: ``mx.compile`` traces the forward, which nothing differentiates.
     """
 
-    columns: int
-    positions: mx.array
+    columns: int  # tokens in each row
+    positions: mx.array  # ``[rows * columns]`` int32, of each token in its sequence
+    # ``[rows * columns]`` int32, the slot for each token's K/V; None: K/V is stored already.
     slot_mapping: mx.array | None
-    block_tables: mx.array
-    context_lens: mx.array
-    max_context: int
+    block_tables: mx.array  # ``[B, M]`` int32, of the sequences
+    context_lens: mx.array  # ``[B]`` int32, tokens of each sequence, these included
+    max_context: int  # the longest context, which is the length of gathered keys
+    # Position of each row's first token, ``[rows]`` int32; an int for a single chunk.
     offset: int | mx.array
-    next_offset: int | mx.array
+    next_offset: int | mx.array  # the same after these tokens
+    # ``[B + 1]`` int32: sequence s has the rows ``cu_seqlens[s]`` to ``cu_seqlens[s + 1] - 1``, and
+    # as many as the sequence before it or more.
     cu_seqlens: mx.array | None = None
-    chunks: Sequence[Chunk] = ()
+    chunks: Sequence[Chunk] = ()  # the sequences of several rows, which are the last ones
+    # Each row as a chunk, for rows of more columns than the paged op takes; None: a row of padding.
     row_chunks: Sequence[Chunk | None] = ()
+    # ``[rows, 1, S, 1]`` bool, which of the gathered keys a row holds; None: all.
     held: mx.array | None = None
+    # ``[rows, M]`` int32, the block table of every row; None: `block_tables`.
     row_tables: mx.array | None = None
-    is_read: bool = True
-    is_traced: bool = False
+    is_read: bool = True  # whether the output of attention is used
+    is_traced: bool = False  # ``mx.compile`` traces the forward, which nothing differentiates
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         """``[rows, 1, columns, S]`` bool over gathered keys: what the last `columns` tokens of each
@@ -190,24 +166,19 @@ class LayerView(AttendingCache):
 
     Latent layers (MLA) store latents and rotary keys side by side. They attend to the latents in
     place; as keys and values of one call they are gathered.
-
-    Args:
-        pool: holds the K/V.
-        layer: index of this layer in the pool.
-        window: tokens that a query of this layer sees at most, itself included.
-        max_paged_queries: tokens of a sequence up to which the paged op attends in every layer.
-        forward: may also be set later.
     """
 
     forward: Forward
 
     def __init__(
         self,
-        pool: KVPool,
-        layer: int,
+        pool: KVPool,  # holds the K/V
+        layer: int,  # index of this layer in the pool
+        # Tokens that a query of this layer sees at most, itself included.
         window: int | None = None,
+        # Tokens of a sequence up to which the paged op attends in every layer.
         max_paged_queries: int = ANY_NUMBER,
-        forward: Forward | None = None,
+        forward: Forward | None = None,  # may also be set later
     ) -> None:
         self.pool = pool
         self.layer = layer
@@ -321,14 +292,7 @@ class LayerView(AttendingCache):
         num_decodes: int = 0,
     ) -> mx.array:
         """The last L tokens of B sequences, ``q [B, H, L, D]``, by the paged op; with `cu_seqlens`
-        the last tokens of each, ``q [T, H, 1, D]``.
-
-        Args:
-            tables: ``[B, M]`` int32 block tables.
-            context_lens: ``[B]`` int32, tokens of each sequence, these included.
-            cu_seqlens: ``[B + 1]`` int32, the rows of each sequence.
-            num_decodes: how many of the first sequences have one row.
-        """
+        the last tokens of each, ``q [T, H, 1, D]``. The arrays are those of the op."""
         path_counts["paged"] += 1
         arrays = query.q, self.pool.k, self.pool.v, tables, context_lens
         options: dict[str, Any] = {

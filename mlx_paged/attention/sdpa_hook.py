@@ -24,31 +24,21 @@ mlx_where = mx.where
 
 
 class Query(NamedTuple):
-    """A layer's call of attention.
+    """A layer's call of attention."""
 
-    Attributes:
-        q: ``[B, H, L, D]``.
-        window: keys that a query sees at most, its own included.
-        sinks: ``[H]``, extra logits in the softmax denominator.
-        rotary: ``[B, H, L, rope]``, scaled already, if latents are keys and values. The score of a
-            token is then ``scale * q . latent + rotary . rotary key``.
-    """
-
-    q: mx.array
+    q: mx.array  # ``[B, H, L, D]``
     scale: float
-    window: int | None
-    sinks: mx.array | None
+    window: int | None  # keys that a query sees at most, its own included
+    sinks: mx.array | None  # ``[H]``, extra logits in the softmax denominator
+    # ``[B, H, L, rope]``, scaled already, if latents are keys and values. The score of a token is
+    # then ``scale * q . latent + rotary . rotary key``.
     rotary: mx.array | None = None
 
 
 class AttendingCache:
-    """What the hook asks of a cache that can attend without gathering its keys and values.
+    """What the hook asks of a cache that can attend without gathering its keys and values."""
 
-    Attributes:
-        window: tokens that a query of the layer sees at most, itself included.
-    """
-
-    window: int | None
+    window: int | None  # tokens that a query of the layer sees at most, itself included
 
     def attend(self, query: Query) -> mx.array | None:
         """Attention over the cache's K/V; None: use the gathered arrays."""
@@ -84,11 +74,8 @@ class TaggedArray(mx.array):
 
 
 class KVHandle(TaggedArray):
-    """Keys or values as a lazy array.
-
-    The hook recognises the handle and asks `cache`; the array is then never evaluated. Any other
-    use of the handle gets the array.
-    """
+    """Keys or values as a lazy array. The hook recognises the handle and asks `cache`; the array is
+    then never evaluated. Any other use of the handle gets the array."""
 
     cache: AttendingCache
     role: str  # "keys" or "values"
@@ -101,16 +88,11 @@ class CausalMask(TaggedArray):
 
 
 class RotaryScores(TaggedArray):
-    """Products of queries and a cache's rotary keys as a lazy array that keeps its factors.
-
-    Attributes:
-        queries: ``[B, H, L, rope]``, scaled already.
-        window: of the causal mask that was applied to the scores.
-    """
+    """Products of queries and a cache's rotary keys as a lazy array that keeps its factors."""
 
     cache: AttendingCache
-    queries: mx.array
-    window: int | None = None
+    queries: mx.array  # ``[B, H, L, rope]``, scaled already
+    window: int | None = None  # of the causal mask that was applied to the scores
 
 
 _lock = Lock()
@@ -119,10 +101,8 @@ _active = 0
 
 @contextmanager
 def attention_hook() -> Iterator[None]:
-    """Divert attention within this context.
-
-    Contexts may nest, and overlap in several threads. MLX's functions return when all have ended.
-    """
+    """Divert attention within this context. Contexts may nest, and overlap in several threads.
+    MLX's functions return when all have ended."""
     global _active
     with _lock:
         _active += 1
@@ -183,10 +163,8 @@ def _is_lowest(value: Any, dtype: mx.Dtype) -> bool:
 
 
 class RotaryHandle(KVHandle):
-    """Rotary keys ``[B, 1, S, rope]``, which a layer caches as its values.
-
-    Their product with queries is ``queries @ handle.swapaxes(-1, -2)``.
-    """
+    """Rotary keys ``[B, 1, S, rope]``, which a layer caches as its values. Their product with
+    queries is ``queries @ handle.swapaxes(-1, -2)``."""
 
     def swapaxes(self, axis1: int, axis2: int, **kwargs: Any) -> mx.array:
         swapped = mx.swapaxes(self, axis1, axis2, **kwargs)

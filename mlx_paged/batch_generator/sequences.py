@@ -18,8 +18,7 @@ from mlx_paged.runner.model_probe import leaves
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling_params import SamplingParams
 
-Caches = list[Any]
-"""mlx-lm's caches, one for each layer."""
+Caches = list[Any]  # mlx-lm's caches, one for each layer
 
 
 class Response(GenerationBatch.Response):
@@ -93,15 +92,9 @@ class BatchSequence:
 def contiguous_caches(
     runner: ModelRunner, request: Request, tokens: Sequence[int], chunk: int
 ) -> Caches:
-    """mlx-lm's caches of exactly `tokens`, evaluated.
-
-    K/V in the pool is copied. The model computes the rest: the newest token, or all tokens if the
-    pool has no longer what these caches keep.
-
-    Args:
-        request: its tokens start with `tokens`.
-        chunk: the largest number of tokens in one forward pass.
-    """
+    """mlx-lm's caches of exactly `tokens`, with which the request's begin, evaluated. K/V in the
+    pool is copied. The model computes the rest, `chunk` tokens at once: the newest token, or all
+    tokens if the pool has no longer what these caches keep."""
     caches: Caches = make_prompt_cache(runner.model)
     start = min(request.num_computed, len(tokens))
     if start and _has_lost(runner, request, start, caches):

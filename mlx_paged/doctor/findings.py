@@ -9,11 +9,8 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-MAX_SHOWN = 8
-"""Failures of a check that the page shows. The JSON file has all of them."""
-
-MAX_MESSAGE_LINES = 6
-"""Lines of an error message that are kept: a compiler's messages are long."""
+MAX_SHOWN = 8  # failures of a check that the page shows; the JSON file has all
+MAX_MESSAGE_LINES = 6  # lines of an error message that are kept: a compiler's messages are long
 
 
 @dataclass(slots=True)
@@ -67,7 +64,6 @@ def message(error: Exception) -> str:
 
 
 def page(checks: list[Findings], quick: bool) -> str:
-    """All findings as plain text."""
     failed = [found.name for found in checks if not found.ok]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks are ok"
     seconds = sum(found.seconds for found in checks)

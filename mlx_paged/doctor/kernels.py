@@ -23,8 +23,7 @@ from mlx_paged.ops.formats import dequantized, quantized
 SUMS = 32 * 2.0**-23
 """Relative error that sums and functions of float32 may leave in a row of outputs."""
 
-TF32 = 2.0**-8
-"""Relative error where plain MLX multiplies float32 matrices with 11 bits on a GPU."""
+TF32 = 2.0**-8  # relative error where plain MLX multiplies float32 matrices with 11 bits on a GPU
 
 MAX_FAILURES = 40
 """The check ends after so many: a source that does not compile fails in many variants."""

@@ -25,11 +25,8 @@ attention is slow on a CPU, so that a CPU reads the few bytes."""
 BLOCK_SIZE = 16
 SHAPE = KVShape(8, 128, 128, mx.float16)
 NUM_HEADS = 32
-MOST_SECONDS = 5
-"""Of one shape. MLX's attention takes long on a CPU; then there are fewer rounds."""
-
-NUM_ROWS = 16
-"""Requests that decode while the host's time is measured."""
+MOST_SECONDS = 5  # of one shape; MLX's attention takes long on a CPU, with fewer rounds then
+NUM_ROWS = 16  # requests that decode while the host's time is measured
 
 
 def check_speed(found: Findings, quick: bool) -> None:

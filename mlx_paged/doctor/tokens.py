@@ -30,8 +30,7 @@ PROMPTS = (
 )
 SUFFIX = "\n\ndef "
 NUM_FORKS = 4
-FORK_EVERY = 5
-"""Steps from one fork to the next."""
+FORK_EVERY = 5  # steps from one fork to the next
 
 TIE = 2.0**-10
 """Two tokens are a tie if their logits differ by less than this part of the logits' range. A GPU
@@ -54,8 +53,7 @@ class Demo:
         return [int(token) for token, _ in steps], [np.array(row).ravel() for _, row in steps]
 
 
-demo_model = cache(Demo)
-"""By number of tokens. Two checks share the answers."""
+demo_model = cache(Demo)  # by number of tokens; two checks share the answers
 
 
 class Play:

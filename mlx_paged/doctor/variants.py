@@ -18,12 +18,8 @@ QUANTIZED: dict[str, KVBits] = {"kv8": 8, "kv8v4": "8,4"}
 """In place of a dtype: kv_bits of a float16 model."""
 
 BLOCK_SIZES = (8, 16, 32)
-GROUPS = (1, 2, 4, 8)
-"""Query heads that share a KV head."""
-
-TOKENS = (1, 5)
-"""Query tokens of each sequence: a decode and a chunk."""
-
+GROUPS = (1, 2, 4, 8)  # query heads that share a KV head
+TOKENS = (1, 5)  # query tokens of each sequence: a decode and a chunk
 HEADS = {f"d{dim}": (dim, dim) for dim in (20, 32, 64, 80, 96, 128, 192, 256)}
 HEADS |= {"d192v128": (192, 128), "latent576": (576, 512)}
 """By name: dimensions of keys and of values. Latent values are columns of the keys."""
@@ -96,9 +92,7 @@ def all_variants() -> list[Variant]:
 
 def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
     """Random arguments of ``paged_attention``, on one layer's caches: five arrays, and the options.
-
-    Tables name blocks in random order. NaN fills every slot that no sequence has.
-    """
+    Tables name blocks in random order. NaN fills every slot that no sequence has."""
     rng, shape, block_size = variant.rng(), variant.shape, variant.block_size
     contexts = np.array(LONG_CONTEXTS if variant.option.startswith("long") else CONTEXTS, np.int32)
     columns = -(-int(contexts.max()) // block_size)

@@ -75,10 +75,8 @@ def stored(read: Callable[[Any], Any]) -> property:
 
 def _all_of(role: str) -> property:
     """The keys or values, ``[B, H_kv, T, D]``, gathered when evaluated; None if there are none.
-
     Rows of a batch end at the same column and begin with zeros as padding. Layers with a window
-    show the last window. The array keeps its content whatever becomes of the cache.
-    """
+    show the last window. The array keeps its content whatever becomes of the cache."""
     return property(lambda cache: cache._shown(role), lambda cache, a: cache._assign(role, a))
 
 
@@ -128,7 +126,7 @@ class PagedCache(AttendingCache, _BaseCache):
 
     def _start_alone(self, window: int | None, starts: Sequence[int]) -> None:
         """Be an empty cache that belongs to no model's list of caches."""
-        layer = loose_layer(window, **self.loose_options)
+        layer = loose_layer(window=window, **self.loose_options)
         rows = [layer.pool.new_sequence() for _ in starts]
         PagedCache.__init__(self, layer, rows, starts, window)
 
@@ -318,11 +316,8 @@ class PagedCache(AttendingCache, _BaseCache):
         return self.window is None or max(self.starts, default=0) < self.window
 
     def trim(self, n: int) -> int:
-        """Forget the last `n` tokens of every row, at most what the shortest row has.
-
-        Returns:
-            How many tokens of each row were forgotten.
-        """
+        """Forget the last `n` tokens of every row, at most what the shortest row has; returns how
+        many."""
         n = max(0, min(n, *self.starts)) if self.rows else 0
         if n > 0 and not self.is_trimmable():
             raise ValueError(f"[trim] n is {n}: expected 0 where a row fills its window")

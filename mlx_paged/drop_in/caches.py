@@ -59,7 +59,7 @@ def make_prompt_cache(
     for window in set(windows):
         count = windows.count(window)
         share = kv_memory and max(1, kv_memory * count // len(windows))
-        pool = pool_of(model, count, block_size, share, window, kv_bits)
+        pool = pool_of(model, count, (block_size, share, window, kv_bits))
         rows, layers = [pool.new_sequence()], map(pool.layer, range(count))
         empty[window] = iter([PagedKVCache.of(layer, rows, [0], window) for layer in layers])
 
@@ -108,10 +108,8 @@ def is_pageable(cache: Any) -> bool:
 def as_paged(
     model: nn.Module, given: Sequence[Any], max_kv_size: int | None = None, **options: Any
 ) -> Sequence[Any]:
-    """A prompt cache that can join a batch of caches that :func:`make_prompt_cache` makes.
-
-    The K/V of mlx-lm's own caches in `given` is copied to the model's pool.
-    """
+    """A prompt cache that can join a batch of caches that :func:`make_prompt_cache` makes. The K/V
+    of mlx-lm's own caches in `given` is copied to the model's pool."""
 
     def is_foreign(cache: Any) -> bool:
         return is_pageable(cache) and not isinstance(cache, PagedCache)

@@ -289,7 +289,7 @@ class _Quantized(PagedKVCache):
             k, v = arrays[:2]
             shape = KVShape(k.shape[1], dims_of(k), dims_of(v), DTYPES[dtype], kv_bits=kv_bits)
         options = {**self.loose_options, "kv_bits": kv_bits}
-        layer = loose_layer(window, shape=shape, **options)
+        layer = loose_layer(window=window, shape=shape, **options)
         self._is_begun = shape is not None
         PagedKVCache.__init__(self, layer, [layer.pool.new_sequence()], [0], window)
         if shape is not None:

@@ -20,18 +20,12 @@ class PaddedSpans:
 
     Columns at negative positions (left padding) and from ``lengths[b]`` on (right padding) are not
     tokens: their K/V is written nowhere.
-
-    Attributes:
-        starts: of each row, position of the first column.
-        lengths: of each row, columns that are not right padding, each in [0, N].
-        columns: N.
-        is_full: whether no row was given right padding.
     """
 
-    starts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    columns: int
-    is_full: bool = field(compare=False)
+    starts: tuple[int, ...]  # of each row, position of the first column
+    lengths: tuple[int, ...]  # of each row, columns that are not right padding, each in [0, N]
+    columns: int  # N
+    is_full: bool = field(compare=False)  # whether no row was given right padding
 
     @classmethod
     def of(
@@ -55,40 +49,28 @@ class PaddedSpans:
 
 
 class PaddedBatch(Forward):
-    """B rows of N columns, with their block tables and slot mapping.
-
-    Args:
-        ids: the sequence of each row.
-        spans: the positions that each row computes.
-        tables: ``[R, M]`` int32 block tables; entries after a row's own blocks have no meaning.
-        block_size: token slots in a block.
-        rows: which of these tables each row has; default all in order.
-        firsts: the first position that each row holds; default 0.
-
-    Attributes:
-        valid: whether the tables still hold: no later step wrote a row, and no row was forked.
-        reads: what the latest layer read, if it has a window. It depends on all reads before it.
-        max_paged_queries: columns up to which the paged op attends.
-    """
+    """B rows of N columns, with their block tables and slot mapping."""
 
     slot_mapping: mx.array
     next_offset: mx.array
 
     def __init__(
         self,
-        ids: tuple[int, ...],
-        spans: PaddedSpans,
+        ids: tuple[int, ...],  # the sequence of each row
+        spans: PaddedSpans,  # the positions that each row computes
+        # ``[R, M]`` int32 block tables; entries after a row's own blocks have no meaning.
         tables: Int32Array,
-        block_size: int,
-        rows: Sequence[int] | None = None,
-        firsts: Sequence[int] = (),
+        block_size: int,  # token slots in a block
+        rows: Sequence[int],  # which of these tables each row has
+        firsts: Sequence[int] = (),  # the first position that each row holds; default 0
     ) -> None:
         self.ids = ids
         self.spans = spans
+        # Whether the tables still hold: no later step wrote a row, and no row was forked.
         self.valid = True
+        # What the latest layer read, if it has a window. It depends on all reads before it.
         self.reads: tuple[mx.array, ...] = ()
-        self.max_paged_queries = max_paged_queries()
-        rows = range(len(ids)) if rows is None else rows
+        self.max_paged_queries = max_paged_queries()  # columns up to which the paged op attends
         arrays = padded_arrays(spans.starts, spans.lengths, spans.columns, tables, rows, block_size)
         positions, slot_mapping, block_tables, context_lens, offset, next_offset = arrays
         super().__init__(

@@ -25,18 +25,10 @@ from mlx_paged.runner.model_probe import model_type
 TESTED_VERSIONS = ("0.32.2",)
 OVERRIDE = "MLX_PAGED_ALLOW_UNTESTED_MLX_LM"
 
-STATES_OVER_PADDING = frozenset(
-    {
-        "baichuan_m1",
-        "bailing_moe_linear",
-        "jamba",
-        "mamba",
-        "nemotron_h",
-        "olmo_hybrid",
-        "recurrent_gemma",
-        "rwkv7",
-    }
-)
+STATES_OVER_PADDING = {
+    *("baichuan_m1", "bailing_moe_linear", "jamba", "mamba"),
+    *("nemotron_h", "olmo_hybrid", "recurrent_gemma", "rwkv7"),
+}
 """Models whose recurrent states mlx-lm 0.32.2 itself computes over a row's right padding."""
 
 Options = dict[str, Any]

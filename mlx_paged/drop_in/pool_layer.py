@@ -23,20 +23,15 @@ class PoolLayer:
     """K/V of one layer.
 
     The first K/V written determine its shape: under tensor parallelism only the layer knows it.
-
-    Attributes:
-        pool: the pool whose blocks all layers share.
-        index: which layer it is.
-        shape: None until it is known.
-        moves: to arrays of so many blocks that begin with these blocks, in order; to none, if there
-            are no blocks.
     """
 
     def __init__(self, pool: SharedPool, index: int) -> None:
-        self.pool = pool
-        self.index = index
-        self.shape: KVShape | None = None
+        self.pool = pool  # the pool whose blocks all layers share
+        self.index = index  # which layer it is
+        self.shape: KVShape | None = None  # None until it is known
         self._kv: KVPool | None = None
+        # To arrays of so many blocks that begin with these blocks, in order; to none, if there are
+        # no blocks.
         self.moves: deque[tuple[Int32Array, int]] = deque()
 
     @property
@@ -97,21 +92,15 @@ class PoolLayer:
         return layer
 
     def write(self, step: PaddedBatch, keys: mx.array, values: mx.array) -> None:
-        """Write K/V, ``[B, H_kv, N, D]`` each, of a step's rows.
-
-        Raises:
-            ValueError: keys and values have different types, or another shape than before.
-        """
+        """Write K/V, ``[B, H_kv, N, D]`` each, of a step's rows. Raises ValueError as
+        :meth:`check`."""
         dtype = self.check(keys, values).dtype
         k, v = (_token_rows(x.astype(dtype)) for x in (keys, values))
         self.kv.write(0, k, v, step.slot_mapping)
 
     def check(self, keys: mx.array, values: mx.array) -> KVShape:
-        """How this K/V is stored; the first one decides.
-
-        Raises:
-            ValueError: keys and values have different types, or another shape than before.
-        """
+        """How this K/V is stored; the first one decides. Raises ValueError if keys and values have
+        different types, or another shape than before."""
         if keys.dtype != values.dtype:
             raise ValueError(
                 f"[update_and_fetch] keys are {keys.dtype} but values {values.dtype}: "
@@ -167,10 +156,8 @@ class PoolLayer:
         return np.array(allocator.table(row.id)[first : allocator.blocks_needed(num_tokens)])
 
     def fork_from(self, row: PagedSequence, source: PoolLayer, num_tokens: int) -> PagedSequence:
-        """A sequence of this layer's pool with the content of `row` in layer `source`.
-
-        In the same pool it shares every block; from another pool the K/V is copied.
-        """
+        """A sequence of this layer's pool with the content of `row` in layer `source`. In the same
+        pool it shares every block; from another pool the K/V is copied."""
         child = row.fork_for(self)
         if source.pool is not self.pool and num_tokens > 0:
             blocks = mx.array(source.blocks(row, num_tokens))

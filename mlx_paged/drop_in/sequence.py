@@ -29,26 +29,17 @@ class PagedSequence:
 
     The pool frees it when the last of these caches is deleted. Every layer writes through it to the
     same positions, each in its own K/V arrays.
-
-    Attributes:
-        pool: the pool that has the blocks.
-        id: of the sequence in the pool's allocator.
-        layers: the layers whose caches show it.
-        step: the forward that wrote it last.
-        version: how often it was written.
-        rewound: by layer, to how many tokens it was trimmed since the sequence was written.
-        is_frozen: whether a state keeps it; no cache may write it then.
-        first_held: the first position that it holds, a multiple of the block size.
     """
 
     def __init__(self, pool: SharedPool, seq_id: int) -> None:
-        self.pool = pool
-        self.id = seq_id
-        self.layers: set[int] = set()
-        self.step: PaddedBatch | None = None
-        self.version = 0
-        self.is_frozen = False
-        self.first_held = 0
+        self.pool = pool  # the pool that has the blocks
+        self.id = seq_id  # of the sequence in the pool's allocator
+        self.layers: set[int] = set()  # the layers whose caches show it
+        self.step: PaddedBatch | None = None  # the forward that wrote it last
+        self.version = 0  # how often it was written
+        self.is_frozen = False  # whether a state keeps it; no cache may write it then
+        self.first_held = 0  # the first position that it holds, a multiple of the block size
+        # By layer, to how many tokens it was trimmed since the sequence was written.
         self.rewound: dict[int, int] = {}
 
     def __del__(self) -> None:
@@ -64,11 +55,8 @@ class PagedSequence:
         return self.pool.fork(self)
 
     def fork_for(self, layer: PoolLayer, is_frozen: bool = False) -> PagedSequence:
-        """A sequence of the layer's pool with the same content, one for the caches of all layers.
-
-        Caches are forked layer by layer. A fork into another pool has no content yet: each layer
-        copies its own.
-        """
+        """A sequence of the layer's pool with the same content, one for the caches of all layers. A
+        fork into another pool has no content yet: each layer copies its own."""
         parent = self if layer.pool is self.pool else None
         key = self.pool, self.id, self.version, is_frozen
         fork = layer.pool.sequence_for(key, layer.index, parent)
@@ -79,11 +67,8 @@ class PagedSequence:
 
     def begin_step(self, start: int) -> int | None:
         """Begin a step that writes from `start`; the step before becomes invalid, and what it reads
-        comes before the pool's next writes.
-
-        Returns:
-            The length to cut the sequence to if every layer was trimmed at least that far.
-        """
+        comes before the pool's next writes. Returns the length to cut the sequence to if every
+        layer was trimmed at least that far."""
         if self.step is not None:
             self.step.valid = False
             self.pool.reads += self.step.reads

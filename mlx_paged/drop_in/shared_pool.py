@@ -28,6 +28,7 @@ from mlx_paged.ops.formats import KVBits
 
 FEWEST_NEW_BLOCKS = 16
 BLOCK_SIZE = 16
+Options = tuple[int, int | None, int | None, KVBits]  # block_size, kv_memory, window, kv_bits
 
 
 class SharedPool:
@@ -36,25 +37,20 @@ class SharedPool:
     Its memory follows the blocks in use: it holds at most 1.5 times their bytes and 16 blocks more.
     It grows by a quarter, and shrinks by moving the blocks in use to smaller arrays. Only one
     thread may use it at a time, because MLX evaluates a graph only on the thread that made it.
-
-    Args:
-        num_layers: how many layers will be written.
-        block_size: token slots in a block.
-        kv_memory: bytes of K/V at most; default what the device has left when the pool grows.
-        model: whose pool it is.
-        window: of its layers; sequences let go of the blocks behind it. None: they keep all.
-        kv_bits: how K/V is stored.
     """
 
     def __init__(
         self,
-        num_layers: int,
-        block_size: int = BLOCK_SIZE,
+        num_layers: int,  # how many layers will be written
+        block_size: int = BLOCK_SIZE,  # token slots in a block
+        # Bytes of K/V at most; default what the device has left when the pool grows.
         kv_memory: int | None = None,
-        model: ref[nn.Module] | None = None,
+        # Of its layers; sequences let go of the blocks behind it. None: they keep all.
         window: int | None = None,
-        kv_bits: KVBits = None,
+        kv_bits: KVBits = None,  # how K/V is stored
+        model: ref[nn.Module] | None = None,  # whose pool it is
     ) -> None:
+        self._options = block_size, kv_memory, window, kv_bits
         self.allocator = BlockAllocator(1, block_size, [LayerGroup(window)])
         self.num_layers = num_layers
         self.block_size = block_size
@@ -84,15 +80,14 @@ class SharedPool:
 
     def loose_layer(self, shape: KVShape) -> PoolLayer:
         """The layer of this thread for this K/V of caches with the pool's options."""
-        return loose_layer(self.window, self.block_size, self.kv_memory, shape, self.kv_bits)
+        return loose_layer(*self._options, shape)
 
     def successor(self) -> SharedPool:
         """The pool for K/V of another shape. The model's new caches begin in it from now on."""
         with self.lock:
             pool = self._successor() if self._successor else None
             if pool is None:
-                options = self.num_layers, self.block_size, self.kv_memory, self.model, self.window
-                pool = SharedPool(*options, self.kv_bits)
+                pool = SharedPool(self.num_layers, *self._options, self.model)
                 self._successor = ref(pool)
                 for key in [key for key, known in _thread.pools.items() if known is self]:
                     _thread.pools[key] = pool
@@ -104,7 +99,6 @@ class SharedPool:
     # Sequences
 
     def new_sequence(self) -> PagedSequence:
-        """An empty sequence."""
         with self.lock:
             sequence = PagedSequence(self, next(self._new_ids))
             self.allocator.admit(sequence.id, 0)
@@ -147,15 +141,8 @@ class SharedPool:
     def step(
         self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
     ) -> PaddedBatch:
-        """Let the rows write their spans; the layers of one forward get the same step.
-
-        Args:
-            rows: sequences of this pool, each once.
-            ids: their ids.
-
-        Raises:
-            OutOfBlocksError: the pool is full and may not grow; no token is lost.
-        """
+        """Let the rows, each once, write their spans; the layers of one forward get the same step.
+        Raises OutOfBlocksError if the pool is full and may not grow; no token is lost."""
         latest = rows[0].step if rows else None
         if latest is not None and latest.serves(ids, spans):
             return latest
@@ -233,10 +220,8 @@ class SharedPool:
         self.allocator.grow(min(max_blocks, max(needed, _with_room(have))))
 
     def settle(self) -> None:
-        """Release what deleted sequences hold, and the memory that is too much then.
-
-        Does nothing on another thread than that of the latest step: MLX would not evaluate there.
-        """
+        """Release what deleted sequences hold, and the memory that is too much then. Does nothing
+        on another thread than that of the latest step: MLX would not evaluate there."""
         if self._thread != threading.get_ident() or sys.is_finalizing():
             return
         if self.lock.acquire(blocking=False):
@@ -277,7 +262,6 @@ class SharedPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool's K/V arrays."""
         return sum(layer.kv.nbytes for layer in self._written_layers())
 
 
@@ -309,38 +293,29 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def pool_of(
-    model: nn.Module,
-    num_layers: int,
-    block_size: int,
-    kv_memory: int | None,
-    window: int | None,
-    kv_bits: KVBits = None,
-) -> SharedPool:
-    """This thread's pool for new caches of `model` and this window; it lives as long as they do."""
-    key = (id(model), block_size, kv_memory, window, kv_bits)
+def pool_of(model: nn.Module, num_layers: int, options: Options) -> SharedPool:
+    """This thread's pool for new caches of `model` with these options; it lives as long as they
+    do."""
+    key = id(model), *options
     pool = _thread.pools.get(key)
     if pool is None or pool.model is None or pool.model() is not model:
-        pool = SharedPool(num_layers, block_size, kv_memory, ref(model), window, kv_bits)
-        _thread.pools[key] = pool
+        pool = _thread.pools[key] = SharedPool(num_layers, *options, ref(model))
     return pool
 
 
 def loose_layer(
-    window: int | None,
     block_size: int = BLOCK_SIZE,
     kv_memory: int | None = None,
-    shape: KVShape | None = None,
+    window: int | None = None,
     kv_bits: KVBits = None,
+    shape: KVShape | None = None,
 ) -> PoolLayer:
-    """The one layer of this thread's pool for caches that were made without a model.
-
-    All of them with K/V of one shape are sequences of this layer, so that no batch needs a copy.
-    Without a shape: the layer of caches that have nothing yet.
-    """
+    """The one layer of this thread's pool for caches that were made without a model: all of them
+    with K/V of one shape are sequences of it, so that no batch needs a copy. Without a shape: the
+    layer of caches that have nothing yet."""
     key = "loose", shape, block_size, kv_memory, window, kv_bits
     pool = _thread.pools.get(key)
     if pool is None:
-        pool = _thread.pools[key] = SharedPool(1, block_size, kv_memory, None, window, kv_bits)
+        pool = _thread.pools[key] = SharedPool(1, block_size, kv_memory, window, kv_bits)
         pool.is_loose = True
     return pool.layer(0)

@@ -16,19 +16,13 @@ mlx_depends, mlx_zeros_like = mx.depends, mx.zeros_like
 
 
 class StoredArray(TaggedArray):
-    """The keys or values of a cache, which are gathered when the array is evaluated.
+    """The keys or values of a cache, which are gathered when the array is evaluated."""
 
-    Attributes:
-        role: "keys" or "values"; "cleared": zeros of the shape of the keys.
-        layer: the layer that stores them.
-        starts: the cache's own tuple of that time, which identifies the cache and its content.
-        dependencies: arrays that were added as dependencies.
-    """
-
-    role: str
-    layer: ref[PoolLayer]
+    role: str  # "keys" or "values"; "cleared": zeros of the shape of the keys
+    layer: ref[PoolLayer]  # the layer that stores them
+    # The cache's own tuple of that time, which identifies the cache and its content.
     starts: tuple[int, ...]
-    dependencies: list[mx.array]
+    dependencies: list[mx.array]  # arrays that were added as dependencies
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as MLX's own array."""
@@ -47,11 +41,9 @@ def held_until_evaluated(array: mx.array, owner: object) -> mx.array:
 
 @contextmanager
 def stored_arrays_hook() -> Iterator[None]:
-    """Let MLX's functions know these arrays, within this context.
-
-    `mx.eval` of arrays that nobody keeps, as in ``mx.eval([c.state for c in cache])``, only writes
-    the K/V. `mx.depends` and `mx.zeros_like` mark their results, so that they can be assigned.
-    """
+    """Let MLX's functions know these arrays, within this context. `mx.eval` of arrays that nobody
+    keeps, as in ``mx.eval([c.state for c in cache])``, only writes the K/V. `mx.depends` and
+    `mx.zeros_like` mark their results, so that they can be assigned."""
     before: Any = mx.eval
 
     def evaluate(*trees: Any) -> None:

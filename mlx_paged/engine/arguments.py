@@ -16,12 +16,8 @@ from mlx_paged.sampling_params import SamplingParams, check_biases
 def checked_params(
     caller: str, params: SamplingParams | None, options: dict[str, Any], encoder: PromptEncoder
 ) -> SamplingParams:
-    """`params`, or new ones made of `options`.
-
-    Raises:
-        ValueError: both are given, `params` is something else, or this tokenizer and vocabulary do
-            not allow them.
-    """
+    """`params`, or new ones made of `options`. Raises ValueError if both are given, or this
+    tokenizer and vocabulary do not allow them."""
     if params is not None and options:
         raise ValueError(f"[{caller}] both params and options are given: expected one")
     params = SamplingParams(**options) if params is None else params

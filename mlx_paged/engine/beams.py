@@ -16,11 +16,9 @@ from mlx_paged.scheduler.scheduler import Scheduler
 
 
 class Candidates(NamedTuple):
-    """The likeliest next tokens of H live hypotheses, K of each, in any order.
-
-    Log-probabilities refer to the whole vocabulary. A token whose log-probability is not finite is
-    no candidate.
-    """
+    """The likeliest next tokens of H live hypotheses, K of each, in any order, with
+    log-probabilities of the whole vocabulary. A token whose log-probability is not finite is no
+    candidate."""
 
     tokens: npt.ArrayLike  # [H, K] int
     logprobs: npt.ArrayLike  # [H, K] float
@@ -43,23 +41,17 @@ class BeamGroup:
     best `num_beams` other candidates live on. Finished hypotheses are ranked by
     ``sum_logprob / length ** length_penalty``, where the length counts the stop token. Among equal
     scores the hypothesis that finished first comes first.
-
-    Args:
-        num_beams: the largest number of live hypotheses, and of finished ones that are kept.
-        max_tokens: live hypotheses finish, too, when they have generated so many tokens.
-        length_penalty: above 0 favours long hypotheses, below 0 short ones.
-        early_stopping: end as soon as `num_beams` hypotheses have finished. Otherwise the search
-            ends as soon as no live hypothesis can be among the best: then stopping changes no
-            answer.
-        stop_token_ids: tokens that finish a hypothesis. Such a token is its last one.
     """
 
     def __init__(
         self,
-        num_beams: int,
-        max_tokens: int,
-        length_penalty: float = 1.0,
+        num_beams: int,  # the largest number of live hypotheses, and of finished ones that are kept
+        max_tokens: int,  # live hypotheses finish, too, when they have generated so many tokens
+        length_penalty: float = 1.0,  # above 0 favours long hypotheses, below 0 short ones
+        # End as soon as `num_beams` hypotheses have finished. Otherwise the search ends as soon as
+        # no live hypothesis can be among the best: then stopping changes no answer.
         early_stopping: bool = False,
+        # Tokens that finish a hypothesis. Such a token is its last one.
         stop_token_ids: Collection[int] = frozenset(),
     ) -> None:
         self.num_beams = num_beams
@@ -79,17 +71,10 @@ class BeamGroup:
         return self.num_beams * max(2, 1 + len(self.stop_token_ids))
 
     def advance(self, hypotheses: Sequence[Request], candidates: Candidates) -> list[Survivor]:
-        """One step of the search.
-
-        Args:
-            hypotheses: the H live ones. In the first step: the prompt alone. Later: the survivors
-                of the last step in their order, with their tokens appended.
-            candidates: of each of these hypotheses in turn.
-
-        Returns:
-            The hypotheses that live on, best first; none if the search is done. The caller drops
-            every parent that is not among them.
-        """
+        """One step of the search with the H live hypotheses: first the prompt alone, later the
+        survivors of the last step in their order, with their tokens appended. Returns those that
+        live on, best first; none if the search is done. The caller drops every parent that is not
+        among them."""
         assert not self.done, "a step after the end of the search"
         lengths = [len(hypothesis.logprobs) for hypothesis in hypotheses]
         assert lengths == [self._length] * len(self._sums), "not the survivors of the last step"
@@ -167,22 +152,17 @@ class BeamSearch:
     They advance together: a hypothesis that has its candidates is parked until all others have
     theirs. The first survivor of a hypothesis is the same request, the others are forks of it. So
     hypotheses share the blocks of the tokens that they have in common.
-
-    Args:
-        root: the prompt; its id is the search's.
-        group: decides which hypotheses survive.
-        searches: searches under way by the request id of each hypothesis; takes this one.
-        make_request: makes a request of tokens, params, a seed, a priority and a salt.
-        vocab_size: tokens that can be candidates; None: unknown.
     """
 
     def __init__(
         self,
-        root: Request,
-        group: BeamGroup,
+        root: Request,  # the prompt; its id is the search's
+        group: BeamGroup,  # decides which hypotheses survive
+        # Searches under way by the request id of each hypothesis; takes this one.
         searches: "dict[int, BeamSearch]",
+        # Makes a request of tokens, params, a seed, a priority and a salt.
         make_request: Callable[[list[int], SamplingParams, int, int, bytes], Request],
-        vocab_size: int | None,
+        vocab_size: int | None,  # tokens that can be candidates; None: unknown
     ) -> None:
         num_candidates = min(group.num_candidates, vocab_size or group.num_candidates)
         root.params = replace(root.params, logprobs=num_candidates)

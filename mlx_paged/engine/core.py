@@ -34,15 +34,6 @@ class EngineCore:
     the requests that caused it and no others. The engine can go on after any exception, Ctrl-C
     included. A call that adds requests adds all of them or, if it raises, none.
 
-    Args:
-        scheduler: decides what is computed.
-        runner: computes it.
-        tokenizer: for text prompts, stop strings and text output.
-        vocab_size: token ids are below it; None: unknown.
-        seed: of the random streams of requests that have no seed.
-        lookahead: launch each step before the step before it has been read.
-        instruments: to measure its steps with.
-
     Attributes:
         ticks: the latest steps, newest last.
         ready: outputs that the next :meth:`step` returns.
@@ -51,16 +42,16 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        runner: Runner[Any],
+        scheduler: Scheduler,  # decides what is computed
+        runner: Runner[Any],  # computes it
         stats: EngineStats,
         *,
-        tokenizer: Tokenizer | None = None,
-        vocab_size: int | None = None,
-        seed: int | None = None,
-        lookahead: bool = True,
+        tokenizer: Tokenizer | None = None,  # for text prompts, stop strings and text output
+        vocab_size: int | None = None,  # token ids are below it; None: unknown
+        seed: int | None = None,  # of the random streams of requests that have no seed
+        lookahead: bool = True,  # launch each step before the step before it has been read
         clock: Callable[[], float] = time.perf_counter,
-        instruments: RecorderConfig | None = None,
+        instruments: RecorderConfig | None = None,  # to measure its steps with
     ) -> None:
         instruments = instruments or RecorderConfig()
         self.occupancy = Occupancy()

@@ -36,11 +36,8 @@ from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Drafter
 
-DRAFTERS = {"ngram": NgramDrafter}
-"""What may guess tokens, by the value of `speculate`."""
-
-WATERMARK = 0.01
-"""Part of the pool that must stay free when a request is admitted while others run."""
+DRAFTERS = {"ngram": NgramDrafter}  # what may guess tokens, by the value of `speculate`
+WATERMARK = 0.01  # part of the pool that must stay free when a request is admitted while others run
 
 
 class Engine(WaitingCalls):
@@ -164,13 +161,12 @@ class Engine(WaitingCalls):
         if num_blocks is not None:
             num_blocks *= plan.width
         else:
-            shapes = [shape for shape in probed.shapes if shape is not None]
             reserved = most_snapshots * probed.state_bytes
             given = kv_memory
             if draft_model is not None:
                 total = max(0, default_kv_memory() - reserved) if given is None else given
                 kv_memory = int(total * share_beside(probed, probe(draft_model)))
-            num_blocks = num_blocks_for(shapes, block_size, kv_memory, reserved, plan)
+            num_blocks = num_blocks_for(plan, block_size, kv_memory, reserved)
             if given is None and max_kv_tokens is not None:
                 num_blocks = min(num_blocks, plan.width * ceil_div(max_kv_tokens, block_size))
         self.manager = KVBlockManager.planned(plan, block_size, num_blocks, prefill_chunk)

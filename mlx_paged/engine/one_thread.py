@@ -17,13 +17,9 @@ class Occupancy:
 
 
 def exclusive(method: _Method) -> _Method:
-    """A method that refuses a thread while another thread is inside any exclusive method of the
-    same object. It does not wait for the other thread. The thread that is inside may enter again.
-    The object has an :class:`Occupancy` as ``occupancy``.
-
-    Raises:
-        RuntimeError: another thread is inside.
-    """
+    """A method that raises RuntimeError for a thread while another thread is inside any exclusive
+    method of the same object, which has an :class:`Occupancy` as ``occupancy``. It does not wait.
+    The thread that is inside may enter again."""
 
     @wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:

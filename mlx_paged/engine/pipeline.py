@@ -9,13 +9,7 @@ from types import FrameType
 from typing import Generic
 
 from mlx_paged.request import Request
-from mlx_paged.scheduler.runner_protocol import (
-    Fault,
-    LaunchedT,
-    Runner,
-    SampledToken,
-    StepResult,
-)
+from mlx_paged.scheduler.runner_protocol import Fault, LaunchedT, Runner, SampledToken, StepResult
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
 
@@ -42,10 +36,6 @@ class StepPipeline(Generic[LaunchedT]):
     request, the next step computes one token too many, which is dropped. The blocks of that request
     are free at once, because the device computes steps in order. A step with drafts is read before
     the next one is scheduled.
-
-    Attributes:
-        fast_forward: tokens that a grammar forces become tokens at once, and the next step computes
-            them together.
     """
 
     def __init__(
@@ -54,21 +44,20 @@ class StepPipeline(Generic[LaunchedT]):
         self._scheduler = scheduler
         self.runner = runner
         self._clock = clock
+        # Tokens that a grammar forces become tokens at once, and the next step computes them
+        # together.
         self.fast_forward = True
         self._under_way: _UnderWay[LaunchedT] | None = None
         self._known: list[Request] = []  # whose token of the step under way is known already
 
     @property
     def busy(self) -> bool:
-        """Whether a step is under way."""
         return self._under_way is not None
 
     def advance(self, ahead: bool) -> StepResult:
-        """Finish one step. If `ahead`, launch the next step first.
-
-        A failure of the model is not raised; it is the result's fault. The caller first uses the
-        choices and then calls :meth:`recover`.
-        """
+        """Finish one step. If `ahead`, launch the next step first. A failure of the model is not
+        raised; it is the result's fault: the caller uses the choices, then calls
+        :meth:`recover`."""
         result = StepResult()
         current, self._under_way = self._under_way, None
         if current is None:
@@ -201,11 +190,8 @@ class StepPipeline(Generic[LaunchedT]):
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Hold back SIGINT until the end of this context, so that it cannot stop halfway.
-
-    Only Python's own handlers can be held back, and only the main thread gets the signal. So this
-    does nothing in other threads, or if SIGINT is ignored.
-    """
+    """Hold back SIGINT until the end of this context, so that it cannot stop halfway. Only Python's
+    own handlers in the main thread can be held back: otherwise this does nothing."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

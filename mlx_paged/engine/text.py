@@ -20,12 +20,8 @@ class Detokenizer(Protocol):
 
 
 class StopStrings:
-    """Cuts a text before the first of some strings.
-
-    Text that may be the start of a stop string is held back until the next pieces decide. A stop
-    string may span any number of pieces. When one was found, `stopped` is true and `found` is
-    that string.
-    """
+    """Cuts a text before the first of some strings, which may span any number of pieces; `found` is
+    that string then. Text that may be its start is held back until the next pieces decide."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -69,14 +65,8 @@ class StopStrings:
 
 
 class TextStream:
-    """The text of one request.
-
-    Args:
-        detokenizer: a new one.
-        stop: the text ends before the first of these strings.
-        context: tokens before the first token. Their text is not part of the result, but the text
-            of later tokens may depend on them.
-    """
+    """The text of one request, which ends before the first of the `stop` strings. The text of the
+    tokens of `context` is not part of the result, but that of later tokens may depend on it."""
 
     def __init__(
         self, detokenizer: Detokenizer, stop: Sequence[str] = (), context: Sequence[int] = ()
@@ -130,24 +120,17 @@ class Tokenizer(Protocol):
 
 
 class PromptEncoder:
-    """Encodes and checks the prompts that callers give.
-
-    Args:
-        tokenizer: None: prompts are token ids.
-        vocab_size: token ids are below it; None: unknown.
-    """
+    """Encodes and checks the prompts that callers give; without a tokenizer they are token ids,
+    which are below `vocab_size` if that is known."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int | None) -> None:
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
 
     def __call__(self, prompt: Prompt, continues: bool = False) -> list[int]:
-        """Token ids of a prompt. If it `continues` another prompt, it may be empty.
-
-        Raises:
-            ValueError: an empty prompt, neither text nor token ids, a token outside the
-                vocabulary, text without a tokenizer.
-        """
+        """Token ids of a prompt. If it `continues` another prompt, it may be empty. Raises
+        ValueError for an empty prompt, neither text nor token ids, a token outside the vocabulary,
+        text without a tokenizer."""
         if not isinstance(prompt, str):
             tokens = _token_ids(prompt)
         elif continues and not prompt:
@@ -196,12 +179,8 @@ def _token_id(token: Any) -> int:
 
 
 class OutputProcessor:
-    """Appends sampled tokens to their requests, decides which requests end, and makes text.
-
-    Args:
-        tokenizer: None: outputs have no text, and only a request's own stop tokens end it.
-        clock: seconds.
-    """
+    """Appends sampled tokens to their requests, decides which requests end, and makes text. Without
+    a tokenizer outputs have no text, and only a request's own stop tokens end it."""
 
     def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float]) -> None:
         self.tokenizer = tokenizer
@@ -239,7 +218,6 @@ class OutputProcessor:
         return TokenOutput(request.id, token, segment, choice.logprob, top), reason
 
     def stop_token_ids(self, request: Request) -> Collection[int]:
-        """Tokens that end the request."""
         own = request.params.stop_token_ids
         if self.tokenizer is None or request.params.ignore_eos:
             return own

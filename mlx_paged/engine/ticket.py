@@ -95,10 +95,8 @@ class Ticket:
 
 
 class Inbox:
-    """The unread outputs of one request, and how it ended.
-
-    The engine's thread puts outputs and readers take them; `changed` guards every field.
-    """
+    """The unread outputs of one request, and how it ended. The engine's thread puts outputs and
+    readers take them; `changed` guards every field."""
 
     def __init__(self, max_unread: float) -> None:
         self.changed = threading.Condition()

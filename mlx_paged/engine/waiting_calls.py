@@ -15,10 +15,8 @@ OnOutput = Callable[[TokenOutput], None]
 
 
 class WaitingCalls(EngineCore):
-    """Adds requests and steps the engine until they have ended, or reads their tokens one by one.
-
-    The arguments are those of :class:`EngineCore`.
-    """
+    """Adds requests and steps the engine until they have ended, or reads their tokens one by
+    one."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -103,11 +101,7 @@ class WaitingCalls(EngineCore):
         return [likeliest(group, n) for group in groups]
 
     def beam_search(
-        self,
-        prompt: Prompt,
-        num_beams: int,
-        params: SamplingParams | None = None,
-        **options: Any,
+        self, prompt: Prompt, num_beams: int, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
         """The best continuation that a beam search finds; ``.beams`` has all of them.
 

@@ -41,18 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     try:
         return _run(engine, jobs, ids, args)
-    except BrokenPipeError:  # the reader of stdout has closed it
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # else the reader of stdout has closed it
+            print(f"mlx_paged.generate: error: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 
 
 def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[list[int]]]:
-    """Read the prompts, check the files, load the model, queue the requests.
-
-    Raises:
-        ValueError: a wrong prompt, model or option.
-        OSError: a file cannot be read or written.
-    """
+    """Read the prompts, check the files, load the model, queue the requests. Raises ValueError for
+    a wrong prompt, model or option, OSError for a file that cannot be read or written."""
     specs = prompt_specs(args)
     for path in (args.output, args.stats_json, args.metrics_jsonl):
         if path is not None:  # a path that cannot be written fails before the work

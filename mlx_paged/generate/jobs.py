@@ -59,17 +59,12 @@ class Job:
         return [request_id]
 
     def select(self, completions: Sequence[Completion]) -> list[Completion]:
-        """The `n` completions to return."""
         return list(completions) if self.best_of is None else likeliest(completions, self.n)
 
 
 def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
-    """The prompts of the command line, then those of the prompts file.
-
-    Raises:
-        ValueError: there is no prompt, or a line of the file is wrong.
-        OSError: the file cannot be read.
-    """
+    """The prompts of the command line, then those of the prompts file. Raises ValueError if there
+    is none or a line is wrong, OSError if the file cannot be read."""
     specs = [PromptSpec(_prompt_text(prompt)) for prompt in args.prompt]
     if args.prompts_file is not None:
         try:
@@ -83,11 +78,7 @@ def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
 
 
 def make_job(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namespace) -> Job:
-    """Encode a prompt and check its options.
-
-    Raises:
-        ValueError: names the source of the prompt and what is wrong with it.
-    """
+    """Encode a prompt and check its options. Raises ValueError, which names the prompt's source."""
     options: dict[str, Any] = {k: getattr(args, k) for k in SAMPLING_FLAGS if k in args}
     options |= {
         "temperature": args.temp,
@@ -112,11 +103,8 @@ def make_job(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Names
 
 
 def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
-    """Queue all jobs. Returns the request ids of each job.
-
-    Raises:
-        ValueError: names the source of a prompt that the engine refuses, and the reason.
-    """
+    """Queue all jobs; returns the request ids of each. Raises ValueError, which names the source of
+    a prompt that the engine refuses."""
     ids = []
     for job in jobs:
         try:
@@ -127,7 +115,6 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error on one line."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())

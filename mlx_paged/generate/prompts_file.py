@@ -36,11 +36,8 @@ class PromptSpec:
 
 
 def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
-    """Parse JSONL. Blank lines are skipped.
-
-    Raises:
-        ValueError: names the file, the line number and the mistake.
-    """
+    """Parse JSONL; blank lines are skipped. Raises ValueError, which names file, line and
+    mistake."""
     specs = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -45,7 +45,6 @@ def print_results(results: Sequence[Result], total: int) -> None:
 
 
 def print_stats(engine: Engine) -> None:
-    """Print what the run did, in a few lines on stderr."""
     print(RULE, *_stats(engine), sep="\n", file=sys.stderr)
 
 
@@ -98,13 +97,8 @@ def _records(result: Result) -> Iterator[dict[str, Any]]:
         }
         if isinstance(answer, Beam):
             record["score"] = answer.score
-        record |= {
-            "prompt_tokens": completion.prompt_tokens,
-            "cached_prompt_tokens": completion.cached_prompt_tokens,
-            "prefix_miss": completion.prefix_miss,
-            "ttft_s": completion.ttft_s,
-            "seconds": completion.seconds,
-        }
+        names = "prompt_tokens", "cached_prompt_tokens", "prefix_miss", "ttft_s", "seconds"
+        record |= {name: getattr(completion, name) for name in names}
         if completion.top_logprobs:
             record["top_logprobs"] = completion.top_logprobs
         if completion.error is not None:

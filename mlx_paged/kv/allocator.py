@@ -116,20 +116,15 @@ class BlockAllocator:
         self,
         seq_id: int,
         num_tokens: int,
-        tokens: Seq[int] | None = None,
-        salt: bytes = ROOT,
-        spare: int = 0,
+        tokens: Seq[int] | None = None,  # the sequence's token ids; None: reuse nothing
+        salt: bytes = ROOT,  # only sequences with the same salt share K/V
+        spare: int = 0,  # blocks that must stay available
     ) -> PrefixMatch:
         """Start a sequence that owns positions [0, num_tokens) and reuses a cached prefix.
 
         The sequence shares full blocks of the prefix. It copies one more block if enough leading
         tokens agree. The last token is never reused: its logits have to be computed. Groups with a
         window get blocks for their window and a chunk; :meth:`make_writable` adds the others.
-
-        Args:
-            tokens: the sequence's token ids; None: reuse nothing.
-            salt: only sequences with the same salt share K/V.
-            spare: blocks that must stay available.
 
         Raises:
             ValueError: `seq_id` is in use.
@@ -175,15 +170,9 @@ class BlockAllocator:
         return replace(match, copies=store.copies_to(copied))
 
     def make_writable(self, seq_id: int, start: int, stop: int) -> list[BlockCopy]:
-        """Let the sequence write positions [start, stop): append blocks, copy shared ones.
-
-        Returns:
-            The block copies to perform, in order, before any write.
-
-        Raises:
-            ValueError: an unknown sequence, or a span that leaves a hole.
-            OutOfBlocksError: too few blocks; nothing changed.
-        """
+        """Let the sequence write positions [start, stop): append blocks, copy shared ones. Returns
+        the copies to perform, in order, before any write. Raises ValueError for an unknown sequence
+        or a hole, OutOfBlocksError for too few blocks; nothing changed then."""
         sequence = self._sequence(seq_id)
         if sequence.private_start <= start < stop <= sequence.private_stop:
             sequence.num_tokens = max(sequence.num_tokens, stop)
@@ -253,10 +242,8 @@ class BlockAllocator:
         self.prefixes.register(sequence, tokens, num_computed)
 
     def register_tail(self, seq_id: int, tokens: Seq[int], num_computed: int) -> None:
-        """Make all blocks reusable, the last one even if it is not full.
-
-        For a sequence that ends: the next turn of a conversation begins with these tokens.
-        """
+        """Make all blocks reusable, the last one even if it is not full, of a sequence that ends:
+        the next turn of a conversation begins with these tokens."""
         self.register_prefix(seq_id, tokens, num_computed)
         self.prefixes.register_tail(self._sequence(seq_id), tokens, num_computed)
 

@@ -13,15 +13,12 @@ from mlx_paged import ops
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.pool import KVPool, as_int32
 
-ROW_LENGTH = 1024
-"""Elements at most of the rows in which blocks are written."""
+ROW_LENGTH = 1024  # elements at most of the rows in which blocks are written
 
 
 def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:
-    """A copy of these blocks in all arrays of a layer group, ``[n, bytes]`` uint8.
-
-    It is under way when this returns, so that no later write changes it.
-    """
+    """A copy of these blocks in all arrays of a layer group, ``[n, bytes]`` uint8. It is under way
+    when this returns, so that no later write changes it."""
     indices = as_int32(blocks)
     parts = [mx.zeros((len(blocks), 0), mx.uint8)]
     for handles, layer in pool.arrays_of(group):
@@ -69,11 +66,9 @@ def _rows(cache: mx.array) -> mx.array:
 
 
 def _written(cache: mx.array, blocks: Int32Array, staged: mx.array, start: int) -> mx.array:
-    """A handle of `cache` after the columns of `staged` from `start` on were written in place.
-
-    The op for rows of K/V writes each half of a row as one of its two arrays. Where it has no
-    kernel for them, the result is a new array.
-    """
+    """A handle of `cache` after the columns of `staged` from `start` on were written: in place, by
+    the op for rows of K/V, which writes each half of a row as one of its two arrays; else a new
+    array."""
     heads, num_blocks, size, dim = cache.shape
     stop = start + cache[:, 0].nbytes
     pairs = cache.dtype.size == 1 and (stop - start) % 2 == 0

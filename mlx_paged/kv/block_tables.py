@@ -12,16 +12,12 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class BlockTables:
-    """Rows of block ids, one for each sequence and layer group.
-
-    A step copies the tables of its sequences with one fancy index. Rows and columns double when
-    they are full. A sequence has the same row in the tables of every group.
-
-    Attributes:
-        version: grows with every change except appended blocks, which change no known entry.
-    """
+    """Rows of block ids, one for each sequence and layer group: a step copies those of its
+    sequences with one fancy index. A sequence has the same row in every group. Rows and columns
+    double when they are full."""
 
     def __init__(self, num_groups: int = 1, num_rows: int = 64, num_columns: int = 64) -> None:
+        # Grows with every change except appended blocks, which change no known entry.
         self.version = 0
         self._entries: Int32Array = np.zeros((num_groups, num_rows, num_columns), np.int32)
         self._lengths: Int32Array = np.zeros((num_groups, num_rows), np.int32)
@@ -33,7 +29,6 @@ class BlockTables:
         return len(self._versions) - len(self._free_rows)
 
     def add_row(self) -> int:
-        """Take an empty row."""
         if not self._free_rows:
             num_rows = len(self._versions)
             self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=1)
@@ -50,7 +45,6 @@ class BlockTables:
         self._free_rows.append(row)
 
     def length(self, row: int, group: int = 0) -> int:
-        """Entries of this row."""
         return int(self._lengths[group, row])
 
     def lengths(self, rows: Int32Array, group: int = 0) -> Int32Array:
@@ -139,28 +133,19 @@ def renumbered(blocks: Int32Array, kept: Int32Array) -> Int32Array:
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """A sequence and the state of its blocks.
+    """A sequence and the state of its blocks."""
 
-    Attributes:
-        row: the row of the block tables with its block ids.
-        first_entries: for each layer group, the entries of its table before this one were released
-            because a window has left them.
-        num_tokens: positions ``[0, num_tokens)`` belong to the sequence.
-        hashes: of its registered full blocks.
-        root: the parent hash of its first block.
-        is_reusable: whether its K/V may be registered for reuse.
-        private_start: positions ``[private_start, private_stop)`` may be written without a copy.
-    """
-
-    row: int
+    row: int  # the row of the block tables with its block ids
+    # For each layer group, the entries of its table before this one were released because a window
+    # has left them.
     first_entries: list[int]
-    num_tokens: int = 0
-    hashes: list[bytes] = field(default_factory=list)
-    root: bytes = ROOT
-    is_reusable: bool = True
+    num_tokens: int = 0  # positions ``[0, num_tokens)`` belong to the sequence
+    hashes: list[bytes] = field(default_factory=list)  # of its registered full blocks
+    root: bytes = ROOT  # the parent hash of its first block
+    is_reusable: bool = True  # whether its K/V may be registered for reuse
+    # Positions ``[private_start, private_stop)`` may be written without a copy.
     private_start: int = 0
     private_stop: int = 0
 
     def prefix_hash(self, num_blocks: int) -> bytes:
-        """Hash of the first `num_blocks` blocks' tokens."""
         return self.hashes[num_blocks - 1] if num_blocks else self.root

@@ -33,19 +33,13 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class BlockTransfer:
-    """Content of one entry that leaves the pool or returns to it.
+    """Content of one entry that leaves the pool or returns to it."""
 
-    Attributes:
-        key: its name outside the pool.
-        blocks: the entry's blocks; none if these are the recurrent states after it.
-        payload: on the way in a matrix of bytes and a row, which is its content; on the way out
-            what the runner makes of it, a function that returns the bytes when the step has ended.
-            It starts as the states if these leave.
-    """
-
-    key: bytes
+    key: bytes  # its name outside the pool
     group: int
-    blocks: Sequence[int]
+    blocks: Sequence[int]  # the entry's blocks; none if these are the recurrent states after it
+    # On the way in a matrix of bytes and the row of this content; on the way out what the runner
+    # makes of it, a function that returns the bytes when the step has ended: first any states.
     payload: Any = None
 
 
@@ -59,37 +53,30 @@ class BlockStore:
     An entry of a group's block table is one block or more; its first block stands for it in every
     argument and result. A released entry whose content is known stays idle in its group's prefix
     cache until its memory is needed: any group may then use it.
-
-    Attributes:
-        free: a stack of free blocks; the last one is taken first.
-        counts: how many sequences hold each entry, by its first block.
-        origins: for each entry in a pending copy the entry whose content it gets; a source maps to
-            itself.
-        idle: entries of known content that no sequence holds, the one unused longest first.
-        prefixes: what is known of the entries' content, for each group.
-        cow_clones: entries copied so far.
-        evictions: idle entries handed out for other content so far.
-        num_idle: blocks of idle entries.
-        on_evict: gets the group and the content of each entry just before it is handed out for
-            other content; its K/V is still in the pool.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, groups: Sequence[LayerGroup] = ONE_GROUP
     ) -> None:
+        # A stack of free blocks; the last one is taken first.
         self.free = list(range(num_blocks - 1, -1, -1))
-        self.counts = [0] * num_blocks
+        self.counts = [0] * num_blocks  # how many sequences hold each entry, by its first block
+        # For each entry in a pending copy the entry whose content it gets; a source maps to itself.
         self.origins: dict[int, int] = {}
+        # Entries of known content that no sequence holds, the one unused longest first.
         self.idle: OrderedDict[int, None] = OrderedDict()
+        # What is known of the entries' content, for each group.
         self.prefixes = [PrefixCache(num_blocks, block_size, self.idle) for _ in groups]
-        self.cow_clones = 0
-        self.evictions = 0
+        self.cow_clones = 0  # entries copied so far
+        self.evictions = 0  # idle entries handed out for other content so far
+        # Gets the group and the content of each entry just before it is handed out for other
+        # content; its K/V is still in the pool.
         self.on_evict: Callable[[int, CachedBlock], None] | None = None
         self._groups = tuple(groups)
         self._block_size = np.int32(block_size)
         self._widths = [group.width for group in groups]
         self._group_of = [0] * num_blocks  # by first block
-        self.num_idle = 0
+        self.num_idle = 0  # blocks of idle entries
         self._blocks: list[Int32Array] = [
             np.zeros((group.width if group.width > 1 else 0, num_blocks), np.int32)
             for group in groups
@@ -139,13 +126,8 @@ class BlockStore:
         self._blocks = [np.pad(blocks, ((0, 0), (0, num_more))) for blocks in self._blocks]
 
     def compact(self, num_blocks: int) -> Int32Array:
-        """Shrink to `num_blocks`. Held blocks become the first ones, in order.
-
-        Only for entries of one block, while no content is cached and no copy is pending.
-
-        Returns:
-            The number that each of them had.
-        """
+        """Shrink to `num_blocks`. Held blocks become the first ones, in order; returns the number
+        that each had. Only for entries of one block, with no content cached and no copy pending."""
         assert not self.origins and not self.idle and set(self._widths) == {1}
         kept: Int32Array = np.flatnonzero(self.counts).astype(np.int32)
         num_free = num_blocks - len(kept)

@@ -15,23 +15,15 @@ from mlx_paged.kv.prefix_cache import (
     smallest_run,
     token_bytes,
 )
-from mlx_paged.kv.prefix_match import (
-    MissReason,
-    NeededBlock,
-    PrefixMatch,
-    block_key,
-    miss_reason,
-)
+from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key, miss_reason
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
 
 
 class GroupPrefixes:
-    """Registers the blocks of sequences in the prefix cache of each layer group, and finds them.
-
-    A group without a window needs all blocks of a prefix. A group with a window needs those that a
-    sequence keeps. So a prefix is reused up to a position where every group has what it needs.
-    """
+    """Registers the blocks of sequences in the prefix cache of each layer group, and finds them. A
+    prefix is reused up to a position where every group has what a sequence keeps: all its blocks,
+    or those of its window."""
 
     def __init__(
         self, groups: Sequence[LayerGroup], store: BlockStore, tables: BlockTables

@@ -17,16 +17,12 @@ class LayerGroup:
 
     An entry of the group's block table stands for `block_size` tokens in all its layers. It is
     `width` blocks of the pool, and the table names the first one.
-
-    Attributes:
-        window: tokens that a query sees at most, itself included; None: all.
-        members: layers of the group that share an array. Each has its own blocks of an entry.
-        pieces: blocks of the pool that hold `block_size` tokens of one layer.
     """
 
-    window: int | None = None
+    window: int | None = None  # tokens that a query sees at most, itself included; None: all
+    # Layers of the group that share an array. Each has its own blocks of an entry.
     members: int = 1
-    pieces: int = 1
+    pieces: int = 1  # blocks of the pool that hold `block_size` tokens of one layer
 
     @property
     def width(self) -> int:
@@ -57,34 +53,21 @@ ONE_GROUP = (LayerGroup(),)
 
 @dataclass(frozen=True, slots=True)
 class ArrayPlan:
-    """A pair of arrays of the pool, K and V.
+    """A pair of arrays of the pool, K and V."""
 
-    Attributes:
-        shape: of the K/V of their layers.
-        block_size: token slots in a block.
-        memory: arrays with the same number are views of the same memory.
-        groups: the layer groups whose blocks they hold.
-    """
-
-    shape: KVShape
-    block_size: int
-    memory: int
-    groups: set[int] = field(default_factory=set)
+    shape: KVShape  # of the K/V of their layers
+    block_size: int  # token slots in a block
+    memory: int  # arrays with the same number are views of the same memory
+    groups: set[int] = field(default_factory=set)  # the layer groups whose blocks they hold
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer's K/V is.
+    """Where a layer's K/V is."""
 
-    Attributes:
-        array: index of its pair of arrays.
-        group: index of its layer group.
-        table: which of all members of all groups, in order: they have a block table each.
-    """
-
-    array: int
-    group: int
-    table: int
+    array: int  # index of its pair of arrays
+    group: int  # index of its layer group
+    table: int  # which of all members of all groups, in order: they have a block table each
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +85,11 @@ class PoolPlan:
 
 
 def plan_pool(
-    shapes: Sequence[KVShape | None],
-    windows: Sequence[int | None],
+    shapes: Sequence[KVShape | None],  # of each layer's K/V; None: the layer stores nothing
+    windows: Sequence[int | None],  # tokens that a query of each layer sees at most; None: all
     block_size: int,
     *,
-    one_group: bool = False,
+    one_group: bool = False,  # make only one group
 ) -> PoolPlan:
     """Put layers of the same window into a group. All groups share one budget.
 
@@ -114,11 +97,6 @@ def plan_pool(
     arrays divides the number of layers of each group, so there is no padding. Layers with n times
     the bytes of the smallest ones have blocks of ``block_size / n`` tokens. There is only one
     group, with the widest window, if the layers' bytes do not allow this.
-
-    Args:
-        shapes: of each layer's K/V; None: the layer stores nothing.
-        windows: tokens that a query of each layer sees at most; None: all.
-        one_group: make only one group.
     """
     used = [layer for layer, shape in enumerate(shapes) if shape is not None]
     by_window: dict[int | None, list[int]] = {}

@@ -11,10 +11,9 @@ from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import PoolPlan
-from mlx_paged.kv.pool import KVShape, block_bytes, planned_block_bytes
+from mlx_paged.kv.pool import KVShape, planned_block_bytes
 
-HOST_LIMIT = 1 << 29
-"""Bytes of the largest default pool on a CPU."""
+HOST_LIMIT = 1 << 29  # bytes of the largest default pool on a CPU
 GPU_SHARE = 0.85
 """Pools are sized so that all arrays together fill this part of the working set that Metal
 recommends. From 0.95 of it on, MLX releases cached buffers at every allocation that the cache
@@ -30,7 +29,6 @@ _lock = threading.Lock()  # guards _with_snapshots
 
 
 def physical_memory() -> int:
-    """Bytes of memory in this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -81,30 +79,18 @@ def longest_pool(shapes: Sequence[KVShape], block_size: int) -> int:
 
 
 def num_blocks_for(
-    shapes: Sequence[KVShape],
-    block_size: int,
+    plan: PoolPlan,
+    block_size: int,  # tokens that all layers hold together in ``plan.width`` blocks
+    # The budget; None: the default less `reserved`, limited by `longest_pool`.
     kv_memory: int | None,
-    reserved: int = 0,
-    plan: PoolPlan | None = None,
+    reserved: int = 0,  # bytes that snapshots are going to take
 ) -> int:
-    """How many blocks the budget in bytes holds. The caller evaluates the weights before.
-
-    Args:
-        shapes: of the layers' K/V.
-        block_size: tokens that all layers hold together in one block, or in ``plan.width`` blocks.
-        kv_memory: the budget; None: the default less `reserved`, limited by `longest_pool`.
-        reserved: bytes that snapshots are going to take.
-        plan: how the layers share arrays; None: they do not.
-
-    Raises:
-        ValueError: the budget holds no block, or the device cannot hold the budget.
-    """
-    smallest = block_bytes(shapes, block_size)
-    one_block, max_blocks = smallest, longest_pool(shapes, block_size)
-    if plan is not None and plan.arrays:
-        one_block = planned_block_bytes(plan.arrays)
-        smallest = one_block * plan.width
-        max_blocks = min(longest_pool([array.shape], array.block_size) for array in plan.arrays)
+    """How many blocks the budget in bytes holds. The caller evaluates the weights before. Raises
+    ValueError if it holds no block, or if the device cannot hold the budget."""
+    one_block = planned_block_bytes(plan.arrays)
+    smallest = one_block * plan.width
+    longest = [longest_pool([array.shape], array.block_size) for array in plan.arrays]
+    max_blocks = min(longest, default=0)
     if kv_memory is not None:
         _check_held(kv_memory, max_blocks * one_block, reserved)
     budget = max(0, default_kv_memory() - reserved) if kv_memory is None else kv_memory
@@ -137,11 +123,8 @@ def _check_held(kv_memory: int, longest: int, reserved: int) -> None:
 
 
 def num_snapshots_for(state_bytes: int, max_running: int, snapshot_memory: int | None) -> int:
-    """How many snapshots of `state_bytes` each the budget in bytes holds.
-
-    Raises:
-        ValueError: the budget is neither 0 nor enough for one snapshot.
-    """
+    """How many snapshots of `state_bytes` each the budget in bytes holds. Raises ValueError if the
+    budget is neither 0 nor enough for one."""
     if snapshot_memory is None:
         affordable = default_kv_memory() // SNAPSHOT_SHARE // max(1, state_bytes)
         return max(1, min(SNAPSHOTS_PER_REQUEST * max_running, affordable))
@@ -160,11 +143,9 @@ def promise_snapshots(allocator: BlockAllocator, state_bytes: int) -> None:
 
 
 class _WiredLimit:
-    """MLX's wired limit, one for the process, and the number of its holders.
-
-    The garbage collector may release a holder during :meth:`hold` on the same thread. So the lock
-    is reentrant, and the new holder is counted before the limit changes.
-    """
+    """MLX's wired limit, one for the process, and the number of its holders. The garbage collector
+    may release a holder during :meth:`hold` on the same thread: the lock is reentrant, and the new
+    holder is counted before the limit changes."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -193,8 +174,7 @@ _limit = _WiredLimit()
 
 def hold_wired_limit(owner: object) -> Callable[[], object] | None:
     """Raise MLX's wired limit to what Metal recommends, until `owner` dies or the returned function
-    is called. The last of several owners restores the limit. On a CPU do nothing; return None.
-    """
+    is called; the last of several owners restores it. On a CPU do nothing; return None."""
     recommended = working_set()
     if recommended is None:
         return None

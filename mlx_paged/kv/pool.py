@@ -21,27 +21,20 @@ Tagged = TypeVar("Tagged", bound=mx.array)
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one layer stores for a token: `n_kv_heads` keys and values.
-
-    Attributes:
-        latent: values are the first `v_head_dim` columns of the keys and are stored once. The two
-            arrays written are the latent and the rotary key, which fills the other columns.
-        kv_bits: how the pool stores them; see :mod:`mlx_paged.ops.formats`.
-    """
+    """What one layer stores for a token: `n_kv_heads` keys and values."""
 
     n_kv_heads: int
     head_dim: int
     v_head_dim: int
     dtype: mx.Dtype
+    # Values are the first `v_head_dim` columns of the keys and are stored once. The two arrays
+    # written are the latent and the rotary key, which fills the other columns.
     latent: bool = False
-    kv_bits: KVBits = None
+    kv_bits: KVBits = None  # how the pool stores them; see :mod:`mlx_paged.ops.formats`
 
     def quantized(self, where: str, kv_bits: KVBits) -> "KVShape":
-        """The same layer in a pool with these `kv_bits`.
-
-        Raises:
-            ValueError: such a pool cannot hold this layer, or the device cannot use it.
-        """
+        """The same layer in a pool with these `kv_bits`. Raises ValueError if such a pool cannot
+        hold this layer, or the device cannot use it."""
         kv_bits = checked_bits(where, kv_bits)
         problem = None
         few = 2 if mx.default_device() == mx.cpu else 8  # values of 4 bits that are loaded at once
@@ -106,11 +99,6 @@ class KVPool:
     ones inside an array only. ``k[layer]`` and ``v[layer]`` are handles: a write returns new ones
     over the same buffer, and the old ones must not be read again. In latent layers V is a view of
     K. Layers of several layer groups may share one pair of arrays, which counts as one layer here.
-
-    Attributes:
-        scales: "k_scales" and "v_scales", arguments of the ops; empty if nothing is quantized.
-        capacity: up to how many blocks :meth:`grow` should copy nothing. On a CPU this reserves
-            address space; memory is taken where blocks are written.
     """
 
     def __init__(
@@ -127,11 +115,14 @@ class KVPool:
         self.shapes = tuple(array.shape for array in self._arrays)
         self.num_blocks = num_blocks
         self.block_size = block_size
+        # Up to how many blocks :meth:`grow` should copy nothing. On a CPU this reserves address
+        # space; memory is taken where blocks are written.
         self.capacity = capacity
         self.k: list[mx.array] = []
         self.v: list[mx.array] = []
         is_quantized = any(shape.kv_bits is not None for shape in self.shapes)
         names = ("k_scales", "v_scales") if is_quantized else ()
+        # "k_scales" and "v_scales", arguments of the ops; empty if nothing is quantized.
         self.scales: dict[str, list[mx.array]] = {name: [] for name in names}
         self._stored = [self.k, self.v, *self.scales.values()]  # of each layer, as write_kv's
         owners: dict[int, int] = {}  # the first pair of arrays with each memory
@@ -252,11 +243,8 @@ class KVPool:
     def read(
         self, layer: int, gather: Callable[[mx.array], mx.array], *, as_written: bool = False
     ) -> tuple[mx.array, mx.array]:
-        """A layer's K and V that `gather` takes from an array, in the type of the model.
-
-        Args:
-            as_written: of latent layers the latents and the rotary keys.
-        """
+        """A layer's K and V that `gather` takes from an array, in the type of the model; if
+        `as_written`, of latent layers the latents and the rotary keys."""
         if not self.scales:
             stored = self.write_targets(layer) if as_written else (self.k[layer], self.v[layer])
             return gather(stored[0]), gather(stored[1])
@@ -266,10 +254,7 @@ class KVPool:
 
     def gather(self, layer: int, runs: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.
-
-        Args:
-            runs: the sequence's blocks, from :func:`head_runs`.
-        """
+        `runs` are the sequence's blocks, from :func:`head_runs`."""
 
         def gathered(cache: mx.array) -> mx.array:
             return _gather_heads(cache, runs)[:, :, :num_tokens]
@@ -281,9 +266,7 @@ class KVPool:
 
     def grow(self, num_blocks: int) -> None:
         """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.
-
-        Beyond the capacity, and on a GPU, this copies the arrays.
-        """
+        Beyond the capacity, and on a GPU, this copies the arrays."""
         assert num_blocks >= self.num_blocks
 
         def longer(blocks: mx.array) -> mx.array:
@@ -373,11 +356,8 @@ def _pair(op: Callable[..., Any], *arrays: mx.array) -> tuple[mx.array, ...]:
 
 
 def head_runs(block_ids: mx.array, n_kv_heads: int) -> mx.array:
-    """Where the tokens of each head and block are, ``[n_kv_heads, n]``.
-
-    Args:
-        block_ids: ``[n]`` int32, a sequence's blocks in logical order.
-    """
+    """Where the tokens of each head and block are, ``[n_kv_heads, n]``; `block_ids` are a
+    sequence's blocks in logical order, ``[n]`` int32."""
     return block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
 
 
@@ -391,5 +371,4 @@ def _gather_heads(cache: mx.array, runs: mx.array) -> mx.array:
 
 
 def as_int32(values: Sequence[int] | Int32Array) -> mx.array:
-    """Host integers as an int32 array."""
     return mx.array(np.asarray(values, np.int32))

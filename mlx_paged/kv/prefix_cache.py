@@ -13,15 +13,13 @@ ROOT = b""
 
 TOKEN_BYTES = 8
 
-ABSENT = -1
-"""Stands for a block that the pool lacks."""
+ABSENT = -1  # stands for a block that the pool lacks
 
 MAX_SIBLINGS = 8
 """A look-up compares a prompt with at most so many blocks after the same prefix, the latest first.
 Many prompts may continue one system prompt."""
 
-EVICTED_PER_BLOCK = 4
-"""Hashes of evicted blocks that are kept for each block of the pool."""
+EVICTED_PER_BLOCK = 4  # hashes of evicted blocks that are kept for each block of the pool
 
 
 def chain_hash(parent: bytes, tokens: bytes) -> bytes:
@@ -41,11 +39,9 @@ def token_bytes(tokens: Sequence[int], start: int, stop: int) -> bytes:
 
 
 def smallest_run(block_size: int) -> int:
-    """How many leading tokens of a block must agree with a prompt's rest before it is copied.
-
-    To copy a block costs less than to compute a few tokens. But prompts that share a few tokens by
-    chance, such as a template's first ones, would fill the pool with near-equal blocks.
-    """
+    """How many leading tokens of a block must agree with a prompt's rest before it is copied. To
+    copy costs less than to compute a few tokens, but prompts that share a few by chance, such as a
+    template's first ones, would fill the pool with near-equal blocks."""
     return max(1, block_size // 4)
 
 
@@ -61,31 +57,20 @@ def common_tokens(a: bytes, b: bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlock:
-    """A block whose content is known: its tokens and the hash of the prefix they extend.
-
-    Attributes:
-        tokens: as :func:`token_bytes`; a text's last block may have fewer than `block_size`.
-    """
+    """A block whose content is known: its tokens and the hash of the prefix they extend."""
 
     block: int
     hash: bytes
     parent: bytes
-    tokens: bytes
+    tokens: bytes  # as :func:`token_bytes`; a text's last block may have fewer than `block_size`
 
 
 class PrefixCache:
-    """Blocks of known content of one layer group, by chained hash.
+    """Blocks of known content of one layer group, by chained hash. A hash collision cannot return
+    wrong K/V: a found block's tokens and parent are compared too. `idle` are the pool's blocks that
+    no sequence holds, the one unused longest first."""
 
-    A hash collision cannot return wrong K/V: a found block's tokens and parent are compared too.
-
-    Args:
-        idle: the pool's blocks that no sequence holds, the one unused longest first.
-
-    Attributes:
-        by_block: what is known, by block.
-        snapshots: of recurrent states; None for a model without recurrent layers.
-    """
-
+    # Of recurrent states; None for a model without recurrent layers.
     snapshots: Snapshots | None = None
 
     def __init__(self, num_blocks: int, block_size: int, idle: OrderedDict[int, None]) -> None:
@@ -93,7 +78,7 @@ class PrefixCache:
         self.min_run = smallest_run(block_size)
         self._max_evicted = EVICTED_PER_BLOCK * num_blocks
         self._by_hash: dict[bytes, CachedBlock] = {}
-        self.by_block: dict[int, CachedBlock] = {}
+        self.by_block: dict[int, CachedBlock] = {}  # what is known, by block
         self._by_parent: dict[bytes, dict[int, None]] = {}  # blocks, latest last
         self._idle = idle
         self._evicted: OrderedDict[bytes, None] = OrderedDict()  # hashes of full blocks

@@ -15,68 +15,46 @@ class MissReason(StrEnum):
     A prompt reuses the full blocks that agree with it, then a run of leading tokens of one more
     block, but never its own last token. There is no reason (None) if the rest of the prompt is
     shorter than the smallest usable run.
-
-    Attributes:
-        DISABLED: the caller did not ask for reuse.
-        TOO_SHORT: the prompt without its last token is shorter than the smallest usable run.
-        NO_STATE: more K/V agrees, but the model has recurrent layers and no snapshot of their
-            states is kept there.
-        EVICTED: the prompt's next full block was cached and has been evicted.
-        UNSEEN: nothing was reused: no cached text begins like this prompt.
-        DIVERGED: the cached text that agrees longest continues differently.
-        END: the cached text ends there.
-        ON_DISK: more is on the disk, but to read it would take longer than to compute it.
     """
 
-    DISABLED = "disabled"
+    DISABLED = "disabled"  # the caller did not ask for reuse
+    # The prompt without its last token is shorter than the smallest usable run.
     TOO_SHORT = "too_short"
+    # More K/V agrees, but the model has recurrent layers and no snapshot of their states is kept
+    # there.
     NO_STATE = "no_state"
-    EVICTED = "evicted"
-    UNSEEN = "unseen"
-    DIVERGED = "diverged"
-    END = "end"
-    ON_DISK = "on_disk"
+    EVICTED = "evicted"  # the prompt's next full block was cached and has been evicted
+    UNSEEN = "unseen"  # nothing was reused: no cached text begins like this prompt
+    DIVERGED = "diverged"  # the cached text that agrees longest continues differently
+    END = "end"  # the cached text ends there
+    ON_DISK = "on_disk"  # more is on the disk, but to read it would take longer than to compute it
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """The cached prefix of a prompt, and what a new sequence gets of it.
+    """The cached prefix of a prompt, and what a new sequence gets of it."""
 
-    Attributes:
-        hashes: of its full blocks.
-        blocks: for each layer group the last of these blocks, as many as a sequence keeps.
-        tails: for each group the block after them whose first tokens agree with the prompt, if it
-            is worth a copy; else empty.
-        num_cached: leading tokens of the prompt that are found.
-        miss: why the reuse ended there; None if all that can be reused is.
-        snapshot: the recurrent states after these tokens, if the model has any.
-        prefix_without_state: length of a longer cached prefix that lacks its state; 0: none.
-        copies: block copies to perform, in order, before any write.
-    """
-
-    hashes: list[bytes]
+    hashes: list[bytes]  # of its full blocks
+    # For each layer group the last of these blocks, as many as a sequence keeps.
     blocks: list[list[CachedBlock]]
+    # For each group the block after them whose first tokens agree with the prompt, if it is worth a
+    # copy; else empty.
     tails: list[CachedBlock]
-    num_cached: int
-    miss: MissReason | None
+    num_cached: int  # leading tokens of the prompt that are found
+    miss: MissReason | None  # why the reuse ended there; None if all that can be reused is
+    # The recurrent states after these tokens, if the model has any.
     snapshot: Snapshot | None = None
-    prefix_without_state: int = 0
-    copies: Sequence[BlockCopy] = ()
+    prefix_without_state: int = 0  # length of a longer cached prefix that lacks its state; 0: none
+    copies: Sequence[BlockCopy] = ()  # block copies to perform, in order, before any write
 
 
 @dataclass(frozen=True, slots=True)
 class NeededBlock:
-    """A full block that a prompt could reuse.
+    """A full block that a prompt could reuse."""
 
-    Attributes:
-        index: which block of the prompt it is.
-        group: its layer group; -1: these are the recurrent states after it.
-        known: its content; the block is ABSENT if the pool lacks it.
-    """
-
-    index: int
-    group: int
-    known: CachedBlock
+    index: int  # which block of the prompt it is
+    group: int  # its layer group; -1: these are the recurrent states after it
+    known: CachedBlock  # its content; the block is ABSENT if the pool lacks it
 
     @property
     def is_absent(self) -> bool:
@@ -100,12 +78,8 @@ def block_key(hash: bytes, group: int) -> bytes:
 def miss_reason(
     min_run: int, start: int, stop: int, run: int, was_evicted: bool, goes_on: bool
 ) -> MissReason | None:
-    """Why the reuse of ``[0, stop)`` ended after full blocks up to `start` and a run.
-
-    Args:
-        was_evicted: whether the next full block was cached and has been evicted.
-        goes_on: whether cached text that agrees up to there continues differently.
-    """
+    """Why the reuse of ``[0, stop)`` ended after full blocks up to `start` and a run. `goes_on`:
+    cached text that agrees up to there continues differently."""
     if stop < min_run:
         return MissReason.TOO_SHORT
     if stop - start < min_run or start + run == stop:

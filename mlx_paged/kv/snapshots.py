@@ -9,24 +9,16 @@ from mlx_paged.arguments import integer
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """The states of a model's recurrent layers after the first `position` tokens of a text.
-
-    Attributes:
-        is_spare: kept only while there is room, and dropped first.
-        states: the runner's copy, never changed; None until it is computed.
-    """
+    """The states of a model's recurrent layers after the first `position` tokens of a text."""
 
     position: int
-    is_spare: bool = False
-    states: object | None = None
+    is_spare: bool = False  # kept only while there is room, and dropped first
+    states: object | None = None  # the runner's copy, never changed; None until it is computed
 
 
 class Snapshots:
-    """At most `max_snapshots` snapshots by place: a known block and a number of its first tokens.
-
-    A snapshot is dropped with its block, whose K/V it needs, or as the least recently used when
-    there are too many.
-    """
+    """At most `max_snapshots` snapshots by place: a known block and a number of its first tokens. A
+    snapshot is dropped with its block, whose K/V it needs, or as the least recently used one."""
 
     def __init__(self, max_snapshots: int) -> None:
         self.max_snapshots = integer("Snapshots", "max_snapshots", max_snapshots, 1)
@@ -79,7 +71,6 @@ class Snapshots:
                 self._runs.setdefault(target, set()).add(run)
 
     def forget(self, block: int) -> None:
-        """Drop the block's snapshots."""
         for run in list(self._runs.get(block, ())):
             self._discard((block, run))
 

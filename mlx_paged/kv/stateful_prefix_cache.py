@@ -18,12 +18,9 @@ from mlx_paged.kv.snapshots import Snapshot, Snapshots
 
 
 class StatefulPrefixCache(PrefixCache):
-    """Blocks of known content, reusable only up to a snapshot of the recurrent states.
-
-    K/V can be read from its start to any position, but a state exists at one position only. So a
-    reused prefix ends at a snapshot, within a block if necessary. A run of any length is then worth
-    a copy. The blocks of a model without K/V hold nothing and only count its tokens.
-    """
+    """Blocks of known content, reusable only up to a snapshot of the recurrent states, within a
+    block if necessary: a state exists at one position only. A run of any length is then worth a
+    copy. The blocks of a model without K/V hold nothing and only count its tokens."""
 
     def __init__(
         self, num_blocks: int, block_size: int, idle: OrderedDict[int, None], max_snapshots: int

@@ -59,19 +59,13 @@ class RecorderConfig:
 
 
 class TickRecorder:
-    """Makes one :class:`Tick` of each call that advances the engine, and adds it to `stats`.
-
-    Args:
-        scheduler: its counters are read.
-        stats: its counters are updated.
-        clock: seconds.
-    """
+    """Makes one :class:`Tick` of each call that advances the engine, and adds it to `stats`."""
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        stats: EngineStats,
-        clock: Callable[[], float],
+        scheduler: Scheduler,  # its counters are read
+        stats: EngineStats,  # its counters are updated
+        clock: Callable[[], float],  # seconds
         config: RecorderConfig,
     ) -> None:
         self._pauses = GcPauses(clock)

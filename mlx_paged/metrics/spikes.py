@@ -8,24 +8,12 @@ from statistics import median
 
 from mlx_paged.metrics.tick import PARTS, Tick
 
-FLOOR_MS = 50.0
-"""Without a given threshold, a tick is a spike only above this time."""
-
-FACTOR = 3.0
-"""Without a given threshold, a spike takes more than this multiple of the usual time."""
-
-NUM_RECENT = 64
-"""Number of latest ticks that define the usual time."""
-
-MIN_RECENT = 8
-"""Ticks are not judged before so many of their kind are known."""
-
-SHARE = 0.25
-"""A part is a cause if it has at least this share of a spike's excess."""
-
-FEW_TOKENS = 8
-"""So few prompt tokens, e.g. those of a fork, are not a cause."""
-
+FLOOR_MS = 50.0  # without a given threshold, a tick is a spike only above this time
+FACTOR = 3.0  # without a given threshold, a spike takes more than this multiple of the usual time
+NUM_RECENT = 64  # number of latest ticks that define the usual time
+MIN_RECENT = 8  # ticks are not judged before so many of their kind are known
+SHARE = 0.25  # a part is a cause if it has at least this share of a spike's excess
+FEW_TOKENS = 8  # so few prompt tokens, e.g. those of a fork, are not a cause
 _parts = attrgetter(*PARTS)
 
 
@@ -41,14 +29,9 @@ class Spike:
 
 
 class SpikeDetector:
-    """Compares each tick with the usual time.
-
-    The usual time is the median of recent ticks that only decoded, because running streams expect
-    that time. Ticks without decodes are compared with each other.
-
-    Args:
-        threshold_ms: fixed threshold; None: FACTOR times the usual time, at least FLOOR_MS.
-    """
+    """Compares each tick with `threshold_ms`, or with FACTOR times the usual time, at least
+    FLOOR_MS: the median of recent ticks that only decoded, because running streams expect that
+    time. Ticks without decodes are compared with each other."""
 
     def __init__(self, threshold_ms: float | None = None) -> None:
         self.threshold_ms = threshold_ms
@@ -86,11 +69,8 @@ class SpikeDetector:
 
 
 def causes(tick: Tick, usual: Sequence[Tick]) -> tuple[str, ...]:
-    """Why `tick` took longer than the `usual` ticks: the parts with the largest excess decide.
-
-    A tick that took hardly longer can be a spike by a fixed threshold. Its causes then follow from
-    its whole parts, not from their excess.
-    """
+    """Why `tick` took longer than the `usual` ticks: the parts with the largest excess decide. A
+    tick can be a spike by a fixed threshold and take hardly longer: then its whole parts decide."""
     excesses = _excesses(tick, usual)
     if _total(excesses) < SHARE * tick.tick_ms:
         usual = ()

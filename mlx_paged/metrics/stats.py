@@ -17,11 +17,8 @@ from mlx_paged.scheduler.step import Span
 
 IntArray = npt.NDArray[np.int64]
 
-STOCK_GROWTH = 256
-"""mlx-lm's own caches grow by so many tokens at once."""
-
-NUM_TTFTS = 10_000
-"""Number of latest times to first token that the statistics use."""
+STOCK_GROWTH = 256  # mlx-lm's own caches grow by so many tokens at once
+NUM_TTFTS = 10_000  # number of latest times to first token that the statistics use
 
 
 class Reads(NamedTuple):
@@ -36,13 +33,8 @@ class Reads(NamedTuple):
 
 
 class KVReads:
-    """Computes how much K/V attention must read.
-
-    Args:
-        layers: the window of each layer (None: no window, 0: it stores nothing), and the bytes of
-            one token's K/V in it.
-        block_size: token slots in a block.
-    """
+    """Computes how much K/V attention must read. Each layer has a window (None: none, 0: it stores
+    nothing) and the bytes of one token's K/V in it."""
 
     def __init__(self, layers: Iterable[tuple[int | None, int]], block_size: int) -> None:
         stored: Counter[int | None] = Counter()  # by window, of all its layers
@@ -75,17 +67,11 @@ class KVReads:
 
 @dataclass(slots=True)
 class Traces:
-    """Traces of decode steps, which become compiled graphs.
+    """Traces of decode steps, which become compiled graphs."""
 
-    Attributes:
-        count: how many there were.
-        seconds: that they took.
-        bytes: by which the process grew while its buckets were traced.
-    """
-
-    count: int = 0
-    seconds: float = 0.0
-    bytes: int = 0
+    count: int = 0  # how many there were
+    seconds: float = 0.0  # that they took
+    bytes: int = 0  # by which the process grew while its buckets were traced
 
 
 @dataclass(slots=True)

@@ -34,13 +34,8 @@ class TimeHistogram:
 
 
 class TickLog(deque[Tick]):
-    """A ring buffer of ticks, newest last.
-
-    Args:
-        capacity: how many ticks it holds; the oldest are dropped.
-        spike_ms: ticks that take longer are spikes; None: see :class:`SpikeDetector`.
-        profile: whether the engine profiles, which makes its ticks slower.
-    """
+    """A ring buffer of ticks, newest last. Ticks longer than `spike_ms` are spikes; None: see
+    :class:`SpikeDetector`. An engine that profiles has slower ticks."""
 
     def __init__(
         self, capacity: int = CAPACITY, spike_ms: float | None = None, profile: bool = False
@@ -76,10 +71,8 @@ class TickLog(deque[Tick]):
         return dict(zip(self._names, self._totals, strict=True))
 
     def summary(self) -> dict[str, Any]:
-        """Percentiles of each time over the held ticks, and the spikes, as JSON values.
-
-        Times that are not measured are None.
-        """
+        """Percentiles of each time over the held ticks, and the spikes, as JSON values. Times that
+        are not measured are None."""
         found: dict[str, Any] = {name: self._percentiles(name, self) for name in TIMES}
         decodes = [tick for tick in self if not tick.has_prompt_tokens]
         prefills = [tick for tick in self if tick.has_prompt_tokens]

@@ -28,7 +28,6 @@ class GcPauses:
         self.close.atexit = False
 
     def watch(self) -> None:
-        """Make the calling thread the watched one."""
         self._thread = threading.get_ident()
 
     def working(self) -> float:

@@ -62,9 +62,7 @@ class CPULayers:
     @contextmanager
     def diverted(self) -> Iterator[None]:
         """Use the fused kernels for this thread's calls within the context, if its device is a CPU.
-
-        Contexts may nest, and overlap in several threads; the last one restores MLX's functions.
-        """
+        Contexts may nest, and overlap in several threads; the last one restores MLX's functions."""
         if mx.default_device() != mx.cpu:
             yield
             return
@@ -100,37 +98,20 @@ def _rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Any =
     return _ext.layers.rms_norm(x, weight, eps, stream=stream)
 
 
-def _rope(
-    a: mx.array,
-    dims: int,
-    *,
-    traditional: bool,
-    base: float | None,
-    scale: float,
-    offset: int | mx.array,
-    freqs: mx.array | None = None,
-    stream: Any = None,
-) -> mx.array:
-    given_once = (base is None) != (freqs is None)
+def _rope(a: mx.array, dims: int, **options: Any) -> mx.array:
+    base, freqs, stream = options.get("base"), options.get("freqs"), options.get("stream")
+    is_whole = options.keys() >= {"traditional", "base", "scale", "offset"}
+    given_once = is_whole and (base is None) != (freqs is None)
     fits_freqs = freqs is None or freqs.shape == (dims // 2,)
     if not (_fits(a) and a.ndim in (3, 4) and given_once and fits_freqs):
-        return mlx_rope(
-            a,
-            dims,
-            traditional=traditional,
-            base=base,
-            scale=scale,
-            offset=offset,
-            freqs=freqs,
-            stream=stream,
-        )
+        return mlx_rope(a, dims, **options)
     if freqs is None:
-        assert base is not None
         frequencies = _frequencies(dims, base)
     else:
         frequencies = mx.reciprocal(freqs.astype(mx.float32), stream=stream)
+    scale, traditional = options["scale"], options["traditional"]
     return _ext.layers.rope(
-        a, offset, frequencies, scale=scale, traditional=traditional, stream=stream
+        a, options["offset"], frequencies, scale=scale, traditional=traditional, stream=stream
     )
 
 

@@ -117,11 +117,8 @@ def write_kv(
     slot_mapping: mx.array,
     **scales: mx.array,
 ) -> tuple[mx.array, ...]:
-    """``mlx_paged.write_kv`` as a scatter into new arrays.
-
-    MLX's scatter does not check indices, so the host reads the slots: it waits until `slot_mapping`
-    is evaluated.
-    """
+    """``mlx_paged.write_kv`` as a scatter into new arrays. MLX's scatter does not check indices, so
+    the host reads the slots: it waits until `slot_mapping` is evaluated."""
     _, num_blocks, block_size, _ = k_cache.shape
     slots = np.array(slot_mapping)
     rows = np.flatnonzero((slots >= 0) & (slots < num_blocks * block_size))

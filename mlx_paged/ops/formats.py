@@ -1,18 +1,9 @@
 """How a pool stores keys and values: as they are, or quantized with scales.
 
-============  ====================  =============  ===========================
-``kv_bits``   keys                  values         bytes of a token and head
-============  ====================  =============  ===========================
-None          the model's type      the same       ``itemsize * (D + D_v)``
-8             int8, one scale       int8, one      ``D + D_v + 4``
-                                    scale
-"8,4"         int8, one scale       4 bits         ``D + 2 + D_v / 2 + 4 * G``
-============  ====================  =============  ===========================
-
-A scale is a float16 for each token and KV head. Values of 4 bits have a scale and a minimum for
-each of G groups of :data:`GROUP` columns, of which the last may be narrower. ``csrc/kv_formats.h``
-has the layout of the bytes, ``csrc/cpu/quantize.h`` the rounding; :func:`quantized` computes the
-same.
+``kv_bits`` None: in the model's type. 8: as int8, with a float16 scale for each token and KV head.
+"8,4": keys so, and values in 4 bits, with a scale and a minimum for each group of :data:`GROUP`
+columns, of which the last may be narrower. ``csrc/kv_formats.h`` has the layout of the bytes,
+``csrc/cpu/quantize.h`` the rounding; :func:`quantized` computes the same.
 """
 
 from typing import NamedTuple
@@ -24,14 +15,10 @@ KVBits = int | str | None
 
 
 class Format(NamedTuple):
-    """How keys or values are stored.
+    """How keys or values are stored."""
 
-    Attributes:
-        bits: of an element.
-        dtype: of the stored elements; 4-bit ones lie in pairs, the first in the low half of a byte.
-    """
-
-    bits: int
+    bits: int  # of an element
+    # Of the stored elements; 4-bit ones lie in pairs, the first in the low half of a byte.
     dtype: mx.Dtype
 
     @property
@@ -66,11 +53,8 @@ def formats(kv_bits: KVBits, dtype: mx.Dtype) -> tuple[Format, Format]:
 
 
 def checked_bits(where: str, kv_bits: KVBits) -> KVBits:
-    """`kv_bits` as a key of :data:`FORMATS`, or None.
-
-    Raises:
-        ValueError: there is no such format.
-    """
+    """`kv_bits` as a key of :data:`FORMATS`, or None. Raises ValueError if there is no such
+    format."""
     given = kv_bits.replace(" ", "") if isinstance(kv_bits, str) else kv_bits
     found = 8 if given in ("8", "8,8") else given
     if found is None or (found in [*FORMATS] and not isinstance(found, bool | float)):
@@ -82,7 +66,6 @@ def checked_bits(where: str, kv_bits: KVBits) -> KVBits:
 
 
 def format_of(cache: mx.array) -> Format:
-    """The format of a quantized cache."""
     return _BITS_4 if cache.dtype == mx.uint8 else _BITS_8
 
 

@@ -16,7 +16,6 @@ checks these when it is called. It checks the others when it is evaluated, befor
 writes. Both raise ValueError.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -320,7 +319,7 @@ def copy_blocks(
         ValueError: as from ``write_kv``.
     """
     copied = _ext.copy_blocks(k_cache, v_cache, block_pairs, stream=stream)
-    if _kernel_of(block_pairs)(stream) == "native":  # of arrays of any width
+    if _is_compiled(stream, block_pairs):  # of arrays of any width
         return copied
     with _on(stream):
         return fallback.copy_blocks(k_cache, v_cache, block_pairs)
@@ -337,13 +336,10 @@ def uninstall_from_mlx() -> None:
         delattr(mx.fast, "paged_attention")
 
 
-def _kernel_of(indices: mx.array) -> Callable[..., str]:
-    """What says which kernel a stream has for an op with these indices.
-
-    Plain MLX needs the values of the indices. If MLX transforms these too, only the compiled op is
-    possible.
-    """
-    return kernel_for if _ext.has_values(indices) else _kernel_on
+def _is_compiled(stream: Stream | None, indices: mx.array, *dims: int) -> bool:
+    """Whether the stream computes an op with these indices by the compiled kernel. Plain MLX needs
+    their values: if MLX transforms these too, only the compiled op is possible."""
+    return (kernel_for if _ext.has_values(indices) else _kernel_on)(stream, *dims) == "native"
 
 
 def _is_native(
@@ -353,7 +349,7 @@ def _is_native(
     columns = v_cache.shape[-1]
     if v_cache.dtype == mx.uint8 and columns % 4 == 0:  # GPUs need whole vectors of pairs, too
         columns *= 2
-    return _kernel_of(indices)(stream, k_cache.shape[-1], columns) == "native"
+    return _is_compiled(stream, indices, k_cache.shape[-1], columns)
 
 
 def _serves_varlen(

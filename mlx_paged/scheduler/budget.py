@@ -10,25 +10,20 @@ takes at most P / MIN_CHUNK steps, besides those in which others overtake it."""
 
 
 class ChunkBudget:
-    """Limits the prompt tokens of a step and, if it has decodes, its predicted time.
-
-    Attributes:
-        prefill_chunk: prompt tokens of a step at most.
-        max_stall: predicted seconds of a step with decodes at most; MIN_CHUNK tokens may exceed
-            it. None: no such bound.
-        cost: predicts the time of a step.
-        learns: whether `cost` follows the times of steps.
-    """
+    """Limits the prompt tokens of a step and, if it has decodes, its predicted time."""
 
     def __init__(self, prefill_chunk: int, max_stall: float | None) -> None:
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = prefill_chunk  # prompt tokens of a step at most
+        # Predicted seconds of a step with decodes at most; MIN_CHUNK tokens may exceed it. None: no
+        # such bound.
         self.max_stall = max_stall
-        self.cost = CostModel()
-        self.learns = max_stall is not None
+        self.cost = CostModel()  # predicts the time of a step
+        self.learns = max_stall is not None  # whether `cost` follows the times of steps
+        self.pauses = False  # whether it does so for a stall bound only
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from the time of a step, if anyone needs to know it."""
-        if self.learns and seconds > 0:
+        if self.learns and seconds > 0 and (self.max_stall is not None or not self.pauses):
             self.cost.observe(work, seconds)
 
     def seconds_to_compute(self, start: int, stop: int) -> float:
@@ -50,15 +45,10 @@ class ChunkBudget:
         )
 
     def can_start(self, step: Step, request: Request, block_size: int | None) -> bool:
-        """Whether the step can compute enough of a waiting request.
-
-        With `max_stall`, steps often have time left for a few tokens. Requests admitted for these
-        would hold blocks for whole prompts and would not finish earlier.
-
-        Args:
-            block_size: a request waits while the step computes blocks that it can share; None:
-                nothing is shared.
-        """
+        """Whether the step can compute enough of a waiting request, and none of its blocks is
+        computed in it already; no `block_size`: nothing is shared. With `max_stall`, steps often
+        have time left for a few tokens. Requests admitted for these would hold blocks and not
+        finish earlier."""
         least, budget = 1, self.left(step, request)
         if self.max_stall is not None:
             least = min(MIN_CHUNK, self.prefill_chunk, request.num_pending)
@@ -68,14 +58,9 @@ class ChunkBudget:
 
 
 def is_under_way(request: Request, step: Step, budget: int, block_size: int) -> bool:
-    """Whether `step` already computes, for another request, half of what `request` would compute.
-
-    Then the request should wait. After the step it finds these blocks in the prefix cache, and the
-    step's budget goes to other prompts.
-
-    Args:
-        budget: prompt tokens that the step can still compute.
-    """
+    """Whether `step`, which can compute `budget` more prompt tokens, already computes half of what
+    `request` would compute for another one. Then the request should wait: after the step it finds
+    these blocks in the prefix cache, and the budget goes to other prompts."""
     for span in step.spans:
         if len(span) > 1 and span.request.salt == request.salt:
             own = min(len(request.tokens) - span.start, budget)  # with hits up to the span

@@ -10,44 +10,27 @@ from statistics import median
 FORGETTING = 0.98
 """Weight of an observation relative to the next one: about the last 50 of each kind count."""
 
-SWEEPS = 4
-"""Sweeps of coordinate descent per observation, each from the previous coefficients."""
+SWEEPS = 4  # sweeps of coordinate descent per observation, each from the previous coefficients
 
 TOKENS_GROWTH = 2
 """A chunk has at most so many times the tokens of the largest chunk so far, and decodes with drafts
 so many times the rows of the most so far."""
 
-CONTEXT_GROWTH = 8
-"""The same for its context, which grows faster than its tokens."""
-
-WARM_UP = 8
-"""Before so many observations of a kind, none of them is an outlier."""
+CONTEXT_GROWTH = 8  # the same for its context, which grows faster than its tokens
+WARM_UP = 8  # before so many observations of a kind, none of them is an outlier
 
 NOVELTY = 1.25
 """Work more than so many times as large as any before is never an outlier: its cost is unknown."""
 
 # The difference of an observation from its prediction is log(seconds / predicted).
 
-CLIP = 4.0
-"""Outliers differ by more than so many times the usual difference."""
-
-MARGIN = 2.5
-"""A bound leaves room for so many usual differences."""
-
-LARGEST_MARGIN = 1.3
-"""Upper limit of the margin, for a machine whose times vary a lot."""
-
-USUAL_RATE = 0.05
-"""Rate per observation at which the usual difference follows the latest ones."""
-
-MIN_USUAL = 0.01
-"""Lower limit of the usual difference."""
-
-DRIFT_RATE = 0.05
-"""Rate per observation at which the drift follows the differences."""
-
-CHANGE = 0.2
-"""The drift follows smaller differences; larger ones may mean a change of speed."""
+CLIP = 4.0  # outliers differ by more than so many times the usual difference
+MARGIN = 2.5  # a bound leaves room for so many usual differences
+LARGEST_MARGIN = 1.3  # upper limit of the margin, for a machine whose times vary a lot
+USUAL_RATE = 0.05  # rate per observation at which the usual difference follows the latest ones
+MIN_USUAL = 0.01  # lower limit of the usual difference
+DRIFT_RATE = 0.05  # rate per observation at which the drift follows the differences
+CHANGE = 0.2  # the drift follows smaller differences; larger ones may mean a change of speed
 
 CHANGE_STEPS = 10
 """The speed changed if all but one of so many differences are large and of the same sign. Pauses
@@ -56,19 +39,12 @@ and compilations are shorter, and a single one of them does not hide the change.
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step computes.
+    """What a step computes."""
 
-    Attributes:
-        decode_rows: newest tokens of requests, and drafts of the tokens after them.
-        decode_context: sum of the context lengths of these rows.
-        chunk_tokens: tokens of prefill chunks.
-        chunk_context: sum of the context lengths of these tokens; position p has p + 1.
-    """
-
-    decode_rows: int = 0
-    decode_context: int = 0
-    chunk_tokens: int = 0
-    chunk_context: int = 0
+    decode_rows: int = 0  # newest tokens of requests, and drafts of the tokens after them
+    decode_context: int = 0  # sum of the context lengths of these rows
+    chunk_tokens: int = 0  # tokens of prefill chunks
+    chunk_context: int = 0  # sum of the context lengths of these tokens; position p has p + 1
 
     @classmethod
     def chunk(cls, start: int, num_tokens: int) -> "StepWork":
@@ -161,21 +137,11 @@ class CostModel:
     def chunk_within(
         self, bound_seconds: float, work: StepWork, start: int, wanted: int, minimum: int
     ) -> int:
-        """How many tokens of a prompt a step can compute in addition to `work`.
-
-        Above the minimum, `TOKENS_GROWTH` and `CONTEXT_GROWTH` limit how fast chunks grow, because
-        small chunks may not show what large ones cost.
-
-        Args:
-            bound_seconds: limit of the predicted seconds, including the margin.
-            start: position of the first token.
-            wanted: number of tokens left to compute.
-            minimum: number of tokens to compute at any cost, so that the prompt advances.
-
-        Returns:
-            The largest number of tokens within these limits, from ``min(minimum, wanted)`` to
-            `wanted`.
-        """
+        """The largest number of tokens of a prompt, from `minimum`, so that it advances, to
+        `wanted`, that a step can compute beside `work` from position `start`, within
+        `bound_seconds` of predicted time and margin. Above the minimum, `TOKENS_GROWTH` and
+        `CONTEXT_GROWTH` limit how fast chunks grow: small ones may not show what large ones
+        cost."""
         largest_tokens, largest_context, *_ = self._largest
 
         def is_too_much(num_tokens: int) -> bool:
@@ -217,11 +183,8 @@ class CostModel:
         return low > CHANGE or high < -CHANGE
 
     def _descend(self) -> None:
-        """Lower the sum of squares: set one coefficient at a time to its best value >= 0.
-
-        Coefficients that the data do not determine keep their values. The scale of a feature does
-        not matter.
-        """
+        """Lower the sum of squares: set one coefficient at a time to its best value >= 0. Those
+        that the data do not determine stay. The scale of a feature does not matter."""
         coefficients = self.coefficients
         decodes, chunks = self._decodes, self._chunks
         matrix = [list(map(add, a, b)) for a, b in zip(decodes.matrix, chunks.matrix, strict=True)]

@@ -9,15 +9,13 @@ from mlx_paged.request import Request
 NGRAM = 3
 """A draft follows the latest earlier occurrence of so many last tokens; an edit has no more."""
 
-LONG_RUN = 4
-"""After so many right guesses in a row, a source counts as found."""
+LONG_RUN = 4  # after so many right guesses in a row, a source counts as found
 
 FORGETTING = 0.97
 """Weight of a request's guess relative to the next one; a tenth as much is forgotten of the others'
 guesses."""
 
-PRIOR = 4.0
-"""So many guesses of all requests count beside a request's own."""
+PRIOR = 4.0  # so many guesses of all requests count beside a request's own
 
 MAX_DRAFTS = 15
 """Drafts of a request in a step at most: with its newest token, 16 rows of one sequence are
@@ -47,7 +45,6 @@ class NgramDrafter:
         return source.share if source.place else 0.0
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
-        """For each request its next tokens, `depth` of them."""
         pairs = zip(requests, depths, strict=True)
         return [self._sources[r.id].guesses(r.tokens, depth) for r, depth in pairs]
 
@@ -55,7 +52,6 @@ class NgramDrafter:
         """Nothing to learn: `likelihood` compares each token with its guess."""
 
     def drop(self, request: Request) -> None:
-        """Forget an ended request."""
         self._sources.pop(request.id, None)
 
     def recover(self) -> None:

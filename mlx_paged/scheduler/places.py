@@ -16,19 +16,6 @@ class Places:
     another request is preempted: its blocks are freed, and its tokens are computed again later.
     Parked sequences hold blocks but are not computed: forks that wait, and ended requests kept for
     later forks. They lose their blocks before any running request is preempted.
-
-    Args:
-        prefix_cache: whether prompts with equal prefixes share blocks.
-        policy: order of the waiting requests.
-        victims: which request is preempted.
-        watermark: free blocks that an admission must leave while others run, so that the next steps
-            do not preempt it; at least one for each running request.
-        rewinds: whether a sequence can continue from any earlier position. A model with recurrent
-            states can not.
-        max_snapshots: how many snapshots of recurrent states are kept; 0: no prefix is shared.
-
-    Attributes:
-        tier: K/V on a disk, and the requests that wait for it; None: there is no disk.
     """
 
     def __init__(
@@ -36,11 +23,16 @@ class Places:
         allocator: BlockAllocator,
         max_running: int,
         *,
-        prefix_cache: bool = True,
-        policy: Policy = Policy.FCFS,
-        victims: PreemptionPolicy = PreemptionPolicy.NEWEST,
+        prefix_cache: bool = True,  # whether prompts with equal prefixes share blocks
+        policy: Policy = Policy.FCFS,  # order of the waiting requests
+        victims: PreemptionPolicy = PreemptionPolicy.NEWEST,  # which request is preempted
+        # Free blocks that an admission must leave while others run, so that the next steps do not
+        # preempt it; at least one for each running request.
         watermark: int = 0,
+        # Whether a sequence can continue from any earlier position. A model with recurrent states
+        # can not.
         rewinds: bool = True,
+        # How many snapshots of recurrent states are kept; 0: no prefix is shared.
         max_snapshots: int = 0,
     ) -> None:
         self.allocator = allocator
@@ -52,6 +44,7 @@ class Places:
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
             self._plan = SnapshotPlan(allocator, max_snapshots)
+        # K/V on a disk, and the requests that wait for it; None: there is no disk.
         self.tier: KVDiskTier | None = None
         self.num_preemptions = 0
         self.waiting = WaitingQueue(policy)

@@ -85,7 +85,6 @@ class WaitingQueue:
         return head if is_next else self._by_length[0].request
 
     def remove(self, request: Request) -> None:
-        """Remove any waiting request."""
         assert request in self, f"request {request.id} does not wait"
         del self._live[request.id]
         self._drop_removed()

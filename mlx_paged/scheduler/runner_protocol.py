@@ -10,19 +10,14 @@ from mlx_paged.scheduler.step import Step
 
 
 class SampledToken(NamedTuple):
-    """The next token of one request. A beam search uses only `top`.
-
-    Attributes:
-        logprob: of the token, after penalties, before temperature and filters.
-        top: the most likely tokens and their log-probabilities, best first.
-        error: why there is no token.
-    """
+    """The next token of one request. A beam search uses only `top`."""
 
     request: Request
     token: int
-    logprob: float
+    logprob: float  # of the token, after penalties, before temperature and filters
+    # The most likely tokens and their log-probabilities, best first.
     top: tuple[tuple[int, float], ...] = ()
-    error: Exception | None = None
+    error: Exception | None = None  # why there is no token
 
 
 class Launched(Protocol):
@@ -44,11 +39,8 @@ class Runner(Protocol[LaunchedT]):
     """Computes steps: the model, or a fake one in tests."""
 
     def launch(self, step: Step, before: LaunchedT | None) -> LaunchedT:
-        """Start a step. Input tokens that are not known yet come from `before`.
-
-        Recurrent states are restored before the spans are computed. The spans' snapshots are
-        filled as soon as their states are computed.
-        """
+        """Start a step. Input tokens that are not known yet come from `before`. Recurrent states
+        are restored before the spans are computed; the spans' snapshots are filled after them."""
 
     def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
         """Start to copy blocks out of the pool, then to write others, before any later step."""
@@ -77,25 +69,15 @@ class Fault:
 
 @dataclass(slots=True)
 class StepResult:
-    """The step that ended in a call, and the steps that the call launched.
+    """The step that ended in a call, and the steps that the call launched."""
 
-    Attributes:
-        step: None if there was nothing to compute.
-        seconds: host time of `step`: launch plus wait. Summed over all steps it equals wall time.
-        schedule_seconds: of the call, for any step; so are the next two.
-        launch_seconds: building and submitting the graph.
-        wait_seconds: waiting for the device.
-        launched: the steps launched in the call.
-        blocks_in_use: when `step` was launched.
-        fault: `step` or a launched one failed. The choices are still valid.
-    """
-
-    step: Step | None = None
+    step: Step | None = None  # None if there was nothing to compute
     choices: list[SampledToken] = field(default_factory=list)
+    # Host time of `step`: launch plus wait. Summed over all steps it equals wall time.
     seconds: float = 0.0
-    schedule_seconds: float = 0.0
-    launch_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    launched: list[Step] = field(default_factory=list)
-    blocks_in_use: int = 0
-    fault: Fault | None = None
+    schedule_seconds: float = 0.0  # of the call, for any step; so are the next two
+    launch_seconds: float = 0.0  # building and submitting the graph
+    wait_seconds: float = 0.0  # waiting for the device
+    launched: list[Step] = field(default_factory=list)  # the steps launched in the call
+    blocks_in_use: int = 0  # when `step` was launched
+    fault: Fault | None = None  # `step` or a launched one failed. The choices are still valid.

@@ -20,25 +20,18 @@ class Scheduler(Places):
     so that a long prompt cannot stall running streams (stall-free batching; Agrawal et al. 2024,
     arXiv:2403.02310, section 4.2). The bound is a number of tokens and, with `max_stall`, a
     predicted time. A request whose last token is under way leaves the batch in the next step.
-
-    Args:
-        allocator: owns the blocks.
-        max_running: requests computed in a step at most.
-        prefill_chunk: prompt tokens computed in a step at most.
-        max_stall: predicted seconds of a step with running streams at most; None: no such bound.
-        drafter: guesses tokens that decodes compute ahead where that pays.
-        options: further arguments of :class:`Places`.
     """
 
     def __init__(
         self,
-        allocator: BlockAllocator,
-        max_running: int,
-        prefill_chunk: int,
+        allocator: BlockAllocator,  # owns the blocks
+        max_running: int,  # requests computed in a step at most
+        prefill_chunk: int,  # prompt tokens computed in a step at most
         *,
+        # Predicted seconds of a step with running streams at most; None: no such bound.
         max_stall: float | None = None,
-        drafter: Drafter | None = None,
-        **options: Any,
+        drafter: Drafter | None = None,  # guesses tokens that decodes compute ahead where that pays
+        **options: Any,  # further arguments of :class:`Places`
     ) -> None:
         super().__init__(allocator, max_running, **options)
         self.budget = ChunkBudget(prefill_chunk, max_stall)
@@ -46,11 +39,9 @@ class Scheduler(Places):
         self._overtook: list[Request] = []  # in the latest step with a long prompt
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Start `child`, whose tokens begin with all of `parent`'s, on the parent's blocks.
-
-        The child runs at once if fewer than `max_running` requests run; otherwise it waits with its
-        blocks. If there are no blocks to share, it waits as a new request.
-        """
+        """Start `child`, whose tokens begin with all of `parent`'s, on the parent's blocks. It
+        waits with them if `max_running` requests run, and as a new request if there are none to
+        share."""
         start = min(parent.num_computed, len(parent.tokens), len(child.tokens) - 1)
         can_start = parent.id in self.allocator
         if can_start and parent.num_computed > start:
@@ -111,11 +102,9 @@ class Scheduler(Places):
             request.num_faults = 0
 
     def recover(self, failed: Iterable[Request]) -> None:
-        """Start over after a failed step, when all K/V may be wrong.
-
-        All sequences are computed again. The `failed` requests run one at a time until each has a
-        token, so that the next failure shows which request causes it.
-        """
+        """Start over after a failed step, when all K/V may be wrong: compute all sequences again.
+        The `failed` requests run one at a time until each has a token, so that the next failure
+        shows which request causes it."""
         for request in list(self.running.values()):
             self._preempt(request)
         while self.parked:
@@ -233,7 +222,6 @@ class Scheduler(Places):
         return forks
 
     def _schedule_isolated(self, step: Step) -> None:
-        """Compute one isolated request alone."""
         request = next(iter(self._isolated.values()))
         if request.is_exhausted:
             return

@@ -16,10 +16,6 @@ class SnapshotPlan:
     - The ends of a long prompt's chunks, while there is room for more snapshots.
 
     Decodes take no snapshots: they would copy the states once per block.
-
-    Args:
-        allocator: stores the snapshots.
-        max_snapshots: snapshots kept at most.
     """
 
     def __init__(self, allocator: BlockAllocator, max_snapshots: int) -> None:

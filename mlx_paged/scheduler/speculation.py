@@ -13,28 +13,23 @@ from mlx_paged.scheduler.cost_model import TOKENS_GROWTH, StepWork
 from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Span, Step
 
-MIN_GAIN = 1.03
-"""Drafts must promise so many times the tokens per second of a step without them."""
+MIN_GAIN = 1.03  # drafts must promise so many times the tokens per second of a step without them
+TRIAL = 8  # each such step takes half of the drafts, which shows what drafts cost
 
-TRIAL = 8
-"""Each such step takes half of the drafts, which shows what drafts cost."""
+PATIENCE = 16
+REST = 3
+"""After `PATIENCE` plans without drafts, so many steps are not planned, then one is."""
 
 SUREST = 1 - 1e-9
 """No likelihood is higher, so that the first of two drafts of a request always counts more."""
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of requests.
+    """Guesses the next tokens of requests."""
 
-    Attributes:
-        num_tokens: drafts of a request in a step at most.
-        seconds: that the latest proposals took.
-        seconds_per_draft: that each further draft of a batch takes.
-    """
-
-    num_tokens: int
-    seconds: float
-    seconds_per_draft: float
+    num_tokens: int  # drafts of a request in a step at most
+    seconds: float  # that the latest proposals took
+    seconds_per_draft: float  # that each further draft of a batch takes
 
     def likelihood(self, request: Request) -> float:
         """How likely each next guess is right, as far as known; 0 if there is no guess."""
@@ -71,17 +66,22 @@ class Speculation:
         self.drafter = drafter
         self.reads_first = False
         self.num_drafted = self.num_accepted = self._num_plans = 0
+        self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
         self._allocator = allocator
         self._budget = budget
         budget.learns = True
 
     def schedule(self, step: Step, decodes: list[Request]) -> list[Request]:
         """Add spans with drafts for some of the requests that compute one token; return the others.
-
-        Drafts take no block that a decode needs.
-        """
+        Drafts take no block that a decode needs."""
+        self._budget.pauses = self._rest > 0
+        if self._rest:
+            self._rest -= 1
+            return decodes
         depths = self._depths({request: self._likelihood(request) for request in decodes})
         self.reads_first = bool(depths)
+        self._num_vain = 0 if depths else self._num_vain + bool(decodes)
+        self._rest = REST if self._num_vain >= PATIENCE else 0
         if not depths or any(request.num_in_flight for request in decodes):
             return decodes
         proposed = self.drafter.propose([*depths], [*depths.values()])
@@ -143,6 +143,9 @@ class Speculation:
         if not seconds or not hopeful:
             return {}
         of_draft = cost.predict(plain + StepWork(1, plain.decode_context // count)) - seconds
+        # With drafts the rate is at most the larger one of `count / seconds` and the best draft's.
+        if max(likely.values()) * seconds <= MIN_GAIN * count * of_draft:
+            return {}
         longest = np.inf if self._budget.max_stall is None else self._budget.max_stall / cost.margin
         room = max(len(hopeful), TOKENS_GROWTH * cost.most_rows - count)
         most = self.drafter.num_tokens

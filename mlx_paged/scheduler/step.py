@@ -12,23 +12,19 @@ from mlx_paged.scheduler.cost_model import StepWork
 
 @dataclass(slots=True, eq=False)  # not frozen, which would double the time to make one
 class Span:
-    """Token positions ``[start, stop)`` of one request that this step computes.
-
-    Attributes:
-        samples: whether the step samples the request's next token, because all known tokens are
-            then computed.
-        forks: other samples of the same prompt; each draws its first token in this step.
-        snapshots: of the request's recurrent states within the span, ordered by position.
-        drafts: guesses of the request's next tokens. They are the span's last tokens, and each
-            position from the one before them on chooses a token.
-    """
+    """Token positions ``[start, stop)`` of one request that this step computes."""
 
     request: Request
     start: int
     stop: int
+    # Whether the step samples the request's next token, because all known tokens are then computed.
     samples: bool
+    # Other samples of the same prompt; each draws its first token in this step.
     forks: tuple[Request, ...] = ()
+    # Of the request's recurrent states within the span, ordered by position.
     snapshots: tuple[Snapshot, ...] = ()
+    # Guesses of the request's next tokens. They are the span's last tokens, and each position from
+    # the one before them on chooses a token.
     drafts: tuple[int, ...] = ()
 
     def __len__(self) -> int:
@@ -73,34 +69,28 @@ def sort_by_pending(
 
 @dataclass(slots=True)
 class Step:
-    """The spans that one forward pass computes.
-
-    Attributes:
-        stores: blocks to copy out of the pool before anything in it changes.
-        loads: blocks to write into the pool after that, before all else.
-        copies: block copies to perform before any K/V is written.
-        restores: snapshots from which requests' recurrent states start.
-        requests: ids of all requests that are computed, forked or preempted in this step.
-        prompt_tokens: prompt tokens computed, also those that are computed again.
-        draft_seconds: that its drafts took before it was launched.
-        prompts: running requests with several tokens to compute, oldest first.
-        max_chunk_tokens: limit of `chunk_tokens`; None: the scheduler's budget.
-    """
+    """The spans that one forward pass computes."""
 
     spans: list[Span] = field(default_factory=list)
+    # Blocks to copy out of the pool before anything in it changes.
     stores: list[BlockTransfer] = field(default_factory=list)
+    # Blocks to write into the pool after that, before all else.
     loads: list[BlockTransfer] = field(default_factory=list)
+    # Block copies to perform before any K/V is written.
     copies: list[BlockCopy] = field(default_factory=list)
+    # Snapshots from which requests' recurrent states start.
     restores: list[tuple[Request, Snapshot]] = field(default_factory=list)
+    # Ids of all requests that are computed, forked or preempted in this step.
     requests: set[int] = field(default_factory=set)
     decode_rows: int = 0
     decode_context: int = 0
     chunk_tokens: int = 0
     chunk_context: int = 0
-    prompt_tokens: int = 0
-    draft_seconds: float = 0.0
+    prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
+    draft_seconds: float = 0.0  # that its drafts took before it was launched
+    # Running requests with several tokens to compute, oldest first.
     prompts: list[Request] = field(default_factory=list)
-    max_chunk_tokens: int | None = None
+    max_chunk_tokens: int | None = None  # limit of `chunk_tokens`; None: the scheduler's budget
 
     def add(self, span: Span) -> None:
         self.spans.append(span)
@@ -133,7 +123,6 @@ class Step:
 
     @property
     def work(self) -> StepWork:
-        """The step's work as the cost model counts it."""
         return StepWork(
             self.decode_rows, self.decode_context, self.chunk_tokens, self.chunk_context
         )

@@ -12,11 +12,9 @@ SHARE = 64
 
 
 def is_overtaken(request: Request, room: int) -> bool:
-    """Whether others may be computed before a prompt of which a step could compute `room` tokens.
-
-    Only if it takes several steps. A preempted request has run before: its caller may have read
-    some of its tokens, and nobody overtakes it.
-    """
+    """Whether others may be computed before a prompt of which a step could compute `room` tokens:
+    only if it takes several steps. Nobody overtakes a preempted request, whose caller may have read
+    some of its tokens."""
     return 0 < room < request.num_pending and not request.num_preempted
 
 
@@ -28,29 +26,20 @@ class Turn:
     their first tokens, `first` gets `SHARE` tokens of a step at most, so that the steps stay short.
     That costs it little time, because it goes on right after them. If that happens too often,
     `first` is overdue: it gets at least half of every step.
-
-    Args:
-        step: with decodes, and prompts before `first` if they are done after it.
-        first: the oldest prompt that runs, or else the first one that waits.
-        room: prompt tokens of `first` that the step can compute.
-        before: those that overtook in the step before.
-
-    Attributes:
-        overtaking: those that :meth:`next` returned.
-        limit: of the step's prompt tokens before `first`.
     """
 
     def __init__(
         self,
-        step: Step,
-        first: Request,
-        room: int,
+        step: Step,  # with decodes, and prompts before `first` if they are done after it
+        first: Request,  # the oldest prompt that runs, or else the first one that waits
+        room: int,  # prompt tokens of `first` that the step can compute
         waiting: WaitingQueue,
-        before: list[Request],
+        before: list[Request],  # those that overtook in the step before
     ) -> None:
-        self.overtaking: list[Request] = []
+        self.overtaking: list[Request] = []  # those that :meth:`next` returned
         self._is_overdue = first.num_overtaken >= PATIENCE
         self._before = step.chunk_tokens
+        # Of the step's prompt tokens before `first`.
         self.limit = self._before + (room // 2 if self._is_overdue else room)
         self._step = step
         self._first = first

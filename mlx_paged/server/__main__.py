@@ -44,13 +44,9 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def serving(args: argparse.Namespace) -> Iterator["Server"]:
-    """A server that listens. Its ``run`` answers requests and may run in any thread.
-
-    Raises:
-        ValueError: the model cannot be loaded or served, or an option is out of range.
-        OSError: the address is in use, or a file of TLS cannot be read.
-        ModuleNotFoundError: the extra "server" is not installed.
-    """
+    """A server that listens. Its ``run`` answers requests and may run in any thread. Raises
+    ValueError for a model or an option, OSError for the address or a file of TLS,
+    ModuleNotFoundError without the extra "server"."""
     from mlx_paged.server.listener import Server
     from mlx_paged.server.models import Models
 

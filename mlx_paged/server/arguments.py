@@ -8,7 +8,7 @@ from typing import Any
 from mlx_lm.utils import _parse_size
 
 from mlx_paged import cli
-from mlx_paged.cli import COUNT, COUNT_OR_NONE, Parser, number
+from mlx_paged.cli import COUNT, COUNT_OR_NONE, SWITCH, Parser, number
 
 API_KEY_VARIABLE = "MLX_PAGED_API_KEY"
 LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
@@ -30,13 +30,20 @@ SECONDS = number(float, 0, 1e9, "a number of seconds")
 PORT = number(int, 0, 65535, "a port")
 MAX_STALL_MS = 150.0  # a stream waits no longer for its next token because of prompts
 
-FLAGS: dict[str, tuple[tuple[str, Any, Any, str, str], ...]] = {
+REFUSED: tuple[cli.Flag, ...] = (
+    ("--prompt-concurrency", int, 8, "X", "a limit of prompts beside --prefill-step-size"),
+    ("--pipeline", SWITCH, False, "", "more than one device"),
+)
+"""Flags of mlx_lm.server that take their defaults only; their help is what others ask for."""
+
+FLAGS: dict[str, tuple[cli.Flag, ...]] = {
     "model": (
+        *cli.MODEL,
         ("--served-model-name", _names, None, "NAMES", "names of it in requests, with commas"),
         ("--max-models", COUNT_OR_NONE, 1, "N", "models in memory; 0: requests load no other one"),
         ("--idle-seconds", SECONDS, None, "S", "unload a model after this time without requests"),
         ("--chat-template", str, "", "TEMPLATE", "replaces the tokenizer's own"),
-        ("--use-default-chat-template", bool, False, "", "if the tokenizer has no template"),
+        ("--use-default-chat-template", SWITCH, False, "", "if the tokenizer has no template"),
         ("--chat-template-args", json.loads, "{}", "JSON", "arguments of the template"),
     ),
     "network": (
@@ -48,7 +55,7 @@ FLAGS: dict[str, tuple[tuple[str, Any, Any, str, str], ...]] = {
         ("--ssl-certfile", str, None, "FILE", "certificate of TLS"),
         ("--ssl-keyfile", str, None, "FILE", "private key of TLS"),
         ("--drain-seconds", SECONDS, 30.0, "S", "time for open answers to end after SIGTERM"),
-        ("--log-level", LEVELS, "INFO", "LEVEL", "least severe messages to log"),
+        ("--log-level", LEVELS, "INFO", "", "least severe messages to log"),
     ),
     "limits": (
         ("--max-connections", COUNT, 1000, "N", "open connections; above it the answer is 503"),
@@ -56,33 +63,25 @@ FLAGS: dict[str, tuple[tuple[str, Any, Any, str, str], ...]] = {
         ("--max-request-bytes", COUNT, 16 << 20, "N", "size of a request body; above it, 413"),
         ("--max-context", COUNT, None, "TOKENS", "of prompt and completion (default: the model's)"),
         ("--max-samples", COUNT, 16, "N", "maximum n of a request"),
-        ("--strict-fields", bool, False, "", "refuse requests with unknown fields"),
+        ("--strict-fields", SWITCH, False, "", "refuse requests with unknown fields"),
     ),
-    "defaults for requests": (("--max-tokens", COUNT, 512, "N", "maximum new tokens"),),
+    "defaults for requests": (
+        *cli.SAMPLING,
+        ("--max-tokens", COUNT, 512, "N", "maximum new tokens"),
+    ),
     "engine": (
+        *cli.engine_flags(MAX_STALL_MS),
         ("--decode-concurrency", COUNT, 32, "N", "maximum number of sequences in a batch"),
         ("--prefill-step-size", COUNT, 512, "TOKENS", "maximum of prompt tokens in a step"),
         ("--kv-block-size", COUNT, 16, "N", "tokens per KV block"),
     ),
-    "metrics": (),
+    "metrics": cli.METRICS,
     "compatibility with mlx_lm.server": (
         ("--prompt-cache-size", int, 10, "N", "0 switches the prefix cache off"),
         ("--prompt-cache-bytes", _size, None, "SIZE", "same as --kv-memory; may be e.g. 2GB"),
-        ("--prompt-concurrency", int, 8, "X", "a limit of prompts beside --prefill-step-size"),
-        ("--pipeline", bool, False, "", "more than one device"),
+        *((*row, f"not supported: {text}") for *row, text in REFUSED),
     ),
 }
-"""Flags by group: type (bool has no value, a list has the values), default, metavar, help."""
-
-SHARED = {  # adds the flags of a group that the commands share
-    "model": cli.add_model,
-    "defaults for requests": cli.add_sampling,
-    "engine": lambda group: cli.add_engine(group, MAX_STALL_MS),
-    "metrics": cli.add_metrics,
-}
-
-REFUSED = FLAGS["compatibility with mlx_lm.server"][2:]
-"""Flags of mlx_lm.server that take their defaults only; their help is what others ask for."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -110,23 +109,11 @@ def make_parser() -> Parser:
         "The flags of mlx_lm.server have the same names here.",
         formatter_class=cli.HelpFormatter,
     )
-    for title, flags in FLAGS.items():
-        group = parser.add_argument_group(title)
-        if title in SHARED:
-            SHARED[title](group)
-        for row in flags:
-            flag, kind, default, metavar, text = row
-            text = f"not supported: {text}" if row in REFUSED else text
-            if kind is bool:
-                group.add_argument(flag, action="store_true", help=text)
-                continue
-            values = {"choices": kind} if kind is LEVELS else {"type": kind, "metavar": metavar}
-            group.add_argument(flag, default=default, help=text, **values)
+    cli.add_groups(parser, FLAGS)
     return parser
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of :class:`Engine`."""
     options = cli.engine_options(args)
     if args.kv_memory is None:
         options["kv_memory"] = args.prompt_cache_bytes

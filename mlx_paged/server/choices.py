@@ -35,24 +35,14 @@ class Delta:
 
 
 class CompletionChoice:
-    """Collects the tokens of one completion.
-
-    Args:
-        index: position among the choices of the answer.
-        model: finds reasoning and tool calls in its text.
-        fields: as :func:`request_body.read` returns them. Stop strings count in the text only.
-
-    Attributes:
-        num_tokens: tokens until the end of the choice.
-        is_cut: it has ended before its completion, which is to be aborted.
-        completion: None until the last token.
-    """
+    """Collects the tokens of one completion, which is choice `index` of the answer. The model finds
+    reasoning and tool calls in its text. Stop strings count in the text only."""
 
     def __init__(self, index: int, model: Model, fields: Fields, prompt: Prompt) -> None:
         self.index = index
-        self.num_tokens = 0
-        self.is_cut = False
-        self.completion: Completion | None = None
+        self.num_tokens = 0  # tokens until the end of the choice
+        self.is_cut = False  # it has ended before its completion, which is to be aborted
+        self.completion: Completion | None = None  # None until the last token
         self._fields = fields
         self._tokenizer = tokenizer = model.tokenizer
         tools = fields.get("tools") or None

@@ -30,11 +30,8 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Listens on `address`, host and port, from its construction on.
-
-    Raises:
-        OSError: the address is in use, or a file of TLS cannot be read.
-    """
+    """Listens on `address`, host and port, from its construction on. Raises OSError if the address
+    is in use, or a file of TLS cannot be read."""
 
     def __init__(self, args: argparse.Namespace, models: Models) -> None:
         self.models = models

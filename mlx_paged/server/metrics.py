@@ -22,14 +22,8 @@ GAUGES: dict[str, tuple[str, Callable[[Engine], float]]] = {
     "requests_running": ("Sequences in the batch.", lambda e: len(e.scheduler.running)),
     "requests_waiting": ("Sequences that wait for a place.", lambda e: e.scheduler.num_waiting),
     "kv_blocks": ("Size of the KV pool in blocks.", lambda e: e.manager.allocator.num_blocks),
-    "kv_blocks_in_use": (
-        "Blocks that a sequence holds.",
-        lambda e: e.manager.allocator.blocks_in_use,
-    ),
-    "kv_blocks_cached": (
-        "Free blocks with a prefix.",
-        lambda e: e.manager.allocator.store.num_idle,
-    ),
+    "kv_blocks_in_use": ("Blocks that a sequence holds.", lambda e: e.manager.blocks_in_use),
+    "kv_blocks_cached": ("Free ones with a prefix.", lambda e: e.manager.allocator.store.num_idle),
     "kv_block_bytes": ("Bytes of a block in all arrays.", lambda e: e.stats.block_bytes),
     "profiling": ("1 if each phase of a step is timed.", lambda e: e.ticks.profile),
 }
@@ -73,10 +67,8 @@ def engine_status(engine: Engine) -> dict[str, Any]:
 
 
 def engine_metrics(engine: Engine, model: str) -> list[Metric]:
-    """A copy of the engine's metrics. Call this on the engine's thread.
-
-    Those with vLLM's names are what routers such as llm-d's read.
-    """
+    """A copy of the engine's metrics. Call this on the engine's thread. Those with vLLM's names are
+    what routers such as llm-d's read."""
     stats, ticks, allocator = engine.stats, engine.ticks, engine.manager.allocator
     parts = {name.removesuffix("_ms"): ms / 1000 for name, ms in ticks.total_ms.items()}
     del parts["tick"]  # the sum of the others
@@ -86,24 +78,13 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
     vllm = "As in vLLM."
     config = GAUGE("vllm:cache_config_info", vllm, labels=["block_size", "num_gpu_blocks"])
     config.add_metric([str(stats.block_size), str(allocator.num_blocks)], 1)
-    rows: list[tuple[Kind, str, str, float | Mapping[str, float], str]] = [
-        *((GAUGE, name, text, read(engine), "") for name, (text, read) in GAUGES.items()),
-        *((COUNTER, name, text, getattr(stats, name), "") for name, text in COUNTERS.items()),
-        (
-            COUNTER,
-            "kv_blocks_touched",
-            "Blocks that attention had to read.",
-            stats.blocks_touched,
-            "",
-        ),
-        (COUNTER, "step_seconds", "Time of all steps.", stats.seconds, ""),
-        (
-            COUNTER,
-            "prewarm_seconds",
-            "Time to compile pipelines.",
-            stats.prewarm_seconds or 0.0,
-            "",
-        ),
+    compiling = stats.prewarm_seconds or 0.0
+    rows: list[tuple[Any, ...]] = [
+        *((GAUGE, name, text, read(engine)) for name, (text, read) in GAUGES.items()),
+        *((COUNTER, name, text, getattr(stats, name)) for name, text in COUNTERS.items()),
+        (COUNTER, "kv_blocks_touched", "Blocks that attention had to read.", stats.blocks_touched),
+        (COUNTER, "step_seconds", "Time of all steps.", stats.seconds),
+        (COUNTER, "prewarm_seconds", "Time to compile pipelines.", compiling),
         (GAUGE, "kv_blocks_referenced", "Blocks by number of holders.", referenced, "references"),
         (COUNTER, "tick_seconds", "Time by part of the step.", parts, "part"),
         (COUNTER, "spikes", "Spikes by first cause.", ticks.causes, "cause"),
@@ -115,7 +96,7 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
     ]
     if engine.scheduler.tier is not None:
         disk = engine.scheduler.tier.metrics()
-        rows += [(COUNTER, f"kv_disk_{name}", KV_DISK[name], disk[name], "") for name in KV_DISK]
+        rows += [(COUNTER, f"kv_disk_{name}", KV_DISK[name], disk[name]) for name in KV_DISK]
         lost = "Records that were not trusted or not written."
         rows.append((COUNTER, "kv_disk_dropped", lost, disk["dropped"], "reason"))
     return [
@@ -184,7 +165,6 @@ class ServerMetrics:
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> list[Metric]:

@@ -69,17 +69,11 @@ class Models:
         """Whether completions can be computed."""
         return all(model.service.is_running for model in self.loaded.values())
 
-    @property
-    def taken(self) -> int:
-        """Completions of all models that run or wait."""
-        return sum(model.taken for model in self.loaded.values())
-
     def start(self) -> None:
         """Load the default model, in the calling thread. Raises ValueError if that fails."""
         self.loaded[self.args.model] = _make(self.args.model, self.args, self.args.max_models or 1)
 
     def close(self) -> None:
-        """End all completions and engines."""
         for model in list(self.loaded.values()):
             _release(model.service)
 
@@ -161,10 +155,7 @@ class Models:
 
 def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     """Load a model and start its engine with one of `places` equal parts of the pool's memory.
-
-    Raises:
-        ValueError: the model cannot be loaded or served.
-    """
+    Raises ValueError if it cannot be loaded or served."""
     if path != args.model:  # adapter, draft model and disk belong to the default model
         args = argparse.Namespace(**vars(args))
         args.adapter_path = args.draft_model = args.kv_disk = None

@@ -22,11 +22,8 @@ class Prompt(NamedTuple):
 
 
 def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[Prompt]:
-    """The prompts of a request; `template_args` are defaults for the chat template.
-
-    Raises:
-        ValueError: no prompt can be made of the request, or it is too long.
-    """
+    """The prompts of a request; `template_args` are defaults for the chat template. Raises
+    ValueError if no prompt can be made of the request, or it is too long."""
     tokenizer = model.tokenizer
     try:
         if "messages" not in fields:
@@ -45,11 +42,8 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
 
 
 def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> SamplingParams:
-    """How the tokens after `prompt` are chosen; `args` has the defaults.
-
-    Raises:
-        ValueError: a field is outside its range, or prompt and completion do not fit together.
-    """
+    """How the tokens after `prompt` are chosen; `args` has the defaults. Raises ValueError if a
+    field is outside its range, or prompt and completion do not fit together."""
     options = {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k}
     options |= {"min_p": args.min_p} | {name: fields[name] for name in SAMPLING if name in fields}
     if type(options.get("seed")) is int:

@@ -135,16 +135,11 @@ def parse(raw: bytes) -> Fields:
 
 def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[str]]:
     """The known fields with defaults for missing ones, and the names of unknown fields.
-
     `constraint` becomes what the text must follow, as an option of SamplingParams; `must_call`
-    whether a tool must be called, and `tool_name` which one, or None. `prompt` becomes a list of
-    texts and lists of token ids, `stop` a list, `logit_bias` numbers by token id; `logprobs` says
-    whether entries are wanted, and `best_of` how many are generated. Fields of SAMPLING have no
-    default.
-
-    Raises:
-        ValueError: a field cannot be obeyed. The message names it.
-    """
+    whether a tool must be called, and `tool_name` which one, or None; `prompt` a list of texts and
+    lists of token ids, `stop` a list, `logit_bias` numbers by token id; `logprobs` whether entries
+    are wanted, `best_of` how many are generated. Fields of SAMPLING have no default. Raises
+    ValueError, which names the field, if one cannot be obeyed."""
     rules = BOTH | (CHAT if is_chat else TEXT)
     fields, unknown = {name: default for name, (default, *_) in rules.items()}, []
     for name, value in body.items():

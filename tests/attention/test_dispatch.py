@@ -106,7 +106,7 @@ def test_rows_of_a_padded_forward_are_gathered_one_by_one_if_long(path, columns,
     pool = pool_of(case)
     spans = PaddedSpans.of((contexts - columns).tolist(), columns)
     with attending_by(path):
-        step = PaddedBatch((0, 1, 2), spans, np.array(case.block_tables), BLOCK)
+        step = PaddedBatch((0, 1, 2), spans, np.array(case.block_tables), BLOCK, range(3))
         view = LayerView(pool, 0, None, step.max_paged_queries, step)
         out = view.attend(query_of(case))
     assert path_counts == {path: num_calls}

@@ -11,7 +11,7 @@ TABLES = np.array([[7, 3, 5], [2, 9, 0]], np.int32)
 
 def step(starts, columns, lengths=None) -> PaddedBatch:
     lengths = None if lengths is None else np.array(lengths)
-    return PaddedBatch((0, 1), PaddedSpans.of(starts, columns, lengths), TABLES, 4)
+    return PaddedBatch((0, 1), PaddedSpans.of(starts, columns, lengths), TABLES, 4, range(2))
 
 
 def test_padding_has_no_slot():

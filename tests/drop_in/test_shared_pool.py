@@ -204,7 +204,7 @@ def test_a_model_never_gets_the_pool_of_one_that_had_its_address():
         pass
 
     model = Model()
-    options = 1, BLOCK, None, None
+    options = 1, (BLOCK, None, None, None)
     pool, address = shared_pool.pool_of(model, *options), id(model)
     assert shared_pool.pool_of(model, *options) is pool
     del model

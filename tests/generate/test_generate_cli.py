@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import mlx_lm
@@ -351,3 +352,33 @@ def test_where_both_streams_go_to_one_place_the_statistics_come_last(expected):
         timeout=120,
     )
     assert f"2/2: {CLASS}\n{expected(CLASS, 3)}\n{RULE}\nPrompt: " in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_behind_stdout_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command("-p", FUNCTION, "-m", 3, "--verbose", "False"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            timeout=120,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "mlx_paged.generate: error: [Errno 28] No space left on device\n"
+
+
+def test_a_reader_that_closes_stdout_gets_no_traceback():
+    with subprocess.Popen(
+        command("-p", FUNCTION, "-m", 300, "--verbose", "False"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

@@ -11,9 +11,11 @@ from tiny_models import tiny_model
 from mlx_paged import Engine, make_prompt_cache
 from mlx_paged.drop_in.kv_caches import PagedKVCache
 from mlx_paged.drop_in.shared_pool import SharedPool
+from mlx_paged.kv import memory
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
-from mlx_paged.kv.memory import memory_in_use, num_blocks_for, physical_memory, spare_memory
+from mlx_paged.kv.layer_groups import plan_pool
+from mlx_paged.kv.memory import memory_in_use, physical_memory, spare_memory
 from mlx_paged.kv.pool import KVShape
 from mlx_paged.runner.model_probe import probe
 
@@ -42,6 +44,12 @@ def mac(monkeypatch, request) -> FakeMac:
 @pytest.fixture
 def m1(monkeypatch) -> FakeMac:
     return fake_mac(monkeypatch, "M1, 8 GB")
+
+
+def num_blocks_for(shapes: list[KVShape], block_size: int, *budget: int | None, **more: int) -> int:
+    """Blocks of layers that share no arrays."""
+    plan = plan_pool(shapes, [None] * len(shapes), block_size)
+    return memory.num_blocks_for(plan, block_size, *budget, **more)
 
 
 def leave(mac: FakeMac, spare: int) -> None:

@@ -12,6 +12,7 @@ from mlx_paged.scheduler.cost_model import StepWork
 from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
 from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.speculation import PATIENCE, REST
 from mlx_paged.scheduler.step import Step
 
 RIGHT = 7
@@ -138,6 +139,34 @@ def test_drafts_that_cost_more_than_they_give_are_not_computed():
     none = scheduler_with(hopeless)
     started(none, 5)
     assert not none.schedule().spans[0].drafts
+
+
+@pytest.mark.parametrize("max_stall", [None, 1.0])
+def test_after_many_plans_in_vain_few_steps_are_planned_and_learnt_from(max_stall):
+    class Counted(Always):
+        asked = 0
+
+        def likelihood(self, request: Request) -> float:
+            self.asked += 1
+            return super().likelihood(request)
+
+    drafter = Counted(likelihood=0.01)
+    scheduler = scheduler_with(drafter, max_stall=max_stall, row_seconds=0.01)
+    started(scheduler, 5, max_tokens=200)
+    learnt = []
+    scheduler.budget.cost.observe = lambda work, seconds: learnt.append(seconds)
+    for _ in range(PATIENCE + 4 * (1 + REST)):
+        scheduler.budget.observe(StepWork(1, 1), 0.02)
+        finish(scheduler, scheduler.schedule())
+    assert drafter.asked == PATIENCE + 4
+    paused = 0 if max_stall else 4 * REST
+    assert abs(len(learnt) + paused - PATIENCE - 4 * (1 + REST)) <= 1
+    drafter.chance, drafted = 0.99, []
+    for _ in range(1 + REST):
+        step = scheduler.schedule()
+        drafted += step.spans[0].drafts
+        finish(scheduler, step)
+    assert drafted
 
 
 def test_drafts_take_no_block_that_a_decode_needs():

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Container
+from functools import partial
 
 from solo_runs import SoloModel, solo_run
 
@@ -64,3 +65,8 @@ def every_guess(speculation, likely):
     most = min(6, speculation.drafter.num_tokens)
     left = {r: r.params.max_tokens - r.num_generated - 1 for r, p in likely.items() if p > 0}
     return {request: min(most, count) for request, count in left.items() if count > 0}
+
+
+def take_every_guess(speculation):
+    """Let no clock decide how many drafts a step takes."""
+    speculation._depths = partial(every_guess, speculation)

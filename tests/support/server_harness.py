@@ -44,7 +44,7 @@ def live(*flags):
         try:
             wait_until(lambda: server.started)
             yield server
-            wait_until(lambda: server.models.taken == 0)
+            wait_until(lambda: not any(m.taken for m in server.models.loaded.values()))
             wait_until(lambda: not metric(server, "mlx_paged_kv_blocks_in_use", args.api_key))
         finally:
             server.should_exit = True

@@ -22,7 +22,7 @@ import tiny_models
 from disk_lives import DiskLives
 from fake_model import VOCAB, FakeClock, FakeRunner
 from fault_injection import FaultyRunner
-from injected_drafts import InjectedDrafter
+from injected_drafts import InjectedDrafter, take_every_guess
 from numpy_quantization import BITS
 from random_calls import TINY_GROUPS, RandomCalls, Setting
 from solo_checks import SoloChecks, Ticket
@@ -358,6 +358,8 @@ def fake_simulation(
     runner = FaultyRunner(inner, rng, setting.fault_rate)
     if drafter is not None:
         drafter.never = runner.bad
+        if setting.max_stall is None:  # else the planner decides, by the clock
+            take_every_guess(scheduler.speculation)
     engine = EngineCore(
         scheduler,
         runner,
@@ -408,6 +410,7 @@ def engine_simulation(rng: random.Random, seed: int, index: int, kv_bits: KVBits
         drafter.never = runner.bad
         scheduler = engine.scheduler
         scheduler.speculation = Speculation(drafter, scheduler.allocator, scheduler.budget)
+        take_every_guess(scheduler.speculation)
     turn_rng = random.Random(f"{seed}:{index}:turns")
     return Simulation(setting, engine, runner, solo, rng, TurnWatch(turn_rng))
 

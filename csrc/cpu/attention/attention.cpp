@@ -115,8 +115,8 @@ class AttentionRun {
 
   void attend(const WorkItem& item, KeyRange keys, const Workspace& space,
               const std::vector<SoftmaxState>& states) const {
-    attend_(args_, space.tiles.data(), item.num_tiles, keys.begin, keys.end, space.kernel,
-            states.data());
+    attend_({args_, space.tiles.data(), item.num_tiles, keys.begin, keys.end, space.kernel,
+             states.data()});
   }
 
   const AttentionArgs& args_;

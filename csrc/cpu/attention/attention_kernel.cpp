@@ -148,9 +148,8 @@ struct Step {
 };
 
 template <typename Products, typename T>
-void stream_keys(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles,
-                 int32_t key_begin, int32_t key_end, const KernelScratch& scratch,
-                 const SoftmaxState* states) {
+void stream_keys(const AttendCall& call) {
+  const auto& [args, tiles, num_tiles, key_begin, key_end, scratch, states] = call;
   for (int32_t t = 0; t < num_tiles; ++t) {
     initialise(states[t], tiles[t].num_rows);
   }
@@ -187,23 +186,21 @@ void stream_keys(const AttentionArgs& args, const RowTile* tiles, int32_t num_ti
 }
 
 template <typename T>
-void attend(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles, int32_t key_begin,
-            int32_t key_end, const KernelScratch& scratch, const SoftmaxState* states) {
-  const auto stream =
-      tiles[0].num_rows < kPackedRows ? stream_keys<FewRows<T>, T> : stream_keys<ManyRows<T>, T>;
-  stream(args, tiles, num_tiles, key_begin, key_end, scratch, states);
+void attend(const AttendCall& call) {
+  const bool few = call.tiles[0].num_rows < kPackedRows;
+  (few ? stream_keys<FewRows<T>, T> : stream_keys<ManyRows<T>, T>)(call);
 }
 
 }  // namespace
 
-void attend(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles, int32_t key_begin,
-            int32_t key_end, const KernelScratch& scratch, const SoftmaxState* states) {
-  const auto attend_format = args.k_dtype == DType::kFloat32    ? attend<float>
-                             : args.k_dtype == DType::kFloat16  ? attend<Float16>
-                             : args.k_dtype == DType::kBFloat16 ? attend<BFloat16>
-                             : args.v_dtype == DType::kInt4Pair ? attend<K8V4>
-                                                                : attend<Int8>;
-  attend_format(args, tiles, num_tiles, key_begin, key_end, scratch, states);
+void attend(const AttendCall& call) {
+  const DType keys = call.args.k_dtype;
+  const auto attend_format = keys == DType::kFloat32                 ? attend<float>
+                             : keys == DType::kFloat16               ? attend<Float16>
+                             : keys == DType::kBFloat16              ? attend<BFloat16>
+                             : call.args.v_dtype == DType::kInt4Pair ? attend<K8V4>
+                                                                     : attend<Int8>;
+  attend_format(call);
 }
 
 }  // namespace mlx_paged::cpu::KERNEL_ISA

@@ -58,14 +58,23 @@ struct KernelScratch {
   float* packed;      // [max(D, D_v) padded, kKeyTile]
 };
 
-// Initialises the states of row tiles and updates them with keys [key_begin, key_end) of one
-// sequence. Each row tile has another KV head. If there are several, each has fewer than
-// kPackedRows rows; the loop over row tiles is inside the loop over key tiles, because the keys of
-// all heads at one position are neighbours in memory. Writes scores to the rows' attn if it is not
-// null.
-using Attend = void(const AttentionArgs& args, const RowTile* tiles, int32_t num_tiles,
-                    int32_t key_begin, int32_t key_end, const KernelScratch& scratch,
-                    const SoftmaxState* states);
+// A call of attend: row tiles of one sequence, each of another KV head, and keys [key_begin,
+// key_end). If there are several tiles, each has fewer than kPackedRows rows; the loop over row
+// tiles is inside the loop over key tiles, because the keys of all heads at one position are
+// neighbours in memory.
+struct AttendCall {
+  const AttentionArgs& args;
+  const RowTile* tiles;
+  int32_t num_tiles;
+  int32_t key_begin;
+  int32_t key_end;
+  const KernelScratch& scratch;
+  const SoftmaxState* states;  // of each row tile
+};
+
+// Initialises the states and updates them with the keys. Writes scores to the rows' attn if it is
+// not null.
+using Attend = void(const AttendCall& call);
 
 namespace baseline {
 Attend attend;

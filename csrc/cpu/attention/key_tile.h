@@ -2,6 +2,8 @@
 // simd.h for the rules of inclusion.
 #pragma once
 
+#include <type_traits>
+
 #include "csrc/cpu/attention/attention_kernel.h"
 #include "csrc/cpu/simd.h"
 
@@ -18,29 +20,11 @@ inline constexpr int kKeyGroup = 16;
 struct K8V4;
 
 template <typename T>
-struct Format {
-  using Key = T;
-  using Value = T;
-  static constexpr bool kScaled = false;
-};
-template <>
-struct Format<Int8> {
-  using Key = Int8;
-  using Value = Int8;
-  static constexpr bool kScaled = true;
-};
-template <>
-struct Format<K8V4> {
-  using Key = Int8;
-  using Value = Int4Pair;
-  static constexpr bool kScaled = true;
-};
+using Key = std::conditional_t<std::is_same_v<T, K8V4>, Int8, T>;
 template <typename T>
-using Key = typename Format<T>::Key;
+using Value = std::conditional_t<std::is_same_v<T, K8V4>, Int4Pair, T>;
 template <typename T>
-using Value = typename Format<T>::Value;
-template <typename T>
-inline constexpr bool kScaled = Format<T>::kScaled;
+inline constexpr bool kScaled = std::is_same_v<Key<T>, Int8>;
 
 // Keys [begin, begin + num_keys) of one sequence and KV head, of a pool of format T.
 template <typename T>
