@@ -173,6 +173,9 @@ def _json(value: object) -> object:
 GRAMMARS = ("json_schema", "regex", "grammar")
 """Fields of which one may constrain the text."""
 
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON in one line, as Python writes it. A schema's own "x-guidance" overrides this."""
+
 COLLECTIONS: dict[str, Callable[[Iterable[Any]], object]] = {
     "stop": tuple,
     "logits_processors": tuple,

@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_params import JSON_STYLE, SamplingParams
 
 MAX_BYTES = 1 << 16
 """Longest source. llguidance compiles it in seconds at most, with the interpreter's lock free."""
 
 MAX_COMPILED = 256
 """Compiled sources that are kept, the latest ones."""
-
-JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON in one line, as Python writes it. A schema's own "x-guidance" overrides this."""
 
 MAX_FORCED = 1024
 """Tokens that are looked for at once after a token."""
@@ -101,12 +98,12 @@ class Row(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """What the grammars of a batch allow.
+    """What the grammars of some rows allow.
 
     Attributes:
-        allowed: ``[R, vocab]`` uint8, 1 or 0; a row without a grammar has ones.
-        forced: the only token that may follow, by row.
-        errors: why a row has no token.
+        allowed: ``[N, vocab]`` uint8, 1 or 0, of these rows in their order.
+        forced: the only token that may follow, by row of the batch.
+        errors: why a row of the batch has no token.
     """
 
     allowed: npt.NDArray[np.uint8]
@@ -114,43 +111,37 @@ class Masks(NamedTuple):
     errors: dict[int, Exception]
 
 
-def masks_of(rows: Sequence[Row], num_rows: int, vocab: int) -> Masks:
+def masks_of(rows: Sequence[Row], vocab: int) -> Masks:
     """Let each row's state follow its tokens, and fill the masks of all rows in one call.
 
     The library fills them on several threads.
     """
     forced: dict[int, int] = {}
     errors: dict[int, Exception] = {}
-    waiting: list[Row] = []
-    for each in rows:
+    waiting: list[tuple[Matcher, int]] = []
+    bits = np.full((len(rows), -(-rows[0].state.vocab_size // 32)), 2**32 - 1, np.uint32)
+    for place, each in enumerate(rows):
         try:
             each.state.follow(each.tokens)
         except ValueError as error:
             errors[each.row] = error.with_traceback(None)
             continue
-        if each.length < len(each.tokens):  # the engine has appended forced tokens already
-            forced[each.row] = each.tokens[each.length]
-        elif each.state.forced:
-            forced[each.row] = each.state.forced[0]
+        # If the request is ahead, the engine has appended forced tokens already.
+        coming = each.tokens[each.length :] or each.state.forced
+        if coming:
+            forced[each.row] = token = coming[0]
+            bits[place] = 0
+            bits[place, token // 32] = 1 << token % 32
         else:
-            waiting.append(each)
-    known_vocab = rows[0].state.vocab_size
-    bits = np.full((num_rows, -(-known_vocab // 32)), -1, np.int32)
-    for known in forced:
-        bits[known] = 0
+            waiting.append((each.state.matcher, place))
     if waiting:
-        pairs = [(each.state.matcher, each.row) for each in waiting]
-        _executor().unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.strides[0], num_rows)
-    for each in waiting:
-        if each.state.matcher.is_error():
-            reason = " ".join(each.state.matcher.get_error().split())
-            errors[each.row] = ValueError(f"[SamplingParams] the grammar failed: {reason:.200}")
+        _executor().unsafe_compute_mask_ptr(waiting, bits.ctypes.data, bits.strides[0], len(bits))
+    for matcher, place in waiting:
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())
+            message = f"[SamplingParams] the grammar failed: {reason:.200}"
+            errors[rows[place].row] = ValueError(message)
     allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
-    allowed[list(forced), list(forced.values())] = 1
-    if known_vocab < vocab:  # logits of no tokens
-        is_free = np.ones(num_rows, bool)
-        is_free[[each.row for each in rows]] = False
-        allowed[is_free] = 1
     return Masks(allowed, forced, errors)
 
 

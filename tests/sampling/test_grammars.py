@@ -14,6 +14,8 @@ from server_harness import demo
 
 from mlx_paged import Engine, EngineService, FinishReason, SamplingParams
 from mlx_paged.sampling import grammar as compiler
+from mlx_paged.sampling import sampler
+from mlx_paged.sampling_params import JSON_STYLE
 
 SCHEMA = {
     "type": "object",
@@ -70,7 +72,7 @@ def masked_greedy(prompt, source, max_tokens):
     text = text if isinstance(text, str) else json.dumps(text)
     made = {
         "json_schema": lambda: llguidance.LLMatcher.grammar_from_json_schema(
-            text, defaults=compiler.JSON_STYLE
+            text, defaults=JSON_STYLE
         ),
         "regex": lambda: llguidance.LLMatcher.grammar_from_regex(text),
         "grammar": lambda: llguidance.LLMatcher.grammar_from_lark(text),
@@ -311,14 +313,31 @@ def test_a_service_compiles_in_the_thread_of_its_caller(monkeypatch):
     assert threads == [threading.current_thread()]
 
 
-def test_logits_may_be_wider_than_the_vocabulary():
-    """Models pad their output; no grammar allows such a token, and free rows keep theirs."""
-    from mlx_paged.sampling.grammar import Row, masks_of
+def test_masks_are_made_for_the_constrained_rows_alone(monkeypatch):
+    made = []
+    whole = sampler.masks_of
 
+    def noted(rows, vocab):
+        masks = whole(rows, vocab)
+        made.append(masks.allowed.shape[0])
+        assert made[-1] == len(rows)
+        return masks
+
+    monkeypatch.setattr(sampler, "masks_of", noted)
+    requests = [(prompt, {"max_tokens": 12, "ignore_eos": True}) for prompt in PROMPTS]
+    alone = [c.tokens for c in run(make_engine(), requests)[0]]
+    assert not made
+    bound = {"regex": "[a-z]{5,}", "max_tokens": 12}
+    done, *_ = run(make_engine(), [requests[0], (PROMPTS[1], bound), *requests[1:]])
+    assert [c.tokens for c in done[:1] + done[2:]] == alone
+    assert len(made) >= 12 and set(made) == {1}
+
+
+def test_logits_may_be_wider_than_the_vocabulary():
+    """Models pad their output; no grammar allows such a token."""
     grammars = compiler.Grammars(demo()[1], None)
-    params = SamplingParams(regex="[ab]+")
     tokens = [1, 2, 3]
-    state = grammars.start(params, len(tokens))
-    masks = masks_of([Row(1, state, tokens, 3)], 2, 1792 + 77)
-    assert masks.allowed.shape == (2, 1869) and masks.allowed[0].all()
-    assert masks.allowed[1].sum() and not masks.allowed[1, 1792:].any()
+    state = grammars.start(SamplingParams(regex="[ab]+"), len(tokens))
+    masks = compiler.masks_of([compiler.Row(1, state, tokens, 3)], 1792 + 77)
+    assert masks.allowed.shape == (1, 1869)
+    assert masks.allowed[0].sum() and not masks.allowed[0, 1792:].any()

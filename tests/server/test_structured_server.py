@@ -12,7 +12,7 @@ import pytest
 from jsonschema import validate
 from mlx_lm.tool_parsers import json_tools, pythonic
 from pydantic import BaseModel
-from server_harness import CODE, MODEL, client, demo, live, only_model, post, solo
+from server_harness import CODE, MODEL, client, demo, exchange, live, only_model, post, solo
 
 from mlx_paged.server.models import _machine
 
@@ -130,6 +130,35 @@ def test_what_cannot_be_obeyed_is_refused_with_the_reason(server, fields, reason
     status, _, answer = post(server, CHAT | fields, "/v1/chat/completions")
     message = answer["error"]["message"]
     assert status == 400 and reason.replace("none is", "no grammar is") in message
+
+
+DEEP = {
+    "guided_json": {"guided_json": "deep"},
+    "response_format": {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": "deep"}}
+    },
+    "tools": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": "deep"}}],
+        "tool_choice": "required",
+    },
+    "input_schema": {
+        "tools": [{"name": "f", "input_schema": "deep"}],
+        "tool_choice": {"type": "any"},
+    },
+    "n": {"n": "deep"},
+}
+
+
+@pytest.mark.parametrize("depth", [200, 900, 950, 970, 980, 990, 5000])
+@pytest.mark.parametrize("field", DEEP)
+def test_deep_nesting_is_a_mistake_of_the_client(server, field, depth):
+    """Wherever Python or llguidance gives up."""
+    deep = '{"items": ' * depth + "true" + "}" * depth
+    body = json.dumps(CHAT | DEEP[field]).replace('"deep"', deep)
+    path = "/v1/messages" if field == "input_schema" else "/v1/chat/completions"
+    with tool_format(server, json_tools):
+        status, _, answer = post(server, body.encode(), path)
+    assert status == 400 and answer["error"]["message"]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
@@ -319,6 +348,11 @@ def test_errors_have_anthropics_form(server, changes, reason):
     assert (status, answer["type"]) == (400, "error")
     assert answer["error"]["type"] == "invalid_request_error"
     assert reason in answer["error"]["message"]
+
+
+def test_other_methods_are_refused_in_anthropics_form(server):
+    status, _, content = exchange(server, "GET", "/v1/messages")
+    assert status == 405 and json.loads(content)["error"]["type"] == "invalid_request_error"
 
 
 def test_output_format_constrains_a_message(server):
