@@ -5,8 +5,9 @@ mlx.
 """
 
 import threading
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,9 @@ from mlx_paged.sampling_params import JSON_STYLE, SamplingParams
 
 MAX_BYTES = 1 << 16
 """Longest source. llguidance compiles it in seconds at most, with the interpreter's lock free."""
+
+STACK_BYTES = 1 << 27
+"""Stack of the compiler. A chain of rules in MAX_BYTES takes a third of it at most."""
 
 MAX_COMPILED = 256
 """Compiled sources that are kept, the latest ones."""
@@ -226,7 +230,8 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_regex(source)
             else:
                 grammar = LLMatcher.grammar_from_lark(source)
-            matcher: Matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+            make = partial(LLMatcher, self._tokens, grammar, log_level=0, limits=limits)
+            matcher: Matcher = _on_deep_stack(make)
         except ValueError as error:
             raise ValueError(f"[SamplingParams] {kind}: {_line(error)}") from None
         if not matcher.is_error():
@@ -251,6 +256,16 @@ class Grammars:
         inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
         size = max(len(inner), self._vocab_size or 0)
         self._tokens = from_tokenizer(inner, size, sorted(self._tokenizer.eos_token_ids))
+
+
+def _on_deep_stack(make: Callable[[], Matcher]) -> Matcher:
+    """Call llguidance's compiler, whose recursion is as deep as a chain of rules is long."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(make).result()
+    finally:
+        threading.stack_size(before)
 
 
 def _line(error: object) -> str:

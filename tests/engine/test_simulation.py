@@ -52,7 +52,7 @@ def limits_of_the_disk(monkeypatch):
 def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone():
     totals = counted("fake", seed=7, num_schedules=400)
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
-    seen = set(COUNTED) - {"lives", "stored", "fetched", "dropped"}
+    seen = set(COUNTED) - {"lives", "stored", "fetched", "dropped", "valid"}
     seen -= {"near_ties", "mismatches", "violations", "leaked_blocks", "failures"}
     assert totals["overtakes"] > 10, "hardly any long prompt was overtaken"
     seen -= {"overtakes"}
@@ -63,6 +63,13 @@ def test_a_real_model_in_a_real_engine_gives_mlx_lms_tokens():
     totals = counted("tiny", seed=7, num_schedules=25)
     assert totals["mismatches"] == totals["leaked_blocks"] == 0
     assert totals["tokens"] > 200 and totals["near_ties"] <= 1
+
+
+def test_schemas_are_obeyed_and_other_requests_unchanged():
+    totals = counted("structured", seed=7, num_schedules=12)
+    assert totals["mismatches"] == totals["leaked_blocks"] == 0
+    for name in ("valid", "forks", "preemptions", "samples", "faults"):
+        assert totals[name] > 10, f"{name} hardly ever happened"
 
 
 def test_engines_that_live_one_after_the_other_on_a_disk_give_the_same_tokens():
