@@ -6,7 +6,7 @@ mlx.
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,9 @@ MAX_BYTES = 1 << 16
 
 STACK_BYTES = 1 << 27
 """Stack of the compiler. A chain of rules in MAX_BYTES takes a third of it at most."""
+
+MAX_SECONDS, MAX_LATE = 10.0, 2
+"""Time for one source, and how many may go on behind it before no other one is compiled."""
 
 MAX_COMPILED = 256
 """Compiled sources that are kept, the latest ones."""
@@ -101,24 +104,14 @@ class Row(NamedTuple):
     length: int
 
 
-class Masks(NamedTuple):
-    """What the grammars of some rows allow.
+def masks_of(
+    rows: Sequence[Row], vocab: int
+) -> tuple[npt.NDArray[np.uint8], dict[int, int], dict[int, Exception]]:
+    """Let each row's state follow its tokens, and fill the masks of all rows in one call, on
+    several threads.
 
-    Attributes:
-        allowed: ``[N, vocab]`` uint8, 1 or 0, of these rows in their order.
-        forced: the only token that may follow, by row of the batch.
-        errors: why a row of the batch has no token.
-    """
-
-    allowed: npt.NDArray[np.uint8]
-    forced: dict[int, int]
-    errors: dict[int, Exception]
-
-
-def masks_of(rows: Sequence[Row], vocab: int) -> Masks:
-    """Let each row's state follow its tokens, and fill the masks of all rows in one call.
-
-    The library fills them on several threads.
+    Returns what is allowed, ``[N, vocab]`` 1 or 0, of these rows in their order; by row of the
+    batch the only token that may follow; and by row of the batch why there is none.
     """
     forced: dict[int, int] = {}
     errors: dict[int, Exception] = {}
@@ -146,7 +139,7 @@ def masks_of(rows: Sequence[Row], vocab: int) -> Masks:
             message = f"[SamplingParams] the grammar failed: {reason:.200}"
             errors[rows[place].row] = ValueError(message)
     allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
-    return Masks(allowed, forced, errors)
+    return allowed, forced, errors
 
 
 @cache
@@ -170,6 +163,7 @@ class Grammars:
         self._lock = threading.Lock()  # one source at a time: others keep their processors
         self._compiled: dict[tuple[str, str], Matcher | ValueError] = {}  # oldest first
         self._tokens: Any = None
+        self._late: list[threading.Thread] = []  # that compile for too long
 
     def start(self, params: SamplingParams, position: int) -> GrammarState | None:
         """The state of a request whose tokens from `position` on follow a grammar; None if it has
@@ -178,6 +172,7 @@ class Grammars:
         Raises:
             ValueError: llguidance refuses the source, it is too large, there is no tokenizer, or
                 llguidance is not installed.
+            RuntimeError: other sources keep the compiler busy.
         """
         if params.constraint is None:
             return None
@@ -212,11 +207,8 @@ class Grammars:
 
     def warm_up(self) -> None:
         """Read the tokenizer now, if llguidance is installed; else the first grammar does this."""
-        with self._lock:
-            try:
-                self._read_tokenizer()
-            except ValueError:  # every grammar gets this answer
-                return
+        with self._lock, suppress(ValueError):  # every grammar gets this answer
+            self._read_tokenizer()
 
     def _compile(self, kind: str, source: str) -> Matcher:
         self._read_tokenizer()
@@ -226,19 +218,43 @@ class Grammars:
         try:
             if kind == "json_schema":
                 grammar = LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
-            elif kind == "regex":
-                grammar = LLMatcher.grammar_from_regex(source)
             else:
-                grammar = LLMatcher.grammar_from_lark(source)
+                name = {"regex": "regex", "grammar": "lark"}[kind]
+                grammar = getattr(LLMatcher, f"grammar_from_{name}")(source)
             make = partial(LLMatcher, self._tokens, grammar, log_level=0, limits=limits)
-            matcher: Matcher = _on_deep_stack(make)
+            matcher = self._in_time(make)
         except ValueError as error:
             raise ValueError(f"[SamplingParams] {kind}: {_line(error)}") from None
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask takes longest
         if matcher.is_error():
             raise ValueError(f"[SamplingParams] {kind}: {_line(matcher.get_error())}")
         return matcher
+
+    def _in_time(self, make: Callable[[], Matcher]) -> Matcher:
+        """Call llguidance's compiler on a deep stack: it recurses along chains of rules. Some of
+        its loops have no limit and cannot be stopped; such a thread is left alone."""
+        found: list[Matcher] = []
+        self._late = [thread for thread in self._late if thread.is_alive()]
+        if len(self._late) == MAX_LATE:
+            raise RuntimeError("[SamplingParams] the compiler is busy: expected to be asked later")
+
+        def run() -> None:
+            matcher = make()
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # the first mask takes longest
+            found.append(matcher)
+
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        thread.join(MAX_SECONDS)
+        if not found:
+            self._late.append(thread)
+            reason = f"takes more than {MAX_SECONDS:g} s" if thread.is_alive() else "failed"
+            raise ValueError(f"the compiler {reason}")
+        return found[0]
 
     def _read_tokenizer(self) -> None:
         """Give llguidance the vocabulary. This takes up to a second."""
@@ -256,16 +272,6 @@ class Grammars:
         inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
         size = max(len(inner), self._vocab_size or 0)
         self._tokens = from_tokenizer(inner, size, sorted(self._tokenizer.eos_token_ids))
-
-
-def _on_deep_stack(make: Callable[[], Matcher]) -> Matcher:
-    """Call llguidance's compiler, whose recursion is as deep as a chain of rules is long."""
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(make).result()
-    finally:
-        threading.stack_size(before)
 
 
 def _line(error: object) -> str:

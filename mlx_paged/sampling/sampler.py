@@ -134,17 +134,17 @@ def _constrained(
 ) -> tuple[mx.array, mx.array | None]:
     """`logits` ``[R, vocab]`` with -inf where a grammar forbids the token, and for each row the
     only possible token ``[R]`` int32, or -1. If no row has one, None."""
-    masks = masks_of(rows, logits.shape[-1])
-    errors |= masks.errors
+    allowed, only, wrong = masks_of(rows, logits.shape[-1])
+    errors |= wrong
     # From 1 and 0 to the bits of 0.0 and -inf: on a CPU much faster than `mx.where`.
-    zero_or_ones = mx.array((masks.allowed - np.uint8(1)).view(np.int8)).astype(mx.int32)
+    zero_or_ones = mx.array((allowed - np.uint8(1)).view(np.int8)).astype(mx.int32)
     bias = (zero_or_ones & -0x800000).view(mx.float32)
     subset = Subset([row.row for row in rows], len(logits))
     logits = subset.put(logits, subset.take(logits) + bias.astype(logits.dtype))
-    if not masks.forced:
+    if not only:
         return logits, None
     forced = np.full(len(logits), -1, np.int32)
-    forced[list(masks.forced)] = list(masks.forced.values())
+    forced[list(only)] = list(only.values())
     return logits, mx.array(forced)
 
 

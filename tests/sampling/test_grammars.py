@@ -313,13 +313,57 @@ def test_a_service_compiles_in_the_thread_of_its_caller(monkeypatch):
     assert threads == [threading.current_thread()]
 
 
+def test_a_long_chain_of_rules_is_compiled():
+    """It needs a stack that most threads do not have."""
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(5000))
+    (completion,) = make_engine().generate(
+        [PROMPTS[0]], grammar=f'start: r0\n{rules}\nr5000: "ab"', max_tokens=9
+    )
+    assert completion.text == "ab"
+
+
+def test_a_source_that_takes_too_long_is_refused_and_others_are_not(monkeypatch):
+    from llguidance import LLMatcher
+
+    may_end = threading.Event()
+
+    class Slow:
+        """llguidance's class, which needs a while for some sources."""
+
+        def __new__(cls, tokens, grammar, **options):
+            if "slow" in grammar:
+                may_end.wait()
+            return LLMatcher(tokens, grammar, **options)
+
+        grammar_from_regex = LLMatcher.grammar_from_regex
+
+    monkeypatch.setattr("llguidance.LLMatcher", Slow)
+    grammars = compiler.Grammars(demo()[1], None)
+    grammars.compile(SamplingParams(regex="fast"))
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "MAX_SECONDS", 0.01)
+        for _ in range(2):
+            for name in ("slow", "slower"):
+                with pytest.raises(ValueError, match="takes more than"):
+                    grammars.compile(SamplingParams(regex=name))
+    grammars.compile(SamplingParams(regex="fast"))
+    with pytest.raises(RuntimeError, match="busy"):
+        grammars.compile(SamplingParams(regex="faster"))
+    late = list(grammars._late)
+    assert len(late) == compiler.MAX_LATE
+    may_end.set()
+    for thread in late:
+        thread.join()
+    grammars.compile(SamplingParams(regex="faster"))
+
+
 def test_masks_are_made_for_the_constrained_rows_alone(monkeypatch):
     made = []
     whole = sampler.masks_of
 
     def noted(rows, vocab):
         masks = whole(rows, vocab)
-        made.append(masks.allowed.shape[0])
+        made.append(masks[0].shape[0])
         assert made[-1] == len(rows)
         return masks
 
@@ -338,6 +382,6 @@ def test_logits_may_be_wider_than_the_vocabulary():
     grammars = compiler.Grammars(demo()[1], None)
     tokens = [1, 2, 3]
     state = grammars.start(SamplingParams(regex="[ab]+"), len(tokens))
-    masks = compiler.masks_of([compiler.Row(1, state, tokens, 3)], 1792 + 77)
-    assert masks.allowed.shape == (1, 1869)
-    assert masks.allowed[0].sum() and not masks.allowed[0, 1792:].any()
+    allowed, *_ = compiler.masks_of([compiler.Row(1, state, tokens, 3)], 1792 + 77)
+    assert allowed.shape == (1, 1869)
+    assert allowed[0].sum() and not allowed[0, 1792:].any()

@@ -3,17 +3,27 @@
 import json
 import re
 import threading
-import time
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Literal
 
 import pytest
 from jsonschema import validate
 from mlx_lm.tool_parsers import json_tools, pythonic
 from pydantic import BaseModel
-from server_harness import CODE, MODEL, client, demo, exchange, live, only_model, post, solo
+from server_harness import (
+    CODE,
+    MODEL,
+    TIMEOUT,
+    client,
+    demo,
+    exchange,
+    live,
+    only_model,
+    post,
+    solo,
+)
 
+from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.server.models import _machine
 
 SCHEMA = {
@@ -195,33 +205,46 @@ def test_a_format_without_a_grammar_is_refused_by_name(server):
     assert status == 400 and "(pythonic)" in answer["error"]["message"]
 
 
-def test_a_schema_that_takes_long_does_not_delay_others(server):
-    """It is compiled in a thread of its own; a stream's tokens come meanwhile."""
-    deep = {
-        "type": "object",
-        "properties": {
-            f"k{i}": {"type": "string", "pattern": f"^[a-z]{{1,{i + 1}}}$"} for i in range(900)
-        },
-    }
-    assert len(json.dumps(deep)) < 1 << 16
-    done = []
+def test_a_schema_that_takes_long_does_not_delay_others(server, monkeypatch):
+    """It is compiled in a thread of its own; a stream comes to its end meanwhile."""
+    begun, may_end, answers = threading.Event(), threading.Event(), []
+    whole = Grammars._compile
+
+    def slow(self, kind, source):
+        begun.set()
+        assert may_end.wait(TIMEOUT)
+        return whole(self, kind, source)
 
     def ask():
-        begun = time.perf_counter()
-        post(server, CHAT | {"guided_json": deep, "max_tokens": 1}, "/v1/chat/completions")
-        done.append((begun, time.perf_counter()))
+        body = CHAT | {"guided_regex": "a slow one"}
+        answers.append(post(server, body, "/v1/chat/completions"))
 
-    stream = client(server).completions.create(
-        model=MODEL, prompt=CODE, max_tokens=600, stream=True, extra_body={"ignore_eos": True}
-    )
-    times = [time.perf_counter() for _ in [next(stream)]]
+    monkeypatch.setattr(Grammars, "_compile", slow)
     asking = threading.Thread(target=ask)
     asking.start()
-    times += [time.perf_counter() for _ in stream]
+    assert begun.wait(TIMEOUT)
+    options = {"model": MODEL, "prompt": CODE, "max_tokens": 50}
+    stream = client(server).completions.create(stream=True, **options)
+    assert "".join(part.choices[0].text for part in stream) == solo(CODE, 50)[0]
+    assert not answers
+    may_end.set()
     asking.join()
-    ((begun, ended),) = done
-    beside = [b - a for a, b in pairwise(times) if begun < b < ended]
-    assert beside and max(beside) < 0.4  # 0.1 on an idle machine
+    ((status, _, answer),) = answers
+    assert status == 200 and answer["choices"][0]["message"]["content"] == "a slow one"
+
+
+def test_sources_that_take_too_long_are_answered(server, monkeypatch):
+    refusals = [ValueError("the compiler takes more than 10 s"), RuntimeError("busy")]
+
+    def late(self, make):
+        raise refusals.pop(0)
+
+    monkeypatch.setattr(Grammars, "_in_time", late)
+    for status, name in ((400, "late"), (400, "late"), (503, "other")):
+        body = CHAT | {"guided_regex": name}
+        found, _, answer = post(server, body, "/v1/chat/completions")
+        assert found == status and answer["error"]["message"]
+    assert not refusals
 
 
 # The Messages API
