@@ -79,7 +79,10 @@ class GrammarState:
             else:
                 is_allowed = self.matcher.consume_token(token)
             if not is_allowed:  # the position stays, so that later calls raise, too
-                raise ValueError(f"[SamplingParams] the grammar does not allow token {token}")
+                reason = "" if self.forced else f": {_line(self.matcher.get_error())}"
+                raise ValueError(
+                    f"[SamplingParams] the grammar does not allow token {token}{reason}"
+                )
             self._position += 1
             if self.forced:
                 del self.forced[0]
@@ -107,11 +110,10 @@ class Row(NamedTuple):
 def masks_of(
     rows: Sequence[Row], vocab: int
 ) -> tuple[npt.NDArray[np.uint8], dict[int, int], dict[int, Exception]]:
-    """Let each row's state follow its tokens, and fill the masks of all rows in one call, on
-    several threads.
+    """Let each row's state follow its tokens, and fill all masks in one call, on several threads.
 
-    Returns what is allowed, ``[N, vocab]`` 1 or 0, of these rows in their order; by row of the
-    batch the only token that may follow; and by row of the batch why there is none.
+    Returns what is allowed, ``[N, vocab]`` 1 or 0, of these rows in their order; and by row of the
+    batch the only token that may follow, and why there is none.
     """
     forced: dict[int, int] = {}
     errors: dict[int, Exception] = {}
@@ -135,9 +137,8 @@ def masks_of(
         _executor().unsafe_compute_mask_ptr(waiting, bits.ctypes.data, bits.strides[0], len(bits))
     for matcher, place in waiting:
         if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())
-            message = f"[SamplingParams] the grammar failed: {reason:.200}"
-            errors[rows[place].row] = ValueError(message)
+            reason = f"[SamplingParams] the grammar failed: {_line(matcher.get_error())}"
+            errors[rows[place].row] = ValueError(reason)
     allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
     return allowed, forced, errors
 
@@ -184,11 +185,9 @@ class Grammars:
         """A matcher before its first token. Raises ValueError as :meth:`start`."""
         assert params.constraint is not None
         kind, source = params.constraint
-        if len(source.encode()) > MAX_BYTES:
-            raise ValueError(
-                f"[SamplingParams] {kind} has {len(source.encode())} bytes: "
-                f"expected at most {MAX_BYTES}"
-            )
+        if (size := len(source.encode())) > MAX_BYTES:
+            most = f"expected at most {MAX_BYTES}"
+            raise ValueError(f"[SamplingParams] {kind} has {size} bytes: {most}")
         found = self._compiled.get((kind, source))  # no lock: another source may take seconds
         if found is None:
             with self._lock:
@@ -223,10 +222,10 @@ class Grammars:
                 grammar = getattr(LLMatcher, f"grammar_from_{name}")(source)
             make = partial(LLMatcher, self._tokens, grammar, log_level=0, limits=limits)
             matcher = self._in_time(make)
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
         except ValueError as error:
             raise ValueError(f"[SamplingParams] {kind}: {_line(error)}") from None
-        if matcher.is_error():
-            raise ValueError(f"[SamplingParams] {kind}: {_line(matcher.get_error())}")
         return matcher
 
     def _in_time(self, make: Callable[[], Matcher]) -> Matcher:
@@ -250,11 +249,11 @@ class Grammars:
         finally:
             threading.stack_size(before)
         thread.join(MAX_SECONDS)
-        if not found:
-            self._late.append(thread)
-            reason = f"takes more than {MAX_SECONDS:g} s" if thread.is_alive() else "failed"
-            raise ValueError(f"the compiler {reason}")
-        return found[0]
+        if found:
+            return found[0]
+        self._late.append(thread)
+        reason = f"takes more than {MAX_SECONDS:g} s" if thread.is_alive() else "failed"
+        raise ValueError(f"the compiler {reason}")
 
     def _read_tokenizer(self) -> None:
         """Give llguidance the vocabulary. This takes up to a second."""
@@ -265,10 +264,8 @@ class Grammars:
         try:
             from llguidance.hf import from_tokenizer
         except ImportError:
-            raise ValueError(
-                "[SamplingParams] a grammar needs llguidance: "
-                "expected pip install 'mlx_paged[structured]'"
-            ) from None
+            install = "expected pip install 'mlx_paged[structured]'"
+            raise ValueError(f"[SamplingParams] a grammar needs llguidance: {install}") from None
         inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
         size = max(len(inner), self._vocab_size or 0)
         self._tokens = from_tokenizer(inner, size, sorted(self._tokenizer.eos_token_ids))

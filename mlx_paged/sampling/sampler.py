@@ -75,16 +75,14 @@ class Sampler:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
         errors = dict(self._rows.errors)
         forced: mx.array | None = None
-        constrained: list[Row] = []
-        if self._rows.constrained:
-            constrained = [  # without requests that ended after the step was launched
-                Row(i, grammar, requests[i].tokens, int(lengths[i]))
-                for i in self._rows.constrained
-                if isinstance(grammar := requests[i].grammar, GrammarState)
-                and not requests[i].finish_reason
-            ]
-            if any([row.length > len(row.tokens) for row in constrained]):
-                return None
+        constrained = [  # without requests that ended after the step was launched
+            Row(i, grammar, requests[i].tokens, int(lengths[i]))
+            for i in self._rows.constrained
+            if isinstance(grammar := requests[i].grammar, GrammarState)
+            and not requests[i].finish_reason
+        ]
+        if any([row.length > len(row.tokens) for row in constrained]):
+            return None
         logits = self._processed(logits, newest, lengths, errors)
         if constrained:
             logits, forced = _constrained(logits, constrained, errors)
