@@ -150,7 +150,7 @@ async def _complete(request: Request) -> Answer | Response:
             raise ValueError("priority: expected 0, for the server runs without --policy priority")
         if unknown and args.strict_fields:
             raise ValueError(f"{', '.join(unknown)}: unknown, expected only known fields"[:1000])
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Refusal(400, str(error)) from error
     for name in set(unknown) - state.seen:
         if len(state.seen) < 1000:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from copy import copy as shallow
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.snapshots import Snapshots
 from mlx_paged.kv_disk import tier
 from mlx_paged.request import Request
+from mlx_paged.sampling import sampler
+from mlx_paged.sampling.grammar import GrammarState
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
 from mlx_paged.scheduler.step import Span, Step
@@ -108,6 +111,43 @@ def salts_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_defect_of_the_disk_tier_is_noticed(plant, monkeypatch):
     plant(monkeypatch)
     assert any(run_schedule("disk", 1, index)[1] for index in range(40))
+
+
+def forks_share_a_matcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(state: GrammarState, tokens: list[int]) -> GrammarState:
+        twin = shallow(state)
+        twin.forced = list(state.forced)
+        twin.follow(tokens)
+        return twin
+
+    monkeypatch.setattr(GrammarState, "copy", copy)
+
+
+def masks_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sampler.masks_of
+
+    def turned(rows: list, vocab: int) -> tuple:
+        allowed, *others = whole(rows, vocab)
+        return allowed[::-1], *others
+
+    monkeypatch.setattr(sampler, "masks_of", turned)
+
+
+def forced_tokens_come_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = pipeline.StepPipeline.forced_after
+
+    def after(self: pipeline.StepPipeline, request: Request) -> list:
+        return whole(self, request) * 2
+
+    monkeypatch.setattr(pipeline.StepPipeline, "forced_after", after)
+
+
+@pytest.mark.parametrize(
+    "plant", [forks_share_a_matcher, masks_of_other_rows, forced_tokens_come_twice]
+)
+def test_a_defect_of_grammars_is_noticed(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(run_schedule("structured", 7, index)[1] for index in range(40))
 
 
 def test_the_same_schedule_is_the_same_every_time():

@@ -40,7 +40,7 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler import turns
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import Span, Step
 
 COUNTED = (
     *("schedules", "requests", "tokens", "steps", "preemptions", "forks", "samples", "beams"),
@@ -51,6 +51,11 @@ COUNTED = (
 )
 STEPS_A_TOKEN = 20
 """A request that took more steps a token, preemptions and failures included, would never end."""
+
+
+def is_forced(span: Span) -> bool:
+    """Whether it computes tokens that a grammar forces, which go before prompts as decodes do."""
+    return span.request.grammar is not None and span.start >= span.request.num_prompt
 
 
 class TurnWatch:
@@ -75,7 +80,8 @@ class TurnWatch:
     def see(self, step: Step) -> None:
         """A step that is launched."""
         first = next((r for r in step.prompts[:1] if not r.num_preempted), None)
-        computed = {span.request.id for span in step.spans if len(span) > 1 + len(span.drafts)}
+        prompts = [span for span in step.spans if len(span) > 1 + len(span.drafts)]
+        computed = {span.request.id for span in prompts if not is_forced(span)}
         before, self._first = self._first, first.id if first else None
         is_passed = first is not None and first.id not in step.requests and bool(computed)
         self.num_overtakes += is_passed
