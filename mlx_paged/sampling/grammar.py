@@ -99,12 +99,14 @@ class GrammarState:
 
 
 class Row(NamedTuple):
-    """A row of logits for the token at index `length` of a request's tokens."""
+    """A row of logits for the token at index `length` of a request's tokens. The state stays before
+    the last `drafts` of the tokens, which are guesses."""
 
     row: int
     state: GrammarState
     tokens: list[int]
     length: int
+    drafts: int = 0
 
 
 def masks_of(
@@ -120,23 +122,28 @@ def masks_of(
     waiting: list[tuple[Matcher, int]] = []
     bits = np.full((len(rows), -(-rows[0].state.vocab_size // 32)), 2**32 - 1, np.uint32)
     for place, each in enumerate(rows):
+        state = each.state
         try:
-            each.state.follow(each.tokens)
+            if each.drafts:
+                state = state.copy(each.tokens)
+            else:
+                state.follow(each.tokens)
         except ValueError as error:
-            errors[each.row] = error.with_traceback(None)
+            if not each.drafts:  # else the model chooses another token than the draft
+                errors[each.row] = error.with_traceback(None)
             continue
         # If the request is ahead, the engine has appended forced tokens already.
-        coming = each.tokens[each.length :] or each.state.forced
+        coming = each.tokens[each.length :] or state.forced
         if coming:
             forced[each.row] = token = coming[0]
             bits[place] = 0
             bits[place, token // 32] = 1 << token % 32
         else:
-            waiting.append((each.state.matcher, place))
+            waiting.append((state.matcher, place))
     if waiting:
         _executor().unsafe_compute_mask_ptr(waiting, bits.ctypes.data, bits.strides[0], len(bits))
     for matcher, place in waiting:
-        if matcher.is_error():
+        if matcher.is_error() and not rows[place].drafts:
             reason = f"[SamplingParams] the grammar failed: {_line(matcher.get_error())}"
             errors[rows[place].row] = ValueError(reason)
     allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little")

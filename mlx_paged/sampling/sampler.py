@@ -62,7 +62,7 @@ class Sampler:
 
         Args:
             logits: ``[R, vocab]``.
-            requests: one for each row, all different.
+            requests: one for each row. A request with drafts has several rows, one after the other.
             newest: the last token ``[R]`` int32 of each request. A token in flight is not in
                 ``request.tokens`` yet.
             lengths: ``num_tokens`` ``[R]`` of each request; None: read from the requests.
@@ -76,10 +76,9 @@ class Sampler:
         errors = dict(self._rows.errors)
         forced: mx.array | None = None
         constrained = [  # without requests that ended after the step was launched
-            Row(i, grammar, requests[i].tokens, int(lengths[i]))
+            _row(requests, i, int(lengths[i]))
             for i in self._rows.constrained
-            if isinstance(grammar := requests[i].grammar, GrammarState)
-            and not requests[i].finish_reason
+            if not requests[i].finish_reason
         ]
         if any([row.length > len(row.tokens) for row in constrained]):
             return None
@@ -125,6 +124,14 @@ class Sampler:
         if self._processors is not None:
             logits = self._processors(logits, newest, lengths, errors)
         return logits
+
+
+def _row(requests: Sequence[Request], index: int, length: int) -> Row:
+    """The row at `index`, whose request may have other rows before or behind it for drafts."""
+    request = requests[index]
+    assert isinstance(request.grammar, GrammarState)
+    tokens = request.tokens[:length] if requests.count(request) > 1 else request.tokens
+    return Row(index, request.grammar, tokens, length, index - requests.index(request))
 
 
 def _constrained(

@@ -27,6 +27,7 @@ from mlx_paged.kv_disk import tier
 from mlx_paged.request import Request
 from mlx_paged.sampling import sampler
 from mlx_paged.sampling.grammar import GrammarState
+from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
 from mlx_paged.scheduler.step import Span, Step
@@ -136,8 +137,8 @@ def masks_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def forced_tokens_come_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = pipeline.StepPipeline.forced_after
 
-    def after(self: pipeline.StepPipeline, request: Request) -> list:
-        return whole(self, request) * 2
+    def after(self: pipeline.StepPipeline, choice: SampledToken) -> list:
+        return whole(self, choice) * 2
 
     monkeypatch.setattr(pipeline.StepPipeline, "forced_after", after)
 

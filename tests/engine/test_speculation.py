@@ -77,7 +77,7 @@ def test_penalties_see_the_accepted_tokens_before_each_draft(penalty):
     class Plain:  # the drafts must be right with the penalty, so they come from mlx-lm with it
         vocab, ends = VOCAB, frozenset()
 
-        def tokens(self, prompt, params, seed, salt, begun):
+        def tokens(self, prompt, params, seed, salt, begun=()):
             options = dict(penalty)
             steps = generate_step(
                 mx.array(prompt),
@@ -146,7 +146,7 @@ def test_tokens_and_logprobs_are_those_without_drafts(options):
     class Known:
         vocab, ends = VOCAB, frozenset()
 
-        def tokens(self, prompt, params, seed, salt, begun):
+        def tokens(self, prompt, params, seed, salt, begun=()):
             return right[tuple(prompt)], []
 
     engine = engine_with(model, 0.7)

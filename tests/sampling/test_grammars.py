@@ -1,21 +1,26 @@
 """The tokens of a request follow its grammar, in every batch, and nothing else changes."""
 
 import json
+import random
 import re
 import threading
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from injected_drafts import InjectedDrafter, every_guess
 from jsonschema import validate
 from mlx_lm.models.cache import make_prompt_cache
 from random_schemas import random_schema
 from server_harness import demo
+from solo_runs import solo_run
+from structured_calls import SCHEMAS, structured_solo
 
 from mlx_paged import Engine, EngineService, FinishReason, SamplingParams
 from mlx_paged.sampling import grammar as compiler
 from mlx_paged.sampling import sampler
 from mlx_paged.sampling_params import JSON_STYLE
+from mlx_paged.scheduler.speculation import Speculation
 
 SCHEMA = {
     "type": "object",
@@ -198,6 +203,27 @@ def test_a_batch_survives_preemption_and_forks(lookahead):
         if everyone[child].finish_reason == "stop" and "json_schema" in source:
             text = tokenizer.decode([t for t in whole if t not in tokenizer.eos_token_ids])
             validate(json.loads(text), json.loads(SamplingParams(**source).json_schema))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_drafts_are_masked_by_what_is_before_them(monkeypatch, share, temperature):
+    """Right and wrong drafts change no token; right ones are accepted."""
+    monkeypatch.setattr(Speculation, "_depths", every_guess)
+    solo, engine = structured_solo(), make_engine()
+    scheduler = engine.scheduler
+    drafter = InjectedDrafter(random.Random(1), solo, share)
+    scheduler.speculation = Speculation(drafter, scheduler.allocator, scheduler.budget)
+    params = [
+        SamplingParams(json_schema=schema, max_tokens=60, temperature=temperature, seed=seed)
+        for seed, schema in enumerate(SCHEMAS * 3)
+    ]
+    done = engine.generate([[5 + p.seed, 7, 9] for p in params], params)
+    for completion, own in zip(done, params, strict=True):
+        expected = solo_run(solo, [5 + own.seed, 7, 9], own, own.seed, b"")
+        assert (completion.tokens, completion.finish_reason) == (expected.tokens, expected.reason)
+    drafts, accepted = engine.stats.drafts, engine.stats.accepted_drafts
+    assert drafts > 5 and (share == 0.6 or accepted == share * drafts)
 
 
 def compiler_kinds(options):
