@@ -52,8 +52,8 @@ class SamplingParams:
         stop: strings that end the request; the text ends before the first of them.
         stop_token_ids: tokens that end the request, in addition to the end-of-sequence tokens.
         ignore_eos: continue after the tokenizer's end-of-sequence tokens.
-        speculate: compute drafts of its tokens, if the engine does so. Requests with a grammar, or
-            with a sampler or processors of their caller, which may keep a state, never have drafts.
+        speculate: compute drafts of its tokens, if the engine does so. Requests with a sampler or
+            processors of their caller, which may keep a state, never have drafts.
         json_schema: the text is JSON that this schema describes, a mapping or JSON text; stored as
             text. docs/structured-outputs.md has the rules of this field and the next two.
         regex: the whole text matches this regular expression, in Rust's syntax.
@@ -124,7 +124,7 @@ class SamplingParams:
     def speculates(self) -> bool:
         """Whether its tokens may be computed ahead."""
         is_free = self.sampler is None and not self.logits_processors
-        return self.speculate and is_free and self.constraint is None
+        return self.speculate and is_free
 
     def _freeze(self, name: str, collection: Callable[[Iterable[Any]], object]) -> None:
         value = getattr(self, name)
@@ -171,6 +171,9 @@ def _json(value: object) -> object:
 
 
 GRAMMARS = ("json_schema", "regex", "grammar")  # fields of which one may constrain the text
+
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON in one line, as Python writes it. A schema's own "x-guidance" overrides this."""
 
 COLLECTIONS: dict[str, Callable[[Iterable[Any]], object]] = {
     "stop": tuple,

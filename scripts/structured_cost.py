@@ -1,13 +1,14 @@
 """What grammars cost and save: step times with and without, and model steps.
 
-    python -m scripts.structured_cost [--pairs 12] [--vocab 131072] [--rows 32]
+    python -m scripts.structured_cost [--pairs 12] [--vocab 131072] [--rows 32] [--seconds 220]
 
-A llama of random weights has `--vocab` tokens, of which the demo model's tokenizer knows the first
-ones, so its masks cover few tokens; the vocabulary is therefore filled up with random words. The
-rows are constrained by an expression without fixed text, so that each step computes one token a
-row with and without it. Each pair runs both in turns; the median of the pairs' ratios is printed.
-The last line counts the model's steps for an object with fixed keys. On Linux, preload OpenBLAS
-(README.md, Limits): with MLX's reference BLAS a step takes seconds.
+A llama of random weights has `--vocab` tokens: those of the demo model, and random words. The rows
+are constrained to a long JSON text, or with `--hard` by an expression that counts characters of a
+class of its own: llguidance's slow case, in which no mask resembles the one before. Neither has
+fixed text, so that each step computes one token a row with and without it. Each pair runs both in
+turns, with lookahead and without; after `--seconds` no new pair begins. The last line is one JSON
+object: medians over the pairs, and the model's steps for an object with fixed keys. On Linux,
+preload OpenBLAS (README.md, Limits): with MLX's reference BLAS a step takes seconds.
 """
 
 import argparse
@@ -20,11 +21,16 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import llama
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, load_model
 
-FREE = {"regex": "[a-zA-Z0-9 .,_]{400,}"}
+TEXT = {"type": "string", "minLength": 4000}
+BOUND: dict[str, Any] = {"json_schema": TEXT}
+HARD: dict[str, Any] = {"regex": "[a-zA-Z0-9 .,_]{400,}"}
+PLAIN: dict[str, Any] = {"ignore_eos": True}
 KEYS = {
     "type": "object",
     "properties": {
@@ -39,12 +45,17 @@ KEYS = {
 
 
 def wide_model(vocab: int) -> tuple[Any, Any]:
-    """A random llama and the demo model's tokenizer, both with `vocab` tokens."""
+    """A random llama, and the demo model's tokenizer with random words, both of `vocab` tokens."""
     _, tokenizer = load_model()
-    rng, words = random.Random(0), set[str]()
-    while len(words) < vocab - len(tokenizer._tokenizer):
-        words.add("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 9))))
-    tokenizer._tokenizer.add_tokens(sorted(words))
+    known = json.loads(tokenizer._tokenizer.backend_tokenizer.to_str())
+    rng, words = random.Random(0), known["model"]["vocab"]
+    count = len(tokenizer._tokenizer)
+    while count < vocab:
+        word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 9)))
+        count += words.setdefault(word, count) == count
+    inner = Tokenizer.from_str(json.dumps(known))
+    ends = tokenizer._tokenizer.eos_token
+    tokenizer._tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=ends)
     args = llama.ModelArgs(
         model_type="llama",
         hidden_size=512,
@@ -96,26 +107,43 @@ def count_steps(fast_forward: bool) -> tuple[int, int]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="structured_cost", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for flag, default in (("--pairs", 12), ("--vocab", 1 << 17), ("--rows", 32), ("--steps", 12)):
-        parser.add_argument(flag, type=COUNT, default=default)
+    numbers = {"pairs": 12, "vocab": 1 << 17, "rows": 32, "steps": 12, "seconds": 220}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=COUNT, default=default)
+    parser.add_argument(
+        "--hard", action="store_true", help="constrain by an expression that counts"
+    )
     args = parser.parse_args(argv)
     model, tokenizer = wide_model(args.vocab)
-    for lookahead in (True, False):
-        engine = Engine(model, tokenizer, num_blocks=512, lookahead=lookahead)
-        ratios, plain = [], []
-        for pair in range(args.pairs):
-            order = ({}, FREE) if pair % 2 else (FREE, {})
-            found = {bool(o): step_ms(engine, args.rows, args.steps, **o) for o in order}
-            ratios.append(found[True] / found[False])
-            plain.append(found[False])
-        print(
-            f"lookahead {lookahead!s:5}: step {statistics.median(plain):.1f} ms without, ratio "
-            f"{statistics.median(ratios):.3f} (from {min(ratios):.3f} to {max(ratios):.3f})",
-            flush=True,
-        )
+    engines = {
+        lookahead: Engine(model, tokenizer, num_blocks=512, lookahead=lookahead)
+        for lookahead in (True, False)
+    }
+    plain: dict[bool, list[float]] = {True: [], False: []}
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    ends = time.monotonic() + args.seconds
+    for pair in range(args.pairs):
+        if time.monotonic() > ends:
+            break
+        for lookahead, engine in engines.items():
+            options = {"plain": PLAIN, "bound": HARD if args.hard else BOUND}
+            order = ("plain", "bound") if pair % 2 else ("bound", "plain")
+            took = {k: step_ms(engine, args.rows, args.steps, **options[k]) for k in order}
+            plain[lookahead].append(took["plain"])
+            ratios[lookahead].append(took["bound"] / took["plain"])
+    found: dict[str, Any] = {"vocab": args.vocab, "rows": args.rows}
+    for lookahead, name in ((True, "lookahead"), (False, "no_lookahead")):
+        found[name] = {
+            "pairs": len(ratios[lookahead]),
+            "plain_ms": round(statistics.median(plain[lookahead]), 1),
+            "ratio": round(statistics.median(ratios[lookahead]), 3),
+            "from": round(min(ratios[lookahead]), 3),
+            "to": round(max(ratios[lookahead]), 3),
+        }
+        print(name, found[name])
     (fewer, tokens), (all_steps, _) = count_steps(True), count_steps(False)
-    saved = {"tokens": tokens, "steps": fewer, "one_by_one": all_steps}
-    print(json.dumps(saved), f"{1 - fewer / all_steps:.0%} fewer steps")
+    found |= {"tokens": tokens, "steps": fewer, "steps_one_by_one": all_steps}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -316,7 +316,7 @@ class EngineCore:
             for choice in result.choices:
                 self._append(choice)
                 if choice.request.grammar is not None:
-                    for forced in self._pipeline.forced_after(choice.request):
+                    for forced in self._pipeline.forced_after(choice):
                         self._append(forced)
                         self.stats.generation_tokens += 1
             if result.fault is not None:

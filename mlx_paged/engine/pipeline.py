@@ -49,6 +49,7 @@ class StepPipeline(Generic[LaunchedT]):
         self.fast_forward = True
         self._under_way: _UnderWay[LaunchedT] | None = None
         self._known: list[Request] = []  # whose token of the step under way is known already
+        self._last: dict[int, SampledToken] = {}  # choice of each request, if there are drafts
 
     @property
     def busy(self) -> bool:
@@ -70,12 +71,14 @@ class StepPipeline(Generic[LaunchedT]):
         self._collect(current, result)
         return result
 
-    def forced_after(self, request: Request) -> list[SampledToken]:
-        """The tokens that must follow a request's newest one by its grammar. A step under way
+    def forced_after(self, choice: SampledToken) -> list[SampledToken]:
+        """The tokens that must follow a request's latest choice by its grammar. A step under way
         chooses the first of them, too; that choice is dropped."""
-        grammar = request.grammar
+        request, grammar = choice.request, choice.request.grammar
         assert grammar is not None
         if not self.fast_forward or request.finish_reason or request.synchronous:
+            return []
+        if self._last.get(request.id, choice) is not choice:  # a right draft
             return []
         try:
             grammar.follow(request.tokens)
@@ -161,6 +164,7 @@ class StepPipeline(Generic[LaunchedT]):
         result.choices = [choice for choice in choices if not choice.request.finish_reason]
         if self._scheduler.speculation is not None:
             result.choices = self._scheduler.speculation.accept(current.step, result.choices)
+            self._last = {choice.request.id: choice for choice in result.choices}
         committing = self._clock()
         self._put(current.step)
         self._scheduler.commit(current.step)

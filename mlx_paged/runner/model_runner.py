@@ -157,8 +157,10 @@ class ModelRunner:
         if requests:
             args = _joined(logits), requests, _joined(newest), np.concatenate(lengths)
             launched.unsampled = args
-            if not self._sample(launched):
-                pending.append(args[0])  # the device begins with these
+            if any([request.grammar is not None for request in requests]):
+                pending.append(args[0])
+                self._begin(pending)  # the device computes while masks are made
+            self._sample(launched)
         self._begin(pending)
         self._raise_noted()
         return launched

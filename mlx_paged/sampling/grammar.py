@@ -5,23 +5,27 @@ mlx.
 """
 
 import threading
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_params import JSON_STYLE, SamplingParams
 
 MAX_BYTES = 1 << 16
 """Longest source. llguidance compiles it in seconds at most, with the interpreter's lock free."""
 
+STACK_BYTES = 1 << 27
+"""Stack of the compiler. A chain of rules in MAX_BYTES takes a third of it at most."""
+
+MAX_SECONDS, MAX_LATE = 10.0, 2
+"""Time for one source, and how many may go on behind it before no other one is compiled."""
+
 MAX_COMPILED = 256
 """Compiled sources that are kept, the latest ones."""
-
-JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON in one line, as Python writes it. A schema's own "x-guidance" overrides this."""
 
 MAX_FORCED = 1024
 """Tokens that are looked for at once after a token."""
@@ -75,7 +79,10 @@ class GrammarState:
             else:
                 is_allowed = self.matcher.consume_token(token)
             if not is_allowed:  # the position stays, so that later calls raise, too
-                raise ValueError(f"[SamplingParams] the grammar does not allow token {token}")
+                reason = "" if self.forced else f": {_line(self.matcher.get_error())}"
+                raise ValueError(
+                    f"[SamplingParams] the grammar does not allow token {token}{reason}"
+                )
             self._position += 1
             if self.forced:
                 del self.forced[0]
@@ -92,66 +99,55 @@ class GrammarState:
 
 
 class Row(NamedTuple):
-    """A row of logits for the token at index `length` of a request's tokens."""
+    """A row of logits for the token at index `length` of a request's tokens. The state stays before
+    the last `drafts` of the tokens, which are guesses."""
 
     row: int
     state: GrammarState
     tokens: list[int]
     length: int
+    drafts: int = 0
 
 
-class Masks(NamedTuple):
-    """What the grammars of a batch allow.
+def masks_of(
+    rows: Sequence[Row], vocab: int
+) -> tuple[npt.NDArray[np.uint8], dict[int, int], dict[int, Exception]]:
+    """Let each row's state follow its tokens, and fill all masks in one call, on several threads.
 
-    Attributes:
-        allowed: ``[R, vocab]`` uint8, 1 or 0; a row without a grammar has ones.
-        forced: the only token that may follow, by row.
-        errors: why a row has no token.
-    """
-
-    allowed: npt.NDArray[np.uint8]
-    forced: dict[int, int]
-    errors: dict[int, Exception]
-
-
-def masks_of(rows: Sequence[Row], num_rows: int, vocab: int) -> Masks:
-    """Let each row's state follow its tokens, and fill the masks of all rows in one call.
-
-    The library fills them on several threads.
+    Returns what is allowed, ``[N, vocab]`` 1 or 0, of these rows in their order; and by row of the
+    batch the only token that may follow, and why there is none.
     """
     forced: dict[int, int] = {}
     errors: dict[int, Exception] = {}
-    waiting: list[Row] = []
-    for each in rows:
+    waiting: list[tuple[Matcher, int]] = []
+    bits = np.full((len(rows), -(-rows[0].state.vocab_size // 32)), 2**32 - 1, np.uint32)
+    for place, each in enumerate(rows):
+        state = each.state
         try:
-            each.state.follow(each.tokens)
+            if each.drafts:
+                state = state.copy(each.tokens)
+            else:
+                state.follow(each.tokens)
         except ValueError as error:
-            errors[each.row] = error.with_traceback(None)
+            if not each.drafts:  # else the model chooses another token than the draft
+                errors[each.row] = error.with_traceback(None)
             continue
-        if each.length < len(each.tokens):  # the engine has appended forced tokens already
-            forced[each.row] = each.tokens[each.length]
-        elif each.state.forced:
-            forced[each.row] = each.state.forced[0]
+        # If the request is ahead, the engine has appended forced tokens already.
+        coming = each.tokens[each.length :] or state.forced
+        if coming:
+            forced[each.row] = token = coming[0]
+            bits[place] = 0
+            bits[place, token // 32] = 1 << token % 32
         else:
-            waiting.append(each)
-    known_vocab = rows[0].state.vocab_size
-    bits = np.full((num_rows, -(-known_vocab // 32)), -1, np.int32)
-    for known in forced:
-        bits[known] = 0
+            waiting.append((state.matcher, place))
     if waiting:
-        pairs = [(each.state.matcher, each.row) for each in waiting]
-        _executor().unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.strides[0], num_rows)
-    for each in waiting:
-        if each.state.matcher.is_error():
-            reason = " ".join(each.state.matcher.get_error().split())
-            errors[each.row] = ValueError(f"[SamplingParams] the grammar failed: {reason:.200}")
+        _executor().unsafe_compute_mask_ptr(waiting, bits.ctypes.data, bits.strides[0], len(bits))
+    for matcher, place in waiting:
+        if matcher.is_error() and not rows[place].drafts:
+            reason = f"[SamplingParams] the grammar failed: {_line(matcher.get_error())}"
+            errors[rows[place].row] = ValueError(reason)
     allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
-    allowed[list(forced), list(forced.values())] = 1
-    if known_vocab < vocab:  # logits of no tokens
-        is_free = np.ones(num_rows, bool)
-        is_free[[each.row for each in rows]] = False
-        allowed[is_free] = 1
-    return Masks(allowed, forced, errors)
+    return allowed, forced, errors
 
 
 @cache
@@ -175,6 +171,7 @@ class Grammars:
         self._lock = threading.Lock()  # one source at a time: others keep their processors
         self._compiled: dict[tuple[str, str], Matcher | ValueError] = {}  # oldest first
         self._tokens: Any = None
+        self._late: list[threading.Thread] = []  # that compile for too long
 
     def start(self, params: SamplingParams, position: int) -> GrammarState | None:
         """The state of a request whose tokens from `position` on follow a grammar; None if it has
@@ -183,6 +180,7 @@ class Grammars:
         Raises:
             ValueError: llguidance refuses the source, it is too large, there is no tokenizer, or
                 llguidance is not installed.
+            RuntimeError: other sources keep the compiler busy.
         """
         if params.constraint is None:
             return None
@@ -194,11 +192,9 @@ class Grammars:
         """A matcher before its first token. Raises ValueError as :meth:`start`."""
         assert params.constraint is not None
         kind, source = params.constraint
-        if len(source.encode()) > MAX_BYTES:
-            raise ValueError(
-                f"[SamplingParams] {kind} has {len(source.encode())} bytes: "
-                f"expected at most {MAX_BYTES}"
-            )
+        if (size := len(source.encode())) > MAX_BYTES:
+            most = f"expected at most {MAX_BYTES}"
+            raise ValueError(f"[SamplingParams] {kind} has {size} bytes: {most}")
         found = self._compiled.get((kind, source))  # no lock: another source may take seconds
         if found is None:
             with self._lock:
@@ -217,11 +213,8 @@ class Grammars:
 
     def warm_up(self) -> None:
         """Read the tokenizer now, if llguidance is installed; else the first grammar does this."""
-        with self._lock:
-            try:
-                self._read_tokenizer()
-            except ValueError:  # every grammar gets this answer
-                return
+        with self._lock, suppress(ValueError):  # every grammar gets this answer
+            self._read_tokenizer()
 
     def _compile(self, kind: str, source: str) -> Matcher:
         self._read_tokenizer()
@@ -231,18 +224,43 @@ class Grammars:
         try:
             if kind == "json_schema":
                 grammar = LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
-            elif kind == "regex":
-                grammar = LLMatcher.grammar_from_regex(source)
             else:
-                grammar = LLMatcher.grammar_from_lark(source)
-            matcher: Matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+                name = {"regex": "regex", "grammar": "lark"}[kind]
+                grammar = getattr(LLMatcher, f"grammar_from_{name}")(source)
+            make = partial(LLMatcher, self._tokens, grammar, log_level=0, limits=limits)
+            matcher = self._in_time(make)
+            if matcher.is_error():
+                raise ValueError(matcher.get_error())
         except ValueError as error:
             raise ValueError(f"[SamplingParams] {kind}: {_line(error)}") from None
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first mask takes longest
-        if matcher.is_error():
-            raise ValueError(f"[SamplingParams] {kind}: {_line(matcher.get_error())}")
         return matcher
+
+    def _in_time(self, make: Callable[[], Matcher]) -> Matcher:
+        """Call llguidance's compiler on a deep stack: it recurses along chains of rules. Some of
+        its loops have no limit and cannot be stopped; such a thread is left alone."""
+        found: list[Matcher] = []
+        self._late = [thread for thread in self._late if thread.is_alive()]
+        if len(self._late) == MAX_LATE:
+            raise RuntimeError("[SamplingParams] the compiler is busy: expected to be asked later")
+
+        def run() -> None:
+            matcher = make()
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # the first mask takes longest
+            found.append(matcher)
+
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        thread.join(MAX_SECONDS)
+        if found:
+            return found[0]
+        self._late.append(thread)
+        reason = f"takes more than {MAX_SECONDS:g} s" if thread.is_alive() else "failed"
+        raise ValueError(f"the compiler {reason}")
 
     def _read_tokenizer(self) -> None:
         """Give llguidance the vocabulary. This takes up to a second."""
@@ -253,10 +271,8 @@ class Grammars:
         try:
             from llguidance.hf import from_tokenizer
         except ImportError:
-            raise ValueError(
-                "[SamplingParams] a grammar needs llguidance: "
-                "expected pip install 'mlx_paged[structured]'"
-            ) from None
+            install = "expected pip install 'mlx_paged[structured]'"
+            raise ValueError(f"[SamplingParams] a grammar needs llguidance: {install}") from None
         inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
         size = max(len(inner), self._vocab_size or 0)
         self._tokens = from_tokenizer(inner, size, sorted(self._tokenizer.eos_token_ids))

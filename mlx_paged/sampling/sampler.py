@@ -62,7 +62,7 @@ class Sampler:
 
         Args:
             logits: ``[R, vocab]``.
-            requests: one for each row, all different.
+            requests: one for each row. A request with drafts has several rows, one after the other.
             newest: the last token ``[R]`` int32 of each request. A token in flight is not in
                 ``request.tokens`` yet.
             lengths: ``num_tokens`` ``[R]`` of each request; None: read from the requests.
@@ -75,16 +75,13 @@ class Sampler:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
         errors = dict(self._rows.errors)
         forced: mx.array | None = None
-        constrained: list[Row] = []
-        if self._rows.constrained:
-            constrained = [  # without requests that ended after the step was launched
-                Row(i, grammar, requests[i].tokens, int(lengths[i]))
-                for i in self._rows.constrained
-                if isinstance(grammar := requests[i].grammar, GrammarState)
-                and not requests[i].finish_reason
-            ]
-            if any([row.length > len(row.tokens) for row in constrained]):
-                return None
+        constrained = [  # without requests that ended after the step was launched
+            _row(requests, i, int(lengths[i]))
+            for i in self._rows.constrained
+            if not requests[i].finish_reason
+        ]
+        if any([row.length > len(row.tokens) for row in constrained]):
+            return None
         logits = self._processed(logits, newest, lengths, errors)
         if constrained:
             logits, forced = _constrained(logits, constrained, errors)
@@ -129,21 +126,30 @@ class Sampler:
         return logits
 
 
+def _row(requests: Sequence[Request], index: int, length: int) -> Row:
+    """The row at `index`, whose request may have other rows before or behind it for drafts."""
+    request = requests[index]
+    assert isinstance(request.grammar, GrammarState)
+    tokens = request.tokens[:length] if requests.count(request) > 1 else request.tokens
+    return Row(index, request.grammar, tokens, length, index - requests.index(request))
+
+
 def _constrained(
     logits: mx.array, rows: Sequence[Row], errors: dict[int, Exception]
 ) -> tuple[mx.array, mx.array | None]:
     """`logits` ``[R, vocab]`` with -inf where a grammar forbids the token, and for each row the
     only possible token ``[R]`` int32, or -1. If no row has one, None."""
-    masks = masks_of(rows, *logits.shape)
-    errors |= masks.errors
+    allowed, only, wrong = masks_of(rows, logits.shape[-1])
+    errors |= wrong
     # From 1 and 0 to the bits of 0.0 and -inf: on a CPU much faster than `mx.where`.
-    zero_or_ones = mx.array((masks.allowed - np.uint8(1)).view(np.int8)).astype(mx.int32)
+    zero_or_ones = mx.array((allowed - np.uint8(1)).view(np.int8)).astype(mx.int32)
     bias = (zero_or_ones & -0x800000).view(mx.float32)
-    logits = logits + bias.astype(logits.dtype)
-    if not masks.forced:
+    subset = Subset([row.row for row in rows], len(logits))
+    logits = subset.put(logits, subset.take(logits) + bias.astype(logits.dtype))
+    if not only:
         return logits, None
     forced = np.full(len(logits), -1, np.int32)
-    forced[list(masks.forced)] = list(masks.forced.values())
+    forced[list(only)] = list(only.values())
     return logits, mx.array(forced)
 
 

@@ -148,7 +148,7 @@ class Answer:
                     if each.constraint is not None:  # in one thread: others keep theirs
                         await run(self.state.compiles, model.service.compile, each)
                 tickets = await asyncio.to_thread(self._submit, model, params)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise Refusal(400, str(error)) from error
             except RuntimeError as error:
                 raise Refusal(503, str(error)) from error

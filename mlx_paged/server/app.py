@@ -77,7 +77,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if not isinstance(error, HTTPException):
         assert isinstance(error, Refusal)
         return _refusal(error, request.url.path)
-    response = _refusal(Refusal(error.status_code, f"{error.detail}: {request.url.path}"), "")
+    path = request.url.path
+    response = _refusal(Refusal(error.status_code, f"{error.detail}: {path}"), path)
     response.headers.update(error.headers or {})
     return response
 
@@ -104,9 +105,9 @@ def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -
             raise Refusal(421, f"Host is {host!r}: expected one of --allowed-hosts")
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         token = token.strip() if scheme.lower() == "bearer" else ""
-        given = request.headers.get("x-api-key", token)
+        given = (token.encode(), request.headers.get("x-api-key", token).encode())
         is_open = args.api_key is None or request.url.path in OPEN
-        if not is_open and not hmac.compare_digest(given.encode(), args.api_key.encode()):
+        if not is_open and not any(hmac.compare_digest(k, args.api_key.encode()) for k in given):
             raise Refusal(401, "no valid API key was given", "invalid_api_key")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method == "POST" and kind != "application/json":

@@ -1,13 +1,14 @@
 """What the fields of a request demand of its text, as options of SamplingParams. Imports no mlx."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from mlx_paged.sampling_params import JSON_STYLE
+
 Options = Mapping[str, Any]
 NOTHING: Options = MappingProxyType({})
-ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 JSON_CALLS = {
     "json_tools": ("\n", "\n", "", ""),
@@ -87,8 +88,8 @@ def of_tools(tokenizer: Any, tools: list[dict[str, Any]], name: str | None) -> O
             f"of tool calls ({parser}); known are {', '.join(JSON_CALLS)}"
         )
     before, after, opening, closing = JSON_CALLS[parser]
-    start = _literal(tokenizer, tokenizer.tool_call_start, tokenizer.tool_call_start_tokens)
-    end = _literal(tokenizer, tokenizer.tool_call_end, tokenizer.tool_call_end_tokens)
+    start = _literal(tokenizer.tool_call_start, tokenizer.tool_call_start_tokens)
+    end = _literal(tokenizer.tool_call_end, tokenizer.tool_call_end_tokens)
     more = "" if name else '(", " object)*' if opening else '("\\n" call)*'
     around = [json.dumps(text) if text else "" for text in (before, after, opening, closing)]
     if opening:
@@ -99,8 +100,7 @@ def of_tools(tokenizer: Any, tools: list[dict[str, Any]], name: str | None) -> O
     for i, function in enumerate(called):
         head = f'{{"name": {json.dumps(function["name"])}, "arguments": '
         schema = function.get("parameters") or {"type": "object", "properties": {}}
-        schema = {"x-guidance": ONE_LINE} | schema if isinstance(schema, dict) else schema
-        rules.append(f'object_{i}: {json.dumps(head)} %json {json.dumps(schema)} "}}"')
+        rules.append(f'object_{i}: {json.dumps(head)} {_json_rule(schema)} "}}"')
     return {"grammar": "\n".join(rules)}
 
 
@@ -108,28 +108,34 @@ def after_reasoning(tokenizer: Any, options: Options) -> Options:
     """The same options for a text that begins in reasoning, which they do not concern.
 
     Raises:
-        ValueError: it is a regular expression or a grammar of the client, which cannot be nested.
+        ValueError: it is a regular expression, which cannot be nested, or the reasoning has no end.
     """
-    end = _literal(tokenizer, tokenizer.think_end, getattr(tokenizer, "think_end_tokens", None))
-    begin = f"thought: /(.|\\n)*/ {end} /\\s*/"
-    if "json_schema" in options:
-        schema = options["json_schema"]
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-        schema = {"x-guidance": ONE_LINE} | schema if isinstance(schema, dict) else schema
-        return {"grammar": f"start: thought %json {json.dumps(schema)}\n{begin}"}
-    source: str = options.get("grammar", "")
-    if not source.startswith("start: "):
+    end, tokens = tokenizer.think_end, tokenizer.think_end_tokens
+    if "regex" in options or not end:
         raise ValueError(
-            "regex, grammar: expected a prompt that does not end in reasoning; "
+            f"{next(iter(options))}: expected a prompt that does not end in reasoning; "
             "many chat templates take enable_thinking: false in chat_template_kwargs"
         )
-    return {
-        "grammar": source.replace("start: ", "start: thought answer\nanswer: ", 1) + f"\n{begin}"
-    }
+    if "json_schema" in options:
+        schema = options["json_schema"]
+        answer = _json_rule(json.loads(schema) if isinstance(schema, str) else schema)
+    else:
+        answer = f"%lark {{\n{options['grammar']}\n}}"
+    if set(tokenizer.get_added_vocab().values()).isdisjoint(tokens):  # its tokens are plain text
+        thought = f"thought[suffix={json.dumps(end)}]: /(.|\\n)*/"
+    else:
+        thought = f"thought: /(.|\\n)*/ {_literal(end, tokens)}"
+    return {"grammar": f"start: thought /\\s*/ {answer}\n{thought}"}
 
 
-def _literal(tokenizer: Any, text: str | None, tokens: Any) -> str:
-    """A text as a grammar writes it: by its token, if it has one of its own."""
+def _json_rule(schema: Any) -> str:
+    """A JSON schema inside a grammar."""
+    schema = {"x-guidance": JSON_STYLE} | schema if isinstance(schema, dict) else schema
+    return f"%json {json.dumps(schema)}"
+
+
+def _literal(text: str | None, tokens: Sequence[int] | None) -> str:
+    """A text as a grammar writes it: by its tokens, if they are known, for they may be special."""
     if not text:
         return ""
-    return f"<[{tokens[0]}]>" if tokens is not None and len(tokens) == 1 else json.dumps(text)
+    return " ".join(f"<[{token}]>" for token in tokens) if tokens else json.dumps(text)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from copy import copy as shallow
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.snapshots import Snapshots
 from mlx_paged.kv_disk import tier
 from mlx_paged.request import Request
+from mlx_paged.sampling import sampler
+from mlx_paged.sampling.grammar import GrammarState
+from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
 from mlx_paged.scheduler.step import Span, Step
@@ -52,7 +56,7 @@ def limits_of_the_disk(monkeypatch):
 def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone():
     totals = counted("fake", seed=7, num_schedules=400)
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
-    seen = set(COUNTED) - {"lives", "stored", "fetched", "dropped"}
+    seen = set(COUNTED) - {"lives", "stored", "fetched", "dropped", "valid"}
     seen -= {"near_ties", "mismatches", "violations", "leaked_blocks", "failures"}
     assert totals["overtakes"] > 10, "hardly any long prompt was overtaken"
     seen -= {"overtakes"}
@@ -63,6 +67,13 @@ def test_a_real_model_in_a_real_engine_gives_mlx_lms_tokens():
     totals = counted("tiny", seed=7, num_schedules=25)
     assert totals["mismatches"] == totals["leaked_blocks"] == 0
     assert totals["tokens"] > 200 and totals["near_ties"] <= 1
+
+
+def test_schemas_are_obeyed_and_other_requests_unchanged():
+    totals = counted("structured", seed=7, num_schedules=12)
+    assert totals["mismatches"] == totals["leaked_blocks"] == 0
+    for name in ("valid", "forks", "preemptions", "samples", "faults"):
+        assert totals[name] > 10, f"{name} hardly ever happened"
 
 
 def test_engines_that_live_one_after_the_other_on_a_disk_give_the_same_tokens():
@@ -101,6 +112,43 @@ def salts_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_defect_of_the_disk_tier_is_noticed(plant, monkeypatch):
     plant(monkeypatch)
     assert any(run_schedule("disk", 1, index)[1] for index in range(40))
+
+
+def forks_share_a_matcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy(state: GrammarState, tokens: list[int]) -> GrammarState:
+        twin = shallow(state)
+        twin.forced = list(state.forced)
+        twin.follow(tokens)
+        return twin
+
+    monkeypatch.setattr(GrammarState, "copy", copy)
+
+
+def masks_of_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sampler.masks_of
+
+    def turned(rows: list, vocab: int) -> tuple:
+        allowed, *others = whole(rows, vocab)
+        return allowed[::-1], *others
+
+    monkeypatch.setattr(sampler, "masks_of", turned)
+
+
+def forced_tokens_come_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = pipeline.StepPipeline.forced_after
+
+    def after(self: pipeline.StepPipeline, choice: SampledToken) -> list:
+        return whole(self, choice) * 2
+
+    monkeypatch.setattr(pipeline.StepPipeline, "forced_after", after)
+
+
+@pytest.mark.parametrize(
+    "plant", [forks_share_a_matcher, masks_of_other_rows, forced_tokens_come_twice]
+)
+def test_a_defect_of_grammars_is_noticed(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(run_schedule("structured", 7, index)[1] for index in range(40))
 
 
 def test_the_same_schedule_is_the_same_every_time():

@@ -75,9 +75,9 @@ def test_penalties_see_the_accepted_tokens_before_each_draft(penalty):
     engine = engine_with(model, 0.0, num_blocks=400)
 
     class Plain:  # the drafts must be right with the penalty, so they come from mlx-lm with it
-        vocab = VOCAB
+        vocab, ends = VOCAB, frozenset()
 
-        def tokens(self, prompt, params, seed, salt):
+        def tokens(self, prompt, params, seed, salt, begun=()):
             options = dict(penalty)
             steps = generate_step(
                 mx.array(prompt),
@@ -144,9 +144,9 @@ def test_tokens_and_logprobs_are_those_without_drafts(options):
     right = {tuple(p): c.tokens for p, c in zip(prompts(4), plain, strict=True)}
 
     class Known:
-        vocab = VOCAB
+        vocab, ends = VOCAB, frozenset()
 
-        def tokens(self, prompt, params, seed, salt):
+        def tokens(self, prompt, params, seed, salt, begun=()):
             return right[tuple(prompt)], []
 
     engine = engine_with(model, 0.7)

@@ -1,19 +1,26 @@
 """The tokens of a request follow its grammar, in every batch, and nothing else changes."""
 
 import json
+import random
 import re
 import threading
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from injected_drafts import InjectedDrafter, every_guess
 from jsonschema import validate
 from mlx_lm.models.cache import make_prompt_cache
 from random_schemas import random_schema
 from server_harness import demo
+from solo_runs import solo_run
+from structured_calls import SCHEMAS, structured_solo
 
 from mlx_paged import Engine, EngineService, FinishReason, SamplingParams
 from mlx_paged.sampling import grammar as compiler
+from mlx_paged.sampling import sampler
+from mlx_paged.sampling_params import JSON_STYLE
+from mlx_paged.scheduler.speculation import Speculation
 
 SCHEMA = {
     "type": "object",
@@ -70,7 +77,7 @@ def masked_greedy(prompt, source, max_tokens):
     text = text if isinstance(text, str) else json.dumps(text)
     made = {
         "json_schema": lambda: llguidance.LLMatcher.grammar_from_json_schema(
-            text, defaults=compiler.JSON_STYLE
+            text, defaults=JSON_STYLE
         ),
         "regex": lambda: llguidance.LLMatcher.grammar_from_regex(text),
         "grammar": lambda: llguidance.LLMatcher.grammar_from_lark(text),
@@ -198,6 +205,27 @@ def test_a_batch_survives_preemption_and_forks(lookahead):
             validate(json.loads(text), json.loads(SamplingParams(**source).json_schema))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_drafts_are_masked_by_what_is_before_them(monkeypatch, share, temperature):
+    """Right and wrong drafts change no token; right ones are accepted."""
+    monkeypatch.setattr(Speculation, "_depths", every_guess)
+    solo, engine = structured_solo(), make_engine()
+    scheduler = engine.scheduler
+    drafter = InjectedDrafter(random.Random(1), solo, share)
+    scheduler.speculation = Speculation(drafter, scheduler.allocator, scheduler.budget)
+    params = [
+        SamplingParams(json_schema=schema, max_tokens=60, temperature=temperature, seed=seed)
+        for seed, schema in enumerate(SCHEMAS * 3)
+    ]
+    done = engine.generate([[5 + p.seed, 7, 9] for p in params], params)
+    for completion, own in zip(done, params, strict=True):
+        expected = solo_run(solo, [5 + own.seed, 7, 9], own, own.seed, b"")
+        assert (completion.tokens, completion.finish_reason) == (expected.tokens, expected.reason)
+    drafts, accepted = engine.stats.drafts, engine.stats.accepted_drafts
+    assert drafts > 5 and (share == 0.6 or accepted == share * drafts)
+
+
 def compiler_kinds(options):
     return [kind for kind in ("json_schema", "regex", "grammar") if kind in options]
 
@@ -311,14 +339,75 @@ def test_a_service_compiles_in_the_thread_of_its_caller(monkeypatch):
     assert threads == [threading.current_thread()]
 
 
-def test_logits_may_be_wider_than_the_vocabulary():
-    """Models pad their output; no grammar allows such a token, and free rows keep theirs."""
-    from mlx_paged.sampling.grammar import Row, masks_of
+def test_a_long_chain_of_rules_is_compiled():
+    """It needs a stack that most threads do not have."""
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(5000))
+    (completion,) = make_engine().generate(
+        [PROMPTS[0]], grammar=f'start: r0\n{rules}\nr5000: "ab"', max_tokens=9
+    )
+    assert completion.text == "ab"
 
+
+def test_a_source_that_takes_too_long_is_refused_and_others_are_not(monkeypatch):
+    from llguidance import LLMatcher
+
+    may_end = threading.Event()
+
+    class Slow:
+        """llguidance's class, which needs a while for some sources."""
+
+        def __new__(cls, tokens, grammar, **options):
+            if "slow" in grammar:
+                may_end.wait()
+            return LLMatcher(tokens, grammar, **options)
+
+        grammar_from_regex = LLMatcher.grammar_from_regex
+
+    monkeypatch.setattr("llguidance.LLMatcher", Slow)
     grammars = compiler.Grammars(demo()[1], None)
-    params = SamplingParams(regex="[ab]+")
+    grammars.compile(SamplingParams(regex="fast"))
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "MAX_SECONDS", 0.01)
+        for _ in range(2):
+            for name in ("slow", "slower"):
+                with pytest.raises(ValueError, match="takes more than"):
+                    grammars.compile(SamplingParams(regex=name))
+    grammars.compile(SamplingParams(regex="fast"))
+    with pytest.raises(RuntimeError, match="busy"):
+        grammars.compile(SamplingParams(regex="faster"))
+    late = list(grammars._late)
+    assert len(late) == compiler.MAX_LATE
+    may_end.set()
+    for thread in late:
+        thread.join()
+    grammars.compile(SamplingParams(regex="faster"))
+
+
+def test_masks_are_made_for_the_constrained_rows_alone(monkeypatch):
+    made = []
+    whole = sampler.masks_of
+
+    def noted(rows, vocab):
+        masks = whole(rows, vocab)
+        made.append(masks[0].shape[0])
+        assert made[-1] == len(rows)
+        return masks
+
+    monkeypatch.setattr(sampler, "masks_of", noted)
+    requests = [(prompt, {"max_tokens": 12, "ignore_eos": True}) for prompt in PROMPTS]
+    alone = [c.tokens for c in run(make_engine(), requests)[0]]
+    assert not made
+    bound = {"regex": "[a-z]{5,}", "max_tokens": 12}
+    done, *_ = run(make_engine(), [requests[0], (PROMPTS[1], bound), *requests[1:]])
+    assert [c.tokens for c in done[:1] + done[2:]] == alone
+    assert len(made) >= 12 and set(made) == {1}
+
+
+def test_logits_may_be_wider_than_the_vocabulary():
+    """Models pad their output; no grammar allows such a token."""
+    grammars = compiler.Grammars(demo()[1], None)
     tokens = [1, 2, 3]
-    state = grammars.start(params, len(tokens))
-    masks = masks_of([Row(1, state, tokens, 3)], 2, 1792 + 77)
-    assert masks.allowed.shape == (2, 1869) and masks.allowed[0].all()
-    assert masks.allowed[1].sum() and not masks.allowed[1, 1792:].any()
+    state = grammars.start(SamplingParams(regex="[ab]+"), len(tokens))
+    allowed, *_ = compiler.masks_of([compiler.Row(1, state, tokens, 3)], 1792 + 77)
+    assert allowed.shape == (1, 1869)
+    assert allowed[0].sum() and not allowed[0, 1792:].any()

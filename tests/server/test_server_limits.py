@@ -292,6 +292,7 @@ def test_without_the_key_nothing_but_health_is_told(guarded):
             {"Authorization": "Bearer secre"},
             {"Authorization": "secret"},
             {"X-API-Key": "secre"},
+            {"X-API-Key": "secre", "Authorization": "secret"},
         ):
             status, found, content = exchange(guarded, method, path, body, headers)
             assert status == 401 and found["WWW-Authenticate"] == "Bearer"
@@ -308,6 +309,8 @@ def test_without_the_key_nothing_but_health_is_told(guarded):
         {"Authorization": "bearer secret"},
         {"authorization": "BEARER  secret"},
         {"X-API-KEY": "secret"},
+        {"X-API-KEY": "none", "Authorization": "Bearer secret"},
+        {"X-API-KEY": "secret", "Authorization": "Bearer none"},
     ],
     ids=str,
 )

@@ -3,17 +3,27 @@
 import json
 import re
 import threading
-import time
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Literal
 
 import pytest
 from jsonschema import validate
 from mlx_lm.tool_parsers import json_tools, pythonic
 from pydantic import BaseModel
-from server_harness import CODE, MODEL, client, demo, live, only_model, post, solo
+from server_harness import (
+    CODE,
+    MODEL,
+    TIMEOUT,
+    client,
+    demo,
+    exchange,
+    live,
+    only_model,
+    post,
+    solo,
+)
 
+from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.server.models import _machine
 
 SCHEMA = {
@@ -132,6 +142,35 @@ def test_what_cannot_be_obeyed_is_refused_with_the_reason(server, fields, reason
     assert status == 400 and reason.replace("none is", "no grammar is") in message
 
 
+DEEP = {
+    "guided_json": {"guided_json": "deep"},
+    "response_format": {
+        "response_format": {"type": "json_schema", "json_schema": {"schema": "deep"}}
+    },
+    "tools": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": "deep"}}],
+        "tool_choice": "required",
+    },
+    "input_schema": {
+        "tools": [{"name": "f", "input_schema": "deep"}],
+        "tool_choice": {"type": "any"},
+    },
+    "n": {"n": "deep"},
+}
+
+
+@pytest.mark.parametrize("field", DEEP)
+def test_deep_nesting_is_a_mistake_of_the_client(server, field):
+    """Whether llguidance gives up, or Python while it reads or writes JSON."""
+    path = "/v1/messages" if field == "input_schema" else "/v1/chat/completions"
+    with tool_format(server, json_tools):
+        for depth in (200, 900, *range(960, 1000), 5000):
+            deep = '{"items": ' * depth + "true" + "}" * depth
+            body = json.dumps(CHAT | DEEP[field]).replace('"deep"', deep)
+            status, _, answer = post(server, body.encode(), path)
+            assert status == 400 and answer["error"]["message"], depth
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called_if_it_must_be(server, choice, stream):
@@ -166,33 +205,46 @@ def test_a_format_without_a_grammar_is_refused_by_name(server):
     assert status == 400 and "(pythonic)" in answer["error"]["message"]
 
 
-def test_a_schema_that_takes_long_does_not_delay_others(server):
-    """It is compiled in a thread of its own; a stream's tokens come meanwhile."""
-    deep = {
-        "type": "object",
-        "properties": {
-            f"k{i}": {"type": "string", "pattern": f"^[a-z]{{1,{i + 1}}}$"} for i in range(900)
-        },
-    }
-    assert len(json.dumps(deep)) < 1 << 16
-    done = []
+def test_a_schema_that_takes_long_does_not_delay_others(server, monkeypatch):
+    """It is compiled in a thread of its own; a stream comes to its end meanwhile."""
+    begun, may_end, answers = threading.Event(), threading.Event(), []
+    whole = Grammars._compile
+
+    def slow(self, kind, source):
+        begun.set()
+        assert may_end.wait(TIMEOUT)
+        return whole(self, kind, source)
 
     def ask():
-        begun = time.perf_counter()
-        post(server, CHAT | {"guided_json": deep, "max_tokens": 1}, "/v1/chat/completions")
-        done.append((begun, time.perf_counter()))
+        body = CHAT | {"guided_regex": "a slow one"}
+        answers.append(post(server, body, "/v1/chat/completions"))
 
-    stream = client(server).completions.create(
-        model=MODEL, prompt=CODE, max_tokens=600, stream=True, extra_body={"ignore_eos": True}
-    )
-    times = [time.perf_counter() for _ in [next(stream)]]
+    monkeypatch.setattr(Grammars, "_compile", slow)
     asking = threading.Thread(target=ask)
     asking.start()
-    times += [time.perf_counter() for _ in stream]
+    assert begun.wait(TIMEOUT)
+    options = {"model": MODEL, "prompt": CODE, "max_tokens": 50}
+    stream = client(server).completions.create(stream=True, **options)
+    assert "".join(part.choices[0].text for part in stream) == solo(CODE, 50)[0]
+    assert not answers
+    may_end.set()
     asking.join()
-    ((begun, ended),) = done
-    beside = [b - a for a, b in pairwise(times) if begun < b < ended]
-    assert beside and max(beside) < 0.4  # 0.1 on an idle machine
+    ((status, _, answer),) = answers
+    assert status == 200 and answer["choices"][0]["message"]["content"] == "a slow one"
+
+
+def test_sources_that_take_too_long_are_answered(server, monkeypatch):
+    refusals = [ValueError("the compiler takes more than 10 s"), RuntimeError("busy")]
+
+    def late(self, make):
+        raise refusals.pop(0)
+
+    monkeypatch.setattr(Grammars, "_in_time", late)
+    for status, name in ((400, "late"), (400, "late"), (503, "other")):
+        body = CHAT | {"guided_regex": name}
+        found, _, answer = post(server, body, "/v1/chat/completions")
+        assert found == status and answer["error"]["message"]
+    assert not refusals
 
 
 # The Messages API
@@ -319,6 +371,13 @@ def test_errors_have_anthropics_form(server, changes, reason):
     assert (status, answer["type"]) == (400, "error")
     assert answer["error"]["type"] == "invalid_request_error"
     assert reason in answer["error"]["message"]
+
+
+def test_other_methods_are_refused_in_anthropics_form(server):
+    status, _, content = exchange(server, "GET", "/v1/messages")
+    answer = json.loads(content)
+    assert (status, answer["type"]) == (405, "error")
+    assert answer["error"]["type"] == "invalid_request_error"
 
 
 def test_output_format_constrains_a_message(server):

@@ -27,6 +27,7 @@ from numpy_quantization import BITS
 from random_calls import TINY_GROUPS, RandomCalls, Setting
 from solo_checks import SoloChecks, Ticket
 from solo_runs import BeamOptions, FakeSolo, MlxLmSolo, SoloModel
+from structured_calls import StructuredCalls, StructuredSolo, structured_setting, structured_solo
 
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, Parser, number
@@ -39,17 +40,22 @@ from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler import turns
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import Span, Step
 
 COUNTED = (
     *("schedules", "requests", "tokens", "steps", "preemptions", "forks", "samples", "beams"),
     *("aborts", "releases", "refused", "faults", "errors", "cow_clones", "cached_tokens"),
     *("drafts", "accepted_drafts", "restored", "overtakes", "near_ties"),
-    *("lives", "stored", "fetched", "dropped"),
+    *("lives", "stored", "fetched", "dropped", "valid"),
     *("mismatches", "violations", "leaked_blocks", "failures"),
 )
 STEPS_A_TOKEN = 20
 """A request that took more steps a token, preemptions and failures included, would never end."""
+
+
+def is_forced(span: Span) -> bool:
+    """Whether it computes tokens that a grammar forces, which go before prompts as decodes do."""
+    return span.request.grammar is not None and span.start >= span.request.num_prompt
 
 
 class TurnWatch:
@@ -74,7 +80,8 @@ class TurnWatch:
     def see(self, step: Step) -> None:
         """A step that is launched."""
         first = next((r for r in step.prompts[:1] if not r.num_preempted), None)
-        computed = {span.request.id for span in step.spans if len(span) > 1 + len(span.drafts)}
+        prompts = [span for span in step.spans if len(span) > 1 + len(span.drafts)]
+        computed = {span.request.id for span in prompts if not is_forced(span)}
         before, self._first = self._first, first.id if first else None
         is_passed = first is not None and first.id not in step.requests and bool(computed)
         self.num_overtakes += is_passed
@@ -196,7 +203,8 @@ class Simulation:
             child_id = self.engine.fork(parent_id, suffix, params, keep=keep)
         except ValueError:
             length = len(parent.tokens) + len(suffix)
-            assert not self.setting.fits(length, (params or parent.params).max_tokens)
+            fits = self.setting.fits(length, (params or parent.params).max_tokens)
+            assert not fits or not (params or self._may_follow(ticket, parent.tokens + suffix))
             self.counts["refused"] += 1
             return
         child = self.engine.request(child_id)
@@ -207,6 +215,8 @@ class Simulation:
         self.checks.fork(ticket, tokens, suffix)
         self.counts["forks"] += 1
         self._admit(child_id, tokens, ticket.salt)
+        if params is None:
+            self.tickets[child_id].begun = [*ticket.begun, *tokens[len(ticket.prompt) :]]
 
     def _abort(self) -> None:
         self._num_aborts -= 1
@@ -266,7 +276,7 @@ class Simulation:
         ticket = Ticket(prompt, request.params, request.seed, salt, beams)
         lengths = [processor.length for processor in ticket.params.logits_processors]
         length = self.calls.breaking_length(len(prompt), ticket.params.max_tokens)
-        if length is not None and beams is None:
+        if length is not None and beams is None and request.params.constraint is None:
             self.runner.bad[request_id] = length
             lengths.append(length)
         ticket.breaks_at = min(lengths, default=None)
@@ -274,6 +284,10 @@ class Simulation:
         self.counts["requests"] += 1
         width = beams.num_beams if beams else 1
         self._steps_left += STEPS_A_TOKEN * width * (len(prompt) + ticket.params.max_tokens)
+
+    def _may_follow(self, parent: Ticket, tokens: list[int]) -> bool:
+        """Whether the grammar of a request allows these tokens, its prompt included."""
+        return True
 
     # What must hold
 
@@ -288,7 +302,7 @@ class Simulation:
         self.counts["violations"] += len(violations)
         assert not violations, violations[0]
         ids = [output.request_id for output in outputs if output.token is not None]
-        several = self.engine.scheduler.speculation is not None
+        several = isinstance(self, Structured) or self.engine.scheduler.speculation is not None
         assert several or len(set(ids)) == len(ids), "two tokens of one request in a step"
         for output in outputs:
             ticket = self.tickets[output.request_id]
@@ -318,6 +332,25 @@ class Simulation:
         states = getattr(self.runner.inner, "states", {})
         states = getattr(states, "_states", states)
         assert not states, f"states of {list(states)} are left"
+
+
+class Structured(Simulation):
+    """One whose requests have schemas. Their texts are valid, or prefixes of valid ones."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls = StructuredCalls(self.setting, self.rng, structured_solo().vocab)
+
+    def _may_follow(self, parent: Ticket, tokens: list[int]) -> bool:
+        own = [*parent.begun, *tokens[len(parent.prompt) :]]
+        return structured_solo().allows(parent.params, own)
+
+    def _check_end(self) -> None:
+        super()._check_end()
+        for ticket in self.tickets.values():
+            if ticket.completion is not None and ticket.beams is None:
+                text = [*ticket.begun, *ticket.completion.tokens]
+                self.counts["valid"] += structured_solo().check(ticket.params, text)
 
 
 def fake_simulation(
@@ -376,21 +409,36 @@ def fake_simulation(
 def tiny_simulation(seed: int, index: int) -> Simulation:
     """Schedule `index` of `seed` on a tiny llama, or on a hybrid model if a state is to be kept."""
     rng = random.Random(f"{seed}:{index}:tiny")
-    return engine_simulation(rng, seed, index, None)
+    return engine_simulation(rng, Setting.drawn(rng, small=True), seed, index)
 
 
 def quantized_simulation(seed: int, index: int) -> Simulation:
     """The same with K/V quantized in one of the ways."""
     rng = random.Random(f"{seed}:{index}:quantized")
-    return engine_simulation(rng, seed, index, rng.choice(BITS))
+    kv_bits = rng.choice(BITS)
+    return engine_simulation(rng, Setting.drawn(rng, small=True), seed, index, kv_bits)
 
 
-def engine_simulation(rng: random.Random, seed: int, index: int, kv_bits: KVBits) -> Simulation:
-    setting = Setting.drawn(rng, small=True)
+def structured_simulation(seed: int, index: int) -> Simulation:
+    """Schedule `index` of `seed` on the demo model, with schemas for most of the requests."""
+    rng = random.Random(f"{seed}:{index}:structured")
+    setting = structured_setting(rng)
+    return engine_simulation(rng, setting, seed, index, solo=structured_solo())
+
+
+def engine_simulation(
+    rng: random.Random,
+    setting: Setting,
+    seed: int,
+    index: int,
+    kv_bits: KVBits = None,
+    solo: MlxLmSolo | None = None,
+) -> Simulation:
     model_type = "jamba" if setting.recurrent else "llama"
-    solo = tiny_solo(model_type, len(setting.groups) > 1, kv_bits)
+    solo = solo or tiny_solo(model_type, len(setting.groups) > 1, kv_bits)
     engine = Engine(
         solo.model,
+        solo.tokenizer if isinstance(solo, StructuredSolo) else None,
         kv_bits=kv_bits,
         block_size=setting.block_size,
         num_blocks=setting.num_blocks // sum(group.width for group in setting.groups),
@@ -412,7 +460,8 @@ def engine_simulation(rng: random.Random, seed: int, index: int, kv_bits: KVBits
         scheduler.speculation = Speculation(drafter, scheduler.allocator, scheduler.budget)
         take_every_guess(scheduler.speculation)
     turn_rng = random.Random(f"{seed}:{index}:turns")
-    return Simulation(setting, engine, runner, solo, rng, TurnWatch(turn_rng))
+    kind = Structured if isinstance(solo, StructuredSolo) else Simulation
+    return kind(setting, engine, runner, solo, rng, TurnWatch(turn_rng))
 
 
 def drafter_for(setting: Setting, solo: SoloModel, seed: str) -> InjectedDrafter | None:
@@ -447,6 +496,7 @@ MODELS = {
     "tiny": tiny_simulation,
     "quantized": quantized_simulation,
     "disk": disk_simulation,
+    "structured": structured_simulation,
 }
 
 

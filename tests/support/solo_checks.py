@@ -19,6 +19,7 @@ class Ticket:
 
     Attributes:
         breaks_at: its tokens, prompt included, at which something wrong with it shows.
+        begun: the last tokens of its prompt, which its grammar has followed already.
         seen: tokens that came out step by step.
     """
 
@@ -28,6 +29,7 @@ class Ticket:
     salt: str
     beams: BeamOptions | None = None
     breaks_at: int | None = None
+    begun: list[int] = field(default_factory=list)
     aborted: bool = False
     seen: list[int] = field(default_factory=list)
     completion: Completion | None = None
@@ -58,7 +60,8 @@ class SoloChecks:
         """The request's run alone."""
         if ticket.solo is None:
             salt = ticket.salt.encode()
-            ticket.solo = solo_run(self._model, ticket.prompt, ticket.params, ticket.seed, salt)
+            args = ticket.prompt, ticket.params, ticket.seed, salt, ticket.begun
+            ticket.solo = solo_run(self._model, *args)
         return ticket.solo
 
     def output(self, ticket: Ticket, output: TokenOutput) -> None:

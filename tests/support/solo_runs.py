@@ -41,23 +41,35 @@ class SoloModel(Protocol):
 
     vocab: int
     near_tie: float
+    ends: frozenset[int]
 
     def tokens(
-        self, prompt: list[int], params: SamplingParams, seed: int, salt: bytes
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        salt: bytes,
+        begun: Sequence[int] = (),
     ) -> tuple[list[int], list[float]]:
-        """``params.max_tokens`` tokens and their margins."""
+        """``params.max_tokens`` tokens and their margins. The grammar goes on after `begun`."""
 
     def logprobs(self, salt: bytes) -> Logprobs:
         """Log-probabilities of what comes after given tokens."""
 
 
 def solo_run(
-    model: SoloModel, prompt: list[int], params: SamplingParams, seed: int, salt: bytes
+    model: SoloModel,
+    prompt: list[int],
+    params: SamplingParams,
+    seed: int,
+    salt: bytes,
+    begun: Sequence[int] = (),
 ) -> Solo:
     """The request on its own, up to its first stop token."""
-    tokens, margins = model.tokens(prompt, params, seed, salt)
+    tokens, margins = model.tokens(prompt, params, seed, salt, begun)
+    ends = params.stop_token_ids | (frozenset() if params.ignore_eos else model.ends)
     for index, token in enumerate(tokens):
-        if token in params.stop_token_ids:
+        if token in ends:
             return Solo(tokens[: index + 1], margins[: index + 1], FinishReason.STOP)
     return Solo(tokens, margins, FinishReason.LENGTH)
 
@@ -67,9 +79,15 @@ class FakeSolo:
 
     vocab = fake_model.VOCAB
     near_tie = NEAR_TIE
+    ends = frozenset[int]()
 
     def tokens(
-        self, prompt: list[int], params: SamplingParams, seed: int, salt: bytes
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        salt: bytes,
+        begun: Sequence[int] = (),
     ) -> tuple[list[int], list[float]]:
         tokens = list(prompt)
         context = fake_model.context_of(tokens, salt)
@@ -87,22 +105,40 @@ class FakeSolo:
 class MlxLmSolo:
     """A real model, run by mlx-lm."""
 
+    ends = frozenset[int]()
+
     def __init__(self, model: nn.Module, vocab: int, kv_bits: KVBits = None) -> None:
         self.model = model
         self.vocab = vocab
         self.kv_bits = kv_bits
         self.near_tie = NEAR_TIE if kv_bits is None else QUANTIZED_NEAR_TIE
 
+    def mask(
+        self, params: SamplingParams, begun: Sequence[int]
+    ) -> Callable[[Sequence[int]], npt.NDArray[np.bool_]] | None:
+        """Which tokens may follow given ones, if `params` restrict them."""
+        return None
+
     def tokens(
-        self, prompt: list[int], params: SamplingParams, seed: int, salt: bytes
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        salt: bytes,
+        begun: Sequence[int] = (),
     ) -> tuple[list[int], list[float]]:
         margins: list[float] = []
+        picked: list[int] = []
+        mask = self.mask(params, begun)
 
         def sampler(logprobs: mx.array) -> mx.array:
             row = np.array(logprobs[0], np.float64)
+            if mask is not None:
+                row[~mask(picked)] = -np.inf
             draw = uniform([seed], [len(margins)])[0] if params.temperature > 0 else None
             token, margin = _pick(row, params.temperature, draw)
             margins.append(margin)
+            picked.append(token)
             return mx.array([token], mx.uint32)
 
         with quantized_mlx_lm(self.kv_bits):
