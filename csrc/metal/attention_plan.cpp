@@ -2,14 +2,12 @@
 
 #include "csrc/metal/arrays.h"
 #include "csrc/metal/attention_launches.h"
-#include "csrc/metal/matrix_plan.h"
 #include "csrc/metal/plans.h"
 
 namespace mlx_paged {
 
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kMaxDim = 576;
 
 // Rows of a threadgroup: all rows, rounded up to a power of two, unless they need too many
@@ -38,38 +36,15 @@ void check_offsets(const char* argument, const mx::array& pool, int unit) {
 }
 
 AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOptions& options) {
-  AttentionGeometry g;
+  AttentionGeometry g{};
   const int num_heads = in.q.shape(1);
   g.head_slots = in.kv_head_mapping.has_value() ? num_heads : in.k_cache.shape(0);
   g.group = num_heads / g.head_slots;
   const int num_rows = g.group * in.q.shape(2);
   g.rows = rows_per_threadgroup(num_rows, in.q.shape(3), value_dim(in.v_cache));
   g.row_tiles = ceil_div(num_rows, g.rows);
-  g.splits = split_keys(in, options);
+  g.splits = split_keys(in, options, g.head_slots * g.row_tiles * in.q.shape(0));
   return g;
-}
-
-LaunchPlan tile_launch(const AttentionInputs& in, const AttentionOptions& options,
-                       const AttentionGeometry& g) {
-  const bool split = g.splits.count > 1;
-  const std::string sizes[] = {std::to_string(in.q.shape(3)), std::to_string(value_dim(in.v_cache)),
-                               std::to_string(g.rows)};
-  LaunchPlan plan;
-  plan.kernel = "paged_attention_" + pool_format(in) + "_" + metal_type(in.q) + "_d" + sizes[0] +
-                "_v" + sizes[1] + "_r" + sizes[2];
-  plan.instantiation = "paged_attention<" + metal_type(in.k_cache) + ", " + metal_type(in.v_cache) +
-                       ", " + metal_type(in.q) + ", " + sizes[0] + ", " + sizes[1] + ", " +
-                       sizes[2] + ">";
-  plan.constants = attention_constants(in, options, split);
-  plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
-               static_cast<uint32_t>(in.q.shape(0)), static_cast<uint32_t>(g.splits.count)};
-  plan.threadgroup = {kThreads, 1, 1};
-  plan.set_params(5, attention_params(in, options, g));
-  bind_attention(in, split, plan);
-  if (options.return_attn) {
-    plan.buffers.push_back({15, BufferBinding::Role::kOutput, 1});
-  }
-  return plan;
 }
 
 // The geometry that a call of its own has.
@@ -77,14 +52,9 @@ AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& op
   return supports_matrix(in, options) ? matrix_geometry(in, options) : tile_geometry(in, options);
 }
 
-LaunchPlan launch(const AttentionInputs& in, const AttentionOptions& options,
-                  const AttentionGeometry& g) {
-  return supports_matrix(in, options) ? matrix_launch(in, options, g) : tile_launch(in, options, g);
-}
-
 LaunchPlans plan_call(const AttentionInputs& in, const AttentionOptions& options) {
   const AttentionGeometry g = geometry(in, options);
-  return with_merge({launch(in, options, g)}, in, options, g.splits);
+  return with_merge({attention_launch(in, options, g)}, in, options, g.splits);
 }
 
 // The first sequences of a ragged batch, of one token each, as a call of their own.
@@ -116,12 +86,14 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
   }
   AttentionGeometry rows = geometry(decodes, options);
   if (chunks.splits.count > 1) {
-    chunks.splits = rows.splits = split_keys(in, options);
-    return with_merge({matrix_launch(in, options, chunks), launch(decodes, options, rows)}, in,
-                      options, rows.splits);
+    const int threadgroups = chunks.head_slots * chunks.row_tiles;
+    chunks.splits = rows.splits = split_keys(in, options, threadgroups);
+    return with_merge(
+        {attention_launch(in, options, chunks), attention_launch(decodes, options, rows)}, in,
+        options, rows.splits);
   }
   LaunchPlans plans = plan_call(decodes, options);
-  plans.launches.insert(plans.launches.begin(), matrix_launch(in, options, chunks));
+  plans.launches.insert(plans.launches.begin(), attention_launch(in, options, chunks));
   return plans;
 }
 
@@ -150,8 +122,11 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   check_offsets("k_cache", in.k_cache, kVector);
   check_offsets("v_cache", in.v_cache, is_packed(in.v_cache) ? kVector / 2 : kVector);
   if (in.k_scales) {
-    check_offsets("k_scales", *in.k_scales, 1);
-    check_offsets("v_scales", *in.v_scales, 1);
+    for (const auto& [name, scales] :
+         {std::pair{"k_scales", *in.k_scales}, {"v_scales", *in.v_scales}}) {
+      check_pool_layout("paged_attention", name, scales, false);
+      check_offsets(name, scales, 1);
+    }
   }
   return in.cu_seqlens ? plan_varlen(in, config) : plan_call(in, config);
 }

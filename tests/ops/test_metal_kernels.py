@@ -61,9 +61,9 @@ def run(metal: MetalRunner, case: Case, **overrides: Any) -> Any:
     if "rope_freqs" in arguments:
         q_dtype = mx.float32  # rotated queries are not rounded
     types = f"{METAL_TYPES[k_cache.dtype]}_{METAL_TYPES[q_dtype]}"
-    widths = f"d{q.shape[3]}_v{v_cache.shape[3]}"
-    by_matrices = f"matrix_attention_{METAL_TYPES[k_cache.dtype]}_{widths}_r"
-    assert metal.trace.kernels[0].startswith((f"paged_attention_{types}_{widths}_r", by_matrices))
+    name = f"{types}_d{q.shape[3]}_v{v_cache.shape[3]}_r"
+    kernels = f"paged_attention_{name}", f"matrix_attention_{name}"
+    assert metal.trace.kernels[0].startswith(kernels)
     return result
 
 
@@ -334,7 +334,8 @@ class TestPlans:
             assert sum(call["scratch_bytes"]) <= 2**26
             return call["launches"][0]["grid"][2]
 
-        assert [splits(1, keys) for keys in (512, 528, 4096, 2**15, 2**17)] == [1, 2, 8, 64, 64]
+        assert [splits(1, keys) for keys in (512, 528, 4096, 2**15, 2**17)] == [1, 3, 16, 64, 64]
+        assert [splits(batch, 4096) for batch in (7, 8)] == [16, 8]  # from 128 threadgroups on
         assert [splits(batch, 2**15) for batch in (64, 992, 993, 2**15)] == [64, 64, 61, 1]
         assert splits(1, 4096, return_attn=True) == 1
 

@@ -160,7 +160,7 @@ class TestDifferentLengths:
     def test_decodes_alone_are_a_call_of_one_token_each(self, metal):
         case = ragged_case([1, 1, 1], num_heads=16, num_kv_heads=2, dtype=mx.float16)
         assert_matches_float64(metal, case, num_decodes=3)
-        assert metal.trace.kernels == ["matrix_attention_half_d64_v64_r8"]
+        assert metal.trace.kernels == ["matrix_attention_half_half_d64_v64_r8"]
 
     @pytest.mark.parametrize("num_decodes", [0, 1])
     @pytest.mark.parametrize("options", [(), ("sinks", "window_21"), ("sinks",)], ids=str)
