@@ -1,9 +1,9 @@
 // A tile of 32 keys: how the lanes of a simdgroup share its scores and its values.
 
-// Rows of the pool that a lane asks for before it uses the first, unless they need too many
-// registers. No condition is on a load: keys that nobody sees have the place of a key that is seen.
-constant constexpr int AHEAD = 4;
-constant constexpr int FEW_BYTES = 64;  // of a key that a lane holds, for all rows
+// Bytes of the pool for which a lane asks for eight rows before it uses the first: more would need
+// too many registers. No condition is on a load: keys that nobody sees have the place of a key that
+// is seen.
+constexpr int room(int rows) { return rows == 1 ? 128 : rows < 4 ? 64 : 32; }
 
 // Lanes that share a key: with four rows, no lane holds more than three vectors of each query.
 constexpr int key_lanes(int vectors) {
@@ -42,8 +42,9 @@ template <int D, int SHARE, int VECTORS, typename T, typename Q, int ROWS>
 inline void multiply_keys(const device T* head, uint own_offset, int count, int lane,
                           const threadgroup vec<Q, VECTOR>* queries,
                           thread float (&products)[ROWS]) {
-  constexpr bool HAS_ROOM = ROWS * VECTORS * int(sizeof(vec<T, VECTOR>)) <= FEW_BYTES;
-  constexpr int MOST = HAS_ROOM ? AHEAD : AHEAD / 2;
+  constexpr int BYTES = VECTORS * int(sizeof(vec<T, VECTOR>));
+  constexpr bool HAS_ROOM = 8 * BYTES <= room(SHARE == LANES || ROWS == 4 ? ROWS : 2);
+  constexpr int MOST = HAS_ROOM ? 8 : ROWS * BYTES <= 64 ? 4 : 2;
   constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
   const int place = lane % SHARE;
   NO_UNROLL
@@ -56,7 +57,7 @@ inline void multiply_keys(const device T* head, uint own_offset, int count, int 
     }
     UNROLL
     for (int r = 0; r < ROWS; r++) {
-      float sums[AHEAD] = {0.0f};
+      float sums[STEPS] = {0.0f};
       UNROLL
       for (int c = 0; c < VECTORS; c++) {
         const float4 query = float4(queries[(r * VECTORS + c) * SHARE + place]);
@@ -65,12 +66,14 @@ inline void multiply_keys(const device T* head, uint own_offset, int count, int 
           sums[i] += dot(query, float4(keys[i][c]));
         }
       }
-      if (STEPS == 4) {
-        sums[0] = exchange(sums[0], sums[2], (place & 2) != 0, 2);
-        sums[1] = exchange(sums[1], sums[3], (place & 2) != 0, 2);
-      }
-      if (STEPS >= 2) {
-        sums[0] = exchange(sums[0], sums[1], (place & 1) != 0, 1);
+      UNROLL
+      for (int apart = STEPS / 2; apart > 0; apart /= 2) {
+        UNROLL
+        for (int i = 0; i < STEPS / 2; i++) {
+          if (i < apart) {
+            sums[i] = exchange(sums[i], sums[i + apart], (place & apart) != 0, ushort(apart));
+          }
+        }
       }
       UNROLL
       for (int bit = STEPS; bit < SHARE; bit *= 2) {
@@ -89,8 +92,8 @@ inline void add_values(const device T* head, uint own_offset, int count, int lan
                        thread float4 (&sums)[ROWS][VECTORS]) {
   constexpr int GROUPS = scale_groups(DV, is_pair<T>());
   constexpr int TEAMS = LANES / SHARE;  // that take a key each
-  constexpr bool HAS_ROOM = VECTORS == 1 && ROWS < 4 && SHARE > AHEAD;
-  constexpr int STEPS = HAS_ROOM ? 2 * AHEAD : AHEAD;
+  constexpr int BYTES = VECTORS * int(sizeof(vec<T, VECTOR>));
+  constexpr int STEPS = SHARE >= 8 && 8 * BYTES <= room(ROWS) ? 8 : 4;
   const int team = lane / SHARE;
   const int place = lane % SHARE;
   NO_UNROLL

@@ -103,7 +103,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     if (row.stop > 0 && vector < D / VECTOR) {
       const device Q* from = q + sequence * p.q_strides[0] + row.head * p.q_strides[1] +
           row.token * p.q_strides[2];
-      elements = query_vector(from, vector);
+      elements = gather_vector(from + vector * VECTOR, 1, WHOLE_QUERIES);
       if (HAS_ROPE) {
         const device float* angles =
             rope_freqs + sequence * p.rope_strides[0] + row.token * p.rope_strides[1];
@@ -134,13 +134,13 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   threadgroup vec<half, 2>* scales =
       shared_scales + (is_pair<V>() ? int(simdgroup) * LANES * GROUPS : 0);
   const int first_key = begin / LANES * LANES;
-  for (int base = first_key + int(simdgroup) * LANES; base < end; base += THREADS) {
+  const int own_base = first_key + int(simdgroup) * LANES;
+  int next_block = block_of(own_base + int(lane), begin, end, table, p);
+  for (int base = own_base; base < end; base += THREADS) {
     const int key = base + int(lane);
     const int count = min(LANES, end - base);
-    int block = -1;
-    if (key >= begin && key < end) {
-      block = table[key / BLOCK_SIZE * int(p.tables_strides[1])];
-    }
+    const int block = next_block;
+    next_block = block_of(key + THREADS, begin, end, table, p);
     const bool is_valid = block >= 0 && block < p.num_blocks;
     const int slot = key % BLOCK_SIZE;
     const uint k_offset = slot_offset<K>(block, slot, p.k_strides[1], p.k_strides[2]);
@@ -148,7 +148,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
         ? k_offset
         : slot_offset<V>(block, slot, p.v_strides[1], p.v_strides[2]);
     float k_scale = 1.0f;
-    float v_scale = 1.0f;
+    vec<half, 2> own_scales[GROUPS];
     if (HAS_SCALES) {
       const int place = is_valid ? block * BLOCK_SIZE + slot : -1;
       k_scale = float(read_scales<K>(k_scales + kv_head * p.k_scales_strides[0], place, 0,
@@ -156,13 +156,8 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
       const device half* head = v_scales + kv_head * p.v_scales_strides[0];
       UNROLL
       for (int g = 0; g < GROUPS; g++) {
-        const vec<half, 2> own =
+        own_scales[g] =
             read_scales<V>(head, place, g, p.v_scales_strides[1], p.v_scales_strides[2]);
-        v_scale = float(own[0]);
-        if (is_pair<V>()) {
-          v_scale = 1.0f;
-          scales[int(lane) * GROUPS + g] = own;
-        }
       }
     }
     const bool is_full = simd_all(is_valid && key >= all_begin && key < all_end) &&
@@ -177,6 +172,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
       multiply_keys<D, K_LANES, K_VECTORS>(k_head, offset, count, int(lane), queries, scores);
     }
 
+    const float v_scale = HAS_SCALES && !is_pair<V>() ? float(own_scales[0][0]) : 1.0f;
     float4 own_weights = float4(0.0f);
     UNROLL
     for (int r = 0; r < ROWS; r++) {
@@ -228,6 +224,12 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     }
 
     weights[lane] = own_weights;
+    if (is_pair<V>()) {
+      UNROLL
+      for (int g = 0; g < GROUPS; g++) {
+        scales[int(lane) * GROUPS + g] = own_scales[g];
+      }
+    }
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (is_full) {
       add_values<true, DV, V_LANES>(v_head, v_offset, LANES, int(lane), weights, scales,

@@ -26,6 +26,12 @@ constexpr int scale_groups(int value_dim, bool has_pairs) {
   return has_pairs ? (value_dim + GROUP - 1) / GROUP : 1;
 }
 
+// The block of a key, or -1 if the key is not in [begin, end).
+inline int block_of(int key, int begin, int end, const device int* table,
+                    constant AttentionParams& p) {
+  return key >= begin && key < end ? table[key / BLOCK_SIZE * int(p.tables_strides[1])] : -1;
+}
+
 // The place of a slot in a head of the pool, in vectors.
 template <typename T>
 inline uint slot_offset(int block, int slot, long block_stride, long slot_stride) {

@@ -42,7 +42,8 @@ FIRST = {
 }
 """The files, and which tests notice most of their mutations, and soon: what pytest's -k selects."""
 
-BARRIER = re.compile(r"(threadgroup|simdgroup)_barrier\([^;]*\);")
+BARRIER = re.compile(r"(threadgroup|simdgroup)_barrier\((?!mem_flags::mem_none)[^;]*\);")
+"""Those of no memory only tell a compiler in which order to place instructions."""
 OPERAND = r"-?[\w.\[\]]+"
 GUARD = re.compile(
     rf"{OPERAND} (?:<|>=|>|[=!]=) {OPERAND}(?: [*/+-] {OPERAND})*"
