@@ -44,11 +44,8 @@ void set_out_strides(const AttentionInputs& in, int64_t (&strides)[3]) {
 // Which input an optional array is, or would be.
 int input_of(const AttentionInputs& in, OptionalArray AttentionInputs::* array) {
   int which = 5;
-  for (const auto each : kOptionalArrays) {
-    if (each == array) {
-      break;
-    }
-    which += (in.*each).has_value();
+  for (size_t i = 0; kOptionalArrays[i] != array; ++i) {
+    which += (in.*kOptionalArrays[i]).has_value();
   }
   return which;
 }
@@ -96,11 +93,10 @@ std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
                                              {3, options.softcap.has_value()},
                                              {7, in.sinks.has_value()},
                                              {10, g.splits.count > 1},
-                                             {12, values_in_keys(in)},
                                              {13, has_whole_vectors(in.q)},
                                              {18, in.k_scales.has_value()}};
   if (g.by_matrices) {
-    flags.emplace_back(17, in.cu_seqlens.has_value());
+    flags.insert(flags.end(), {{12, values_in_keys(in)}, {17, in.cu_seqlens.has_value()}});
   } else {
     flags.insert(flags.end(), {{4, in.alibi_slopes.has_value()},
                                {5, bool_mask},

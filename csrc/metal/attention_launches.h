@@ -28,12 +28,6 @@ struct AttentionGeometry {
   Splits splits;
 };
 
-// Whether the kernel by products of matrices computes this call, and faster than the other one.
-bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options);
-
-// How the call is divided among threadgroups of that kernel, for these or for its own splits.
-AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOptions& options);
-
 // Depends on shapes and options alone, so equal calls have equal results on every machine:
 // `threadgroups` are those of a split. A threadgroup whose split has no key that its rows see
 // leaves at once, and stores nothing.
