@@ -42,7 +42,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int MERGED = merged_rows(ROWS, DV);
-  constexpr int K_LANES = key_lanes(D / VECTOR);
+  constexpr int K_LANES = key_lanes(D / VECTOR, ROWS);
   constexpr int V_LANES = value_lanes(DV / VECTOR);
   constexpr int K_VECTORS = (D / VECTOR + K_LANES - 1) / K_LANES;  // of a key that a lane holds
   constexpr int V_VECTORS = (DV / VECTOR + V_LANES - 1) / V_LANES;
@@ -118,12 +118,11 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   float running_max[ROWS];
-  float running_sum[ROWS];  // of the keys of this lane
+  float running_sum[ROWS] = {0.0f};  // of the keys of this lane
   float4 running_out[ROWS][V_VECTORS];
   UNROLL
   for (int r = 0; r < ROWS; r++) {
     running_max[r] = LOWEST;
-    running_sum[r] = 0.0f;
     UNROLL
     for (int c = 0; c < V_VECTORS; c++) {
       running_out[r][c] = float4(0.0f);
@@ -143,10 +142,6 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     next_block = block_of(key + THREADS, begin, end, table, p);
     const bool is_valid = block >= 0 && block < p.num_blocks;
     const int slot = key % BLOCK_SIZE;
-    const uint k_offset = slot_offset<K>(block, slot, p.k_strides[1], p.k_strides[2]);
-    const uint v_offset = VALUES_IN_KEYS
-        ? k_offset
-        : slot_offset<V>(block, slot, p.v_strides[1], p.v_strides[2]);
     float k_scale = 1.0f;
     vec<half, 2> own_scales[GROUPS];
     if (HAS_SCALES) {
@@ -163,13 +158,21 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     const bool is_full = simd_all(is_valid && key >= all_begin && key < all_end) &&
         !HAS_BOOL_MASK && !HAS_FLOAT_MASK;
 
-    // Keys that nobody sees get the place of one that is seen: their scores and values are dropped.
-    const uint k_seen = simd_min(is_valid ? k_offset : NOWHERE);
-    const uint v_seen = simd_min(is_valid ? v_offset : NOWHERE);
+    // Keys that nobody sees get the place of the first that is seen: their scores and values are
+    // dropped. In a tile without ends it begins a run of keys of its block.
+    const bool has_all = base >= begin && base + LANES <= end;
+    const uint number = uint(block) * uint(BLOCK_SIZE) + uint(slot);
+    const uint seen = simd_min(is_valid ? number : NOWHERE);
+    const int own_block = is_valid ? block : int(seen / uint(BLOCK_SIZE));
+    const int own_slot = is_valid ? slot : int(seen % uint(BLOCK_SIZE));
+    const uint k_offset = slot_offset<K>(own_block, own_slot, p.k_strides[1], p.k_strides[2]);
+    const uint v_offset = slot_offset<V>(own_block, own_slot, p.v_strides[1], p.v_strides[2]);
+    const uint k_stride = has_all ? slot_offset<K>(0, 1, 0, p.k_strides[2]) : 0;
+    const uint v_stride = has_all ? slot_offset<V>(0, 1, 0, p.v_strides[2]) : 0;
     float scores[ROWS] = {0.0f};
-    if (k_seen != NOWHERE) {
-      const uint offset = is_valid ? k_offset : k_seen;
-      multiply_keys<D, K_LANES, K_VECTORS>(k_head, offset, count, int(lane), queries, scores);
+    if (seen != NOWHERE) {
+      multiply_keys<D, K_LANES, K_VECTORS>(k_head, k_offset, k_stride, count, int(lane), queries,
+                                           scores);
     }
 
     const float v_scale = HAS_SCALES && !is_pair<V>() ? float(own_scales[0][0]) : 1.0f;
@@ -189,19 +192,20 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
       if (HAS_ALIBI && is_seen) {
         score += alibi_slopes[rows[r].head] * float(key - rows[r].position);
       }
+      long mask_place = 0;
+      if (HAS_BOOL_MASK || HAS_FLOAT_MASK) {
+        mask_place = sequence * p.mask_strides[0] + rows[r].head * p.mask_strides[1] +
+            rows[r].token * p.mask_strides[2] + key * p.mask_strides[3];
+      }
       if (HAS_FLOAT_MASK && is_seen) {
-        const long row = sequence * p.mask_strides[0] + rows[r].head * p.mask_strides[1] +
-            rows[r].token * p.mask_strides[2];
-        const float bias = float_mask[row + key * p.mask_strides[3]];
+        const float bias = float_mask[mask_place];
         is_seen = bias != -INFINITY;
         score = in_log2(score + bias);
       } else {
         score *= LOG2E;
       }
       if (HAS_BOOL_MASK && is_seen) {
-        const long row = sequence * p.mask_strides[0] + rows[r].head * p.mask_strides[1] +
-            rows[r].token * p.mask_strides[2];
-        is_seen = bool_mask[row + key * p.mask_strides[3]];
+        is_seen = bool_mask[mask_place];
       }
       score = is_full || is_seen ? score : -INFINITY;
       if (RETURN_ATTN && r < num_rows && key < max_keys) {
@@ -232,11 +236,10 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (is_full) {
-      add_values<true, DV, V_LANES>(v_head, v_offset, LANES, int(lane), weights, scales,
+      add_values<true, DV, V_LANES>(v_head, v_offset, v_stride, LANES, int(lane), weights, scales,
                                     running_out);
-    } else if (v_seen != NOWHERE) {
-      const uint offset = is_valid ? v_offset : v_seen;
-      add_values<false, DV, V_LANES>(v_head, offset, count, int(lane), weights, scales,
+    } else if (seen != NOWHERE) {
+      add_values<false, DV, V_LANES>(v_head, v_offset, v_stride, count, int(lane), weights, scales,
                                      running_out);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -268,7 +271,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
       threadgroup float4* own_out = shared + (int(simdgroup) * MERGED + i) * OUT_VECTORS;
       UNROLL
       for (int c = 0; c < V_VECTORS; c++) {
-        const int vector = int(lane) + c * V_LANES;
+        const int vector = own_vector<V_LANES, V_VECTORS>(int(lane), c);
         if (int(lane) < V_LANES && vector < OUT_VECTORS) {
           own_out[vector] = running_out[r][c];
         }

@@ -225,6 +225,17 @@ class TestAttention:
         hide_blocks(case)
         assert_matches_float64(metal, case)
 
+    @pytest.mark.parametrize(
+        ("head_dim", "block_size"), [(64, 16), (64, 4), (128, 24), (128, 5), (256, 8)]
+    )
+    def test_blocks_hidden_within_whole_tiles(self, metal, head_dim, block_size):
+        """Whose keys are found by the first of a run, or by one of another block."""
+        case = random_case([200, 97], block_size=block_size, head_dim=head_dim, dtype=mx.float16)
+        tables = np.array(case.block_tables)
+        tables[:, 1::3] = -1
+        case.block_tables = mx.array(tables)
+        assert_matches_float64(metal, case)
+
     def test_heads_mapped_outside_the_pool_see_nothing(self, metal):
         case = random_case([45])
         mapping = mx.array([-2, 0, 1, 2**31 - 2]) + 1  # checked only where it is evaluated
