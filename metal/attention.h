@@ -1,4 +1,4 @@
-// The tile kernel's own function constants, a query row, the keys that it sees and its elements.
+// The tile kernel's own function constants, a query row and the keys that it sees.
 
 constant bool HAS_ALIBI [[function_constant(4)]];
 constant bool HAS_BOOL_MASK [[function_constant(5)]];
@@ -39,18 +39,4 @@ inline float rotated_element(const device Q* q, const device float* angles, int 
   const float angle = angles[is_first ? d : d - p.rope_pairs];
   const float other = float(q[is_first ? d + p.rope_pairs : d - p.rope_pairs]);
   return own * precise::cos(angle) + (is_first ? -other : other) * precise::sin(angle);
-}
-
-// A vector of a query row.
-template <typename Q>
-inline vec<Q, VECTOR> query_vector(const device Q* q, int vector) {
-  if (WHOLE_QUERIES) {
-    return read_vector(q + vector * VECTOR);
-  }
-  vec<Q, VECTOR> result;
-  UNROLL
-  for (int i = 0; i < VECTOR; i++) {
-    result[i] = q[vector * VECTOR + i];
-  }
-  return result;
 }

@@ -1,13 +1,14 @@
 // A tile of 32 keys: how the lanes of a simdgroup share its scores and its values.
 
-// Rows of the pool that a lane asks for before it uses the first, unless they need too many
-// registers. No condition is on a load: keys that nobody sees have the place of a key that is seen.
-constant constexpr int AHEAD = 4;
-constant constexpr int FEW_BYTES = 64;  // of a key that a lane holds, for all rows
+// Bytes of the pool for which a lane asks for eight rows before it uses the first: more would need
+// too many registers. No condition is on a load: keys that nobody sees have the place of a key that
+// is seen.
+constexpr int room(int rows) { return rows == 1 ? 128 : rows < 4 ? 64 : 32; }
 
-// Lanes that share a key: with four rows, no lane holds more than three vectors of each query.
-constexpr int key_lanes(int vectors) {
-  return vectors > 48 ? 32 : vectors > 24 ? 16 : vectors >= 8 ? 8 : vectors >= 3 ? 4 : vectors;
+// Lanes that share a key: none holds more than three vectors of it, or four for a single row.
+constexpr int key_lanes(int vectors, int rows) {
+  const int most = rows == 1 ? 64 : 48;
+  return vectors > most ? 32 : vectors > 24 ? 16 : vectors >= 8 ? 8 : vectors >= 3 ? 4 : vectors;
 }
 
 // Lanes that share a value: as few as it has vectors, so that no lane has more than it must.
@@ -15,18 +16,43 @@ constexpr int value_lanes(int vectors) {
   return vectors > 16 ? 32 : vectors > 8 ? 16 : vectors > 4 ? 8 : 4;
 }
 
+// Which vector of a row is a lane's c-th: pairs of neighbours or single ones.
+template <int STRIDE, int COUNT>
+inline int own_vector(int lane, int c) {
+  return COUNT % 2 == 0 ? (c / 2 * STRIDE + lane) * 2 + c % 2 : c * STRIDE + lane;
+}
+
+// Where the keys `first`, `first` + APART, ... of a tile are. Slots of a block are a `stride` apart.
+// If it is 0, keys may be anywhere.
+template <int APART, int STEPS>
+inline void find_keys(uint own_offset, uint stride, int first, thread uint (&offsets)[STEPS]) {
+  if (stride > 0 && BLOCK_SIZE % (STEPS * APART) == 0) {
+    const uint run = simd_shuffle(own_offset, ushort(first));
+    UNROLL
+    for (int i = 0; i < STEPS; i++) {
+      offsets[i] = run + uint(i * APART) * stride;
+    }
+  } else {
+    UNROLL
+    for (int i = 0; i < STEPS; i++) {
+      offsets[i] = simd_shuffle(own_offset, ushort(first + i * APART));
+    }
+  }
+}
+
 // This lane's vectors of one row of the pool.
 template <int DIM, int STRIDE, typename T, int COUNT>
 inline void load_row(const device T* head, uint offset, int lane,
                      thread vec<T, VECTOR> (&row)[COUNT]) {
   constexpr bool IS_EVEN = DIM == VECTOR * STRIDE * COUNT;
+  constexpr int STORED = is_pair<T>() ? VECTOR / 2 : VECTOR;
   UNROLL
   for (int c = 0; c < COUNT; c++) {
-    const int vector = lane + c * STRIDE;
-    row[c] = vec<T, VECTOR>(T(0.0f));
-    if (IS_EVEN || vector < DIM / VECTOR) {
-      row[c] = read_pool(head, offset + uint(vector));
-    }
+    const int vector = own_vector<STRIDE, COUNT>(lane, c);
+    // The address of a pair is the first one's: only so a compiler makes one load of them.
+    const uint next = COUNT % 2 == 0 ? c % 2 : 0;
+    const device T* from = head + long(offset + uint(vector) - next) * STORED;
+    row[c] = IS_EVEN || vector < DIM / VECTOR ? read_pool(from, next) : vec<T, VECTOR>(T(0.0f));
   }
 }
 
@@ -39,38 +65,43 @@ inline float exchange(float first, float second, bool has_bit, ushort bit) {
 
 // The products of the queries with the first `count` keys of a tile: lane i gets those of key i.
 template <int D, int SHARE, int VECTORS, typename T, typename Q, int ROWS>
-inline void multiply_keys(const device T* head, uint own_offset, int count, int lane,
+inline void multiply_keys(const device T* head, uint own_offset, uint stride, int count, int lane,
                           const threadgroup vec<Q, VECTOR>* queries,
                           thread float (&products)[ROWS]) {
-  constexpr bool HAS_ROOM = ROWS * VECTORS * int(sizeof(vec<T, VECTOR>)) <= FEW_BYTES;
-  constexpr int MOST = HAS_ROOM ? AHEAD : AHEAD / 2;
+  constexpr int BYTES = VECTORS * int(sizeof(vec<T, VECTOR>));
+  constexpr bool HAS_ROOM = 8 * BYTES <= room(SHARE == LANES || ROWS == 4 ? ROWS : 2);
+  constexpr int MOST = HAS_ROOM ? 8 : ROWS * BYTES <= 64 && BYTES < 64 ? 4 : 2;
   constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
   const int place = lane % SHARE;
   NO_UNROLL
   for (int step = 0; step < min(SHARE, count); step += STEPS) {
+    uint offsets[STEPS];
+    find_keys<1>(own_offset, stride, lane - place + step, offsets);
     vec<T, VECTOR> keys[STEPS][VECTORS];
     UNROLL
     for (int i = 0; i < STEPS; i++) {
-      const uint offset = simd_shuffle(own_offset, ushort(lane - place + step + i));
-      load_row<D, SHARE>(head, offset, place, keys[i]);
+      load_row<D, SHARE>(head, offsets[i], place, keys[i]);
     }
     UNROLL
     for (int r = 0; r < ROWS; r++) {
-      float sums[AHEAD] = {0.0f};
+      float sums[STEPS] = {0.0f};
       UNROLL
       for (int c = 0; c < VECTORS; c++) {
-        const float4 query = float4(queries[(r * VECTORS + c) * SHARE + place]);
+        const int vector = r * VECTORS * SHARE + own_vector<SHARE, VECTORS>(place, c);
+        const float4 query = float4(queries[vector]);
         UNROLL
         for (int i = 0; i < STEPS; i++) {
           sums[i] += dot(query, float4(keys[i][c]));
         }
       }
-      if (STEPS == 4) {
-        sums[0] = exchange(sums[0], sums[2], (place & 2) != 0, 2);
-        sums[1] = exchange(sums[1], sums[3], (place & 2) != 0, 2);
-      }
-      if (STEPS >= 2) {
-        sums[0] = exchange(sums[0], sums[1], (place & 1) != 0, 1);
+      UNROLL
+      for (int apart = STEPS / 2; apart > 0; apart /= 2) {
+        UNROLL
+        for (int i = 0; i < STEPS / 2; i++) {
+          if (i < apart) {
+            sums[i] = exchange(sums[i], sums[i + apart], (place & apart) != 0, ushort(apart));
+          }
+        }
       }
       UNROLL
       for (int bit = STEPS; bit < SHARE; bit *= 2) {
@@ -84,22 +115,23 @@ inline void multiply_keys(const device T* head, uint own_offset, int count, int 
 // Adds the weighted values of the first `count` keys of a tile. A negative weight means that the
 // row does not see the key, which may then hold anything.
 template <bool IS_FULL, int DV, int SHARE, typename T, int ROWS, int VECTORS>
-inline void add_values(const device T* head, uint own_offset, int count, int lane,
+inline void add_values(const device T* head, uint own_offset, uint stride, int count, int lane,
                        const threadgroup float4* weights, const threadgroup vec<half, 2>* scales,
                        thread float4 (&sums)[ROWS][VECTORS]) {
   constexpr int GROUPS = scale_groups(DV, is_pair<T>());
   constexpr int TEAMS = LANES / SHARE;  // that take a key each
-  constexpr bool HAS_ROOM = VECTORS == 1 && ROWS < 4 && SHARE > AHEAD;
-  constexpr int STEPS = HAS_ROOM ? 2 * AHEAD : AHEAD;
+  constexpr int BYTES = VECTORS * int(sizeof(vec<T, VECTOR>));
+  constexpr int STEPS = SHARE >= 8 && 8 * BYTES <= room(ROWS) ? 8 : 4;
   const int team = lane / SHARE;
   const int place = lane % SHARE;
   NO_UNROLL
   for (int first = team; first - team < count; first += STEPS * TEAMS) {
+    uint offsets[STEPS];
+    find_keys<TEAMS>(own_offset, stride, first, offsets);
     vec<T, VECTOR> values[STEPS][VECTORS];
     UNROLL
     for (int i = 0; i < STEPS; i++) {
-      const uint offset = simd_shuffle(own_offset, ushort(first + i * TEAMS));
-      load_row<DV, SHARE>(head, offset, place, values[i]);
+      load_row<DV, SHARE>(head, offsets[i], place, values[i]);
     }
     UNROLL
     for (int i = 0; i < STEPS; i++) {
@@ -108,7 +140,8 @@ inline void add_values(const device T* head, uint own_offset, int count, int lan
       for (int c = 0; c < VECTORS; c++) {
         float4 value = float4(values[i][c]);
         if (is_pair<T>()) {
-          const int group = min((place + c * SHARE) / (GROUP / VECTOR), GROUPS - 1);
+          const int vector = own_vector<SHARE, VECTORS>(place, c);
+          const int group = min(vector / (GROUP / VECTOR), GROUPS - 1);
           const vec<half, 2> own = scales[(first + i * TEAMS) * GROUPS + group];
           value = value * float(own[0]) + float(own[1]);
         }

@@ -12,7 +12,7 @@
 //    threads ask for the next keys.
 
 constant constexpr int SCORE_PAD = 4;   // floats after a row of scores
-constant constexpr int MOST_KEPT = 32;  // matrices of queries that a simdgroup keeps in registers
+constant constexpr int MOST_KEPT = 16;  // matrices of queries that a simdgroup keeps in registers
 
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
@@ -167,7 +167,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   stage_queries<T, D, ROWS>(q, tile, head_slot, thread_index, staged, p);
   if (thread_index < KEYS) {
     const int key = begin + thread_index;
-    const int block = block_of(key, end, table, p);
+    const int block = block_of(key, begin, end, table, p);
     note_place<K, V>(block, key, k_places[thread_index], v_places[thread_index],
                      numbers[thread_index], p);
   }
@@ -185,18 +185,27 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   }
   vec<K, VECTOR> keys_ahead[own_vectors(KEYS, D)];
   load_rows<D, KEYS>(k_head, k_places, thread_index, keys_ahead);
+  half k_scale_ahead = half(0.0f);
+  vec<half, 2> v_scales_ahead[(KEYS * GROUPS + THREADS - 1) / THREADS];
+  if (HAS_SCALES) {
+    load_scales<K, V, KEYS, GROUPS>(k_scales, v_scales, numbers, head_slot, thread_index,
+                                    k_scale_ahead, v_scales_ahead, p);
+  }
   int half_of_places = 0;
   for (int base = begin; base < end; base += KEYS) {
     const bool all_seen = base >= of_last.first && min(base + KEYS, end) <= of_first.stop;
     const threadgroup uint* places = k_places + half_of_places;
     const int next_half = KEYS - half_of_places;
 
-    // 1. Store the keys.
+    // 1. Store the keys and all scales.
     vec<T, VECTOR> keys_stored[own_vectors(KEYS, D)];
     convert_rows<D, KEYS>(keys_ahead, of_values, thread_index, keys_stored);
     store_rows<D, KEYS>(keys_stored, thread_index, rows);
     if (VALUES_IN_KEYS && !all_seen) {
       note_spoiled(keys_stored, simdgroup, lane, are_spoiled);
+    }
+    if (HAS_SCALES) {
+      store_scales<KEYS, GROUPS>(k_scale_ahead, v_scales_ahead, thread_index, of_keys, of_values);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -206,7 +215,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
       load_rows<DV, KEYS>(v_head, v_places + half_of_places, thread_index, values_ahead);
     }
     const int next_key = base + KEYS + thread_index;
-    const int next_block = thread_index < KEYS ? block_of(next_key, end, table, p) : -1;
+    const int next_block = thread_index < KEYS ? block_of(next_key, begin, end, table, p) : -1;
     simdgroup_matrix<float, 8, 8> products[OWN_ROWS * OWN_KEYS];
     UNROLL
     for (int i = 0; i < OWN_ROWS * OWN_KEYS; i++) {
@@ -217,21 +226,21 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
       const int d = (step * DIM_PARTS + dim_part) * EDGE;
       if (D % (DIM_PARTS * EDGE) == 0 || d < D) {
         simdgroup_matrix<T, 8, 8> keys[OWN_KEYS];
+        simdgroup_barrier(mem_flags::mem_none);
         UNROLL
         for (int k = 0; k < OWN_KEYS; k++) {
           simdgroup_load(keys[k], key_rows + k * EDGE * K_STRIDE + d, K_STRIDE, ulong2(0, 0), true);
         }
         UNROLL
-        for (int r = 0; r < OWN_ROWS; r++) {
-          const int own = KEEPS ? r * OWN_DIMS + step : r;
-          if (!KEEPS) {
-            simdgroup_load(queries[own], query_part + r * EDGE * K_STRIDE + d, K_STRIDE);
-          }
-          UNROLL
-          for (int k = 0; k < OWN_KEYS; k++) {
-            const int i = r * OWN_KEYS + k;
-            simdgroup_multiply_accumulate(products[i], queries[own], keys[k], products[i]);
-          }
+        for (int r = 0; r < (KEEPS ? 0 : OWN_ROWS); r++) {
+          simdgroup_load(queries[r], query_part + r * EDGE * K_STRIDE + d, K_STRIDE);
+        }
+        simdgroup_barrier(mem_flags::mem_none);
+        UNROLL
+        for (int i = 0; i < OWN_ROWS * OWN_KEYS; i++) {
+          const int r = i / OWN_KEYS;
+          simdgroup_multiply_accumulate(products[i], queries[KEEPS ? r * OWN_DIMS + step : r],
+                                        keys[i % OWN_KEYS], products[i]);
         }
       }
     }
@@ -239,19 +248,6 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     for (int i = 0; i < OWN_ROWS * OWN_KEYS; i++) {
       const int row = i / OWN_KEYS * EDGE;
       simdgroup_store(products[i], score_part + row * S_STRIDE + i % OWN_KEYS * EDGE, S_STRIDE);
-    }
-    if (HAS_SCALES) {
-      for (int i = thread_index; i < KEYS * GROUPS; i += THREADS) {
-        const int number = numbers[half_of_places + i / GROUPS];
-        of_values[i] =
-            read_scales<V>(v_scales + head_slot * p.v_scales_strides[0], number, i % GROUPS,
-                           p.v_scales_strides[1], p.v_scales_strides[2]);
-        if (i < KEYS) {
-          of_keys[i] = float(read_scales<K>(k_scales + head_slot * p.k_scales_strides[0],
-                                            numbers[half_of_places + i], 0, p.k_scales_strides[1],
-                                            p.k_scales_strides[2])[0]);
-        }
-      }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -302,6 +298,10 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
 
     // 4. Add the weighted values.
     load_rows<D, KEYS>(k_head, k_places + next_half, thread_index, keys_ahead);
+    if (HAS_SCALES) {
+      load_scales<K, V, KEYS, GROUPS>(k_scales, v_scales, numbers + next_half, head_slot,
+                                      thread_index, k_scale_ahead, v_scales_ahead, p);
+    }
     UNROLL
     for (int i = 0; i < ROW_MATRICES * OWN_COLUMNS; i++) {
       const float old_factor = factors[i / OWN_COLUMNS * EDGE + matrix_row];
@@ -322,7 +322,9 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
           const int column = (c * SIMDGROUPS + simdgroup) * EDGE;
           if (DV % (SIMDGROUPS * EDGE) == 0 || column < DV) {
             simdgroup_matrix<T, 8, 8> value;
+            simdgroup_barrier(mem_flags::mem_none);
             simdgroup_load(value, value_rows + k * value_stride + column, value_stride);
+            simdgroup_barrier(mem_flags::mem_none);
             UNROLL
             for (int r = 0; r < ROW_MATRICES; r++) {
               const int i = r * OWN_COLUMNS + c;

@@ -49,8 +49,7 @@ template <typename Q, int DV>
   const int position = context - tokens_after;
   const KeyRange keys = key_range(position, context, p.is_causal != 0, p.window);
   const int begin = keys.first / p.keys_per_split;
-  const int end =
-      min((keys.stop + p.keys_per_split - 1) / p.keys_per_split, p.num_splits);
+  const int end = min((keys.stop + p.keys_per_split - 1) / p.keys_per_split, p.num_splits);
   const device float* sums = partial_sums + 2 * long(row) * p.num_splits;
   const device float* outs = partial_out + long(row) * p.num_splits * DV;
 

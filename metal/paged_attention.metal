@@ -42,7 +42,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int MERGED = merged_rows(ROWS, DV);
-  constexpr int K_LANES = key_lanes(D / VECTOR);
+  constexpr int K_LANES = key_lanes(D / VECTOR, ROWS);
   constexpr int V_LANES = value_lanes(DV / VECTOR);
   constexpr int K_VECTORS = (D / VECTOR + K_LANES - 1) / K_LANES;  // of a key that a lane holds
   constexpr int V_VECTORS = (DV / VECTOR + V_LANES - 1) / V_LANES;
@@ -103,7 +103,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     if (row.stop > 0 && vector < D / VECTOR) {
       const device Q* from = q + sequence * p.q_strides[0] + row.head * p.q_strides[1] +
           row.token * p.q_strides[2];
-      elements = query_vector(from, vector);
+      elements = gather_vector(from + vector * VECTOR, 1, WHOLE_QUERIES);
       if (HAS_ROPE) {
         const device float* angles =
             rope_freqs + sequence * p.rope_strides[0] + row.token * p.rope_strides[1];
@@ -118,12 +118,11 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
   float running_max[ROWS];
-  float running_sum[ROWS];  // of the keys of this lane
+  float running_sum[ROWS] = {0.0f};  // of the keys of this lane
   float4 running_out[ROWS][V_VECTORS];
   UNROLL
   for (int r = 0; r < ROWS; r++) {
     running_max[r] = LOWEST;
-    running_sum[r] = 0.0f;
     UNROLL
     for (int c = 0; c < V_VECTORS; c++) {
       running_out[r][c] = float4(0.0f);
@@ -134,21 +133,17 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   threadgroup vec<half, 2>* scales =
       shared_scales + (is_pair<V>() ? int(simdgroup) * LANES * GROUPS : 0);
   const int first_key = begin / LANES * LANES;
-  for (int base = first_key + int(simdgroup) * LANES; base < end; base += THREADS) {
+  const int own_base = first_key + int(simdgroup) * LANES;
+  int next_block = block_of(own_base + int(lane), begin, end, table, p);
+  for (int base = own_base; base < end; base += THREADS) {
     const int key = base + int(lane);
     const int count = min(LANES, end - base);
-    int block = -1;
-    if (key >= begin && key < end) {
-      block = table[key / BLOCK_SIZE * int(p.tables_strides[1])];
-    }
+    const int block = next_block;
+    next_block = block_of(key + THREADS, begin, end, table, p);
     const bool is_valid = block >= 0 && block < p.num_blocks;
     const int slot = key % BLOCK_SIZE;
-    const uint k_offset = slot_offset<K>(block, slot, p.k_strides[1], p.k_strides[2]);
-    const uint v_offset = VALUES_IN_KEYS
-        ? k_offset
-        : slot_offset<V>(block, slot, p.v_strides[1], p.v_strides[2]);
     float k_scale = 1.0f;
-    float v_scale = 1.0f;
+    vec<half, 2> own_scales[GROUPS];
     if (HAS_SCALES) {
       const int place = is_valid ? block * BLOCK_SIZE + slot : -1;
       k_scale = float(read_scales<K>(k_scales + kv_head * p.k_scales_strides[0], place, 0,
@@ -156,27 +151,31 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
       const device half* head = v_scales + kv_head * p.v_scales_strides[0];
       UNROLL
       for (int g = 0; g < GROUPS; g++) {
-        const vec<half, 2> own =
+        own_scales[g] =
             read_scales<V>(head, place, g, p.v_scales_strides[1], p.v_scales_strides[2]);
-        v_scale = float(own[0]);
-        if (is_pair<V>()) {
-          v_scale = 1.0f;
-          scales[int(lane) * GROUPS + g] = own;
-        }
       }
     }
     const bool is_full = simd_all(is_valid && key >= all_begin && key < all_end) &&
         !HAS_BOOL_MASK && !HAS_FLOAT_MASK;
 
-    // Keys that nobody sees get the place of one that is seen: their scores and values are dropped.
-    const uint k_seen = simd_min(is_valid ? k_offset : NOWHERE);
-    const uint v_seen = simd_min(is_valid ? v_offset : NOWHERE);
+    // Keys that nobody sees get the place of the first that is seen: their scores and values are
+    // dropped. In a tile without ends it begins a run of keys of its block.
+    const bool has_all = base >= begin && base + LANES <= end;
+    const uint number = uint(block) * uint(BLOCK_SIZE) + uint(slot);
+    const uint seen = simd_min(is_valid ? number : NOWHERE);
+    const int own_block = is_valid ? block : int(seen / uint(BLOCK_SIZE));
+    const int own_slot = is_valid ? slot : int(seen % uint(BLOCK_SIZE));
+    const uint k_offset = slot_offset<K>(own_block, own_slot, p.k_strides[1], p.k_strides[2]);
+    const uint v_offset = slot_offset<V>(own_block, own_slot, p.v_strides[1], p.v_strides[2]);
+    const uint k_stride = has_all ? slot_offset<K>(0, 1, 0, p.k_strides[2]) : 0;
+    const uint v_stride = has_all ? slot_offset<V>(0, 1, 0, p.v_strides[2]) : 0;
     float scores[ROWS] = {0.0f};
-    if (k_seen != NOWHERE) {
-      const uint offset = is_valid ? k_offset : k_seen;
-      multiply_keys<D, K_LANES, K_VECTORS>(k_head, offset, count, int(lane), queries, scores);
+    if (seen != NOWHERE) {
+      multiply_keys<D, K_LANES, K_VECTORS>(k_head, k_offset, k_stride, count, int(lane), queries,
+                                           scores);
     }
 
+    const float v_scale = HAS_SCALES && !is_pair<V>() ? float(own_scales[0][0]) : 1.0f;
     float4 own_weights = float4(0.0f);
     UNROLL
     for (int r = 0; r < ROWS; r++) {
@@ -193,19 +192,20 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
       if (HAS_ALIBI && is_seen) {
         score += alibi_slopes[rows[r].head] * float(key - rows[r].position);
       }
+      long mask_place = 0;
+      if (HAS_BOOL_MASK || HAS_FLOAT_MASK) {
+        mask_place = sequence * p.mask_strides[0] + rows[r].head * p.mask_strides[1] +
+            rows[r].token * p.mask_strides[2] + key * p.mask_strides[3];
+      }
       if (HAS_FLOAT_MASK && is_seen) {
-        const long row = sequence * p.mask_strides[0] + rows[r].head * p.mask_strides[1] +
-            rows[r].token * p.mask_strides[2];
-        const float bias = float_mask[row + key * p.mask_strides[3]];
+        const float bias = float_mask[mask_place];
         is_seen = bias != -INFINITY;
         score = in_log2(score + bias);
       } else {
         score *= LOG2E;
       }
       if (HAS_BOOL_MASK && is_seen) {
-        const long row = sequence * p.mask_strides[0] + rows[r].head * p.mask_strides[1] +
-            rows[r].token * p.mask_strides[2];
-        is_seen = bool_mask[row + key * p.mask_strides[3]];
+        is_seen = bool_mask[mask_place];
       }
       score = is_full || is_seen ? score : -INFINITY;
       if (RETURN_ATTN && r < num_rows && key < max_keys) {
@@ -228,13 +228,18 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     }
 
     weights[lane] = own_weights;
+    if (is_pair<V>()) {
+      UNROLL
+      for (int g = 0; g < GROUPS; g++) {
+        scales[int(lane) * GROUPS + g] = own_scales[g];
+      }
+    }
     simdgroup_barrier(mem_flags::mem_threadgroup);
     if (is_full) {
-      add_values<true, DV, V_LANES>(v_head, v_offset, LANES, int(lane), weights, scales,
+      add_values<true, DV, V_LANES>(v_head, v_offset, v_stride, LANES, int(lane), weights, scales,
                                     running_out);
-    } else if (v_seen != NOWHERE) {
-      const uint offset = is_valid ? v_offset : v_seen;
-      add_values<false, DV, V_LANES>(v_head, offset, count, int(lane), weights, scales,
+    } else if (seen != NOWHERE) {
+      add_values<false, DV, V_LANES>(v_head, v_offset, v_stride, count, int(lane), weights, scales,
                                      running_out);
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -266,7 +271,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
       threadgroup float4* own_out = shared + (int(simdgroup) * MERGED + i) * OUT_VECTORS;
       UNROLL
       for (int c = 0; c < V_VECTORS; c++) {
-        const int vector = int(lane) + c * V_LANES;
+        const int vector = own_vector<V_LANES, V_VECTORS>(int(lane), c);
         if (int(lane) < V_LANES && vector < OUT_VECTORS) {
           own_out[vector] = running_out[r][c];
         }

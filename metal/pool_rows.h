@@ -7,9 +7,8 @@ constant bool HAS_WINDOW [[function_constant(2)]];
 constant bool HAS_SOFTCAP [[function_constant(3)]];
 constant bool HAS_SINKS [[function_constant(7)]];
 constant bool SPLIT [[function_constant(10)]];
-constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
-constant bool WHOLE_QUERIES [[function_constant(13)]];   // queries begin at whole vectors
-constant bool HAS_SCALES [[function_constant(18)]];      // a quantized pool
+constant bool WHOLE_QUERIES [[function_constant(13)]];  // queries begin at whole vectors
+constant bool HAS_SCALES [[function_constant(18)]];     // a quantized pool
 constant bool WHOLE = !SPLIT;
 
 // The place of a key that is not attended.
@@ -24,6 +23,12 @@ constexpr bool is_pair() {
 // Groups of columns that have a scale and a minimum each.
 constexpr int scale_groups(int value_dim, bool has_pairs) {
   return has_pairs ? (value_dim + GROUP - 1) / GROUP : 1;
+}
+
+// The block of a key, or -1 if the key is not in [begin, end).
+inline int block_of(int key, int begin, int end, const device int* table,
+                    constant AttentionParams& p) {
+  return key >= begin && key < end ? table[key / BLOCK_SIZE * int(p.tables_strides[1])] : -1;
 }
 
 // The place of a slot in a head of the pool, in vectors.

@@ -1,6 +1,7 @@
 // The query rows that a threadgroup of the matrix kernel computes, and the keys that they see.
 
-constant bool HAS_SEQLENS [[function_constant(17)]];  // a ragged batch
+constant bool VALUES_IN_KEYS [[function_constant(12)]];  // V is the first columns of K
+constant bool HAS_SEQLENS [[function_constant(17)]];     // a ragged batch
 
 // The tokens of a sequence in q, and the first row that a threadgroup computes of them.
 struct RowTile {

@@ -27,21 +27,10 @@ inline void stage_queries(const device T* q, RowTile tile, int head_slot, int th
       const device T* from = q + tile.sequence * p.q_strides[0] +
                              (head_slot * p.group + row % p.group) * p.q_strides[1] +
                              token * p.q_strides[2] + d;
-      if (WHOLE_QUERIES) {
-        elements = read_vector(from);
-      } else {
-        for (int j = 0; j < VECTOR; j++) {
-          elements[j] = from[j];
-        }
-      }
+      elements = gather_vector(from, 1, WHOLE_QUERIES);
     }
     staged[i / VECTORS * (padded(DIM) / VECTOR) + i % VECTORS] = elements;
   }
-}
-
-// The block of a key, or -1.
-inline int block_of(int key, int end, const device int* table, constant AttentionParams& p) {
-  return key < end ? table[key / BLOCK_SIZE * p.tables_strides[1]] : -1;
 }
 
 // Notes where a key and its value are in the pool, and in which slot of all.
@@ -53,6 +42,44 @@ inline void note_place(int block, int key, threadgroup uint& k_place, threadgrou
   number = is_valid ? block * BLOCK_SIZE + slot : -1;
   k_place = is_valid ? slot_offset<K>(block, slot, p.k_strides[1], p.k_strides[2]) : NOWHERE;
   v_place = is_valid ? slot_offset<V>(block, slot, p.v_strides[1], p.v_strides[2]) : NOWHERE;
+}
+
+// Asks for this thread's scales of some keys and values.
+template <typename K, typename V, int KEYS, int GROUPS, int COUNT>
+inline void load_scales(const device half* k_scales, const device half* v_scales,
+                        const threadgroup int* numbers, int head_slot, int thread_index,
+                        thread half& own_k, thread vec<half, 2> (&own_v)[COUNT],
+                        constant AttentionParams& p) {
+  const device half* k_head = k_scales + head_slot * p.k_scales_strides[0];
+  const device half* v_head = v_scales + head_slot * p.v_scales_strides[0];
+  if (thread_index < KEYS) {
+    own_k = read_scales<K>(k_head, numbers[thread_index], 0, p.k_scales_strides[1],
+                           p.k_scales_strides[2])[0];
+  }
+  UNROLL
+  for (int step = 0; step < COUNT; step++) {
+    const int i = step * THREADS + thread_index;
+    if (i < KEYS * GROUPS) {
+      own_v[step] = read_scales<V>(v_head, numbers[i / GROUPS], i % GROUPS, p.v_scales_strides[1],
+                                   p.v_scales_strides[2]);
+    }
+  }
+}
+
+// Stores them to threadgroup memory.
+template <int KEYS, int GROUPS, int COUNT>
+inline void store_scales(half own_k, thread vec<half, 2> (&own_v)[COUNT], int thread_index,
+                         threadgroup float* of_keys, threadgroup vec<half, 2>* of_values) {
+  if (thread_index < KEYS) {
+    of_keys[thread_index] = float(own_k);
+  }
+  UNROLL
+  for (int step = 0; step < COUNT; step++) {
+    const int i = step * THREADS + thread_index;
+    if (i < KEYS * GROUPS) {
+      of_values[i] = own_v[step];
+    }
+  }
 }
 
 // Asks for this thread's vectors of some rows of the pool. Those of no place are zeros.

@@ -16,7 +16,21 @@ inline vec<T, VECTOR> read_vector(const device T* elements) {
   return *reinterpret_cast<const device vec<T, VECTOR>*>(elements);
 }
 
-// The same, stored at once.
+// The same, if they may lie anywhere.
+template <typename T>
+inline vec<T, VECTOR> gather_vector(const device T* elements, long stride, bool is_whole) {
+  if (is_whole) {
+    return read_vector(elements);
+  }
+  vec<T, VECTOR> result;
+  UNROLL
+  for (int i = 0; i < VECTOR; i++) {
+    result[i] = elements[i * stride];
+  }
+  return result;
+}
+
+// Neighbouring elements, stored at once.
 template <typename T>
 inline void write_vector(device T* elements, vec<T, VECTOR> values) {
   *reinterpret_cast<device vec<T, VECTOR>*>(elements) = values;

@@ -6,14 +6,8 @@ constant bool WHOLE_VECTORS [[function_constant(16)]];  // new rows are as dense
 // Four neighbouring elements of a new row.
 template <typename T>
 inline vec<T, VECTOR> new_elements(const device T* row, int vector, long stride) {
-  if (WHOLE_VECTORS) {
-    return read_vector(row + VECTOR * vector);
-  }
-  vec<T, VECTOR> elements;
-  for (int i = 0; i < VECTOR; i++) {
-    elements[i] = row[(VECTOR * vector + i) * stride];
-  }
-  return elements;
+  const long apart = WHOLE_VECTORS ? 1 : stride;
+  return gather_vector(row + VECTOR * vector * apart, apart, WHOLE_VECTORS);
 }
 
 // Grid in threads: (max(k_vectors, v_vectors), KV heads, rows). A thread moves four neighbouring

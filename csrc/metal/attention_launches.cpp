@@ -3,12 +3,14 @@
 #include <algorithm>
 
 #include "csrc/metal/arrays.h"
+#include "metal/params.h"
 
 namespace mlx_paged {
 
 namespace {
 
 constexpr int kSplitKeys = 512;
+constexpr int kManyThreadgroups = 128;
 constexpr int kTile = 32;  // keys that a simdgroup of the kernels takes at once
 constexpr int64_t kMaxPartialBytes = 64 << 20;
 constexpr int kMergeThreads = 256;
@@ -39,6 +41,15 @@ void set_out_strides(const AttentionInputs& in, int64_t (&strides)[3]) {
   strides[2] = dim;
 }
 
+// Which input an optional array is, or would be.
+int input_of(const AttentionInputs& in, OptionalArray AttentionInputs::* array) {
+  int which = 5;
+  for (size_t i = 0; kOptionalArrays[i] != array; ++i) {
+    which += (in.*kOptionalArrays[i]).has_value();
+  }
+  return which;
+}
+
 LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options,
                       const Splits& splits) {
   using Role = BufferBinding::Role;
@@ -51,13 +62,11 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options
   plan.threadgroup = {kMergeThreads, 1, 1};
   plan.buffers = {
       {0, Role::kScratch, 0}, {1, Role::kScratch, 1}, {2, Role::kInput, 4}, {4, Role::kOutput, 0}};
-  int which =
-      5 + in.kv_head_mapping.has_value() + in.rope_freqs.has_value() + in.attn_mask.has_value();
   if (in.sinks.has_value()) {
-    plan.buffers.push_back({5, Role::kInput, which++});
+    plan.buffers.push_back({5, Role::kInput, input_of(in, &AttentionInputs::sinks)});
   }
-  which += in.alibi_slopes.has_value() + (in.k_scales ? 2 : 0);
-  plan.buffers.push_back({6, Role::kInput, in.cu_seqlens ? which : 4});
+  const int seqlens = in.cu_seqlens ? input_of(in, &AttentionInputs::cu_seqlens) : 4;
+  plan.buffers.push_back({6, Role::kInput, seqlens});
   MergeParams p{};
   set_out_strides(in, p.out_strides);
   p.context_stride = in.context_lens.strides(0);
@@ -73,74 +82,63 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options
   return plan;
 }
 
-}  // namespace
-
-Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, int most_splits) {
-  const int max_keys = in.block_tables.shape(1) * in.k_cache.shape(2);
-  if (options.return_attn || max_keys <= kSplitKeys) {
-    return {1, max_keys};
-  }
-  const int64_t row_bytes = (int64_t{value_dim(in.v_cache)} + 2) * sizeof(float);
-  const int64_t affordable = kMaxPartialBytes / (num_rows(in) * row_bytes);
-  const int wanted = std::min(ceil_div(max_keys, kSplitKeys), most_splits);
-  const int count = static_cast<int>(std::clamp<int64_t>(affordable, 1, wanted));
-  const int keys = std::max(kSplitKeys, ceil_div(ceil_div(max_keys, count), kTile) * kTile);
-  return {ceil_div(max_keys, keys), keys};
-}
-
+// The function constants of metal/pool_rows.h, and of one kernel: metal/attention.h or row_tiles.h.
 std::vector<FunctionConstant> attention_constants(const AttentionInputs& in,
-                                                  const AttentionOptions& options, bool split) {
+                                                  const AttentionOptions& options,
+                                                  const AttentionGeometry& g) {
   using Type = FunctionConstant::Type;
   const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
-  std::vector<FunctionConstant> all = {{0, Type::kInt, in.k_cache.shape(2)}};
-  const bool flags[] = {options.causal,
-                        options.window.has_value(),
-                        options.softcap.has_value(),
-                        in.alibi_slopes.has_value(),
-                        bool_mask,
-                        in.attn_mask.has_value() && !bool_mask,
-                        in.sinks.has_value(),
-                        in.rope_freqs.has_value(),
-                        in.kv_head_mapping.has_value(),
-                        split,
-                        options.return_attn,
-                        values_in_keys(in),
-                        has_whole_vectors(in.q)};
-  for (int i = 0; i < static_cast<int>(std::size(flags)); ++i) {
-    all.push_back({i + 1, Type::kBool, flags[i]});
+  std::vector<std::pair<int, bool>> flags = {{1, options.causal},
+                                             {2, options.window.has_value()},
+                                             {3, options.softcap.has_value()},
+                                             {7, in.sinks.has_value()},
+                                             {10, g.splits.count > 1},
+                                             {13, has_whole_vectors(in.q)},
+                                             {18, in.k_scales.has_value()}};
+  if (g.by_matrices) {
+    flags.insert(flags.end(), {{12, values_in_keys(in)}, {17, in.cu_seqlens.has_value()}});
+  } else {
+    flags.insert(flags.end(), {{4, in.alibi_slopes.has_value()},
+                               {5, bool_mask},
+                               {6, in.attn_mask && !bool_mask},
+                               {8, in.rope_freqs.has_value()},
+                               {9, in.kv_head_mapping.has_value()},
+                               {11, options.return_attn}});
   }
-  all.push_back({18, Type::kBool, in.k_scales.has_value()});
+  std::vector<FunctionConstant> all = {{0, Type::kInt, in.k_cache.shape(2)}};
+  for (const auto& [index, value] : flags) {
+    all.push_back({index, Type::kBool, value});
+  }
   return all;
 }
 
-void bind_attention(const AttentionInputs& in, bool split, LaunchPlan& plan) {
+// Inputs at indices 0 to 4 and 9 to 18, outputs at 6 and 15 or, if the keys are split, the partial
+// results at 7 and 8.
+std::vector<BufferBinding> attention_buffers(const AttentionInputs& in,
+                                             const AttentionOptions& options, bool split) {
   using Role = BufferBinding::Role;
-  plan.buffers = {{0, Role::kInput, 0},
-                  {1, Role::kPoolRead, 1},
-                  {2, Role::kPoolRead, 2},
-                  {3, Role::kInput, 3},
-                  {4, Role::kInput, 4}};
+  std::vector<BufferBinding> buffers = {{0, Role::kInput, 0},
+                                        {1, Role::kPoolRead, 1},
+                                        {2, Role::kPoolRead, 2},
+                                        {3, Role::kInput, 3},
+                                        {4, Role::kInput, 4}};
   const bool bool_mask = in.attn_mask && in.attn_mask->dtype() == mx::bool_;
-  const std::pair<bool, int> optional[] = {{in.kv_head_mapping.has_value(), 9},
-                                           {in.rope_freqs.has_value(), 10},
-                                           {in.attn_mask.has_value(), bool_mask ? 11 : 12},
-                                           {in.sinks.has_value(), 13},
-                                           {in.alibi_slopes.has_value(), 14},
-                                           {in.k_scales.has_value(), 17},
-                                           {in.v_scales.has_value(), 18},
-                                           {in.cu_seqlens.has_value(), 16}};
-  int which = 5;
-  for (const auto& [present, index] : optional) {
-    if (present) {
-      plan.buffers.push_back({index, index > 16 ? Role::kPoolRead : Role::kInput, which++});
+  const int indices[] = {9, 10, bool_mask ? 11 : 12, 13, 14, 17, 18, 16};  // of kOptionalArrays
+  for (size_t i = 0; i < kOptionalArrays.size(); ++i) {
+    if (in.*kOptionalArrays[i]) {
+      const Role role = indices[i] > 16 ? Role::kPoolRead : Role::kInput;
+      buffers.push_back({indices[i], role, input_of(in, kOptionalArrays[i])});
     }
   }
   if (split) {
-    plan.buffers.push_back({7, Role::kScratch, 0});
-    plan.buffers.push_back({8, Role::kScratch, 1});
+    buffers.insert(buffers.end(), {{7, Role::kScratch, 0}, {8, Role::kScratch, 1}});
   } else {
-    plan.buffers.push_back({6, Role::kOutput, 0});
+    buffers.push_back({6, Role::kOutput, 0});
   }
+  if (options.return_attn) {
+    buffers.push_back({15, Role::kOutput, 1});
+  }
+  return buffers;
 }
 
 AttentionParams attention_params(const AttentionInputs& in, const AttentionOptions& options,
@@ -185,6 +183,45 @@ AttentionParams attention_params(const AttentionInputs& in, const AttentionOptio
   p.scale = options.scale;
   p.softcap = options.softcap.value_or(0);
   return p;
+}
+
+}  // namespace
+
+Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, int threadgroups,
+                  int most_splits) {
+  const int max_keys = in.block_tables.shape(1) * in.k_cache.shape(2);
+  if (options.return_attn || max_keys <= kSplitKeys) {
+    return {1, max_keys};
+  }
+  // Halves where these would be too few threadgroups for a large GPU.
+  const bool are_few = int64_t{threadgroups} * ceil_div(max_keys, kSplitKeys) < kManyThreadgroups;
+  const int least = are_few ? kSplitKeys / 2 : kSplitKeys;
+  const int64_t row_bytes = (int64_t{value_dim(in.v_cache)} + 2) * sizeof(float);
+  const int64_t affordable = kMaxPartialBytes / (num_rows(in) * row_bytes);
+  const int wanted = std::min(ceil_div(max_keys, least), most_splits);
+  const int count = static_cast<int>(std::clamp<int64_t>(affordable, 1, wanted));
+  const int keys = std::max(least, ceil_div(ceil_div(max_keys, count), kTile) * kTile);
+  return {ceil_div(max_keys, keys), keys};
+}
+
+LaunchPlan attention_launch(const AttentionInputs& in, const AttentionOptions& options,
+                            const AttentionGeometry& g) {
+  const std::string type = metal_type(in.q), dim = std::to_string(in.q.shape(3)),
+                    v_dim = std::to_string(value_dim(in.v_cache)), rows = std::to_string(g.rows);
+  const std::string kernel = g.by_matrices ? "matrix_attention" : "paged_attention";
+  LaunchPlan plan;
+  plan.kernel =
+      kernel + "_" + pool_format(in) + "_" + type + "_d" + dim + "_v" + v_dim + "_r" + rows;
+  plan.instantiation = kernel + "<" + metal_type(in.k_cache) + ", " + metal_type(in.v_cache) +
+                       ", " + type + ", " + dim + ", " + v_dim + ", " + rows + ">";
+  plan.constants = attention_constants(in, options, g);
+  plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
+               in.cu_seqlens ? 1u : static_cast<uint32_t>(in.q.shape(0)),
+               static_cast<uint32_t>(g.splits.count)};
+  plan.threadgroup = {g.by_matrices ? 128u : 256u, 1, 1};
+  plan.set_params(5, attention_params(in, options, g));
+  plan.buffers = attention_buffers(in, options, g.splits.count > 1);
+  return plan;
 }
 
 LaunchPlans with_merge(std::vector<LaunchPlan> launches, const AttentionInputs& in,

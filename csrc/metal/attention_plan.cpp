@@ -2,26 +2,35 @@
 
 #include "csrc/metal/arrays.h"
 #include "csrc/metal/attention_launches.h"
-#include "csrc/metal/matrix_plan.h"
 #include "csrc/metal/plans.h"
 
 namespace mlx_paged {
 
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kMaxDim = 576;
+constexpr int kEdge = 8;  // rows and columns of a matrix
 
-// Rows of a threadgroup: all rows, rounded up to a power of two, unless they need too many
-// registers.
-int rows_per_threadgroup(int num_rows, int head_dim, int value_dim) {
-  const int dim = std::max(head_dim, value_dim);
-  const int max_rows = dim > 256 ? 1 : dim > 128 ? 2 : kMaxSharedRows;
-  return std::min(num_rows > 2 ? kMaxSharedRows : num_rows, max_rows);
+// What the kernel holds of a threadgroup's rows: elements of their queries in threadgroup memory,
+// and of their outputs in registers.
+constexpr int kMaxQueryElements = 6400;
+constexpr int kMaxOutputElements = 4096;
+constexpr int kMaxRows = 32;
+constexpr int kPadding = 8;  // elements after a row of threadgroup memory
+
+// Chunks of many threadgroups are not split further than to about so many.
+constexpr int kMostThreadgroups = 1024;
+
+// The most rows that a threadgroup of the tile kernel computes: more would need too many registers.
+int most_shared_rows(const AttentionInputs& in) {
+  const int dim = std::max(in.q.shape(3), value_dim(in.v_cache));
+  return dim > 256 ? 1 : dim > 128 ? 2 : kMaxSharedRows;
 }
 
 // The kernels count `unit` elements between the first slot of a head and any other one in 32 bits.
-void check_offsets(const char* argument, const mx::array& pool, int unit) {
+// Nobody knows the layout of an array before it is evaluated.
+void check_pool(const char* argument, const mx::array& pool, int unit) {
+  (unit > 1 ? check_metal_pool : check_pool_layout)("paged_attention", argument, pool, false);
   int64_t last = 0;
   bool is_ascending = true;
   for (const int axis : {1, 2}) {
@@ -37,39 +46,61 @@ void check_offsets(const char* argument, const mx::array& pool, int unit) {
   }
 }
 
-AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOptions& options) {
-  AttentionGeometry g;
-  const int num_heads = in.q.shape(1);
-  g.head_slots = in.kv_head_mapping.has_value() ? num_heads : in.k_cache.shape(0);
-  g.group = num_heads / g.head_slots;
-  const int num_rows = g.group * in.q.shape(2);
-  g.rows = rows_per_threadgroup(num_rows, in.q.shape(3), value_dim(in.v_cache));
-  g.row_tiles = ceil_div(num_rows, g.rows);
-  g.splits = split_keys(in, options);
-  return g;
+// Rows of a threadgroup: a power of two. A decode has as few as its rows fill. Calls of several
+// tokens have kEdge rows or as many as possible, so that few pipelines have to be compiled. Ragged
+// batches have as many as possible, because the host does not know their lengths.
+int rows_of_tile(const AttentionInputs& in) {
+  const int head_dim = in.q.shape(3), v_dim = value_dim(in.v_cache);
+  const int group = in.q.shape(1) / in.k_cache.shape(0);
+  const bool is_decode = !in.cu_seqlens && in.q.shape(2) == 1;
+  const bool is_short = !in.cu_seqlens && group * in.q.shape(2) <= kEdge;
+  const int num_rows = is_decode ? group : is_short ? kEdge : kMaxRows;
+  int rows = kEdge;
+  while (rows < std::min(num_rows, kMaxRows) && 2 * rows * v_dim <= kMaxOutputElements &&
+         2 * rows * (head_dim + kPadding) <= kMaxQueryElements) {
+    rows *= 2;
+  }
+  return rows;
 }
 
-LaunchPlan tile_launch(const AttentionInputs& in, const AttentionOptions& options,
-                       const AttentionGeometry& g) {
-  const bool split = g.splits.count > 1;
-  const std::string sizes[] = {std::to_string(in.q.shape(3)), std::to_string(value_dim(in.v_cache)),
-                               std::to_string(g.rows)};
-  LaunchPlan plan;
-  plan.kernel = "paged_attention_" + pool_format(in) + "_" + metal_type(in.q) + "_d" + sizes[0] +
-                "_v" + sizes[1] + "_r" + sizes[2];
-  plan.instantiation = "paged_attention<" + metal_type(in.k_cache) + ", " + metal_type(in.v_cache) +
-                       ", " + metal_type(in.q) + ", " + sizes[0] + ", " + sizes[1] + ", " +
-                       sizes[2] + ">";
-  plan.constants = attention_constants(in, options, split);
-  plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
-               static_cast<uint32_t>(in.q.shape(0)), static_cast<uint32_t>(g.splits.count)};
-  plan.threadgroup = {kThreads, 1, 1};
-  plan.set_params(5, attention_params(in, options, g));
-  bind_attention(in, split, plan);
-  if (options.return_attn) {
-    plan.buffers.push_back({15, BufferBinding::Role::kOutput, 1});
+// Threadgroups that share the rows of a KV head. Those of a ragged batch depend on the lengths of
+// its sequences, which the host does not know: this is the most.
+int num_row_tiles(const AttentionInputs& in, const AttentionOptions& options, int group, int rows) {
+  if (!in.cu_seqlens) {
+    return ceil_div(group * in.q.shape(2), rows);
   }
-  return plan;
+  const int first = options.num_decodes;
+  const int before = first * group / rows + first;
+  return in.q.shape(0) * group / rows + in.block_tables.shape(0) - before;
+}
+
+// Whether the kernel by products of matrices computes this call, and faster than the other one.
+bool supports_matrix(const AttentionInputs& in, const AttentionOptions& options) {
+  const int group = in.q.shape(1) / in.k_cache.shape(0);
+  const bool has_options = in.kv_head_mapping || in.rope_freqs || in.attn_mask || in.alibi_slopes;
+  return has_matrix_kernel(in.q.dtype(), in.q.shape(3), value_dim(in.v_cache)) &&
+         (in.k_scales || in.q.dtype() == in.k_cache.dtype()) && !has_options &&
+         !options.return_attn && (in.cu_seqlens || group * in.q.shape(2) > most_shared_rows(in));
+}
+
+AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOptions& options) {
+  const int heads = in.k_cache.shape(0), group = in.q.shape(1) / heads, rows = rows_of_tile(in);
+  const int row_tiles = num_row_tiles(in, options, group, rows);
+  const bool is_decode = !in.cu_seqlens && in.q.shape(2) == 1;
+  const int threadgroups = heads * row_tiles * (in.cu_seqlens ? 1 : in.q.shape(0));
+  const int most = std::max(1, kMostThreadgroups / std::max(1, threadgroups));
+  const Splits splits = split_keys(in, options, threadgroups, is_decode ? kMaxSplits : most);
+  return {true, heads, group, rows, row_tiles, splits};
+}
+
+// Rows of a threadgroup: all rows, rounded up to a power of two, or as many as it may have.
+AttentionGeometry tile_geometry(const AttentionInputs& in, const AttentionOptions& options) {
+  const int heads = in.kv_head_mapping ? in.q.shape(1) : in.k_cache.shape(0);
+  const int group = in.q.shape(1) / heads, num_rows = group * in.q.shape(2);
+  const int rows = std::min(num_rows > 2 ? kMaxSharedRows : num_rows, most_shared_rows(in));
+  const int row_tiles = ceil_div(num_rows, rows);
+  const Splits splits = split_keys(in, options, heads * row_tiles * in.q.shape(0));
+  return {false, heads, group, rows, row_tiles, splits};
 }
 
 // The geometry that a call of its own has.
@@ -77,14 +108,9 @@ AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& op
   return supports_matrix(in, options) ? matrix_geometry(in, options) : tile_geometry(in, options);
 }
 
-LaunchPlan launch(const AttentionInputs& in, const AttentionOptions& options,
-                  const AttentionGeometry& g) {
-  return supports_matrix(in, options) ? matrix_launch(in, options, g) : tile_launch(in, options, g);
-}
-
 LaunchPlans plan_call(const AttentionInputs& in, const AttentionOptions& options) {
   const AttentionGeometry g = geometry(in, options);
-  return with_merge({launch(in, options, g)}, in, options, g.splits);
+  return with_merge({attention_launch(in, options, g)}, in, options, g.splits);
 }
 
 // The first sequences of a ragged batch, of one token each, as a call of their own.
@@ -116,12 +142,14 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
   }
   AttentionGeometry rows = geometry(decodes, options);
   if (chunks.splits.count > 1) {
-    chunks.splits = rows.splits = split_keys(in, options);
-    return with_merge({matrix_launch(in, options, chunks), launch(decodes, options, rows)}, in,
-                      options, rows.splits);
+    const int threadgroups = chunks.head_slots * chunks.row_tiles;
+    chunks.splits = rows.splits = split_keys(in, options, threadgroups);
+    return with_merge(
+        {attention_launch(in, options, chunks), attention_launch(decodes, options, rows)}, in,
+        options, rows.splits);
   }
   LaunchPlans plans = plan_call(decodes, options);
-  plans.launches.insert(plans.launches.begin(), matrix_launch(in, options, chunks));
+  plans.launches.insert(plans.launches.begin(), attention_launch(in, options, chunks));
   return plans;
 }
 
@@ -137,6 +165,11 @@ std::string unsupported_on_metal(int head_dim, int value_dim) {
   return "";
 }
 
+bool has_matrix_kernel(mx::Dtype dtype, int head_dim, int value_dim) {
+  return (dtype == mx::float16 || dtype == mx::bfloat16) && head_dim % kEdge == 0 &&
+         value_dim % kEdge == 0 && unsupported_on_metal(head_dim, value_dim).empty();
+}
+
 LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) {
   const AttentionInputs in = unflatten_inputs(inputs, config);
   if (in.q.size() == 0 || in.v_cache.shape(3) == 0) {
@@ -145,13 +178,11 @@ LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config) 
   if (!has_keys(in.k_cache, in.block_tables)) {  // a function compiled for any shape
     fail<std::runtime_error>("paged_attention", "k_cache or block_tables is empty: expected a key");
   }
-  check_metal_pool("paged_attention", "k_cache", in.k_cache, false);
-  check_metal_pool("paged_attention", "v_cache", in.v_cache, false);
-  check_offsets("k_cache", in.k_cache, kVector);
-  check_offsets("v_cache", in.v_cache, is_packed(in.v_cache) ? kVector / 2 : kVector);
+  check_pool("k_cache", in.k_cache, kVector);
+  check_pool("v_cache", in.v_cache, is_packed(in.v_cache) ? kVector / 2 : kVector);
   if (in.k_scales) {
-    check_offsets("k_scales", *in.k_scales, 1);
-    check_offsets("v_scales", *in.v_scales, 1);
+    check_pool("k_scales", *in.k_scales, 1);
+    check_pool("v_scales", *in.v_scales, 1);
   }
   return in.cu_seqlens ? plan_varlen(in, config) : plan_call(in, config);
 }

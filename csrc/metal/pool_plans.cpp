@@ -52,6 +52,8 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
   copy_strides(k_cache, p.k_cache_strides);
   copy_strides(v_cache, p.v_cache_strides);
   if (is_quantized) {
+    check_pool_layout("write_kv", "k_scales", inputs[5], true);
+    check_pool_layout("write_kv", "v_scales", inputs[6], true);
     copy_strides(inputs[5], p.k_scales_strides);
     copy_strides(inputs[6], p.v_scales_strides);
   }

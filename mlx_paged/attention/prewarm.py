@@ -75,13 +75,13 @@ def _dispatch(kind: AttentionKind, block_size: int) -> None:
             mx.eval(op(q, pool.k, pool.v, **arrays, **options, **pool.scales))
             dispatched.update(pipelines)
 
-    in_chunks = ops.serves_chunks(shape.dtype, shape.head_dim, shape.v_head_dim)
+    in_chunks = ops.serves_chunks(kind.q_dtype, shape.head_dim, shape.v_head_dim)
     for num_blocks, length in product(columns, LENGTHS):
         q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
         tables = mx.zeros((1, num_blocks), mx.int32)
         arrays = {"block_tables": tables, "context_lens": mx.ones((1,), mx.int32)}
         dispatch(ops.paged_attention, q, **arrays)
-        if in_chunks and kind.q_dtype == shape.dtype:
+        if in_chunks and (scales or kind.q_dtype == shape.dtype):
             arrays["cu_seqlens"] = as_int32([0, length])
             dispatch(ops.paged_attention_varlen, q.transpose(2, 1, 0, 3), **arrays)
     mx.eval(pool.handles())

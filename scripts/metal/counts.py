@@ -32,7 +32,8 @@ RAGGED_SIZES = ("Max",)
 
 
 def simd_cycles(row: Row) -> float:
-    return REDUCTION * row.counts.reductions + SHUFFLE * row.counts.shuffles
+    c = row.counts
+    return REDUCTION * c.reductions + SHUFFLE * (c.shuffles + c.matrix_accesses)
 
 
 COLUMNS: dict[str, Callable[[Row], float]] = {
@@ -55,21 +56,25 @@ COLUMNS: dict[str, Callable[[Row], float]] = {
 MORE_IS_BETTER = ("in flight",)
 NOT_COMPARED = ("table loads", "groups")
 REASONS = {
-    "moved": "keys are split among threadgroups, whose partial results are written and read again",
-    "asked": "entries of block tables, and queries that several simdgroups read",
-    "lines": "an instruction loads parts of several rows, so that two touch the same line",
-    "loads": "a lane loads 8 bytes at a time, MLX's kernel 16; and entries of block tables",
+    "moved": "partial results stay float32: MLX's are float16, or none in one pass",
+    "asked": "as for bytes moved; and every lane reads its key's entry of the block table",
+    "lines": "those of block tables and of partial results",
+    "loads": "those of block tables and of partial results",
     "chain": "the entry of the block table comes before the key",
-    "in flight": "rows of D 256 are asked for two keys at a time, so that registers suffice",
+    "in flight": "products of matrices at D 256 take 16 keys at a time: to ask for their values a "
+    "phase earlier takes 143 registers, and a lane of an Apple GPU has 128",
     "simd": "sums are exchanged so that each lane has one key: more shuffles, which are cheap",
     "cycles": "sums are exchanged so that each lane has one key",
     "exp": "the merge rescales partial results",
-    "mul64": "strides of arguments are multiplied in 64 bits once a threadgroup",
-    "barriers": "keys and values are staged in the same memory, and queries are shared",
-    "registers": "a lane keeps up to four rows of queries and sums, so that K/V is read once",
-    "launches": "keys are split among threadgroups, where MLX's host code takes one pass",
+    "mul64": "a threadgroup looks for its rows of the pool once, and has fewer keys",
+    "barriers": "eight simdgroups merge before anything is written, and by matrices four share "
+    "what they stage: else each would write partial results, or load keys, of its own",
+    "registers": "a lane keeps the outputs of up to four query heads, so that K/V is read once, "
+    "and has asked for several keys",
+    "launches": "keys are split among threadgroups: in one pass MLX has 8 for all cores",
 }
-"""Why this package's kernels are behind in a column."""
+"""Why this package's kernels are behind in a column. What splits cost is inherent: one pass has too
+few threadgroups for a GPU."""
 FRACTIONS = {"moved": 2, "asked": 2, "barriers": 2}
 """Digits after the point that a column has."""
 
@@ -96,8 +101,8 @@ operations count once for all lanes of a simdgroup that execute them together.
 | loads | load instructions; neighbouring elements of a lane are one of up to 16 bytes |
 | chain | loads in one pass of a loop of which each needs what the one before has loaded |
 | in flight | bytes that a simdgroup has asked for in a loop before it waits for the first |
-| simd | `simd_sum`, `simd_max`, shuffles and their like, without matrix products |
-| cycles | of a scheduler, for these: {REDUCTION} a reduction, {SHUFFLE} a shuffle (see the model) |
+| simd | `simd_sum`, `simd_max`, shuffles and their like: what goes from lane to lane |
+| cycles | of a scheduler: {REDUCTION} a reduction, {SHUFFLE} a shuffle, load or store of a matrix |
 | exp | exponentials |
 | mul64 | 64-bit multiplications of optimised code, before a compiler turns some into additions |
 | barriers | of threadgroups, each counted once a threadgroup |
@@ -170,12 +175,13 @@ def ratio(name: str, ours: float, theirs: float) -> float:
 
 def behind(found: Sequence[Row]) -> Iterator[tuple[str, Row, Row, float]]:
     """The columns in which ours is behind the kernel of MLX that comes next in the tables: that of
-    the smallest chips, or for batches of a Max."""
+    the smallest chips, or for batches of a Max. Numbers are compared as the tables have them."""
     for ours, theirs in pairwise(found):
         if ours.kernel != "paged":
             continue
         for name, column in COLUMNS.items():
-            distance = ratio(name, column(ours), column(theirs))
+            printed = (round(column(row), FRACTIONS.get(name, 0)) for row in (ours, theirs))
+            distance = ratio(name, *printed)
             if name not in NOT_COMPARED and distance > 1.0:
                 yield name, ours, theirs, distance
 
@@ -187,8 +193,12 @@ def summary(found: Sequence[Row]) -> Iterator[str]:
     yield "\n## Where the paged kernel is behind MLX's\n"
     yield f"Of {total} works each, beside the first of MLX's kernels that follows. Less is"
     yield "better, but for `in flight`. Table loads and threadgroups are not compared: MLX has no"
-    yield "tables, and more threadgroups help only while cores are idle.\n"
-    yield "| column | works | most, at | ours | MLX's | because |\n|---|--:|---|--:|--:|---|"
+    yield "tables, and more threadgroups help only while cores are idle. `both split` are works"
+    yield "in which MLX splits the keys of a head among threadgroups too, in two passes. In"
+    yield "one pass it writes no partial results, and what a threadgroup does once is done for all"
+    yield "keys: paged attention is behind there because it gives every core some of them.\n"
+    yield "| column | works | both split | most, at | ours | MLX's | because |"
+    yield "|---|--:|--:|---|--:|--:|---|"
     for name, column in COLUMNS.items():
         those = [cell for cell in cells if cell[0] == name]
         if not those:
@@ -196,7 +206,9 @@ def summary(found: Sequence[Row]) -> Iterator[str]:
         _, ours, theirs, _ = max(those, key=lambda cell: cell[3])
         place = f"D {ours.work.head_dim}, groups of {ours.work.group}, {ours.work}"
         values = (_number(name, column(row)) for row in (ours, theirs))
-        cells_of = " | ".join([name, str(len(those)), place, *values, REASONS[name]])
+        split = sum(theirs.launches > 1 for _, _, theirs, _ in those)
+        numbers = str(len(those)), str(split)
+        cells_of = " | ".join([name, *numbers, place, *values, REASONS[name]])
         yield f"| {cells_of} |"
 
 

@@ -65,7 +65,8 @@ class Counts:
     Bytes `asked` are what lanes ask for, repetitions included; those `moved` have each byte once a
     threadgroup; `least` once a call. `kv_` are those of keys and values alone. Instructions, the
     lines of 128 bytes that they touch and operations count once for all lanes that execute them
-    together, and barriers once a threadgroup.
+    together, and barriers once a threadgroup. `matrix_accesses` are loads and stores of matrices,
+    here all of threadgroup memory.
     """
 
     kv_moved: float
@@ -80,6 +81,7 @@ class Counts:
     reductions: float
     shuffles: float
     matrix_products: float
+    matrix_accesses: float
     exponentials: float
     multiplies_64: float
     barriers: float
@@ -107,6 +109,7 @@ class Launched:
         once = {i: s.unique_loaded_bytes[i] for i in self.roles}
         lines = [s.lines[i] for i in self.roles]
         stored = sum(s.stored_bytes[i] for i in self.roles)
+        matrix_ops = s.matrix_multiplications + s.matrix_accesses
         found = {
             "kv_moved": sum(once[i].per_threadgroup for i in of_kv),
             "kv_least": sum(once[i].per_launch for i in of_kv),
@@ -120,8 +123,9 @@ class Launched:
                 s.lines[i].load_instructions for i, role in self.roles.items() if role == "table"
             ),
             "reductions": s.simd_reductions,
-            "shuffles": s.simd_ops - s.simd_reductions - s.matrix_multiplications,
+            "shuffles": s.simd_ops - s.simd_reductions - matrix_ops,
             "matrix_products": s.matrix_multiplications,
+            "matrix_accesses": s.matrix_accesses,
             "exponentials": s.operations["exponential"].by_simdgroups,
             "multiplies_64": s.operations["multiply_64"].by_simdgroups,
             "barriers": s.barriers,

@@ -54,7 +54,7 @@ def cycles(row: Row) -> float:
     of_tile = (
         c.accesses
         + products
-        + SHUFFLE * c.shuffles
+        + SHUFFLE * (c.shuffles + c.matrix_accesses)
         + REDUCTION * c.reductions
         + EXPONENTIAL * c.exponentials
         + MULTIPLY_64 * c.multiplies_64
@@ -107,8 +107,9 @@ TEXT = """
 - cycles: 1 for a load or store; 2 * D * keys a row over 32 for scores and output, or {matrix} for
   a product of 8x8 matrices, of which a core of an M1 Max sustains 102 multiplications a cycle [12];
   {shuffle} for a shuffle, {reduction} for a reduction, {exponential} for an exponential and
-  {multiply} for a 64-bit multiplication, what [12] found for the M1 Max. Other index arithmetic and
-  rescaling are left out.
+  {multiply} for a 64-bit multiplication, what [12] found for the M1 Max; as many as for a shuffle
+  for a matrix that is loaded from threadgroup memory or stored there, for which no figure was
+  found. Other index arithmetic and rescaling are left out.
 - bandwidth and cores are Apple's, as those who quoted its announcements have them; Apple's own
   pages were not at hand.
 

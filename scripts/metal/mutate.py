@@ -1,6 +1,6 @@
 """Does the suite notice? Lift each barrier and each guard of metal/ in turn and run its tests.
 
-    python -m scripts.metal.mutate [--list] [--only TEXT]
+    python -m scripts.metal.mutate [--list] [--only TEXT] [--sample N [--seed S]]
 
 Takes some seconds a mutation, or minutes where few tests notice, so it is run by hand or nightly,
 not by CI. Prints what caught each one, then the survivors, and ends with one JSON line. Refuses to
@@ -11,6 +11,7 @@ those in metal/: nothing would follow from what fails then.
 import argparse
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -42,7 +43,8 @@ FIRST = {
 }
 """The files, and which tests notice most of their mutations, and soon: what pytest's -k selects."""
 
-BARRIER = re.compile(r"(threadgroup|simdgroup)_barrier\([^;]*\);")
+BARRIER = re.compile(r"(threadgroup|simdgroup)_barrier\((?!mem_flags::mem_none)[^;]*\);")
+"""Those of no memory only tell a compiler in which order to place instructions."""
 OPERAND = r"-?[\w.\[\]]+"
 GUARD = re.compile(
     rf"{OPERAND} (?:<|>=|>|[=!]=) {OPERAND}(?: [*/+-] {OPERAND})*"
@@ -122,8 +124,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--list", action="store_true", help="only list the mutations")
     parser.add_argument("--only", default="", metavar="TEXT", help="those whose line contains TEXT")
+    parser.add_argument("--sample", type=int, metavar="N", help="at most N of them, by chance")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the sample")
     args = parser.parse_args()
     chosen = [m for m in mutations() if args.only in m.where]
+    if args.sample is not None and args.sample < len(chosen):
+        chosen = random.Random(args.seed).sample(chosen, args.sample)
     if not args.list and (test := failed_test(None)):
         sys.exit(f"without a mutation {test} fails")
     survivors = []

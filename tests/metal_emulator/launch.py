@@ -80,6 +80,8 @@ class LaunchStats:
     """Those of them that combine all lanes: simd_sum, simd_max, simd_all, ..."""
     matrix_multiplications: int
     """Those of them that multiply simdgroup matrices of 8x8."""
+    matrix_accesses: int
+    """Those of them that load or store such a matrix: every lane its own two elements."""
     threadgroup_bytes: int
     """The most that any threadgroup had, as the GPU would allocate it."""
     loaded_bytes: dict[int, int] = field(default_factory=dict)
@@ -169,6 +171,7 @@ def make_stats(
         simd_ops=counts.simd_operations,
         simd_reductions=counts.simd_reductions,
         matrix_multiplications=counts.matrix_multiplications,
+        matrix_accesses=counts.matrix_accesses,
         threadgroup_bytes=counts.threadgroup_bytes,
         loaded_bytes={i: t.loaded for i, t in traffic.items()},
         stored_bytes={i: t.stored for i, t in traffic.items()},

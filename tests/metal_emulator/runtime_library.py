@@ -81,6 +81,7 @@ class Counts(ctypes.Structure):
         ("simd_operations", ctypes.c_uint64),
         ("simd_reductions", ctypes.c_uint64),
         ("matrix_multiplications", ctypes.c_uint64),
+        ("matrix_accesses", ctypes.c_uint64),
         ("threadgroup_bytes", ctypes.c_uint64),
         ("traffic", TrafficCounts * MAX_BUFFERS),
         ("lines", LineCounts * MAX_BUFFERS),

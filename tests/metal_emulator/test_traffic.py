@@ -140,9 +140,12 @@ def test_operations_of_all_lanes_together_and_of_each(seed: int) -> None:
 
 
 def test_matrix_products() -> None:
+    """A matrix is loaded, multiplied by itself and stored. Its rows are found without 64 bits."""
     simdgroups = SIMDGROUPS * GROUPS
-    stats = run("product", np.ones(64, np.float32), np.zeros(64 * simdgroups, np.float32))
-    assert stats.matrix_multiplications == simdgroups
+    stats = run("product", np.ones(72, np.float32), np.zeros(64 * simdgroups, np.float32))
+    counts = stats.matrix_multiplications, stats.matrix_accesses, stats.simd_ops
+    assert counts == (simdgroups, 2 * simdgroups, 3 * simdgroups)
+    assert stats.operations["multiply_64"].by_lanes == 0
 
 
 def test_other_modes_do_not_count() -> None:

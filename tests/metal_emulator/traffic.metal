@@ -80,12 +80,12 @@ kernel void operations(device const float *in [[buffer(0)]], device float *out [
   out[long(i) * stride] = sum;
 }
 
-// A matrix product.
+// A matrix product. Rows of 9 elements are found by a multiplication.
 kernel void product(device const float *in [[buffer(0)]], device float *out [[buffer(1)]],
                     uint group [[threadgroup_position_in_grid]],
                     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   simdgroup_matrix<float, 8, 8> a;
-  simdgroup_load(a, in, 8);
+  simdgroup_load(a, in, 9);
   simdgroup_multiply_accumulate(a, a, a, a);
   simdgroup_store(a, out + (group * 2 + simdgroup) * 64, 8);
 }

@@ -61,9 +61,9 @@ def run(metal: MetalRunner, case: Case, **overrides: Any) -> Any:
     if "rope_freqs" in arguments:
         q_dtype = mx.float32  # rotated queries are not rounded
     types = f"{METAL_TYPES[k_cache.dtype]}_{METAL_TYPES[q_dtype]}"
-    widths = f"d{q.shape[3]}_v{v_cache.shape[3]}"
-    by_matrices = f"matrix_attention_{METAL_TYPES[k_cache.dtype]}_{widths}_r"
-    assert metal.trace.kernels[0].startswith((f"paged_attention_{types}_{widths}_r", by_matrices))
+    name = f"{types}_d{q.shape[3]}_v{v_cache.shape[3]}_r"
+    kernels = f"paged_attention_{name}", f"matrix_attention_{name}"
+    assert metal.trace.kernels[0].startswith(kernels)
     return result
 
 
@@ -225,6 +225,17 @@ class TestAttention:
         hide_blocks(case)
         assert_matches_float64(metal, case)
 
+    @pytest.mark.parametrize(
+        ("head_dim", "block_size"), [(64, 16), (64, 4), (128, 24), (128, 5), (256, 8)]
+    )
+    def test_blocks_hidden_within_whole_tiles(self, metal, head_dim, block_size):
+        """Whose keys are found by the first of a run, or by one of another block."""
+        case = random_case([200, 97], block_size=block_size, head_dim=head_dim, dtype=mx.float16)
+        tables = np.array(case.block_tables)
+        tables[:, 1::3] = -1
+        case.block_tables = mx.array(tables)
+        assert_matches_float64(metal, case)
+
     def test_heads_mapped_outside_the_pool_see_nothing(self, metal):
         case = random_case([45])
         mapping = mx.array([-2, 0, 1, 2**31 - 2]) + 1  # checked only where it is evaluated
@@ -334,7 +345,8 @@ class TestPlans:
             assert sum(call["scratch_bytes"]) <= 2**26
             return call["launches"][0]["grid"][2]
 
-        assert [splits(1, keys) for keys in (512, 528, 4096, 2**15, 2**17)] == [1, 2, 8, 64, 64]
+        assert [splits(1, keys) for keys in (512, 528, 4096, 2**15, 2**17)] == [1, 3, 16, 64, 64]
+        assert [splits(batch, 4096) for batch in (7, 8)] == [16, 8]  # from 128 threadgroups on
         assert [splits(batch, 2**15) for batch in (64, 992, 993, 2**15)] == [64, 64, 61, 1]
         assert splits(1, 4096, return_attn=True) == 1
 

@@ -53,6 +53,7 @@ FORMS = {
     "threadgroup pointer to vectors as an argument": r"const threadgroup float4\* weights,",
     "pragma by a macro": r'_Pragma\("clang loop unroll\(full\)"\)',
     "loop that is not unrolled": r'_Pragma\("clang loop unroll\(disable\)"\)',
+    "barriers of a simdgroup around loads of matrices": r"simdgroup_barrier\(mem_flags::mem_none\)",
     "barrier of a simdgroup over threadgroup memory": r"simdgroup_barrier\(mem_flags::mem_th",
 }
 """What the rows of the second table stand for in metal/."""

@@ -18,7 +18,7 @@ from paged_cases import (
 from quantized_cases import quantized_case
 from ragged_cases import LENGTHS, Ragged
 
-from mlx_paged import ops
+from mlx_paged import _ext, ops
 from mlx_paged.ops.formats import FORMATS
 
 HEADS, NUM_BLOCKS, BLOCK_SIZE = 3, 7, 4
@@ -255,3 +255,17 @@ def test_reads_take_few_more_instructions_than_those_of_float16(kv_bits, head_di
     metal.paged_attention(q, [k_cache], [v_cache], tables, lens, **plain.options)
     for name, count in COUNTS.items():
         assert count(mine) <= 1.25 * count(metal.trace.stats[0]), name
+
+
+@pytest.mark.parametrize("name", ["paged_attention", "write_kv"])
+def test_scales_that_turn_out_sparse_are_refused(name):
+    """Nobody knows the layout of an array before it is evaluated."""
+    k_cache, v_cache, k_scales, v_scales = pool_of("8,4", (64, 64))
+    scales = {"k_scales": k_scales, "v_scales": mx.repeat(v_scales, 2, axis=-1)[..., ::2]}
+    with pytest.raises(ValueError, match=rf"^\[{name}\] v_scales of shape .* has stride 2"):
+        if name == "write_kv":
+            rows = mx.zeros((1, HEADS, 64)), mx.zeros((1, HEADS, 64))
+            _ext.metal.plan_write_kv(*rows, k_cache, v_cache, mx.array([0]), **scales)
+        else:
+            q, table = mx.zeros((1, HEADS, 1, 64)), (mx.array([[0]]), mx.array([1]))
+            _ext.metal.plan_attention(q, k_cache, v_cache, *table, scale=1.0, **scales)

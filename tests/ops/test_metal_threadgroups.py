@@ -80,6 +80,6 @@ def test_what_a_tile_of_32_keys_costs(group, head_dim, most):
 
 
 def test_the_merge_loads_each_live_partial_result_once():
-    """Sequences of 1 and 4 splits, of which each row's outputs are 512 bytes."""
+    """Sequences of 2 and 8 splits, of which each row's outputs are 512 bytes."""
     _, merge = counted([300, 2048], 4, 128, kv_heads=2)
-    assert merge.loaded_bytes[0] == merge.unique_loaded_bytes[0].per_launch == 8 * (1 + 4) * 512
+    assert merge.loaded_bytes[0] == merge.unique_loaded_bytes[0].per_launch == 8 * (2 + 8) * 512

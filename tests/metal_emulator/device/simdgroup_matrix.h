@@ -18,13 +18,20 @@ EMULATOR_INLINE uint lane_of(uint row, uint column) {
   return (row & 4) << 2 | (column & 4) << 1 | (row & 3) << 1 | (column >> 1 & 1);
 }
 
+// Small numbers are multiplied in 32 bits: the instruction finds the rows of a matrix, so that this
+// is no 64-bit multiplication of the kernel.
+EMULATOR_INLINE ulong row_offset(ulong row, ulong elements_per_row) {
+  return (row | elements_per_row) >> 15 == 0 ? uint(row) * uint(elements_per_row)
+                                             : row * elements_per_row;
+}
+
 // The address of element i (0 or 1) of this lane in a matrix that begins at `source`.
 template <class T>
 EMULATOR_INLINE T* element_address(T* source, ulong elements_per_row, metal::ulong2 origin,
                                    bool is_transposed, uint i) {
   const auto [row, column] = coordinate(lanes::own());
   const ulong y = is_transposed ? column + i : row, x = is_transposed ? row : column + i;
-  return source + (origin.y + y) * elements_per_row + origin.x + x;
+  return source + row_offset(origin.y + y, elements_per_row) + origin.x + x;
 }
 
 }  // namespace emulator::fragment

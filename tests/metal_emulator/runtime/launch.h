@@ -42,6 +42,7 @@ struct LaunchCounts {
   uint64_t simd_operations = 0;         // simd_sum, simd_shuffle, ..., once per simdgroup
   uint64_t simd_reductions = 0;         // those of them that combine all lanes: simd_sum, ...
   uint64_t matrix_multiplications = 0;  // those of them that multiply 8x8 matrices
+  uint64_t matrix_accesses = 0;         // those of them that load or store one
 };
 
 struct Launch {

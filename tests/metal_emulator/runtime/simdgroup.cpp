@@ -12,6 +12,10 @@ bool is_matrix_multiplication(const char* operation) {
   return strcmp(operation, "simdgroup_multiply_accumulate") == 0;
 }
 
+bool is_matrix_access(const char* operation) {
+  return strcmp(operation, "simdgroup_load") == 0 || strcmp(operation, "simdgroup_store") == 0;
+}
+
 }  // namespace
 
 void Simdgroup::start(Launch* launch, Thread* first, int size) {
@@ -62,6 +66,7 @@ bool Simdgroup::complete_operation() {
   } else {
     launch_->counts.simd_operations++;
     launch_->counts.matrix_multiplications += is_matrix_multiplication(earliest->operation);
+    launch_->counts.matrix_accesses += is_matrix_access(earliest->operation);
   }
   values.active = 0;
   values.is_reduced = false;
