@@ -320,7 +320,7 @@ def copy_blocks(
         ValueError: as from ``write_kv``.
     """
     copied = _ext.copy_blocks(k_cache, v_cache, block_pairs, stream=stream)
-    if _kernel_of(block_pairs)(stream) == "native":  # of arrays of any width
+    if kernel_of(block_pairs)(stream) == "native":  # of arrays of any width
         return copied
     with _on(stream):
         return fallback.copy_blocks(k_cache, v_cache, block_pairs)
@@ -337,7 +337,7 @@ def uninstall_from_mlx() -> None:
         delattr(mx.fast, "paged_attention")
 
 
-def _kernel_of(indices: mx.array) -> Callable[..., str]:
+def kernel_of(indices: mx.array) -> Callable[..., str]:
     """What says which kernel a stream has for an op with these indices.
 
     Plain MLX needs the values of the indices. If MLX transforms these too, only the compiled op is
@@ -353,7 +353,7 @@ def _is_native(
     columns = v_cache.shape[-1]
     if v_cache.dtype == mx.uint8 and columns % 4 == 0:  # GPUs need whole vectors of pairs, too
         columns *= 2
-    return _kernel_of(indices)(stream, k_cache.shape[-1], columns) == "native"
+    return kernel_of(indices)(stream, k_cache.shape[-1], columns) == "native"
 
 
 def _serves_varlen(
