@@ -227,8 +227,7 @@ class Engine(WaitingCalls):
         """Compile the GPU pipelines, and trace the decodes for the thread that calls this."""
         if isinstance(self.runner, ModelRunner):
             self.runner.warm_up()
-        if self.stats.prewarm_seconds is None:
-            self.stats.prewarm_seconds = self._pipelines()
+        self.stats.prewarm_seconds = self._pipelines()
 
     def close(self, stream: Any = None) -> None:
         """Release MLX's wired limit now, not only when the engine is collected, and with `kv_disk`

@@ -29,8 +29,6 @@ PAIRS = 9
 MOST_SECONDS = 0.25
 """No pair begins after this time, except the first one."""
 
-COUNT = len(Scores._fields)
-
 Arrays = list[mx.array]
 """Of one forward: tokens, positions, context lengths; then slots and tables of each member of the
 layer groups; with drafts `cu_seqlens`."""
@@ -83,7 +81,7 @@ class CompiledDecode:
         positions = getattr(getattr(model, "args", None), "max_position_embeddings", None)
         self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
         self._stream = mx.default_stream(mx.default_device())
-        self._functions: dict[tuple[int, ...], Callable[..., Arrays]] = {}
+        self._functions: dict[tuple[int, ...], Callable[..., Arrays] | None] = {}
 
     def takes(self, batch: Batch) -> bool:
         """Whether each row chooses a token, of decodes or of drafts, which get no padding."""
@@ -93,20 +91,18 @@ class CompiledDecode:
     def __call__(self, batch: Batch) -> Scores:
         """Logits ``[T, vocab]`` of a batch, and the most likely tokens."""
         first, more = batch.forwards[0], (batch.num_tokens - len(batch.seq_ids), 0)
-        lens, cu_seqlens = first.context_lens, first.cu_seqlens
-        if cu_seqlens is not None:
-            lens = mx.pad(lens, more)
+        lens, last = first.context_lens, list[mx.array]()
+        if first.cu_seqlens is not None:  # as many sequences as rows: the first ones are empty
+            lens, last = mx.pad(lens, more), [mx.pad(first.cu_seqlens, more)]
         arrays = [batch.tokens, first.positions, lens]
         for forward, pieces in zip(batch.forwards, self._pieces, strict=True):
             assert forward.slot_mapping is not None
             tables = forward.block_tables
-            if cu_seqlens is not None:  # of as many sequences as rows: the first ones are empty
+            if last:
                 columns = pieces * column_bucket(tables.shape[1] // pieces)
                 tables = mx.pad(tables, [more, (0, columns - tables.shape[1])])
             arrays += (forward.slot_mapping, tables)
-        if cu_seqlens is not None:
-            arrays.append(mx.pad(cu_seqlens, more))
-        scores = self._run(arrays)
+        scores = self._run(arrays + last)
         return Scores(*[each[: batch.num_tokens] for each in scores]) if batch.padding else scores
 
     def trace(self) -> None:
@@ -131,7 +127,7 @@ class CompiledDecode:
             plain, expected = self._one_token(self._plain, 0)
             compiled, found = self._one_token(self._run, other)
             ratios.append(compiled / plain)
-        if self.traces.count != 1 or self._plainly in self._functions.values():
+        if self.traces.count != 1 or None in self._functions.values():
             return "MLX cannot trace a step"
         if found != expected:
             return "a compiled step has other bits"
@@ -144,27 +140,28 @@ class CompiledDecode:
             self._stream = stream
             self._functions.clear()
         key = tuple([array.shape[-1] for array in arrays])
-        function = self._functions.get(key)
+        if key not in self._functions:
+            self._functions[key] = mx.compile(self._traced)
+        function = self._functions[key]
         if function is None:
-            function = self._functions[key] = mx.compile(self._traced)
+            return self._plain(arrays)
         traces, pool = self.traces, self._pool
         count, started = traces.count, time.perf_counter()
         try:
             found = function(arrays, pool.handles(), self._model.state)
         except Exception:
-            if function == self._plainly:
-                raise
-            if self._plainly not in self._functions.values():
+            if None not in self._functions.values():
                 level = logging.WARNING if len(self._functions) > 1 else logging.INFO
                 LOGGER.log(level, "MLX cannot trace a decode of %s rows", key[0], exc_info=True)
-            self._functions[key] = self._plainly
+            self._functions[key] = None
             return self._plain(arrays)
         finally:
             if traces.count != count:
                 ops.set_fusion(True)
                 traces.seconds += time.perf_counter() - started
-        pool.replace_handles(found[COUNT:])
-        return Scores(*found[:COUNT])
+        logits, distributions, tokens, logprobs, *handles = found
+        pool.replace_handles(handles)
+        return Scores(logits, distributions, tokens, logprobs)
 
     def _traced(self, arrays: Arrays, handles: Arrays, state: dict[str, Any]) -> Arrays:
         """Scores and new handles. ``mx.compile`` calls this for each trace; where the user disabled
@@ -173,19 +170,15 @@ class CompiledDecode:
         self.traces.count += is_trace
         own_state = tree_map(lambda leaf: leaf, self._model.state)
         self._pool.replace_handles(handles)
-        _put(self._model.state, state)
+        self._model.update(state, strict=False)
         try:
             found = [*self._plain(arrays), *self._pool.handles()]
         finally:
             self._pool.replace_handles(own_handles)
-            _put(self._model.state, own_state)
+            self._model.update(own_state, strict=False)
         if is_trace:
             ops.set_fusion(self._fuses)
         return found
-
-    def _plainly(self, arrays: Arrays, *others: Any) -> Arrays:
-        """What a graph would return that MLX cannot trace."""
-        return [*self._plain(arrays), *self._pool.handles()]
 
     def _plain(self, arrays: Arrays) -> Scores:
         tokens, positions, context_lens, *of_members = arrays
@@ -223,13 +216,3 @@ class CompiledDecode:
         blocks = slice(block, block + len(self._pieces))
         stored = [handle[:, blocks, 0] for handle in self._pool.handles()]
         return seconds, [np.array(array.view(mx.uint8)).tobytes() for array in (*scores, *stored)]
-
-
-def _put(tree: Any, arrays: Any) -> None:
-    """Replace the arrays of a tree of dictionaries and lists by those of another one like it."""
-    places = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in list(places):
-        if isinstance(value, mx.array):
-            tree[key] = arrays[key]
-        elif isinstance(value, dict | list | tuple):
-            _put(value, arrays[key])

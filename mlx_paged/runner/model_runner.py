@@ -159,11 +159,10 @@ class ModelRunner:
             self._copied = []
         launched = LaunchedStep(requests, None, pending)
         if requests:
-            joined = _joined(logits)
-            both = _joined(newest), np.concatenate(lengths)
-            launched.unsampled = joined, requests, *both, scores
+            args = _joined(logits), requests, _joined(newest), np.concatenate(lengths), scores
+            launched.unsampled = args
             if not self._sample(launched):
-                pending.append(joined)  # the device begins with these
+                pending.append(args[0])  # the device begins with these
         self._begin(pending)
         self._raise_noted()
         return launched
