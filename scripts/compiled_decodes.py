@@ -74,6 +74,7 @@ def compare(model: nn.Module, **options: Any) -> str:
         found == expected,
         stored(compiled) == stored(plain),
         preempted == plain.stats.preemptions,
+        compiled.stats.faults == 0,
     ]
     traces = num_traces(compiled)
     return (

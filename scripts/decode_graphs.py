@@ -10,14 +10,11 @@ than five minutes on two idle cores.
 """
 
 import argparse
-import cProfile
-import pstats
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -27,9 +24,8 @@ import mlx.nn as nn
 import numpy as np
 from tqdm import tqdm
 
-import mlx_paged
 from bench.command import print_result, table
-from bench.host_cost.graph_costs import graph_costs
+from bench.host_cost.graph_costs import Timed, graph_costs
 from bench.machine import check_machine, machine_text
 from bench.models import SIZES, random_llama
 from mlx_paged import Engine
@@ -38,7 +34,6 @@ from mlx_paged.runner import batch, compiled_decode
 
 WARM_UP = 8
 PROMPT = 20
-PACKAGE = Path(mlx_paged.__file__).parent
 
 
 def deep_llama(layers: int) -> nn.Module:
@@ -145,51 +140,43 @@ def padding(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 PARTS = {
-    "the compiled graph": ("runner/compiled_decode.py",),
-    "arrays of the batch": ("runner/batch.py",),
-    "sampler": ("sampling/",),
-    "launch": ("runner/model_runner.py",),
-    "schedule": ("scheduler/", "kv/"),
-    "results": ("engine/", "metrics/"),
+    "schedule": ("scheduler", "schedule"),
+    "arrays of the batch": ("runner", "_batches"),
+    "graph": ("runner", "_forward"),
+    "sampler": ("runner", "sampler"),
+    "evaluation": ("runner", "_begin"),
+    "results": ("runner", "collect"),
 }
-"""Where the time of a step is spent: calls of MLX and NumPy count for the file that makes them."""
+"""What an engine calls in a step: an attribute, and one of its own."""
 
 
 def parts(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Profiled microseconds of a compiled step, by part, without what waits for the device."""
-    found = []
+    """Processor time of the engine's thread in a compiled step, us: medians over the steps. What
+    MLX's other threads compute is not in it. "other" is the whole step without these parts."""
+    model, found = deep_llama(args.layers), []
     for rows in args.rows or [1, 8, 32]:
-        engine = decoding(deep_llama(args.layers), rows, args.steps, True)
-        profile = cProfile.Profile()
-        profile.enable()
+        engine = decoding(model, rows, args.steps, True)
+        timed = {
+            name: _timed(getattr(engine, owner), call) for name, (owner, call) in PARTS.items()
+        }
+        laps = []
         for _ in range(args.steps):
+            for each in timed.values():
+                each.seconds = 0.0
+            started = time.thread_time()
             engine.step()
-        profile.disable()
-        found.append({"rows": rows, **_by_part(pstats.Stats(profile), args.steps)})
+            lap = {"step": time.thread_time() - started}
+            lap |= {name: each.seconds for name, each in timed.items()}
+            laps.append(lap | {"other": 2 * lap["step"] - sum(lap.values())})
+        medians = {name: round(1e6 * median(lap[name] for lap in laps), 1) for name in laps[0]}
+        found.append({"rows": rows, **medians})
     return found
 
 
-def _by_part(stats: pstats.Stats, num_steps: int) -> dict[str, float]:
-    """Own time of the package's functions, and of what these call elsewhere."""
-    spent = dict.fromkeys([*PARTS, "evaluation"], 0.0)
-    for (file, _, name), (_, _, own, _, callers) in stats.stats.items():  # type: ignore[attr-defined]
-        part = _part_of(file)
-        if part is not None:
-            spent[part] += own
-            continue
-        for (caller, _, _), (_, _, by_caller, _) in callers.items():
-            part = _part_of(caller)
-            if part is not None:
-                spent["evaluation" if "eval" in name else part] += by_caller
-    return {name: round(1e6 * seconds / num_steps, 1) for name, seconds in spent.items()}
-
-
-def _part_of(file: str) -> str | None:
-    path = Path(file)
-    if not path.is_relative_to(PACKAGE):
-        return None
-    name = path.relative_to(PACKAGE).as_posix()
-    return next((part for part, starts in PARTS.items() if name.startswith(starts)), "results")
+def _timed(owner: Any, call: str) -> Timed:
+    timed = Timed(getattr(owner, call))
+    setattr(owner, call, timed)
+    return timed
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {

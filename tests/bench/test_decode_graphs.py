@@ -51,8 +51,9 @@ def test_padding_is_compared_with_batches_that_have_none(capsys, monkeypatch):
 
 def test_every_part_of_a_step_takes_time(capsys):
     (found,) = run(capsys, "parts", "--rows", "2")
-    assert set(found) == {"rows", "evaluation", *decode_graphs.PARTS}
+    assert set(found) == {"rows", "step", "other", *decode_graphs.PARTS}
     assert all(value > 0 for value in found.values())
+    assert all(found[part] < found["step"] for part in decode_graphs.PARTS)
 
 
 def test_a_wrong_table_is_reported(capsys):

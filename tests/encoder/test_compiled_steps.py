@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -31,10 +32,15 @@ def freed_blocks(**options) -> Engine:
     return made
 
 
+WINDOWS = {
+    "num_hidden_layers": 4,
+    "layer_types": ("full_attention", "sliding_attention") * 2,
+    "sliding_window": 4,
+}
+
+
 def windows() -> Engine:
-    kinds = ("full_attention", "sliding_attention") * 2
-    layers = {"num_hidden_layers": 4, "layer_types": kinds, "sliding_window": 4}
-    return freed_blocks(layers=layers, num_blocks=12)
+    return freed_blocks(layers=WINDOWS, num_blocks=12)
 
 
 def latents() -> Engine:
@@ -71,7 +77,7 @@ def test_attention_that_does_not_register_the_pool_is_found(script):
     }
 
 
-def pool_ops(is_compiled: bool) -> list[Op]:
+def pool_ops(is_compiled: bool, layers: dict[str, Any]) -> list[Op]:
     """The pool ops of each eval of an engine, in the order of their evaluation."""
     found: list[Op] = []
 
@@ -81,17 +87,18 @@ def pool_ops(is_compiled: bool) -> list[Op]:
 
     with Tracer(sink).installed():
         options = {"block_size": 2, "num_blocks": 40, "prewarm": False, "lookahead": False}
-        made = Engine(small_model("llama"), compile=is_compiled, **options)
+        made = Engine(small_model("llama", **layers), compile=is_compiled, **options)
         mx.synchronize()
         found.clear()
-        made.generate([[1, 2, 3], [4, 5]], max_tokens=6)
+        made.generate([[1, 2, 3, 4, 5], [4, 5]], max_tokens=8)
     return found
 
 
-def test_a_compiled_step_touches_what_the_plain_one_does_in_the_same_order():
+@pytest.mark.parametrize("layers", [{}, WINDOWS], ids=["full", "windows"])
+def test_a_compiled_step_touches_what_the_plain_one_does_in_the_same_order(layers):
     touched = [
-        [(op.name, [(a.is_write, a.units) for a in op.all_accesses()]) for op in pool_ops(flag)]
-        for flag in (False, True)
+        [(op.name, [(a.is_write, a.units) for a in op.all_accesses()]) for op in ops]
+        for ops in (pool_ops(flag, layers) for flag in (False, True))
     ]
     assert touched[0] == touched[1]
     assert len(touched[0]) > 20
