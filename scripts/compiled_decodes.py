@@ -5,11 +5,12 @@
 
 The first command runs every architecture of mlx-lm as a tiny random model on the CPU, with and
 without compiled decodes: prompts that arrive while others decode, samples of one prompt, and a pool
-so small that requests are preempted. It prints what is compiled, and fails where a token, a
-log-probability or a byte of the pool differs. The second one lets requests join and leave.
+so small that requests are preempted. It prints what is compiled, or why not, and fails where a
+token, a log-probability or a byte of the pool differs. The second one lets requests join and leave.
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -65,13 +66,15 @@ def compare(model: nn.Module, **options: Any) -> str:
     """What is compiled, and whether that is the same as without."""
     plain, expected = course(model, False, **options)
     compiled, found = course(model, True, **options)
+    assert isinstance(compiled.runner, ModelRunner)
     if not is_compiled(compiled):
-        return "not compiled"
+        return f"not compiled: {compiled.runner.why_plain}"
     preempted = compiled.stats.preemptions
     same = [
         found == expected,
         stored(compiled) == stored(plain),
         preempted == plain.stats.preemptions,
+        compiled.stats.faults == 0,
     ]
     traces = num_traces(compiled)
     return (
@@ -108,15 +111,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         before, after = joins_and_leaves(args.joins)
         print(f"{before} traces in the warm-up, {after - before} in {args.joins} joins and leaves")
         raise SystemExit(before != after)
-    failed = False
+    found = Counter[str]()
     for name in args.names or names():
         try:
             result = compare(build(name))
         except UnsupportedModelError:
             result = "refused"
-        failed |= "DIFFERENT" in result
+        found[result.split(",")[0]] += 1
         print(f"{name:24} {result}", flush=True)
-    raise SystemExit(failed)
+    print(*(f"{count:4} {result}" for result, count in found.most_common()), sep="\n")
+    raise SystemExit(any("DIFFERENT" in result for result in found))
 
 
 if __name__ == "__main__":

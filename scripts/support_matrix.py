@@ -19,6 +19,7 @@ from mlx_paged import Engine, UnsupportedModelError
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.runner.model_probe import ONE_AT_A_TIME, Batching, ModelProfile, model_type, probe
+from mlx_paged.runner.model_runner import ModelRunner
 from tests.support.architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "support.md"
@@ -26,7 +27,8 @@ DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 KERNEL, GATHER, STATE = "kernel", "gather", "state only"
 REFUSED, NOT_RUN = "refused", "not on a CPU"
 SERVED = (KERNEL, GATHER, STATE)
-ANYWHERE, AT_SNAPSHOTS = "yes", "at snapshots"
+YES = "yes"
+ANYWHERE, AT_SNAPSHOTS = YES, "at snapshots"
 
 PATHS = {
     KERNEL: "decodes attend to their blocks in place, by the paged op",
@@ -60,14 +62,20 @@ chunked prompts that arrive while others decode, samples of one prompt and share
 |---|---|
 {steps}
 
+| compiled decodes | architectures |
+|---|---|
+{compiled}
+
 Shared prefixes: where every layer keeps K/V, up to any token; "at snapshots": beside the K/V there
 has to be a copy of the states of fixed size, which are known at one point of a text only (see
 docs/engine.md). Drafts ([speculation](speculation.md)) are computed where the step is mixed or
-alternate and no layer has such a state, because a state cannot be taken back. A name with a comma
-is the same architecture with another option, not counted above.
+alternate and no layer has such a state, because a state cannot be taken back. Compiled decodes:
+"yes", or the reason that an engine with `compile=True` gives on a CPU
+([explained](compiled-decodes.md#where-it-is-on)). A name with a comma is the same architecture with
+another option, not counted above.
 
-| architecture | decodes | step | shared prefixes | |
-|---|---|---|---|---|
+| architecture | decodes | step | shared prefixes | compiled decodes | |
+|---|---|---|---|---|---|
 """
 
 
@@ -79,17 +87,20 @@ class Support:
         path: one of `PATHS`.
         batching: what shares a forward; None unless it is served.
         prefixes: up to where prompts that start alike share what was computed.
+        compiled: "yes", or why decodes are no compiled graphs.
         note: the reason, where something is missing.
     """
 
     path: str
     batching: Batching | None = None
     prefixes: str = ""
+    compiled: str = ""
     note: str = ""
 
     def row(self, name: str) -> str:
         batching = self.batching or ""
-        return f"| {name} | {self.path} | {batching} | {self.prefixes} | {self.note} |"
+        cells = name, self.path, batching, self.prefixes, self.compiled, self.note
+        return f"| {' | '.join(cells)} |"
 
 
 def support_of(model: nn.Module) -> Support:
@@ -104,6 +115,7 @@ def support_of(model: nn.Module) -> Support:
         paths[0],
         profile.batching,
         prefixes=AT_SNAPSHOTS if profile.recurrent else ANYWHERE,
+        compiled=_compiled(model),
         note=_note(model, profile, paths),
     )
 
@@ -114,6 +126,12 @@ def _path(model: nn.Module, profile: ModelProfile, prompts: list[list[int]]) -> 
     path_counts.clear()
     Engine(model, block_size=4, num_blocks=12).generate(prompts, max_tokens=3)
     return KERNEL if path_counts["paged"] else GATHER
+
+
+def _compiled(model: nn.Module) -> str:
+    engine = Engine(model, block_size=4, num_blocks=12, compile=True, prewarm=False)
+    assert isinstance(engine.runner, ModelRunner)
+    return engine.runner.why_plain or YES
 
 
 def _note(model: nn.Module, profile: ModelProfile, paths: list[str]) -> str:
@@ -150,7 +168,9 @@ def document(supports: Iterable[tuple[str, Support]]) -> str:
     counts = Counter(row.path for name, row in rows if name in ARCHITECTURES)
     totals = "\n".join(f"| {path} | {counts[path]} | {text} |" for path, text in PATHS.items())
     steps = "\n".join(f"| {batching} | {text} |" for batching, text in STEPS.items())
-    header = HEADER.format(version=version("mlx-lm"), totals=totals, steps=steps)
+    reasons = Counter(row.compiled for name, row in rows if name in ARCHITECTURES and row.compiled)
+    compiled = "\n".join(f"| {reason} | {count} |" for reason, count in reasons.most_common())
+    header = HEADER.format(version=version("mlx-lm"), totals=totals, steps=steps, compiled=compiled)
     return header + "".join(row.row(name) + "\n" for name, row in rows)
 
 

@@ -1,6 +1,7 @@
 """Engine: many requests generated at once from one paged pool."""
 
 from collections.abc import Sequence
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -71,7 +72,8 @@ class Engine(WaitingCalls):
         lookahead: launch each step before the step before it has been read. The device then hardly
             waits for the host, and every token is seen one step later.
         prewarm: compile the GPU pipelines and trace the decodes now, so that the first requests do
-            not wait. ``stats.prewarm_seconds`` says how long the pipelines took; None on a CPU.
+            not wait; None: when an :class:`EngineService` starts, whose thread needs its own
+            traces. ``stats.prewarm_seconds`` says how long the pipelines took; None on a CPU.
         speculate: what guesses tokens that running requests then compute ahead: "ngram" copies what
             followed the same tokens earlier in a request; None: nothing. The output stays the same.
             Steps with guesses are read before the next one is launched. Models that compute one
@@ -116,7 +118,7 @@ class Engine(WaitingCalls):
         prefix_cache: bool = True,
         snapshot_memory: int | None = None,
         lookahead: bool = True,
-        prewarm: bool = True,
+        prewarm: bool | None = True,
         speculate: str | None = None,
         draft_model: nn.Module | None = None,
         num_draft_tokens: int = 3,
@@ -206,15 +208,22 @@ class Engine(WaitingCalls):
         )
         self.stats.traces = runner.compile_decodes(False if profile else compile, max_running)
         self._pipeline.fast_forward = probed.batching is Batching.MIXED  # else a forward for each
+        self.prewarm = prewarm
+        self._pipelines = partial(compile_pipelines, probed.attentions, block_size, plan)
         if prewarm:
-            runner.warm_up()
-            self.stats.prewarm_seconds = compile_pipelines(probed.attentions, block_size, plan)
+            self.warm_up()
         self._unwire = hold_wired_limit(self)
         if kv_disk is not None and scheduler.prefix_cache:
             num_bytes = int(kv_disk_gb * 10**9)
             args = model, tokenizer, self.manager, scheduler.budget.seconds_to_compute
             scheduler.budget.learns = True  # nothing after the next line fails: it holds a lock
             scheduler.tier = open_tier(kv_disk, num_bytes, model_files, *args)
+
+    def warm_up(self) -> None:
+        """Compile the GPU pipelines, and trace the decodes for the thread that calls this."""
+        if isinstance(self.runner, ModelRunner):
+            self.runner.warm_up()
+        self.stats.prewarm_seconds = self._pipelines()
 
     def close(self, stream: Any = None) -> None:
         """Release MLX's wired limit now, not only when the engine is collected, and with `kv_disk`

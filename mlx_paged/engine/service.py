@@ -14,7 +14,6 @@ import mlx.core as mx
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.text import Prompt
 from mlx_paged.engine.ticket import Inbox, Ticket
-from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 
 T = TypeVar("T")
@@ -169,8 +168,8 @@ class EngineService:
 
     def _run(self) -> None:
         try:
-            if isinstance(self._engine.runner, ModelRunner):
-                self._engine.runner.warm_up()
+            if self._engine.prewarm is not False:
+                self._engine.warm_up()
             while not self._closed or (self._drain and self._engine.has_work):
                 self._answer_calls()
                 self._step()

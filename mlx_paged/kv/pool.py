@@ -182,14 +182,14 @@ class KVPool:
         In latent layers these are the latents and the rotary keys."""
         scales: Any = {name: arrays[layer] for name, arrays in self.scales.items()}
         targets = self.write_targets(layer)
-        self._replace(layer, ops.write_kv(k, v, *targets, slot_mapping, **scales))
+        self._replace(layer, ops.write_kv(k, v, *targets, slot_mapping, **scales), slot_mapping)
 
     def write_stored(self, layer: int, rows: Sequence[mx.array], slot_mapping: mx.array) -> None:
         """As `write`, with rows of all arrays of :meth:`targets`, which are not rounded again."""
         k, v, *scales = self.targets(layer)
         written = ops.write_kv(rows[0], rows[1], k, v, slot_mapping)
         more = _pair(ops.write_kv, *rows[2:], *scales, slot_mapping)
-        self._replace(layer, written + more)
+        self._replace(layer, written + more, slot_mapping)
 
     def targets(self, layer: int) -> tuple[mx.array, ...]:
         """All arrays that a write changes: `write_targets`, then the scales."""
@@ -209,12 +209,13 @@ class KVPool:
         self.k[layer], self.v[layer], keys, values = found
         return keys, values
 
-    def _replace(self, layer: int, written: tuple[mx.array, ...]) -> None:
+    def _replace(self, layer: int, written: tuple[mx.array, ...], indices: mx.array) -> None:
+        """Take the handles that an op with these indices has returned."""
         shape = self.shapes[layer]
         if not shape.latent:
             for handles, handle in zip(self._stored, written, strict=True):
                 handles[layer] = handle
-        elif ops.kernel_for(None, *shape.row_dims) == "native":  # written in place
+        elif ops.is_compiled(None, indices, *shape.row_dims):  # written in place
             self.set_keys(layer, mx.depends([self.k[layer]], list(written))[0])
         else:
             self.set_keys(layer, mx.concatenate(list(written), axis=-1))
@@ -238,7 +239,8 @@ class KVPool:
             if uploaded[groups].size:
                 k, v, *scales = self.targets(layer)
                 copied = ops.copy_blocks(k, v, uploaded[groups])
-                self._replace(layer, copied + _pair(ops.copy_blocks, *scales, uploaded[groups]))
+                more = _pair(ops.copy_blocks, *scales, uploaded[groups])
+                self._replace(layer, copied + more, uploaded[groups])
 
     def read(
         self, layer: int, gather: Callable[[mx.array], mx.array], *, as_written: bool = False
@@ -298,7 +300,8 @@ class KVPool:
             if shape.latent:
                 self.set_keys(layer, changed(self.k[layer]))
             else:
-                self._replace(layer, tuple(changed(handles[layer]) for handles in self._stored))
+                for handles in self._stored:
+                    handles[layer] = changed(handles[layer])
             _evaluate(self.v[layer])
         self.num_blocks = num_blocks
         self._first = [list(handles) for handles in self._stored]

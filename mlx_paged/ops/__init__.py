@@ -19,6 +19,7 @@ from mlx_paged._ext import (
 from mlx_paged.ops.paged import (
     copy_blocks as copy_blocks,
     install_in_mlx as install_in_mlx,
+    is_compiled as is_compiled,
     kernel_for as kernel_for,
     paged_attention as paged_attention,
     paged_attention_varlen as paged_attention_varlen,

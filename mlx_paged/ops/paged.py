@@ -319,7 +319,7 @@ def copy_blocks(
         ValueError: as from ``write_kv``.
     """
     copied = _ext.copy_blocks(k_cache, v_cache, block_pairs, stream=stream)
-    if _is_compiled(stream, block_pairs):  # of arrays of any width
+    if is_compiled(stream, block_pairs):  # of arrays of any width
         return copied
     with _on(stream):
         return fallback.copy_blocks(k_cache, v_cache, block_pairs)
@@ -336,7 +336,7 @@ def uninstall_from_mlx() -> None:
         delattr(mx.fast, "paged_attention")
 
 
-def _is_compiled(stream: Stream | None, indices: mx.array, *dims: int) -> bool:
+def is_compiled(stream: Stream | None, indices: mx.array, *dims: int) -> bool:
     """Whether the stream computes an op with these indices by the compiled kernel. Plain MLX needs
     their values: if MLX transforms these too, only the compiled op is possible."""
     return (kernel_for if _ext.has_values(indices) else _kernel_on)(stream, *dims) == "native"
@@ -349,7 +349,7 @@ def _is_native(
     columns = v_cache.shape[-1]
     if v_cache.dtype == mx.uint8 and columns % 4 == 0:  # GPUs need whole vectors of pairs, too
         columns *= 2
-    return _is_compiled(stream, indices, k_cache.shape[-1], columns)
+    return is_compiled(stream, indices, k_cache.shape[-1], columns)
 
 
 def _serves_varlen(

@@ -23,8 +23,8 @@ FEWEST_COLUMNS = 32
 
 
 def row_bucket(rows: int) -> int:
-    """The number of rows with padding: at most an eighth more, and none up to 16."""
-    step = max(1, (1 << rows.bit_length() >> 1) // 8)
+    """The number of rows with padding: at most a sixteenth more, and none up to 32."""
+    step = max(1, (1 << rows.bit_length() >> 1) // 16)
     return -(-rows // step) * step
 
 

@@ -14,11 +14,12 @@ from mlx.utils import tree_map
 
 from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
-from mlx_paged.attention.forward import Forward
+from mlx_paged.attention.forward import Chunk, Forward
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.metrics.stats import Traces, resident_bytes
 from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, column_bucket, row_bucket
+from mlx_paged.sampling.sampler import Scores
 
 LOGGER = logging.getLogger(__name__)
 
@@ -30,9 +31,9 @@ MOST_SECONDS = 0.25
 
 Arrays = list[mx.array]
 """Of one forward: tokens, positions, context lengths; then slots and tables of each member of the
-layer groups."""
+layer groups; with drafts `cu_seqlens`."""
 
-Compute = Callable[[Arrays], mx.array]
+Compute = Callable[[Arrays], Scores]
 
 
 class CompiledDecode:
@@ -80,17 +81,29 @@ class CompiledDecode:
         positions = getattr(getattr(model, "args", None), "max_position_embeddings", None)
         self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
         self._stream = mx.default_stream(mx.default_device())
-        self._functions: dict[tuple[int, ...], Callable[..., Arrays]] = {}
+        self._functions: dict[tuple[int, ...], Callable[..., Arrays] | None] = {}
 
-    def __call__(self, batch: Batch) -> mx.array:
-        """Logits ``[T, vocab]`` of a batch that only decodes."""
-        first = batch.forwards[0]
-        arrays = [batch.tokens, first.positions, first.context_lens]
-        for forward in batch.forwards:
+    def takes(self, batch: Batch) -> bool:
+        """Whether each row chooses a token, of decodes or of drafts, which get no padding."""
+        rows = len(batch.tokens)
+        return batch.samples_all and (batch.decodes_only or row_bucket(rows) == rows)
+
+    def __call__(self, batch: Batch) -> Scores:
+        """Logits ``[T, vocab]`` of a batch, and the most likely tokens."""
+        first, more = batch.forwards[0], (batch.num_tokens - len(batch.seq_ids), 0)
+        lens, last = first.context_lens, list[mx.array]()
+        if first.cu_seqlens is not None:  # as many sequences as rows: the first ones are empty
+            lens, last = mx.pad(lens, more), [mx.pad(first.cu_seqlens, more)]
+        arrays = [batch.tokens, first.positions, lens]
+        for forward, pieces in zip(batch.forwards, self._pieces, strict=True):
             assert forward.slot_mapping is not None
-            arrays += (forward.slot_mapping, forward.block_tables)
-        logits = self._run(arrays)
-        return logits[: batch.num_tokens] if batch.padding else logits
+            tables = forward.block_tables
+            if last:
+                columns = pieces * column_bucket(tables.shape[1] // pieces)
+                tables = mx.pad(tables, [more, (0, columns - tables.shape[1])])
+            arrays += (forward.slot_mapping, tables)
+        scores = self._run(arrays + last)
+        return Scores(*[each[: batch.num_tokens] for each in scores]) if batch.padding else scores
 
     def trace(self) -> None:
         """Trace all buckets for the current stream. Nothing is evaluated."""
@@ -103,70 +116,85 @@ class CompiledDecode:
             self._pool.replace_handles(handles)
         self.traces.bytes = resident_bytes() - before
 
-    def is_right(self, if_faster: bool) -> bool:
-        """Whether MLX can trace a step, and gets the logits and K/V of the plain forward; with
-        `if_faster` also whether it takes less time. The pool's first blocks must be free."""
+    def problem(self, if_faster: bool) -> str | None:
+        """Why steps should stay plain: MLX cannot trace one, or its results or K/V are not those of
+        the plain forward; with `if_faster` also that it takes more time. None: they should not. The
+        pool's first blocks must be free."""
         count, ratios = len(self._pieces), list[float]()
         other = count if 2 * count <= self._pool.num_blocks else 0
-        stop = time.perf_counter() + MOST_SECONDS
-        try:
-            while len(ratios) < 2 or (len(ratios) < PAIRS and time.perf_counter() < stop):
-                plain, expected = self._one_token(self._plain, 0)
-                compiled, found = self._one_token(self._run, other)
-                ratios.append(compiled / plain)
-        except Exception:
-            LOGGER.info("decodes are not compiled: MLX cannot trace the model", exc_info=True)
-            return False
-        is_faster = not if_faster or median(ratios[1:]) < 1  # the first one is a trace
-        return self.traces.count == 1 and found == expected and is_faster
+        stop, pairs = time.perf_counter() + MOST_SECONDS, PAIRS if if_faster else 2
+        while len(ratios) < 2 or (len(ratios) < pairs and time.perf_counter() < stop):
+            plain, expected = self._one_token(self._plain, 0)
+            compiled, found = self._one_token(self._run, other)
+            ratios.append(compiled / plain)
+        if self.traces.count != 1 or None in self._functions.values():
+            return "MLX cannot trace a step"
+        if found != expected:
+            return "a compiled step has other bits"
+        slower = if_faster and median(ratios[1:]) >= 1  # the first one is a trace
+        return "a compiled step takes more time" if slower else None
 
-    def _run(self, arrays: Arrays) -> mx.array:
+    def _run(self, arrays: Arrays) -> Scores:
         stream = mx.default_stream(mx.default_device())
         if stream != self._stream:
             self._stream = stream
             self._functions.clear()
         key = tuple([array.shape[-1] for array in arrays])
-        function = self._functions.get(key)
+        if key not in self._functions:
+            self._functions[key] = mx.compile(self._traced)
+        function = self._functions[key]
         if function is None:
-            function = self._functions[key] = mx.compile(self._traced)
+            return self._plain(arrays)
         traces, pool = self.traces, self._pool
         count, started = traces.count, time.perf_counter()
         try:
-            logits, *handles = function(arrays, pool.handles(), self._model.state)
+            found = function(arrays, pool.handles(), self._model.state)
+        except Exception:
+            if None not in self._functions.values():
+                level = logging.WARNING if len(self._functions) > 1 else logging.INFO
+                LOGGER.log(level, "MLX cannot trace a decode of %s rows", key[0], exc_info=True)
+            self._functions[key] = None
+            return self._plain(arrays)
         finally:
             if traces.count != count:
                 ops.set_fusion(True)
                 traces.seconds += time.perf_counter() - started
+        logits, distributions, tokens, logprobs, *handles = found
         pool.replace_handles(handles)
-        return logits
+        return Scores(logits, distributions, tokens, logprobs)
 
     def _traced(self, arrays: Arrays, handles: Arrays, state: dict[str, Any]) -> Arrays:
-        """Logits and new handles. ``mx.compile`` calls this for each trace; where the user disabled
+        """Scores and new handles. ``mx.compile`` calls this for each trace; where the user disabled
         it, for each step, with real arrays."""
         is_trace, own_handles = not ops.has_values(arrays[0]), self._pool.handles()
         self.traces.count += is_trace
         own_state = tree_map(lambda leaf: leaf, self._model.state)
         self._pool.replace_handles(handles)
-        _put(self._model.state, state)
+        self._model.update(state, strict=False)
         try:
-            found = [self._plain(arrays), *self._pool.handles()]
+            found = [*self._plain(arrays), *self._pool.handles()]
         finally:
             self._pool.replace_handles(own_handles)
-            _put(self._model.state, own_state)
+            self._model.update(own_state, strict=False)
         if is_trace:
             ops.set_fusion(self._fuses)
         return found
 
-    def _plain(self, arrays: Arrays) -> mx.array:
+    def _plain(self, arrays: Arrays) -> Scores:
         tokens, positions, context_lens, *of_members = arrays
-        slots, tables = of_members[::2], of_members[1::2]
+        slots, tables = of_members[: 2 * len(self._pieces) : 2], of_members[1::2]
         sizes = [t.shape[1] // pieces for t, pieces in zip(tables, self._pieces, strict=True)]
-        width = min(sizes) * self._block_size, positions, context_lens
+        width, next_offset = min(sizes) * self._block_size, context_lens
+        cu_seqlens, chunks = None, list[Chunk]()
+        if len(of_members) > 2 * len(tables):
+            next_offset, cu_seqlens = positions + 1, of_members[-1]
+            chunks = [Chunk(0, 0, 1, positions)] * len(tokens)  # nobody knows their lengths
+        offsets = width, positions, next_offset, cu_seqlens, chunks
         forwards = [
-            Forward(1, positions, slot, table, context_lens, *width, is_traced=True)
+            Forward(1, positions, slot, table, context_lens, *offsets, is_traced=True)
             for slot, table in zip(slots, tables, strict=True)
         ]
-        return self._compute(tokens[:, None], forwards).flatten(0, 1)
+        return Scores.of(self._compute(tokens[:, None], forwards).flatten(0, 1))
 
     def _first_tokens(self, rows: int, columns: int, block: int | None = None) -> Arrays:
         """Token 0 in each row: the first one of a block, `block` for the first member; or padding.
@@ -180,21 +208,11 @@ class CompiledDecode:
         return arrays
 
     def _one_token(self, run: Compute, block: int) -> tuple[float, list[bytes]]:
-        """Seconds of a step of one token, and the bits of its logits and of its K/V."""
+        """Seconds of a step of one token, and the bits of its scores and of its K/V."""
         started = time.perf_counter()
-        logits = run(self._first_tokens(1, FEWEST_COLUMNS, block))
-        mx.eval(logits, self._pool.handles())
+        scores = run(self._first_tokens(1, FEWEST_COLUMNS, block))
+        mx.eval(scores, self._pool.handles())
         seconds = time.perf_counter() - started
         blocks = slice(block, block + len(self._pieces))
         stored = [handle[:, blocks, 0] for handle in self._pool.handles()]
-        return seconds, [np.array(array.view(mx.uint8)).tobytes() for array in (logits, *stored)]
-
-
-def _put(tree: Any, arrays: Any) -> None:
-    """Replace the arrays of a tree of dictionaries and lists by those of another one like it."""
-    places = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, value in list(places):
-        if isinstance(value, mx.array):
-            tree[key] = arrays[key]
-        elif isinstance(value, dict | list | tuple):
-            _put(value, arrays[key])
+        return seconds, [np.array(array.view(mx.uint8)).tobytes() for array in (*scores, *stored)]

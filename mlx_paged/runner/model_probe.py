@@ -70,6 +70,7 @@ class ModelProfile:
         attentions: the kinds of attention of its layers, each once.
         windows: for each entry of `shapes` the tokens that a query sees at most; None: all.
         last_layer_narrows: the last layer can compute only the sampled tokens of a MIXED batch.
+        untraceable: why no graph can compute the decodes of several buckets; None: nothing.
     """
 
     shapes: tuple[KVShape | None, ...]
@@ -79,6 +80,7 @@ class ModelProfile:
     attentions: tuple[AttentionKind, ...]
     windows: tuple[int | None, ...]
     last_layer_narrows: bool
+    untraceable: str | None
 
     def quantized(self, kv_bits: KVBits) -> "ModelProfile":
         """The same model with quantized K/V.
@@ -163,6 +165,13 @@ def probe(model: nn.Module) -> ModelProfile:
     # A layer stores what its decodes attend to, if these are latents.
     layers = [own if own.shape and own.shape.latent else other for own, other in traces]
     kinds = [leaf.attention for leaf in layers if leaf.shape is not None]
+    untraceable = None
+    if decode is None:
+        untraceable = "each sequence has its own forward"
+    elif recurrent:
+        untraceable = "states of fixed size are no arguments"
+    elif any(leaf.attention is None for leaf in decode if leaf.shape is not None):
+        untraceable = "gathered K/V has a length"
     return ModelProfile(
         shapes=tuple(leaf.shape for leaf in layers),
         batching=batching,
@@ -171,6 +180,7 @@ def probe(model: nn.Module) -> ModelProfile:
         attentions=tuple(dict.fromkeys(kind for kind in kinds if kind is not None)),
         windows=tuple(map(_widest, traces)),
         last_layer_narrows=batching is Batching.MIXED and _narrows(model),
+        untraceable=untraceable,
     )
 
 

@@ -29,12 +29,12 @@ from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
-from mlx_paged.sampling.sampler import Sampled, Sampler
+from mlx_paged.sampling.sampler import Sampled, Sampler, Scores
 from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Span, Step
 
 TopLogprobs = tuple[tuple[int, float], ...]
-SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array]
+SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +67,7 @@ class ModelRunner:
 
     Attributes:
         compiled: computes the steps that only decode; None: as all other steps.
+        why_plain: why it is None.
     """
 
     def __init__(self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile) -> None:
@@ -84,19 +85,22 @@ class ModelRunner:
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
         self._error: Exception | None = None  # noted by `_begin`, until recovery
         self.compiled: CompiledDecode | None = None
+        self.why_plain = self._untraceable = profile.untraceable
         self._tables = BatchTables.of_groups(manager.allocator)
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these
         take less time) and if they are right. Return what is traced. No block may be in use."""
         on_cpu = mx.default_device() == mx.cpu
-        if wanted is False or self.batching is not Batching.MIXED or not self.layers:
-            return None
-        if wanted is None and not on_cpu:  # no GPU has run them yet
+        self.why_plain = self._untraceable
+        if wanted is False or (wanted is None and not on_cpu):  # no GPU has run them yet
+            self.why_plain = "not asked for"
+        if self.why_plain is not None:
             return None
         for fuses in (False, True)[: 1 if on_cpu else 2]:
             compiled = CompiledDecode(self.model, self._graph, self.manager, max_rows, fuses)
-            if compiled.is_right(if_faster=wanted is None):
+            self.why_plain = compiled.problem(if_faster=wanted is None)
+            if self.why_plain is None:
                 self.compiled = compiled
                 self._tables = BatchTables.of_groups(self.manager.allocator, padded=True)
                 return compiled.traces
@@ -135,7 +139,7 @@ class ModelRunner:
         newest: list[mx.array] = []
         lengths: list[Int32Array] = []
         for spans, batch in self._batches(step.spans, coming):
-            rows = self._forward(batch)
+            rows, scores = self._forward(batch)
             if self._is_recurrent:
                 for span in spans:
                     for snapshot in span.snapshots:
@@ -155,7 +159,7 @@ class ModelRunner:
             self._copied = []
         launched = LaunchedStep(requests, None, pending)
         if requests:
-            args = _joined(logits), requests, _joined(newest), np.concatenate(lengths)
+            args = _joined(logits), requests, _joined(newest), np.concatenate(lengths), scores
             launched.unsampled = args
             if any([request.grammar is not None for request in requests]):
                 pending.append(args[0])
@@ -307,10 +311,11 @@ class ModelRunner:
 
         return self.last_layer.narrowed(batch.num_tokens, store_only, attend_only)
 
-    def _forward(self, batch: Batch) -> mx.array:
-        """Logits ``[R, vocab]`` of the batch's sampled rows."""
-        if self.compiled is not None and batch.decodes_only and batch.samples_all:
-            return self.compiled(batch)
+    def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
+        """Logits ``[R, vocab]`` of the batch's sampled rows, and what a graph says of them."""
+        if self.compiled is not None and self.compiled.takes(batch):
+            scores = self.compiled(batch)
+            return scores.logits, scores
         if self._is_recurrent:
             if batch.start == 0 and batch.layout is Layout.CHUNK:  # new or preempted
                 self.states.drop(batch.seq_ids[0])
@@ -324,7 +329,7 @@ class ModelRunner:
             self.states.store(batch.seq_ids)
         if rows is not None and logits.shape[axis] != rows.size:  # a head LogitRows did not find
             logits = mx.take(logits, rows, axis=axis)
-        return logits.flatten(0, 1)
+        return logits.flatten(0, 1), None
 
     def _graph(self, inputs: mx.array, forwards: Sequence[Forward]) -> mx.array:
         """The model's output for `inputs` on the caches of the groups' members."""

@@ -4,20 +4,18 @@ A profiled step is slower than a normal one: nothing overlaps, and every phase o
 for the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.kv.block_manager import KVBlockManager
-from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.metrics.timers import PhaseTimes
-from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.model_probe import ModelProfile
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
-from mlx_paged.sampling.sampler import Sampled, Sampler
+from mlx_paged.sampling.sampler import Sampled, Sampler, Scores
 from mlx_paged.scheduler.step import Step
 
 WRAPPED = {"gather": "gather", "write": "kv_write", "copy_blocks": "kv_write"}
@@ -56,11 +54,11 @@ class ProfilingRunner(ModelRunner):
         super().recover()
         self.sampler = TimedSampler(self._phases)
 
-    def _forward(self, batch: Batch) -> mx.array:
+    def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
         with self._phases.measure("forward"):
-            logits = super()._forward(batch)
+            logits, scores = super()._forward(batch)
             mx.eval(logits, self.manager.pool.handles())
-        return logits
+        return logits, scores
 
     def _timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, timed: its inputs are evaluated before, its results within the phase."""
@@ -83,16 +81,10 @@ class TimedSampler(Sampler):
         super().__init__()
         self._phases = phases
 
-    def __call__(
-        self,
-        logits: mx.array,
-        requests: Sequence[Request],
-        newest: mx.array,
-        lengths: Int32Array | None = None,
-    ) -> Sampled | None:
-        mx.eval(logits, newest)
+    def __call__(self, logits: mx.array, *others: Any, **options: Any) -> Sampled | None:
+        mx.eval(logits)
         with self._phases.measure("sample"):
-            sampled = super().__call__(logits, requests, newest, lengths)
+            sampled = super().__call__(logits, *others, **options)
             assert sampled is not None, "a profiled step is read before the next one"
             mx.eval(sampled.tokens, sampled.logprobs)
         return sampled

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -39,6 +40,21 @@ class Sampled:
     may_be_empty: Sequence[int] = ()  # rows that have no token if their log-probability is NaN
 
 
+class Scores(NamedTuple):
+    """What logits ``[R, vocab]`` say without any option; a compiled graph may have it already."""
+
+    logits: mx.array
+    distributions: mx.array  # as of `Sampled`
+    tokens: mx.array  # the most likely ones, [R] int32
+    logprobs: mx.array  # of these, [R] float32
+
+    @classmethod
+    def of(cls, logits: mx.array) -> "Scores":
+        distributions = logits - log_sum_exp(logits)
+        tokens = mx.argmax(distributions, axis=-1).astype(mx.int32)
+        return cls(logits, distributions, tokens, _logprobs_of(distributions, tokens))
+
+
 class Sampler:
     """Chooses tokens as mlx-lm does, for all rows at once.
 
@@ -54,6 +70,7 @@ class Sampler:
         requests: Sequence[Request],
         newest: mx.array,
         lengths: npt.NDArray[np.int32] | None = None,
+        scores: Scores | None = None,
     ) -> Sampled | None:
         """Choose a token for each row, evaluating nothing.
 
@@ -66,6 +83,7 @@ class Sampler:
             newest: the last token ``[R]`` int32 of each request. A token in flight is not in
                 ``request.tokens`` yet.
             lengths: ``num_tokens`` ``[R]`` of each request; None: read from the requests.
+            scores: of these logits, or of others; None: not computed yet.
         """
         assert len(requests) == len(logits) == len(newest), "one row for each request"
         known, vocab = self._rows, logits.shape[-1]
@@ -85,13 +103,17 @@ class Sampler:
         logits = self._processed(logits, newest, lengths, errors)
         if constrained:
             logits, forced = _constrained(logits, constrained, errors)
-        logprobs = logits - log_sum_exp(logits)
-        tokens = _choose(logprobs, self._rows.drawn, lengths)
+        if scores is None or scores.logits is not logits:
+            scores = Scores.of(logits)
+        _, logprobs, tokens, chosen = scores
+        if self._rows.drawn is not None:
+            tokens = _choose(tokens, logprobs, self._rows.drawn, lengths)
         if self._rows.samplers:
             tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)
         if forced is not None:
             tokens = mx.where(forced < 0, tokens, forced)
-        chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
+        if tokens is not scores.tokens:
+            chosen = _logprobs_of(logprobs, tokens)
         top_tokens = top_logprobs = None
         if self._rows.reported is not None:
             top_tokens, top_logprobs = _most_likely(
@@ -170,18 +192,18 @@ def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
+def _logprobs_of(logprobs: mx.array, tokens: mx.array) -> mx.array:
+    return mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
+
+
 def _choose(
-    logprobs: mx.array, drawn: DrawnRows | None, lengths: npt.NDArray[np.int32]
+    likeliest: mx.array, logprobs: mx.array, drawn: DrawnRows, lengths: npt.NDArray[np.int32]
 ) -> mx.array:
     """Tokens ``[R]`` int32: the most likely one, or a drawn one."""
-    if drawn is None:
-        return mx.argmax(logprobs, axis=-1).astype(mx.int32)
     # Computed from the lengths: a request draws the same number if the step is run again.
     indices = (lengths[drawn.subset.rows] - drawn.num_prompt).astype(np.uint64)
     tokens = _draw(drawn.subset.take(logprobs).astype(mx.float32), drawn, indices)
-    if drawn.subset.index is None:
-        return tokens
-    return drawn.subset.put(mx.argmax(logprobs, axis=-1).astype(mx.int32), tokens)
+    return drawn.subset.put(likeliest, tokens)
 
 
 def _choose_by_callers(

@@ -9,6 +9,7 @@ import mlx_lm.models
 import numpy as np
 import pytest
 from architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, VOCAB, build
+from injected_drafts import HalfRight
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import Engine
@@ -186,33 +187,6 @@ def test_prefixes_are_shared(served):
     (completion,) = engine.generate([prompt], **OPTIONS)
     assert_greedy(served, prompt, completion)
     assert completion.cached_prompt_tokens == 2 * BLOCK_SIZE
-
-
-class HalfRight:
-    """Drafts whose first token is right; the others are right every second time."""
-
-    num_tokens, seconds, seconds_per_draft = 3, 0.0, 0.0
-
-    def __init__(self, right: dict[int, list[int]]) -> None:
-        self.right = right  # tokens of a completion by length of its prompt
-        self.rounds = 0
-
-    def likelihood(self, request) -> float:
-        return 0.999
-
-    def propose(self, requests, depths):
-        self.rounds += 1
-        return [self._drafts(*pair) for pair in zip(requests, depths, strict=True)]
-
-    def _drafts(self, request, depth):
-        first, *others = self.right[request.num_prompt][request.num_generated :][:depth] or [0]
-        return [first, *((token + self.rounds % 2) % VOCAB for token in others)]
-
-    def verified(self, request, drafted, accepted) -> None: ...
-
-    def drop(self, request) -> None: ...
-
-    def recover(self) -> None: ...
 
 
 def test_drafts_change_neither_tokens_nor_logits(served, monkeypatch):

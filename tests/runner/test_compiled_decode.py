@@ -1,9 +1,13 @@
 """Decodes by compiled graphs: the tokens and the pool's bytes of the plain forward."""
 
+import logging
+
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import VOCAB, build
+from injected_drafts import HalfRight
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -15,10 +19,19 @@ from mlx_paged.runner.batch import column_bucket, row_bucket
 from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.sampling.sampler import Scores
+from mlx_paged.scheduler.speculation import Speculation
 from mlx_paged.server import arguments
-from scripts.compiled_decodes import compare, course, is_compiled, joins_and_leaves, num_traces
+from scripts.compiled_decodes import (
+    compare,
+    course,
+    is_compiled,
+    joins_and_leaves,
+    num_traces,
+    stored,
+)
 
-SAMPLE = ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "cohere2", "phi"]
+SAMPLE = ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "cohere2", "phi", "deepseek_v3"]
 SMALL = {"block_size": 4, "num_blocks": 64, "max_running": 4}
 
 
@@ -47,20 +60,20 @@ def test_the_courses_have_preemptions_and_compiled_steps(monkeypatch):
 
 
 def test_a_batch_with_padding_is_the_same():
-    assert row_bucket(17) == 18
-    found = [
-        Engine(build("llama"), block_size=4, num_blocks=300, max_running=17, compile=flag).generate(
-            prompts(17), max_tokens=20
-        )
-        for flag in (True, False)
-    ]
-    assert [done.tokens for done in found[0]] == [done.tokens for done in found[1]]
+    assert row_bucket(33) == 34
+    found = []
+    for flag in (True, False):
+        engine = Engine(build("llama"), block_size=4, num_blocks=300, max_running=33, compile=flag)
+        done = engine.generate(prompts(33), max_tokens=20)
+        assert engine.stats.faults == 0
+        found.append([(each.tokens, each.logprobs) for each in done])
+    assert found[0] == found[1]
 
 
-def test_padding_is_an_eighth_at_most():
+def test_padding_is_a_sixteenth_at_most():
     padding = [row_bucket(rows) - rows for rows in range(1, 300)]
-    assert min(padding) == 0 == max(padding[:16])
-    assert all(8 * more <= rows for rows, more in enumerate(padding, start=1))
+    assert min(padding) == 0 == max(padding[:32])
+    assert all(16 * more <= rows for rows, more in enumerate(padding, start=1))
     assert [column_bucket(width) for width in (1, 32, 33, 128, 129)] == [32, 32, 128, 128, 512]
 
 
@@ -111,11 +124,28 @@ def test_new_parameters_need_no_trace_and_new_layers_do():
     assert first[0] != second[0] != third[0]
 
 
-def test_a_model_that_looks_at_values_stays_plain_and_whole():
+def test_quantized_layers_are_traced_again():
+    engines = []
+    for flag in (True, False):
+        engine = Engine(build("llama"), **SMALL, prefix_cache=False, compile=flag)
+        before, first = num_traces(engine), engine.generate(prompts(3), max_tokens=9)
+        nn.quantize(engine.runner.model.model.layers[0].self_attn, group_size=32, bits=4)
+        mx.eval(engine.runner.model.parameters())
+        second = engine.generate(prompts(3), max_tokens=9)
+        assert (num_traces(engine) > before) == flag
+        assert [done.tokens for done in first] != [done.tokens for done in second]
+        engines.append([(done.tokens, done.logprobs) for done in second])
+    assert engines[0] == engines[1]
+
+
+def test_a_model_that_looks_at_values_stays_plain_and_whole(caplog):
     model = build("dbrx")
     before = dict(tree_flatten(model.parameters()))
-    engine = Engine(model, **SMALL, compile=True)
+    with caplog.at_level(logging.WARNING):
+        engine = Engine(model, **SMALL, compile=True)
     assert not is_compiled(engine)
+    assert engine.runner.why_plain == "MLX cannot trace a step"
+    assert not caplog.records
     after = dict(tree_flatten(model.parameters()))
     assert all(after[name] is array for name, array in before.items())
     assert engine.generate(prompts(1), max_tokens=4)[0].error is None
@@ -134,9 +164,138 @@ def test_not_compiled_with_these_options(options):
     assert not is_compiled(Engine(build("llama"), **SMALL, **options))
 
 
-@pytest.mark.parametrize("name", ["mamba", "deepseek_v3", "afm7"])
-def test_models_whose_steps_do_not_mix_stay_plain(name):
-    assert not is_compiled(Engine(build(name), **SMALL, compile=True))
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mamba", "states of fixed size are no arguments"),
+        ("deepseek_v32", "gathered K/V has a length"),
+        ("afm7", "each sequence has its own forward"),
+        ("gemma3n", "a compiled step has other bits"),
+    ],
+)
+def test_models_that_stay_plain_say_why(name, reason):
+    engine = Engine(build(name), **SMALL, compile=True)
+    assert not is_compiled(engine)
+    assert engine.runner.why_plain == reason
+
+
+def failing_trace(monkeypatch, num_rows: int) -> None:
+    """Let every trace of a decode of so many rows fail half-way."""
+
+    def update(self, keys, values):
+        if self.layer == 1 and len(keys) == num_rows and not compiled_decode.ops.has_values(keys):
+            raise ValueError("[test] a layer that cannot be traced")
+        return original(self, keys, values)
+
+    original = PagedLayerCache.update_and_fetch
+    monkeypatch.setattr(PagedLayerCache, "update_and_fetch", update)
+
+
+@pytest.mark.parametrize("prewarm", [True, False])
+def test_a_bucket_that_cannot_be_traced_is_computed_plainly(monkeypatch, caplog, prewarm):
+    expected, done = course(build("llama"), False)
+    failing_trace(monkeypatch, 3)
+    with caplog.at_level(logging.WARNING):
+        engine, found = course(build("llama"), True, prewarm=prewarm)
+    assert is_compiled(engine)
+    assert found == done
+    assert stored(engine) == stored(expected)
+    assert engine.stats.faults == 0
+    assert [record.message for record in caplog.records] == ["MLX cannot trace a decode of 3 rows"]
+    assert mx.array_equal(engine.runner.model.lm_head.weight, build("llama").lm_head.weight)
+
+
+def test_an_error_of_the_plain_step_is_the_requests_error(monkeypatch):
+    engine = Engine(build("llama"), **SMALL, compile=True)
+    engine.add_request(prompts(1)[0], max_tokens=20)
+    engine.step()
+
+    def fail(*_):
+        raise ValueError("[test] no forward at all")
+
+    compiled = engine.runner.compiled
+    compiled._functions = dict.fromkeys(compiled._functions, fail)
+    monkeypatch.setattr(compiled, "_compute", fail)
+    outputs = [output for _ in range(4) for output in engine.step()]
+    assert str(outputs[-1].completion.error) == "ValueError: [test] no forward at all"
+
+
+def test_tokens_are_chosen_in_the_graph(monkeypatch):
+    """Of rows without options; others choose from what the graph has computed of its logits."""
+    engine = Engine(build("llama"), **SMALL, compile=True)
+    engine.add_request(prompts(1)[0], max_tokens=12)
+    engine.step()
+    monkeypatch.setattr(Scores, "of", lambda logits: pytest.fail("scores outside the graph"))
+    for _ in range(5):
+        engine.step()
+    engine.add_request(prompts(2)[1], max_tokens=12, logit_bias={3: 100.0})
+    with pytest.raises(pytest.fail.Exception):
+        for _ in range(5):
+            engine.step()
+
+
+OPTIONS = [
+    {},
+    {"temperature": 0.8, "seed": 3},
+    {"temperature": 1.2, "seed": 4, "top_p": 0.8, "top_k": 20, "min_p": 0.01},
+    {"logit_bias": {5: 2.5, 9: -100.0}},
+    {"repetition_penalty": 1.3},
+    {"logprobs": 5},
+]
+
+
+@pytest.mark.parametrize("chosen", [[0, 0, 0], [0, 1, 1], [1, 2, 2], [0, 5, 3, 1], [4, 0, 2]])
+def test_options_change_nothing_but_their_rows(chosen):
+    found = []
+    for flag in (True, False):
+        engine = Engine(build("llama"), **SMALL, compile=flag)
+        ids = [
+            engine.add_request(prompt, max_tokens=15, **OPTIONS[option])
+            for prompt, option in zip(prompts(len(chosen)), chosen, strict=True)
+        ]
+        done = {}
+        while engine.has_work:
+            done |= {o.request_id: o.completion for o in engine.step() if o.completion}
+        found.append([(done[i].tokens, done[i].logprobs, done[i].top_logprobs) for i in ids])
+    assert found[0] == found[1]
+
+
+def completed(engine: Engine, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities of prompts that arrive one after the other."""
+    waiting, ids, done = [*prompts], [], {}
+    while waiting or engine.has_work:
+        if waiting:
+            ids.append(engine.add_request(waiting.pop(0), max_tokens=24))
+        done |= {o.request_id: o.completion for o in engine.step() if o.completion}
+    return [(done[i].tokens, done[i].logprobs) for i in ids]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
+def test_drafts_are_rows_of_a_compiled_step(monkeypatch, caplog, name):
+    def three(speculation, likely):  # not as many as this machine's speed makes worthwhile
+        left = {r: r.params.max_tokens - r.num_generated - 1 for r in likely}
+        return {request: min(3, count) for request, count in left.items() if count > 0}
+
+    def run(self, batch):
+        drafted.append(not batch.decodes_only)
+        return call(self, batch)
+
+    given = [prompts(1, length)[0] for length in (3, 5, 9)]
+    plain = completed(Engine(build(name), **SMALL), given)
+    right = {len(prompt): tokens for prompt, (tokens, _) in zip(given, plain, strict=True)}
+    call, drafted = CompiledDecode.__call__, list[bool]()
+    monkeypatch.setattr(Speculation, "_depths", three)
+    monkeypatch.setattr(CompiledDecode, "__call__", run)
+    found = []
+    for flag in (True, False):
+        engine = Engine(build(name), **SMALL, compile=flag, speculate="ngram")
+        engine.scheduler.speculation.drafter = HalfRight(right)
+        found.append((completed(engine, given), stored(engine)))
+        assert [tokens for tokens, _ in found[-1][0]] == [tokens for tokens, _ in plain]
+        assert engine.stats.drafts > engine.stats.accepted_drafts > 5
+    assert found[0] == found[1]
+    assert sum(drafted) > 5
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
@@ -169,8 +328,33 @@ def test_a_dropped_write_is_noticed(monkeypatch):
     assert not is_compiled(Engine(build("llama"), **SMALL, compile=True))
 
 
-def test_no_step_copies_the_pool():
-    engine = Engine(build("llama"), block_size=16, num_blocks=20_000, max_running=4, compile=True)
+def test_a_write_that_one_bucket_drops_is_noticed(monkeypatch):
+    def store_nothing(self, keys, values):
+        is_traced = not compiled_decode.ops.has_values(keys)
+        if self.layer == 1 and len(keys) == 3 and is_traced:
+            return self.keys_and_values()
+        return update(self, keys, values)
+
+    update = PagedLayerCache.update_and_fetch
+    monkeypatch.setattr(PagedLayerCache, "update_and_fetch", store_nothing)
+    assert compare(build("llama")).startswith("DIFFERENT [False, False")
+
+
+def test_the_pool_has_the_same_bytes_after_a_thousand_steps():
+    pools = []
+    for flag in (True, False):
+        engine = Engine(build("llama"), block_size=4, num_blocks=200, max_running=2, compile=flag)
+        while engine.stats.steps < 1000:
+            if engine.stats.steps % 97 == 0:
+                engine.add_request(prompts(1, 3 + engine.stats.steps % 5)[0], max_tokens=120)
+            engine.step()
+        pools.append(stored(engine))
+    assert pools[0] == pools[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_no_step_copies_the_pool(name):
+    engine = Engine(build(name), block_size=16, num_blocks=20_000, max_running=4, compile=True)
     for prompt in prompts(4):
         engine.add_request(prompt, max_tokens=60)
     for _ in range(5):
@@ -194,6 +378,21 @@ def test_another_thread_traces_again():
         found = [ticket.result() for ticket in tickets]
     assert [done.tokens for done in found] == [done.tokens for done in expected]
     assert num_traces(engine) == 2 * made
+
+
+def test_an_engine_that_waits_for_its_service_traces_once():
+    engine = Engine(build("llama"), **SMALL, compile=True, prewarm=None)
+    assert num_traces(engine) == 1  # the one that shows that it is right
+    with EngineService(engine) as service:
+        service.submit(prompts(1)[0], max_tokens=2).result()
+    assert num_traces(engine) == 1 + 8
+
+
+def test_an_engine_without_prewarm_traces_what_it_needs():
+    engine = Engine(build("llama"), **SMALL, compile=True, prewarm=False)
+    with EngineService(engine) as service:
+        service.submit(prompts(1)[0], max_tokens=2).result()
+    assert num_traces(engine) == 2
 
 
 def test_another_stream_traces_again():

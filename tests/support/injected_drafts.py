@@ -4,6 +4,7 @@ import random
 from collections.abc import Container
 from functools import partial
 
+from architectures import VOCAB
 from solo_runs import SoloModel, solo_run
 
 from mlx_paged.request import Request
@@ -70,3 +71,31 @@ def every_guess(speculation, likely):
 def take_every_guess(speculation):
     """Let no clock decide how many drafts a step takes."""
     speculation._depths = partial(every_guess, speculation)
+
+
+class HalfRight:
+    """Drafts whose first token is right; the others are right every second time."""
+
+    num_tokens, seconds, seconds_per_draft = 3, 0.0, 0.0
+
+    def __init__(self, right: dict[int, list[int]], vocab: int = VOCAB) -> None:
+        self.right = right  # tokens of a completion by length of its prompt
+        self.vocab = vocab
+        self.rounds = 0
+
+    def likelihood(self, request) -> float:
+        return 0.999
+
+    def propose(self, requests, depths):
+        self.rounds += 1
+        return [self._drafts(*pair) for pair in zip(requests, depths, strict=True)]
+
+    def _drafts(self, request, depth):
+        first, *others = self.right[request.num_prompt][request.num_generated :][:depth] or [0]
+        return [first, *((token + self.rounds % 2) % self.vocab for token in others)]
+
+    def verified(self, request, drafted, accepted) -> None: ...
+
+    def drop(self, request) -> None: ...
+
+    def recover(self) -> None: ...

@@ -3,7 +3,7 @@
 import io
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -50,6 +50,16 @@ class Graph:
                 by_id[match[1]].outputs.append(match[2])
         self.nodes = list(by_id.values())
         self.producer = {name: node for node in self.nodes for name in node.outputs}
+
+    def origin(self, name: str, known: Container[str]) -> str | None:
+        """The known array that this array is a view of, or that writes have changed to it."""
+        while name not in known:
+            node = self.producer.get(name)
+            if node is None or not node.inputs:
+                return None
+            place = 2 + node.outputs.index(name) if node.primitive == "WriteKV" else 0
+            name = node.inputs[place]
+        return name
 
     def evaluation_order(self, outputs: Sequence[str], width: int = WIDTH) -> list[Node]:
         """The nodes in the order in which MLX evaluates them for these outputs."""

@@ -133,6 +133,21 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
     }
 
 
+def blocks_of_a_decode(
+    cache: mx.array, indices: Sequence[mx.array], window: int | None
+) -> Callable[[], Blocks]:
+    """What an op of a decode step touches. `indices`: the slots that it writes, or the block tables
+    and the context lengths by which it reads."""
+
+    def blocks() -> Blocks:
+        if len(indices) == 1:
+            return _written(cache, indices[0])
+        tables, lens = indices
+        return _read((cache,), tables, lens, [1] * len(lens), window)
+
+    return blocks
+
+
 def _read(
     pools: tuple[mx.array, ...],
     tables: mx.array,

@@ -1,29 +1,40 @@
 """Traces of what really runs: every eval's graph, as MLX's Metal backend would encode it."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from encoder_model.graph import Graph, Node
 from encoder_model.graph_ops import GraphOps, address_of
-from encoder_model.pool_ops import Blocks, Call, recording
+from encoder_model.pool_ops import ROLES, Blocks, Call, blocks_of_a_decode, recording
 from encoder_model.trace import Eval, Event, Free, HostWait, Synchronize
 from mlx_paged import ops
 from mlx_paged.attention.forward import FEW_QUERIES
 from mlx_paged.drop_in import padded_batch
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.runner import layer_cache
+from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.scheduler.step import Step
 
 CALLS_KEPT = 30
 """Evals after which a lazy read is forgotten: most gathers are never evaluated."""
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """What a compiled graph was given: they stay alive until its step is evaluated."""
+
+    arrays: dict[str, mx.array]  # by name, those of the batch and the pool's handles
+    has_scales: bool
+    window_of: dict[str, int | None]  # by the name of a block table
 
 
 class Tracer:
@@ -34,7 +45,7 @@ class Tracer:
         pool_elements: of each array of a pool; None: what it really has.
 
     Attributes:
-        counts: pool ops by primitive, and evals.
+        counts: pool ops by primitive, evals, and steps of compiled graphs.
         pools: by address, a name for the memory of each array of a pool.
         known: arrays whose memory the trace knows already.
     """
@@ -50,6 +61,8 @@ class Tracer:
         self._ids: dict[int, str] = {}
         self._streams: list[mx.Stream] = []
         self._label = ""
+        self._windows: WeakKeyDictionary[CompiledDecode, list[int | None]] = WeakKeyDictionary()
+        self._arguments: deque[_Arguments] = deque(maxlen=CALLS_KEPT)
         self._num_names = self._num_steps = self._num_pools = 0
 
     def know(self, *arrays: mx.array) -> None:
@@ -74,6 +87,8 @@ class Tracer:
             self._patch(stack, KVPool, "grow", self._pool_made)
             self._patch(stack, KVPool, "keep", self._pool_made)
             self._patch(stack, ModelRunner, "launch", self._launched)
+            self._patch(stack, CompiledDecode, "__init__", self._made_compiled)
+            self._patch(stack, CompiledDecode, "_run", self._run_compiled)
             self._patch(stack, mx.array, "item", self._read)
             self._patch(stack, mx.array, "tolist", self._read)
             self._patch(stack, mx, "eval", lambda call, *args: self._eval(call, args, True))
@@ -112,6 +127,43 @@ class Tracer:
         for array in pool.handles():
             address = address_of(array)
             self.pools[address] = f"pool {self._num_pools} at {address:x}"
+
+    def _made_compiled(
+        self, call: Callable[..., None], compiled: CompiledDecode, *args: Any, **kw: Any
+    ) -> None:
+        call(compiled, *args, **kw)
+        groups = args[2].allocator.groups
+        self._windows[compiled] = [g.window for g in groups for _ in range(g.members)]
+
+    def _run_compiled(
+        self, call: Callable[..., Any], compiled: CompiledDecode, arrays: list[mx.array]
+    ) -> Any:
+        """Build a step from a compiled graph. No Python runs for its pool ops: they are found in
+        the graph by the arrays that they are given."""
+        pool, num_calls = compiled._pool, len(self._calls)
+        handles = pool.handles()
+        self.know(*arrays, *handles)
+        found = call(compiled, arrays)
+        del self._calls[num_calls:]  # of a trace, whose arrays have no values
+        windows = zip(arrays[4::2], self._windows[compiled], strict=True)
+        window_of = {self._name(tables): window for tables, window in windows}
+        known = {self._name(array): array for array in (*arrays, *handles)}
+        self._arguments.append(_Arguments(known, bool(pool.scales), window_of))
+        self.counts["compiled steps"] += 1
+        return found
+
+    def _compiled_call(self, graph: Graph, node: Node) -> Call:
+        """A pool op of a compiled decode, known by the arguments of its graph."""
+        places = (2, 4) if node.primitive == "WriteKV" else (1, 3, 4)
+        for given in reversed(self._arguments):
+            names = [graph.origin(node.inputs[place], given.arrays) for place in places]
+            if None not in names:
+                break
+        cache, *indices = (given.arrays[name] for name in names)
+        blocks = blocks_of_a_decode(cache, indices, given.window_of.get(names[1]))
+        scales = (-2, -1) if given.has_scales else ()
+        before = self.counts["evals"]
+        return Call(node.primitive, (), (cache,), blocks, self.stream(), before, scales)
 
     def _launched(self, call: Callable[..., Any], runner: Any, step: Step, before: Any) -> Any:
         self._num_steps += 1
@@ -167,6 +219,9 @@ class Tracer:
             node = known.node_in(graph, self._name(known.outputs[0]))
             if node in evaluated:
                 placed[node] = known
+        for node in order:
+            if node.primitive in ROLES and node not in placed:
+                placed[node] = self._compiled_call(graph, node)
         return placed
 
     # Names

@@ -1,0 +1,204 @@
+"""What compiled decodes save: the graph of a step, whole steps, and what rows of padding cost.
+
+    python -m scripts.decode_graphs graphs      # beside mlx-lm's batch generator
+    python -m scripts.decode_graphs steps       # the demo model and one of 28 layers
+    python -m scripts.decode_graphs padding     # the largest share of padding
+    python -m scripts.decode_graphs parts       # where the host's time of a compiled step goes
+
+All engines of a table take turns in one process. The last line is one JSON object. None takes more
+than five minutes on two idle cores.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from tqdm import tqdm
+
+from bench.command import print_result, table
+from bench.host_cost.graph_costs import Timed, graph_costs
+from bench.machine import check_machine, machine_text
+from bench.models import SIZES, random_llama
+from mlx_paged import Engine
+from mlx_paged.cli import COUNT, Parser, load_model
+from mlx_paged.runner import batch, compiled_decode
+
+WARM_UP = 8
+PROMPT = 20
+
+
+def deep_llama(layers: int) -> nn.Module:
+    """A Llama of so many layers and a hidden size of 128, random float32 weights."""
+    return random_llama(SIZES["tiny"] | {"hidden_size": 128, "num_hidden_layers": layers})
+
+
+def decoding(model: nn.Module, rows: int, num_steps: int, is_compiled: bool) -> Engine:
+    """An engine that decodes `rows` requests for so many more steps."""
+    tokens = num_steps + WARM_UP
+    blocks = 2 * rows * -(-(PROMPT + tokens) // 16) + 8
+    engine = Engine(model, num_blocks=blocks, max_running=rows, compile=is_compiled)
+    prompts = np.random.default_rng(0).integers(0, 100, (rows, PROMPT)).tolist()
+    for prompt in prompts:
+        engine.add_request(prompt, max_tokens=tokens)
+    while len(engine.step()) < rows:
+        pass
+    return engine
+
+
+@dataclass
+class Course:
+    """An engine in turns with another one; `within` is the context of its steps."""
+
+    engine: Engine
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def milliseconds(self, num_steps: int) -> float:
+        """The median time of some steps."""
+        laps = []
+        with self.within():
+            for _ in range(num_steps):
+                started = time.perf_counter()
+                self.engine.step()
+                laps.append(1000 * (time.perf_counter() - started))
+        return median(laps)
+
+
+def compare(first: Course, second: Course, pairs: int, steps: int) -> dict[str, Any]:
+    """Times of both courses in turns, and how much longer the first one takes, pair by pair."""
+    found: list[tuple[float, float]] = []
+    for index in tqdm(range(pairs), disable=None):
+        if index % 2:
+            late = second.milliseconds(steps)
+            found.append((first.milliseconds(steps), late))
+        else:
+            early = first.milliseconds(steps)
+            found.append((early, second.milliseconds(steps)))
+    ratios = [a / b for a, b in found]
+    return {
+        "first_ms": round(median(a for a, _ in found), 3),
+        "second_ms": round(median(b for _, b in found), 3),
+        "ratio": round(median(ratios), 4),
+        "lowest": round(min(ratios), 4),
+        "highest": round(max(ratios), 4),
+    }
+
+
+def graphs(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Processor time of the graph of a step, by rows."""
+    costs = graph_costs(args.layers, args.rows or [1, 8, 32], args.steps)
+    for each in costs:
+        compiled = each["compiled graph_us"]
+        each["compiled over plain"] = round(compiled / each["plain graph_us"], 3)
+        each["mlx-lm over compiled"] = round(each["mlx-lm graph_us"] / compiled, 2)
+    return costs
+
+
+def steps(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Whole steps: plain over compiled."""
+    found = []
+    total = args.pairs * args.steps
+    for name, model in (("demo", load_model(None)[0]), (args.layers, deep_llama(args.layers))):
+        for rows in args.rows or [1, 8]:
+            plain, compiled = (Course(decoding(model, rows, total, flag)) for flag in (False, True))
+            assert compiled.engine.stats.traces is not None
+            found.append(
+                {
+                    "model": str(name),
+                    "rows": rows,
+                    **compare(plain, compiled, args.pairs, args.steps),
+                }
+            )
+    return found
+
+
+def _unpadded() -> AbstractContextManager[object]:
+    """Within this context batches get no rows of padding."""
+    return patch.object(batch, "row_bucket", int)
+
+
+def padding(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Steps with rows of padding over steps of the same rows without any."""
+    model, found, total = deep_llama(args.layers), [], args.pairs * args.steps
+    for rows in args.rows or [33, 65]:
+        with _unpadded(), patch.object(compiled_decode, "row_bucket", int):
+            bare = Course(decoding(model, rows, total, True), _unpadded)
+        padded = Course(decoding(model, rows, total, True))
+        more = batch.row_bucket(rows) - rows
+        found.append(
+            {"rows": rows, "padding": more, **compare(padded, bare, args.pairs, args.steps)}
+        )
+    return found
+
+
+PARTS = {
+    "schedule": ("scheduler", "schedule"),
+    "arrays of the batch": ("runner", "_batches"),
+    "graph": ("runner", "_forward"),
+    "sampler": ("runner", "sampler"),
+    "evaluation": ("runner", "_begin"),
+    "results": ("runner", "collect"),
+}
+"""What an engine calls in a step: an attribute, and one of its own."""
+
+
+def parts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Processor time of the engine's thread in a compiled step, us: medians over the steps. What
+    MLX's other threads compute is not in it. "other" is the whole step without these parts."""
+    model, found = deep_llama(args.layers), []
+    for rows in args.rows or [1, 8, 32]:
+        engine = decoding(model, rows, args.steps, True)
+        timed = {
+            name: _timed(getattr(engine, owner), call) for name, (owner, call) in PARTS.items()
+        }
+        laps = []
+        for _ in range(args.steps):
+            for each in timed.values():
+                each.seconds = 0.0
+            started = time.thread_time()
+            engine.step()
+            lap = {"step": time.thread_time() - started}
+            lap |= {name: each.seconds for name, each in timed.items()}
+            laps.append(lap | {"other": 2 * lap["step"] - sum(lap.values())})
+        medians = {name: round(1e6 * median(lap[name] for lap in laps), 1) for name in laps[0]}
+        found.append({"rows": rows, **medians})
+    return found
+
+
+def _timed(owner: Any, call: str) -> Timed:
+    timed = Timed(getattr(owner, call))
+    setattr(owner, call, timed)
+    return timed
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
+    each.__name__: each for each in (graphs, steps, padding, parts)
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(prog="decode_graphs", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("table", choices=COMMANDS)
+    parser.add_argument("--layers", type=COUNT, default=28, help="of the random Llama")
+    parser.add_argument("--rows", type=COUNT, nargs="+", help="running requests")
+    parser.add_argument("--steps", type=COUNT, default=40, help="of an engine in its turn")
+    parser.add_argument("--pairs", type=COUNT, default=12, help="of turns")
+    args = parser.parse_args(argv)
+    mx.set_default_device(mx.Device(mx.cpu))
+    machine = check_machine()
+    print(machine_text(machine), file=sys.stderr)
+    found = COMMANDS[args.table](args)
+    print(table([list(found[0]), *([str(value) for value in each.values()] for each in found)]))
+    print_result(f"decode_graphs {args.table}", {**machine, args.table: found})
+
+
+if __name__ == "__main__":
+    main()
