@@ -22,8 +22,8 @@ inline int own_vector(int lane, int c) {
   return COUNT % 2 == 0 ? (c / 2 * STRIDE + lane) * 2 + c % 2 : c * STRIDE + lane;
 }
 
-// Where the keys `first`, `first` + APART, ... of a tile are. Slots of a block are a `stride` apart.
-// If it is 0, keys may be anywhere.
+// Where the keys `first`, `first` + APART, ... of a tile are. Slots of a block are a `stride`
+// apart. If it is 0, keys may be anywhere.
 template <int APART, int STEPS>
 inline void find_keys(uint own_offset, uint stride, int first, thread uint (&offsets)[STEPS]) {
   if (stride > 0 && BLOCK_SIZE % (STEPS * APART) == 0) {
