@@ -62,7 +62,8 @@ def rounded(x: np.ndarray, bits: int) -> Any:
 @contextmanager
 def quantized_mlx_lm(kv_bits: Any) -> Iterator[None]:
     """Within this context mlx-lm's own caches store K/V that NumPy has quantized and restored."""
-    kinds = () if kv_bits is None else (stock.KVCache, stock.RotatingKVCache)
+    names = () if kv_bits is None else ("KVCache", "RotatingKVCache", "ChunkedKVCache")
+    kinds = [getattr(stock, name) for name in names]
     originals = [kind.update_and_fetch for kind in kinds]
 
     def quantizing(original: Any) -> Any:

@@ -211,3 +211,11 @@ def plain_beam_search(
             finished += live
     finished.sort(key=lambda beam: -beam.total / len(beam.tokens) ** options.length_penalty)
     return [beam.tokens for beam in finished[:width]]
+
+
+def beam_score(
+    logprobs: Logprobs, prompt: Sequence[int], tokens: Sequence[int], options: BeamOptions
+) -> float:
+    """The score of a hypothesis."""
+    rows = [logprobs([*prompt, *tokens[:i]])[token] for i, token in enumerate(tokens)]
+    return float(sum(rows)) / len(tokens) ** options.length_penalty
