@@ -300,8 +300,9 @@ class KVPool:
             if shape.latent:
                 self.set_keys(layer, changed(self.k[layer]))
             else:
-                for handles in self._stored:
-                    handles[layer] = changed(handles[layer])
+                arrays = [changed(handles[layer]) for handles in self._stored]  # all, or none
+                for handles, array in zip(self._stored, arrays, strict=True):
+                    handles[layer] = array
             _evaluate(self.v[layer])
         self.num_blocks = num_blocks
         self._first = [list(handles) for handles in self._stored]

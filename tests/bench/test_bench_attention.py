@@ -206,7 +206,8 @@ def test_medians_are_of_ratios_within_a_round():
 
 
 @pytest.mark.parametrize(("rounds", "budget_s", "turns"), [(3, 9e9, 4), (3, 0.0, 1)])
-def test_ways_take_turns_while_there_is_time(rounds, budget_s, turns):
+def test_ways_take_turns_while_there_is_time(rounds, budget_s, turns, monkeypatch):
+    monkeypatch.setattr(attention_timing, "TURN_S", 0.0)
     taken = []
     runs = {name: lambda name=name: taken.append(name) for name in ("read", "a", "b")}
     times = in_turns(runs, rounds, budget_s, Clock.WALL)
@@ -214,6 +215,16 @@ def test_ways_take_turns_while_there_is_time(rounds, budget_s, turns):
     assert {name: len(each) for name, each in times.items()} == dict.fromkeys(
         runs, max(1, turns - 1)
     )
+
+
+def test_fast_ways_are_repeated_in_their_turn(monkeypatch):
+    seconds = iter([0.02, 0.06, 0.01, 0.1, *[1.2] * 4])
+    monkeypatch.setattr(Clock, "seconds", lambda clock, run, threads: (run(), next(seconds))[1])
+    taken = []
+    runs = {name: lambda name=name: taken.append(name) for name in ("read", "a", "b", "c")}
+    times = in_turns(runs, 1, 9e9, Clock.WALL)
+    assert taken == ["read", "a", "b", "c", *["read"] * 2, "a", *["b"] * 5, "c"]
+    assert times == {"read": [0.6], "a": [1.2], "b": [0.24], "c": [1.2]}
 
 
 def test_processor_time_is_shared_by_the_threads_and_does_not_pass_in_sleep(monkeypatch):
