@@ -1,7 +1,6 @@
 """Engine: many requests generated at once from one paged pool."""
 
 from collections.abc import Sequence
-from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -209,7 +208,9 @@ class Engine(WaitingCalls):
         self.stats.traces = runner.compile_decodes(False if profile else compile, max_running)
         self._pipeline.fast_forward = probed.batching is Batching.MIXED  # else a forward for each
         self.prewarm = prewarm
-        self._pipelines = partial(compile_pipelines, probed.attentions, block_size, plan)
+        self._pipelines = [(probed.attentions, block_size, plan)]
+        if isinstance(drafter, DraftModel):
+            self._pipelines.append((drafter.attentions, block_size, drafter.plan))
         if prewarm:
             self.warm_up()
         self._unwire = hold_wired_limit(self)
@@ -223,7 +224,9 @@ class Engine(WaitingCalls):
         """Compile the GPU pipelines, and trace the decodes for the thread that calls this."""
         if isinstance(self.runner, ModelRunner):
             self.runner.warm_up()
-        self.stats.prewarm_seconds = self._pipelines()
+        if self.stats.prewarm_seconds is None:
+            seconds = [compile_pipelines(*kinds) for kinds in self._pipelines]
+            self.stats.prewarm_seconds = sum(s for s in seconds if s is not None) or None
 
     def close(self, stream: Any = None) -> None:
         """Release MLX's wired limit now, not only when the engine is collected, and with `kv_disk`

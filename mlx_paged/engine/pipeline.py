@@ -168,7 +168,7 @@ class StepPipeline(Generic[LaunchedT]):
         committing = self._clock()
         self._put(current.step)
         self._scheduler.commit(current.step)
-        own_seconds = result.seconds - current.step.draft_seconds
+        own_seconds = result.seconds - current.step.extra_seconds
         self._scheduler.budget.observe(current.step.work, own_seconds)
         result.schedule_seconds += self._clock() - committing
 

@@ -102,9 +102,12 @@ class DiskStore:
         return place.num_bytes if place else 0
 
     def seconds_to_read(self, keys: Sequence[bytes]) -> float:
-        """What earlier reads predict, less each time, so that a slow disk is tried; 0: unknown."""
-        self._seconds *= 0.95
+        """What earlier reads predict; 0: unknown."""
         return self._seconds / self._bytes * sum(map(self.size_of, keys)) if self._bytes else 0.0
+
+    def doubt(self) -> None:
+        """Predict less from now on, so that a slow disk is tried again."""
+        self._seconds *= 0.95
 
     def put(self, key: bytes, payload: Any) -> None:
         """Write a payload soon, a buffer that does not change."""

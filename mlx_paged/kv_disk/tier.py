@@ -169,6 +169,7 @@ class KVDiskTier:
         to_compute = self._seconds_to_compute(start, stop)
         if 0 < to_compute < store.seconds_to_read(keys):
             self._asked[request.id] = DECLINED
+            store.doubt()
             store.counts["slower"] += 1
             return False
         loads = {plan.load for plan in self._plans.values()}

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
 from statistics import median
@@ -14,17 +15,20 @@ from mlx.utils import tree_map
 
 from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
-from mlx_paged.attention.forward import Chunk, Forward
+from mlx_paged.attention.forward import Chunk, Forward, max_paged_queries
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.metrics.stats import Traces, resident_bytes
-from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, column_bucket, row_bucket
+from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, Layout, column_bucket, row_bucket
 from mlx_paged.sampling.sampler import Scores
 
 LOGGER = logging.getLogger(__name__)
 
 PAIRS = 9
 """Pairs of a plain and a compiled step that are timed, unless they take too long."""
+
+USES = 3  # steps with drafts of as many rows, before these are traced
+MOST_DRAFT_GRAPHS = 64
 
 MOST_SECONDS = 0.25
 """No pair begins after this time, except the first one."""
@@ -46,9 +50,10 @@ class CompiledDecode:
     new trace, and new layers are traced again. The graphs belong to a stream, as all computations
     of MLX do, so that another thread's stream traces them again.
 
-    A graph must have the logits of the plain forward, bit by bit. Fused elementwise ops may round
-    differently, also those of functions that the model compiles itself, which are fused with the
-    whole graph or not at all. On a CPU fusion would need a C++ compiler, so nothing is fused there.
+    On a CPU a graph must have the logits of the plain forward, bit by bit. Fused elementwise ops
+    may round differently, also those of functions that the model compiles itself, which are fused
+    with the whole graph or not at all. On a CPU fusion would need a C++ compiler, so nothing is
+    fused there.
 
     Args:
         model: its `state` is an argument of the graphs.
@@ -82,11 +87,22 @@ class CompiledDecode:
         self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
         self._stream = mx.default_stream(mx.default_device())
         self._functions: dict[tuple[int, ...], Callable[..., Arrays] | None] = {}
+        self._uses = Counter[int]()  # steps with drafts of so many rows
+        self._drafted = set[int]()  # numbers of rows of such steps that have graphs
 
     def takes(self, batch: Batch) -> bool:
         """Whether each row chooses a token, of decodes or of drafts, which get no padding."""
         rows = len(batch.tokens)
-        return batch.samples_all and (batch.decodes_only or row_bucket(rows) == rows)
+        if not batch.samples_all or batch.layout is not Layout.ROWS:
+            return False
+        if batch.decodes_only:
+            return True
+        if row_bucket(rows) != rows or not max_paged_queries():
+            return False
+        self._uses[rows] += 1  # a trace takes as long as several plain graphs
+        if self._uses[rows] >= USES and len(self._drafted) < MOST_DRAFT_GRAPHS:
+            self._drafted.add(rows)
+        return rows in self._drafted
 
     def __call__(self, batch: Batch) -> Scores:
         """Logits ``[T, vocab]`` of a batch, and the most likely tokens."""

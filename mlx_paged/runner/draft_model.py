@@ -60,6 +60,7 @@ class DraftModel:
         self, model: nn.Module, profile: ModelProfile, manager: KVBlockManager, num_tokens: int
     ) -> None:
         self.num_tokens = num_tokens
+        self.attentions, self.plan = profile.attentions, manager.plan
         self.seconds = self.seconds_per_draft = 0.0
         self._allocator = manager.allocator
         self._runner = ModelRunner(model, manager, profile)

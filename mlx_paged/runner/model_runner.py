@@ -111,6 +111,10 @@ class ModelRunner:
         if self.compiled is not None:
             self.compiled.trace()
 
+    @property
+    def _trace_seconds(self) -> float:
+        return 0.0 if self.compiled is None else self.compiled.traces.seconds
+
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
         if before is not None and before.unsampled is not None:
@@ -134,6 +138,7 @@ class ModelRunner:
                 snapshot.states = unpacked(snapshot.states)
             self.states.restore(request.id, cast(States, snapshot.states))
         coming = None if before is None else before.coming
+        traced = self._trace_seconds
         requests: list[Request] = []
         logits: list[mx.array] = []
         newest: list[mx.array] = []
@@ -149,6 +154,7 @@ class ModelRunner:
                 logits.append(rows if batch.logits_of is None else rows[batch.logits_of])
                 newest.append(batch.newest)
                 lengths.append(batch.sampled_lengths)
+        step.extra_seconds += self._trace_seconds - traced
         pending = self.manager.pool.handles()
         if self._is_recurrent:
             for span in step.spans:
@@ -190,11 +196,14 @@ class ModelRunner:
         for group in groups:
             coming = [t for t in loads if t.group == group]
             for rows in {id(t.payload[0]): t.payload[0] for t in coming}.values():
+                found = [t for t in coming if t.payload[0] is rows]
+                places = [t.payload[1] for t in found]
+                if isinstance(rows, np.ndarray):  # which is copied
+                    rows, places = rows[places], list(range(len(found)))
                 blocks = np.full((rows.shape[0], len(coming[0].blocks)), -1, np.int32)
-                for t in [t for t in coming if t.payload[0] is rows]:
-                    blocks[t.payload[1]] = t.blocks
+                blocks[places] = [t.blocks for t in found]
                 write_blocks(pool, blocks.reshape(-1), group, rows)
-        if loads:
+        if any([isinstance(t.payload[0], mx.array) for t in loads]):
             mx.eval(pool.handles())  # the memory of what was loaded may be used again
         for states in [t for t in stores if not t.blocks]:
             states.payload = partial(packed, states.payload)

@@ -23,7 +23,8 @@ class ChunkBudget:
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from the time of a step, if anyone needs to know it."""
-        if self.learns and seconds > 0 and (self.max_stall is not None or not self.pauses):
+        pauses = self.pauses and self.max_stall is None and not work.chunk_tokens
+        if self.learns and seconds > 0 and not pauses:
             self.cost.observe(work, seconds)
 
     def seconds_to_compute(self, start: int, stop: int) -> float:

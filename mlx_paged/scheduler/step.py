@@ -87,7 +87,7 @@ class Step:
     chunk_tokens: int = 0
     chunk_context: int = 0
     prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
-    draft_seconds: float = 0.0  # that its drafts took before it was launched
+    extra_seconds: float = 0.0  # that its drafts took before it was launched, and traces
     # Running requests with several tokens to compute, oldest first.
     prompts: list[Request] = field(default_factory=list)
     max_chunk_tokens: int | None = None  # limit of `chunk_tokens`; None: the scheduler's budget

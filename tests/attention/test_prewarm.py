@@ -106,3 +106,18 @@ def test_an_engine_uses_only_pipelines_that_were_dispatched(model_type, gpu, mon
     prompts = [np.random.default_rng(0).integers(0, VOCAB, n).tolist() for n in (5, 19)]
     engine.generate(prompts, max_tokens=3)
     assert set(metal.trace.pipelines) <= warmed
+
+
+def test_a_draft_models_pipelines_are_compiled_too(monkeypatch):
+    def compiled(*kinds):
+        seen.append(kinds)
+        return 0.5
+
+    seen = []
+    monkeypatch.setattr("mlx_paged.engine.engine.compile_pipelines", compiled)
+    engine = Engine(tiny_model("llama"), draft_model=tiny_model("gemma3_text"), num_blocks=64)
+    own, drafts = seen
+    assert own[0] != drafts[0] and own[2] == engine.manager.plan != drafts[2]
+    assert engine.stats.prewarm_seconds == 1.0
+    engine.warm_up()
+    assert len(seen) == 2

@@ -1,6 +1,7 @@
 """Decodes by compiled graphs: the tokens and the pool's bytes of the plain forward."""
 
 import logging
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +16,7 @@ from mlx_paged import Engine
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.engine.service import EngineService
 from mlx_paged.runner import compiled_decode
-from mlx_paged.runner.batch import column_bucket, row_bucket
+from mlx_paged.runner.batch import Layout, column_bucket, row_bucket
 from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_runner import ModelRunner
@@ -294,8 +295,26 @@ def test_drafts_are_rows_of_a_compiled_step(monkeypatch, caplog, name):
         assert [tokens for tokens, _ in found[-1][0]] == [tokens for tokens, _ in plain]
         assert engine.stats.drafts > engine.stats.accepted_drafts > 5
     assert found[0] == found[1]
-    assert sum(drafted) > 5
+    assert sum(drafted) > 2
     assert not caplog.records
+
+
+def test_drafts_are_traced_when_they_come_often(monkeypatch):
+    def batch(rows, layout=Layout.ROWS):
+        return SimpleNamespace(
+            tokens=[0] * rows, samples_all=True, decodes_only=False, layout=layout
+        )
+
+    engine = Engine(build("llama"), **SMALL, compile=True)
+    takes = engine.runner.compiled.takes
+    assert [takes(batch(5)) for _ in range(4)] == [False, False, True, True]
+    assert not takes(batch(4, Layout.CHUNK)) and not any(takes(batch(33)) for _ in range(5))
+    monkeypatch.setattr(compiled_decode, "MOST_DRAFT_GRAPHS", 2)
+    assert [takes(batch(6)) for _ in range(3)] == [False, False, True]
+    assert not any(takes(batch(7)) for _ in range(5))
+    assert takes(batch(5)) and takes(batch(6))
+    monkeypatch.setattr(compiled_decode, "max_paged_queries", lambda: 0)
+    assert not takes(batch(5))
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
