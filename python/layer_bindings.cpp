@@ -54,6 +54,16 @@ Args:
 Raises:
     ValueError: a shape or dtype does not fit.)";
 
+constexpr const char* kLinearDoc =
+    R"(``x @ weight.T`` by MLX's own product of matrices, as one node of the graph.
+
+Args:
+    x: ``[R, 1, D]``.
+    weight: ``[O, D]``, of x's dtype.
+
+Raises:
+    ValueError: a shape or dtype does not fit.)";
+
 constexpr const char* kLogSumExpDoc =
     R"(``mx.logsumexp`` over the last axis, which stays with one element.
 
@@ -90,6 +100,7 @@ void bind_layers(nb::module_& module) {
         "stream"_a = nb::none(), kActivateDoc);
   m.def("gelu_approx", &activation<cpu::Activation::kGeluApprox>, "x"_a, "factor"_a = nb::none(),
         nb::kw_only(), "stream"_a = nb::none(), kActivateDoc);
+  m.def("linear", &linear, "x"_a, "weight"_a, nb::kw_only(), "stream"_a = nb::none(), kLinearDoc);
   m.def("log_sum_exp", &log_sum_exp, "x"_a, nb::kw_only(), "stream"_a = nb::none(), kLogSumExpDoc);
 }
 

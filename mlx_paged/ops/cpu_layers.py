@@ -28,6 +28,7 @@ mlx_rope: Layer = mx.fast.rope
 mlx_silu: Layer = nn.silu
 mlx_gelu_approx: Layer = nn.gelu_approx
 mlx_swiglu: Layer = activations.swiglu
+mlx_linear: Layer = nn.Linear.__call__
 
 
 class Place(NamedTuple):
@@ -53,6 +54,7 @@ class CPULayers:
             Place(mx.fast, "rope", mlx_rope, _rope),
             Place(nn, "silu", mlx_silu, _silu),
             Place(nn, "gelu_approx", mlx_gelu_approx, _gelu_approx),
+            Place(nn.Linear, "__call__", mlx_linear, _linear),
         ]
         for name in sorted({type(layer).__module__ for layer in model.modules()}):
             module = sys.modules.get(name)
@@ -153,6 +155,13 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     if _fits(gate, x) and gate.shape == x.shape:
         return _ext.layers.silu(gate, x)
     return mlx_swiglu(gate, x)
+
+
+def _linear(layer: nn.Linear, x: mx.array) -> mx.array:
+    is_row = isinstance(x, mx.array) and x.ndim == 3 and x.shape[1] == 1
+    if not is_row or "bias" in layer or not _fits(x, layer["weight"]):
+        return mlx_linear(layer, x)
+    return _ext.layers.linear(x, layer["weight"])
 
 
 def log_sum_exp(x: mx.array) -> mx.array:

@@ -45,6 +45,7 @@ CASES = {
     ),
     "rope": (rope, mlx_rope, [(2, 3, 4, 8)]),
     "log_sum_exp": (layers.log_sum_exp, lambda x: mx.logsumexp(x, -1, keepdims=True), [(2, 3, 8)]),
+    "linear": (layers.linear, lambda x, w: x @ w.T, [(3, 1, 8), (4, 8)]),
     "silu": (layers.silu, nn.silu, [(2, 3, 8)]),
     "swiglu": (layers.silu, swiglu, [(2, 3, 8), (2, 3, 8)]),
     "gelu": (layers.gelu_approx, nn.gelu_approx, [(2, 3, 8)]),

@@ -62,7 +62,7 @@ struct RowOp {
   bool operator==(const RowOp&) const = default;
 
   static int64_t count(const mx::array& x) { return cpu::DenseRows(x).count(); }
-  static mx::Shape shape(const mx::array& x) { return x.shape(); }
+  static mx::Shape shape(const Arrays& inputs) { return inputs[0].shape(); }
 };
 
 // Inputs x and, if there is one, the weight.
@@ -162,8 +162,8 @@ struct Activate : RowOp {
 struct LogSumExp : RowOp {
   static constexpr const char* kName = "PagedLogSumExp";
 
-  static mx::Shape shape(const mx::array& x) {
-    mx::Shape shape = x.shape();
+  static mx::Shape shape(const Arrays& inputs) {
+    mx::Shape shape = inputs[0].shape();
     shape.back() = 1;
     return shape;
   }
@@ -180,10 +180,47 @@ struct LogSumExp : RowOp {
   }
 };
 
+// Inputs x [R, 1, D] and weight [O, D]. The product with the transposed weight is MLX's own, whose
+// graph would have four nodes.
+struct Linear : RowOp {
+  static constexpr const char* kName = "PagedLinear";
+  std::shared_ptr<mx::Primitive> matmul;
+
+  bool operator==(const Linear&) const { return true; }
+
+  static int64_t count(const mx::array&) { return 0; }
+  static mx::Shape shape(const Arrays& inputs) {
+    return {inputs[0].shape(0), 1, inputs[1].shape(0)};
+  }
+
+  // MLX's product adds its own tasks.
+  auto kernel(const Arrays& inputs, mx::array& out) const {
+    const mx::array &x = inputs[0], &weight = inputs[1];
+    mx::array rows({x.shape(0), x.shape(2)}, x.dtype(), nullptr, {});
+    rows.copy_shared_buffer(x, {x.strides(0), x.strides(2)}, x.flags(), x.data_size());
+    mx::array columns({weight.shape(1), weight.shape(0)}, x.dtype(), nullptr, {});
+    auto flags = weight.flags();
+    flags.row_contiguous = weight.flags().col_contiguous;
+    flags.col_contiguous = weight.flags().row_contiguous;
+    columns.copy_shared_buffer(weight, {weight.strides(1), weight.strides(0)}, flags,
+                               weight.data_size());
+    const int64_t width = out.shape(2);
+    Arrays product = {mx::array({out.shape(0), out.shape(2)}, out.dtype(), nullptr, {})};
+    matmul->eval_cpu({rows, columns}, product);
+    out.copy_shared_buffer(product[0], {width, width, 1}, product[0].flags(),
+                           product[0].data_size());
+    return [](int64_t, int64_t) {};
+  }
+
+  mx::array composed(const Arrays& inputs, mx::Stream s) const {
+    return mx::matmul(inputs[0], mx::transpose(inputs[1], s), s);
+  }
+};
+
 template <typename Op>
 mx::array make(Op op, Arrays inputs, mx::StreamOrDevice stream) {
   auto primitive = std::make_shared<LayerPrimitive<Op>>(mx::to_stream(stream), op);
-  const mx::Shape shape = Op::shape(inputs[0]);
+  const mx::Shape shape = Op::shape(inputs);
   const mx::Dtype dtype = inputs[0].dtype();
   return mx::array(shape, dtype, std::move(primitive), std::move(inputs));
 }
@@ -252,6 +289,16 @@ mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream) {
   require(x.ndim() >= 1 && x.shape(-1) > 0, "log_sum_exp",
           "x has no elements on its last axis: expected at least one");
   return make(LogSumExp{}, {x}, stream);
+}
+
+mx::array linear(const mx::array& x, const mx::array& weight, mx::StreamOrDevice stream) {
+  check_floating("linear", "x", x);
+  require(x.ndim() == 3 && x.shape(1) == 1 && weight.ndim() == 2 && weight.shape(1) == x.shape(2) &&
+              weight.dtype() == x.dtype(),
+          "linear", "expected x [R, 1, D] and weight [O, D] of one dtype");
+  const mx::Stream s = mx::to_stream(stream);
+  static const mx::array one = mx::ones({1, 1});
+  return make(Linear{{}, mx::matmul(one, one, s).primitive_ptr()}, {x, weight}, s);
 }
 
 }  // namespace mlx_paged

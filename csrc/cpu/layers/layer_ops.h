@@ -20,4 +20,6 @@ mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activat
 
 mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream);
 
+mx::array linear(const mx::array& x, const mx::array& weight, mx::StreamOrDevice stream);
+
 }  // namespace mlx_paged

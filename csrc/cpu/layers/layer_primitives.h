@@ -65,7 +65,7 @@ class LayerPrimitive : public mx::Primitive {
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    return {Op::shape(inputs[0])};
+    return {Op::shape(inputs)};
   }
 
  private:
