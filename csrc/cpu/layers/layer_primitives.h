@@ -35,7 +35,9 @@ class LayerPrimitive : public mx::Primitive {
       cpu::parallel_for((count + range - 1) / range,
                         [&](int64_t i) { compute(i * range, std::min(count, (i + 1) * range)); });
     };
-    cpu::encoder_for(stream(), inputs, outputs).dispatch(std::move(task));
+    if (count > 0) {
+      cpu::encoder_for(stream(), inputs, outputs).dispatch(std::move(task));
+    }
   }
 
   void eval_gpu(const Arrays&, Arrays&) override {
