@@ -29,8 +29,8 @@ class CountingLayers:
 
     def __init__(self, layers):
         self.calls = Counter()
-        names = "rms_norm", "rope", "silu", "gelu_approx", "rope_frequencies", "log_sum_exp", "linear"
-        for name in names:
+        names = "rms_norm", "rope", "silu", "gelu_approx", "rope_frequencies", "log_sum_exp"
+        for name in (*names, "linear"):
             setattr(self, name, self._counting(name, getattr(layers, name)))
 
     def _counting(self, name, op):
