@@ -87,6 +87,7 @@ class CompiledDecode:
         self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
         self._stream = mx.default_stream(mx.default_device())
         self._functions: dict[tuple[int, ...], Callable[..., Arrays] | None] = {}
+        self._attends_in_place = max_paged_queries() > 0
         self._uses = Counter[int]()  # steps with drafts of so many rows
         self._drafted = set[int]()  # numbers of rows of such steps that have graphs
 
@@ -97,7 +98,7 @@ class CompiledDecode:
             return False
         if batch.decodes_only:
             return True
-        if row_bucket(rows) != rows or not max_paged_queries():
+        if row_bucket(rows) != rows or not self._attends_in_place:
             return False
         self._uses[rows] += 1  # a trace takes as long as several plain graphs
         if self._uses[rows] >= USES and len(self._drafted) < MOST_DRAFT_GRAPHS:

@@ -87,7 +87,16 @@ class SamplingRows:
         self.penalised = [i for i, p in enumerate(params) if any(penalties_of(p))]
         self.processed = [i for i, p in enumerate(params) if p.logits_processors]
         self.samplers = {i: p.sampler for i, p in enumerate(params) if p.sampler is not None}
-        self.constrained = [i for i, r in enumerate(requests) if r.grammar is not None]
+        places: dict[int, list[int]] = {}
+        for i, request in enumerate(requests):
+            if request.grammar is not None:
+                places.setdefault(request.id, []).append(i)
+        # Rows with a grammar: how many drafts of the request come before each; if it has drafts.
+        self.constrained = [
+            (row, drafts, len(rows) > 1)
+            for rows in places.values()
+            for drafts, row in enumerate(rows)
+        ]
         self.reported = Subset(reported, len(params)) if reported else None
         self.num_reported = min(max((p.logprobs for p in params), default=0), vocab)
         self.may_be_empty = [i for i, request in enumerate(requests) if _may_be_empty(request)]

@@ -120,12 +120,13 @@ def masks_of(
     forced: dict[int, int] = {}
     errors: dict[int, Exception] = {}
     waiting: list[tuple[Matcher, int]] = []
+    ahead: dict[int, GrammarState] = {}  # behind the drafts so far, by the state of the request
     bits = np.full((len(rows), -(-rows[0].state.vocab_size // 32)), 2**32 - 1, np.uint32)
     for place, each in enumerate(rows):
         state = each.state
         try:
-            if each.drafts:
-                state = state.copy(each.tokens)
+            if each.drafts:  # the row before it has followed all tokens but the last one
+                state = ahead[id(each.state)] = ahead.get(id(state), state).copy(each.tokens)
             else:
                 state.follow(each.tokens)
         except ValueError as error:

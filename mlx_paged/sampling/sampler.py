@@ -94,8 +94,8 @@ class Sampler:
         errors = dict(self._rows.errors)
         forced: mx.array | None = None
         constrained = [  # without requests that ended after the step was launched
-            _row(requests, i, int(lengths[i]))
-            for i in self._rows.constrained
+            _row(requests[i], i, int(lengths[i]), num_drafts, is_drafted)
+            for i, num_drafts, is_drafted in self._rows.constrained
             if not requests[i].finish_reason
         ]
         if any([row.length > len(row.tokens) for row in constrained]):
@@ -148,12 +148,12 @@ class Sampler:
         return logits
 
 
-def _row(requests: Sequence[Request], index: int, length: int) -> Row:
-    """The row at `index`, whose request may have other rows before or behind it for drafts."""
-    request = requests[index]
+def _row(request: Request, index: int, length: int, num_drafts: int, is_drafted: bool) -> Row:
+    """The row at `index`, behind so many drafts of its request. While a step is laid out, drafts
+    are tokens of their requests."""
     assert isinstance(request.grammar, GrammarState)
-    tokens = request.tokens[:length] if requests.count(request) > 1 else request.tokens
-    return Row(index, request.grammar, tokens, length, index - requests.index(request))
+    tokens = request.tokens[:length] if is_drafted else request.tokens
+    return Row(index, request.grammar, tokens, length, num_drafts)
 
 
 def _constrained(
