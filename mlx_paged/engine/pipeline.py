@@ -35,7 +35,7 @@ class StepPipeline(Generic[LaunchedT]):
     the next step are the tokens that the device is still choosing. If one of these tokens ends its
     request, the next step computes one token too many, which is dropped. The blocks of that request
     are free at once, because the device computes steps in order. A step with drafts is read before
-    the next one is scheduled.
+    the next one is scheduled, and so is one with K/V from a disk: its requests have waited already.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class StepPipeline(Generic[LaunchedT]):
         if current is None:
             return result
         drafting = self._scheduler.speculation
-        if ahead and not (drafting is not None and drafting.reads_first):
+        reads_first = drafting is not None and drafting.reads_first
+        if ahead and not reads_first and not current.step.loads:
             self._under_way = self._launch(current, result)
         self._collect(current, result)
         return result

@@ -83,9 +83,12 @@ class GroupPrefixes:
         """The full blocks that a prompt could reuse if the pool had those whose keys are
         `elsewhere`, in order; none if it can reuse as much anyway."""
         stop, size, root = len(tokens) - 1, self._block_size, root_hash(salt)
-        hashes, found, _ = self._full_blocks(tokens, stop, root, elsewhere)
+        has_states = self._store.prefixes[0].snapshots is not None
+        # A block that ends with the prompt is reused but for its last token.
+        is_last_useful = not has_states and size > self._min_run
+        hashes, found, _ = self._full_blocks(tokens, stop + is_last_useful, root, elsewhere)
         states: list[NeededBlock] = []
-        if self._store.prefixes[0].snapshots is not None:
+        if has_states:
             while hashes and block_key(hashes[-1], -1) not in elsewhere:
                 hashes.pop()
             if self.match(tokens, len(tokens), salt).num_cached >= len(hashes) * size:
@@ -93,7 +96,7 @@ class GroupPrefixes:
             last, parent = len(hashes) - 1, hashes[-2] if hashes[1:] else root
             content = token_bytes(tokens, last * size, (last + 1) * size)
             states = [NeededBlock(last, -1, CachedBlock(ABSENT, hashes[-1], parent, content))]
-        firsts = self._first_kept(len(hashes))
+        firsts = self._first_kept(min(len(hashes), stop // size))
         return [
             NeededBlock(i, group, known)
             for i in range(len(hashes))

@@ -40,6 +40,7 @@ class Load:
         self.futures: list[Future[None]] = []
         self.started = monotonic()
         self.seconds = 0.0
+        self.gate = Lock()  # its readers pass when all of it is known: they would slow that down
 
     @property
     def is_done(self) -> bool:
@@ -129,9 +130,10 @@ class DiskStore:
                 counts[size] += 1
         rows = {size: self._make_rows(count, size) for size, count in counts.items()}
         stride = -(-len(wanted) // READERS) or 1
-        for start in range(0, len(wanted) or 1, stride):
-            task = self._readers.submit(self._read, load, wanted[start : start + stride], rows)
-            load.futures.append(task)
+        with load.gate:
+            for start in range(0, len(wanted) or 1, stride):
+                task = self._readers.submit(self._read, load, wanted[start : start + stride], rows)
+                load.futures.append(task)
         return load
 
     def note(self, load: Load, seconds_to_compute: float) -> None:
@@ -197,7 +199,8 @@ class DiskStore:
                 self._staged -= len(payload)
 
     def _read(self, load: Load, wanted: Sequence[Any], rows: dict[int, Any]) -> None:
-        started, memory = monotonic(), {size: pair[1] for size, pair in rows.items()}
+        with load.gate:
+            started, memory = monotonic(), {size: pair[1] for size, pair in rows.items()}
         stored = [each for each in wanted if isinstance(each[1], Location)]
         for key, payload, size, row in wanted:
             if not isinstance(payload, Location):

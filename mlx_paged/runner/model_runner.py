@@ -83,6 +83,7 @@ class ModelRunner:
         self.cpu_layers = CPULayers(model)
         self.sampler = Sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
+        self._loaded: list[mx.array] = []  # what transfers read from, until the next step is read
         self._error: Exception | None = None  # noted by `_begin`, until recovery
         self.compiled: CompiledDecode | None = None
         self.why_plain = self._untraceable = profile.untraceable
@@ -155,7 +156,7 @@ class ModelRunner:
                 newest.append(batch.newest)
                 lengths.append(batch.sampled_lengths)
         step.extra_seconds += self._trace_seconds - traced
-        pending = self.manager.pool.handles()
+        pending, self._loaded = self.manager.pool.handles() + self._loaded, []
         if self._is_recurrent:
             for span in step.spans:
                 for fork in span.forks:
@@ -203,8 +204,7 @@ class ModelRunner:
                 blocks = np.full((rows.shape[0], len(coming[0].blocks)), -1, np.int32)
                 blocks[places] = [t.blocks for t in found]
                 write_blocks(pool, blocks.reshape(-1), group, rows)
-        if any([isinstance(t.payload[0], mx.array) for t in loads]):
-            mx.eval(pool.handles())  # the memory of what was loaded may be used again
+        self._loaded += [t.payload[0] for t in loads if isinstance(t.payload[0], mx.array)][:1]
         for states in [t for t in stores if not t.blocks]:
             states.payload = partial(packed, states.payload)
 
@@ -251,7 +251,7 @@ class ModelRunner:
             mx.synchronize()
         self.manager.pool.reset_handles()
         self.states.clear()
-        self._copied, self._error = [], None
+        self._copied, self._loaded, self._error = [], [], None
         self.sampler = Sampler()
         padded = self.compiled is not None
         self._tables = BatchTables.of_groups(self.manager.allocator, padded)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import tiny_models
-from disk_engines import GREEDY, make_engine, outputs, tokens_of
+from disk_engines import GREEDY, SIZE, make_engine, outputs, tokens_of
 
 from mlx_paged.kv.block_bytes import Staging, read_blocks
 from mlx_paged.kv.blocks import BlockTransfer
@@ -182,14 +182,36 @@ def test_no_disk_after_the_prefix_cache_was_reset(tmp_path):
     make_engine(model, tmp_path).close()
 
 
-def test_the_memory_of_a_load_may_be_used_again_after_the_transfer(tmp_path):
+def test_the_memory_of_a_load_is_not_used_again_before_the_transfer_is_done(tmp_path):
     engine = make_engine(tiny_models.tiny_model("llama"), tmp_path)
     (size,) = engine.scheduler.tier._entry_bytes
-    rows, memory = Staging(4 * size).rows(4, size)
+    staging = Staging(4 * size)
+    rows, memory = staging.rows(4, size)
     memory[:] = 7
     slow = mx.ones((400, 400))
     mx.async_eval([slow := slow @ slow for _ in range(5)])  # before what the transfer computes
     engine.runner.transfer((), [BlockTransfer(b"", 0, [i], (rows, i)) for i in range(4)])
-    memory[:] = 0
-    assert (np.array(read_blocks(engine.manager.pool, range(4), 0)) == 7).all()
+    del rows
+    other, _ = staging.rows(4, size)
+    assert isinstance(other, np.ndarray), "the transfer still reads the first rows"
+    engine.generate([tokens_of(1)], **GREEDY)
+    again, _ = staging.rows(4, size)
+    assert isinstance(again, mx.array)
+    engine.close()
+
+
+def test_the_first_token_after_a_load_does_not_wait_for_another_step(tmp_path):
+    model, prompt = tiny_models.tiny_model("llama"), tokens_of(0, 48)
+    expected, *_ = outputs(model, [prompt], tmp_path)
+    engine = make_engine(model, tmp_path)
+    engine.add_request(prompt, **GREEDY)
+    tokens: list = []
+    while not tokens:
+        tokens += engine.step()
+    assert not engine._pipeline.busy
+    assert engine.metrics()["kv_disk"]["hits"] == 48 // SIZE
+    while engine.has_work:
+        tokens += engine.step()
+    assert [[output.token for output in tokens]] == expected
+    assert tokens[-1].completion.cached_prompt_tokens == 47, "all but the last token"
     engine.close()
