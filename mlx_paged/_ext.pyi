@@ -96,6 +96,7 @@ class layers:
     silu: Callable[..., mx.array]
     gelu_approx: Callable[..., mx.array]
     log_sum_exp: Callable[..., mx.array]
+    mask: Callable[..., mx.array]
 
 class metal:
     """The submodule of launch plans; a call is a dict, see its documentation. Functions that plan

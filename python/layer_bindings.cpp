@@ -35,6 +35,10 @@ constexpr const char* kActivateDoc =
 constexpr const char* kLogSumExpDoc =
     R"(``mx.logsumexp`` over the last axis, of at least one element; it stays with one element.)";
 
+constexpr const char* kMaskDoc =
+    R"(``x [R, W]`` with -inf where bit ``i % 32`` of ``allowed[r, i // 32]`` is 0. `allowed` is
+``[R, ceil(W / 32)]`` uint32. This op runs on GPUs too, of several of MLX's operations.)";
+
 mx::array rope_of(const mx::array& x, const std::variant<int, mx::array>& offset,
                   const mx::array& frequencies, float scale, bool traditional,
                   mx::StreamOrDevice stream) {
@@ -63,6 +67,7 @@ void bind_layers(nb::module_& module) {
   m.def("gelu_approx", &activation<cpu::Activation::kGeluApprox>, "x"_a, "factor"_a = nb::none(),
         nb::kw_only(), "stream"_a = nb::none(), kActivateDoc);
   m.def("log_sum_exp", &log_sum_exp, "x"_a, nb::kw_only(), "stream"_a = nb::none(), kLogSumExpDoc);
+  m.def("mask", &mask, "x"_a, "allowed"_a, nb::kw_only(), "stream"_a = nb::none(), kMaskDoc);
 }
 
 }  // namespace mlx_paged

@@ -141,3 +141,8 @@ def log_sum_exp(x: mx.array) -> mx.array:
     if x.dtype in _DTYPES and mx.default_device() == mx.cpu:
         return _ext.layers.log_sum_exp(x)
     return mx.logsumexp(x, axis=-1, keepdims=True)
+
+
+def mask(x: mx.array, allowed: mx.array) -> mx.array:
+    """``x [R, W]`` with -inf where bit ``i % 32`` of ``allowed[r, i // 32]``, uint32, is 0."""
+    return _ext.layers.mask(x, allowed)

@@ -111,11 +111,11 @@ class Row(NamedTuple):
 
 def masks_of(
     rows: Sequence[Row], vocab: int
-) -> tuple[npt.NDArray[np.uint8], dict[int, int], dict[int, Exception]]:
+) -> tuple[npt.NDArray[np.uint32], dict[int, int], dict[int, Exception]]:
     """Let each row's state follow its tokens, and fill all masks in one call, on several threads.
 
-    Returns what is allowed, ``[N, vocab]`` 1 or 0, of these rows in their order; and by row of the
-    batch the only token that may follow, and why there is none.
+    Returns what is allowed, a bit for each token ``[N, ceil(vocab / 32)]``, of these rows in their
+    order; and by row of the batch the only token that may follow, and why there is none.
     """
     forced: dict[int, int] = {}
     errors: dict[int, Exception] = {}
@@ -147,8 +147,8 @@ def masks_of(
         if matcher.is_error() and not rows[place].drafts:
             reason = f"[SamplingParams] the grammar failed: {_line(matcher.get_error())}"
             errors[rows[place].row] = ValueError(reason)
-    allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=vocab, bitorder="little")
-    return allowed, forced, errors
+    missing = max(0, -(-vocab // 32) - bits.shape[1])  # of logits that are wider
+    return np.pad(bits, ((0, 0), (0, missing)))[:, : -(-vocab // 32)], forced, errors
 
 
 @cache

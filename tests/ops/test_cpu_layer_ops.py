@@ -260,6 +260,21 @@ def test_log_sum_exp_of_millions_keeps_its_digits():
     assert_close(layers.log_sum_exp(x), want, mx.float32)
 
 
+@pytest.mark.parametrize("layout", ["dense", "inner", "strided", "transposed"])
+@pytest.mark.parametrize("width", (*WIDTHS, 70_001))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestMask:
+    def test_what_is_forbidden_is_minus_infinity(self, dtype, width, layout):
+        x = laid_out(random(3, width, dtype=dtype), layout)
+        bits = np.random.default_rng(width).integers(0, 2, (3, -(-width // 32) * 32))
+        bits[1], bits[2, :40] = 1, 0  # bits behind the width mean nothing
+        words = np.packbits(bits.astype(np.uint8), axis=1, bitorder="little").view(np.uint32)
+        want = np.where(bits[:, :width], float64(x), -np.inf)
+        got = layers.mask(x, mx.array(words))
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(float64(got), want)
+
+
 def test_an_array_that_is_still_needed_is_not_written_over():
     x, factor = random(64, 64), random(64, 64, seed=1)
     kept, product = mx.array(x), x * factor
@@ -269,6 +284,8 @@ def test_an_array_that_is_still_needed_is_not_written_over():
     again = layers.silu(x, factor)
     assert_close(again, float64(swiglu(x, factor)), mx.float32)
     assert mx.array_equal(x, kept)
+    masked = layers.mask(x, mx.zeros((64, 2), mx.uint32))
+    assert mx.array_equal(masked, mx.full((64, 64), -mx.inf)) and mx.array_equal(x, kept)
 
 
 MISTAKES = [
@@ -299,6 +316,12 @@ MISTAKES = [
         lambda: layers.log_sum_exp(mx.zeros(4, mx.int32)),
         "x of shape (4,) has dtype int32: expected float32",
     ),
+    (lambda: layers.mask(mx.zeros(4), mx.zeros(1, mx.uint32)), "x has 1 axes: expected 2"),
+    (
+        lambda: layers.mask(mx.zeros((2, 33)), mx.zeros((2, 1), mx.uint32)),
+        "allowed has shape (2, 1) and dtype uint32: expected (2, 2) of uint32",
+    ),
+    (lambda: layers.mask(mx.zeros((1, 4)), mx.zeros((1, 1), mx.int32)), "and dtype int32: expect"),
     (lambda: layers.log_sum_exp(mx.zeros((2, 0))), "x has no elements on its last axis: expected"),
     (lambda: layers.silu(mx.zeros((2, 4)), mx.zeros(4)), "factor has 4 elements of float32: expec"),
     (lambda: layers.silu(mx.zeros(4), mx.zeros(4, mx.float16)), "factor has 4 elements of float16"),
@@ -326,7 +349,7 @@ def test_every_build_passes_these_tests(build):
     if build not in _ext.supported_kernels():
         pytest.skip(f"this machine cannot run the {build} build")
     names = "TestRmsNorm or TestRope or TestActivations or LogSumExp or log_sum_exp"
-    names += " or rounded or millions"
+    names += " or rounded or millions or TestMask"
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names, __file__],
         env={**os.environ, "MLX_PAGED_CPU": build},

@@ -36,6 +36,8 @@ def mlx_rope(x: mx.array) -> mx.array:
     return mx.fast.rope(x, 6, traditional=True, base=1e4, scale=2.0, offset=offset)
 
 
+MASK = mx.array([[*[0, 0, 0, 0, 1, 1, 1, 1] * 4, 1, 0, 1, *[0] * 35], [1] * 3 + [0] * 61 + [1] * 6])
+
 # op, MLX's, and the shapes of the arguments
 CASES = {
     "norm": (
@@ -45,6 +47,11 @@ CASES = {
     ),
     "rope": (rope, mlx_rope, [(2, 3, 4, 8)]),
     "log_sum_exp": (layers.log_sum_exp, lambda x: mx.logsumexp(x, -1, keepdims=True), [(2, 3, 8)]),
+    "mask": (
+        lambda x: layers.mask(x, mx.array([[0xF0F0F0F0, 5, 0], [7, 0, 63]], mx.uint32)),
+        lambda x: mx.where(MASK, x, -mx.inf),
+        [(2, 70)],
+    ),
     "silu": (layers.silu, nn.silu, [(2, 3, 8)]),
     "swiglu": (layers.silu, swiglu, [(2, 3, 8), (2, 3, 8)]),
     "gelu": (layers.gelu_approx, nn.gelu_approx, [(2, 3, 8)]),

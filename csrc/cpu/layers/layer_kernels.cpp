@@ -210,8 +210,24 @@ void log_sum_exp(const void* row, int32_t width, void* out) {
 }
 
 template <typename T>
+void mask(const void* row, const void* allowed, int32_t width, void* to) {
+  const T* x = static_cast<const T*>(row);
+  const auto* words = static_cast<const uint32_t*>(allowed);
+  Ints lane;
+  for (int i = 0; i < kLanes; ++i) {
+    lane[i] = i;
+  }
+  const Floats forbidden = broadcast(-__builtin_inff());
+  for_registers(width, [&](int64_t i, int count) {
+    const auto bits = static_cast<int32_t>(words[i / 32] >> (i % 32));
+    const Floats kept = ((bits >> lane) & 1) != 0 ? load_up_to(x + i, count) : forbidden;
+    store_up_to(static_cast<T*>(to) + i, kept, count);
+  });
+}
+
+template <typename T>
 constexpr LayerKernels kKernelsOf = {rms_norm<T>, activate<T>, angles<T>, rotate<T>,
-                                     log_sum_exp<T>};
+                                     log_sum_exp<T>, mask<T>};
 
 }  // namespace
 

@@ -33,6 +33,9 @@ struct LayerKernels {
 
   // log(sum(e^x)) over one row of `width`, rounded to the dtype: one element.
   void (*log_sum_exp)(const void* x, int32_t width, void* out);
+
+  // out[i] = x[i], or -inf where bit i % 32 of allowed[i / 32] is 0; out may be x.
+  void (*mask)(const void* x, const void* allowed, int32_t width, void* out);
 };
 
 // The kernels of float32, float16 and bfloat16, in the order of DType.

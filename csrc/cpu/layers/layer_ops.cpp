@@ -180,6 +180,29 @@ struct LogSumExp : RowOp {
   }
 };
 
+// Inputs x and the words of allowed bits.
+struct Mask : RowOp {
+  static constexpr const char* kName = "PagedMask";
+
+  auto kernel(const Arrays& inputs, mx::array& out) const {
+    return for_rows(inputs, out, allocate_in_place({inputs[0]}, out),
+                    [&kernels = kernels_for(out), width = inputs[0].shape(-1)](
+                        const void* x, const void* allowed, void* to) {
+                      kernels.mask(x, allowed, width, to);
+                    });
+  }
+
+  mx::array composed(const Arrays& inputs, mx::Stream s) const {
+    const mx::array &x = inputs[0], &words = inputs[1];
+    const mx::array places = mx::arange(0, 32, mx::uint32, s);
+    const mx::array one(1, mx::uint32), forbidden(-INFINITY, x.dtype());
+    mx::array bits = mx::right_shift(mx::expand_dims(words, -1, s), places, s);
+    bits = mx::flatten(mx::bitwise_and(bits, one, s), -2, -1, s);
+    bits = mx::slice(bits, {0, 0}, x.shape(), s);
+    return mx::where(mx::equal(bits, one, s), x, forbidden, s);
+  }
+};
+
 template <typename Op>
 mx::array make(Op op, Arrays inputs, mx::StreamOrDevice stream) {
   auto primitive = std::make_shared<LayerPrimitive<Op>>(mx::to_stream(stream), op);
@@ -252,6 +275,17 @@ mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream) {
   require(x.ndim() >= 1 && x.shape(-1) > 0, "log_sum_exp",
           "x has no elements on its last axis: expected at least one");
   return make(LogSumExp{}, {x}, stream);
+}
+
+mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice stream) {
+  check_floating("mask", "x", x);
+  require(x.ndim() == 2, "mask", "x has ", x.ndim(), " axes: expected 2");
+  const mx::Shape shape = {x.shape(0), (x.shape(1) + 31) / 32};
+  require(allowed.dtype() == mx::uint32 && allowed.shape() == shape, "mask", "allowed has shape ",
+          allowed.shape(), " and dtype ", allowed.dtype(), ": expected ", shape, " of uint32");
+  const mx::Stream on = mx::to_stream(stream);
+  return on.device == mx::Device::cpu ? make(Mask{}, {x, allowed}, on)
+                                      : Mask{}.composed({x, allowed}, on);
 }
 
 }  // namespace mlx_paged

@@ -20,4 +20,7 @@ mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activat
 
 mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream);
 
+// x [R, W] with -inf where a bit of allowed, [R, ceil(W / 32)] uint32, is 0; on any device.
+mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice stream);
+
 }  // namespace mlx_paged
