@@ -59,19 +59,28 @@ def rounded(x: np.ndarray, bits: int) -> Any:
     return restored(*quantize(x, bits))
 
 
+def noisy(x: np.ndarray, noise: float, rng: np.random.Generator) -> np.ndarray:
+    """`x` plus normal numbers of so many times the largest element of each row."""
+    added = noise * rng.standard_normal(x.shape) * np.abs(x).max(axis=-1, keepdims=True)
+    return (x + added).astype(np.float32) if noise else x
+
+
 @contextmanager
-def quantized_mlx_lm(kv_bits: Any) -> Iterator[None]:
-    """Within this context mlx-lm's own caches store K/V that NumPy has quantized and restored."""
+def quantized_mlx_lm(kv_bits: Any, noise: float = 0.0, seed: int = 0) -> Iterator[None]:
+    """Within this context mlx-lm's own caches store K/V that NumPy has quantized and restored;
+    :func:`noisy` K/V, as another order of additions would give it."""
+    rng = np.random.default_rng(seed)
     names = () if kv_bits is None else ("KVCache", "RotatingKVCache", "ChunkedKVCache")
     kinds = [getattr(stock, name) for name in names]
     originals = [kind.update_and_fetch for kind in kinds]
 
     def quantizing(original: Any) -> Any:
         def update_and_fetch(self: Any, keys: mx.array, values: mx.array) -> Any:
-            arrays = zip((keys, values), FORMATS[kv_bits], strict=True)
+            rows = [np.array(x.astype(mx.float32)) for x in (keys, values)]
+            arrays = zip(rows, FORMATS[kv_bits], strict=True)
             k, v = (
-                mx.array(rounded(np.array(x.astype(mx.float32)), form.bits)).astype(x.dtype)
-                for x, form in arrays
+                mx.array(rounded(noisy(row, noise, rng), form.bits)).astype(keys.dtype)
+                for row, form in arrays
             )
             return original(self, k, v)
 
