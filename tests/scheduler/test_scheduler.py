@@ -7,6 +7,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.cost_model import StepWork
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Span, Step
 
@@ -215,7 +216,7 @@ def test_decodes_of_a_step_count_as_its_work_and_are_computed():
         scheduler.add(request)
     compute(scheduler, scheduler.schedule())
     step = scheduler.schedule()
-    assert (step.decode_rows, step.decode_context, step.chunk_tokens) == (2, 4 + 5, 0)
+    assert step.work == StepWork(2, 4 + 5)
     assert step.requests == {0, 1} and [request.num_computed for request in requests] == [4, 5]
 
 
