@@ -384,8 +384,8 @@ class TestTrust:
         cache = PrefixCache(num_blocks=8, block_size=BLOCK, idle=OrderedDict())
         content = token_bytes(list(range(8)), 0, 8)
         parent = chain_hash(b"", content)
-        cache.register(0, parent, b"", content)
-        cache.register_tail(1, parent, token_bytes(list(range(5)), 0, 5))
+        cache.register(0, b"", content, parent)
+        cache.register(1, parent, token_bytes(list(range(5)), 0, 5))
         check_prefixes(cache)
         damage(cache)
         with pytest.raises((AssertionError, KeyError)):
