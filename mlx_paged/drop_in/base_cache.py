@@ -116,10 +116,10 @@ class PagedCache(AttendingCache, _BaseCache):
         self._set_rows(rows, starts)
 
     @classmethod
-    def of(cls, layer: PoolLayer, rows: Any, starts: Any, window: int | None = None) -> Any:
+    def of(cls, layer: PoolLayer, rows: Any, starts: Any, window: int | None = None) -> Self:
         """The cache of this layer, rows, starts and window, of the class for them."""
         kind = cls.kinds[layer.pool.kv_bits is not None][window is not None]
-        cache = object.__new__(kind)
+        cache: Self = object.__new__(kind)
         PagedCache.__init__(cache, layer, rows, starts, window)
         return cache
 

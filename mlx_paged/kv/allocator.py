@@ -303,7 +303,8 @@ class BlockAllocator:
         """Forget all cached content. No K/V written so far is reused; live sequences keep their
         blocks."""
         self.store.drop_idle()
-        self.prefixes.forget_all()
+        for prefixes in self.store.prefixes:
+            prefixes.clear()
         for sequence in self._sequences.values():
             sequence.is_reusable = False
 

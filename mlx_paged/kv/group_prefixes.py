@@ -116,10 +116,6 @@ class GroupPrefixes:
         args = len(self._store.counts), self._block_size, self._store.idle
         self._store.prefixes = [StatefulPrefixCache(*args, max_snapshots)]
 
-    def forget_all(self) -> None:
-        for prefixes in self._store.prefixes:
-            prefixes.clear()
-
     def match(self, tokens: Sequence[int] | None, num_tokens: int, salt: bytes) -> PrefixMatch:
         """The longest reusable prefix of ``tokens[:num_tokens]``, without the last token. None: no
         tokens are known."""
@@ -230,7 +226,7 @@ class GroupPrefixes:
             for group, first in enumerate(sequence.first_entries):
                 if i >= first:
                     block = int(tables[group][i])
-                    self._store.prefixes[group].register(block, key, parent, content)
+                    self._store.prefixes[group].register(block, parent, content, key)
                     if self.fresh is not None:
                         self.fresh.append((group, block, key))
             sequence.hashes.append(key)
@@ -247,7 +243,7 @@ class GroupPrefixes:
         content = token_bytes(tokens, num_computed - num_filled, num_computed)
         for group, prefixes in enumerate(self._store.prefixes):
             block = int(self._tables.row(sequence.row, group)[last])
-            prefixes.register_tail(block, sequence.prefix_hash(last), content)
+            prefixes.register(block, sequence.prefix_hash(last), content)
         sequence.private_stop = 0
 
     def attach(self, sequence: SequenceBlocks, tokens: Sequence[int], snapshot: Snapshot) -> bool:

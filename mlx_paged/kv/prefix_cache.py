@@ -92,20 +92,18 @@ class PrefixCache:
             self.forget(block)
         self._evicted.clear()
 
-    def register(self, block: int, key: bytes, parent: bytes, tokens: bytes) -> None:
-        """Add a full block, whose hash is `key`. Of blocks with equal content the first stays."""
-        if key not in self._by_hash and block not in self.by_block:
-            self._add(CachedBlock(block, key, parent, tokens))
-            self._evicted.pop(key, None)
-
-    def register_tail(self, block: int, parent: bytes, tokens: bytes) -> None:
-        """Add a text's last block, unless it is too short or a known block begins with it."""
-        if len(tokens) < self.min_run * TOKEN_BYTES or block in self.by_block:
+    def register(self, block: int, parent: bytes, tokens: bytes, key: bytes | None = None) -> None:
+        """Add a block, or a text's last one, which is not full, unless it is too short or a known
+        block begins with it. Of blocks with equal content the first stays. `key` is the hash."""
+        key = chain_hash(parent, tokens) if key is None else key
+        if key in self._by_hash or block in self.by_block:
             return
-        key = chain_hash(parent, tokens)
-        is_covered = any(entry.tokens.startswith(tokens) for entry in self._siblings(parent))
-        if key not in self._by_hash and not is_covered:
-            self._add(CachedBlock(block, key, parent, tokens))
+        if len(tokens) < self.block_size * TOKEN_BYTES:
+            is_known = any(entry.tokens.startswith(tokens) for entry in self._siblings(parent))
+            if len(tokens) < self.min_run * TOKEN_BYTES or is_known:
+                return
+        self._add(CachedBlock(block, key, parent, tokens))
+        self._evicted.pop(key, None)
 
     def find(self, key: bytes, parent: bytes, tokens: bytes) -> CachedBlock | None:
         """The block with this hash, if its content is really this one."""

@@ -262,7 +262,7 @@ class KVDiskTier:
                 if store.num_available < self._allocator.groups[group].width:
                     break
                 (entry,) = store.take(1, group)
-                store.prefixes[group].register(entry, known.hash, known.parent, known.tokens)
+                store.prefixes[group].register(entry, known.parent, known.tokens, known.hash)
                 store.hold_source(entry)
                 self._coming.add(entry)
                 store.release([entry])
