@@ -170,7 +170,9 @@ class TickRecorder:
         """Current levels, and how much the counters grew since the tick before."""
         stats, scheduler = self._stats, self._scheduler
         allocator = scheduler.allocator
-        tick.running, tick.waiting = len(scheduler.running), scheduler.num_waiting
+        tick.running, tick.waiting = len(scheduler.running), len(scheduler.waiting)
+        if scheduler.tier is not None:
+            tick.waiting += len(scheduler.tier.loading)
         tick.blocks_in_use, tick.blocks_cached = allocator.blocks_in_use, allocator.store.num_idle
         stats.blocks_in_use = tick.blocks_in_use
         tick.preemptions = scheduler.num_preemptions - stats.preemptions

@@ -149,6 +149,8 @@ class Sampler:
             logits = logits.at[rows, tokens].add(values)
         if self._penalties is not None:
             logits = self._penalties(logits, newest, lengths)
+        if not self._histories:
+            return logits
 
         def process(row: slice, history: TokenHistory) -> mx.array:
             return processed(history, logits[row], newest[row], int(lengths[row.start]))
