@@ -3,10 +3,52 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from mlx_paged.arguments import is_count, is_real, is_whole, require
+
+T = TypeVar("T")
+_Range = tuple[Callable[[Any], bool], str]
+"""Whether a value of a field is valid, and the valid values in words."""
+
+
+def _is_within(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Whether `value` is a finite number of ``[low, high]``."""
+    if not is_real(value):
+        return False
+    try:
+        number = float(value)
+    except OverflowError:
+        return False
+    return math.isfinite(number) and low <= number <= high
+
+
+def _is_bias(pair: object) -> bool:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    token, bias = pair
+    return is_count(token) and (_is_within(bias) or bias == -math.inf)
+
+
+def _field(default: T, is_valid: Callable[[Any], bool], expected: str) -> T:
+    made: T = field(default=default, metadata={"range": (is_valid, expected)})
+    return made
+
+
+_COUNT: _Range = (is_count, "an integer >= 0")
+_PROBABILITY: _Range = (lambda x: _is_within(x, 0, 1), "from 0 to 1")
+_DIVISOR: _Range = (lambda x: x is None or _is_within(x, 0), "None, or >= 0 and finite")
+_PENALTY: _Range = (lambda x: x is None or _is_within(x), "None or a finite number")
+_SEED: _Range = (lambda x: x is None or (is_count(x) and x < 2**64), "an integer in [0, 2**64)")
+_TEXT: _Range = (lambda x: x is None or (isinstance(x, str) and bool(x)), "None or a text")
+_TEXTS: _Range = (lambda x: all(isinstance(s, str) and s for s in x), "non-empty strings")
+_BIASES: _Range = (lambda x: all(map(_is_bias, x)), "numbers below infinity by token id >= 0")
+_TOKEN_IDS: _Range = (lambda ids: all(map(is_whole, ids)), "token ids >= 0")
+_SCHEMA: _Range = (_TEXT[0], "None, a mapping or JSON text")
+_CALLABLE: _Range = (lambda x: x is None or callable(x), "a callable")
+_CALLABLES: _Range = (lambda x: all(map(callable, x)), "callables")
+_SWITCH: _Range = (lambda x: isinstance(x, bool), "True or False")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,32 +105,32 @@ class SamplingParams:
         ValueError: a value is outside its range; the message names the field and the range.
     """
 
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    xtc_special_tokens: frozenset[int] = frozenset()
-    repetition_penalty: float | None = None
-    repetition_context_size: int = 20
-    presence_penalty: float | None = None
-    presence_context_size: int = 20
-    frequency_penalty: float | None = None
-    frequency_context_size: int = 20
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    logits_processors: tuple[Callable[..., Any], ...] = ()
-    sampler: Callable[..., Any] | None = None
-    seed: int | None = None
-    logprobs: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    speculate: bool = True
-    json_schema: Mapping[str, Any] | str | None = None
-    regex: str | None = None
-    grammar: str | None = None
+    max_tokens: int = _field(256, lambda x: is_count(x, 1), "an integer >= 1")
+    temperature: float = _field(0.0, lambda x: _is_within(x, 0), ">= 0 and finite")
+    top_p: float = _field(1.0, *_PROBABILITY)
+    top_k: int = _field(0, *_COUNT)
+    min_p: float = _field(0.0, *_PROBABILITY)
+    xtc_probability: float = _field(0.0, *_PROBABILITY)
+    xtc_threshold: float = _field(0.1, lambda x: _is_within(x, 0, 0.5), "from 0 to 0.5")
+    xtc_special_tokens: frozenset[int] = _field(frozenset(), *_TOKEN_IDS)
+    repetition_penalty: float | None = _field(None, *_DIVISOR)
+    repetition_context_size: int = _field(20, *_COUNT)
+    presence_penalty: float | None = _field(None, *_PENALTY)
+    presence_context_size: int = _field(20, *_COUNT)
+    frequency_penalty: float | None = _field(None, *_PENALTY)
+    frequency_context_size: int = _field(20, *_COUNT)
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = _field((), *_BIASES)
+    logits_processors: tuple[Callable[..., Any], ...] = _field((), *_CALLABLES)
+    sampler: Callable[..., Any] | None = _field(None, *_CALLABLE)  # noqa: RUF009
+    seed: int | None = _field(None, *_SEED)
+    logprobs: int = _field(0, *_COUNT)
+    stop: tuple[str, ...] = _field((), *_TEXTS)
+    stop_token_ids: frozenset[int] = _field(frozenset(), *_TOKEN_IDS)
+    ignore_eos: bool = _field(False, *_SWITCH)
+    speculate: bool = _field(True, *_SWITCH)
+    json_schema: Mapping[str, Any] | str | None = _field(None, *_SCHEMA)
+    regex: str | None = _field(None, *_TEXT)
+    grammar: str | None = _field(None, *_TEXT)
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -97,11 +139,11 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         if isinstance(self.json_schema, Mapping):
             object.__setattr__(self, "json_schema", _json(self.json_schema))
-        for name, collection in COLLECTIONS.items():
-            self._freeze(name, collection)
-        for name, (is_valid, expected) in RANGES.items():
-            value = getattr(self, name)
-            require(is_valid(value), "SamplingParams", name, value, expected)
+        for each in fields(self):
+            if isinstance(each.default, tuple | frozenset):
+                self._freeze(each.name, type(each.default))
+            (is_valid, expected), value = each.metadata["range"], getattr(self, each.name)
+            require(is_valid(value), "SamplingParams", each.name, value, expected)
         one_choice = self.sampler is None or not self.temperature
         beside = "None beside a temperature above 0"
         require(one_choice, "SamplingParams", "sampler", self.sampler, beside)
@@ -145,24 +187,6 @@ def check_biases(params: SamplingParams, vocab: int) -> None:
         )
 
 
-def _is_within(value: object, low: float = -math.inf, high: float = math.inf) -> bool:
-    """Whether `value` is a finite number of ``[low, high]``."""
-    if not is_real(value):
-        return False
-    try:
-        number = float(value)
-    except OverflowError:
-        return False
-    return math.isfinite(number) and low <= number <= high
-
-
-def _is_bias(pair: object) -> bool:
-    if not isinstance(pair, tuple) or len(pair) != 2:
-        return False
-    token, bias = pair
-    return is_count(token) and (_is_within(bias) or bias == -math.inf)
-
-
 def _json(value: object) -> object:
     try:
         return json.dumps(value)
@@ -174,49 +198,3 @@ GRAMMARS = ("json_schema", "regex", "grammar")  # fields of which one may constr
 
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON in one line, as Python writes it. A schema's own "x-guidance" overrides this."""
-
-COLLECTIONS: dict[str, Callable[[Iterable[Any]], object]] = {
-    "stop": tuple,
-    "logits_processors": tuple,
-    "logit_bias": tuple,
-    "stop_token_ids": frozenset,
-    "xtc_special_tokens": frozenset,
-}
-"""The type that a field's collection is stored as."""
-
-_Range = tuple[Callable[[Any], bool], str]
-_COUNT: _Range = (is_count, "an integer >= 0")
-_PROBABILITY: _Range = (lambda x: _is_within(x, 0, 1), "from 0 to 1")
-_PENALTY: _Range = (lambda x: x is None or _is_within(x), "None or a finite number")
-_TEXT: _Range = (lambda x: x is None or (isinstance(x, str) and bool(x)), "None or a text")
-_TOKEN_IDS: _Range = (lambda ids: all(map(is_whole, ids)), "token ids >= 0")
-
-RANGES: dict[str, _Range] = {
-    "max_tokens": (lambda x: is_count(x, 1), "an integer >= 1"),
-    "temperature": (lambda x: _is_within(x, 0), ">= 0 and finite"),
-    "top_p": _PROBABILITY,
-    "top_k": _COUNT,
-    "min_p": _PROBABILITY,
-    "xtc_probability": _PROBABILITY,
-    "xtc_threshold": (lambda x: _is_within(x, 0, 0.5), "from 0 to 0.5"),
-    "xtc_special_tokens": _TOKEN_IDS,
-    "repetition_penalty": (lambda x: x is None or _is_within(x, 0), "None, or >= 0 and finite"),
-    "repetition_context_size": _COUNT,
-    "presence_penalty": _PENALTY,
-    "presence_context_size": _COUNT,
-    "frequency_penalty": _PENALTY,
-    "frequency_context_size": _COUNT,
-    "logit_bias": (lambda x: all(map(_is_bias, x)), "numbers below infinity by token id >= 0"),
-    "logits_processors": (lambda x: all(map(callable, x)), "callables"),
-    "sampler": (lambda x: x is None or callable(x), "a callable"),
-    "seed": (lambda x: x is None or (is_count(x) and x < 2**64), "an integer in [0, 2**64)"),
-    "logprobs": _COUNT,
-    "stop": (lambda x: all(isinstance(s, str) and s for s in x), "non-empty strings"),
-    "stop_token_ids": _TOKEN_IDS,
-    "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
-    "speculate": (lambda x: isinstance(x, bool), "True or False"),
-    "json_schema": (_TEXT[0], "None, a mapping or JSON text"),
-    "regex": _TEXT,
-    "grammar": _TEXT,
-}
-"""For each field, whether a value is valid, and the valid values in words."""

@@ -16,8 +16,7 @@ from mlx_paged import ops
 from mlx_paged.attention.forward import LayerView, causal_mask
 from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
-from mlx_paged.drop_in.pool_layer import PoolLayer
-from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.drop_in.pool_layer import PagedSequence, PoolLayer
 from mlx_paged.drop_in.shared_pool import loose_layer
 from mlx_paged.drop_in.stored_arrays import StoredArray, held_until_evaluated
 from mlx_paged.kv.pool import as_int32
@@ -117,10 +116,10 @@ class PagedCache(AttendingCache, _BaseCache):
         self._set_rows(rows, starts)
 
     @classmethod
-    def of(cls, layer: PoolLayer, rows: Any, starts: Any, window: int | None = None) -> Any:
+    def of(cls, layer: PoolLayer, rows: Any, starts: Any, window: int | None = None) -> Self:
         """The cache of this layer, rows, starts and window, of the class for them."""
         kind = cls.kinds[layer.pool.kv_bits is not None][window is not None]
-        cache = object.__new__(kind)
+        cache: Self = object.__new__(kind)
         PagedCache.__init__(cache, layer, rows, starts, window)
         return cache
 

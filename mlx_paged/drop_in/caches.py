@@ -69,18 +69,13 @@ def make_prompt_cache(
     return _converted(paged, caches)
 
 
-class _Construction(threading.local):
-    """Whether calls of mlx-lm's classes in this thread give mlx-lm's own caches under the patch."""
-
-    is_stock = False
-
-
-construction = _Construction()
+construction = threading.local()
+"""`is_stock`: whether this thread's calls of mlx-lm's classes give its own caches, also patched."""
 
 
 def unpaged_prompt_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
     """mlx-lm's own prompt cache, also under the patch."""
-    before, construction.is_stock = construction.is_stock, True
+    before, construction.is_stock = getattr(construction, "is_stock", False), True
     try:
         caches: list[Any] = stock_make_prompt_cache(model, max_kv_size)
     finally:

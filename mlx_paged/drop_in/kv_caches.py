@@ -13,7 +13,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_paged.attention.sdpa_hook import CausalMask
 from mlx_paged.drop_in.base_cache import PagedCache, stored
-from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.drop_in.pool_layer import PagedSequence
 from mlx_paged.drop_in.shared_pool import loose_layer
 from mlx_paged.drop_in.stored_arrays import StoredArray
 from mlx_paged.kv.pool import KVShape, as_int32
@@ -184,8 +184,7 @@ class BatchPagedKVCache(PagedCache):
     def extract(self, idx: int) -> PagedKVCache:
         """A fork of one row as a cache of its own."""
         row = self.rows[idx].fork_for(self.layer)
-        cache: PagedKVCache = PagedKVCache.of(self.layer, [row], [self.starts[idx]], self.window)
-        return cache
+        return PagedKVCache.of(self.layer, [row], [self.starts[idx]], self.window)
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchPagedKVCache:
@@ -194,8 +193,7 @@ class BatchPagedKVCache(PagedCache):
         paged = [cache for cache in caches if isinstance(cache, PagedCache)]
         first = next((c for c in paged if c.size() or not c.layer.pool.is_loose), paged[0])
         rows, starts = _joined("merge", first, caches)
-        batch: BatchPagedKVCache = cls.of(first.layer, rows, starts, first.window)
-        return batch
+        return cls.of(first.layer, rows, starts, first.window)
 
 
 class KVCache(PagedKVCache, stock.KVCache):

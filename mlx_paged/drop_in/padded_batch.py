@@ -72,16 +72,10 @@ class PaddedBatch(Forward):
         self.reads: tuple[mx.array, ...] = ()
         self.max_paged_queries = max_paged_queries()  # columns up to which the paged op attends
         arrays = padded_arrays(spans.starts, spans.lengths, spans.columns, tables, rows, block_size)
-        positions, slot_mapping, block_tables, context_lens, offset, next_offset = arrays
+        positions, slots, row_tables, lens, offset, next_offset = arrays
+        longest = spans.max_context
         super().__init__(
-            spans.columns,
-            positions,
-            slot_mapping,
-            block_tables,
-            context_lens,
-            spans.max_context,
-            offset,
-            next_offset,
+            spans.columns, positions, slots, row_tables, lens, longest, offset, next_offset
         )
         if any(firsts):
             held_from = as_int32(firsts)[:, None, None, None]

@@ -83,7 +83,7 @@ def _construct(self: Any) -> None:
     """Replaces the constructor of mlx-lm's KVCache, so that calls of the class give the paged one.
     Loading, copying and unpickling call no constructor. Rotating caches and batches that a script
     makes itself stay mlx-lm's own: it knows how these lay out K/V and padding."""
-    is_paged = _patch.options is not None and not construction.is_stock
+    is_paged = _patch.options is not None and not getattr(construction, "is_stock", False)
     if is_paged and type(self) is KVCache.stock_class:
         self.__class__ = KVCache
         KVCache.__init__(self)

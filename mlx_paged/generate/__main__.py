@@ -15,7 +15,7 @@ from tqdm import tqdm
 from mlx_paged.cli import engine_options, load_model
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.arguments import make_parser
-from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, prompt_specs
+from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, params_of, prompt_specs
 from mlx_paged.generate.report import RULE, Result, print_results, print_stats, write_results
 from mlx_paged.outputs import Completion
 from mlx_paged.request import FinishReason
@@ -61,8 +61,9 @@ def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[list[int
             tokenizer.add_eos_token(token)
     except ValueError as error:
         raise ValueError(f"--extra-eos-token: {error}") from error
-    jobs = [make_job(spec, tokenizer, args) for spec in specs]
-    if any(j.count > 1 and j.beams is None and j.params.temperature == 0 for j in jobs):
+    params = params_of(args, tokenizer)
+    jobs = [make_job(spec, params, tokenizer, args) for spec in specs]
+    if args.beams is None and any(j.count > 1 and j.params.temperature == 0 for j in jobs):
         print(SAME_TEXTS, file=sys.stderr)
     engine = Engine(
         model,
@@ -83,7 +84,7 @@ def _run(
 ) -> int:
     """Generate, print the texts, write the files. Ctrl-C keeps the finished prompts."""
     done: dict[int, Completion] = {}
-    is_single = len(jobs) == 1 and jobs[0].count == 1 and jobs[0].beams is None
+    is_single = len(jobs) == 1 and jobs[0].count == 1 and args.beams is None
     status = 0
     try:
         _complete(engine, done, sum(map(len, ids)), streams=is_single, shows=args.verbose)

@@ -1,9 +1,11 @@
 """Encodes and checks the prompts of the command line, and adds them to an engine."""
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,14 @@ class Job:
     spec: PromptSpec
     tokens: list[int]
     params: SamplingParams
-    n: int = 1  # completions to return
-    best_of: int | None = None  # completions to generate; None means `n`
-    beams: int | None = None  # of a beam search; None means sampling
-    length_penalty: float = 1.0
-    early_stopping: bool = False
+    n: int  # completions to return
+    args: argparse.Namespace  # of the command
 
     @property
     def count(self) -> int:
         """Sequences that run at the same time."""
-        return self.beams or self.best_of or self.n
+        count: int = self.args.beams or self.args.best_of or self.n
+        return count
 
     def max_kv_tokens(self, block_size: int) -> int:
         """Upper bound of the K/V slots that this job needs, unused slots of blocks included."""
@@ -45,21 +45,15 @@ class Job:
 
     def add(self, engine: Engine) -> list[int]:
         """Queue the job. Returns the ids of its requests."""
-        priority = self.spec.priority
-        if self.beams is None:
+        args, priority = self.args, self.spec.priority
+        if args.beams is None:
             return engine.add_samples(self.tokens, self.count, self.params, priority=priority)
-        request_id = engine.add_beam_search(
-            self.tokens,
-            self.beams,
-            self.params,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
-            priority=priority,
-        )
-        return [request_id]
+        penalty: Any = {name: getattr(args, name) for name in ("length_penalty", "early_stopping")}
+        search = self.tokens, args.beams, self.params
+        return [engine.add_beam_search(*search, priority=priority, **penalty)]
 
     def select(self, completions: Sequence[Completion]) -> list[Completion]:
-        return list(completions) if self.best_of is None else likeliest(completions, self.n)
+        return list(completions) if self.args.best_of is None else likeliest(completions, self.n)
 
 
 def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
@@ -77,17 +71,23 @@ def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
     return specs
 
 
-def make_job(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Namespace) -> Job:
-    """Encode a prompt and check its options. Raises ValueError, which names the prompt's source."""
+def params_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> SamplingParams:
+    """The options of prompts that have none of their own. Raises ValueError, which names a flag."""
+    if args.best_of is not None and args.n > args.best_of:
+        raise ValueError(f"--n is {args.n}: expected at most --best-of {args.best_of}")
     options: dict[str, Any] = {k: getattr(args, k) for k in SAMPLING_FLAGS if k in args}
-    options |= {
-        "temperature": args.temp,
-        "xtc_special_tokens": tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-        "stop": tuple(args.stop),
-        "json_schema": args.json_schema,
-    }
+    special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+    options |= {"temperature": args.temp, "xtc_special_tokens": special}
+    with _naming_flags():
+        return SamplingParams(stop=args.stop, json_schema=args.json_schema, **options)
+
+
+def make_job(
+    spec: PromptSpec, params: SamplingParams, tokenizer: TokenizerWrapper, args: argparse.Namespace
+) -> Job:
+    """Encode a prompt and check its options. Raises ValueError, which names the prompt's source."""
     try:
-        params = SamplingParams(**(options | spec.options))
+        params = replace(params, **spec.options)
         tokens = _encode(spec, tokenizer, args)
         if not tokens:
             raise ValueError("the prompt is empty")
@@ -98,20 +98,33 @@ def make_job(spec: PromptSpec, tokenizer: TokenizerWrapper, args: argparse.Names
             raise ValueError("n or --best-of is given with --beams: expected one of them")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{spec.source}: {one_line(error)}") from error
-    beam_search = (args.beams, args.length_penalty, args.early_stopping)
-    return Job(spec, tokens, params, n, args.best_of, *beam_search)
+    return Job(spec, tokens, params, n, args)
 
 
 def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
     """Queue all jobs; returns the request ids of each. Raises ValueError, which names the source of
     a prompt that the engine refuses."""
     ids = []
+    if jobs[0].params.json_schema is not None:  # only the flag gives one
+        with _naming_flags():
+            engine.grammars.compile(jobs[0].params)
     for job in jobs:
         try:
             ids.append(job.add(engine))
         except ValueError as error:
             raise ValueError(f"{job.spec.source}: {one_line(error)}") from error
     return ids
+
+
+@contextmanager
+def _naming_flags() -> Iterator[None]:
+    """Let errors of SamplingParams name the flag of their field."""
+    try:
+        yield
+    except ValueError as error:
+        field = re.compile(r"\[SamplingParams\] (\w+)")
+        flag = field.sub(lambda found: f"--{found[1].replace('_', '-')}", one_line(error), count=1)
+        raise ValueError(flag) from error
 
 
 def one_line(error: BaseException) -> str:

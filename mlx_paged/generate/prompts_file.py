@@ -98,19 +98,14 @@ def _option(key: str, value: Any) -> Any:
         if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
             raise ValueError('"stop" must be a string or a list of strings')
         return tuple(strings)
-    if key == "logit_bias":
-        return _logit_bias(value)
+    if key == "logit_bias":  # JSON has no integer keys, so {"42": -1.5} means token 42
+        try:
+            return {int(token): float(bias) for token, bias in value.items()}
+        except (AttributeError, TypeError, ValueError):
+            raise ValueError('"logit_bias" must be an object such as {"42": -1.5}') from None
     if key in SWITCHES:
         if not isinstance(value, bool):
             raise ValueError(f'"{key}" must be true or false')
     elif not isinstance(value, int | float) or isinstance(value, bool):
         raise ValueError(f'"{key}" must be a number')
     return value
-
-
-def _logit_bias(value: Any) -> dict[int, float]:
-    """JSON has no integer keys, so {"42": -1.5} means token 42."""
-    try:
-        return {int(token): float(bias) for token, bias in value.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError('"logit_bias" must be an object such as {"42": -1.5}') from None

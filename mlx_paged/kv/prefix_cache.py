@@ -86,29 +86,24 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self.by_block
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.by_block)
-
     def clear(self) -> None:
         """Forget all blocks, and that any were known."""
         for block in list(self.by_block):
             self.forget(block)
         self._evicted.clear()
 
-    def register(self, block: int, key: bytes, parent: bytes, tokens: bytes) -> None:
-        """Add a full block, whose hash is `key`. Of blocks with equal content the first stays."""
-        if key not in self._by_hash and block not in self.by_block:
-            self._add(CachedBlock(block, key, parent, tokens))
-            self._evicted.pop(key, None)
-
-    def register_tail(self, block: int, parent: bytes, tokens: bytes) -> None:
-        """Add a text's last block, unless it is too short or a known block begins with it."""
-        if len(tokens) < self.min_run * TOKEN_BYTES or block in self.by_block:
+    def register(self, block: int, parent: bytes, tokens: bytes, key: bytes | None = None) -> None:
+        """Add a block, or a text's last one, which is not full, unless it is too short or a known
+        block begins with it. Of blocks with equal content the first stays. `key` is the hash."""
+        key = chain_hash(parent, tokens) if key is None else key
+        if key in self._by_hash or block in self.by_block:
             return
-        key = chain_hash(parent, tokens)
-        is_covered = any(entry.tokens.startswith(tokens) for entry in self._siblings(parent))
-        if key not in self._by_hash and not is_covered:
-            self._add(CachedBlock(block, key, parent, tokens))
+        if len(tokens) < self.block_size * TOKEN_BYTES:
+            is_known = any(entry.tokens.startswith(tokens) for entry in self._siblings(parent))
+            if len(tokens) < self.min_run * TOKEN_BYTES or is_known:
+                return
+        self._add(CachedBlock(block, key, parent, tokens))
+        self._evicted.pop(key, None)
 
     def find(self, key: bytes, parent: bytes, tokens: bytes) -> CachedBlock | None:
         """The block with this hash, if its content is really this one."""
@@ -140,20 +135,6 @@ class PrefixCache:
         del siblings[block]
         if not siblings:
             del self._by_parent[entry.parent]
-
-    def check_integrity(self) -> None:
-        """Assert that all indices hold the same blocks."""
-        assert len(self._by_hash) == len(self.by_block)
-        assert sum(map(len, self._by_parent.values())) == len(self.by_block)
-        assert all(self._by_parent.values()), "a prefix without blocks is kept"
-        for block, entry in self.by_block.items():
-            assert entry.block == block and self._by_hash[entry.hash] is entry
-            assert block in self._by_parent[entry.parent]
-            assert entry.hash == chain_hash(entry.parent, entry.tokens)
-            num_tokens, odd_bytes = divmod(len(entry.tokens), TOKEN_BYTES)
-            assert self.min_run <= num_tokens <= self.block_size and odd_bytes == 0
-        assert len(self._evicted) <= self._max_evicted
-        assert self._evicted.keys().isdisjoint(self._by_hash), "a known block counts as evicted"
 
     def _siblings(self, parent: bytes) -> Iterator[CachedBlock]:
         """The known blocks right after a prefix, latest first, at most MAX_SIBLINGS."""

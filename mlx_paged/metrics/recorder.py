@@ -145,11 +145,11 @@ class TickRecorder:
             self._config.writer.write(tick)
 
     def _record_step(self, tick: Tick, result: StepResult, step: Step) -> None:
-        spans = step.spans
+        spans, work = step.spans, step.work
         stats, reads = self._stats, self._reads.of(spans)
         tick.live_tokens = reads.tokens
         tick.prefill_tokens = step.prompt_tokens
-        tick.decode_tokens = step.decode_rows + step.chunk_tokens - step.prompt_tokens
+        tick.decode_tokens = work.decode_rows + work.chunk_tokens - step.prompt_tokens
         tick.sampled = len(result.choices)
         tick.kv_bytes_read = reads.kv_bytes
         tick.blocks_touched = reads.blocks
@@ -191,7 +191,11 @@ class TickRecorder:
         """Whether these steps do a kind of work that no step before did."""
         found = set()
         for step in launched:
-            work = {"decode": step.decode_rows, "chunk": step.chunk_tokens, "copy": step.copies}
+            work = {
+                "decode": step.work.decode_rows,
+                "chunk": step.work.chunk_tokens,
+                "copy": step.copies,
+            }
             found |= {kind for kind in self._unseen if work[kind]}
         self._unseen -= found
         return bool(found)

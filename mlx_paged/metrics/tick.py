@@ -68,10 +68,6 @@ class Tick:
         """Whether a step with prompt tokens was launched or ended in this tick."""
         return self.prefill_tokens > 0 or self.launched_prefill_tokens > 0
 
-    def counts(self) -> dict[str, int]:
-        """The fields that are the same in every run with the same seed."""
-        return {name: getattr(self, name) for name in COUNTS}
-
     def as_dict(self) -> dict[str, Any]:
         """All fields as JSON values."""
         return dict(zip(NAMES, _values(self), strict=True))
@@ -79,6 +75,5 @@ class Tick:
 
 NAMES = tuple(field.name for field in fields(Tick))
 TIMES = tuple(name for name in NAMES if name.endswith("_ms"))
-COUNTS = tuple(field.name for field in fields(Tick) if field.type is int and field.name != "index")
 
 _values = attrgetter(*NAMES)

@@ -17,6 +17,8 @@ MIN_TEMPERATURE = 1e-30
 ALL_MASS = 2.0
 """A top-p that keeps everything even if rounding makes the probabilities' sum exceed 1."""
 
+PENALTIES = "repetition", "presence", "frequency"
+
 
 class Subset:
     """Some rows of arrays ``[R, ...]``. A subset of all rows copies nothing."""
@@ -194,14 +196,10 @@ def _may_be_empty(request: Request) -> bool:
     return (forbids or bool(params.logits_processors)) and not request.synchronous
 
 
-def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
-    """Repetition, presence and frequency penalty; 0 is off."""
-    repetition = params.repetition_penalty or 0.0
-    return (
-        0.0 if repetition == 1 else repetition,
-        params.presence_penalty or 0.0,
-        params.frequency_penalty or 0.0,
-    )
+def penalties_of(params: SamplingParams) -> list[float]:
+    """The strength of each of `PENALTIES`; 0 is off."""
+    repetition, *others = (getattr(params, f"{kind}_penalty") or 0.0 for kind in PENALTIES)
+    return [0.0 if repetition == 1 else repetition, *others]
 
 
 def column(values: Sequence[float]) -> mx.array:

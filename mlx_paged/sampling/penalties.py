@@ -3,15 +3,18 @@
 The numbers are mlx-lm's, in the type of the logits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.request import Request
-from mlx_paged.sampling.columns import Subset, column, penalties_of
+from mlx_paged.sampling.columns import PENALTIES, Subset, column, penalties_of
+
+T = TypeVar("T")
 
 NO_TOKEN = -1
 MAX_TAIL = 256
@@ -42,13 +45,13 @@ class Penalties:
         self._subset = Subset(rows, len(requests))
         self._row_indices = mx.array(self._subset.rows[:, None])
         self._requests = [requests[row] for row in rows]
-        # [P, 3]: repetition, presence, frequency
+        # [P, 3], a column for each of PENALTIES
         strengths = np.array([penalties_of(request.params) for request in self._requests])
         contexts = np.array([_contexts(request) for request in self._requests])
         self._width = int((contexts * (strengths != 0)).max())
-        self._repetition = self._penalty(strengths[:, 0], contexts[:, 0], neutral=1.0)
-        self._presence = self._penalty(strengths[:, 1], contexts[:, 1])
-        self._frequency = self._penalty(strengths[:, 2], contexts[:, 2])
+        neutral = 1.0, 0.0, 0.0
+        found = map(self._penalty, strengths.T, contexts.T, neutral)
+        self._repetition, self._presence, self._frequency = found
         self._past = mx.zeros((len(rows), 0), mx.int32)  # windows without the newest token
         self._num_tokens = np.zeros(0, np.int32)  # the lengths that `_past` belongs to
 
@@ -77,7 +80,7 @@ class Penalties:
         self,
         strengths: npt.NDArray[np.float64],
         contexts: npt.NDArray[np.int64],
-        neutral: float = 0,
+        neutral: float,
     ) -> Penalty | None:
         """The penalty of all rows; `neutral` has no effect on a row where it is off."""
         if not strengths.any():
@@ -108,14 +111,11 @@ class Penalties:
         return mx.array(past)
 
 
-def _contexts(request: Request) -> tuple[int, int, int]:
+def _contexts(request: Request) -> list[int]:
     """How many tokens each penalty looks back, at most the request's final length."""
-    params, longest = request.params, request.num_prompt + request.params.max_tokens
-    return (
-        min(params.repetition_context_size or longest, longest),
-        min(params.presence_context_size or longest, longest),
-        min(params.frequency_context_size or longest, longest),
-    )
+    longest = request.num_prompt + request.params.max_tokens
+    sizes = [getattr(request.params, f"{kind}_context_size") for kind in PENALTIES]
+    return [min(size or longest, longest) for size in sizes]
 
 
 def _counted(windows: mx.array, penalty: Penalty) -> tuple[mx.array, mx.array]:
@@ -123,38 +123,6 @@ def _counted(windows: mx.array, penalty: Penalty) -> tuple[mx.array, mx.array]:
     counts, replaces the others."""
     counted = penalty.counted & (windows > NO_TOKEN)
     return mx.where(counted, windows, windows[:, -1:]), counted
-
-
-class Processors:
-    """The callers' logits processors of one batch composition, called row by row.
-
-    Args:
-        requests: all requests of the batch.
-        rows: those with processors.
-    """
-
-    def __init__(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
-        self._subset = Subset(rows, len(requests))
-        self._histories = {row: TokenHistory(requests[row]) for row in rows}
-
-    def __call__(
-        self,
-        logits: mx.array,
-        newest: mx.array,
-        lengths: npt.NDArray[np.int32],
-        errors: dict[int, Exception],
-    ) -> mx.array:
-        """Logits ``[R, vocab]`` after the processors; see :class:`Penalties`. If a row's
-        processor raises, the exception goes into `errors` and the row's logits do not change."""
-        processed = []
-        for row, history in self._histories.items():
-            one = slice(row, row + 1)
-            try:
-                processed.append(_process(history, logits[one], newest[one], int(lengths[row])))
-            except Exception as error:
-                errors[row] = error.with_traceback(None)  # it references every caller
-                processed.append(logits[one])
-        return self._subset.put(logits, mx.concatenate(processed))
 
 
 class TokenHistory:
@@ -174,13 +142,32 @@ class TokenHistory:
         )
 
 
-def _process(history: TokenHistory, logits: mx.array, newest: mx.array, length: int) -> mx.array:
-    """Logits ``[1, vocab]`` after the request's processors."""
+def processed(history: TokenHistory, logits: mx.array, newest: mx.array, length: int) -> mx.array:
+    """Logits ``[1, vocab]`` after the processors of the caller of a request."""
     tokens, shape, dtype = history.up_to(newest, length), logits.shape, logits.dtype
     for i, processor in enumerate(history.request.params.logits_processors):
         returned = processor(tokens, logits)
         logits = checked_array(f"logits_processors[{i}]", returned, mx.floating, shape)
     return logits.astype(dtype)
+
+
+def row_by_row(
+    array: mx.array,
+    callees: Mapping[int, T],
+    call: Callable[[slice, T], mx.array],
+    errors: dict[int, Exception],
+) -> mx.array:
+    """`array` ``[R, ...]`` with what `call` makes of these rows, each with its callee. If it
+    raises, the exception goes into `errors` and the row does not change."""
+    made: dict[int, mx.array] = {}
+    for row, callee in callees.items():
+        try:
+            made[row] = call(slice(row, row + 1), callee)
+        except Exception as error:
+            errors[row] = error.with_traceback(None)  # it references every caller
+    if not made:
+        return array
+    return Subset(list(made), len(array)).put(array, mx.concatenate(list(made.values())))
 
 
 def checked_array(

@@ -12,7 +12,13 @@ from mlx_paged.ops.cpu_layers import log_sum_exp, mask
 from mlx_paged.request import Request
 from mlx_paged.sampling.columns import XTC, DrawnRows, RankFilters, SamplingRows, Subset
 from mlx_paged.sampling.grammar import GrammarState, Row, masks_of
-from mlx_paged.sampling.penalties import Penalties, Processors, checked_array
+from mlx_paged.sampling.penalties import (
+    Penalties,
+    TokenHistory,
+    checked_array,
+    processed,
+    row_by_row,
+)
 
 XTC_STREAM = 0xA0761D6478BD642F
 """Draw n of the stream of ``seed ^ XTC_STREAM`` decides whether XTC acts on the n-th token."""
@@ -129,7 +135,7 @@ class Sampler:
     def _compose(self, requests: Sequence[Request], vocab: int) -> None:
         rows = self._rows = SamplingRows(requests, vocab)
         self._penalties = Penalties(requests, rows.penalised) if rows.penalised else None
-        self._processors = Processors(requests, rows.processed) if rows.processed else None
+        self._histories = {row: TokenHistory(requests[row]) for row in rows.processed}
 
     def _processed(
         self,
@@ -143,9 +149,13 @@ class Sampler:
             logits = logits.at[rows, tokens].add(values)
         if self._penalties is not None:
             logits = self._penalties(logits, newest, lengths)
-        if self._processors is not None:
-            logits = self._processors(logits, newest, lengths, errors)
-        return logits
+        if not self._histories:
+            return logits
+
+        def process(row: slice, history: TokenHistory) -> mx.array:
+            return processed(history, logits[row], newest[row], int(lengths[row.start]))
+
+        return row_by_row(logits, self._histories, process, errors)
 
 
 def _row(request: Request, index: int, length: int, num_drafts: int, is_drafted: bool) -> Row:
@@ -210,24 +220,16 @@ def _choose_by_callers(
     samplers: Mapping[int, Callable[..., object]],
     errors: dict[int, Exception],
 ) -> mx.array:
-    """`tokens` ``[R]`` with the choices of callers' samplers.
+    """`tokens` ``[R]`` with the choices of callers' samplers. A row that already has an error keeps
+    its token."""
 
-    If a sampler raises, the exception goes into `errors`. A row that already has an error keeps
-    its token.
-    """
-    rows, chosen = [], []
-    for row, sampler in samplers.items():
-        if row in errors:
-            continue
-        try:
-            sampled = sampler(logprobs[row : row + 1])
-            token = checked_array("sampler", sampled, mx.integer, (1,))
-            # Not known yet, so an id outside the vocabulary is clipped, not refused.
-            chosen.append(mx.clip(token, 0, logprobs.shape[-1] - 1).astype(mx.int32))
-            rows.append(row)
-        except Exception as error:
-            errors[row] = error.with_traceback(None)  # it references every caller
-    return Subset(rows, len(tokens)).put(tokens, mx.concatenate(chosen)) if rows else tokens
+    def choose(row: slice, sampler: Callable[..., object]) -> mx.array:
+        token = checked_array("sampler", sampler(logprobs[row]), mx.integer, (1,))
+        # Not known yet, so an id outside the vocabulary is clipped, not refused.
+        return mx.clip(token, 0, logprobs.shape[-1] - 1).astype(mx.int32)
+
+    left = {row: sampler for row, sampler in samplers.items() if row not in errors}
+    return row_by_row(tokens, left, choose, errors)
 
 
 def _draw(logprobs: mx.array, drawn: DrawnRows, indices: npt.NDArray[np.uint64]) -> mx.array:

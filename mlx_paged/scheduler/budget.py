@@ -34,15 +34,15 @@ class ChunkBudget:
     def left(self, step: Step, request: Request) -> int:
         """How many prompt tokens of `request` the step can still compute."""
         limit = self.prefill_chunk if step.max_chunk_tokens is None else step.max_chunk_tokens
-        wanted = min(request.num_pending, limit - step.chunk_tokens)
-        if self.max_stall is None or step.decode_rows == 0 or wanted <= 0:
+        wanted = min(request.num_pending, limit - step.work.chunk_tokens)
+        if self.max_stall is None or step.work.decode_rows == 0 or wanted <= 0:
             return wanted
         return self.cost.chunk_within(
             self.max_stall,
             step.work,
             start=request.num_computed,
             wanted=wanted,
-            minimum=max(0, MIN_CHUNK - step.chunk_tokens),
+            minimum=max(0, MIN_CHUNK - step.work.chunk_tokens),
         )
 
     def can_start(self, step: Step, request: Request, block_size: int | None) -> bool:

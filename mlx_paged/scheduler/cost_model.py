@@ -4,7 +4,7 @@ import math
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
-from operator import add, mul
+from operator import add, le, mul
 from statistics import median
 
 FORGETTING = 0.98
@@ -116,7 +116,8 @@ class CostModel:
         assert 0 < seconds < math.inf, f"seconds is {seconds}"
         features = work.features
         equations = self._chunks if work.chunk_tokens else self._decodes
-        if equations.num_rows >= WARM_UP and self._is_familiar(features):
+        known = [NOVELTY * largest for largest in self._largest]
+        if equations.num_rows >= WARM_UP and all(map(le, features, known)):
             seconds = self._without_outlier(work, seconds)
         scale = self.slowness / seconds
         equations.add([feature * scale for feature in features])
@@ -154,10 +155,6 @@ class CostModel:
 
         minimum = min(minimum, wanted)
         return minimum + bisect_right(range(minimum + 1, wanted + 1), False, key=is_too_much)
-
-    def _is_familiar(self, features: list[float]) -> bool:
-        pairs = zip(features, self._largest, strict=True)
-        return all(feature <= NOVELTY * largest for feature, largest in pairs)
 
     def _without_outlier(self, work: StepWork, seconds: float) -> float:
         """The seconds, clipped to the usual difference from the prediction."""

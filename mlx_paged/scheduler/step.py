@@ -82,28 +82,22 @@ class Step:
     restores: list[tuple[Request, Snapshot]] = field(default_factory=list)
     # Ids of all requests that are computed, forked or preempted in this step.
     requests: set[int] = field(default_factory=set)
-    decode_rows: int = 0
-    decode_context: int = 0
-    chunk_tokens: int = 0
-    chunk_context: int = 0
+    work: StepWork = field(default_factory=StepWork)  # of its spans
     prompt_tokens: int = 0  # prompt tokens computed, also those that are computed again
     extra_seconds: float = 0.0  # that its drafts took before it was launched, and traces
     # Running requests with several tokens to compute, oldest first.
     prompts: list[Request] = field(default_factory=list)
-    max_chunk_tokens: int | None = None  # limit of `chunk_tokens`; None: the scheduler's budget
+    max_chunk_tokens: int | None = None  # limit of its chunks; None: the scheduler's budget
 
     def add(self, span: Span) -> None:
         self.spans.append(span)
         self.requests.add(span.request.id)
         self.requests.update(fork.id for fork in span.forks)
         self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - span.start)
-        context = (span.stop * (span.stop + 1) - span.start * (span.start + 1)) // 2
+        work = StepWork.chunk(span.start, len(span))
         if span.drafts or len(span) == 1:
-            self.decode_rows += len(span)
-            self.decode_context += context
-        else:
-            self.chunk_tokens += len(span)
-            self.chunk_context += context
+            work = StepWork(work.chunk_tokens, work.chunk_context)
+        self.work += work
 
     def add_decodes(self, requests: Sequence[Request], positions: Sequence[int]) -> None:
         """Compute the last token of each request and sample the next one."""
@@ -113,16 +107,9 @@ class Step:
             request.num_computed = stop
             self.prompt_tokens += stop <= request.num_prompt
         self.requests.update([request.id for request in requests])
-        self.decode_rows += len(stops)
-        self.decode_context += sum(stops)
+        self.work += StepWork(len(stops), sum(stops))
 
     @property
     def everyone(self) -> list[Request]:
         """All requests that are computed or get a token."""
         return [request for span in self.spans for request in (span.request, *span.forks)]
-
-    @property
-    def work(self) -> StepWork:
-        return StepWork(
-            self.decode_rows, self.decode_context, self.chunk_tokens, self.chunk_context
-        )

@@ -38,7 +38,7 @@ class Turn:
     ) -> None:
         self.overtaking: list[Request] = []  # those that :meth:`next` returned
         self._is_overdue = first.num_overtaken >= PATIENCE
-        self._before = step.chunk_tokens
+        self._before = step.work.chunk_tokens
         # Of the step's prompt tokens before `first`.
         self.limit = self._before + (room // 2 if self._is_overdue else room)
         self._step = step
@@ -62,7 +62,7 @@ class Turn:
 
     def limit_after(self) -> int:
         """Of the step's prompt tokens, once those that overtake are in it."""
-        first, taken = self._first, self._step.chunk_tokens
+        first, taken = self._first, self._step.work.chunk_tokens
         if taken == self._before and not self._is_awaited:
             first.num_overtaken = max(0, first.num_overtaken - 1)
         elif not self._is_overdue:

@@ -25,7 +25,7 @@ from mlx_paged.server import messages, prompts
 from mlx_paged.server.choices import CompletionChoice, Delta
 from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt
-from mlx_paged.server.request_body import Fields, Refusal
+from mlx_paged.server.request_body import Fields, Refusal, refusing
 
 COMMENT_AFTER_S = 0.08
 COMMENT_EVERY_S = 1.0
@@ -141,17 +141,13 @@ class Answer:
         fields = self.fields
         count = fields["best_of"] * len(fields.get("prompt", [0]))
         async with self.state.models.use(self.path, count) as model:
-            try:
+            with refusing():
                 run = asyncio.get_running_loop().run_in_executor
                 params = await run(self.threads, self._read, model)
                 for each in params:
                     if each.constraint is not None:  # in one thread: others keep theirs
                         await run(self.state.compiles, model.service.compile, each)
                 tickets = await asyncio.to_thread(self._submit, model, params)
-            except (ValueError, RecursionError) as error:
-                raise Refusal(400, str(error)) from error
-            except RuntimeError as error:
-                raise Refusal(503, str(error)) from error
             self.choices = [
                 CompletionChoice(index, model, fields, self.prompts[index // fields["best_of"]])
                 for index in range(count)
@@ -274,13 +270,11 @@ class MessageAnswer(Answer):
 async def count_tokens(answer: Answer) -> int:
     """Tokens of the prompt of `answer`, which is not computed."""
     args = answer.state.args
+    run = asyncio.get_running_loop().run_in_executor
     async with answer.state.models.use(answer.path, 0) as model:
-        try:
-            (prompt,) = await asyncio.get_running_loop().run_in_executor(
-                answer.threads, prompts.encode, model, answer.fields, args.chat_template_args
-            )
-        except ValueError as error:
-            raise Refusal(400, str(error)) from error
+        with refusing():
+            given = answer.fields, args.chat_template_args
+            (prompt,) = await run(answer.threads, prompts.encode, model, *given)
     return len(prompt.tokens)
 
 

@@ -25,7 +25,7 @@ from mlx_paged.server import messages, request_body
 from mlx_paged.server.answers import Answer, MessageAnswer, count_tokens
 from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics, engine_status
 from mlx_paged.server.models import Models
-from mlx_paged.server.request_body import Fields, Refusal
+from mlx_paged.server.request_body import Fields, Refusal, refusing
 
 OPEN = {"/", "/health", "/ready"}  # need no key: they tell nothing about requests
 BODY_TIMEOUT_S = 120.0
@@ -144,14 +144,12 @@ async def _complete(request: Request) -> Answer | Response:
     raw = await _body(request, args.max_request_bytes)
     threads = state.long_bodies if len(raw) > LONG_BODY else None
     run = asyncio.get_running_loop().run_in_executor
-    try:
+    with refusing():
         fields, unknown = await run(threads, _fields, raw, request.url.path, args.max_samples)
         if fields["priority"] and args.policy != "priority":
             raise ValueError("priority: expected 0, for the server runs without --policy priority")
         if unknown and args.strict_fields:
             raise ValueError(f"{', '.join(unknown)}: unknown, expected only known fields"[:1000])
-    except ValueError as error:
-        raise Refusal(400, str(error)) from error
     for name in set(unknown) - state.seen:
         if len(state.seen) < 1000:
             state.seen.add(name)

@@ -65,6 +65,8 @@ class Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         loop.call_later(self._drain_s, loop.run_in_executor, None, self.models.close)
         await super().shutdown(sockets)
+        if self.force_exit:  # a second signal: uvicorn ends the application without a word
+            await self.lifespan.shutdown()
 
 
 def _limit_files(connections: int) -> int:

@@ -1,7 +1,9 @@
 """Checks the body of a request: each known field is obeyed or refused. Does not import mlx."""
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mlx_paged.arguments import is_count
@@ -21,7 +23,21 @@ class Refusal(Exception):
 
     def as_json(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+        named = NAMED.match(str(self)) if self.status == 400 else None
+        param = named[1] if named and _is_known(named[1].partition(".")[0]) else None
+        return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Refuse a request with the error that this context raises: a mistake of the request, or
+    something that is not running or too busy."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, str(error)) from error
+    except RuntimeError as error:
+        raise Refusal(503, str(error)) from error
 
 
 SAMPLING = (
@@ -52,6 +68,9 @@ ONLY: dict[str, tuple[Any, ...]] = {
 
 CONSTRAINTS = {"response_format", "structured_outputs", *(f"guided_{k}" for k in constraints.KINDS)}
 """Fields that :func:`constraints.of_fields` reads."""
+
+NAMED = re.compile(r"(?:\[\w+\] )?([\w.]+)(?::| is | has | names )")
+"""How messages name the field that is wrong."""
 
 PART = 1 << 16  # items of a list that are checked before other threads may run
 
@@ -120,6 +139,11 @@ TEXT: dict[str, Rule] = {
     "echo": (False, *_BOOL),
     "best_of": (None, *_POSITIVE),
 }
+
+
+def _is_known(name: str) -> bool:
+    tables = BOTH, CHAT, TEXT, SAMPLING, LABELS, ONLY, CONSTRAINTS
+    return name.startswith("guided_") or any(name in table for table in tables)
 
 
 def parse(raw: bytes) -> Fields:

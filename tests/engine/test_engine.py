@@ -5,6 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from integrity import check_integrity
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, FinishReason, SamplingParams
@@ -115,7 +116,7 @@ def test_abort_frees_at_once_and_leaves_others_alone(model, engine):
     while engine.has_work:
         done |= {o.request_id: o.completion for o in engine.step() if o.completion}
     assert done[kept].tokens == solo_greedy(model, PROMPT[::-1], 10)
-    engine.manager.check_integrity()
+    check_integrity(engine.manager.allocator)
 
 
 def test_generate_reports_every_token_as_it_comes(engine):

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from integrity import check_integrity
 from tiny_models import CONFIGS, VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, UnsupportedModelError
@@ -20,7 +21,7 @@ PROMPTS = make_prompts((5, 40, 1, 17, 16, 33, 70, 64))
 
 
 def assert_drained(engine: Engine) -> None:
-    engine.manager.check_integrity()
+    check_integrity(engine.manager.allocator)
     assert engine.manager.blocks_in_use == 0
 
 

@@ -4,6 +4,7 @@ import gc
 import threading
 
 import pytest
+from integrity import check_integrity
 from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged import Engine
@@ -25,7 +26,7 @@ def engine(model):
 def assert_nothing_is_left(engine: Engine) -> None:
     assert not engine.has_work and engine.manager.blocks_in_use == 0
     assert not engine._streams
-    engine.manager.check_integrity()
+    check_integrity(engine.manager.allocator)
 
 
 def test_the_request_is_added_by_the_call(model, engine):

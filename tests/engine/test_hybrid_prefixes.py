@@ -8,6 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import VOCAB, build
+from integrity import check_integrity
 from mlx_lm.generate import generate_step
 from tiny_models import solo_greedy
 
@@ -54,7 +55,7 @@ def completed(engine: Engine, prompt: list[int], **options):
     """Complete a prompt; also says how many of its tokens were computed for that."""
     before = engine.stats.prompt_tokens
     (completion,) = engine.generate([prompt], **({"max_tokens": NUM_TOKENS} | options))
-    engine.manager.check_integrity()
+    check_integrity(engine.manager.allocator)
     return completion, engine.stats.prompt_tokens - before
 
 
@@ -135,7 +136,7 @@ def test_a_system_prompt_is_known_to_the_next_request_and_better_to_those_after(
     assert [c.cached_prompt_tokens for c in done] == [LAST_BLOCK] * 4
     for prompt, completion in zip(prompts, done, strict=True):
         assert_as_alone(jamba, prompt, completion)
-    engine.manager.check_integrity()
+    check_integrity(engine.manager.allocator)
 
 
 def test_a_miss_has_a_reason(make_engine):
@@ -212,7 +213,7 @@ def test_a_preempted_request_goes_on_from_its_last_state(jamba, make_engine):
     engine.runner.launch = record
     prompts = [text(30), text(30)]
     done = engine.generate(prompts, max_tokens=40)
-    engine.manager.check_integrity()
+    check_integrity(engine.manager.allocator)
     assert sum(c.preemptions for c in done) > 0
     assert starts and all(position >= 24 for _, position in starts), starts
     for prompt, completion in zip(prompts, done, strict=True):
@@ -226,7 +227,7 @@ def test_a_pool_that_holds_few_prompts_changes_no_token(jamba, make_engine):
         done = engine.generate(prompts, max_tokens=12)
         for prompt, completion in zip(prompts, done, strict=True):
             assert_as_alone(jamba, prompt, completion)
-        engine.manager.check_integrity()
+        check_integrity(engine.manager.allocator)
     assert sum(c.cached_prompt_tokens for c in done) > 0
 
 
@@ -251,7 +252,7 @@ def test_samples_and_forks_go_on_from_a_restored_state(jamba, make_engine):
     for request_id, completion in done.items():
         assert_as_alone(jamba, prompts[request_id], completion)
     engine.release(trunk)
-    engine.manager.check_integrity()
+    check_integrity(engine.manager.allocator)
     history = prompt + done[trunk].tokens
     following, _ = completed(engine, history + text(3))
     assert following.cached_prompt_tokens == len(history) - 1

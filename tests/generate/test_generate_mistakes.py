@@ -52,7 +52,7 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
         ),
         (["--num-draft-tokens", 4], "--num-draft-tokens is given: expected --draft-model beside"),
         (["--n", 0], "--n: expected a whole number >= 1, got '0'"),
-        (["--n", 3, "--best-of", 2], "--prompt: n is 3: expected at most --best-of 2"),
+        (["--n", 3, "--best-of", 2], "error: --n is 3: expected at most --best-of 2"),
         (["--beams", 2, "--n", 2], "n or --best-of is given with --beams: expected one of them"),
         (
             ["--beams", 10**6],
@@ -63,9 +63,9 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
         (["--policy", "lifo"], "invalid choice: 'lifo' (choose from 'fcfs', 'priority', 'short"),
         (["--preempt", "all"], "invalid choice: 'all' (choose from 'newest', 'longest', 'fewest"),
         (["--xtc-threshold", 0.9], "--xtc-threshold: expected a number from 0 to 0.5, got '0.9'"),
-        (["--repetition-penalty", -1], "repetition_penalty is -1.0: expected None, or >= 0"),
+        (["--repetition-penalty", -1], "error: --repetition-penalty is -1.0: expected None, or >="),
         (["--logprobs", "all"], "--logprobs: expected a whole number >= 0, got 'all'"),
-        (["--stop", ""], "--prompt: [SamplingParams] stop is ('',): expected non-empty strings"),
+        (["--stop", ""], "error: --stop is ('',): expected non-empty strings"),
         (["--blocks", 3], "unrecognized arguments: --blocks 3"),
         (["--prompt"], "--prompt/-p: expected one argument"),
         (["--prompt", ""], "--prompt: the prompt is empty"),
@@ -78,6 +78,13 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
 )
 def test_a_wrong_option_is_one_line(run, options, message):
     assert_one_line_mistake(run("-p", FUNCTION, *options), message)
+
+
+def test_a_wrong_schema_names_its_flag(run, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "strin"}')
+    result = run("-p", FUNCTION, "--json-schema", schema)
+    assert_one_line_mistake(result, "error: --json-schema: Invalid type: strin")
 
 
 def test_no_prompt_is_a_mistake(run):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from integrity import check_integrity
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
@@ -29,7 +30,7 @@ def test_lifecycle_admission_growth_on_the_boundary_release():
     assert len(allocator.table(0)) == 5
     allocator.free(0)
     assert allocator.num_available == 64
-    allocator.check_integrity()
+    check_integrity(allocator)
 
 
 def test_freed_blocks_are_handed_out_again():
@@ -64,7 +65,7 @@ def test_a_refused_append_changes_nothing():
     assert (error.value.needed, error.value.available) == (3, 1)
     assert [allocator.table(i).tolist() for i in range(3)] == before
     assert allocator.num_tokens(1) == 6 and allocator.store.cow_clones == 0
-    allocator.check_integrity()
+    check_integrity(allocator)
 
 
 def test_fork_shares_everything_and_copies_only_the_tail_on_write():
@@ -82,7 +83,7 @@ def test_fork_shares_everything_and_copies_only_the_tail_on_write():
     assert allocator.table(0).tolist() == parent
     assert allocator.make_writable(0, 10, 11) == []  # the parent is alone on its tail again
     assert allocator.store.cow_clones == 1
-    allocator.check_integrity()
+    check_integrity(allocator)
 
 
 def test_fork_at_a_block_boundary_copies_nothing():
@@ -101,7 +102,7 @@ def test_shared_blocks_live_until_their_last_holder_goes():
     assert allocator.blocks_in_use == 2
     allocator.free(1)
     assert allocator.blocks_in_use == 0
-    allocator.check_integrity()
+    check_integrity(allocator)
 
 
 def offered(allocator: BlockAllocator, seq_id: int, tokens: list[int]) -> list[int]:
@@ -119,12 +120,12 @@ def test_the_source_of_a_copy_is_kept_until_the_copy_is_done():
     admission = allocator.admit(1, 4, [1, 2, 3, 4])
     assert admission.copies == [BlockCopy(source, int(allocator.table(1)[0]))]
     assert allocator.num_available == 1 and allocator.store.cow_clones == 1
-    allocator.check_integrity()
+    check_integrity(allocator)
     allocator.admit(2, 4)
     with pytest.raises(OutOfBlocksError):
         allocator.admit(3, 1)
     allocator.store.copies_done()
-    allocator.check_integrity()
+    check_integrity(allocator)
     allocator.admit(3, 1)
     assert allocator.table(3).tolist() == [source]
 
@@ -137,12 +138,12 @@ def test_a_block_in_a_copy_is_not_handed_out_again_before_the_copy_is_done(leave
     (copy,) = allocator.make_writable(1, 2, 3)
     allocator.free(0 if leaves == "the holder of the source" else 1)
     assert allocator.num_available == 1
-    allocator.check_integrity()
+    check_integrity(allocator)
     allocator.admit(2, 4)
     assert {copy.src, copy.dst}.isdisjoint(allocator.table(2).tolist())
     allocator.store.copies_done()
     assert allocator.num_available == 1
-    allocator.check_integrity()
+    check_integrity(allocator)
 
 
 def test_a_copy_of_a_copy_names_the_first_source():
@@ -151,7 +152,7 @@ def test_a_copy_of_a_copy_names_the_first_source():
     allocator.admit(1, 4, [1, 2, 3, 4])
     allocator.fork(1, 2)
     assert allocator.make_writable(2, 3, 4) == [BlockCopy(source, int(allocator.table(2)[0]))]
-    allocator.check_integrity()
+    check_integrity(allocator)
     allocator.store.copies_done()
     allocator.fork(2, 3)
     (copy,) = allocator.make_writable(3, 3, 4)
@@ -164,7 +165,7 @@ def test_without_a_block_to_copy_into_an_idle_block_is_taken_over():
     admission = allocator.admit(1, 8, [1, 2, 3, 4, 5, 6, 7, 8])
     assert (admission.num_cached, admission.copies) == (6, [])
     assert allocator.table(1).tolist() == [first, last]
-    allocator.check_integrity()
+    check_integrity(allocator)
     assert allocator.cached_prefix([1, 2, 3, 4, 5, 6, 7]) == 4  # it is no longer on offer
 
 
@@ -175,7 +176,7 @@ def test_a_block_that_somebody_holds_is_copied_into_the_last_free_one():
     admission = allocator.admit(1, 8, [1, 2, 3, 4, 5, 6, 7, 8])
     assert admission.num_cached == 6 and len(admission.copies) == 1
     assert allocator.num_available == 0
-    allocator.check_integrity()
+    check_integrity(allocator)
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2])
@@ -195,7 +196,7 @@ def test_a_refused_admission_changes_nothing():
     assert (error.value.needed, error.value.available) == (3, 2)
     assert 1 not in allocator and allocator.store.num_idle == 2 and allocator.num_available == 3
     assert allocator.store.cow_clones == 0
-    allocator.check_integrity()
+    check_integrity(allocator)
 
 
 def test_slots_follow_the_block_table():
@@ -216,7 +217,7 @@ def test_tables_of_many_long_sequences_grow_and_rows_are_reused():
         allocator.free(seq_id)
     allocator.admit(1000, 3)
     assert len(allocator.table(1000)) == 3
-    allocator.check_integrity()
+    check_integrity(allocator)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,7 @@ def test_what_was_offered_for_reuse_is_no_longer_private_but_the_rest_still_is(m
     monkeypatch.setattr(BlockAllocator, "make_writable", appended)
     allocator.make_writable(0, 7, 8)
     assert allocator.cached_prefix([*tokens, 0]) == 4
-    allocator.check_integrity()
+    check_integrity(allocator)
 
 
 def test_one_more_token_each_takes_blocks_only_where_they_are_full():
@@ -266,7 +267,7 @@ def test_one_more_token_each_takes_blocks_only_where_they_are_full():
     assert [allocator.num_tokens(seq_id) for seq_id in range(4)] == [5, 6, 8, 8]
     assert [copy.dst for copy in copies] == [int(allocator.table(1)[1])]
     allocator.store.copies_done()
-    allocator.check_integrity()
+    check_integrity(allocator)
     with pytest.raises(OutOfBlocksError):
         allocator.append_each([0, 1, 2, 3], [5, 6, 8, 8])
 
@@ -295,10 +296,10 @@ def test_one_more_token_each_takes_blocks_only_where_they_are_full():
 def test_check_integrity_sees_damage(damage):
     allocator = BlockAllocator(num_blocks=8, block_size=4)
     allocator.admit(0, 6)
-    allocator.check_integrity()
+    check_integrity(allocator)
     damage(allocator)
     with pytest.raises(AssertionError):
-        allocator.check_integrity()
+        check_integrity(allocator)
 
 
 def test_freed_blocks_are_used_before_those_added():
@@ -309,7 +310,7 @@ def test_freed_blocks_are_used_before_those_added():
     allocator.grow(8)
     allocator.admit(2, 12)
     assert allocator.table(2).tolist() == [0, 1, 4, 5, 6, 7]
-    allocator.check_integrity()
+    check_integrity(allocator)
 
 
 def test_a_sequence_cut_back_keeps_its_first_blocks_and_gives_back_the_others():
@@ -321,7 +322,7 @@ def test_a_sequence_cut_back_keeps_its_first_blocks_and_gives_back_the_others():
     assert allocator.num_tokens(0) == 3
     allocator.admit(1, 8)
     assert allocator.table(1).tolist() == [2, 3, 4, 5]
-    allocator.check_integrity()
+    check_integrity(allocator)
 
 
 def test_what_was_cut_off_is_offered_no_more():
@@ -330,10 +331,10 @@ def test_what_was_cut_off_is_offered_no_more():
     allocator.admit(0, 6)
     allocator.register_prefix(0, tokens, 6)
     allocator.truncate(0, 4)
-    allocator.check_integrity()
+    check_integrity(allocator)
     allocator.make_writable(0, 4, 6)
     allocator.register_prefix(0, [1, 2, 3, 4, 7, 8], 6)
-    allocator.check_integrity()
+    check_integrity(allocator)
     assert allocator.cached_prefix([1, 2, 3, 4, 7, 8, 9]) == 6
 
 
@@ -346,4 +347,4 @@ def test_blocks_of_a_fork_outlive_the_cut():
     allocator.store.copies_done()
     assert (copy.src, allocator.table(1).tolist()) == (0, [0, 1, 2])
     assert allocator.blocks_in_use == 4
-    allocator.check_integrity()
+    check_integrity(allocator)

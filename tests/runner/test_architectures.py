@@ -163,7 +163,7 @@ def test_that_arrival_makes_mixed_steps():
     launch, mixed = engine.runner.launch, []
 
     def record(step, before):
-        mixed.append(step.decode_rows > 0 and step.chunk_tokens > 0)
+        mixed.append(step.work.decode_rows > 0 and step.work.chunk_tokens > 0)
         return launch(step, before)
 
     engine.runner.launch = record

@@ -4,6 +4,7 @@ import random
 from itertools import pairwise
 
 import pytest
+from integrity import check_integrity
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
@@ -74,7 +75,7 @@ def finish(scheduler: Scheduler, step: Step) -> list[int]:
     for choice in kept:
         choice.request.tokens.append(choice.token)
     scheduler.commit(step)
-    scheduler.allocator.check_integrity()
+    check_integrity(scheduler.allocator)
     return [choice.request.id for choice in kept]
 
 
@@ -89,7 +90,7 @@ def test_right_drafts_are_all_taken_and_one_token_more_comes_with_them():
     step = scheduler.schedule()
     (span,) = step.spans
     assert span.drafts == (RIGHT,) * len(span.drafts) and 3 < len(span.drafts) <= MAX_DRAFTS
-    assert (span.start, span.stop) == (5, 6 + len(span.drafts)) and step.chunk_tokens == 0
+    assert (span.start, span.stop) == (5, 6 + len(span.drafts)) and step.work.chunk_tokens == 0
     assert finish(scheduler, step) == [0] * (1 + len(span.drafts))
     assert request.num_computed == len(request.tokens) - 1 == 6 + len(span.drafts)
     assert drafter.learnt == [(0, len(span.drafts), len(span.drafts))]
@@ -197,7 +198,7 @@ def test_the_first_drafts_are_few_and_then_no_more_than_twice_as_many_rows():
     rows = []
     for _ in range(6):
         step = scheduler.schedule()
-        rows.append(step.decode_rows)
+        rows.append(step.work.decode_rows)
         scheduler.budget.observe(step.work, 0.01)
         finish(scheduler, step)
     assert rows[0] == 2, "nothing is known of the cost yet"
@@ -218,8 +219,8 @@ def test_every_row_of_a_request_attends_to_its_context():
     scheduler = scheduler_with(Always())
     started(scheduler, 5)
     step = scheduler.schedule()
-    rows = step.decode_rows
-    assert rows > 2 and step.decode_context == sum(range(6, 6 + rows))
+    rows = step.work.decode_rows
+    assert rows > 2 and step.work.decode_context == sum(range(6, 6 + rows))
 
 
 def speed_of_copying(drafter: NgramDrafter | None, of_row: float, constant: float) -> float:
@@ -237,7 +238,7 @@ def speed_of_copying(drafter: NgramDrafter | None, of_row: float, constant: floa
     seconds = tokens = 0.0
     while scheduler.running or scheduler.waiting:
         step = scheduler.schedule()
-        took = (constant + of_row * (step.decode_rows + step.chunk_tokens)) * rng.uniform(
+        took = (constant + of_row * (step.work.decode_rows + step.work.chunk_tokens)) * rng.uniform(
             0.86, 1.16
         )
         rows = [

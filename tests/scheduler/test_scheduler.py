@@ -1,11 +1,13 @@
 """What each step computes: decodes first, bounded prefill chunks, admission, preemption."""
 
 import pytest
+from integrity import check_integrity
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.cost_model import StepWork
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Span, Step
 
@@ -107,7 +109,7 @@ def test_out_of_blocks_preempts_the_newest_and_computes_it_again_later():
         if preempted_at is None and new.num_preempted:
             preempted_at = new.num_generated
         compute(scheduler, step)
-        scheduler.allocator.check_integrity()
+        check_integrity(scheduler.allocator)
         steps += 1
         assert steps < 100
     assert scheduler.num_preemptions >= 1 and old.num_preempted == 0
@@ -214,7 +216,7 @@ def test_decodes_of_a_step_count_as_its_work_and_are_computed():
         scheduler.add(request)
     compute(scheduler, scheduler.schedule())
     step = scheduler.schedule()
-    assert (step.decode_rows, step.decode_context, step.chunk_tokens) == (2, 4 + 5, 0)
+    assert step.work == StepWork(2, 4 + 5)
     assert step.requests == {0, 1} and [request.num_computed for request in requests] == [4, 5]
 
 

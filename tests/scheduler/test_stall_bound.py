@@ -32,8 +32,8 @@ class FakeMachine:
         self.noise = np.random.default_rng(0)
 
     def cost(self, step: Step) -> float:
-        context = step.decode_context + step.chunk_context
-        work = ROW * step.decode_rows + TOKEN * step.chunk_tokens + CONTEXT * context
+        context = step.work.decode_context + step.work.chunk_context
+        work = ROW * step.work.decode_rows + TOKEN * step.work.chunk_tokens + CONTEXT * context
         return self.slowness * (BASE + work)
 
     def launch(self, step: Step, before: Launched | None) -> Launched:

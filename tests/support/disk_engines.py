@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import tiny_models
+from integrity import check_integrity
 
 from mlx_paged import Engine
 
@@ -29,7 +30,7 @@ def outputs(
     if directory is not None:  # else it depends on the clock what is read
         engine.scheduler.tier._seconds_to_compute = lambda start, stop: 0.0
     done = [engine.generate([prompt], **GREEDY, **salt)[0] for prompt in prompts]
-    engine.scheduler.allocator.check_integrity()
+    check_integrity(engine.scheduler.allocator)
     metrics = engine.metrics()["kv_disk"]
     engine.close()
     return [c.tokens for c in done], [c.cached_prompt_tokens for c in done], metrics

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from integrity import check_integrity
 from service_harness import THREAD, CountedQueue, model
 
 from mlx_paged import Engine
@@ -30,4 +31,4 @@ def serve(engine):
         service.close()
     assert THREAD not in {thread.name for thread in threading.enumerate()}
     assert engine.manager.blocks_in_use == 0 and not engine.has_work
-    engine.manager.check_integrity()
+    check_integrity(engine.manager.allocator)
