@@ -10,7 +10,7 @@ import pytest
 import tiny_models
 from disk_engines import GREEDY, SIZE, make_engine, outputs, tokens_of
 
-from mlx_paged.kv.block_bytes import Staging, read_blocks
+from mlx_paged.kv.block_bytes import Staging
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv_disk import tier
 from mlx_paged.kv_disk.packs import _check_thread
