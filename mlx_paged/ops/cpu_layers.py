@@ -7,7 +7,7 @@ MLX's own kernels.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from threading import Lock, get_ident
@@ -45,10 +45,11 @@ _diverted: set[Place] = set()
 
 
 class CPULayers:
-    """The layers of a model that have a fused kernel."""
+    """The layers of a model that have a fused kernel, and more places."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, more: Iterable[Place] = ()) -> None:
         self._places = [
+            *more,
             Place(mx.fast, "rms_norm", mlx_rms_norm, _rms_norm),
             Place(mx.fast, "rope", mlx_rope, _rope),
             Place(nn, "silu", mlx_silu, _silu),
@@ -85,15 +86,15 @@ class CPULayers:
                     _diverted.clear()
 
 
-def _fits(x: Any, other: Any = None) -> bool:
-    """Whether this thread is inside the context and the fused kernel takes these arrays."""
+def fits(x: Any, other: Any = None) -> bool:
+    """Whether this thread is inside the context and a fused kernel takes these arrays."""
     if get_ident() not in _threads or not isinstance(x, mx.array) or x.dtype not in _DTYPES:
         return False
     return other is None or (isinstance(other, mx.array) and other.dtype == x.dtype)
 
 
 def _rms_norm(x: mx.array, weight: mx.array | None, eps: float, *, stream: Any = None) -> mx.array:
-    if not _fits(x, weight):
+    if not fits(x, weight):
         return mlx_rms_norm(x, weight, eps, stream=stream)
     return _ext.layers.rms_norm(x, weight, eps, stream=stream)
 
@@ -103,7 +104,7 @@ def _rope(a: mx.array, dims: int, **options: Any) -> mx.array:
     is_whole = options.keys() >= {"traditional", "base", "scale", "offset"}
     given_once = is_whole and (base is None) != (freqs is None)
     fits_freqs = freqs is None or freqs.shape == (dims // 2,)
-    if not (_fits(a) and a.ndim in (3, 4) and given_once and fits_freqs):
+    if not (fits(a) and a.ndim in (3, 4) and given_once and fits_freqs):
         return mlx_rope(a, dims, **options)
     if freqs is None:
         frequencies = _frequencies(dims, base)
@@ -123,15 +124,15 @@ def _frequencies(dims: int, base: float) -> mx.array:
 
 
 def _silu(x: mx.array) -> mx.array:
-    return _ext.layers.silu(x) if _fits(x) else mlx_silu(x)
+    return _ext.layers.silu(x) if fits(x) else mlx_silu(x)
 
 
 def _gelu_approx(x: mx.array) -> mx.array:
-    return _ext.layers.gelu_approx(x) if _fits(x) else mlx_gelu_approx(x)
+    return _ext.layers.gelu_approx(x) if fits(x) else mlx_gelu_approx(x)
 
 
 def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    if _fits(gate, x) and gate.shape == x.shape:
+    if fits(gate, x) and gate.shape == x.shape:
         return _ext.layers.silu(gate, x)
     return mlx_swiglu(gate, x)
 
