@@ -44,6 +44,7 @@ CASES = {
         [(2, 3, 4, 8), (8,)],
     ),
     "rope": (rope, mlx_rope, [(2, 3, 4, 8)]),
+    "linear": (layers.linear, lambda x, w, b: x @ w.T + b, [(2, 3, 8), (4, 8), (4,)]),
     "log_sum_exp": (layers.log_sum_exp, lambda x: mx.logsumexp(x, -1, keepdims=True), [(2, 3, 8)]),
     "silu": (layers.silu, nn.silu, [(2, 3, 8)]),
     "swiglu": (layers.silu, swiglu, [(2, 3, 8), (2, 3, 8)]),

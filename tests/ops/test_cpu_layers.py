@@ -29,7 +29,7 @@ class CountingLayers:
 
     def __init__(self, layers):
         self.calls = Counter()
-        for name in ("rms_norm", "rope", "silu", "gelu_approx", "rope_frequencies", "log_sum_exp"):
+        for name in [name for name in vars(layers) if not name.startswith("_")]:
             setattr(self, name, self._counting(name, getattr(layers, name)))
 
     def _counting(self, name, op):
