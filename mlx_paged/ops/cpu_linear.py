@@ -17,9 +17,6 @@ from mlx_paged.ops.cpu_layers import Place, fits
 
 VARIABLE = "MLX_PAGED_CPU_LINEAR"  # 0: all linear layers are MLX's
 
-MOST_ROWS = 64
-"""Of float32; a library of BLAS may be faster for more."""
-
 GROUPS = 32, 64, 128
 
 
@@ -50,8 +47,7 @@ def _original(layer: nn.Module) -> Callable[..., mx.array]:
 
 def _linear(layer: nn.Module, x: mx.array) -> mx.array:
     weight, bias = layer["weight"], layer.get("bias")
-    few = fits(x, weight) and (x.dtype != mx.float32 or x.size <= MOST_ROWS * x.shape[-1])
-    if not few or not fits(x, bias):
+    if not (fits(x, weight) and fits(x, bias)):
         return _original(layer)(layer, x)
     return _ext.layers.linear(x, weight, bias)
 

@@ -14,10 +14,9 @@ from mlx_lm.tuner.lora import LoRALinear
 from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged import Engine, _ext
-from mlx_paged.cli import engine_options
-from mlx_paged.generate import arguments
 from mlx_paged.ops import cpu_linear
 from mlx_paged.ops.cpu_layers import CPULayers
+from mlx_paged.server import arguments
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 ROWS = (1, 2, 3, 5, 8, 9, 16, 33, 64)
@@ -236,9 +235,7 @@ def test_the_base_of_an_adapter_takes_it():
 
 def test_other_layers_are_mlx_s():
     plain, x = nn.Linear(64, 32), random(2, 64)
-    many = random(cpu_linear.MOST_ROWS + 1, 64)
     cases = [
-        (plain, many),
         (plain, x.astype(mx.float16)),
         (quantized(plain, 3), x),
         (quantized(plain, 4, 16, "nvfp4"), x),
@@ -248,8 +245,7 @@ def test_other_layers_are_mlx_s():
         with diverted(layer).diverted():
             assert NODE not in nodes(layer(given))
     with diverted(plain).diverted():
-        assert NODE in nodes(plain(many[1:]))
-        assert NODE in nodes(quantized(plain)(many))  # MLX's own product is slow for any number
+        assert NODE in nodes(plain(x))
         other = []
         thread = threading.Thread(target=lambda: other.append(nodes(plain(mx.zeros((2, 64))))))
         thread.start()
@@ -275,7 +271,7 @@ def test_options_and_environment_turn_it_off(monkeypatch):
             assert uses(engine) is wanted
             assert uses(engine.scheduler.speculation.drafter) is wanted
     for flags, option in (([], None), (["--no-cpu-linear"], False), (["--cpu-linear"], True)):
-        assert engine_options(arguments.parse(flags))["cpu_linear"] is option
+        assert arguments.engine_options(arguments.parse(flags))["cpu_linear"] is option
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "mixtral"])
