@@ -23,7 +23,6 @@ import numpy as np
 from bench.command import print_result, table
 from bench.machine import check_machine, cores, machine_text
 from mlx_paged.doctor.speed import MemoryReader
-from mlx_paged.ops import cpu_linear
 from mlx_paged.ops.cpu_layers import CPULayers
 
 FORMATS = ("float32", "bfloat16", "float16", "4", "8")
@@ -117,7 +116,7 @@ def compare(kind: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
     layers = [made, *(layer(kind, depth, width) for _ in range(count - 1))]
     x = mx.random.normal((rows, depth)).astype(made["scales" if kind.isdigit() else "weight"].dtype)
     mx.eval(x, [each.parameters() for each in layers])
-    diverted = CPULayers(made, cpu_linear.places(True))
+    diverted = CPULayers(made, True)
 
     def ours() -> None:
         with diverted.diverted():

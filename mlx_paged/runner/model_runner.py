@@ -21,7 +21,6 @@ from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.metrics.stats import Traces
-from mlx_paged.ops import cpu_linear
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
@@ -81,7 +80,7 @@ class ModelRunner:
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
-        self.choose_linear(None)
+        self.cpu_layers = CPULayers(model)
         self.sampler = Sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
         self._error: Exception | None = None  # noted by `_begin`, until recovery
@@ -89,9 +88,9 @@ class ModelRunner:
         self.why_plain = self._untraceable = profile.untraceable
         self._tables = BatchTables.of_groups(manager.allocator)
 
-    def choose_linear(self, wanted: bool | None) -> None:
-        """Whether linear layers on a CPU are this package's; None lets the environment decide."""
-        self.cpu_layers = CPULayers(self.model, cpu_linear.places(wanted))
+    def choose_linear(self, wanted: bool) -> None:
+        """Whether linear layers on a CPU are this package's. Call it before any step."""
+        self.cpu_layers = CPULayers(self.model, wanted)
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these

@@ -14,8 +14,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged import Engine, _ext
-from mlx_paged.ops import cpu_linear
-from mlx_paged.ops.cpu_layers import CPULayers
+from mlx_paged.ops.cpu_layers import LINEAR_VARIABLE, CPULayers
 from mlx_paged.server import arguments
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -200,7 +199,7 @@ def nodes(y: mx.array) -> str:
 
 def diverted(layer: nn.Module) -> CPULayers:
     mx.eval(layer.parameters())
-    return CPULayers(layer, cpu_linear.places(True))
+    return CPULayers(layer, True)
 
 
 def quantized(layer, bits: int = 4, group: int = 32, mode: str = "affine"):
@@ -264,7 +263,7 @@ LINEAR = nn.Linear.__call__
 def test_options_and_environment_turn_it_off(monkeypatch):
     model, sizes = tiny_model("llama"), {"block_size": 4, "num_blocks": 20, "compile": False}
     for value, by_default in (("", True), ("1", True), ("0", False)):
-        monkeypatch.setenv(cpu_linear.VARIABLE, value)
+        monkeypatch.setenv(LINEAR_VARIABLE, value)
         assert uses(Engine(model, **sizes)) is by_default
         for wanted in (True, False):
             engine = Engine(model, **sizes, cpu_linear=wanted, draft_model=tiny_model("llama"))
