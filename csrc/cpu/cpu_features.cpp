@@ -8,7 +8,8 @@ namespace mlx_paged::cpu {
 namespace {
 
 std::vector<Kernel> find_kernels() {
-  std::vector<Kernel> kernels = {{"baseline", baseline::attend, baseline::kLayerKernels, baseline::kLinearKernels}};
+  std::vector<Kernel> kernels = {
+      {"baseline", baseline::attend, baseline::kLayerKernels, baseline::kLinearKernels}};
 #if defined(MLX_PAGED_X86_KERNELS)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

@@ -92,10 +92,9 @@ inline float load_one(const Float16* from) {
 #endif
 }
 
-// Reads ahead by this many rows of weights.
-template <typename T>
-void ask(const T* from, int64_t ahead) {
-  __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead, 0, 2);
+// Prefetches what is `ahead` bytes behind an address.
+inline void ask(const void* from, int64_t ahead) {
+  __builtin_prefetch(static_cast<const char*>(from) + ahead, 0, 2);
 }
 
 // Elements of a row of weights as float32, with zeros from `count` on up to a multiple of
@@ -159,20 +158,26 @@ void unpack_bytes(const uint8_t* from, const T* scales, const T* offsets, int32_
   }
 }
 
+// Bytes of this many weights.
+template <typename T>
+int64_t weight_bytes(const LinearArgs& args, int64_t count) {
+  return count * (args.bits ? args.bits : 8 * sizeof(T)) / 8;
+}
+
 // Elements [k, k + count) of row `column` of the weights as float32.
 template <typename T>
-void unpack_row(const LinearArgs& args, int64_t column, int32_t k, int32_t count, float* to) {
+void unpack_row(const LinearArgs& args, int64_t column, int32_t k, int32_t count, int64_t ahead,
+                float* to) {
+  const int64_t first = column * args.depth + k;
+  const auto* from = static_cast<const uint8_t*>(args.weight) + weight_bytes<T>(args, first);
   if (args.bits == 0) {
-    const T* from = static_cast<const T*>(args.weight) + column * args.depth + k;
-    unpack(from, count, int64_t{kPass} * args.depth * sizeof(T), to);
+    unpack(reinterpret_cast<const T*>(from), count, ahead, to);
     return;
   }
-  const int64_t row_bytes = int64_t{args.depth} * args.bits / 8;
-  const auto* from = static_cast<const uint8_t*>(args.weight) + column * row_bytes;
-  const int64_t at = (column * args.depth + k) / args.group;
-  (args.bits == 4 ? unpack_fours<T> : unpack_bytes<T>)(
-      from + k * args.bits / 8, static_cast<const T*>(args.scales) + at,
-      static_cast<const T*>(args.offsets) + at, count, args.group, kPass * row_bytes, to);
+  (args.bits == 4 ? unpack_fours<T>
+                  : unpack_bytes<T>)(from, static_cast<const T*>(args.scales) + first / args.group,
+                                     static_cast<const T*>(args.offsets) + first / args.group,
+                                     count, args.group, ahead, to);
 }
 
 // A part of a pass: products of elements [k, k + depth) with some columns.
@@ -184,13 +189,19 @@ struct Panel {
   int64_t w_stride;
   int32_t depth;
   int64_t ahead;
+  const char* soon;  // if products take longer than reading weights: what the next pass reads here
+  int64_t soon_bytes;  // of each block of products
 };
 
 template <bool kAsk>
-void add_products(const Panel& p, int32_t columns, float* sums) {
+void add_products(const Panel& p, float* sums) {
+  int64_t soon = 0;
   for_row_blocks(p.rows, [&]<int kRows>(int32_t r) {
     constexpr int kColumns = kAccumulators / kRows;
-    for (int32_t c = 0; c < columns; c += kColumns) {
+    for (int32_t c = 0; c < kPass; c += kColumns) {
+      for (const int64_t end = soon + p.soon_bytes; soon < end; soon += 64) {
+        ask(p.soon, soon);
+      }
       dot_block<kRows, kColumns, kAsk>(p.x + r * p.x_stride, p.x_stride, p.w + c * p.w_stride,
                                        p.w_stride, p.depth, p.ahead, sums + r * kPass + c);
     }
@@ -206,6 +217,8 @@ void multiply(const LinearArgs& args, const float* x, int32_t rows, int32_t begi
   // Few rows read weights of float32 where they are. For more, a copy in the cache is faster.
   const bool in_place = args.bits == 0 && sizeof(T) == sizeof(float) && args.depth % kLanes == 0 &&
                         rows <= 2 * kRowBlock;
+  const bool spreads = rows > kRowBlock;  // prefetches, among the products
+  const int64_t pass_bytes = weight_bytes<T>(args, int64_t{kPass} * args.depth);
   for (int32_t first = begin; first < end; first += kPass) {
     const int32_t columns = end - first < kPass ? end - first : kPass;
     __builtin_memset(sums, 0, sizeof(float) * kPass * rows);
@@ -213,15 +226,18 @@ void multiply(const LinearArgs& args, const float* x, int32_t rows, int32_t begi
       const int32_t depth = args.depth - k < kDepthOfPanel ? args.depth - k : kDepthOfPanel;
       if (in_place && columns == kPass) {
         const float* w = static_cast<const float*>(args.weight) + int64_t{first} * args.depth + k;
-        const int64_t ahead = int64_t{kPass} * args.depth * sizeof(float);
-        add_products<true>({x + k, x_stride, rows, w, args.depth, depth, ahead}, kPass, sums);
+        add_products<true>({x + k, x_stride, rows, w, args.depth, depth, pass_bytes, {}, 0}, sums);
         continue;
       }
       for (int32_t c = 0; c < columns; ++c) {
-        unpack_row<T>(args, first + c, k, depth, panel + c * kDepthOfPanel);
+        unpack_row<T>(args, first + c, k, depth, spreads ? 0 : pass_bytes,
+                      panel + c * kDepthOfPanel);
       }
-      add_products<false>({x + k, x_stride, rows, panel, kDepthOfPanel, padded_depth(depth), 0},
-                          kPass, sums);
+      const char* soon = static_cast<const char*>(args.weight) + (first / kPass + 1) * pass_bytes;
+      const int64_t share = weight_bytes<T>(args, depth) * kAccumulators / rows;
+      add_products<false>({x + k, x_stride, rows, panel, kDepthOfPanel, padded_depth(depth), 0,
+                           soon + weight_bytes<T>(args, int64_t{kPass} * k), spreads ? share : 0},
+                          sums);
     }
     for (int32_t i = 0; i < columns; i += kLanes) {
       const T* bias = static_cast<const T*>(args.bias) + first + i;

@@ -13,9 +13,9 @@ inline constexpr int32_t kDepthStep = 32;
 
 // out [rows, width] = x [rows, depth] . weight [width, depth]^T + bias. All arrays are dense.
 struct LinearArgs {
-  DType dtype;     // of all arrays but quantized weights
-  int32_t bits;    // 4 or 8: `weight` holds unsigned integers, the first in the lowest bits; or 0
-  int32_t group;   // elements that share a scale and an offset: scale * integer + offset
+  DType dtype;    // of all arrays but quantized weights
+  int32_t bits;   // 4 or 8: `weight` holds unsigned integers, the first in the lowest bits; or 0
+  int32_t group;  // elements that share a scale and an offset: scale * integer + offset
   int32_t depth;
   int32_t width;
   const void* weight;

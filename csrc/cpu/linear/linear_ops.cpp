@@ -128,10 +128,9 @@ struct Linear {
   }
 
   mx::array composed(const Arrays& inputs, mx::Stream s) const {
-    const auto product =
-        bits ? mx::quantized_matmul(inputs[0], inputs[1], inputs[2], inputs[3], true, group, bits,
-                                    "affine", s)
-             : mx::matmul(inputs[0], mx::transpose(inputs[1], s), s);
+    const auto product = bits ? mx::quantized_matmul(inputs[0], inputs[1], inputs[2], inputs[3],
+                                                     true, group, bits, "affine", s)
+                              : mx::matmul(inputs[0], mx::transpose(inputs[1], s), s);
     const OptionalArray added = bias(inputs);
     return added ? mx::add(product, *added, s) : product;
   }
