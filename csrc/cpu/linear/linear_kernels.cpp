@@ -11,6 +11,9 @@ constexpr int32_t kPass = kColumnsOfPass;
 // The part of the depth whose weights, as float32, stay in the first-level cache.
 constexpr int32_t kDepthOfPanel = 512;
 
+// Rows of a panel lie apart so that they do not share the few places of a cache.
+constexpr int64_t kPanelStride = kDepthOfPanel + 16;
+
 static_assert(kDepthStep % (2 * kLanes) == 0 && kDepthOfPanel % kDepthStep == 0);
 
 constexpr int32_t padded_depth(int32_t depth) {
@@ -18,12 +21,13 @@ constexpr int32_t padded_depth(int32_t depth) {
 }
 
 // sums[r][c] += x[r] . w[c] for kRows rows and as many columns as the accumulators allow. If kAsk,
-// prefetches what is `ahead` bytes behind each element of w.
-template <int kRows, int kColumns, bool kAsk>
-[[gnu::noinline]] void dot_block(const float* x, int64_t x_stride, const float* w, int64_t w_stride,
+// prefetches what is `ahead` bytes behind each element of w; otherwise w is a panel.
+template <int kRows, int kColumns, bool kAsk, typename W>
+[[gnu::noinline]] void dot_block(const float* x, int64_t x_stride, const W* w, int64_t w_stride,
                                  int32_t depth, int64_t ahead, float* sums) {
   constexpr int kCount = kRows * kColumns;
   constexpr int kFolded = kCount < kLanes ? kCount : kLanes;
+  w_stride = kAsk ? w_stride : kPanelStride;
   Floats sum[kCount];
 #pragma GCC unroll 16
   for (int i = 0; i < kCount; ++i) {
@@ -37,7 +41,7 @@ template <int kRows, int kColumns, bool kAsk>
     }
 #pragma GCC unroll 16
     for (int c = 0; c < kColumns; ++c) {
-      const float* from = w + c * w_stride + k;
+      const W* from = w + c * w_stride + k;
       const Floats w_k = load(from);
       if (kAsk) {
         __builtin_prefetch(reinterpret_cast<const char*>(from) + ahead, 0, 2);
@@ -60,7 +64,7 @@ template <int kRows, int kColumns, bool kAsk>
   }
 }
 
-// The integers of 4 bits in kLanes bytes: those in the low halves, then those in the high halves.
+// kLanes bytes, zero-extended.
 inline Words load_bytes(const uint8_t* from) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
@@ -115,15 +119,22 @@ void unpack(const T* from, int32_t count, int64_t ahead, float* to) {
   }
 }
 
-// The same for integers of 4 bits: the even ones of 2 * kLanes, then the odd ones.
-template <typename T>
-void unpack_fours(const uint8_t* from, const T* scales, const T* offsets, int32_t count,
-                  int32_t group, int64_t ahead, float* to) {
+// The same for integers: of 4 bits the even ones of 2 * kLanes, then the odd ones.
+template <int kBits, typename T>
+void unpack_integers(const uint8_t* from, const T* scales, const T* offsets, int32_t count,
+                     int32_t group, int64_t ahead, float* to) {
+  constexpr int32_t kLine = 64 * 8 / kBits;
   for (int32_t k = 0; k < count; k += group) {
     const Floats scale = broadcast(load_one(scales + k / group));
     const Floats offset = broadcast(load_one(offsets + k / group));
-    if (k % 128 == 0) {
-      ask(from + k / 2, ahead);
+    if (k % kLine == 0) {
+      ask(from + k * kBits / 8, ahead);
+    }
+    if constexpr (kBits == 8) {
+      for (int32_t i = k; i < k + group; i += kLanes) {
+        store(to + i, to_floats(load_bytes(from + i)) * scale + offset);
+      }
+      continue;
     }
 #if defined(__AVX512F__)
     const Floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -139,21 +150,6 @@ void unpack_fours(const uint8_t* from, const T* scales, const T* offsets, int32_
       const Words pairs = load_bytes(from + i / 2);
       store(to + i, value(pairs));
       store(to + i + kLanes, value(pairs >> 4));
-    }
-  }
-}
-
-template <typename T>
-void unpack_bytes(const uint8_t* from, const T* scales, const T* offsets, int32_t count,
-                  int32_t group, int64_t ahead, float* to) {
-  for (int32_t k = 0; k < count; k += group) {
-    const Floats scale = broadcast(load_one(scales + k / group));
-    const Floats offset = broadcast(load_one(offsets + k / group));
-    if (k % 64 == 0) {
-      ask(from + k, ahead);
-    }
-    for (int32_t i = k; i < k + group; i += kLanes) {
-      store(to + i, to_floats(load_bytes(from + i)) * scale + offset);
     }
   }
 }
@@ -174,18 +170,20 @@ void unpack_row(const LinearArgs& args, int64_t column, int32_t k, int32_t count
     unpack(reinterpret_cast<const T*>(from), count, ahead, to);
     return;
   }
-  (args.bits == 4 ? unpack_fours<T>
-                  : unpack_bytes<T>)(from, static_cast<const T*>(args.scales) + first / args.group,
-                                     static_cast<const T*>(args.offsets) + first / args.group,
-                                     count, args.group, ahead, to);
+  (args.bits == 4 ? unpack_integers<4, T>
+                  : unpack_integers<8, T>)(from,
+                                           static_cast<const T*>(args.scales) + first / args.group,
+                                           static_cast<const T*>(args.offsets) + first / args.group,
+                                           count, args.group, ahead, to);
 }
 
 // A part of a pass: products of elements [k, k + depth) with some columns.
+template <typename W>
 struct Panel {
   const float* x;
   int64_t x_stride;
   int32_t rows;
-  const float* w;
+  const W* w;
   int64_t w_stride;
   int32_t depth;
   int64_t ahead;
@@ -193,8 +191,8 @@ struct Panel {
   int64_t soon_bytes;  // of each block of products
 };
 
-template <bool kAsk>
-void add_products(const Panel& p, float* sums) {
+template <bool kAsk, typename W>
+void add_products(const Panel<W>& p, float* sums) {
   int64_t soon = 0;
   for_row_blocks(p.rows, [&]<int kRows>(int32_t r) {
     constexpr int kColumns = kAccumulators / kRows;
@@ -211,12 +209,11 @@ void add_products(const Panel& p, float* sums) {
 template <typename T>
 void multiply(const LinearArgs& args, const float* x, int32_t rows, int32_t begin, int32_t end,
               void* out) {
-  alignas(64) float panel[kPass * kDepthOfPanel] = {};
+  alignas(64) float panel[kPass * kPanelStride] = {};
   alignas(64) float sums[kRowsOfPass * kPass];
   const int32_t x_stride = padded_depth(args.depth);
-  // Few rows read weights of float32 where they are. For more, a copy in the cache is faster.
-  const bool in_place = args.bits == 0 && sizeof(T) == sizeof(float) && args.depth % kLanes == 0 &&
-                        rows <= 2 * kRowBlock;
+  // Few rows read the weights where they are. For more, a copy in the cache is faster.
+  const bool in_place = args.bits == 0 && args.depth % kLanes == 0 && rows <= 2 * kRowBlock;
   const bool spreads = rows > kRowBlock;  // prefetches, among the products
   const int64_t pass_bytes = weight_bytes<T>(args, int64_t{kPass} * args.depth);
   for (int32_t first = begin; first < end; first += kPass) {
@@ -225,23 +222,25 @@ void multiply(const LinearArgs& args, const float* x, int32_t rows, int32_t begi
     for (int32_t k = 0; k < args.depth; k += kDepthOfPanel) {
       const int32_t depth = args.depth - k < kDepthOfPanel ? args.depth - k : kDepthOfPanel;
       if (in_place && columns == kPass) {
-        const float* w = static_cast<const float*>(args.weight) + int64_t{first} * args.depth + k;
-        add_products<true>({x + k, x_stride, rows, w, args.depth, depth, pass_bytes, {}, 0}, sums);
+        const T* w = static_cast<const T*>(args.weight) + int64_t{first} * args.depth + k;
+        add_products<true, T>({x + k, x_stride, rows, w, args.depth, depth, pass_bytes, {}, 0},
+                              sums);
         continue;
       }
       for (int32_t c = 0; c < columns; ++c) {
         unpack_row<T>(args, first + c, k, depth, spreads ? 0 : pass_bytes,
-                      panel + c * kDepthOfPanel);
+                      panel + c * kPanelStride);
       }
       const char* soon = static_cast<const char*>(args.weight) + (first / kPass + 1) * pass_bytes;
       const int64_t share = weight_bytes<T>(args, depth) * kAccumulators / rows;
-      add_products<false>({x + k, x_stride, rows, panel, kDepthOfPanel, padded_depth(depth), 0,
-                           soon + weight_bytes<T>(args, int64_t{kPass} * k), spreads ? share : 0},
-                          sums);
+      add_products<false, float>(
+          {x + k, x_stride, rows, panel, kPanelStride, padded_depth(depth), 0,
+           soon + weight_bytes<T>(args, int64_t{kPass} * k), spreads ? share : 0},
+          sums);
     }
     for (int32_t i = 0; i < columns; i += kLanes) {
-      const T* bias = static_cast<const T*>(args.bias) + first + i;
-      const Floats added = args.bias ? load_up_to(bias, columns - i) : Floats{};
+      const T* bias = static_cast<const T*>(args.bias);
+      const Floats added = bias ? load_up_to(bias + first + i, columns - i) : Floats{};
       for (int32_t r = 0; r < rows; ++r) {
         T* to = static_cast<T*>(out) + int64_t{r} * args.width + first + i;
         store_up_to(to, load(sums + r * kPass + i) + added, columns - i);
