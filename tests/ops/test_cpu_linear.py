@@ -18,7 +18,7 @@ from mlx_paged.ops.cpu_layers import LINEAR_VARIABLE, CPULayers
 from mlx_paged.server import arguments
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-ROWS = (1, 2, 3, 5, 8, 9, 16, 33, 64)
+ROWS = (1, 2, 3, 8, 9, 64)
 NODE = "PagedLinear"
 
 
@@ -67,7 +67,7 @@ def check_plain(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(64, 48), (33, 7), (1, 1), (1031, 17), (1200, 33), (768, 320)])
+@pytest.mark.parametrize("shape", [(64, 48), (33, 7), (1, 1), (1031, 17), (1200, 33)])
 def test_against_float64(shape, dtype):
     depth, width = shape
     weight, bias = random(width, depth, dtype=dtype), random(width, dtype=dtype, seed=1)
@@ -83,7 +83,7 @@ def test_against_float64(shape, dtype):
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_against_float64(bits, group, dtype):
-    for depth, width in ((128, 48), (1152, 17), (256, 130)):
+    for depth, width in ((128, 48), (1152, 17)):
         packed, scales, offsets = mx.quantize(random(width, depth, dtype=dtype), group, bits)
         bias, sizes_of = random(width, dtype=dtype, seed=1), {"group_size": group, "bits": bits}
         parts = [float64(a).repeat(group, axis=1) for a in (scales, offsets)]
