@@ -96,6 +96,8 @@ class layers:
     gelu_approx: Callable[..., mx.array]
     log_sum_exp: Callable[..., mx.array]
     mask: Callable[..., mx.array]
+    linear: Callable[..., mx.array]
+    quantized_linear: Callable[..., mx.array]
 
 class metal:
     """The submodule of launch plans; a call is a dict, see its documentation. Functions that plan

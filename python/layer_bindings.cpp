@@ -1,6 +1,7 @@
 #include <nanobind/stl/variant.h>
 
 #include "csrc/cpu/layers/layer_ops.h"
+#include "csrc/cpu/linear/linear_ops.h"
 #include "python/bindings.h"
 
 namespace mlx_paged {
@@ -39,6 +40,15 @@ constexpr const char* kMaskDoc =
     R"(``x [R, W]`` with -inf where bit ``i % 32`` of ``allowed[r, i // 32]`` is 0. `allowed` is
 ``[R, ceil(W / 32)]`` uint32. This op runs on GPUs too, of several of MLX's operations.)";
 
+constexpr const char* kLinearDoc =
+    R"(``x [..., D] @ weight.T + bias``, rounded once; weight ``[O, D]``, bias ``[O]`` or None, all of
+x's dtype. Sums are float32. A row's result does not depend on the other rows.)";
+
+constexpr const char* kQuantizedLinearDoc =
+    R"(:func:`linear` with a weight of ``mx.quantize``, mode "affine": uint32 ``[O, D * bits / 32]`` of 4 or
+8 bits; scales and biases, here `offsets`, ``[O, D / group_size]`` of x's dtype, for groups of 32,
+64 or 128.)";
+
 mx::array rope_of(const mx::array& x, const std::variant<int, mx::array>& offset,
                   const mx::array& frequencies, float scale, bool traditional,
                   mx::StreamOrDevice stream) {
@@ -66,6 +76,11 @@ void bind_layers(nb::module_& module) {
         "stream"_a = nb::none(), kActivateDoc);
   m.def("gelu_approx", &activation<cpu::Activation::kGeluApprox>, "x"_a, "factor"_a = nb::none(),
         nb::kw_only(), "stream"_a = nb::none(), kActivateDoc);
+  m.def("linear", &linear, "x"_a, "weight"_a, "bias"_a = nb::none(), nb::kw_only(),
+        "stream"_a = nb::none(), kLinearDoc);
+  m.def("quantized_linear", &quantized_linear, "x"_a, "weight"_a, "scales"_a, "offsets"_a,
+        "bias"_a = nb::none(), nb::kw_only(), "group_size"_a, "bits"_a, "stream"_a = nb::none(),
+        kQuantizedLinearDoc);
   m.def("log_sum_exp", &log_sum_exp, "x"_a, nb::kw_only(), "stream"_a = nb::none(), kLogSumExpDoc);
   m.def("mask", &mask, "x"_a, "allowed"_a, nb::kw_only(), "stream"_a = nb::none(), kMaskDoc);
 }

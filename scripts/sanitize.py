@@ -24,6 +24,7 @@ TESTS = (
     "tests/ops/test_pool_writes.py",
     "tests/ops/test_cpu_layer_ops.py",
     "tests/ops/test_cpu_layer_transforms.py",
+    "tests/ops/test_cpu_linear.py",
 )
 SUPPRESSIONS = ROOT / "scripts" / "sanitize_thread.supp"
 

@@ -6,6 +6,7 @@
 
 #include "csrc/cpu/attention/attention_kernel.h"
 #include "csrc/cpu/layers/layer_kernels.h"
+#include "csrc/cpu/linear/linear_kernels.h"
 
 namespace mlx_paged::cpu {
 
@@ -14,6 +15,7 @@ struct Kernel {
   const char* name;
   Attend* attend;
   const LayerKernelTable& layers;
+  const LinearKernels& linear;
 };
 
 // The build in use: the one that MLX_PAGED_CPU names, else the fastest that this machine can run.

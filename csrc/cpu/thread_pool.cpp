@@ -17,6 +17,18 @@ namespace {
 
 constexpr int kMaxThreads = 1024;
 
+// Looks at a condition for some 20 microseconds, in which a sleeping thread would hardly wake up.
+template <typename Condition>
+void spin_until(Condition is_true) {
+  for (int i = 0; i < 1000 && !is_true(); ++i) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
+#endif
+  }
+}
+
 int parse_num_threads(std::string_view text) {
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -52,6 +64,9 @@ class ThreadPool {
     // Waits only for workers inside the job: a worker that wakes up later finds the job closed.
     std::unique_lock lock(mutex_);
     open_ = false;
+    lock.unlock();
+    spin_until([this] { return num_inside_ == 0; });
+    lock.lock();
     idle_.wait(lock, [this] { return num_inside_ == 0; });
   }
 
@@ -66,6 +81,9 @@ class ThreadPool {
     uint64_t seen = 0;
     std::unique_lock lock(mutex_);
     for (;;) {
+      lock.unlock();
+      spin_until([&] { return generation_ != seen; });
+      lock.lock();
       wake_.wait(lock, [&] { return open_ && generation_ != seen; });
       seen = generation_;
       const auto* body = body_;
@@ -87,8 +105,8 @@ class ThreadPool {
   const std::function<void(int64_t)>* body_ = nullptr;
   int64_t count_ = 0;
   std::atomic<int64_t> next_{0};
-  uint64_t generation_ = 0;
-  int num_inside_ = 0;
+  std::atomic<uint64_t> generation_ = 0;
+  std::atomic<int> num_inside_ = 0;
   bool open_ = false;
 };
 

@@ -82,6 +82,8 @@ class Engine(WaitingCalls):
         num_draft_tokens: guesses of a draft model for each request in a step at most.
         compile: compute the steps that only decode by graphs that MLX has traced before, if it can
             (docs/compiled-decodes.md). None: on a CPU, if they take less time: measured now.
+        cpu_linear: compute linear layers on a CPU by this package's kernels (docs/cpu-linear.md).
+            None: unless MLX_PAGED_CPU_LINEAR is 0. GPUs keep MLX's.
         profile: synchronise between the phases of every step and time each phase, without
             lookahead. All steps are slower then.
         metrics_jsonl: write one line for every tick to this file.
@@ -122,6 +124,7 @@ class Engine(WaitingCalls):
         draft_model: nn.Module | None = None,
         num_draft_tokens: int = 3,
         compile: bool | None = None,
+        cpu_linear: bool | None = None,
         profile: bool = False,
         metrics_jsonl: str | PathLike[str] | None = None,
         spike_ms: float | None = None,
@@ -193,6 +196,9 @@ class Engine(WaitingCalls):
             runner = ModelRunner(model, self.manager, probed)
         else:
             runner = ProfilingRunner(model, self.manager, probed, phases)
+        if cpu_linear is not None:
+            for each in (runner, drafter.runner) if isinstance(drafter, DraftModel) else (runner,):
+                each.choose_linear(cpu_linear)
         layers = zip(probed.windows, probed.shapes, strict=True)
         sizes = [(window, shape.token_bytes) for window, shape in layers if shape is not None]
         super().__init__(

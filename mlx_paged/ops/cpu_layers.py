@@ -1,11 +1,15 @@
-"""Faster CPU kernels for some layers of a model and for log-sum-exp.
+"""Faster CPU kernels for layers of a model and for log-sum-exp.
 
 On CPUs MLX composes ``mx.fast.rms_norm``, ``mx.fast.rope`` and the activations of many operations.
 Each of these is a pass over memory on one thread. Inside :meth:`CPULayers.diverted` the kernels of
 :mod:`mlx_paged._ext.layers` replace them. Their results may differ in the last bits. GPUs keep
 MLX's own kernels.
+
+Linear layers, plain and quantized, are one op each (docs/cpu-linear.md). MLX computes products with
+quantized or 16-bit weights on one thread, and a linear layer is up to five nodes of its graph.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +32,15 @@ mlx_rope: Layer = mx.fast.rope
 mlx_silu: Layer = nn.silu
 mlx_gelu_approx: Layer = nn.gelu_approx
 mlx_swiglu: Layer = activations.swiglu
+mlx_linear: dict[type[nn.Module], Layer] = {
+    nn.Linear: nn.Linear.__call__,
+    nn.Embedding: nn.Embedding.as_linear,
+    nn.QuantizedLinear: nn.QuantizedLinear.__call__,
+    nn.QuantizedEmbedding: nn.QuantizedEmbedding.as_linear,
+}
+
+LINEAR_VARIABLE = "MLX_PAGED_CPU_LINEAR"  # 0: linear layers are MLX's
+GROUP_SIZES = 32, 64, 128
 
 
 class Place(NamedTuple):
@@ -45,15 +58,23 @@ _diverted: set[Place] = set()
 
 
 class CPULayers:
-    """The layers of a model that have a fused kernel."""
+    """The layers of a model that have a fused kernel.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        linear: whether linear layers are among them; None lets the environment decide.
+    """
+
+    def __init__(self, model: nn.Module, linear: bool | None = None) -> None:
         self._places = [
             Place(mx.fast, "rms_norm", mlx_rms_norm, _rms_norm),
             Place(mx.fast, "rope", mlx_rope, _rope),
             Place(nn, "silu", mlx_silu, _silu),
             Place(nn, "gelu_approx", mlx_gelu_approx, _gelu_approx),
         ]
+        if os.environ.get(LINEAR_VARIABLE) != "0" if linear is None else linear:
+            for kind, original in mlx_linear.items():
+                fused = _quantized_linear if "Quantized" in kind.__name__ else _linear
+                self._places.append(Place(kind, original.__name__, original, fused))
         for name in sorted({type(layer).__module__ for layer in model.modules()}):
             module = sys.modules.get(name)
             if getattr(module, "swiglu", None) is mlx_swiglu:
@@ -86,7 +107,7 @@ class CPULayers:
 
 
 def _fits(x: Any, other: Any = None) -> bool:
-    """Whether this thread is inside the context and the fused kernel takes these arrays."""
+    """Whether this thread is inside the context and a fused kernel takes these arrays."""
     if get_ident() not in _threads or not isinstance(x, mx.array) or x.dtype not in _DTYPES:
         return False
     return other is None or (isinstance(other, mx.array) and other.dtype == x.dtype)
@@ -134,6 +155,26 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     if _fits(gate, x) and gate.shape == x.shape:
         return _ext.layers.silu(gate, x)
     return mlx_swiglu(gate, x)
+
+
+def _mlx_linear(layer: nn.Module, x: mx.array) -> mx.array:
+    return next(mlx_linear[kind] for kind in type(layer).__mro__ if kind in mlx_linear)(layer, x)
+
+
+def _linear(layer: nn.Module, x: mx.array) -> mx.array:
+    weight, bias = layer["weight"], layer.get("bias")
+    if not (_fits(x, weight) and _fits(x, bias)):
+        return _mlx_linear(layer, x)
+    return _ext.layers.linear(x, weight, bias)
+
+
+def _quantized_linear(layer: Any, x: mx.array) -> mx.array:
+    scales, offsets, bias = layer["scales"], layer.get("biases"), layer.get("bias")
+    known = layer.mode == "affine" and layer.bits in (4, 8) and layer.group_size in GROUP_SIZES
+    if not (known and _fits(x, scales) and _fits(x, offsets) and _fits(x, bias)):
+        return _mlx_linear(layer, x)
+    sizes = {"group_size": layer.group_size, "bits": layer.bits}
+    return _ext.layers.quantized_linear(x, layer["weight"], scales, offsets, bias, **sizes)
 
 
 def log_sum_exp(x: mx.array) -> mx.array:

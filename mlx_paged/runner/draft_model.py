@@ -63,7 +63,7 @@ class DraftModel:
         self.attentions, self.plan = profile.attentions, manager.plan
         self.seconds = self.seconds_per_draft = 0.0
         self._allocator = manager.allocator
-        self._runner = ModelRunner(model, manager, profile)
+        self.runner = ModelRunner(model, manager, profile)
         self._shadows: dict[int, _Shadow] = {}
         self._has_failed = False
 
@@ -137,7 +137,7 @@ class DraftModel:
             self._allocator.free(request_id)
         self._shadows.clear()
         self._allocator.forget_prefixes()
-        self._runner.recover()
+        self.runner.recover()
 
     def _drafts(self, depths: dict[int, int], requests: list[Request]) -> dict[int, list[int]]:
         """Drafts of at most these depths by request id, one step of the model for each."""
@@ -157,7 +157,7 @@ class DraftModel:
             launched.append(self._launch(step, launched[-1]))
         drafts: dict[int, list[int]] = {}
         for each in launched:
-            for choice in self._runner.collect(each):
+            for choice in self.runner.collect(each):
                 drafts.setdefault(choice.request.id, []).append(choice.token)
         for known in [self._shadows[r.id] for r in requests if r.id in self._shadows]:
             own, known.computed = known.request, known.request.num_computed
@@ -218,7 +218,7 @@ class DraftModel:
         return stop
 
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        launched = self._runner.launch(step, before)
+        launched = self.runner.launch(step, before)
         self._allocator.store.copies_done()
         return launched
 

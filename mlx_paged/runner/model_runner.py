@@ -89,6 +89,10 @@ class ModelRunner:
         self.why_plain = self._untraceable = profile.untraceable
         self._tables = BatchTables.of_groups(manager.allocator)
 
+    def choose_linear(self, wanted: bool) -> None:
+        """Whether linear layers on a CPU are this package's. Call it before any step."""
+        self.cpu_layers = CPULayers(self.model, wanted)
+
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these
         take less time) and if they are right. Return what is traced. No block may be in use."""

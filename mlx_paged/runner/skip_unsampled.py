@@ -74,9 +74,9 @@ def override(module: nn.Module, method: str, replacement: Callable[..., Any]) ->
     """Replace a method of this one module by ``replacement(original, *args, **kwargs)``. The
     module's class becomes a subclass of its class."""
     base = type(module)
-    original = getattr(base, method)
 
     def overridden(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        original = getattr(base, method)  # which a forward on a CPU may divert
         return replacement(original.__get__(self), *args, **kwargs)
 
     members = {method: overridden, "__module__": base.__module__}

@@ -46,6 +46,7 @@ CASES = {
         [(2, 3, 4, 8), (8,)],
     ),
     "rope": (rope, mlx_rope, [(2, 3, 4, 8)]),
+    "linear": (layers.linear, lambda x, w, b: x @ w.T + b, [(2, 3, 8), (4, 8), (4,)]),
     "log_sum_exp": (layers.log_sum_exp, lambda x: mx.logsumexp(x, -1, keepdims=True), [(2, 3, 8)]),
     "mask": (
         lambda x: layers.mask(x, mx.array([[0xF0F0F0F0, 5, 0], [7, 0, 63]], mx.uint32)),

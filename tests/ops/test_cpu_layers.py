@@ -29,7 +29,7 @@ class CountingLayers:
 
     def __init__(self, layers):
         self.calls = Counter()
-        for name in ("rms_norm", "rope", "silu", "gelu_approx", "rope_frequencies", "log_sum_exp"):
+        for name in [name for name in vars(layers) if not name.startswith("_")]:
             setattr(self, name, self._counting(name, getattr(layers, name)))
 
     def _counting(self, name, op):
@@ -74,6 +74,7 @@ def test_an_engine_s_steps_run_on_the_fused_layers(calls, model):
     assert steps >= 6
     assert calls["rms_norm"] == steps * (2 * layers + 1)
     assert calls["rope"] == steps * 2 * layers
+    assert calls["linear"] == steps * (7 * layers + 1)  # the head among them
     assert 6 <= calls["log_sum_exp"] <= steps
     assert_restored()
 

@@ -62,7 +62,7 @@ struct RowOp {
   bool operator==(const RowOp&) const = default;
 
   static int64_t count(const mx::array& x) { return cpu::DenseRows(x).count(); }
-  static mx::Shape shape(const mx::array& x) { return x.shape(); }
+  static mx::Shape shape(const Arrays& inputs) { return inputs[0].shape(); }
 };
 
 // Inputs x and, if there is one, the weight.
@@ -162,8 +162,8 @@ struct Activate : RowOp {
 struct LogSumExp : RowOp {
   static constexpr const char* kName = "PagedLogSumExp";
 
-  static mx::Shape shape(const mx::array& x) {
-    mx::Shape shape = x.shape();
+  static mx::Shape shape(const Arrays& inputs) {
+    mx::Shape shape = inputs[0].shape();
     shape.back() = 1;
     return shape;
   }
@@ -206,7 +206,7 @@ struct Mask : RowOp {
 template <typename Op>
 mx::array make(Op op, Arrays inputs, mx::StreamOrDevice stream) {
   auto primitive = std::make_shared<LayerPrimitive<Op>>(mx::to_stream(stream), op);
-  const mx::Shape shape = Op::shape(inputs[0]);
+  const mx::Shape shape = Op::shape(inputs);
   const mx::Dtype dtype = inputs[0].dtype();
   return mx::array(shape, dtype, std::move(primitive), std::move(inputs));
 }

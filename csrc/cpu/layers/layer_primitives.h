@@ -25,16 +25,13 @@ class LayerPrimitive : public mx::Primitive {
 
   // Computes on several threads if that pays.
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
-    // Elements of one task. For fewer elements, waking a thread costs more than it saves.
-    constexpr int64_t kElementsOfTask = 1 << 16;
-    const int64_t count = Op::count(inputs[0]);
-    const int64_t elements_each = inputs[0].size() / std::max<int64_t>(1, count);
-    const int64_t range =
-        std::max<int64_t>(1, kElementsOfTask / std::max<int64_t>(1, elements_each));
-    auto task = [count, range, compute = op_.kernel(inputs, outputs[0])] {
-      cpu::parallel_for((count + range - 1) / range,
-                        [&](int64_t i) { compute(i * range, std::min(count, (i + 1) * range)); });
-    };
+    auto task = [&] {
+      if constexpr (requires { op_.task(inputs, outputs[0]); }) {
+        return op_.task(inputs, outputs[0]);
+      } else {
+        return task_of_rows(inputs, outputs[0]);
+      }
+    }();
     cpu::encoder_for(stream(), inputs, outputs).dispatch(std::move(task));
   }
 
@@ -65,11 +62,24 @@ class LayerPrimitive : public mx::Primitive {
   }
 
   std::vector<mx::Shape> output_shapes(const Arrays& inputs) override {
-    return {Op::shape(inputs[0])};
+    return {Op::shape(inputs)};
   }
 
  private:
   using Function = std::function<Arrays(const Arrays&)>;
+
+  auto task_of_rows(const Arrays& inputs, mx::array& out) const {
+    // Elements of one task. For fewer elements, waking a thread costs more than it saves.
+    constexpr int64_t kElementsOfTask = 1 << 16;
+    const int64_t count = Op::count(inputs[0]);
+    const int64_t elements_each = inputs[0].size() / std::max<int64_t>(1, count);
+    const int64_t range =
+        std::max<int64_t>(1, kElementsOfTask / std::max<int64_t>(1, elements_each));
+    return [count, range, compute = op_.kernel(inputs, out)] {
+      cpu::parallel_for((count + range - 1) / range,
+                        [&](int64_t i) { compute(i * range, std::min(count, (i + 1) * range)); });
+    };
+  }
 
   Arrays composed(const Arrays& inputs) { return {op_.composed(inputs, stream())}; }
 

@@ -1,0 +1,54 @@
+// The kernel of linear layers of few rows. It is compiled once for each instruction set
+// (linear_kernels.cpp) and chosen at run time (cpu_features.h).
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/cpu/attention/attention_args.h"
+
+namespace mlx_paged::cpu {
+
+// Rows of x are packed with zeros after the last element, up to a multiple of this.
+inline constexpr int32_t kDepthStep = 32;
+
+// out [rows, width] = x [rows, depth] . weight [width, depth]^T + bias. All arrays are dense.
+struct LinearArgs {
+  DType dtype;    // of all arrays but quantized weights
+  int32_t bits;   // 4 or 8: `weight` holds unsigned integers, the first in the lowest bits; or 0
+  int32_t group;  // elements that share a scale and an offset: scale * integer + offset
+  int32_t depth;
+  int32_t width;
+  const void* weight;
+  const void* scales;   // [width, depth / group]
+  const void* offsets;  // the same
+  const void* bias;     // [width], or null
+  void* out;
+};
+
+struct LinearKernels {
+  // Packs one row of x as float32, in the order in which the kernel reads weights.
+  void (*pack)(const LinearArgs& args, const void* x, float* to);
+
+  // Computes columns [begin, end) of `rows` rows of out from the packed rows `x`. A row's result
+  // does not depend on the other rows.
+  void (*multiply)(const LinearArgs& args, const float* x, int32_t rows, int32_t begin, int32_t end,
+                   void* out);
+};
+
+// Columns of `out` that share a pass over x. Tasks begin at multiples of it.
+inline constexpr int32_t kColumnsOfPass = 16;
+
+// The most rows of one call of `multiply`.
+inline constexpr int32_t kRowsOfPass = 128;
+
+namespace baseline {
+extern const LinearKernels kLinearKernels;
+}
+namespace avx2 {
+extern const LinearKernels kLinearKernels;
+}
+namespace avx512 {
+extern const LinearKernels kLinearKernels;
+}
+
+}  // namespace mlx_paged::cpu

@@ -1,0 +1,287 @@
+"""Linear layers on a CPU: as exact as MLX's own, and which layers take them."""
+
+import io
+import os
+import subprocess
+import sys
+import threading
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.tuner.lora import LoRALinear
+from tiny_models import solo_greedy, tiny_model
+
+from mlx_paged import Engine, _ext
+from mlx_paged.ops.cpu_layers import LINEAR_VARIABLE, CPULayers
+from mlx_paged.server import arguments
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+ROWS = (1, 2, 3, 8, 9, 64)
+NODE = "PagedLinear"
+
+
+@pytest.fixture(autouse=True)
+def _cpu():
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+def random(*shape: int, dtype: mx.Dtype = mx.float32, seed: int = 0) -> mx.array:
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return mx.array(values.astype(np.float32)).astype(dtype)
+
+
+def float64(x: mx.array) -> np.ndarray:
+    return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+def bits_of(x: mx.array) -> bytes:
+    return bytes(memoryview(mx.contiguous(x).view(mx.uint8)))
+
+
+def integers(packed: mx.array, bits: int) -> np.ndarray:
+    """What ``mx.quantize`` packed, ``[O, D]``."""
+    words = np.array(packed)[..., None] >> (np.arange(32 // bits, dtype=np.uint32) * bits)
+    return (words & (2**bits - 1)).reshape(len(words), -1).astype(np.float64)
+
+
+def assert_as_exact(got: mx.array, theirs: mx.array, want: np.ndarray, sizes: np.ndarray) -> None:
+    """No further from float64 than MLX's own result, or than roundings of float32; relative to the
+    sum of the products' sizes."""
+    ours, limit = (np.max(np.abs(float64(x) - want) / sizes) for x in (got, theirs))
+    assert got.dtype == theirs.dtype and got.shape == theirs.shape
+    assert ours <= max(limit, 2**-23)
+
+
+def check_plain(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.array:
+    got = _ext.layers.linear(x, weight, bias)
+    theirs = x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
+    added = np.zeros(len(weight)) if bias is None else float64(bias)
+    sizes = np.abs(float64(x)) @ np.abs(float64(weight)).T + np.abs(added)
+    assert_as_exact(got, theirs, float64(x) @ float64(weight).T + added, sizes)
+    return got
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(64, 48), (33, 7), (1, 1), (1031, 17), (1200, 33)])
+def test_against_float64(shape, dtype):
+    depth, width = shape
+    weight, bias = random(width, depth, dtype=dtype), random(width, dtype=dtype, seed=1)
+    for rows in (*ROWS, 130):
+        x = random(rows, depth, dtype=dtype, seed=rows)
+        check_plain(x, weight)
+        got = check_plain(x, weight, bias)
+        alone = _ext.layers.linear(x[rows - 1 :], weight, bias)
+        assert bits_of(alone) == bits_of(got[rows - 1 :])  # whatever the other rows are
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_against_float64(bits, group, dtype):
+    for depth, width in ((128, 48), (1152, 17)):
+        packed, scales, offsets = mx.quantize(random(width, depth, dtype=dtype), group, bits)
+        bias, sizes_of = random(width, dtype=dtype, seed=1), {"group_size": group, "bits": bits}
+        parts = [float64(a).repeat(group, axis=1) for a in (scales, offsets)]
+        weight = parts[0] * integers(packed, bits) + parts[1]
+        for rows in ROWS:
+            x = random(rows, depth, dtype=dtype, seed=rows)
+            got = _ext.layers.quantized_linear(x, packed, scales, offsets, bias, **sizes_of)
+            theirs = mx.quantized_matmul(x, packed, scales, offsets, **sizes_of) + bias
+            sizes = np.abs(float64(x)) @ np.abs(weight).T + np.abs(float64(bias))
+            assert_as_exact(got, theirs, float64(x) @ weight.T + float64(bias), sizes)
+            last = x[rows - 1 :]
+            alone = _ext.layers.quantized_linear(last, packed, scales, offsets, bias, **sizes_of)
+            assert bits_of(alone) == bits_of(got[rows - 1 :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arrays_of_any_layout(dtype):
+    x, weight, bias = random(6, 96, dtype=dtype), random(40, 96, dtype=dtype), random(40)
+    want = bits_of(_ext.layers.linear(x, weight, bias.astype(dtype)))
+    layouts = (
+        lambda a: mx.contiguous(a.T).T,
+        lambda a: mx.concatenate([a, a * mx.nan], axis=-1)[..., : a.shape[-1]],
+        lambda a: mx.stack([a, a * mx.nan], axis=-1)[..., 0],
+    )
+    for change in layouts:
+        for arrays in (
+            (change(x), weight, bias.astype(dtype)),
+            (x, change(weight), change(bias.astype(dtype))),
+        ):
+            assert bits_of(_ext.layers.linear(*arrays)) == want
+    packed = mx.quantize(weight, 32, 4)
+    got = [
+        _ext.layers.quantized_linear(x, *each, group_size=32, bits=4)
+        for each in (
+            packed,
+            [change(a) for a, change in zip(packed, [layouts[0]] * 3, strict=True)],
+        )
+    ]
+    assert bits_of(got[0]) == bits_of(got[1])
+
+
+@pytest.mark.parametrize("shape", [(96,), (1, 96), (2, 1, 96), (2, 3, 2, 96), (0, 96)])
+def test_x_of_any_number_of_axes(shape):
+    weight, x = random(40, 96), random(*shape)
+    assert _ext.layers.linear(x, weight).shape == (*shape[:-1], 40)
+    np.testing.assert_allclose(_ext.layers.linear(x, weight), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_transforms_are_those_of_mlx_s_own_products():
+    x, weight = random(2, 128), random(8, 128)
+    packed, scales, offsets = mx.quantize(weight, 32, 4)
+    sizes = {"group_size": 32, "bits": 4}
+
+    def ours(x: mx.array) -> mx.array:
+        return _ext.layers.quantized_linear(x, packed, scales, offsets, **sizes).sum()
+
+    want = mx.grad(lambda x: mx.quantized_matmul(x, packed, scales, offsets, **sizes).sum())(x)
+    np.testing.assert_allclose(mx.grad(ours)(x), want, rtol=1e-5, atol=1e-5)
+    compiled = mx.compile(lambda x: _ext.layers.linear(x, weight) + 1)
+    for rows in (2, 5):
+        x = random(rows, 128)
+        assert bits_of(compiled(x)) == bits_of(_ext.layers.linear(x, weight) + 1)
+
+
+def test_wrong_arguments_are_refused():
+    x, weight = random(3, 64), random(8, 64)
+    packed, scales, offsets = mx.quantize(weight, 32, 4)
+    plain, quantized = _ext.layers.linear, _ext.layers.quantized_linear
+    calls = {
+        r"weight has shape \(8, 64\): expected \[outputs, 63\]": lambda: plain(x[:, :63], weight),
+        r"bias has shape \(3,\): expected \[8\]": lambda: plain(x, weight, mx.zeros(3)),
+        "another array has float16": lambda: plain(x, weight.astype(mx.float16)),
+        "has dtype int32": lambda: plain(x.astype(mx.int32), weight),
+        "bits is 3": lambda: quantized(x, packed, scales, offsets, group_size=32, bits=3),
+        "group_size is 16": lambda: quantized(x, packed, scales, offsets, group_size=16, bits=4),
+        "expected uint32": lambda: quantized(x, weight, scales, offsets, group_size=32, bits=4),
+        "scales have shape": lambda: quantized(
+            x, packed, scales[:4], offsets, group_size=32, bits=4
+        ),
+        r"expected \[outputs, 16\]": lambda: quantized(
+            x, packed, scales, offsets, group_size=32, bits=8
+        ),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("build", ["baseline", "avx2"])
+def test_every_build_passes_these_tests(build):
+    if build not in _ext.supported_kernels():
+        pytest.skip(f"this machine cannot run the {build} build")
+    child = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            "-k",
+            "float64",
+            __file__,
+        ],
+        env={**os.environ, "MLX_PAGED_CPU": build},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert child.returncode == 0, child.stdout[-3000:]
+
+
+def nodes(y: mx.array) -> str:
+    text = io.StringIO()
+    mx.export_to_dot(text, y)
+    return text.getvalue()
+
+
+def diverted(layer: nn.Module) -> CPULayers:
+    mx.eval(layer.parameters())
+    return CPULayers(layer, True)
+
+
+def quantized(layer, bits: int = 4, group: int = 32, mode: str = "affine"):
+    return layer.to_quantized(group, bits, mode=mode)
+
+
+def test_layers_that_take_it_are_one_node():
+    x = random(3, 1, 64)
+    plain, table = nn.Linear(64, 32), nn.Embedding(32, 64)
+    calls = (plain, nn.Linear(64, 32, bias=False), quantized(plain), quantized(plain, 8))
+    tables = table, quantized(table)
+    mx.eval([layer.parameters() for layer in (*calls, *tables)])
+    heads = [lambda x, table=table: table.as_linear(x) for table in tables]
+    for call in (*calls, *heads):
+        want = call(x)
+        with diverted(plain).diverted():
+            y = call(x)
+            assert nodes(y).count(NODE) == 1 and nodes(y).count("[label") == 1, nodes(y)
+        assert NODE not in nodes(call(x))
+        np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+
+
+def test_the_base_of_an_adapter_takes_it():
+    layer, x = LoRALinear.from_base(nn.Linear(64, 32)), random(2, 64)
+    layer.lora_b = random(*layer.lora_b.shape)
+    want = layer(x)
+    with diverted(layer).diverted():
+        y = layer(x)
+    assert nodes(y).count(NODE) == 1
+    np.testing.assert_allclose(y, want, rtol=1e-3, atol=1e-3)
+
+
+def test_other_layers_are_mlx_s():
+    plain, x = nn.Linear(64, 32), random(2, 64)
+    cases = [
+        (plain, x.astype(mx.float16)),
+        (quantized(plain, 3), x),
+        (quantized(plain, 4, 16, "nvfp4"), x),
+        (quantized(plain), x.astype(mx.float16)),
+    ]
+    for layer, given in cases:
+        with diverted(layer).diverted():
+            assert NODE not in nodes(layer(given))
+    with diverted(plain).diverted():
+        assert NODE in nodes(plain(x))
+        other = []
+        thread = threading.Thread(target=lambda: other.append(nodes(plain(mx.zeros((2, 64))))))
+        thread.start()
+        thread.join()
+        assert NODE not in other[0]
+
+
+def uses(engine: Engine) -> bool:
+    with engine.runner.cpu_layers.diverted():
+        return nn.Linear.__call__ is not LINEAR
+
+
+LINEAR = nn.Linear.__call__
+
+
+def test_options_and_environment_turn_it_off(monkeypatch):
+    model, sizes = tiny_model("llama"), {"block_size": 4, "num_blocks": 20, "compile": False}
+    for value, by_default in (("", True), ("1", True), ("0", False)):
+        monkeypatch.setenv(LINEAR_VARIABLE, value)
+        assert uses(Engine(model, **sizes)) is by_default
+        for wanted in (True, False):
+            engine = Engine(model, **sizes, cpu_linear=wanted, draft_model=tiny_model("llama"))
+            assert uses(engine) is wanted
+            assert uses(engine.scheduler.speculation.drafter) is wanted
+    for flags, option in (([], None), (["--no-cpu-linear"], False), (["--cpu-linear"], True)):
+        assert arguments.engine_options(arguments.parse(flags))["cpu_linear"] is option
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_an_engine_has_mlx_lm_s_tokens(name, bits):
+    model = tiny_model(name)
+    if bits is not None:
+        nn.quantize(model, 32, bits, class_predicate=lambda _, m: "Linear" in type(m).__name__)
+    prompts = [[5, 6, 7], [8] * 20, [9, 1]]
+    want = [solo_greedy(model, prompt, 6) for prompt in prompts]
+    for compile in (False, True):
+        engine = Engine(model, block_size=4, num_blocks=60, compile=compile, cpu_linear=True)
+        assert uses(engine)
+        assert [done.tokens for done in engine.generate(prompts, max_tokens=6)] == want
