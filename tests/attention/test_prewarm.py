@@ -11,8 +11,10 @@ from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import Engine, _ext, ops
 from mlx_paged.attention import prewarm
+from mlx_paged.attention.sdpa_hook import Query
+from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.pool import KVShape
-from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.model_probe import _Recorder, probe
 
 
 @pytest.fixture
@@ -38,6 +40,15 @@ def test_layers_that_share_a_pipeline_count_once():
     )
     kinds = probe(tiny_model("gpt_oss")).attentions
     assert {(kind.window, kind.has_sinks) for kind in kinds} == {(12, True), (None, True)}
+
+
+def test_every_attention_to_a_cache_of_several_layers_counts():
+    cache = _Recorder(1, None)
+    rows = mx.zeros((1, 2, 3, 8))
+    cache.update_and_fetch(rows, rows)
+    for heads, window in ((2, None), (4, 12)):
+        cache.attend(Query(mx.zeros((1, heads, 3, 8)), 1.0, window, None))
+    assert [(kind.num_heads, kind.window) for kind in cache.attentions] == [(2, None), (4, 12)]
 
 
 def pipelines(call: dict[str, Any]) -> set[str]:
@@ -105,6 +116,9 @@ def test_an_engine_uses_only_pipelines_that_were_dispatched(model_type, gpu, mon
     engine = Engine(model, block_size=4, num_blocks=64, prefill_chunk=8)
     prompts = [np.random.default_rng(0).integers(0, VOCAB, n).tolist() for n in (5, 19)]
     engine.generate(prompts, max_tokens=3)
+    pool = engine.manager.pool
+    write_blocks(pool, np.ones(1, np.int32), 0, read_blocks(pool, [1], 0))
+    mx.eval(pool.handles())
     assert set(metal.trace.pipelines) <= warmed
 
 
