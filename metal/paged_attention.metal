@@ -43,8 +43,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int MERGED = merged_rows(ROWS, DV);
   constexpr int K_LANES = key_lanes(D / VECTOR, ROWS);
-  // A single row has the registers for two neighbouring vectors of bytes a lane.
-  constexpr int V_LANES = value_lanes(DV / VECTOR / (ROWS == 1 && sizeof(V) == 1 ? 2 : 1));
+  constexpr int V_LANES = value_lanes(DV / VECTOR);
   constexpr int K_VECTORS = (D / VECTOR + K_LANES - 1) / K_LANES;  // of a key that a lane holds
   constexpr int V_VECTORS = (DV / VECTOR + V_LANES - 1) / V_LANES;
   constexpr int OUT_VECTORS = DV / VECTOR;
