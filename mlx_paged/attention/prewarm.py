@@ -7,10 +7,8 @@ from itertools import product
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
@@ -18,6 +16,7 @@ from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 NUM_BLOCKS = 2
 LENGTHS = *range(1, ops.metal.MOST_ROWS + 1), 8, 64
 """Tokens of a sequence: a decode, drafts, a chunk whose threadgroups are full."""
+
 LONG_CONTEXT = 8192
 """Tokens of a context that is split over threadgroups."""
 
@@ -37,7 +36,7 @@ def prewarm(
     kinds: Sequence[AttentionKind], block_size: int, plan: PoolPlan | None = None
 ) -> float | None:
     """Dispatch every pipeline once: attention of single tokens, of chunks and of both together,
-    with whole and with split contexts; writes, copies and blocks from elsewhere.
+    with whole and with split contexts; writes and copies.
 
     A pipeline is compiled at its first dispatch, which takes tenths of a second on a GPU.
 
@@ -63,7 +62,6 @@ def _dispatch(kind: AttentionKind, block_size: int) -> None:
     k, v = (mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in shape.row_dims)
     pool.write(0, k, v, as_int32([0]))
     pool.copy_blocks([BlockCopy(0, 1)])
-    write_blocks(pool, np.zeros(1, np.int32), 0, read_blocks(pool, [0], 0))
     sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None
     options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
     scales = {name: arrays[0] for name, arrays in pool.scales.items()}
