@@ -5,7 +5,7 @@
 // is seen.
 constexpr int room(int rows) { return rows == 1 ? 128 : rows < 4 ? 64 : 32; }
 
-// Lanes that share a key: none holds more than three vectors of it, or four for a single row.
+// Lanes that share a key: none holds more than three vectors of it, or five for a single row.
 constexpr int key_lanes(int vectors, int rows) {
   const int most = rows == 1 ? 64 : 48;
   return vectors > most ? 32 : vectors > 24 ? 16 : vectors >= 8 ? 8 : vectors >= 3 ? 4 : vectors;
@@ -51,8 +51,10 @@ inline void load_row(const device T* head, uint offset, int lane,
     const int vector = own_vector<STRIDE, COUNT>(lane, c);
     // The address of a pair is the first one's: only so a compiler makes one load of them.
     const uint next = COUNT % 2 == 0 ? c % 2 : 0;
-    const device T* from = head + long(offset + uint(vector) - next) * STORED;
-    row[c] = IS_EVEN || vector < DIM / VECTOR ? read_pool(from, next) : vec<T, VECTOR>(T(0.0f));
+    row[c] = vec<T, VECTOR>(T(0.0f));
+    if (IS_EVEN || vector < DIM / VECTOR) {
+      row[c] = read_pool(head + long(offset + uint(vector) - next) * STORED, next);
+    }
   }
 }
 

@@ -17,9 +17,9 @@ constant constexpr int MOST_KEPT = 16;  // matrices of queries that a simdgroup 
 constexpr int smaller(int a, int b) { return a < b ? a : b; }
 constexpr int larger(int a, int b) { return a > b ? a : b; }
 
-// Keys of a step: wide rows take more threadgroup memory.
-constexpr int step_keys(int head_dim, int value_dim) {
-  return larger(head_dim, value_dim) > 128 ? 16 : 32;
+// Keys of a step: wide rows take more threadgroup memory, and many of them more registers.
+constexpr int step_keys(int head_dim, int value_dim, int rows) {
+  return larger(head_dim, value_dim) > (rows > 16 ? 64 : 128) ? 16 : 32;
 }
 
 // The score of a key in units of log2.
@@ -70,7 +70,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     uint3 group_position [[threadgroup_position_in_grid]],
     uint simdgroup_index [[simdgroup_index_in_threadgroup]],
     uint lane_index [[thread_index_in_simdgroup]]) {
-  constexpr int KEYS = step_keys(D, DV);
+  constexpr int KEYS = step_keys(D, DV, ROWS);
   constexpr int TEAM = THREADS / ROWS;  // threads of a row
   constexpr int TEAM_KEYS = KEYS / TEAM;
   // Threadgroup memory: elements from one row to the next.
@@ -80,7 +80,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   // Simdgroups divide the scores by rows, by keys and, if these are few, by dimensions.
   constexpr int ROW_MATRICES = ROWS / EDGE;
   constexpr int KEY_MATRICES = KEYS / EDGE;
-  constexpr int KEY_PARTS = ROW_MATRICES > 2 ? 2 : smaller(KEY_MATRICES, SIMDGROUPS);
+  constexpr int KEY_PARTS = ROW_MATRICES > 2 ? KEY_MATRICES / 2 : smaller(KEY_MATRICES, SIMDGROUPS);
   constexpr int ROW_PARTS = smaller(ROW_MATRICES, SIMDGROUPS / KEY_PARTS);
   constexpr int DIM_PARTS = SIMDGROUPS / KEY_PARTS / ROW_PARTS;
   constexpr int OWN_ROWS = ROW_MATRICES / ROW_PARTS;
@@ -168,8 +168,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   if (thread_index < KEYS) {
     const int key = begin + thread_index;
     const int block = block_of(key, begin, end, table, p);
-    note_place<K, V>(block, key, k_places[thread_index], v_places[thread_index],
-                     numbers[thread_index], p);
+    note_place<K, V>(block, key, thread_index, k_places, v_places, numbers, p);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   simdgroup_matrix<T, 8, 8> queries[KEEPS ? OWN_ROWS * OWN_DIMS : OWN_ROWS];
@@ -261,8 +260,8 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
       }
     }
     if (thread_index < KEYS) {
-      const int i = next_half + thread_index;
-      note_place<K, V>(next_block, next_key, k_places[i], v_places[i], numbers[i], p);
+      note_place<K, V>(next_block, next_key, next_half + thread_index, k_places, v_places, numbers,
+                       p);
     }
     float own[TEAM_KEYS];
     float new_max = running_max;
@@ -322,9 +321,10 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
           const int column = (c * SIMDGROUPS + simdgroup) * EDGE;
           if (DV % (SIMDGROUPS * EDGE) == 0 || column < DV) {
             simdgroup_matrix<T, 8, 8> value;
-            simdgroup_barrier(mem_flags::mem_none);
+            if (D >= 128) {
+              simdgroup_barrier(mem_flags::mem_none);
+            }
             simdgroup_load(value, value_rows + k * value_stride + column, value_stride);
-            simdgroup_barrier(mem_flags::mem_none);
             UNROLL
             for (int r = 0; r < ROW_MATRICES; r++) {
               const int i = r * OWN_COLUMNS + c;

@@ -41,15 +41,17 @@ template <typename Q, int DV>
   const int q_row = row / p.num_tokens / p.num_heads;
   int sequence = q_row;
   int tokens_after = p.num_tokens - token;  // of the same sequence, this token included
+  int split_keys = p.keys_per_split;
   if (p.num_sequences > 0) {
     sequence = sequence_of(q_row, cu_seqlens, p.num_sequences);
     tokens_after = cu_seqlens[sequence + 1] - q_row;
+    split_keys = sequence < p.first_sequence ? split_keys : p.keys_per_chunk_split;
   }
   const int context = clamp(context_lens[sequence * p.context_stride], 0, p.max_keys);
-  const int position = context - tokens_after;
+  const int position = tokens_after > 0 ? context - tokens_after : -1;  // -1: of no sequence
   const KeyRange keys = key_range(position, context, p.is_causal != 0, p.window);
-  const int begin = keys.first / p.keys_per_split;
-  const int end = min((keys.stop + p.keys_per_split - 1) / p.keys_per_split, p.num_splits);
+  const int begin = keys.first / split_keys;
+  const int end = min((keys.stop + split_keys - 1) / split_keys, p.num_splits);
   const device float* sums = partial_sums + 2 * long(row) * p.num_splits;
   const device float* outs = partial_out + long(row) * p.num_splits * DV;
 

@@ -44,10 +44,12 @@ struct AttentionParams {
 struct MergeParams {
   MLX_PAGED_INT64 out_strides[3];  // of sequence, head, token
   int context_stride;
-  int num_sequences;  // B in a ragged batch; otherwise 0, and cu_seqlens may be anything
-  int num_heads;      // H
-  int num_tokens;     // L; 1 in a ragged batch, whose outputs are [T, H, 1, D_v]
-  int max_keys;       // of a sequence
+  int num_sequences;   // B in a ragged batch; otherwise 0, and cu_seqlens may be anything
+  int first_sequence;  // of those in chunks, from which on a split has `keys_per_chunk_split` keys
+  int keys_per_chunk_split;
+  int num_heads;   // H
+  int num_tokens;  // L; 1 in a ragged batch, whose outputs are [T, H, 1, D_v]
+  int max_keys;    // of a sequence
   int num_splits;
   int keys_per_split;
   int is_causal;
@@ -62,7 +64,6 @@ struct WriteParams {
   MLX_PAGED_INT64 k_scales_strides[3];
   MLX_PAGED_INT64 v_scales_strides[3];
   int slots_stride;
-  int num_tokens;  // T
   int num_blocks;  // N
   int k_vectors;   // D / 4
   int v_vectors;   // D_v / 4

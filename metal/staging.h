@@ -33,15 +33,16 @@ inline void stage_queries(const device T* q, RowTile tile, int head_slot, int th
   }
 }
 
-// Notes where a key and its value are in the pool, and in which slot of all.
+// Notes as the i-th where a key and its value are in the pool, and in which slot of all.
 template <typename K, typename V>
-inline void note_place(int block, int key, threadgroup uint& k_place, threadgroup uint& v_place,
-                       threadgroup int& number, constant AttentionParams& p) {
+inline void note_place(int block, int key, int i, threadgroup uint* k_places,
+                       threadgroup uint* v_places, threadgroup int* numbers,
+                       constant AttentionParams& p) {
   const bool is_valid = block >= 0 && block < p.num_blocks;
   const int slot = key % BLOCK_SIZE;
-  number = is_valid ? block * BLOCK_SIZE + slot : -1;
-  k_place = is_valid ? slot_offset<K>(block, slot, p.k_strides[1], p.k_strides[2]) : NOWHERE;
-  v_place = is_valid ? slot_offset<V>(block, slot, p.v_strides[1], p.v_strides[2]) : NOWHERE;
+  numbers[i] = is_valid ? block * BLOCK_SIZE + slot : -1;
+  k_places[i] = is_valid ? slot_offset<K>(block, slot, p.k_strides[1], p.k_strides[2]) : NOWHERE;
+  v_places[i] = is_valid ? slot_offset<V>(block, slot, p.v_strides[1], p.v_strides[2]) : NOWHERE;
 }
 
 // Asks for this thread's scales of some keys and values.

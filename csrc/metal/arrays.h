@@ -1,6 +1,7 @@
 // MLX arrays for the Metal kernels: the names of their types, and the layouts that kernels need.
 #pragma once
 
+#include <map>
 #include <stdexcept>
 #include <string>
 
@@ -8,25 +9,16 @@
 
 namespace mlx_paged {
 
-// Neighbouring elements that a lane moves at once.
-constexpr int kVector = 4;
+constexpr int kVector = 4;  // neighbouring elements that a lane moves at once
 
 // The element type's name in Metal.
 inline std::string metal_type(const mx::array& a) {
-  switch (a.dtype()) {
-    case mx::float32:
-      return "float";
-    case mx::float16:
-      return "half";
-    case mx::bfloat16:
-      return "bfloat";
-    case mx::int8:
-      return "char";
-    case mx::uint8:
-      return "uchar";
-    default:
-      throw std::logic_error("no Metal kernel for this dtype");
-  }
+  static const std::map<mx::Dtype::Val, const char*> names = {{mx::Dtype::Val::float32, "float"},
+                                                              {mx::Dtype::Val::float16, "half"},
+                                                              {mx::Dtype::Val::bfloat16, "bfloat"},
+                                                              {mx::Dtype::Val::int8, "char"},
+                                                              {mx::Dtype::Val::uint8, "uchar"}};
+  return names.at(a.dtype().val());
 }
 
 // A pool's format within the name of a kernel.

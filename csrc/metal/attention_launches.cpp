@@ -13,7 +13,6 @@ constexpr int kSplitKeys = 512;
 constexpr int kManyThreadgroups = 128;
 constexpr int kTile = 32;  // keys that a simdgroup of the kernels takes at once
 constexpr int64_t kMaxPartialBytes = 64 << 20;
-constexpr int kMergeThreads = 256;
 
 int64_t num_rows(const AttentionInputs& in) {
   return int64_t{1} * in.q.shape(0) * in.q.shape(1) * in.q.shape(2);
@@ -51,7 +50,7 @@ int input_of(const AttentionInputs& in, OptionalArray AttentionInputs::* array) 
 }
 
 LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options,
-                      const Splits& splits) {
+                      const Splits& splits, const Splits& chunks) {
   using Role = BufferBinding::Role;
   const std::string dim = std::to_string(value_dim(in.v_cache));
   LaunchPlan plan;
@@ -59,7 +58,7 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options
   plan.instantiation = "merge_splits<" + metal_type(in.q) + ", " + dim + ">";
   plan.constants = {{14, FunctionConstant::Type::kBool, in.sinks.has_value()}};
   plan.grid = {static_cast<uint32_t>(num_rows(in)), 1, 1};
-  plan.threadgroup = {kMergeThreads, 1, 1};
+  plan.threadgroup = {256, 1, 1};
   plan.buffers = {
       {0, Role::kScratch, 0}, {1, Role::kScratch, 1}, {2, Role::kInput, 4}, {4, Role::kOutput, 0}};
   if (in.sinks.has_value()) {
@@ -74,8 +73,10 @@ LaunchPlan merge_plan(const AttentionInputs& in, const AttentionOptions& options
   p.num_heads = in.q.shape(1);
   p.num_tokens = in.q.shape(2);
   p.max_keys = in.block_tables.shape(1) * in.k_cache.shape(2);
-  p.num_splits = splits.count;
+  p.num_splits = splits.stored;
   p.keys_per_split = splits.keys;
+  p.first_sequence = options.num_decodes;
+  p.keys_per_chunk_split = chunks.keys;
   p.is_causal = options.causal;
   p.window = options.window.value_or(0);
   plan.set_params(3, p);
@@ -178,7 +179,7 @@ AttentionParams attention_params(const AttentionInputs& in, const AttentionOptio
   p.group = g.group;
   p.row_tiles = g.row_tiles;
   p.keys_per_split = g.splits.keys;
-  p.num_splits = g.splits.count;
+  p.num_splits = g.splits.stored;
   p.window = options.window.value_or(0);
   p.scale = options.scale;
   p.softcap = options.softcap.value_or(0);
@@ -225,12 +226,13 @@ LaunchPlan attention_launch(const AttentionInputs& in, const AttentionOptions& o
 }
 
 LaunchPlans with_merge(std::vector<LaunchPlan> launches, const AttentionInputs& in,
-                       const AttentionOptions& options, const Splits& splits) {
-  if (splits.count == 1) {
+                       const AttentionOptions& options, const Splits& splits,
+                       const Splits& chunks) {
+  if (splits.stored == 1) {
     return {std::move(launches), {}};
   }
-  launches.push_back(merge_plan(in, options, splits));
-  const size_t partials = num_rows(in) * splits.count;
+  launches.push_back(merge_plan(in, options, splits, chunks));
+  const size_t partials = num_rows(in) * splits.stored;
   return {std::move(launches),
           {partials * value_dim(in.v_cache) * sizeof(float), partials * 2 * sizeof(float)}};
 }

@@ -15,7 +15,8 @@ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 // How the keys of every sequence are divided among threadgroups.
 struct Splits {
   int count;
-  int keys;  // of a split
+  int keys;            // of a split
+  int stored = count;  // partial results that a row has room for
 };
 
 // How the query rows and the keys of a call are divided among threadgroups.
@@ -40,8 +41,8 @@ LaunchPlan attention_launch(const AttentionInputs& in, const AttentionOptions& o
                             const AttentionGeometry& g);
 
 // The launches, and the merge of the splits of each row if there are several: scratch buffer 0 has
-// their outputs, 1 their maxima and sums.
+// their outputs, 1 their maxima and sums. In a ragged batch `chunks` are the splits of its chunks.
 LaunchPlans with_merge(std::vector<LaunchPlan> launches, const AttentionInputs& in,
-                       const AttentionOptions& options, const Splits& splits);
+                       const AttentionOptions& options, const Splits& splits, const Splits& chunks);
 
 }  // namespace mlx_paged

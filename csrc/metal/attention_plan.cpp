@@ -9,14 +9,14 @@ namespace mlx_paged {
 namespace {
 
 constexpr int kMaxDim = 576;
-constexpr int kEdge = 8;  // rows and columns of a matrix
+constexpr int kEdge =
+    8;  // rows and columns of a matrix; elements after a row in threadgroup memory
 
 // What the kernel holds of a threadgroup's rows: elements of their queries in threadgroup memory,
 // and of their outputs in registers.
 constexpr int kMaxQueryElements = 6400;
 constexpr int kMaxOutputElements = 4096;
 constexpr int kMaxRows = 32;
-constexpr int kPadding = 8;  // elements after a row of threadgroup memory
 
 // Chunks of many threadgroups are not split further than to about so many.
 constexpr int kMostThreadgroups = 1024;
@@ -57,7 +57,7 @@ int rows_of_tile(const AttentionInputs& in) {
   const int num_rows = is_decode ? group : is_short ? kEdge : kMaxRows;
   int rows = kEdge;
   while (rows < std::min(num_rows, kMaxRows) && 2 * rows * v_dim <= kMaxOutputElements &&
-         2 * rows * (head_dim + kPadding) <= kMaxQueryElements) {
+         2 * rows * (head_dim + kEdge) <= kMaxQueryElements) {
     rows *= 2;
   }
   return rows;
@@ -110,7 +110,7 @@ AttentionGeometry geometry(const AttentionInputs& in, const AttentionOptions& op
 
 LaunchPlans plan_call(const AttentionInputs& in, const AttentionOptions& options) {
   const AttentionGeometry g = geometry(in, options);
-  return with_merge({attention_launch(in, options, g)}, in, options, g.splits);
+  return with_merge({attention_launch(in, options, g)}, in, options, g.splits, g.splits);
 }
 
 // The first sequences of a ragged batch, of one token each, as a call of their own.
@@ -124,7 +124,7 @@ AttentionInputs decodes_of(const AttentionInputs& in, const AttentionOptions& op
   return decodes;
 }
 
-// A ragged batch. If its chunks alone fill a GPU, only the contexts of the decodes are split.
+// A ragged batch. Many chunks are split less than the decodes beside them, or not at all.
 LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& options) {
   const AttentionInputs decodes = decodes_of(in, options);
   if (options.num_decodes == in.q.shape(0)) {
@@ -142,11 +142,11 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
   }
   AttentionGeometry rows = geometry(decodes, options);
   if (chunks.splits.count > 1) {
-    const int threadgroups = chunks.head_slots * chunks.row_tiles;
-    chunks.splits = rows.splits = split_keys(in, options, threadgroups);
+    rows.splits = split_keys(in, options, chunks.head_slots * chunks.row_tiles);
+    chunks.splits.stored = rows.splits.stored;
     return with_merge(
         {attention_launch(in, options, chunks), attention_launch(decodes, options, rows)}, in,
-        options, rows.splits);
+        options, rows.splits, chunks.splits);
   }
   LaunchPlans plans = plan_call(decodes, options);
   plans.launches.insert(plans.launches.begin(), attention_launch(in, options, chunks));

@@ -13,8 +13,7 @@ namespace mlx_paged {
 // `inputs` are the evaluated inputs of the primitive: see AttentionCall.
 LaunchPlans plan_attention(const Arrays& inputs, const AttentionConfig& config);
 
-// The most query rows that share a threadgroup.
-constexpr int kMaxSharedRows = 4;
+constexpr int kMaxSharedRows = 4;  // query rows that share a threadgroup at most
 
 // Inputs k, v, k_cache, v_cache, slot_mapping; outputs the caches.
 LaunchPlans plan_write_kv(const Arrays& inputs);

@@ -10,7 +10,6 @@ namespace mlx_paged {
 namespace {
 
 constexpr uint32_t kThreads = 256;
-constexpr int kLanes = 32;  // of a simdgroup
 
 // The launch of `width` threads for each of `depth` tokens of every head; none if there is nothing
 // to write.
@@ -37,10 +36,9 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
   using Role = BufferBinding::Role;
   const mx::array &k = inputs[0], &v = inputs[1], &k_cache = inputs[2], &v_cache = inputs[3];
   const bool is_quantized = inputs.size() > 5;
-  const int vectors = std::max(k.shape(2), v.shape(2)) / kVector;
-  std::optional<LaunchPlan> plan =
-      pool_plan(is_quantized ? "write_quantized" : "write_kv", metal_type(k), k_cache,
-                is_quantized ? kLanes : vectors, k.shape(0));
+  const int lanes = is_quantized ? 32 : std::max(k.shape(2), v.shape(2)) / kVector;
+  std::optional<LaunchPlan> plan = pool_plan(is_quantized ? "write_quantized" : "write_kv",
+                                             metal_type(k), k_cache, lanes, k.shape(0));
   if (!plan) {
     return {};
   }
@@ -58,7 +56,6 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
     copy_strides(inputs[6], p.v_scales_strides);
   }
   p.slots_stride = static_cast<int>(inputs[4].strides(0));
-  p.num_tokens = k.shape(0);
   p.num_blocks = k_cache.shape(1);
   p.k_vectors = k.shape(2) / kVector;
   p.v_vectors = v.shape(2) / kVector;
@@ -73,8 +70,7 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
                    {5, Role::kPoolWrite, 1}};
   if (is_quantized) {
     plan->constants.push_back({19, Type::kBool, is_packed(v_cache)});
-    plan->buffers.push_back({6, Role::kPoolWrite, 2});
-    plan->buffers.push_back({7, Role::kPoolWrite, 3});
+    plan->buffers.insert(plan->buffers.end(), {{6, Role::kPoolWrite, 2}, {7, Role::kPoolWrite, 3}});
   }
   return {{*plan}, {}};
 }

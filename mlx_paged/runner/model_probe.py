@@ -101,8 +101,8 @@ class _Recorder(AttendingCache, UntrimmedCache):
         self.window = None  # so that masks have the window that the model asks for
         self.layer_window = window
         self.shape: KVShape | None = None
-        self.attention: AttentionKind | None = None
-        self.windows: set[int | None] = set()  # of all layers that attend to it
+        self.attentions: list[AttentionKind] = []  # of all layers that attend to it
+        self.windows: set[int | None] = set()
         self.offset: int | mx.array = 0 if rows == 1 else mx.zeros(rows, mx.int32)
         self._is_narrowed = False
 
@@ -136,7 +136,7 @@ class _Recorder(AttendingCache, UntrimmedCache):
         window = query.window or self.layer_window
         self.windows.add(window)
         has_sinks = query.sinks is not None
-        self.attention = AttentionKind(shape, q.shape[1], q.dtype, window, has_sinks)
+        self.attentions.append(AttentionKind(shape, q.shape[1], q.dtype, window, has_sinks))
         return mx.zeros((*q.shape[:3], shape.v_head_dim)) if self._is_narrowed else None
 
 
@@ -153,7 +153,7 @@ def probe(model: nn.Module) -> ModelProfile:
     chunk = _recorders(caches)
     states = [leaf for leaf in caches if isinstance(leaf, stock.ArraysCache)]
     recurrent = bool(states)
-    diverted = all(leaf.attention is not None for leaf in chunk if leaf.shape is not None)
+    diverted = all(leaf.attentions for leaf in chunk if leaf.shape is not None)
     batching = Batching.MIXED if diverted and not recurrent else Batching.ALTERNATE
     decode = None
     if name not in ONE_AT_A_TIME:
@@ -164,20 +164,20 @@ def probe(model: nn.Module) -> ModelProfile:
     traces = list(zip(decode or chunk, chunk, strict=True))
     # A layer stores what its decodes attend to, if these are latents.
     layers = [own if own.shape and own.shape.latent else other for own, other in traces]
-    kinds = [leaf.attention for leaf in layers if leaf.shape is not None]
+    kinds = [kind for leaf in layers if leaf.shape is not None for kind in leaf.attentions]
     untraceable = None
     if decode is None:
         untraceable = "each sequence has its own forward"
     elif recurrent:
         untraceable = "states of fixed size are no arguments"
-    elif any(leaf.attention is None for leaf in decode if leaf.shape is not None):
+    elif any(not leaf.attentions for leaf in decode if leaf.shape is not None):
         untraceable = "gathered K/V has a length"
     return ModelProfile(
         shapes=tuple(leaf.shape for leaf in layers),
         batching=batching,
         recurrent=recurrent,
         state_bytes=sum(a.nbytes for leaf in states for a in leaf.cache if a is not None),
-        attentions=tuple(dict.fromkeys(kind for kind in kinds if kind is not None)),
+        attentions=tuple(dict.fromkeys(kinds)),
         windows=tuple(map(_widest, traces)),
         last_layer_narrows=batching is Batching.MIXED and _narrows(model),
         untraceable=untraceable,

@@ -85,8 +85,9 @@ def cell(row: Row, chip: Chip) -> str:
     return (low if low == high else f"{low}..{high}") + ("" if most >= compute else "*")
 
 
+TITLE = "A model of occupancy and time"
 TEXT = """
-## A model of occupancy and time
+## {title}
 
 **This is a model, not a measurement: no figure below was seen on Apple hardware.**
 
@@ -150,12 +151,24 @@ MODELLED = (128, (4, 8))
 """The head dimension and the groups of the table."""
 
 
+def is_modelled(row: Row) -> bool:
+    """Whether the table has the row."""
+    return row.work.head_dim == MODELLED[0] and row.work.group in MODELLED[1]
+
+
+def model_line(row: Row) -> str:
+    """The row of the table."""
+    cells = " | ".join(cell(row, chip) for chip in CHIPS)
+    return f"| {row.work.group} | {row.work} | {row.kernel} | {occupancy(row)} | {cells} |"
+
+
 def model_section(rows: Iterable[Row]) -> str:
     """The section of the document, for some of the rows."""
     table = "\n".join(f"| {c.name} | {c.bandwidth:g} | {c.cores} | {c.source} |" for c in CHIPS)
     names = " | ".join(chip.name for chip in CHIPS)
     parts = [
         TEXT.format(
+            title=TITLE,
             chips=table,
             matrix=MATRIX_PRODUCT,
             shuffle=SHUFFLE,
@@ -166,10 +179,5 @@ def model_section(rows: Iterable[Row]) -> str:
         f"| group | keys | kernel | occupancy | {names} |",
         f"|--:|---|---|---|{'--:|' * len(CHIPS)}",
     ]
-    head_dim, groups = MODELLED
-    for row in rows:
-        if row.work.head_dim == head_dim and row.work.group in groups:
-            cells = " | ".join(cell(row, chip) for chip in CHIPS)
-            start = f"| {row.work.group} | {row.work} | {row.kernel} | {occupancy(row)}"
-            parts.append(f"{start} | {cells} |")
+    parts += [model_line(row) for row in rows if is_modelled(row)]
     return "\n".join([*parts, ""])

@@ -11,8 +11,9 @@ from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import Engine, _ext, ops
 from mlx_paged.attention import prewarm
+from mlx_paged.attention.sdpa_hook import Query
 from mlx_paged.kv.pool import KVShape
-from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.model_probe import _Recorder, probe
 
 
 @pytest.fixture
@@ -38,6 +39,15 @@ def test_layers_that_share_a_pipeline_count_once():
     )
     kinds = probe(tiny_model("gpt_oss")).attentions
     assert {(kind.window, kind.has_sinks) for kind in kinds} == {(12, True), (None, True)}
+
+
+def test_every_attention_to_a_cache_of_several_layers_counts():
+    cache = _Recorder(1, None)
+    rows = mx.zeros((1, 2, 3, 8))
+    cache.update_and_fetch(rows, rows)
+    for heads, window in ((2, None), (4, 12)):
+        cache.attend(Query(mx.zeros((1, heads, 3, 8)), 1.0, window, None))
+    assert [(kind.num_heads, kind.window) for kind in cache.attentions] == [(2, None), (4, 12)]
 
 
 def pipelines(call: dict[str, Any]) -> set[str]:

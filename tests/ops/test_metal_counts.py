@@ -4,7 +4,7 @@ import pytest
 from metal_emulator import require_emulator
 
 from scripts.metal.anchors import Choice, contiguous, mlx_choice
-from scripts.metal.counts import DOCUMENT, line, rows
+from scripts.metal.counts import DOCUMENT, line, rows, with_ours
 from scripts.metal.launches import Work, decode_limits, paged, ragged
 
 CONTEXT = 512
@@ -36,6 +36,12 @@ def test_the_document_has_the_counts(work: Work) -> None:
     document = DOCUMENT.read_text().splitlines()
     for row in rows(work):
         assert line(row) in document, "run python -m scripts.metal.counts"
+
+
+def test_the_document_compares_the_rows_that_it_has() -> None:
+    """And has nothing that the script would not write."""
+    text = DOCUMENT.read_text()
+    assert with_ours(text, []) == text
 
 
 @pytest.mark.parametrize("work", [Work(128, 4, (1024,)), Work(64, 4, (1024,))], ids=str)

@@ -191,6 +191,29 @@ class TestDifferentLengths:
         assert decodes.threadgroups == 64 * 3
         assert merge.threadgroups == 64
 
+    def test_chunks_of_many_threadgroups_are_split_less_than_the_decodes_beside_them(self):
+        """Into as few splits as 1,024 threadgroups allow: fewer than room is stored for."""
+        metal = MetalRunner(Mode.FAST, 3)
+        case = ragged_case(
+            [1, 33],
+            befores=(2600, 600),
+            num_heads=128,
+            num_kv_heads=128,
+            head_dim=8,
+            block_size=64,
+            dtype=mx.float16,
+        )
+        assert_matches_float64(metal, case, num_decodes=1)
+        matrix, decodes, _ = metal.trace.stats
+        tiles = 128 * (34 // 32 + 1)
+        assert matrix.threadgroups == tiles * (1024 // tiles)
+        assert decodes.threadgroups == 128 * 6
+
+    def test_rows_of_no_sequence_are_zeros_where_contexts_are_split(self, metal):
+        case = ragged_case([1, 5], befores=(700, 700), dtype=mx.float16)
+        case.cu_seqlens = mx.array([0, 1, 4])
+        assert not run(metal, case)[4:].any()
+
     def test_latents(self, metal):
         case = ragged_case([1, 1, 5], latent=(512, 64), num_heads=16, dtype=mx.float16)
         assert_matches_float64(metal, case, num_decodes=2)
@@ -215,13 +238,23 @@ class TestNonfinite:
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize("option", [(), ("window_21",)], ids=str)
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
-    def test_it_shows_in_the_rows_that_read_it(self, spoil, option, dtype):
+    def test_it_shows_in_the_rows_that_read_it(self, metal, spoil, option, dtype):
         """Of the queries only the last one sees the last key."""
-        case = by_matrices([45, 5, 0], 3, options=option, dtype=dtype, head_dim=40)
+        case = by_matrices([64, 5, 0], 3, options=option, dtype=dtype, head_dim=40)
         spoil(case)
         with np.errstate(all="ignore"):
             want = case.expected()[0]
-        assert_same(run(MetalRunner(Mode.FAST, 3), case), want, 2 * TOLERANCE[dtype])
+        assert_same(run(metal, case), want, 2 * TOLERANCE[dtype])
+
+    def test_a_value_that_has_left_the_window_of_later_rows_does_not_reach_them(self, metal):
+        """It is in a block of keys of which every row sees those at the end."""
+        case = by_matrices([64], 3)
+        case.options["window"] = 50
+        block, slot = divmod(64 - 3 - 50 + 1, case.block_size)
+        case.v_cache[:, case.block_tables[0, block], slot] = mx.nan
+        out, want = run(metal, case), case.expected()[0]
+        assert np.isnan(want[:, :, 0]).all() and np.isfinite(want[:, :, 1:]).all()
+        assert_same(out, want, 2 * TOLERANCE[mx.float16])
 
     def test_sinks_that_are_not_finite(self):
         case = by_matrices([45, 3], 3, num_heads=4, num_kv_heads=1)
@@ -272,12 +305,20 @@ class TestTraffic:
         stats = self.stats(case)
         assert stats.loaded_bytes[KEYS] == stats.loaded_bytes[VALUES] == 320 * 80 * 2
 
-    @pytest.mark.parametrize(("num_heads", "others"), [(1, 3), (4, 2)], ids=["kept", "staged"])
-    def test_a_step_of_32_keys_has_four_barriers(self, num_heads, others):
+    @pytest.mark.parametrize(
+        ("num_heads", "head_dim", "keys", "others"),
+        [(1, 128, 32, 3), (4, 128, 16, 3), (2, 256, 16, 2)],
+        ids=["kept", "many rows kept", "staged"],
+    )
+    def test_a_step_has_four_barriers(self, num_heads, head_dim, keys, others):
         """One before the first step, after the queries are staged, and one after the last. Where
         simdgroups then move them to registers, keys take their place: after another one."""
-        case = by_matrices([320], 8, num_heads=num_heads, num_kv_heads=1, head_dim=128)
-        assert self.stats(case).barriers == 4 * 10 + others
+        case = by_matrices([320], 8, num_heads=num_heads, num_kv_heads=1, head_dim=head_dim)
+        assert self.stats(case).barriers == 4 * 320 // keys + others
+
+    def test_32_rows_of_128_elements_take_at_most_16_kib(self):
+        case = by_matrices([45], 64, head_dim=128)
+        assert self.stats(case).threadgroup_bytes <= 16 << 10
 
     def test_every_step_multiplies_matrices(self):
         """Also the steps at both edges of a window: 9 or 10 of 32 keys for 8 rows in all."""

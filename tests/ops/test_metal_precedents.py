@@ -25,6 +25,7 @@ FORMS = {
     "private array of vectors": r"float4 weighted\[VECTORS\];",
     "private array of structs": r"QueryRow rows\[ROWS\];",
     "private array as an argument, its size deduced": r"thread float \(&\w+\)\[",
+    "reference to a private variable as an argument": r"thread half& own_k,",
     "struct as a function's result": r"inline KeyRange key_range\(",
     "parameter struct by reference": r"constant \w+Params& p",
     "array of threadgroup memory in a kernel": r"threadgroup float \w+\[",
@@ -60,7 +61,8 @@ FORMS = {
 
 REFUSED = {
     "function that returns a reference": r"^inline (device|constant|thread\w*) [^=;{]*& \w+\(",
-    "choice between vectors": r"\? [^:;]+ : float4\(",
+    "choice between vectors": r"\? [^:;]+ : (float4|vec<[^;]*>)\(",
+    "reference to threadgroup memory": r"\bthreadgroup \w+& ",
     "pointer to a member of a parameter struct": r"\bp\.\w*strides[,)]",
 }
 """Forms for which no precedent was found."""

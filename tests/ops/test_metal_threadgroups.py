@@ -79,7 +79,9 @@ def test_what_a_tile_of_32_keys_costs(group, head_dim, most):
         assert loaded == 256 * head_dim * 2
 
 
-def test_the_merge_loads_each_live_partial_result_once():
-    """Sequences of 2 and 8 splits, of which each row's outputs are 512 bytes."""
-    _, merge = counted([300, 2048], 4, 128, kv_heads=2)
-    assert merge.loaded_bytes[0] == merge.unique_loaded_bytes[0].per_launch == 8 * (2 + 8) * 512
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_merge_loads_each_live_partial_result_once(head_dim):
+    """Sequences of 2 and 8 splits; also where a simdgroup has more lanes than a row has vectors."""
+    _, merge = counted([300, 2048], 4, head_dim, kv_heads=2)
+    loaded = 8 * (2 + 8) * 4 * head_dim
+    assert merge.loaded_bytes[0] == merge.unique_loaded_bytes[0].per_launch == loaded
