@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.skip_unsampled import attached_to
 from mlx_paged.sampling.sampler import Sampled, Scores
+from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Step
 
 RANK = "MLX_RANK"  # mlx.launch sets it
@@ -218,8 +219,17 @@ class LeadingRunner(_RankedRunner):
         return traces
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        try:
+        with self._noted():
             return super().launch(step, before)
+
+    def collect(self, launched: LaunchedStep) -> list[SampledToken]:
+        with self._noted():
+            return super().collect(launched)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self._failure = error
             raise
@@ -246,8 +256,10 @@ class LeadingRunner(_RankedRunner):
         super().fork(parent, child)
 
     def recover(self) -> None:
-        """Raises RuntimeError: nobody knows how much of the step the other ranks have computed."""
-        raise RuntimeError("a step failed, and the ranks cannot go on") from self._failure
+        """Raises LostRank: nobody knows how much of the step the other ranks have computed. If one
+        of them has ended, that is noticed meanwhile and ends this process."""
+        time.sleep(ANSWER_S)
+        raise LostRank("a step failed, and the ranks cannot go on") from self._failure
 
 
 class _FollowingRunner(_RankedRunner):
