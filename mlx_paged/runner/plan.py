@@ -159,7 +159,8 @@ class PlanReader:
         if kind == FORGET:
             self._snapshots.pop(first, None)
         elif kind == FORK:
-            plan.calls.append((self._request(first), self._request(second)))
+            parent = self._requests.get(first) or _unknown(first)  # it may have ended
+            plan.calls.append((parent, self._request(second)))
         else:
             request = self._request(first)
             request.snapshot = None if second < 0 else self._snapshot(second, 0)
@@ -189,7 +190,7 @@ class PlanReader:
     def _request(self, request_id: int) -> Request:
         known = self._requests.get(request_id)
         if known is None:
-            known = self._requests[request_id] = Request(request_id, [], _NO_PARAMS, 0)
+            known = self._requests[request_id] = _unknown(request_id)
         return known
 
     def _snapshot(self, number: int, position: int) -> Snapshot:
@@ -208,6 +209,10 @@ class _Tokens:
 
 _NOTHING: Int32Array = np.zeros(0, np.int32)
 _NO_PARAMS = SamplingParams()
+
+
+def _unknown(request_id: int) -> Request:
+    return Request(request_id, [], _NO_PARAMS, 0)
 
 
 def _counted(tuples: Iterable[tuple[int, ...]]) -> list[int]:

@@ -74,7 +74,7 @@ def tokens_of(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     found["preemptions"] = metrics["preemptions"]
     found["leaks"] = engine.scheduler.allocator.blocks_in_use
     found["ranks"] = metrics["ranks"]
-    found["accepted_drafts"] = metrics["accepted_drafts"]
+    found["kv_pool_bytes"] = metrics["kv_pool_bytes"]
     return found
 
 
