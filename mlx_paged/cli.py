@@ -218,13 +218,6 @@ def load_model(
     return joined(model) if joins else model, tokenizer
 
 
-def follow(args: argparse.Namespace) -> None:
-    """On the ranks of mlx.launch above 0: compute with rank 0 until it ends, then raise SystemExit;
-    ValueError as `load_model`."""
-    if rank():
-        load_model(args.model, args.adapter_path, args.trust_remote_code, joins=True)
-
-
 def _may_be_hub_id(name: str) -> bool:
     owner, _, repo = name.partition("/")
     return bool(owner and repo) and "/" not in repo and not name.startswith((".", "~"))

@@ -176,14 +176,8 @@ class Engine(WaitingCalls):
             if given is None and max_kv_tokens is not None:
                 num_blocks = min(num_blocks, plan.width * ceil_div(max_kv_tokens, block_size))
         if ranks is not None:
-            num_blocks = ranks.agree(
-                num_blocks,
-                block_size=block_size,
-                kv_bits=kv_bits,
-                given_blocks=given_blocks,
-                kv_memory=given,
-                most_snapshots=most_snapshots,
-            )
+            options = block_size, kv_bits, given_blocks, given, most_snapshots
+            num_blocks = ranks.agree(num_blocks, *options)
         self.manager = KVBlockManager.planned(plan, block_size, num_blocks, prefill_chunk)
         if draft_model is not None and can_draft(probed):
             room = num_blocks // plan.width

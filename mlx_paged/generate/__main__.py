@@ -12,13 +12,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mlx_paged.cli import engine_options, follow, load_model
+from mlx_paged.cli import engine_options, load_model
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.arguments import make_parser
 from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, prompt_specs
 from mlx_paged.generate.report import RULE, Result, print_results, print_stats, write_results
 from mlx_paged.outputs import Completion
 from mlx_paged.request import FinishReason
+from mlx_paged.runner.ranks import rank
 
 INTERRUPTED = 130
 FAILED = 1
@@ -51,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[list[int]]]:
     """Read the prompts, check the files, load the model, queue the requests. Raises ValueError for
     a wrong prompt, model or option, OSError for a file that cannot be read or written."""
-    follow(args)
+    if rank():  # it has no prompts, and does not return
+        load_model(args.model, args.adapter_path, args.trust_remote_code, joins=True)
     specs = prompt_specs(args)
     for path in (args.output, args.stats_json, args.metrics_jsonl):
         if path is not None:  # a path that cannot be written fails before the work

@@ -75,25 +75,6 @@ class Traces:
 
 
 @dataclass(slots=True)
-class RankStats:
-    """The processes of a run under mlx.launch, and the plans that rank 0 sent to each other one."""
-
-    count: int  # processes
-    kv_pool_bytes: list[int] = field(default_factory=list)  # of each, rank 0 first
-    plans: int = 0
-    plan_bytes: int = 0
-    most_plan_bytes: int = 0  # of one plan
-    plan_seconds: float = 0.0  # to write and to send them
-
-    def note(self, num_bytes: int, seconds: float) -> None:
-        """One more plan."""
-        self.plans += 1
-        self.plan_bytes += num_bytes
-        self.most_plan_bytes = max(self.most_plan_bytes, num_bytes)
-        self.plan_seconds += seconds
-
-
-@dataclass(slots=True)
 class EngineStats:
     """Counters of one engine since it was made.
 
@@ -132,7 +113,7 @@ class EngineStats:
     prefill_seconds: float = 0.0
     prewarm_seconds: float | None = None  # None: nothing was compiled
     traces: Traces | None = None  # None: decodes are not compiled
-    ranks: RankStats | None = None  # None: one process
+    ranks: dict[str, Any] | None = None  # of a run under mlx.launch; None: one process
     ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TTFTS))
 
     @property

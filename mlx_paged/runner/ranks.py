@@ -12,9 +12,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -24,7 +23,7 @@ from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.memory import hold_wired_limit, num_blocks_for
-from mlx_paged.metrics.stats import RankStats, Traces
+from mlx_paged.metrics.stats import Traces
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.links import Kind, Link, LostRank, connect
@@ -33,42 +32,31 @@ from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.skip_unsampled import attached_to
 from mlx_paged.sampling.sampler import Sampled, Scores
-from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Step
 
-RANK = "MLX_RANK"  # mlx.launch sets it
 ANSWER_S = 1.0  # for a server's answers to go out before the process ends
-FAILED, REFUSED = 1, 2
-LOGGER = logging.getLogger(__name__)
-
-HEADS = (
-    *("num_attention_heads", "num_key_value_heads"),
-    *("linear_num_key_heads", "linear_num_value_heads"),
-)
+HEADS = "num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads"
 """Names that configurations of mlx-lm have for numbers of heads that ranks divide."""
 
 
 def rank() -> int | None:
     """This process's rank under mlx.launch; None without it."""
-    return int(os.environ[RANK]) if RANK in os.environ else None
+    return int(os.environ["MLX_RANK"]) if "MLX_RANK" in os.environ else None
 
 
 def joined(model: nn.Module) -> nn.Module:
     """Under mlx.launch with several processes: divide a model, which every rank has loaded, among
     them. On rank 0 an engine of the model that is returned computes with all ranks. On the others
-    this computes what rank 0 says until rank 0 ends, then raises SystemExit.
-
-    Raises:
-        ValueError: the model cannot be divided so, or the process has divided another one.
-    """
+    this computes what rank 0 says until rank 0 ends, then raises SystemExit. Raises ValueError if
+    the model cannot be divided so, or the process has divided another one."""
     if rank() is None or (group := mx.distributed.init()).size() == 1:
         return model
     if Ranks.exist:
         raise ValueError("a run under mlx.launch has one model: expected no second one")
     Ranks.exist = True
     others = Ranks(group) if group.rank() == 0 else None
-    link = None if others else connect(group, lambda *reason: os._exit(FAILED))[0]
-    problem = _why_whole(model, group.size())
+    link = None if others else connect(group, lambda *reason: os._exit(1))[0]
+    problem = why_whole(model, group.size())
     try:
         if problem is None:
             model.shard(group)
@@ -83,45 +71,38 @@ def joined(model: nn.Module) -> nn.Module:
     return model
 
 
-def _why_whole(model: nn.Module, num_ranks: int) -> str | None:
+def why_whole(model: nn.Module, num_ranks: int) -> str | None:
     """Why a model cannot be divided among so many ranks; None: nothing is known."""
     if not hasattr(model, "shard"):
         return "mlx-lm has no shard() for it, so it runs in one process only"
     args = getattr(getattr(model, "language_model", model), "args", None)
-    counts = {name: getattr(args, name, None) for name in HEADS}
+    counts = {name: getattr(args, name, None) or 0 for name in HEADS.split()}
+    kv_heads = counts["num_key_value_heads"]
     if getattr(args, "kv_lora_rank", None):  # every rank has the whole latent
-        del counts["num_key_value_heads"]
-    known = {name: count for name, count in counts.items() if isinstance(count, int) and count}
-    may_repeat = model_type(model).startswith("qwen3_5")
-
-    def divides(number: int, name: str, count: int) -> bool:
-        repeats = may_repeat and name == "num_key_value_heads" and number % count == 0
-        return count % number == 0 or repeats
+        counts["num_key_value_heads"] = 0
 
     def will_do(number: int) -> bool:
-        return all(divides(number, *each) for each in known.items())
+        left = {name for name, count in counts.items() if count % number}
+        if model_type(model).startswith("qwen3_5") and number % kv_heads == 0:
+            left.discard("num_key_value_heads")  # mlx-lm repeats them
+        return not left
 
     if will_do(num_ranks):
         return None
-    numbers = [str(n) for n in range(1, max(known.values()) + 1) if will_do(n)]
-    sizes = ", ".join(f"{name} is {count}" for name, count in known.items())
+    numbers = [str(n) for n in range(1, max(counts.values()) + 1) if will_do(n)]
+    sizes = ", ".join(f"{name} is {count}" for name, count in counts.items() if count)
     return f"{sizes}: {num_ranks} ranks cannot divide them; expected {' or '.join(numbers)}"
 
 
 class Ranks:
-    """Rank 0's view of the others.
-
-    Attributes:
-        listeners: called with the error when a rank is lost, before the process ends.
-        newest: the runner that the others follow.
-    """
+    """Rank 0's view of the others, which follow the newest engine. `listeners` are called with the
+    error when a rank is lost, before the process ends."""
 
     exist = False  # in this process
 
     def __init__(self, group: mx.distributed.Group) -> None:
         self.group = group
         self.listeners: list[Callable[[LostRank], None]] = []
-        self.newest: LeadingRunner | None = None
         self._ending = threading.Lock()  # taken when the process ends
         self._links = connect(group, self._lost)
         atexit.register(self._leave)
@@ -131,25 +112,23 @@ class Ranks:
         """Those of a model that :func:`joined` returned; None if this process is alone."""
         return attached_to(model, "ranks", lambda model: None)
 
-    def send(self, kind: Kind, content: bytes = b"") -> None:
+    def send(self, kind: int, content: bytes = b"") -> None:
         for link in self._links:
             link.send(kind, content)
 
-    def ask(self, **question: Any) -> list[int]:
-        """The others' answers, in order of their ranks."""
-        self.send(Kind.ASK, json.dumps(question).encode())
-        return self.answers()
+    def ask(self, kind: int, *options: Any) -> None:
+        self.send(kind, json.dumps(options).encode())
 
     def answers(self) -> list[int]:
         return [json.loads(link.receive()[1]) for link in self._links]
 
-    def agree(self, num_blocks: int, **options: Any) -> int:
-        """The number of blocks for which each rank has memory; `options` are those of an engine."""
-        self.newest = None
-        return min([num_blocks, *self.ask(**options)])
+    def agree(self, num_blocks: int, *options: Any) -> int:
+        """The blocks for which every rank has memory; `options` as :func:`_follow` reads them."""
+        self.ask(Kind.MEASURE, *options)
+        return min([num_blocks, *self.answers()])
 
     def _lost(self, rank: int, reason: str) -> None:
-        """End the process: a collective operation that waits for the rank never returns."""
+        """End the process: a collective operation that waits for the rank may never return."""
         self._ending.acquire()
         error = LostRank(f"rank {rank} {reason}: every request ends, and so does this process")
         for listener in self.listeners:
@@ -157,7 +136,7 @@ class Ranks:
                 listener(error)
         print(f"mlx_paged: error: {error}", file=sys.stderr, flush=True)
         time.sleep(ANSWER_S if self.listeners else 0.0)
-        os._exit(FAILED)
+        os._exit(1)
 
     def _leave(self) -> None:
         self._ending.acquire()
@@ -169,11 +148,7 @@ class _RankedRunner(ModelRunner):
     """A runner with a part of the model. Collective operations have the same order on all ranks:
     each forward is begun before the next one is built, from the same arrays."""
 
-    def __init__(
-        self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile, group: Any
-    ) -> None:
-        super().__init__(model, manager, profile)
-        self._group = group
+    group: mx.distributed.Group
 
     def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
         logits, scores = super()._forward(batch)
@@ -181,67 +156,48 @@ class _RankedRunner(ModelRunner):
         self._begin(computed + [logits] * bool(batch.sampled))
         return logits, scores
 
-    def _shared(self, before: LaunchedStep, tokens: mx.array) -> LaunchedStep:
+    def _shared(self, before: LaunchedStep | None, tokens: mx.array | None) -> LaunchedStep:
         """A step as the one before the next, with its tokens from all ranks: rank 0 has them, the
         others have zeros."""
-        tokens = mx.distributed.all_sum(tokens, group=self._group)
+        assert before is not None
+        tokens = mx.zeros(len(before.requests), mx.int32) if tokens is None else tokens
+        tokens = mx.distributed.all_sum(tokens, group=self.group)
         self._begin([tokens])
         return LaunchedStep(before.requests, Sampled(tokens, tokens, tokens))
 
 
 class LeadingRunner(_RankedRunner):
-    """Rank 0's: tells the others each step, then computes its own part.
-
-    Attributes:
-        stats: what was told.
-    """
+    """Rank 0's: tells the others each step, then computes its own part; `stats`: what it told."""
 
     def __init__(
         self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile, ranks: Ranks
     ) -> None:
-        super().__init__(model, manager, profile, ranks.group)
-        self.stats = RankStats(ranks.group.size())
-        self.ranks = ranks
+        super().__init__(model, manager, profile)
+        self.ranks, self.group = ranks, ranks.group
+        self.stats: dict[str, Any] = {"count": self.group.size(), "plans": 0, "plan_bytes": 0}
+        self.stats |= {"most_plan_bytes": 0, "plan_seconds": 0.0}
         self._writer = PlanWriter(manager.allocator)
-        self._failure: BaseException | None = None
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """As all runners, but only if `wanted`: what takes less time is not the same everywhere.
         The others make their pools and compile meanwhile."""
         allocator = self.manager.allocator
-        options = {"max_blocks": allocator.num_blocks, "chunk": allocator.chunk}
-        options |= {"compile": bool(wanted), "max_rows": max_rows}
-        self.ranks.send(Kind.ASK, json.dumps(options).encode())
+        self.ranks.ask(Kind.MAKE, allocator.num_blocks, allocator.chunk, bool(wanted), max_rows)
         traces = super().compile_decodes(bool(wanted), max_rows)
-        self.stats.kv_pool_bytes = [self.manager.pool.nbytes, *self.ranks.answers()]
-        self.ranks.newest = self
-        _log_share(0, self.manager)
+        self.stats["kv_pool_bytes"] = shares = [self.manager.pool.nbytes, *self.ranks.answers()]
+        for rank, share in enumerate(shares):
+            logging.info("rank %s: %.1f MB of K/V", rank, share / 1e6)
         return traces
 
-    def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        with self._noted():
-            return super().launch(step, before)
-
-    def collect(self, launched: LaunchedStep) -> list[SampledToken]:
-        with self._noted():
-            return super().collect(launched)
-
-    @contextmanager
-    def _noted(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._failure = error
-            raise
-
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        if self.ranks.newest is not self:
-            raise RuntimeError("a newer engine of the model has the ranks: expected to use that")
         started = time.perf_counter()
         awaits = any(not span.request.tokens[span.start : span.stop] for span in step.spans)
         plan = self._writer.write(step, awaits)
         self.ranks.send(Kind.PLAN, plan)
-        self.stats.note(len(plan), time.perf_counter() - started)
+        self.stats["plans"] += 1
+        self.stats["plan_bytes"] += len(plan)
+        self.stats["most_plan_bytes"] = max(self.stats["most_plan_bytes"], len(plan))
+        self.stats["plan_seconds"] += time.perf_counter() - started
         if awaits:
             assert before is not None and before.sampled is not None
             before = self._shared(before, before.sampled.tokens)
@@ -259,32 +215,28 @@ class LeadingRunner(_RankedRunner):
         """Raises LostRank: nobody knows how much of the step the other ranks have computed. If one
         of them has ended, that is noticed meanwhile and ends this process."""
         time.sleep(ANSWER_S)
-        raise LostRank("a step failed, and the ranks cannot go on") from self._failure
+        raise LostRank("a step failed, and the ranks cannot go on")
 
 
 class _FollowingRunner(_RankedRunner):
     """Another rank's: computes the steps that it is told, and samples nothing."""
 
-    def __init__(self, model: nn.Module, manager: KVBlockManager, *others: Any) -> None:
-        allocator = manager.allocator
-        sizes = allocator.num_blocks, allocator.block_size, allocator.groups, allocator.chunk
-        manager.allocator = mirrored = MirroredAllocator(*sizes)
-        super().__init__(model, manager, *others)
-        self._reader = PlanReader(mirrored)
+    def __init__(
+        self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile, group: Any
+    ) -> None:
+        manager.allocator = mirrored = MirroredAllocator(manager.allocator)
+        super().__init__(model, manager, profile)
+        self.group, self._reader = group, PlanReader(mirrored)
 
     def follow(self, message: bytes, before: LaunchedStep | None) -> LaunchedStep:
         """Launch the step of a plan; then wait for the step before."""
-        plan = self._reader.read(message)
-        for request, child in plan.calls:
+        step, awaits, calls = self._reader.read(message)
+        for request, child in calls:
             if child is None:
                 self.drop(request)
             else:
                 self.fork(request, child)
-        shared = None
-        if plan.awaits:
-            assert before is not None
-            shared = self._shared(before, mx.zeros(len(before.requests), mx.int32))
-        launched = self._launch(plan.step, shared)
+        launched = self._launch(step, self._shared(before, None) if awaits else None)
         if before is not None:
             self.collect(before)
         return launched
@@ -294,74 +246,39 @@ class _FollowingRunner(_RankedRunner):
         return False
 
 
-@dataclass(slots=True)
-class _Follower:
-    """What a rank above 0 has made so far."""
-
-    model: nn.Module
-    group: mx.distributed.Group
-    profile: ModelProfile | None = None
-    block_size: int = 0
-    runner: _FollowingRunner | None = None
-
-    def answer(self, question: dict[str, Any]) -> int:
-        """The blocks for which there is memory; or, when the pool is made, its bytes."""
-        return self._make(**question) if "max_blocks" in question else self._measure(**question)
-
-    def _measure(
-        self,
-        block_size: int,
-        kv_bits: int | str | None,
-        given_blocks: int | None,
-        kv_memory: int | None,
-        most_snapshots: int,
-    ) -> int:
-        self.runner, self.block_size = None, block_size  # the memory of the engine before is free
-        self.profile = profile = probe(self.model).quantized(kv_bits)
-        plan = plan_pool(profile.shapes, profile.windows, block_size, one_group=profile.recurrent)
-        reserved = most_snapshots * profile.state_bytes
-        return given_blocks or num_blocks_for(plan, block_size, kv_memory, reserved)
-
-    def _make(self, max_blocks: int, chunk: int, compile: bool, max_rows: int) -> int:
-        profile = self.profile
-        assert profile is not None
-        size = self.block_size
-        plan = plan_pool(profile.shapes, profile.windows, size, one_group=profile.recurrent)
-        manager = KVBlockManager.planned(plan, size, max_blocks, chunk)
-        self.runner = _FollowingRunner(self.model, manager, profile, self.group)
-        self.runner.compile_decodes(compile, max_rows)
-        self.runner.warm_up()
-        prewarm(profile.attentions, size, plan)
-        hold_wired_limit(self)
-        _log_share(self.group.rank(), manager)
-        return manager.pool.nbytes
-
-
 def _follow(
     model: nn.Module, group: mx.distributed.Group, link: Link, problem: str | None
 ) -> NoReturn:
     """Compute what rank 0 says until it ends. With a problem, wait until rank 0 has told it."""
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides
-    follower, before = _Follower(model, group), None
+    runner: Any = None
+    before: LaunchedStep | None = None
     try:
-        while (received := link.receive())[0] is not Kind.FAREWELL:
+        while (received := link.receive())[0] != Kind.FAREWELL:
             kind, content = received
-            if kind is Kind.PLAN:
-                assert follower.runner is not None
-                before = follower.runner.follow(content, before)
+            if kind == Kind.PLAN:
+                before = runner.follow(content, before)
+            elif kind == Kind.MEASURE:
+                before = runner = None  # an engine before gives its memory back
+                block_size, kv_bits, blocks, memory, snapshots = json.loads(content)
+                profile = probe(model).quantized(kv_bits)
+                shapes, windows, state_bytes = profile.shapes, profile.windows, profile.state_bytes
+                plan = plan_pool(shapes, windows, block_size, one_group=profile.recurrent)
+                blocks = blocks or num_blocks_for(plan, block_size, memory, snapshots * state_bytes)
+                link.send(Kind.ANSWER, json.dumps(blocks).encode())
             else:
-                before = None
-                answer = follower.answer(json.loads(content))
-                link.send(Kind.REPLY, json.dumps(answer).encode())
+                blocks, chunk, compiles, max_rows = json.loads(content)
+                manager = KVBlockManager.planned(plan, block_size, blocks, chunk)
+                runner = _FollowingRunner(model, manager, profile, group)
+                runner.compile_decodes(compiles, max_rows)
+                runner.warm_up()
+                prewarm(profile.attentions, block_size, plan)
+                hold_wired_limit(link)
+                link.send(Kind.ANSWER, json.dumps(manager.pool.nbytes).encode())
     except BaseException as error:
         traceback.print_exc()
         with suppress(LostRank):
             link.send(Kind.FAILURE, f"failed: {error}".encode())
-        os._exit(FAILED)
-    raise SystemExit(REFUSED if problem else 0)
-
-
-def _log_share(rank: int, manager: KVBlockManager) -> None:
-    megabytes = manager.pool.nbytes / 1e6
-    LOGGER.info("rank %s: %s blocks, %.1f MB of K/V", rank, manager.pool.num_blocks, megabytes)
+        os._exit(1)
+    raise SystemExit(2 if problem else 0)

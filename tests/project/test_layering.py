@@ -14,7 +14,7 @@ PACKAGE = Path(mlx_paged.__file__).parent
 REQUESTS = {"arguments", "request", "sampling_params", "outputs"}
 MAY_IMPORT = {
     "server": {"engine", "runner", "metrics", "kv", "cli", *REQUESTS},
-    "generate": {"engine", "metrics", "cli", *REQUESTS},
+    "generate": {"engine", "runner", "metrics", "cli", *REQUESTS},
     "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", "cli", *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
     "auto_patch": {"drop_in"},

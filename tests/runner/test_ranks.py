@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader, PlanWriter
-from mlx_paged.runner.ranks import _why_whole
+from mlx_paged.runner.ranks import why_whole
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
 
@@ -95,19 +95,19 @@ def test_heads_that_cannot_be_divided_are_refused_with_numbers_that_do(
     heads, kv_heads, ranks, expected
 ):
     sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 96}
-    problem = _why_whole(tiny_model("llama", **sizes), ranks)
+    problem = why_whole(tiny_model("llama", **sizes), ranks)
     assert problem is not None and problem.endswith(expected)
     assert f"num_key_value_heads is {kv_heads}" in problem
-    assert _why_whole(tiny_model("llama", **sizes), 1) is None
+    assert why_whole(tiny_model("llama", **sizes), 1) is None
 
 
 def test_models_without_shard_are_refused():
-    assert "no shard()" in str(_why_whole(tiny_model("gemma2"), 2))
+    assert "no shard()" in str(why_whole(tiny_model("gemma2"), 2))
 
 
 def test_a_latent_and_repeated_heads_need_no_division():
-    assert _why_whole(tiny_model("deepseek_v3", num_key_value_heads=1), 2) is None
-    assert _why_whole(architectures.build("qwen3_5"), 4) is not None  # its linear layers' heads
+    assert why_whole(tiny_model("deepseek_v3", num_key_value_heads=1), 2) is None
+    assert why_whole(architectures.build("qwen3_5"), 4) is not None  # its linear layers' heads
 
 
 def test_a_refusal_ends_all_ranks(tmp_path):
@@ -133,24 +133,24 @@ def decode_step(allocator, requests):
 
 def test_a_step_of_32_long_requests_is_a_small_plan():
     allocator = BlockAllocator(32 * 300, 16)
-    sizes = allocator.num_blocks, allocator.block_size, allocator.groups, allocator.chunk
-    writer, reader = PlanWriter(allocator), PlanReader(MirroredAllocator(*sizes))
+    writer, reader = PlanWriter(allocator), PlanReader(MirroredAllocator(allocator))
     requests = [Request(i, list(range(4096 + i)), SamplingParams(), 0) for i in range(32)]
     for request in requests:
         allocator.admit(request.id, len(request.tokens))
         plan = writer.write(decode_step(allocator, [request]), False)
-        assert reader.read(plan).step.spans[0].request.id == request.id
+        assert reader.read(plan)[0].spans[0].request.id == request.id
         assert len(plan) < 2000
     for _ in range(40):
         for request in requests:
             request.tokens.append(1)
         plan = writer.write(decode_step(allocator, requests), False)
-        assert len(reader.read(plan).step.spans) == 32
+        assert len(reader.read(plan)[0].spans) == 32
         assert len(plan) < 2000
 
 
 def test_ranks_that_differ_are_told_both_digests():
-    allocator, mirrored = BlockAllocator(8, 4), MirroredAllocator(8, 4)
+    allocator = BlockAllocator(8, 4)
+    mirrored = MirroredAllocator(allocator)
     writer, reader = PlanWriter(allocator), PlanReader(mirrored)
     request = Request(5, [1, 2, 3, 4], SamplingParams(), 0)
     allocator.admit(5, 4)

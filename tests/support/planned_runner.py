@@ -19,10 +19,8 @@ class PlannedRunner(FakeRunner):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        real = self.allocator
-        sizes = real.num_blocks, real.block_size, real.groups, real.chunk
-        self.mirrored = MirroredAllocator(*sizes)
-        self.writer, self.reader = PlanWriter(real), PlanReader(self.mirrored)
+        self.mirrored = MirroredAllocator(self.allocator)
+        self.writer, self.reader = PlanWriter(self.allocator), PlanReader(self.mirrored)
         self.num_plans = self.most_bytes = 0
         self._calls: list[tuple[int, int | None]] = []
 
@@ -56,11 +54,11 @@ class PlannedRunner(FakeRunner):
     def _compare(self, step: Step) -> None:
         awaits = any(not span.request.tokens[span.start : span.stop] for span in step.spans)
         message = self.writer.write(step, awaits)
-        plan = self.reader.read(message)
-        assert plan.awaits == awaits
-        assert [(r.id, c and c.id) for r, c in plan.calls] == self._calls
+        found, late, calls = self.reader.read(message)
+        assert late == awaits
+        assert [(r.id, c and c.id) for r, c in calls] == self._calls
         self._calls = []
-        found, real, mirrored = plan.step, self.allocator, self.mirrored
+        real, mirrored = self.allocator, self.mirrored
         assert found.copies == list(step.copies)
         for (ours, snapshot), (theirs, twin) in zip(step.restores, found.restores, strict=True):
             assert ours.id == theirs.id and twin.position in (0, snapshot.position)
