@@ -150,9 +150,8 @@ class Engine(WaitingCalls):
         names = f"None or, without a draft model, one of {', '.join(DRAFTERS)}"
         require(known, "Engine", "speculate", speculate, names)
         ranks = Ranks.of(model)
-        for name, value in {"profile": profile, "kv_disk": kv_disk}.items():
-            alone = ranks is None or not value
-            require(alone, "Engine", name, value, "a run in one process, or none")
+        if ranks is not None and (profile or kv_disk is not None):
+            raise ValueError("[Engine] profile or kv_disk is given: expected neither on ranks")
         log = TickLog(spike_ms=spike_ms, profile=profile)
         writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
         mx.eval(model.state)  # only the thread that made an array can compute it

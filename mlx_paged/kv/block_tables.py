@@ -48,10 +48,6 @@ class BlockTables:
         lengths: Int32Array = self._lengths[group, rows]
         return lengths
 
-    def changed_since(self, rows: Int32Array, version: int) -> npt.NDArray[np.bool_]:
-        """Which rows changed after that version, except by appended blocks."""
-        return self._versions[rows] > version
-
     def versions(self, rows: Int32Array) -> npt.NDArray[np.int64]:
         """When each row changed last, except by appended blocks, a copy."""
         return self._versions[rows]

@@ -18,9 +18,6 @@ from mlx_paged.scheduler.step import Span, Step
 
 DIGEST_BYTES = 16
 
-Calls = list[tuple[Request, Request | None]]
-"""A request to drop and None, or a parent and its child."""
-
 
 class DigestMismatch(RuntimeError):
     """The ranks no longer agree on the plan, or on the block tables that it changes."""
@@ -119,9 +116,9 @@ class PlanReader:
         self._num_read = 0
         self.digest = b""
 
-    def read(self, message: bytes) -> tuple[Step, bool, Calls]:
-        """The step, whether it awaits tokens, and the calls before it. Raises DigestMismatch if the
-        plan is not that of rank 0's state."""
+    def read(self, message: bytes) -> tuple[Step, bool, list[tuple[Request, Request | None]]]:
+        """The step, whether it awaits tokens, and the calls before it: a request to drop and None,
+        or a parent and its child. Raises DigestMismatch if rank 0's state is another one."""
         expected, content = message[:DIGEST_BYTES], message[DIGEST_BYTES:]
         awaits, calls, dead, changes, copies, restores, spans = json.loads(content)
         found = [self._call(*call) for call in calls]
@@ -139,9 +136,7 @@ class PlanReader:
             raise DigestMismatch(f"plan {self._num_read} has {digests}")
         return step, awaits, found
 
-    def _call(
-        self, first: int, child: int | None, snapshot: int | None
-    ) -> tuple[Request, Request | None]:
+    def _call(self, first: int, child: int | None, snapshot: int | None) -> Any:
         if child is not None:  # the parent may have ended
             return self._requests.get(first) or _unknown(first), self._request(child)
         request = self._requests.pop(first, None) or _unknown(first)
@@ -149,9 +144,7 @@ class PlanReader:
         self._allocator.rows.pop(first, None)
         return request, None
 
-    def _span(
-        self, numbers: list[int], tokens: list[int], forks: list[int], snapshots: list[list[int]]
-    ) -> Span:
+    def _span(self, numbers: Any, tokens: list[int], forks: Any, snapshots: Any) -> Span:
         request_id, row, start, stop, samples, num_drafts = numbers
         request = self._request(request_id)
         self._allocator.rows[request_id] = row
@@ -181,11 +174,10 @@ class _Tokens:
 
 
 _NOTHING: Int32Array = np.zeros(0, np.int32)
-_NO_PARAMS = SamplingParams()
 
 
 def _unknown(request_id: int) -> Request:
-    return Request(request_id, [], _NO_PARAMS, 0)
+    return Request(request_id, [], SamplingParams(), 0)
 
 
 def _digest(before: bytes, content: bytes, allocator: BlockAllocator, changes: list[Any]) -> bytes:

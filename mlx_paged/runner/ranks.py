@@ -47,13 +47,10 @@ def rank() -> int | None:
 def joined(model: nn.Module) -> nn.Module:
     """Under mlx.launch with several processes: divide a model, which every rank has loaded, among
     them. On rank 0 an engine of the model that is returned computes with all ranks. On the others
-    this computes what rank 0 says until rank 0 ends, then raises SystemExit. Raises ValueError if
-    the model cannot be divided so, or the process has divided another one."""
+    this computes what rank 0 says until rank 0 ends, then raises SystemExit. Call
+    it once. Raises ValueError if the model cannot be divided so."""
     if rank() is None or (group := mx.distributed.init()).size() == 1:
         return model
-    if Ranks.exist:
-        raise ValueError("a run under mlx.launch has one model: expected no second one")
-    Ranks.exist = True
     others = Ranks(group) if group.rank() == 0 else None
     link = None if others else connect(group, lambda *reason: os._exit(1))[0]
     problem = why_whole(model, group.size())
@@ -97,8 +94,6 @@ def why_whole(model: nn.Module, num_ranks: int) -> str | None:
 class Ranks:
     """Rank 0's view of the others, which follow the newest engine. `listeners` are called with the
     error when a rank is lost, before the process ends."""
-
-    exist = False  # in this process
 
     def __init__(self, group: mx.distributed.Group) -> None:
         self.group = group
@@ -221,9 +216,7 @@ class LeadingRunner(_RankedRunner):
 class _FollowingRunner(_RankedRunner):
     """Another rank's: computes the steps that it is told, and samples nothing."""
 
-    def __init__(
-        self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile, group: Any
-    ) -> None:
+    def __init__(self, group: Any, model: nn.Module, manager: Any, profile: ModelProfile) -> None:
         manager.allocator = mirrored = MirroredAllocator(manager.allocator)
         super().__init__(model, manager, profile)
         self.group, self._reader = group, PlanReader(mirrored)
@@ -232,10 +225,7 @@ class _FollowingRunner(_RankedRunner):
         """Launch the step of a plan; then wait for the step before."""
         step, awaits, calls = self._reader.read(message)
         for request, child in calls:
-            if child is None:
-                self.drop(request)
-            else:
-                self.fork(request, child)
+            self.drop(request) if child is None else self.fork(request, child)
         launched = self._launch(step, self._shared(before, None) if awaits else None)
         if before is not None:
             self.collect(before)
@@ -270,7 +260,7 @@ def _follow(
             else:
                 blocks, chunk, compiles, max_rows = json.loads(content)
                 manager = KVBlockManager.planned(plan, block_size, blocks, chunk)
-                runner = _FollowingRunner(model, manager, profile, group)
+                runner = _FollowingRunner(group, model, manager, profile)
                 runner.compile_decodes(compiles, max_rows)
                 runner.warm_up()
                 prewarm(profile.attentions, block_size, plan)
