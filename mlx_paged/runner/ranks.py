@@ -47,7 +47,7 @@ def rank() -> int | None:
 def joined(model: nn.Module) -> nn.Module:
     """Under mlx.launch with several processes: divide a model, which every rank has loaded, among
     them. On rank 0 an engine of the model that is returned computes with all ranks. On the others
-    this computes what rank 0 says until rank 0 ends, then raises SystemExit. Call
+    this computes what rank 0 says until rank 0 ends, then ends the process. Call
     it once. Raises ValueError if the model cannot be divided so."""
     if rank() is None or (group := mx.distributed.init()).size() == 1:
         return model
@@ -134,6 +134,7 @@ class Ranks:
         os._exit(1)
 
     def _leave(self) -> None:
+        mx.synchronize()  # a step may be under way, which needs the others
         self._ending.acquire()
         with suppress(LostRank):
             self.send(Kind.FAREWELL)
@@ -271,4 +272,4 @@ def _follow(
         with suppress(LostRank):
             link.send(Kind.FAILURE, f"failed: {error}".encode())
         os._exit(1)
-    raise SystemExit(2 if problem else 0)
+    os._exit(2 if problem else 0)  # MLX's threads may hang in a collective operation

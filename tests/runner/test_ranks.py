@@ -58,9 +58,8 @@ def test_two_ranks_give_the_tokens_of_one(name, options, share):
 
 
 def streaming_ranks():
-    """Two ranks that have printed the first part of a long text."""
-    arguments = ["-m", "mlx_paged.generate", "-p", "def read_lines(path):", "--max-tokens", "4000"]
-    processes = two_ranks(arguments)
+    """Two ranks that have printed the first part of something long."""
+    processes = two_ranks([SCRIPT, "llama", "long"])
     assert processes[0].stdout is not None and processes[0].stdout.read(1)
     return processes
 

@@ -84,6 +84,14 @@ def collect(engine: Engine, done: dict[int, list[int]]) -> None:
             done[output.request_id] = output.completion.tokens
 
 
+def stream_for_long(model: nn.Module) -> None:
+    """A request that nobody waits for the end of; a line for each hundred tokens."""
+    engine = Engine(model, num_blocks=4096, block_size=16)
+    for count, _ in enumerate(engine.stream([1, 2, 3], max_tokens=60_000)):
+        if count % 100 == 0:
+            print(count, flush=True)
+
+
 def two_ranks(
     arguments: Sequence[str], num_ranks: int = 2, **options: Any
 ) -> list[subprocess.Popen[str]]:
@@ -109,13 +117,15 @@ def two_ranks(
 
 def main(name: str, *wanted: str) -> None:
     model = joined(model_of(name))
+    if wanted == ("long",):
+        return stream_for_long(model)
     found = {}
     for each in wanted or OPTIONS:
         try:
             found[each] = tokens_of(model, OPTIONS[each])
         except ValueError as error:
             found[each] = {"refused": str(error)}
-    print(json.dumps(found))
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
