@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
 import mlx.core as mx
@@ -245,11 +245,11 @@ class EngineService:
 
     def _refuse_calls(self) -> None:
         """Refuse what is left; no more can come, because the service is closed."""
-        with suppress(Empty):  # another thread may refuse some, too
-            while True:
-                refusal, call = self._refusal(), self._calls.get_nowait()
+        with self._lock:  # another thread may refuse some, too
+            while not self._calls.empty():
+                refusal = self._refusal()
                 refusal.__cause__ = self.error
-                call.reply.set_exception(refusal)
+                self._calls.get().reply.set_exception(refusal)
 
 
 @dataclass(slots=True)
