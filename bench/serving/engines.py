@@ -16,6 +16,7 @@ from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import block_bytes
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.ranks import joined, rank
 
 ANY_VOCAB = 2**15  # ids of a trace for servers that get text
 STATIC = "_static"  # ending of the name of an engine that runs batch after batch
@@ -63,28 +64,26 @@ class Limits:
 
 
 def load_model(name: str) -> tuple[nn.Module, int]:
-    """A model and the size of its vocabulary; ValueError if it cannot be loaded.
-
-    `name` is "demo", "copying", a key of :data:`bench.models.SIZES`, a directory or a hub id.
-    """
+    """A model and the size of its vocabulary; ValueError if it cannot be loaded. `name` is "demo",
+    "copying", a key of :data:`bench.models.SIZES`, a directory or a hub id. Ranks share it."""
     if name == "copying":
-        return copying_llama(), int(SIZES["reference"]["vocab_size"])
+        return joined(copying_llama()), int(SIZES["reference"]["vocab_size"])
     if name in SIZES:
-        return llama_model(name), int(SIZES[name]["vocab_size"])
-    model, tokenizer = load(None if name == "demo" else name)
+        return joined(llama_model(name)), int(SIZES[name]["vocab_size"])
+    model, tokenizer = load(None if name == "demo" else name, joins=True)
     args = getattr(model, "args", None)
     return model, int(getattr(args, "vocab_size", None) or tokenizer.vocab_size)
 
 
 def check_engines(names: Sequence[str], model: nn.Module | None, max_running: int) -> None:
     """Before anything is measured: ValueError if an engine is missing or cannot run the model."""
+    if rank() is not None and {*names} - {"mlx_paged", "mlx_paged_ngram"}:
+        raise ValueError("--engines: expected only mlx_paged or mlx_paged_ngram under mlx.launch")
     if not any(name.removesuffix(STATIC) in LLAMA_CPP for name in names):
         return
     if any(importlib.util.find_spec(module) is None for module in ("llama_cpp", "gguf")):
-        raise ValueError(
-            "--engines: llama_cpp: expected llama-cpp-python and gguf:"
-            " pip install 'mlx-paged[peers]'"
-        )
+        missing = "expected llama-cpp-python and gguf: pip install 'mlx-paged[peers]'"
+        raise ValueError(f"--engines: llama_cpp: {missing}")
     from bench.serving.llama_cpp import check_context
 
     assert model is not None

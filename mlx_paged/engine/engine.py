@@ -31,6 +31,7 @@ from mlx_paged.runner.draft_model import DraftModel, can_draft, share_beside
 from mlx_paged.runner.model_probe import Batching, probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.profiling import ProfilingRunner
+from mlx_paged.runner.ranks import LeadingRunner, Ranks
 from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.scheduler import Scheduler
@@ -151,6 +152,9 @@ class Engine(WaitingCalls):
         known = speculate is None or (speculate in DRAFTERS and draft_model is None)
         names = f"None or, without a draft model, one of {', '.join(DRAFTERS)}"
         require(known, "Engine", "speculate", speculate, names)
+        ranks = Ranks.of(model)
+        if ranks is not None and (profile or kv_disk is not None):
+            raise ValueError("[Engine] profile or kv_disk is given: expected neither on ranks")
         log = TickLog(spike_ms=spike_ms, profile=profile)
         writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
         mx.eval(model.state)  # only the thread that made an array can compute it
@@ -162,17 +166,20 @@ class Engine(WaitingCalls):
         if probed.recurrent and prefix_cache:
             most_snapshots = num_snapshots_for(probed.state_bytes, max_running, snapshot_memory)
         plan = plan_pool(probed.shapes, probed.windows, block_size, one_group=probed.recurrent)
-        if num_blocks is not None:
-            num_blocks *= plan.width
+        given, given_blocks = kv_memory, None if num_blocks is None else num_blocks * plan.width
+        if given_blocks is not None:
+            num_blocks = given_blocks
         else:
             reserved = most_snapshots * probed.state_bytes
-            given = kv_memory
             if draft_model is not None:
                 total = max(0, default_kv_memory() - reserved) if given is None else given
                 kv_memory = int(total * share_beside(probed, probe(draft_model)))
             num_blocks = num_blocks_for(plan, block_size, kv_memory, reserved)
             if given is None and max_kv_tokens is not None:
                 num_blocks = min(num_blocks, plan.width * ceil_div(max_kv_tokens, block_size))
+        if ranks is not None:
+            options = block_size, kv_bits, given_blocks, given, most_snapshots
+            num_blocks = ranks.agree(num_blocks, *options)
         self.manager = KVBlockManager.planned(plan, block_size, num_blocks, prefill_chunk)
         if draft_model is not None and can_draft(probed):
             room = num_blocks // plan.width
@@ -192,7 +199,10 @@ class Engine(WaitingCalls):
         )
         promise_snapshots(self.manager.allocator, probed.state_bytes)
         phases = PhaseTimes() if profile else None
-        if phases is None:
+        runner: ModelRunner
+        if ranks is not None:
+            runner = LeadingRunner(model, self.manager, probed, ranks)
+        elif phases is None:
             runner = ModelRunner(model, self.manager, probed)
         else:
             runner = ProfilingRunner(model, self.manager, probed, phases)
@@ -212,6 +222,7 @@ class Engine(WaitingCalls):
             instruments=RecorderConfig(log, KVReads(sizes, block_size), phases, writer),
         )
         self.stats.traces = runner.compile_decodes(False if profile else compile, max_running)
+        self.stats.ranks = runner.stats if isinstance(runner, LeadingRunner) else None
         self._pipeline.fast_forward = probed.batching is Batching.MIXED  # else a forward for each
         self.prewarm = prewarm
         self._pipelines = [(probed.attentions, block_size, plan)]

@@ -94,7 +94,10 @@ class StepPipeline(Generic[LaunchedT]):
     def recover(self, fault: Fault) -> list[Request]:
         """Start again after a failure; return the requests that end because of it."""
         self._under_way, self._known = None, []
-        self.runner.recover()
+        try:
+            self.runner.recover()
+        except Exception as error:
+            raise error from fault.error
         alive = [request for request in fault.requests if not request.finish_reason]
         self._scheduler.recover(alive)
         if not isinstance(fault.error, Exception):  # no request causes a KeyboardInterrupt

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.text import Prompt
 from mlx_paged.engine.ticket import Inbox, Ticket
+from mlx_paged.runner.ranks import LeadingRunner
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 
 T = TypeVar("T")
@@ -71,6 +72,8 @@ class EngineService:
                     "[EngineService] started before or closed: expected a new service"
                 )
             self._started = True
+            if isinstance(self._engine.runner, LeadingRunner):
+                self._engine.runner.ranks.listeners.append(self._fail)
             atexit.register(self.close)  # no thread may be inside MLX when the process exits
             self._thread.start()
         return self
@@ -176,10 +179,7 @@ class EngineService:
             self._abort_all()
         except BaseException as error:
             self._fail(error)
-        while not self._calls.empty():  # no more can come: the service is closed
-            refusal = self._refusal()
-            refusal.__cause__ = self.error
-            self._calls.get().reply.set_exception(refusal)
+        self._refuse_calls()
         atexit.unregister(self.close)
         mx.clear_streams()  # else the thread frees them after `join`, and the process may crash
 
@@ -241,6 +241,15 @@ class EngineService:
             with suppress(Exception):  # the engine may fail again; its first error counts
                 self._engine.abort(request_id)
             inbox.end(error)
+        self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        """Refuse what is left; no more can come, because the service is closed."""
+        with self._lock:  # another thread may refuse some, too
+            while not self._calls.empty():
+                refusal = self._refusal()
+                refusal.__cause__ = self.error
+                self._calls.get().reply.set_exception(refusal)
 
 
 @dataclass(slots=True)

@@ -26,11 +26,7 @@ class BlockTables:
 
     def add_row(self) -> int:
         if not self._free_rows:
-            num_rows = len(self._versions)
-            self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=1)
-            self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)], axis=1)
-            self._versions = np.concatenate([self._versions, np.zeros_like(self._versions)])
-            self._free_rows = list(range(2 * num_rows - 1, num_rows - 1, -1))
+            self._add_rows()
         row = self._free_rows.pop()
         self._changed(row)
         return row
@@ -48,9 +44,9 @@ class BlockTables:
         lengths: Int32Array = self._lengths[group, rows]
         return lengths
 
-    def changed_since(self, rows: Int32Array, version: int) -> npt.NDArray[np.bool_]:
-        """Which rows changed after that version, except by appended blocks."""
-        return self._versions[rows] > version
+    def versions(self, rows: Int32Array) -> npt.NDArray[np.int64]:
+        """When each row changed last, except by appended blocks, a copy."""
+        return self._versions[rows]
 
     def row(self, row: int, group: int = 0) -> Int32Array:
         """The row's block ids, ``[length]``: a view, valid until the next change."""
@@ -93,6 +89,15 @@ class BlockTables:
         self._entries[group, row, index] = block
         self._changed(row)
 
+    def put(self, row: int, group: int, start: int, blocks: Sequence[int]) -> None:
+        """Let `blocks` be all that the row has from column `start` on: a copy of another table."""
+        while row >= len(self._versions):
+            self._add_rows()
+        if start < self.length(row, group):
+            self._changed(row)
+        self._lengths[group, row] = start
+        self.extend(row, list(blocks), group)
+
     def truncate(self, row: int, length: int, group: int = 0) -> list[int]:
         """Keep the row's first `length` blocks; returns the others."""
         removed: list[int] = self.row(row, group)[length:].tolist()
@@ -110,6 +115,13 @@ class BlockTables:
         self._entries = renumbered(self._entries, kept)
         self.version += 1
         self._versions[:] = self.version
+
+    def _add_rows(self) -> None:
+        num_rows = len(self._versions)
+        self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=1)
+        self._lengths = np.concatenate([self._lengths, np.zeros_like(self._lengths)], axis=1)
+        self._versions = np.concatenate([self._versions, np.zeros_like(self._versions)])
+        self._free_rows += range(2 * num_rows - 1, num_rows - 1, -1)
 
     def _widen(self) -> None:
         self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=2)

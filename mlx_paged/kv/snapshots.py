@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mlx_paged.arguments import integer
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Snapshot:
     """The states of a model's recurrent layers after the first `position` tokens of a text."""
 

@@ -113,6 +113,7 @@ class EngineStats:
     prefill_seconds: float = 0.0
     prewarm_seconds: float | None = None  # None: nothing was compiled
     traces: Traces | None = None  # None: decodes are not compiled
+    ranks: dict[str, Any] | None = None  # of a run under mlx.launch; None: one process
     ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TTFTS))
 
     @property

@@ -99,7 +99,7 @@ class BatchTables:
         if tables.version == self._version:
             return False
         rows = self._allocator.table_rows(self._seq_ids)
-        return bool(tables.changed_since(rows, self._version).any())
+        return bool((tables.versions(rows) > self._version).any())
 
     def _take_over(self, seq_ids: list[int]) -> None:
         tables = self._allocator.block_tables

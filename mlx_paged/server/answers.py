@@ -297,7 +297,8 @@ async def _to_the_end(ticket: Ticket) -> AsyncGenerator[TokenOutput]:
         if completion is None:
             yield TokenOutput.last(ticket.result())
     except Exception as error:  # the error that ended the service
-        raise Refusal(500, f"the engine failed: {error}") from error
+        status = 503 if isinstance(error, ConnectionError) else 500  # another rank has gone
+        raise Refusal(status, f"the engine failed: {error}") from error
 
 
 async def _outputs(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, TokenOutput]]:

@@ -23,6 +23,7 @@ from mlx_paged.cli import NUM_DRAFTS
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
 from mlx_paged.kv.memory import default_kv_memory, spare_memory
+from mlx_paged.runner.ranks import joined, rank
 from mlx_paged.server.arguments import engine_options
 from mlx_paged.server.request_body import Refusal
 
@@ -71,6 +72,10 @@ class Models:
 
     def start(self) -> None:
         """Load the default model, in the calling thread. Raises ValueError if that fails."""
+        if rank() is not None:
+            if self.args.max_models > 1 or self.args.idle_seconds:
+                raise ValueError("--max-models or --idle-seconds under mlx.launch: expected none")
+            self.args.max_models = 0
         self.loaded[self.args.model] = _make(self.args.model, self.args, self.args.max_models or 1)
 
     def close(self) -> None:
@@ -168,7 +173,9 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
             tokenizer_config={"trust_remote_code": args.trust_remote_code} | template,
             return_config=True,
             trust_remote_code=args.trust_remote_code,
+            lazy=rank() is not None,
         )
+        model = joined(model)
         if args.use_default_chat_template and tokenizer.chat_template is None:
             tokenizer.chat_template = tokenizer.default_chat_template
             tokenizer.has_chat_template = True

@@ -36,11 +36,18 @@ def limits_of_the_disk(monkeypatch):
 def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone():
     totals = counted("fake", seed=7, num_schedules=400)
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
-    seen = set(COUNTED) - {"lives", "stored", "fetched", "dropped", "valid"}
+    seen = set(COUNTED) - {"lives", "stored", "fetched", "dropped", "valid", "plans"}
     seen -= {"near_ties", "mismatches", "violations", "leaked_blocks", "failures"}
     assert totals["overtakes"] > 10, "hardly any long prompt was overtaken"
     seen -= {"overtakes"}
     assert not [name for name in seen if totals[name] < 100], "something hardly ever happened"
+
+
+def test_another_rank_reads_the_same_steps_and_keeps_nothing():
+    totals = counted("ranks", seed=7, num_schedules=60)
+    assert totals["plans"] > 1500
+    for name in ("preemptions", "forks", "samples", "beams", "drafts", "restored"):
+        assert totals[name] > 10, f"{name} hardly ever happened"
 
 
 def test_a_real_model_in_a_real_engine_gives_mlx_lms_tokens():

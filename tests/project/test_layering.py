@@ -13,8 +13,8 @@ PACKAGE = Path(mlx_paged.__file__).parent
 
 REQUESTS = {"arguments", "request", "sampling_params", "outputs"}
 MAY_IMPORT = {
-    "server": {"engine", "metrics", "kv", "cli", *REQUESTS},
-    "generate": {"engine", "metrics", "cli", *REQUESTS},
+    "server": {"engine", "runner", "metrics", "kv", "cli", *REQUESTS},
+    "generate": {"engine", "runner", "metrics", "cli", *REQUESTS},
     "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", "cli", *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
     "auto_patch": {"drop_in"},
@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "engine": {
         *("runner", "metrics", "scheduler", "attention", "sampling", "kv_disk", "kv", *REQUESTS)
     },
-    "cli": {"ops", "scheduler"},
+    "cli": {"ops", "runner", "scheduler"},
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
     "sampling": {"ops", *REQUESTS},
     "metrics": {"scheduler", "kv", *REQUESTS},
@@ -44,7 +44,7 @@ NO_MLX = [
     *("arguments", "outputs", "request", "sampling_params"),
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
-    *("kv.group_prefixes", "generate.prompts_file"),
+    *("kv.group_prefixes", "generate.prompts_file", "runner.plan"),
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
     *("engine.waiting_calls", "sampling.grammar"),
     *("server.constraints", "server.messages", "server.request_body"),

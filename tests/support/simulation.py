@@ -25,6 +25,7 @@ from fault_injection import FaultyRunner
 from injected_drafts import InjectedDrafter, take_every_guess
 from integrity import check_integrity
 from numpy_quantization import BITS
+from planned_runner import PlannedRunner
 from random_calls import TINY_GROUPS, RandomCalls, Setting
 from solo_checks import SoloChecks, Ticket
 from solo_runs import BeamOptions, FakeSolo, MlxLmSolo, SoloModel
@@ -47,7 +48,7 @@ COUNTED = (
     *("schedules", "requests", "tokens", "steps", "preemptions", "forks", "samples", "beams"),
     *("aborts", "releases", "refused", "faults", "errors", "cow_clones", "cached_tokens"),
     *("drafts", "accepted_drafts", "restored", "overtakes", "near_ties"),
-    *("lives", "stored", "fetched", "dropped", "valid"),
+    *("lives", "stored", "fetched", "dropped", "valid", "plans"),
     *("mismatches", "violations", "leaked_blocks", "failures"),
 )
 STEPS_A_TOKEN = 20
@@ -328,6 +329,9 @@ class Simulation:
             assert not left, f"the scheduler still has {list(left)}"
         for left in (engine._requests, engine._kept, engine._beams, engine._outputs._texts):
             assert not left, f"the engine still has {list(left)}"
+        if isinstance(self.runner.inner, PlannedRunner):
+            assert not self.runner.inner.leaks(), "another rank still has requests"
+            self.counts["plans"] = self.runner.inner.num_plans
         references = scheduler.allocator.store.refcount_histogram()
         assert references == {0: self.setting.num_blocks}, f"blocks by references: {references}"
         states = getattr(self.runner.inner, "states", {})
@@ -359,6 +363,7 @@ def fake_simulation(
     index: int,
     life: str = "",
     open_tier: Callable[[BlockAllocator], KVDiskTier] | None = None,
+    runner_type: type[FakeRunner] = FakeRunner,
 ) -> Simulation:
     """Schedule `index` of `seed` on the model of hashes; with a disk one life of it."""
     setting = Setting.drawn(random.Random(f"{seed}:{index}"), small=False)
@@ -367,6 +372,8 @@ def fake_simulation(
         Setting.drawn(rng, small=False)  # what follows is drawn after it
     else:
         setting = replace(setting, prefix_cache=True)
+    if runner_type is PlannedRunner:
+        setting = replace(setting, fault_rate=0.0)  # a failed step ends all ranks
     allocator = BlockAllocator(
         setting.num_blocks, setting.block_size, setting.groups, setting.prefill_chunk
     )
@@ -388,7 +395,7 @@ def fake_simulation(
         scheduler.tier = open_tier(allocator)
         scheduler.budget.learns = True
     clock = FakeClock()
-    inner = FakeRunner(allocator, clock, random.Random(index), setting.recurrent)
+    inner = runner_type(allocator, clock, random.Random(index), setting.recurrent)
     runner = FaultyRunner(inner, rng, setting.fault_rate)
     if drafter is not None:
         drafter.never = runner.bad
@@ -492,8 +499,14 @@ def disk_simulation(seed: int, index: int) -> DiskLives:
     return DiskLives(fake_simulation, seed, index)
 
 
+def ranks_simulation(seed: int, index: int) -> Simulation:
+    """Schedule `index` of `seed` with a second rank that reads the plan of every step."""
+    return fake_simulation(seed, index, runner_type=PlannedRunner)
+
+
 MODELS = {
     "fake": fake_simulation,
+    "ranks": ranks_simulation,
     "tiny": tiny_simulation,
     "quantized": quantized_simulation,
     "disk": disk_simulation,

@@ -1,0 +1,135 @@
+"""Sockets between rank 0 and each other rank: plans one way, signs of life both ways."""
+
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import mlx.core as mx
+
+TICK_S = 0.5  # between two signs of life
+SILENT_TICKS = 7
+"""A rank is lost after so many ticks without a sign. While this process is itself stopped, or gets
+no processor, ticks do not pass."""
+LEAVE_S = 2.0  # for a rank to end after rank 0 has, unless it hangs
+CONNECT_S = 60.0
+HEADER = struct.Struct("<BI")
+
+Kind = IntEnum("Kind", "BEAT PLAN MEASURE MAKE ANSWER FAILURE FAREWELL")
+"""What a frame carries: nothing; a step; two questions and their answers; the text of an error that
+ends the rank; nothing, because rank 0 has ended as it should."""
+
+
+class LostRank(ConnectionError):
+    """Another rank has ended or hangs, so that no step can be computed any more."""
+
+
+class Link:
+    """One end of a connection to another rank. A thread of its own notices when that rank ends or
+    stops, while the thread that computes may hang in a collective operation. It calls `lost` with
+    the other's rank and the reason."""
+
+    def __init__(self, sock: socket.socket, rank: int, lost: Callable[[int, str], None]) -> None:
+        seconds = struct.pack("ll", 0, int(1e6 * TICK_S))
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._rank, self._lost = sock, rank, lost
+        self._inbox: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        self._sending = threading.Lock()
+        threading.Thread(target=self._watch, name=f"rank {rank}", daemon=True).start()
+
+    def send(self, kind: int, content: bytes = b"") -> None:
+        """Raises LostRank if the other rank has gone."""
+        try:
+            with self._sending:
+                self._socket.sendall(HEADER.pack(kind, len(content)) + content)
+        except OSError as error:
+            raise LostRank(f"rank {self._rank} has ended") from error
+
+    def receive(self) -> tuple[int, bytes]:
+        """Wait for the next frame that is neither a beat nor an error."""
+        return self._inbox.get()
+
+    def _watch(self) -> None:
+        silent, beat_at, buffer = 0, 0.0, b""
+        reason = f"has sent nothing for {TICK_S * SILENT_TICKS} seconds"
+        try:
+            while silent < SILENT_TICKS:
+                silent += 1
+                try:
+                    content = self._socket.recv(1 << 18)
+                    if not content:
+                        raise ConnectionResetError
+                    silent, buffer = 0, self._take(buffer + content)
+                except BlockingIOError:
+                    pass
+                if time.monotonic() - beat_at >= TICK_S and not self._sending.locked():
+                    beat_at = time.monotonic()  # what is being sent is a sign of life, too
+                    self.send(Kind.BEAT)
+        except LostRank as error:
+            reason = "has ended" if error.__cause__ else str(error)
+        except OSError:
+            reason = "has ended"
+        self._lost(self._rank, reason)
+
+    def _take(self, buffer: bytes) -> bytes:
+        """Put the frames of `buffer` into the inbox; return what is left of it."""
+        while len(buffer) >= HEADER.size:
+            kind, size = HEADER.unpack_from(buffer)
+            content = buffer[HEADER.size : HEADER.size + size]
+            if len(content) < size:
+                break
+            buffer = buffer[HEADER.size + size :]
+            if kind == Kind.FAILURE:
+                raise LostRank(content.decode())
+            if kind != Kind.BEAT:
+                self._inbox.put((kind, content))
+            if kind == Kind.FAREWELL:
+                time.sleep(LEAVE_S)
+                os._exit(0)  # the other thread hangs in a collective operation
+        return buffer
+
+
+def connect(group: mx.distributed.Group, lost: Callable[[int, str], None]) -> list[Link]:
+    """Links of rank 0 to all others, or of another rank to rank 0. The port and a secret, which
+    keeps others out, travel through `group`. Raises OSError or ValueError if there is no way."""
+    host, listener, note = _first_host(), None, [0] * 33
+    if group.rank() == 0:
+        listener = socket.create_server((host, 0), backlog=group.size())
+        note = [listener.getsockname()[1], *secrets.token_bytes(32)]
+    shared: Any = mx.distributed.all_sum(mx.array(note, mx.int32), group=group).tolist()
+    port, secret = shared[0], bytes(shared[1:])
+    if listener is None:
+        sock = socket.create_connection((host, port), CONNECT_S)
+        sock.sendall(secret + bytes([group.rank()]))
+        return [Link(sock, 0, lost)]
+    links: dict[int, Link] = {}
+    listener.settimeout(CONNECT_S)
+    with listener:
+        while len(links) < group.size() - 1:
+            sock, _ = listener.accept()
+            sock.settimeout(CONNECT_S)
+            found = sock.recv(33, socket.MSG_WAITALL)
+            if hmac.compare_digest(found[:-1], secret):
+                links[found[-1]] = Link(sock, found[-1], lost)
+    return [links[rank] for rank in sorted(links)]
+
+
+def _first_host() -> str:
+    """Rank 0's address as mlx.launch tells it to every rank."""
+    path, address = map(os.environ.get, ("MLX_HOSTFILE", "MLX_JACCL_COORDINATOR"))
+    if path is not None:
+        address = json.loads(Path(path).read_text())[0][0]
+    if address is None:
+        raise ValueError("mlx.launch names no address of rank 0: expected --backend ring or jaccl")
+    return address.rpartition(":")[0]

@@ -1,0 +1,164 @@
+"""Several processes with one model: the same tokens, refusals by name, an end instead of a hang."""
+
+import json
+import signal
+from pathlib import Path
+
+import architectures
+import pytest
+import rank_runs
+from rank_runs import model_of, tokens_of, two_ranks
+from tiny_models import tiny_model
+
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.request import Request
+from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader, PlanWriter
+from mlx_paged.runner.ranks import why_whole
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.step import Span, Step
+
+SCRIPT = rank_runs.__file__
+WAIT_S = 120  # for a process on a busy machine
+
+
+def ended(processes, timeout=WAIT_S):
+    """Output, errors and exit status of each."""
+    try:
+        outputs = [process.communicate(timeout=timeout) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(*each, process.returncode) for each, process in zip(outputs, processes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "share"),
+    [
+        ("llama", ["preempted", "compiled"], 2),
+        ("gpt_oss", ["quantized"], 2),
+        ("qwen3_5", ["plain"], 2),
+        ("deepseek_v3", ["ngram"], 1),
+    ],
+)
+def test_two_ranks_give_the_tokens_of_one(name, options, share):
+    """Of latents (MLA) every rank has all."""
+    processes = two_ranks([SCRIPT, name, *options])
+    model = model_of(name)
+    expected = {each: tokens_of(model, rank_runs.OPTIONS[each]) for each in options}
+    (output, errors, status), other = ended(processes)
+    assert status == other[2] == 0, errors + other[1]
+    for each, found in json.loads(output).items():
+        ranks, alone = found.pop("ranks"), expected[each].pop("ranks")
+        assert alone is None and ranks["count"] == 2 and ranks["plans"] > 0
+        assert found["kv_pool_bytes"] * share == expected[each].pop("kv_pool_bytes")
+        assert ranks["kv_pool_bytes"] == [found.pop("kv_pool_bytes")] * 2
+        assert found == expected[each]
+        assert found["leaks"] == 0
+        assert found["preemptions"] > 0 or each != "preempted"
+
+
+def streaming_ranks():
+    """Two ranks that have printed the first part of something long."""
+    processes = two_ranks([SCRIPT, "llama", "long"])
+    assert processes[0].stdout is not None and processes[0].stdout.read(1)
+    return processes
+
+
+@pytest.mark.parametrize(("number", "ends"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "sent")])
+def test_a_rank_that_dies_or_stops_ends_the_run_with_one_error(number, ends):
+    first, second = streaming_ranks()
+    second.send_signal(number)
+    ((_, errors, status),) = ended([first])
+    second.kill()
+    ended([second])
+    if number == signal.SIGKILL and status == -signal.SIGSEGV:
+        return  # MLX's ring itself, rarely
+    assert status == 1
+    assert errors.count("mlx_paged: error:") == 1 and f"rank 1 has {ends}" in errors
+
+
+def test_when_rank_0_dies_the_others_end():
+    first, second = streaming_ranks()
+    first.kill()
+    ended([first])
+    assert ended([second])[0][2] == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "expected"),
+    [
+        (6, 3, 2, "expected 1 or 3"),
+        (4, 2, 4, "expected 1 or 2"),
+        (4, 1, 2, "expected 1"),
+    ],
+)
+def test_heads_that_cannot_be_divided_are_refused_with_numbers_that_do(
+    heads, kv_heads, ranks, expected
+):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 96}
+    problem = why_whole(tiny_model("llama", **sizes), ranks)
+    assert problem is not None and problem.endswith(expected)
+    assert f"num_key_value_heads is {kv_heads}" in problem
+    assert why_whole(tiny_model("llama", **sizes), 1) is None
+
+
+def test_models_without_shard_are_refused():
+    assert "no shard()" in str(why_whole(tiny_model("gemma2"), 2))
+
+
+def test_a_latent_and_repeated_heads_need_no_division():
+    assert why_whole(tiny_model("deepseek_v3", num_key_value_heads=1), 2) is None
+    assert why_whole(architectures.build("qwen3_5"), 4) is not None  # its linear layers' heads
+
+
+def test_a_refusal_ends_all_ranks(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from tiny_models import tiny_model\nfrom mlx_paged.runner.ranks import joined\n"
+        "try: joined(tiny_model('gemma2'))\n"
+        "except ValueError as error: sys.exit(str(error))\n"
+    )
+    first, second = ended(two_ranks(["-c", code, str(Path(SCRIPT).parent)]))
+    assert "model type gemma2: mlx-lm has no shard()" in first[1]
+    assert first[2] == 1 and second[2] == 2
+
+
+def decode_step(allocator, requests):
+    step = Step()
+    for request in requests:
+        stop = len(request.tokens)
+        step.copies += allocator.make_writable(request.id, stop - 1, stop)
+        step.add(Span(request, stop - 1, stop, samples=True))
+    return step
+
+
+def test_a_step_of_32_long_requests_is_a_small_plan():
+    allocator = BlockAllocator(32 * 300, 16)
+    writer, reader = PlanWriter(allocator), PlanReader(MirroredAllocator(allocator))
+    requests = [Request(i, list(range(4096 + i)), SamplingParams(), 0) for i in range(32)]
+    for request in requests:
+        allocator.admit(request.id, len(request.tokens))
+        plan = writer.write(decode_step(allocator, [request]), False)
+        assert reader.read(plan)[0].spans[0].request.id == request.id
+        assert len(plan) < 2000
+    for _ in range(40):
+        for request in requests:
+            request.tokens.append(1)
+        plan = writer.write(decode_step(allocator, requests), False)
+        assert len(reader.read(plan)[0].spans) == 32
+        assert len(plan) < 2000
+
+
+def test_ranks_that_differ_are_told_both_digests():
+    allocator = BlockAllocator(8, 4)
+    mirrored = MirroredAllocator(allocator)
+    writer, reader = PlanWriter(allocator), PlanReader(mirrored)
+    request = Request(5, [1, 2, 3, 4], SamplingParams(), 0)
+    allocator.admit(5, 4)
+    reader.read(writer.write(decode_step(allocator, [request]), False))
+    mirrored.block_tables.put(int(allocator.table_rows([5])[0]), 0, 0, [7])
+    request.tokens.append(5)
+    plan = writer.write(decode_step(allocator, [request]), False)
+    with pytest.raises(DigestMismatch) as found:
+        reader.read(plan)
+    assert plan[:16].hex() in str(found.value) and reader.digest.hex() in str(found.value)

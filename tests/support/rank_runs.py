@@ -1,0 +1,132 @@
+"""Requests of many kinds on one engine; prints their tokens as JSON.
+
+    python tests/support/rank_runs.py llama
+    mlx.launch -n 2 --backend ring -- python tests/support/rank_runs.py llama
+
+Under mlx.launch all ranks compute them, and rank 0 prints.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from architectures import build
+from tiny_models import CONFIGS, tiny_model
+
+from mlx_paged import Engine
+from mlx_paged.runner.ranks import joined
+
+TRACE = [[7 + i % 5, *range(3 + i, 40 + 3 * i)] for i in range(6)]
+REPEATING = [[5, 6, 7, 8] * 6, [9, 1, 9, 1, 9, 1, 9, 1, 3]]
+SMALL = {"block_size": 4, "num_blocks": 64, "prefill_chunk": 16, "max_running": 4}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "preempted": {"num_blocks": 34, "max_running": 6},
+    "synchronous": {"lookahead": False},
+    "quantized": {"kv_bits": "8,4"},
+    "ngram": {"speculate": "ngram"},
+    "compiled": {"compile": True},
+}
+
+
+def model_of(name: str) -> nn.Module:
+    return tiny_model(name, vocab_size=64) if name in CONFIGS else build(name)
+
+
+def tokens_of(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Tokens of greedy and drawn requests, samples, forks, beams, and of a prompt's second turn."""
+    engine = Engine(model, **{**SMALL, **options})
+    found: dict[str, Any] = {}
+    trace = [[token % 60 for token in prompt] for prompt in TRACE]
+    found["greedy"] = [c.tokens for c in engine.generate(trace + REPEATING, max_tokens=12)]
+    found["drawn"] = [
+        c.tokens for c in engine.generate(trace[:4], max_tokens=9, temperature=0.8, seed=3)
+    ]
+    groups = engine.sample(trace[:2], n=3, max_tokens=7, temperature=1.0, seed=5)
+    found["samples"] = [[c.tokens for c in group] for group in groups]
+    turns = [trace[0] + found["greedy"][0] + [1, 2]]
+    completions = engine.generate(turns, max_tokens=6, logprobs=2, repetition_penalty=1.3)
+    found["turn"] = [c.tokens for c in completions]
+    found["cached"] = completions[0].cached_prompt_tokens
+    trunk = engine.add_request(trace[1], max_tokens=5, keep=True)
+    done: dict[int, list[int]] = {}
+    while engine.has_work:
+        collect(engine, done)
+    for suffix in ([4], [9, 9]):
+        engine.fork(trunk, suffix, max_tokens=5)
+    aborted = engine.add_request(trace[2], max_tokens=30)
+    for _ in range(3):
+        collect(engine, done)
+    engine.abort(aborted)
+    engine.release(trunk)
+    while engine.has_work:
+        collect(engine, done)
+    found["forks"] = [tokens for _, tokens in sorted(done.items())]
+    found["beams"] = [b.tokens for b in engine.beam_search(trace[3], 3, max_tokens=6).beams]
+    metrics = engine.metrics()
+    found["preemptions"] = metrics["preemptions"]
+    found["leaks"] = engine.scheduler.allocator.blocks_in_use
+    found["ranks"] = metrics["ranks"]
+    found["kv_pool_bytes"] = metrics["kv_pool_bytes"]
+    return found
+
+
+def collect(engine: Engine, done: dict[int, list[int]]) -> None:
+    for output in engine.step():
+        if output.completion is not None:
+            done[output.request_id] = output.completion.tokens
+
+
+def stream_for_long(model: nn.Module) -> None:
+    """A request that nobody waits for the end of; a line for each hundred tokens."""
+    engine = Engine(model, num_blocks=4096, block_size=16)
+    for count, _ in enumerate(engine.stream([1, 2, 3], max_tokens=60_000)):
+        if count % 100 == 0:
+            print(count, flush=True)
+
+
+def two_ranks(
+    arguments: Sequence[str], num_ranks: int = 2, **options: Any
+) -> list[subprocess.Popen[str]]:
+    """The processes of a command, as mlx.launch starts them: rank 0 first."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(num_ranks)]
+    hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
+    for each in sockets:
+        each.close()
+    path = Path(tempfile.mkdtemp()) / "hosts.json"
+    path.write_text(json.dumps(hosts))
+    return [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env=os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def main(name: str, *wanted: str) -> None:
+    model = joined(model_of(name))
+    if wanted == ("long",):
+        return stream_for_long(model)
+    found = {}
+    for each in wanted or OPTIONS:
+        try:
+            found[each] = tokens_of(model, OPTIONS[each])
+        except ValueError as error:
+            found[each] = {"refused": str(error)}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
