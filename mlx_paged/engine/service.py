@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, Self, TypeVar
 
 import mlx.core as mx
@@ -189,8 +189,9 @@ class EngineService:
             pass
         if not self._engine.has_work:
             self._calls.get().answer(self._engine)
-        for _ in range(self._calls.qsize()):  # calls that come meanwhile wait for the next step
-            self._calls.get().answer(self._engine)
+        with suppress(Empty):  # an error of the engine may have refused the others
+            for _ in range(self._calls.qsize()):  # those that come meanwhile wait for the next step
+                self._calls.get_nowait().answer(self._engine)
 
     def _step(self) -> None:
         """Compute a step, if there is work, and give each output to its reader."""
@@ -245,11 +246,11 @@ class EngineService:
 
     def _refuse_calls(self) -> None:
         """Refuse what is left; no more can come, because the service is closed."""
-        with self._lock:  # another thread may refuse some, too
-            while not self._calls.empty():
-                refusal = self._refusal()
+        with suppress(Empty):  # another thread may take some, too
+            while True:
+                call, refusal = self._calls.get_nowait(), self._refusal()
                 refusal.__cause__ = self.error
-                self._calls.get().reply.set_exception(refusal)
+                call.reply.set_exception(refusal)
 
 
 @dataclass(slots=True)

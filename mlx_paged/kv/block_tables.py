@@ -98,6 +98,10 @@ class BlockTables:
         self._lengths[group, row] = start
         self.extend(row, list(blocks), group)
 
+    def touch(self, row: int) -> None:
+        """Let readers copy the row anew."""
+        self._changed(row)
+
     def truncate(self, row: int, length: int, group: int = 0) -> list[int]:
         """Keep the row's first `length` blocks; returns the others."""
         removed: list[int] = self.row(row, group)[length:].tolist()

@@ -112,6 +112,17 @@ class BlockStore:
         slots: Int32Array = blocks * size + within % size
         return slots
 
+    def blocks_of_entries(self, entries: Int32Array, group: int) -> Int32Array:
+        """The blocks of entries ``[n]`` that are several blocks each, ``[width, n]``; of others
+        none, ``[0, n]``."""
+        blocks: Int32Array = self._blocks[group][:, entries]
+        return blocks
+
+    def put_blocks(self, entries: Sequence[int], blocks: Sequence[Any], group: int) -> None:
+        """Let these be what :meth:`blocks_of_entries` returns: a copy of another store."""
+        if blocks:
+            self._blocks[group][:, entries] = blocks
+
     def width_of(self, entry: int) -> int:
         """How many blocks a held or idle entry is."""
         return self._widths[self._group_of[entry]]

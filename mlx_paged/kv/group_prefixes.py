@@ -157,6 +157,8 @@ class GroupPrefixes:
         # A block that ends with the prompt is reused but for its last token.
         is_last_useful = not has_states and size > self._min_run
         hashes, found, _ = self._full_blocks(tokens, stop + is_last_useful, root, elsewhere)
+        if len(hashes) * size > stop and self._missing(found, stop // size) is not None:
+            hashes, found, _ = self._full_blocks(tokens, stop, root, elsewhere)
         states: list[NeededBlock] = []
         if has_states:
             while hashes and block_key(hashes[-1], -1) not in elsewhere:

@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,6 +23,7 @@ SILENT_TICKS = 7
 no processor, ticks do not pass."""
 LEAVE_S = 2.0  # for a rank to end after rank 0 has, unless it hangs
 CONNECT_S = 60.0
+GREETING_S = 5.0  # for a client to say who it is
 HEADER = struct.Struct("<BI")
 
 Kind = IntEnum("Kind", "BEAT PLAN MEASURE MAKE ANSWER FAILURE FAREWELL")
@@ -73,9 +75,13 @@ class Link:
                     silent, buffer = 0, self._take(buffer + content)
                 except BlockingIOError:
                     pass
-                if time.monotonic() - beat_at >= TICK_S and not self._sending.locked():
-                    beat_at = time.monotonic()  # what is being sent is a sign of life, too
-                    self.send(Kind.BEAT)
+                is_due = time.monotonic() - beat_at >= TICK_S
+                if is_due and self._sending.acquire(blocking=False):
+                    try:  # what another thread is sending is a sign of life, too
+                        beat_at = time.monotonic()
+                        self._socket.sendall(HEADER.pack(Kind.BEAT, 0))
+                    finally:
+                        self._sending.release()
         except LostRank as error:
             reason = "has ended" if error.__cause__ else str(error)
         except OSError:
@@ -118,11 +124,22 @@ def connect(group: mx.distributed.Group, lost: Callable[[int, str], None]) -> li
     with listener:
         while len(links) < group.size() - 1:
             sock, _ = listener.accept()
-            sock.settimeout(CONNECT_S)
-            found = sock.recv(33, socket.MSG_WAITALL)
-            if hmac.compare_digest(found[:-1], secret):
+            found = _greeting(sock)
+            if hmac.compare_digest(found[:-1], secret) and 0 < found[-1] < group.size():
                 links[found[-1]] = Link(sock, found[-1], lost)
+            else:
+                sock.close()
     return [links[rank] for rank in sorted(links)]
+
+
+def _greeting(sock: socket.socket) -> bytes:
+    """The first 33 bytes that a client sends, or fewer if it is slow."""
+    found = b""
+    sock.settimeout(GREETING_S)
+    with suppress(OSError):
+        while len(found) < 33 and (more := sock.recv(33 - len(found))):
+            found += more
+    return found
 
 
 def _first_host() -> str:

@@ -31,7 +31,7 @@ class PlanWriter:
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
-        # The version and the entries that the others have, by row and group.
+        # The version and the entries that the others have, with their blocks, by row and group.
         self._sent: dict[tuple[int, int], tuple[int, Int32Array]] = {}
         self._numbers: WeakKeyDictionary[Snapshot, int] = WeakKeyDictionary()
         self._count = 0  # numbers given to snapshots
@@ -77,21 +77,23 @@ class PlanWriter:
         return self._numbers[snapshot]
 
     def _table_changes(self, rows: Int32Array) -> list[Any]:
-        """Row, group, first column and entries from there on of each row that changed."""
+        """Row, group, first column, and from there on the entries and their blocks, of each row
+        that changed."""
         tables, changes = self._allocator.block_tables, list[Any]()
         versions = tables.versions(rows).tolist()
         for group in range(len(self._allocator.groups)):
             lengths = tables.lengths(rows, group).tolist()
             for row, version, length in zip(rows.tolist(), versions, lengths, strict=True):
                 known_version, known = self._sent.get((row, group), (-1, _NOTHING))
-                if known_version == version and len(known) == length:
+                if known_version == version and known.shape[1] == length:
                     continue
-                entries = tables.row(row, group).copy()
-                width = min(len(known), length)
-                others = np.flatnonzero(known[:width] != entries[:width])
+                content = _row_content(self._allocator, row, group)
+                width = min(known.shape[1], length)
+                same = (known[:, :width] == content[:, :width]).all(axis=0) if width else _NOTHING
+                others = np.flatnonzero(np.logical_not(same))
                 start = int(others[0]) if others.size else width
-                changes.append((row, group, start, entries[start:].tolist()))
-                self._sent[row, group] = version, entries
+                changes.append((row, group, start, content[:, start:].tolist()))
+                self._sent[row, group] = version, content
         return changes
 
 
@@ -124,8 +126,9 @@ class PlanReader:
         found = [self._call(*call) for call in calls]
         for number in dead:
             self._snapshots.pop(number, None)
-        for change in changes:
-            self._allocator.block_tables.put(*change)
+        for row, group, start, (entries, *blocks) in changes:
+            self._allocator.block_tables.put(row, group, start, entries)
+            self._allocator.store.put_blocks(entries, blocks, group)
         step = Step(copies=[BlockCopy(*copy) for copy in copies])
         step.restores = [(self._request(i), self._snapshots[number]) for i, number in restores]
         step.spans = [self._span(*span) for span in spans]
@@ -147,6 +150,8 @@ class PlanReader:
     def _span(self, numbers: Any, tokens: list[int], forks: Any, snapshots: Any) -> Span:
         request_id, row, start, stop, samples, num_drafts = numbers
         request = self._request(request_id)
+        if self._allocator.rows.get(request_id) != row:
+            self._allocator.block_tables.touch(row)  # even if it holds what the last user had
         self._allocator.rows[request_id] = row
         request.tokens = cast(list[int], _Tokens(start, tokens))
         children = tuple(map(self._request, forks))
@@ -173,7 +178,13 @@ class _Tokens:
         return self._tokens[span.start - self._start : span.stop - self._start]
 
 
-_NOTHING: Int32Array = np.zeros(0, np.int32)
+_NOTHING: Int32Array = np.zeros((1, 0), np.int32)
+
+
+def _row_content(allocator: BlockAllocator, row: int, group: int) -> Int32Array:
+    """The entries of a row, and under each its blocks if these are several: a copy."""
+    entries = allocator.block_tables.row(row, group)
+    return np.vstack([entries[None], allocator.store.blocks_of_entries(entries, group)])
 
 
 def _unknown(request_id: int) -> Request:
@@ -183,5 +194,5 @@ def _unknown(request_id: int) -> Request:
 def _digest(before: bytes, content: bytes, allocator: BlockAllocator, changes: list[Any]) -> bytes:
     found = blake2b(before + content, digest_size=DIGEST_BYTES)
     for row, group, *_ in changes:
-        found.update(allocator.block_tables.row(row, group).tobytes())
+        found.update(_row_content(allocator, row, group).tobytes())
     return found.digest()

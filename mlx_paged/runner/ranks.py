@@ -41,7 +41,8 @@ HEADS = "num_attention_heads num_key_value_heads linear_num_key_heads linear_num
 
 def rank() -> int | None:
     """This process's rank under mlx.launch; None without it."""
-    return int(os.environ["MLX_RANK"]) if "MLX_RANK" in os.environ else None
+    text = os.environ.get("MLX_RANK", "")
+    return int(text) if text.isdecimal() else None
 
 
 def joined(model: nn.Module) -> nn.Module:
@@ -114,7 +115,7 @@ class Ranks:
     def ask(self, kind: int, *options: Any) -> None:
         self.send(kind, json.dumps(options).encode())
 
-    def answers(self) -> list[int]:
+    def answers(self) -> list[Any]:
         return [json.loads(link.receive()[1]) for link in self._links]
 
     def agree(self, num_blocks: int, *options: Any) -> int:
@@ -136,8 +137,9 @@ class Ranks:
     def _leave(self) -> None:
         mx.synchronize()  # a step may be under way, which needs the others
         self._ending.acquire()
-        with suppress(LostRank):
-            self.send(Kind.FAREWELL)
+        for link in self._links:
+            with suppress(LostRank):
+                link.send(Kind.FAREWELL)
 
 
 class _RankedRunner(ModelRunner):
@@ -177,10 +179,15 @@ class LeadingRunner(_RankedRunner):
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """As all runners, but only if `wanted`: what takes less time is not the same everywhere.
         The others make their pools and compile meanwhile."""
+        options = bool(wanted), max_rows, self.cpu_layers.linear
         allocator = self.manager.allocator
-        self.ranks.ask(Kind.MAKE, allocator.num_blocks, allocator.chunk, bool(wanted), max_rows)
+        self.ranks.ask(Kind.MAKE, allocator.num_blocks, allocator.chunk, *options)
         traces = super().compile_decodes(bool(wanted), max_rows)
-        self.stats["kv_pool_bytes"] = shares = [self.manager.pool.nbytes, *self.ranks.answers()]
+        answers = self.ranks.answers()
+        if any(reason != self.why_plain for _, reason in answers):
+            problem = f"decodes are compiled on some ranks only: {answers}; here {self.why_plain}"
+            raise LostRank(problem)
+        self.stats["kv_pool_bytes"] = shares = [self.manager.pool.nbytes, *(a[0] for a in answers)]
         for rank, share in enumerate(shares):
             logging.info("rank %s: %.1f MB of K/V", rank, share / 1e6)
         return traces
@@ -244,14 +251,17 @@ def _follow(
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides
     runner: Any = None
+    manager: Any = None
     before: LaunchedStep | None = None
     try:
         while (received := link.receive())[0] != Kind.FAREWELL:
             kind, content = received
+            if problem is not None:  # of this rank alone
+                raise ValueError(problem)
             if kind == Kind.PLAN:
                 before = runner.follow(content, before)
             elif kind == Kind.MEASURE:
-                before = runner = None  # an engine before gives its memory back
+                before = runner = manager = None  # an engine before gives its memory back
                 block_size, kv_bits, blocks, memory, snapshots = json.loads(content)
                 profile = probe(model).quantized(kv_bits)
                 shapes, windows, state_bytes = profile.shapes, profile.windows, profile.state_bytes
@@ -259,14 +269,16 @@ def _follow(
                 blocks = blocks or num_blocks_for(plan, block_size, memory, snapshots * state_bytes)
                 link.send(Kind.ANSWER, json.dumps(blocks).encode())
             else:
-                blocks, chunk, compiles, max_rows = json.loads(content)
+                blocks, chunk, compiles, max_rows, linear = json.loads(content)
                 manager = KVBlockManager.planned(plan, block_size, blocks, chunk)
                 runner = _FollowingRunner(group, model, manager, profile)
+                runner.choose_linear(linear)
                 runner.compile_decodes(compiles, max_rows)
                 runner.warm_up()
                 prewarm(profile.attentions, block_size, plan)
                 hold_wired_limit(link)
-                link.send(Kind.ANSWER, json.dumps(manager.pool.nbytes).encode())
+                answer = manager.pool.nbytes, runner.why_plain
+                link.send(Kind.ANSWER, json.dumps(answer).encode())
     except BaseException as error:
         traceback.print_exc()
         with suppress(LostRank):

@@ -66,13 +66,14 @@ def streaming_ranks():
 
 @pytest.mark.parametrize(("number", "ends"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "sent")])
 def test_a_rank_that_dies_or_stops_ends_the_run_with_one_error(number, ends):
-    first, second = streaming_ranks()
-    second.send_signal(number)
-    ((_, errors, status),) = ended([first])
-    second.kill()
-    ended([second])
-    if number == signal.SIGKILL and status == -signal.SIGSEGV:
-        return  # MLX's ring itself, rarely
+    for _ in range(3):
+        first, second = streaming_ranks()
+        second.send_signal(number)
+        ((_, errors, status),) = ended([first])
+        second.kill()
+        ended([second])
+        if status != -signal.SIGSEGV:  # seen once, while MLX's ring lost its neighbour
+            break
     assert status == 1
     assert errors.count("mlx_paged: error:") == 1 and f"rank 1 has {ends}" in errors
 

@@ -3,7 +3,8 @@
     python tests/support/rank_runs.py llama
     mlx.launch -n 2 --backend ring -- python tests/support/rank_runs.py llama
 
-Under mlx.launch all ranks compute them, and rank 0 prints.
+Under mlx.launch all ranks compute them, and rank 0 prints. With `reference` behind the model's name
+the requests are 96, as long as those of the reference workload.
 """
 
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 from architectures import build
 from tiny_models import CONFIGS, tiny_model
 
@@ -84,6 +86,24 @@ def collect(engine: Engine, done: dict[int, list[int]]) -> None:
             done[output.request_id] = output.completion.tokens
 
 
+def reference_trace(model: nn.Module) -> dict[str, Any]:
+    """Tokens of 96 requests as long as those of the bench's reference workload, in a pool that is
+    too small for 32 of them."""
+    rng = np.random.default_rng(0)
+    engine = Engine(model, block_size=16, num_blocks=500, prefill_chunk=96, max_running=32)
+    done: dict[int, list[int]] = {}
+    for _ in range(96):
+        prompt = rng.integers(1, 60, size=rng.integers(32, 512)).tolist()
+        engine.add_request(prompt, max_tokens=int(rng.integers(32, 192)), ignore_eos=True)
+        collect(engine, done)
+    while engine.has_work:
+        collect(engine, done)
+    metrics = engine.metrics()
+    return {"tokens": [tokens for _, tokens in sorted(done.items())]} | {
+        name: metrics[name] for name in ("preemptions", "ranks")
+    }
+
+
 def stream_for_long(model: nn.Module) -> None:
     """A request that nobody waits for the end of; a line for each hundred tokens."""
     engine = Engine(model, num_blocks=4096, block_size=16)
@@ -119,6 +139,8 @@ def main(name: str, *wanted: str) -> None:
     model = joined(model_of(name))
     if wanted == ("long",):
         return stream_for_long(model)
+    if wanted == ("reference",):
+        return print(json.dumps(reference_trace(model)), flush=True)
     found = {}
     for each in wanted or OPTIONS:
         try:
