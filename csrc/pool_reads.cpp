@@ -1,33 +1,50 @@
-// The op that gathers from a layer's pool, and its primitive.
+// The ops that gather from a layer's pool, and their primitives.
 #include <memory>
 #include <numeric>
+#include <utility>
 
 #include "csrc/metal/plans.h"
 #include "csrc/ops.h"
 #include "csrc/validate.h"
 #include "mlx/ops.h"
 #include "mlx/primitives.h"
-#include "mlx/transforms.h"
 
 namespace mlx_paged {
 
 namespace {
 
-// By MLX's own ops, which have derivatives.
-mx::array gathered(const mx::array& cache, const mx::array& block_tables, int num_tokens) {
-  const int heads = cache.shape(0), batch = block_tables.shape(0);
-  const mx::array head = mx::reshape(mx::arange(heads), {1, heads, 1});
-  const mx::array blocks = mx::gather(cache, {head, mx::expand_dims(block_tables, 1)}, {0, 1},
-                                      {1, 1, cache.shape(2), cache.shape(3)});
-  const int longest = block_tables.shape(1) * cache.shape(2);
-  const mx::array rows = mx::reshape(blocks, {batch, heads, longest, cache.shape(3)});
-  return mx::slice(rows, {0, 0, 0, 0}, {batch, heads, num_tokens, cache.shape(3)});
-}
+// A primitive of MLX that reads a pool, which is its first input. MLX orders such a read before
+// later writes only if it knows that the memory is written in place.
+class PoolRead : public mx::Primitive {
+ public:
+  explicit PoolRead(std::shared_ptr<mx::Primitive> read)
+      : mx::Primitive(read->stream()), read_(std::move(read)) {}
+
+  void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
+    read_->eval_cpu(inputs, outputs);
+  }
+
+  void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
+    if (inputs[0].size() > 0) {
+      register_pool_read(inputs[0], stream());
+    }
+    read_->eval_gpu(inputs, outputs);
+  }
+
+  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
+             const Arrays& outputs) override {
+    return read_->vjp(primals, cotangents, argnums, outputs);
+  }
+
+  const char* name() const override { return "PoolRead"; }
+
+ private:
+  std::shared_ptr<mx::Primitive> read_;
+};
 
 // The blocks of each head side by side, by MLX's gather, and a view of their first tokens. One node
 // of the graph: most arrays of this kind are made for attention over the pool, which never
-// evaluates them. MLX orders such a read before later writes only if it knows that the memory is
-// written in place. Inputs cache, heads [H_kv], block_tables.
+// evaluates them. Inputs cache, heads [H_kv], block_tables.
 class GatherBlocks : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;
@@ -39,19 +56,6 @@ class GatherBlocks : public mx::Primitive {
   void eval_gpu(const Arrays& inputs, Arrays& outputs) override {
     register_pool_read(inputs[0], stream());
     gather(inputs, outputs[0], &mx::Primitive::eval_gpu);
-  }
-
-  Arrays vjp(const Arrays& primals, const Arrays& cotangents, const std::vector<int>& argnums,
-             const Arrays& outputs) override {
-    const auto of_cache = [&](const Arrays& cache) {
-      return Arrays{gathered(cache[0], primals[2], outputs[0].shape(2))};
-    };
-    Arrays vjps;
-    for (const int argnum : argnums) {
-      vjps.push_back(argnum == 0 ? mx::vjp(of_cache, {primals[0]}, cotangents).second[0]
-                                 : mx::zeros_like(primals[argnum]));
-    }
-    return vjps;
   }
 
   const char* name() const override { return "PoolRead"; }
@@ -90,16 +94,22 @@ mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, i
   const int64_t max_tokens = int64_t{columns} * block_size;
   require(num_tokens >= 0 && num_tokens <= max_tokens, "gather_blocks", "num_tokens is ",
           num_tokens, ": expected 0 to ", max_tokens, ", what the tables hold");
-  const mx::Shape shape = {batch, heads, num_tokens, head_dim};
-  if (num_tokens == 0 || cache.size() == 0 || batch == 0) {
-    return mx::zeros(shape, cache.dtype());
-  }
   // One index for each head, so that the blocks of a head are neighbours in the result.
-  std::vector<int> every_head(heads);
-  std::iota(every_head.begin(), every_head.end(), 0);
-  const mx::array head(every_head.begin(), {heads}, mx::int32);
-  return mx::array(shape, cache.dtype(), std::make_shared<GatherBlocks>(mx::to_stream({})),
-                   {cache, head, mx::astype(block_tables, mx::int32)});
+  if (!is_transforming() && num_tokens > 0 && cache.size() > 0 && batch > 0) {
+    std::vector<int> every_head(heads);
+    std::iota(every_head.begin(), every_head.end(), 0);
+    const mx::array head(every_head.begin(), {heads}, mx::int32);
+    return mx::array({batch, heads, num_tokens, head_dim}, cache.dtype(),
+                     std::make_shared<GatherBlocks>(mx::to_stream({})),
+                     {cache, head, mx::astype(block_tables, mx::int32)});
+  }
+  const mx::array head = mx::reshape(mx::arange(heads), {1, heads, 1});
+  const mx::array block = mx::expand_dims(block_tables, 1);
+  const mx::array read = mx::gather(cache, {head, block}, {0, 1}, {1, 1, block_size, head_dim});
+  const mx::array blocks(read.shape(), read.dtype(),
+                         std::make_shared<PoolRead>(read.primitive_ptr()), read.inputs());
+  const mx::array rows = mx::reshape(blocks, {batch, heads, columns * block_size, head_dim});
+  return mx::slice(rows, {0, 0, 0, 0}, {batch, heads, num_tokens, head_dim});
 }
 
 }  // namespace mlx_paged
