@@ -97,6 +97,8 @@ ArrayPair copy_blocks(const mx::array& k_cache, const mx::array& v_cache,
 
 mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens);
 
+mx::array take_from_pool(const mx::array& rows, const mx::array& indices);
+
 mx::array pool_zeros(const std::vector<int>& shape, mx::Dtype dtype, int64_t capacity,
                      mx::StreamOrDevice stream);
 

@@ -83,7 +83,20 @@ class GatherBlocks : public mx::Primitive {
   }
 };
 
+// An array that MLX's op reads from a pool, with its primitive wrapped.
+mx::array pool_read(const mx::array& read) {
+  return mx::array(read.shape(), read.dtype(), std::make_shared<PoolRead>(read.primitive_ptr()),
+                   read.inputs());
+}
+
 }  // namespace
+
+mx::array take_from_pool(const mx::array& rows, const mx::array& indices) {
+  mx::Shape one_row = rows.shape();
+  one_row[0] = 1;
+  const mx::array read = pool_read(mx::gather(rows, indices, 0, one_row));
+  return mx::squeeze(read, static_cast<int>(indices.ndim()));
+}
 
 mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, int num_tokens) {
   require(cache.ndim() == 4 && block_tables.ndim() == 2, "gather_blocks",
@@ -105,9 +118,8 @@ mx::array gather_blocks(const mx::array& cache, const mx::array& block_tables, i
   }
   const mx::array head = mx::reshape(mx::arange(heads), {1, heads, 1});
   const mx::array block = mx::expand_dims(block_tables, 1);
-  const mx::array read = mx::gather(cache, {head, block}, {0, 1}, {1, 1, block_size, head_dim});
-  const mx::array blocks(read.shape(), read.dtype(),
-                         std::make_shared<PoolRead>(read.primitive_ptr()), read.inputs());
+  const mx::array blocks =
+      pool_read(mx::gather(cache, {head, block}, {0, 1}, {1, 1, block_size, head_dim}));
   const mx::array rows = mx::reshape(blocks, {batch, heads, columns * block_size, head_dim});
   return mx::slice(rows, {0, 0, 0, 0}, {batch, heads, num_tokens, head_dim});
 }

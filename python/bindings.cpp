@@ -33,6 +33,12 @@ graph of MLX's own ops on the current device: the first num_tokens of each row o
 [B, M]`` in ``cache [H_kv, N, S, D]``. Raises ValueError if an argument has another number of axes,
 or num_tokens is above ``M * S``.)";
 
+constexpr const char* kTakeFromPoolDoc =
+    R"(``mx.take(rows, indices, axis=0)`` for the memory of a pool, on the current device.
+
+On a GPU, writes to the pool that are encoded later wait for this read. They do not wait for
+``mx.take``.)";
+
 constexpr const char* kPoolZerosDoc =
     R"(Zeros for a layer's pool; plain ones on a GPU.
 
@@ -174,6 +180,7 @@ NB_MODULE(_ext, m) {
         "stream"_a = nb::none(), "See :func:`mlx_paged.ops.copy_blocks`.");
   m.def("gather_blocks", &gather_blocks, "cache"_a, "block_tables"_a, "num_tokens"_a,
         kGatherBlocksDoc);
+  m.def("take_from_pool", &take_from_pool, "rows"_a, "indices"_a, kTakeFromPoolDoc);
   m.def("pool_zeros", &pool_zeros, "shape"_a, "dtype"_a, nb::kw_only(), "capacity"_a = 0,
         "stream"_a = nb::none(), kPoolZerosDoc);
   m.def("grown_in_place", &grown_in_place, "blocks"_a, "num_blocks"_a, nb::kw_only(),

@@ -19,11 +19,10 @@ ROW_LENGTH = 1024  # elements at most of the rows in which blocks are written
 def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:
     """A copy of these blocks in all arrays of a layer group, ``[n, bytes]`` uint8. It is under way
     when this returns, so that no later write changes it."""
-    tables = as_int32(blocks)[:, None]
+    indices = as_int32(blocks)
     parts = [mx.zeros((len(blocks), 0), mx.uint8)]
     for handles, layer in pool.arrays_of(group):
-        copied = ops.gather_blocks(handles[layer], tables, handles[layer].shape[2])
-        parts.append(copied.flatten(1).view(mx.uint8))
+        parts.append(ops.take_from_pool(_rows(handles[layer]), indices).view(mx.uint8))
     staged = mx.concatenate(parts, axis=1)
     mx.async_eval(staged)  # type: ignore[no-untyped-call]
     return staged

@@ -13,6 +13,7 @@ from mlx_paged._ext import (
     pool_zeros as pool_zeros,
     reserved_bytes as reserved_bytes,
     set_fusion as set_fusion,
+    take_from_pool as take_from_pool,
     view_as as view_as,
 )
 from mlx_paged.ops.paged import (

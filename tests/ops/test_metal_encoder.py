@@ -270,3 +270,10 @@ class TestReadsByMLX:
             read = (out,)
         for array in read:
             assert "PoolRead" in primitives(array) and "Gather" not in primitives(array)
+
+    def test_rows_are_those_of_take(self):
+        rows = mx.arange(24).reshape(6, 4)
+        for indices in (mx.array([5, 0, 5]), self.TABLES, mx.array(3)):
+            assert mx.array_equal(
+                _ext.take_from_pool(rows, indices), mx.take(rows, indices, axis=0)
+            )

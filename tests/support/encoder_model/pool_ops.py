@@ -66,7 +66,7 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
     """The functions of :mod:`mlx_paged.ops`, by name, which also record each call."""
     attend, attend_varlen = ops.paged_attention, ops.paged_attention_varlen
     write, copy = ops.write_kv, ops.copy_blocks
-    gather, append = ops.gather_blocks, ops.append_kv
+    gather, take_runs, append = ops.gather_blocks, ops.take_from_pool, ops.append_kv
 
     def paged_attention(q, k_cache, v_cache, tables, lens, layer_idx=0, **options: Any) -> Any:
         out = attend(q, k_cache, v_cache, tables, lens, layer_idx, **options)
@@ -117,11 +117,18 @@ def recording(record: Recorder) -> dict[str, Callable[..., Any]]:
         record("PoolRead", out, (cache,), lambda: (_inside(cache, tables, columns), set()))
         return out
 
+    def take_from_pool(runs: mx.array, indices: mx.array) -> mx.array:
+        """Rows ``[num_blocks * heads, ...]``; `indices` ``[heads, n]``."""
+        out = take_runs(runs, indices)
+        heads = indices.shape[0]
+        record("PoolRead", out, (), lambda: (set((_host(indices) // heads).flat), set()))
+        return out
+
     return {
         function.__name__: function
         for function in (
             *(paged_attention, paged_attention_varlen, write_kv, append_kv),
-            *(copy_blocks, gather_blocks),
+            *(copy_blocks, gather_blocks, take_from_pool),
         )
     }
 
