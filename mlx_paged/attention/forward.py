@@ -193,11 +193,7 @@ class LayerView(AttendingCache):
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         """Handles to all K/V of the forward's sequences, ``[rows, H_kv, S, D]``."""
-        pool, layer = self.pool, self.layer
-        if pool.scales or self.is_latent:
-            k, v = pool.read(layer, self._gathered, as_written=True)
-        else:
-            k, v = self._gathered(pool.k[layer]), self._gathered(pool.v[layer])
+        k, v = self.pool.read(self.layer, self._gathered, as_written=True)
         keys = KVHandle.of(k, cache=self, role="keys")
         kind = RotaryHandle if self.is_latent else KVHandle
         return keys, kind.of(v, cache=self, role="values")
