@@ -19,7 +19,7 @@ from mlx_paged.attention.sdpa_hook import (
     mlx_attention,
     narrowest,
 )
-from mlx_paged.kv.pool import KVPool, KVShape
+from mlx_paged.kv.pool import KVPool, KVShape, head_runs
 
 PATHS = "paged", "gather"
 """The paged op, through block tables; blocks gathered into one array, then MLX's own attention."""
@@ -81,9 +81,9 @@ def causal_mask(queries: mx.array, num_keys: int, window: int | None, first: int
 
 
 class GatheredKeys(NamedTuple):
-    """A chunk's keys: where they are, how many there are, and which of them a token sees."""
+    """By what a chunk's keys are gathered, how many there are, and which of them a token sees."""
 
-    tables: mx.array  # ``[1, n]`` int32
+    runs: mx.array
     num_keys: int
     mask: mx.array | str
 
@@ -96,18 +96,18 @@ class Chunk:
     start: int  # position of its first token
     length: int  # number of its tokens
     block_ids: mx.array  # ``[n]`` int32, blocks of the sequence up to the chunk's end
-    _keys: dict[tuple[int | None, int], GatheredKeys] = field(default_factory=dict, init=False)
+    _keys: dict[tuple[int | None, int, int], GatheredKeys] = field(default_factory=dict, init=False)
 
     @property
     def stop(self) -> int:
         """Position after its last token: the number of tokens that this one attends to."""
         return self.start + self.length
 
-    def keys(self, window: int | None, block_size: int) -> GatheredKeys:
+    def keys(self, window: int | None, n_kv_heads: int, block_size: int) -> GatheredKeys:
         """The keys of the blocks within the window. Layers that are alike share the arrays."""
         if window is not None and window >= self.stop:
             window = None
-        kind = window, block_size
+        kind = window, n_kv_heads, block_size
         if kind not in self._keys:
             first = 0
             mask: mx.array | str = "causal"
@@ -115,8 +115,8 @@ class Chunk:
                 first = max(0, self.start - window + 1) // block_size * block_size
                 queries = mx.arange(self.start, self.stop)[:, None]
                 mask = causal_mask(queries, self.stop, window, first)
-            tables = self.block_ids[None, first // block_size :]
-            self._keys[kind] = GatheredKeys(tables, self.stop - first, mask)
+            runs = head_runs(self.block_ids[first // block_size :], n_kv_heads)
+            self._keys[kind] = GatheredKeys(runs, self.stop - first, mask)
         return self._keys[kind]
 
 
@@ -193,7 +193,11 @@ class LayerView(AttendingCache):
 
     def keys_and_values(self) -> tuple[KVHandle, KVHandle]:
         """Handles to all K/V of the forward's sequences, ``[rows, H_kv, S, D]``."""
-        k, v = self.pool.read(self.layer, self._gathered, as_written=True)
+        pool, layer = self.pool, self.layer
+        if pool.scales or self.is_latent:
+            k, v = pool.read(layer, self._gathered, as_written=True)
+        else:
+            k, v = self._gathered(pool.k[layer]), self._gathered(pool.v[layer])
         keys = KVHandle.of(k, cache=self, role="keys")
         kind = RotaryHandle if self.is_latent else KVHandle
         return keys, kind.of(v, cache=self, role="values")
@@ -203,6 +207,14 @@ class LayerView(AttendingCache):
         tables = forward.block_tables if forward.row_tables is None else forward.row_tables
         found = ops.gather_blocks(cache, tables, forward.max_context)
         return found if forward.held is None else mx.where(forward.held, found, 0)
+
+    def contiguous(self, block_ids: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
+        """A copy of the K/V of one sequence, ``[1, H_kv, num_tokens, D]`` each, as the model would
+        store it."""
+        tables = block_ids[None]
+        return self.pool.read(
+            self.layer, lambda cache: ops.gather_blocks(cache, tables, num_tokens), as_written=True
+        )
 
     def mask(self, columns: int, window: int | None) -> mx.array:
         return self.forward.mask(columns, window)
@@ -300,7 +312,7 @@ class LayerView(AttendingCache):
         """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered."""
         path_counts["gather"] += 1
         num_keys, length = tables.shape[1] * self._block_size, query.q.shape[2]
-        k, v = self.pool.gather(self.layer, tables, num_keys)
+        k, v = self.pool.read(self.layer, lambda cache: ops.gather_blocks(cache, tables, num_keys))
         queries = context_lens[:, None, None, None] - length + mx.arange(length)[:, None]
         mask = causal_mask(queries, num_keys, query.window)
         v = mx.where(mask.any(axis=2)[..., None], v, 0)  # a weight of zero does not hide a NaN
@@ -310,6 +322,6 @@ class LayerView(AttendingCache):
         """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence, by MLX's own
         attention; only blocks within the window are gathered."""
         path_counts["gather"] += 1
-        keys = chunk.keys(query.window, self._block_size)
-        k, v = self.pool.gather(self.layer, keys.tables, keys.num_keys)
+        keys = chunk.keys(query.window, self.shape.n_kv_heads, self._block_size)
+        k, v = self.pool.gather(self.layer, keys.runs, keys.num_keys)
         return mlx_attention(query.q, k, v, scale=query.scale, mask=keys.mask, sinks=query.sinks)

@@ -140,9 +140,7 @@ def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches
         if not isinstance(source, PagedLayerCache):
             target.cache = list(source.cache)
         elif source.stores:
-            tables = block_ids[source.place.table][None]
-            stored = source.pool.gather(source.layer, tables, num_tokens, as_written=True)
-            target.update_and_fetch(*stored)
+            target.update_and_fetch(*source.contiguous(block_ids[source.place.table], num_tokens))
 
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]

@@ -247,24 +247,24 @@ class KVPool:
     ) -> tuple[mx.array, mx.array]:
         """A layer's K and V that `gather` takes from an array, in the type of the model; if
         `as_written`, of latent layers the latents and the rotary keys."""
-        shape = self.shapes[layer]
-        if self.scales:
-            k, v, of_k, of_v = map(gather, self.targets(layer))
-            return dequantized(k, of_k, shape.dtype), dequantized(v, of_v, shape.dtype)
-        if shape.latent and not as_written:
-            k = gather(self.k[layer])
-            return k, _latents(k, shape)
-        k, v = self.write_targets(layer)
-        return gather(k), gather(v)
+        if not self.scales:
+            stored = self.write_targets(layer) if as_written else (self.k[layer], self.v[layer])
+            return gather(stored[0]), gather(stored[1])
+        k, v, of_k, of_v = map(gather, self.targets(layer))
+        dtype = self.shapes[layer].dtype
+        return dequantized(k, of_k, dtype), dequantized(v, of_v, dtype)
 
-    def gather(
-        self, layer: int, tables: mx.array, num_tokens: int, *, as_written: bool = False
-    ) -> tuple[mx.array, mx.array]:
-        """As :meth:`read`, the first tokens of sequences with these block tables ``[B, M]``:
-        ``[B, n_kv_heads, num_tokens, head_dim]`` each."""
-        return self.read(
-            layer, lambda a: ops.gather_blocks(a, tables, num_tokens), as_written=as_written
-        )
+    def gather(self, layer: int, runs: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
+        """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.
+        `runs` are the sequence's blocks, from :func:`head_runs`."""
+
+        def gathered(cache: mx.array) -> mx.array:
+            return _gather_heads(cache, runs)[:, :, :num_tokens]
+
+        if self.shapes[layer].latent:
+            k = gathered(self.k[layer])
+            return k, _latents(k, self.shapes[layer])
+        return self.read(layer, gathered)
 
     def grow(self, num_blocks: int) -> None:
         """Add blocks of zeros until there are `num_blocks`; the first ones keep their content.
@@ -357,6 +357,21 @@ def _pair(op: Callable[..., Any], *arrays: mx.array) -> tuple[mx.array, ...]:
     """The op of two scales; of no scales, nothing."""
     written: tuple[mx.array, ...] = op(*arrays) if len(arrays) > 1 else ()
     return written
+
+
+def head_runs(block_ids: mx.array, n_kv_heads: int) -> mx.array:
+    """Where the tokens of each head and block are, ``[n_kv_heads, n]``; `block_ids` are a
+    sequence's blocks in logical order, ``[n]`` int32."""
+    return block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
+
+
+def _gather_heads(cache: mx.array, runs: mx.array) -> mx.array:
+    """The blocks of each head, one copy: ``[1, n_kv_heads, n * block_size, head_dim]``."""
+    n_kv_heads, num_blocks, block_size, head_dim = cache.shape
+    if head_dim == 0:
+        return mx.zeros((1, n_kv_heads, runs.shape[1] * block_size, 0), cache.dtype)
+    rows = cache.transpose(1, 0, 2, 3).reshape(num_blocks * n_kv_heads, block_size * head_dim)
+    return ops.take_from_pool(rows, runs).reshape(1, n_kv_heads, -1, head_dim)
 
 
 def as_int32(values: Sequence[int] | Int32Array) -> mx.array:

@@ -238,11 +238,11 @@ def test_layers_share_what_a_chunk_is_gathered_by(window):
     view, query, _ = ragged_views(0, window)
     view.attend(query)
     *_, chunk = view.forward.chunks
-    first = chunk.keys(window, BLOCK)
+    first = chunk.keys(window, 2, BLOCK)
     view.attend(query)
-    assert chunk.keys(window, BLOCK) is first
-    assert chunk.keys(window, BLOCK // 2) is not first
-    assert chunk.keys(chunk.stop, BLOCK) is chunk.keys(None, BLOCK)
+    assert chunk.keys(window, 2, BLOCK) is first
+    assert chunk.keys(window, 4, BLOCK).runs.shape[0] == 4
+    assert chunk.keys(chunk.stop, 2, BLOCK) is chunk.keys(None, 2, BLOCK)
 
 
 def test_an_engine_gathers_long_chunks_on_a_gpu(monkeypatch):

@@ -17,7 +17,7 @@ from tiny_models import solo_greedy
 from mlx_paged import Engine, ops
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+from mlx_paged.kv.pool import KVPool, KVShape, as_int32, head_runs
 from mlx_paged.runner.model_probe import Batching, probe
 
 RANK, ROPE = 16, 8
@@ -127,7 +127,7 @@ class TestPool:
     def test_a_gather_has_keys_and_their_first_columns(self):
         pool = latent_pool()
         pool.write(0, *random_rows(24), as_int32(range(24)))
-        k, v = pool.gather(0, as_int32([3, 1])[None], 7)
+        k, v = pool.gather(0, head_runs(as_int32([3, 1]), 1), 7)
         flat = as_numpy(pool.k[0])[:, [3, 1]].reshape(1, 1, 8, RANK + ROPE)[:, :, :7]
         np.testing.assert_array_equal(as_numpy(k), flat)
         np.testing.assert_array_equal(as_numpy(v), flat[..., :RANK])

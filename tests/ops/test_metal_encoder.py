@@ -8,7 +8,7 @@ from encoder_script import EncoderScript
 from paged_cases import MANY_OPTIONS, OPTIONS, Case, latent_case, primitives, random_case
 
 from mlx_paged import _ext
-from mlx_paged.kv.pool import KVPool, KVShape
+from mlx_paged.kv.pool import KVPool, KVShape, head_runs
 from mlx_paged.ops import fallback as reference_mlx
 
 K, V = 1, 2
@@ -260,7 +260,7 @@ class TestReadsByMLX:
     def test_no_gather_goes_past_it(self, name):
         k, v = self.POOL.k[0], self.POOL.v[0]
         if name == "gather":
-            read = self.POOL.gather(0, mx.array([[2, 0]]), 7)
+            read = self.POOL.gather(0, head_runs(mx.array([2, 0]), 2), 7)
         elif name == "gather_blocks":
             read = _ext.gather_blocks(k, self.TABLES, 7), _ext.gather_blocks(v, self.TABLES, 7)
         else:
