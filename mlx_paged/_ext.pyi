@@ -99,6 +99,7 @@ class layers:
     mask: Callable[..., mx.array]
     linear: Callable[..., mx.array]
     quantized_linear: Callable[..., mx.array]
+    is_dense: Callable[[mx.array], bool]
 
 class metal:
     """The submodule of launch plans; a call is a dict, see its documentation. Functions that plan

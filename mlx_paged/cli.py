@@ -12,7 +12,7 @@ from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.ops.formats import KVBits, checked_bits
-from mlx_paged.runner.ranks import joined, rank
+from mlx_paged.runner.ranks import rank
 from mlx_paged.scheduler.ngram import MAX_DRAFTS
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 
@@ -191,14 +191,11 @@ def demo_model_path() -> Path:
 
 
 def load_model(
-    name: str | None = None,
-    adapter_path: str | None = None,
-    trust_remote_code: bool = False,
-    joins: bool = False,
+    name: str | None = None, adapter_path: str | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model. If it
-    `joins`, the ranks of mlx.launch share it, and only rank 0 returns. Raises ValueError if the
-    model or the adapter does not exist or cannot be loaded."""
+    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model. Under
+    mlx.launch the weights are read when they are used. Raises ValueError if the model or the
+    adapter does not exist or cannot be loaded."""
     path = str(demo_model_path()) if name is None else name
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise ValueError(f"adapter {adapter_path}: no such directory")
@@ -210,13 +207,13 @@ def load_model(
             adapter_path=adapter_path,
             tokenizer_config={"trust_remote_code": trust_remote_code},
             trust_remote_code=trust_remote_code,
-            lazy=joins and rank() is not None,
+            lazy=rank() is not None,
         )
     except Exception as error:
         kind = "cannot be loaded" if Path(path).exists() else "not here and not from the hub"
         detail = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(f"model {path}: {kind} ({type(error).__name__}: {detail})") from error
-    return joined(model) if joins else model, tokenizer
+    return model, tokenizer
 
 
 def _may_be_hub_id(name: str) -> bool:

@@ -44,6 +44,13 @@ constexpr const char* kLinearDoc =
     R"(``x [..., D] @ weight.T + bias``, rounded once; weight ``[O, D]``, bias ``[O]`` or None, all of
 x's dtype. Sums are float32. A row's result does not depend on the other rows.)";
 
+constexpr const char* kIsDenseDoc =
+    R"(Whether the elements of an evaluated array lie one after the other. True of others.)";
+
+bool is_dense(const mx::array& array) {
+  return array.status() == mx::array::Status::unscheduled || array.flags().row_contiguous;
+}
+
 constexpr const char* kQuantizedLinearDoc =
     R"(:func:`linear` with a weight of ``mx.quantize``, mode "affine": uint32 ``[O, D * bits / 32]`` of 4 or
 8 bits; scales and biases, here `offsets`, ``[O, D / group_size]`` of x's dtype, for groups of 32,
@@ -81,6 +88,7 @@ void bind_layers(nb::module_& module) {
   m.def("quantized_linear", &quantized_linear, "x"_a, "weight"_a, "scales"_a, "offsets"_a,
         "bias"_a = nb::none(), nb::kw_only(), "group_size"_a, "bits"_a, "stream"_a = nb::none(),
         kQuantizedLinearDoc);
+  m.def("is_dense", &is_dense, "array"_a, kIsDenseDoc);
   m.def("log_sum_exp", &log_sum_exp, "x"_a, nb::kw_only(), "stream"_a = nb::none(), kLogSumExpDoc);
   m.def("mask", &mask, "x"_a, "allowed"_a, nb::kw_only(), "stream"_a = nb::none(), kMaskDoc);
 }

@@ -70,9 +70,10 @@ def load_model(name: str) -> tuple[nn.Module, int]:
         return joined(copying_llama()), int(SIZES["reference"]["vocab_size"])
     if name in SIZES:
         return joined(llama_model(name)), int(SIZES[name]["vocab_size"])
-    model, tokenizer = load(None if name == "demo" else name, joins=True)
+    model, tokenizer = load(None if name == "demo" else name)
     args = getattr(model, "args", None)
-    return model, int(getattr(args, "vocab_size", None) or tokenizer.vocab_size)
+    vocab_size = int(getattr(args, "vocab_size", None) or tokenizer.vocab_size)
+    return joined(model), vocab_size
 
 
 def check_engines(names: Sequence[str], model: nn.Module | None, max_running: int) -> None:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <charconv>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <mutex>
@@ -17,10 +18,18 @@ namespace {
 
 constexpr int kMaxThreads = 1024;
 
-// Looks at a condition for some 20 microseconds, in which a sleeping thread would hardly wake up.
+// More threads than this do not spin: a quota of processor time may be far below their number.
+constexpr int kMostSpinning = 16;
+
+// Looks at a condition for 20 microseconds, in which a sleeping thread would hardly wake up.
 template <typename Condition>
 void spin_until(Condition is_true) {
-  for (int i = 0; i < 1000 && !is_true(); ++i) {
+  using Clock = std::chrono::steady_clock;
+  if (num_threads() > kMostSpinning) {
+    return;
+  }
+  const Clock::time_point end = Clock::now() + std::chrono::microseconds(20);
+  for (int i = 1; !is_true() && (i % 16 != 0 || Clock::now() < end); ++i) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)

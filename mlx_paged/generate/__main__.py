@@ -19,7 +19,7 @@ from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, params_of,
 from mlx_paged.generate.report import RULE, Result, print_results, print_stats, write_results
 from mlx_paged.outputs import Completion
 from mlx_paged.request import FinishReason
-from mlx_paged.runner.ranks import rank
+from mlx_paged.runner.ranks import joined, rank
 
 INTERRUPTED = 130
 FAILED = 1
@@ -53,12 +53,13 @@ def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[list[int
     """Read the prompts, check the files, load the model, queue the requests. Raises ValueError for
     a wrong prompt, model or option, OSError for a file that cannot be read or written."""
     if rank():  # it has no prompts, and does not return
-        load_model(args.model, args.adapter_path, args.trust_remote_code, joins=True)
+        joined(load_model(args.model, args.adapter_path, args.trust_remote_code)[0])
     specs = prompt_specs(args)
     for path in (args.output, args.stats_json, args.metrics_jsonl):
         if path is not None:  # a path that cannot be written fails before the work
             Path(path).open("a", encoding="utf-8").close()
-    model, tokenizer = load_model(args.model, args.adapter_path, args.trust_remote_code, joins=True)
+    model, tokenizer = load_model(args.model, args.adapter_path, args.trust_remote_code)
+    model = joined(model)
     try:
         for token in args.extra_eos_token:
             tokenizer.add_eos_token(token)

@@ -53,7 +53,7 @@ class Place(NamedTuple):
 
 
 _lock = Lock()
-_threads: dict[int, int] = {}  # threads inside the context, and how many times
+_inside: dict[int, list["CPULayers"]] = {}  # by thread: whose contexts it is inside of
 _diverted: set[Place] = set()
 
 
@@ -61,7 +61,8 @@ class CPULayers:
     """The layers of a model that have a fused kernel.
 
     Args:
-        linear: whether linear layers are among them; None lets the environment decide.
+        linear: whether linear layers are among them; None: on Linux, unless the environment says
+            no. Layers whose weight is a view that is not dense stay MLX's.
     """
 
     def __init__(self, model: nn.Module, linear: bool | None = None) -> None:
@@ -71,7 +72,15 @@ class CPULayers:
             Place(nn, "silu", mlx_silu, _silu),
             Place(nn, "gelu_approx", mlx_gelu_approx, _gelu_approx),
         ]
-        if os.environ.get(LINEAR_VARIABLE) != "0" if linear is None else linear:
+        allowed = os.environ.get(LINEAR_VARIABLE) != "0" and sys.platform != "darwin"
+        self.linear = allowed if linear is None else linear
+        self._others: set[int] = set()  # linear layers that are left to MLX, by id
+        if self.linear:
+            self._others = {
+                id(layer)
+                for layer in model.modules()
+                if isinstance(layer, nn.Linear) and not _ext.layers.is_dense(layer.weight)
+            }
             for kind, original in mlx_linear.items():
                 fused = _quantized_linear if "Quantized" in kind.__name__ else _linear
                 self._places.append(Place(kind, original.__name__, original, fused))
@@ -89,7 +98,7 @@ class CPULayers:
             return
         thread = get_ident()
         with _lock:
-            _threads[thread] = _threads.get(thread, 0) + 1
+            _inside.setdefault(thread, []).append(self)
             _diverted.update(self._places)
             for place in self._places:
                 setattr(place.module, place.name, place.fused)
@@ -97,18 +106,22 @@ class CPULayers:
             yield
         finally:
             with _lock:
-                _threads[thread] -= 1
-                if _threads[thread] == 0:
-                    del _threads[thread]
-                if not _threads:
+                _inside[thread].pop()
+                if not _inside[thread]:
+                    del _inside[thread]
+                if not _inside:
                     for place in _diverted:
                         setattr(place.module, place.name, place.original)
                     _diverted.clear()
 
+    def takes(self, layer: nn.Module) -> bool:
+        """Whether a linear layer is computed by this package's kernel."""
+        return self.linear and id(layer) not in self._others
+
 
 def _fits(x: Any, other: Any = None) -> bool:
     """Whether this thread is inside the context and a fused kernel takes these arrays."""
-    if get_ident() not in _threads or not isinstance(x, mx.array) or x.dtype not in _DTYPES:
+    if get_ident() not in _inside or not isinstance(x, mx.array) or x.dtype not in _DTYPES:
         return False
     return other is None or (isinstance(other, mx.array) and other.dtype == x.dtype)
 
@@ -157,13 +170,19 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return mlx_swiglu(gate, x)
 
 
+def _takes(layer: nn.Module) -> bool:
+    inside = _inside.get(get_ident())
+    return inside is not None and inside[-1].takes(layer)
+
+
 def _mlx_linear(layer: nn.Module, x: mx.array) -> mx.array:
     return next(mlx_linear[kind] for kind in type(layer).__mro__ if kind in mlx_linear)(layer, x)
 
 
 def _linear(layer: nn.Module, x: mx.array) -> mx.array:
     weight, bias = layer["weight"], layer.get("bias")
-    if not (_fits(x, weight) and _fits(x, bias)):
+    fits = _takes(layer) and _fits(x, weight) and _fits(x, bias) and weight.ndim == 2
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         return _mlx_linear(layer, x)
     return _ext.layers.linear(x, weight, bias)
 
@@ -171,7 +190,8 @@ def _linear(layer: nn.Module, x: mx.array) -> mx.array:
 def _quantized_linear(layer: Any, x: mx.array) -> mx.array:
     scales, offsets, bias = layer["scales"], layer.get("biases"), layer.get("bias")
     known = layer.mode == "affine" and layer.bits in (4, 8) and layer.group_size in GROUP_SIZES
-    if not (known and _fits(x, scales) and _fits(x, offsets) and _fits(x, bias)):
+    fits = known and _fits(x, scales) and _fits(x, offsets) and _fits(x, bias)
+    if not (fits and _takes(layer)):
         return _mlx_linear(layer, x)
     sizes = {"group_size": layer.group_size, "bits": layer.bits}
     return _ext.layers.quantized_linear(x, layer["weight"], scales, offsets, bias, **sizes)

@@ -121,7 +121,8 @@ class Ranks:
     def agree(self, num_blocks: int, *options: Any) -> int:
         """The blocks for which every rank has memory; `options` as :func:`_follow` reads them."""
         self.ask(Kind.MEASURE, *options)
-        return min([num_blocks, *self.answers()])
+        smallest: int = min([num_blocks, *self.answers()])
+        return smallest
 
     def _lost(self, rank: int, reason: str) -> None:
         """End the process: a collective operation that waits for the rank may never return."""

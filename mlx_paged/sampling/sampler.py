@@ -173,9 +173,8 @@ def _constrained(
     only possible token ``[R]`` int32, or -1. If no row has one, None."""
     bits, only, wrong = masks_of(rows, logits.shape[-1])
     errors |= wrong
-    allowed = np.full((len(logits), bits.shape[1]), 2**32 - 1, np.uint32)
-    allowed[[row.row for row in rows]] = bits
-    logits = mask(logits, mx.array(allowed))
+    subset = Subset([row.row for row in rows], len(logits))
+    logits = subset.put(logits, mask(subset.take(logits), mx.array(bits)))
     if not only:
         return logits, None
     forced = np.full(len(logits), -1, np.int32)

@@ -265,6 +265,24 @@ def test_an_abort_that_fails_is_not_kept_from_the_reader(engine, serve, monkeypa
     engine.abort(ticket.request_id)
 
 
+def test_calls_that_wait_behind_one_that_fails_are_refused(engine, serve, monkeypatch):
+    failure, service = AssertionError("broken"), serve()
+    tickets = [service.submit(PROMPT, max_tokens=50) for _ in range(4)]
+    pause = Pause(engine, after=2)
+    pause.wait()
+    with monkeypatch.context() as broken:
+        broken.setattr(engine, "abort", lambda request_id: (_ for _ in ()).throw(failure))
+        for ticket in tickets:
+            ticket.abort()
+        pause.end()
+        for ticket in tickets:
+            with pytest.raises(AssertionError, match="broken"):
+                ticket.result(TIMEOUT)
+        background(service.close).result(TIMEOUT)
+    for ticket in tickets:
+        engine.abort(ticket.request_id)
+
+
 def test_a_request_that_was_ended_past_the_service_does_not_hang_its_reader(engine, serve):
     pause, service = Pause(engine, after=2), serve()
     ticket = service.submit(PROMPT, max_tokens=50)

@@ -284,6 +284,9 @@ def test_an_array_that_is_still_needed_is_not_written_over():
     again = layers.silu(x, factor)
     assert_close(again, float64(swiglu(x, factor)), mx.float32)
     assert mx.array_equal(x, kept)
+    words = mx.full((64, 2), 0x0000FFFF, mx.uint32)
+    want = mx.where(mx.arange(64) % 32 < 16, 2 * x, -mx.inf)
+    assert mx.array_equal(layers.mask(2 * x, words), want)  # nobody else needs the product
     masked = layers.mask(x, mx.zeros((64, 2), mx.uint32))
     assert mx.array_equal(masked, mx.full((64, 64), -mx.inf)) and mx.array_equal(x, kept)
 

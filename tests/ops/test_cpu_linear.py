@@ -252,6 +252,41 @@ def test_other_layers_are_mlx_s():
         assert NODE not in other[0]
 
 
+def test_one_thread_s_choice_is_not_another_s():
+    plain, x = nn.Linear(64, 32), random(2, 64)
+    mx.eval(plain.parameters())
+    found = []
+
+    def compute():
+        with CPULayers(plain, False).diverted():
+            found.append(nodes(plain(mx.zeros((2, 64)))))
+
+    with diverted(plain).diverted():
+        thread = threading.Thread(target=compute)
+        thread.start()
+        thread.join()
+        assert NODE in nodes(plain(x))
+    assert len(found) == 1 and NODE not in found[0]
+
+
+def test_what_the_op_does_not_take_is_left_to_mlx():
+    """Weights that are views, which the op would copy for each call; biases of one element."""
+    view, broadcast, x = nn.Linear(64, 32), nn.Linear(64, 32), random(2, 64)
+    view.weight = mx.contiguous(view.weight.T).T
+    broadcast.bias = mx.ones((1,))
+    for layer in (view, broadcast):
+        want = layer(x)
+        with diverted(layer).diverted():
+            y = layer(x)
+        assert NODE not in nodes(y)
+        np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_without_rows_has_no_outputs():
+    for rows in (0, 1, 9):
+        assert _ext.layers.linear(random(rows, 8), mx.zeros((0, 8))).tolist() == [[]] * rows
+
+
 def uses(engine: Engine) -> bool:
     with engine.runner.cpu_layers.diverted():
         return nn.Linear.__call__ is not LINEAR
@@ -275,13 +310,24 @@ def test_options_and_environment_turn_it_off(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "mixtral"])
 @pytest.mark.parametrize("bits", [None, 4, 8])
-def test_an_engine_has_mlx_lm_s_tokens(name, bits):
+def test_an_engine_has_mlx_lm_s_tokens(name, bits, monkeypatch):
     model = tiny_model(name)
     if bits is not None:
         nn.quantize(model, 32, bits, class_predicate=lambda _, m: "Linear" in type(m).__name__)
     prompts = [[5, 6, 7], [8] * 20, [9, 1]]
     want = [solo_greedy(model, prompt, 6) for prompt in prompts]
     for compile in (False, True):
+        calls = []
+
+        def counting(*args, **options):
+            calls.append(args)  # noqa: B023
+            return op(*args, **options)  # noqa: B023
+
+        name = "linear" if bits is None else "quantized_linear"
+        op = getattr(_ext.layers, name)
         engine = Engine(model, block_size=4, num_blocks=60, compile=compile, cpu_linear=True)
+        monkeypatch.setattr(_ext.layers, name, counting)
         assert uses(engine)
         assert [done.tokens for done in engine.generate(prompts, max_tokens=6)] == want
+        assert len(calls) >= 7
+        monkeypatch.undo()

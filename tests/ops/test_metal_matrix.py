@@ -209,6 +209,28 @@ class TestDifferentLengths:
         assert matrix.threadgroups == tiles * (1024 // tiles)
         assert decodes.threadgroups == 128 * 6
 
+    @pytest.mark.parametrize("length", [5, 12])
+    @pytest.mark.parametrize("heads", [(8, 2), (4, 1), (28, 4)], ids=str)
+    def test_all_launches_store_as_many_splits_as_there_is_room_for(self, heads, length):
+        """Few long chunks have more threadgroups' splits than the decodes beside them."""
+        for keys in (9_000, 17_000, 33_280, 40_960):
+            lengths, befores = [1, length], (8, keys - length)
+            sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 64}
+            case = ragged_case(lengths, befores=befores, block_size=64, dtype=mx.float16, **sizes)
+            arrays = case.q[:, :, None], *case.pool, case.tables, case.lens
+            options = {"cu_seqlens": case.cu_seqlens, "num_decodes": 1}
+            call = _ext.metal.plan_attention(*arrays, scale=1.0, **options)
+            *attends, _ = call["launches"]
+            partial_bytes = call["scratch_bytes"][0]
+            rows = case.q.shape[0] * heads[0]
+            room = partial_bytes // (rows * 64 * 4)
+            assert all(launch["grid"][2] <= room for launch in attends)
+
+    def test_a_chunk_of_more_splits_than_the_decode_beside_it(self, metal):
+        sizes = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "block_size": 64}
+        case = ragged_case([1, 5], befores=(600, 34_000), dtype=mx.float16, **sizes)
+        assert_matches_float64(metal, case, num_decodes=1)
+
     def test_rows_of_no_sequence_are_zeros_where_contexts_are_split(self, metal):
         case = ragged_case([1, 5], befores=(700, 700), dtype=mx.float16)
         case.cu_seqlens = mx.array([0, 1, 4])

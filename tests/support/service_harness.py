@@ -60,7 +60,8 @@ class CountedQueue:
 
     def __init__(self):
         self.queue, self.puts = SimpleQueue(), threading.Semaphore(0)
-        self.get, self.qsize, self.empty = self.queue.get, self.queue.qsize, self.queue.empty
+        self.get, self.get_nowait = self.queue.get, self.queue.get_nowait
+        self.qsize, self.empty = self.queue.qsize, self.queue.empty
 
     def put(self, item):
         self.queue.put(item)

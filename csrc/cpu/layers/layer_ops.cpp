@@ -25,9 +25,11 @@ std::byte* allocate(mx::array& out) {
   return out.data<std::byte>();
 }
 
-// Reuses the buffer of an input of the same size, if nothing else needs that buffer.
-std::byte* allocate_in_place(const Arrays& inputs, mx::array& out) {
-  for (const mx::array& input : inputs) {
+// Reuses the buffer of one of the first `count` inputs, of the same size, if nothing else needs that
+// buffer.
+std::byte* allocate_in_place(const Arrays& inputs, size_t count, mx::array& out) {
+  for (size_t i = 0; i < count; ++i) {
+    const mx::array& input = inputs[i];
     if (input.size() == out.size() && input.flags().row_contiguous && input.is_donatable()) {
       out.copy_shared_buffer(input);
       return out.data<std::byte>();
@@ -135,7 +137,7 @@ struct Activate : RowOp {
   bool operator==(const Activate&) const = default;
 
   auto kernel(const Arrays& inputs, mx::array& out) const {
-    return for_rows(inputs, out, allocate_in_place(inputs, out),
+    return for_rows(inputs, out, allocate_in_place(inputs, inputs.size(), out),
                     [&kernels = kernels_for(out), activation = activation,
                      width = inputs[0].ndim() ? inputs[0].shape(-1) : 1](
                         const void* x, const void* factor, void* to) {
@@ -185,7 +187,7 @@ struct Mask : RowOp {
   static constexpr const char* kName = "PagedMask";
 
   auto kernel(const Arrays& inputs, mx::array& out) const {
-    return for_rows(inputs, out, allocate_in_place({inputs[0]}, out),
+    return for_rows(inputs, out, allocate_in_place(inputs, 1, out),
                     [&kernels = kernels_for(out), width = inputs[0].shape(-1)](
                         const void* x, const void* allowed, void* to) {
                       kernels.mask(x, allowed, width, to);

@@ -56,6 +56,9 @@ float* packed_rows(int64_t count) {
 }
 
 void compute(const cpu::LinearArgs& args, const cpu::DenseRows& x) {
+  if (args.width == 0) {
+    return;
+  }
   const cpu::LinearKernels& kernels = cpu::active_kernel().linear;
   const int64_t stride = (args.depth + cpu::kDepthStep - 1) / cpu::kDepthStep * cpu::kDepthStep;
   const int64_t row_bytes = args.width * (x.row_bytes() / args.depth);
