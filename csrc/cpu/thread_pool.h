@@ -13,8 +13,8 @@ int num_threads();
 
 // Calls body(i) once for each i in [0, count), in any order, and returns when all are done. A
 // thread that finishes an index takes the next one: uneven items balance, and a thread without a
-// CPU delays only its own item. Idle threads soon sleep. `body` must not throw. If the work is less than
-// what waking a thread costs, `pays` is false and the caller does it alone.
+// CPU delays only its own item. Idle threads soon sleep. `body` must not throw. If the work is less
+// than what waking a thread costs, `pays` is false and the caller does it alone.
 void parallel_for(int64_t count, const std::function<void(int64_t)>& body, bool pays = true);
 
 }  // namespace mlx_paged::cpu

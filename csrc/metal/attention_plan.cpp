@@ -143,8 +143,7 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
   AttentionGeometry rows = geometry(decodes, options);
   if (chunks.splits.count > 1) {
     rows.splits = split_keys(in, options, chunks.head_slots * chunks.row_tiles);
-    rows.splits.stored = chunks.splits.stored =
-        std::max(rows.splits.count, chunks.splits.count);
+    rows.splits.stored = chunks.splits.stored = std::max(rows.splits.count, chunks.splits.count);
     return with_merge(
         {attention_launch(in, options, chunks), attention_launch(decodes, options, rows)}, in,
         options, rows.splits, chunks.splits);

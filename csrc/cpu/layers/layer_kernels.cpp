@@ -226,8 +226,8 @@ void mask(const void* row, const void* allowed, int32_t width, void* to) {
 }
 
 template <typename T>
-constexpr LayerKernels kKernelsOf = {rms_norm<T>, activate<T>, angles<T>, rotate<T>,
-                                     log_sum_exp<T>, mask<T>};
+constexpr LayerKernels kKernelsOf = {rms_norm<T>, activate<T>,    angles<T>,
+                                     rotate<T>,   log_sum_exp<T>, mask<T>};
 
 }  // namespace
 

@@ -25,8 +25,8 @@ std::byte* allocate(mx::array& out) {
   return out.data<std::byte>();
 }
 
-// Reuses the buffer of one of the first `count` inputs, of the same size, if nothing else needs that
-// buffer.
+// Reuses the buffer of one of the first `count` inputs, of the same size, if nothing else needs
+// that buffer.
 std::byte* allocate_in_place(const Arrays& inputs, size_t count, mx::array& out) {
   for (size_t i = 0; i < count; ++i) {
     const mx::array& input = inputs[i];
@@ -187,11 +187,10 @@ struct Mask : RowOp {
   static constexpr const char* kName = "PagedMask";
 
   auto kernel(const Arrays& inputs, mx::array& out) const {
-    return for_rows(inputs, out, allocate_in_place(inputs, 1, out),
-                    [&kernels = kernels_for(out), width = inputs[0].shape(-1)](
-                        const void* x, const void* allowed, void* to) {
-                      kernels.mask(x, allowed, width, to);
-                    });
+    return for_rows(
+        inputs, out, allocate_in_place(inputs, 1, out),
+        [&kernels = kernels_for(out), width = inputs[0].shape(-1)](
+            const void* x, const void* allowed, void* to) { kernels.mask(x, allowed, width, to); });
   }
 
   mx::array composed(const Arrays& inputs, mx::Stream s) const {
