@@ -11,7 +11,9 @@ from rank_runs import model_of, tokens_of, two_ranks
 from tiny_models import tiny_model
 
 from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
 from mlx_paged.request import Request
+from mlx_paged.runner.batch import Batch, BatchTables
 from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.ranks import why_whole
 from mlx_paged.sampling_params import SamplingParams
@@ -148,6 +150,65 @@ def test_a_step_of_32_long_requests_is_a_small_plan():
         plan = writer.write(decode_step(allocator, requests), False)
         assert len(reader.read(plan)[0].spans) == 32
         assert len(plan) < 2000
+
+
+class Pair:
+    """Rank 0's allocator and another rank's, with the batches that both make of each plan."""
+
+    def __init__(self, groups=ONE_GROUP):
+        self.own = BlockAllocator(64, 4, groups, 16)
+        self.other = MirroredAllocator(self.own)
+        self.writer, self.reader = PlanWriter(self.own), PlanReader(self.other)
+        self.tables = [BatchTables.of_groups(each) for each in (self.own, self.other)]
+
+    def launch(self, *spans):
+        step = Step()
+        for request, start, stop in spans:
+            step.copies += self.own.make_writable(request.id, start, stop)
+            step.add(Span(request, start, stop, samples=True))
+        found = self.reader.read(self.writer.write(step, False))[0]
+        whole = zip((step, found), (self.own, self.other), self.tables, strict=True)
+        batches = [Batch(each.spans, of, tables=tables).forwards for each, of, tables in whole]
+        for ours, theirs in zip(*batches, strict=True):
+            assert ours.slot_mapping.tolist() == theirs.slot_mapping.tolist()
+            assert ours.block_tables.tolist() == theirs.block_tables.tolist()
+
+    def admit(self, request_id, length):
+        self.own.admit(request_id, length)
+        return Request(request_id, list(range(length)), SamplingParams(), 0)
+
+    def drop(self, request):
+        self.own.free(request.id)
+        self.writer.drop(request)
+
+
+def test_entries_of_several_blocks_are_the_same_blocks():
+    pair = Pair((LayerGroup(None, 1), LayerGroup(12, 3)))
+    request = pair.admit(1, 9)
+    pair.launch((request, 0, 9))
+    request.tokens.append(1)
+    pair.launch((request, 9, 10))
+
+
+def test_a_request_that_comes_back_in_another_row():
+    """Batches of the same requests before and after: each rank keeps tables from step to step."""
+    pair = Pair()
+    one, two = pair.admit(1, 9), pair.admit(2, 9)
+    pair.launch((one, 0, 9), (two, 0, 9))
+    one.tokens.append(1)
+    two.tokens.append(1)
+    pair.launch((one, 9, 10), (two, 9, 10))
+    pair.drop(two)
+    three = pair.admit(3, 9)
+    one.tokens.append(1)
+    pair.launch((one, 10, 11), (three, 0, 9))
+    pair.own.admit(2, 10)
+    one.tokens.append(1)
+    pair.launch((one, 11, 12), (two, 0, 10))
+    pair.drop(three)
+    one.tokens.append(1)
+    two.tokens.append(1)
+    pair.launch((one, 12, 13), (two, 10, 11))
 
 
 def test_ranks_that_differ_are_told_both_digests():

@@ -5,6 +5,7 @@ from typing import Any
 from fake_model import FakeLaunch, FakeRunner
 
 from mlx_paged.request import Request
+from mlx_paged.runner.batch import BatchTables
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.scheduler.step import Step
 
@@ -21,6 +22,8 @@ class PlannedRunner(FakeRunner):
         super().__init__(*args)
         self.mirrored = MirroredAllocator(self.allocator)
         self.writer, self.reader = PlanWriter(self.allocator), PlanReader(self.mirrored)
+        self._tables = BatchTables.of_groups(self.allocator)  # kept from step to step
+        self._mirrored_tables = BatchTables.of_groups(self.mirrored)
         self.num_plans = self.most_bytes = 0
         self._calls: list[tuple[int, int | None]] = []
 
@@ -78,5 +81,14 @@ class PlannedRunner(FakeRunner):
             for row in rows.tolist():
                 entries = real.block_tables.row(row, group).tolist()
                 assert mirrored.block_tables.row(row, group).tolist() == entries
+        if seq_ids:
+            for own, other in zip(self._tables, self._mirrored_tables, strict=True):
+                own.update(seq_ids)
+                other.update(seq_ids)
+                pieces = real.groups[own.group].pieces
+                for array, twin in zip(own.arrays, other.arrays, strict=True):
+                    pairs = zip(array.tolist(), twin.tolist(), own._lengths, strict=True)
+                    for blocks, theirs, length in pairs:  # what is behind the length is never read
+                        assert blocks[: length * pieces] == theirs[: length * pieces]
         self.num_plans += 1
         self.most_bytes = max(self.most_bytes, len(message))
