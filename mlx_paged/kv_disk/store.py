@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from threading import Lock
+from threading import Lock, RLock
 from time import monotonic
 from typing import Any
 
@@ -40,7 +40,7 @@ class Load:
         self.futures: list[Future[None]] = []
         self.started = monotonic()
         self.seconds = 0.0
-        self.gate = Lock()  # its readers pass when all of it is known: they would slow that down
+        self.gate = RLock()  # its readers pass when all of it is known: they would slow that down
 
     @property
     def is_done(self) -> bool:
