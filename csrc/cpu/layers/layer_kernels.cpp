@@ -219,8 +219,9 @@ void mask(const void* row, const void* allowed, int32_t width, void* to) {
   }
   const Floats forbidden = broadcast(-__builtin_inff());
   for_registers(width, [&](int64_t i, int count) {
-    const auto bits = static_cast<int32_t>(words[i / 32] >> (i % 32));
-    const Floats kept = ((bits >> lane) & 1) != 0 ? load_up_to(x + i, count) : forbidden;
+    const Ints word = Ints{} + static_cast<int32_t>(words[i / 32] >> (i % 32));
+    const Ints bits = (word >> lane) & 1;
+    const Floats kept = bits != 0 ? load_up_to(x + i, count) : forbidden;
     store_up_to(static_cast<T*>(to) + i, kept, count);
   });
 }
