@@ -16,16 +16,15 @@ from mlx_lm.generate_utils import BatchCounters, BatchCountersSnapshot, BatchSta
 from mlx_lm.sample_utils import greedy_sampler
 
 from mlx_paged.arguments import require
+from mlx_paged.batch_generator.recorder import Recording, StepRecorder
 from mlx_paged.batch_generator.sequences import (
     BatchSequence,
     Caches,
     LogitsProcessor,
     NextResult,
     PromptResponse,
-    Recording,
     Response,
     Sampler,
-    StepRecorder,
     boundaries,
     contiguous_caches,
     require_one_each,

@@ -12,10 +12,10 @@ import numpy as np
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
-from mlx_paged.kv.group_prefixes import StatefulPrefixCache
 from mlx_paged.kv.prefix_cache import TOKEN_BYTES, CachedBlock
 from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
 from mlx_paged.kv.snapshots import Snapshot
+from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
 from mlx_paged.kv_disk.store import DiskStore, Load
 from mlx_paged.request import Request
 

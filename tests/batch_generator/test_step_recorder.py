@@ -6,7 +6,8 @@ import pytest
 from mlx_lm.generate_utils import BatchCounters
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
 
-from mlx_paged.batch_generator.sequences import Recording, row_params
+from mlx_paged.batch_generator.recorder import Recording
+from mlx_paged.batch_generator.sequences import row_params
 
 
 @pytest.mark.parametrize(

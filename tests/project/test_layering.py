@@ -44,7 +44,7 @@ NO_MLX = [
     *("arguments", "outputs", "request", "sampling_params"),
     *("kv_disk.packs", "kv_disk.store", "kv_disk.tier"),
     *("kv.allocator", "kv.blocks", "kv.block_tables", "kv.prefix_cache", "kv.snapshots"),
-    *("kv.group_prefixes", "generate.prompts_file", "runner.plan"),
+    *("kv.stateful_prefix_cache", "generate.prompts_file", "runner.plan"),
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
     *("engine.waiting_calls", "sampling.grammar"),
     *("server.constraints", "server.messages", "server.request_body"),
