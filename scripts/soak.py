@@ -23,7 +23,6 @@ from bench.models import SIZES, llama_model
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.cli import Parser, number
 from mlx_paged.metrics.stats import resident_bytes
-from tests.support.integrity import check_integrity
 
 LEAST_BLOCKS = 16
 """They hold the longest request: a prompt of 75 tokens, 15 outputs, and a fork of all that."""
@@ -194,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     footprints = run(soak, args.requests, args.per_step)
     seconds = time.perf_counter() - start
     soak.release()
-    check_integrity(engine.manager.allocator)
+    engine.manager.check_integrity()
 
     first, last = footprints[0], footprints[-1]
     report: dict[str, float] = {

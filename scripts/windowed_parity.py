@@ -30,7 +30,6 @@ from mlx_paged.cli import COUNT, Parser
 from mlx_paged.ops.formats import KVBits, checked_bits
 from mlx_paged.runner.model_probe import leaves, probe
 from tests.support.architectures import VOCAB, build
-from tests.support.integrity import check_integrity
 from tests.support.numpy_quantization import quantized_mlx_lm
 
 Tokens = Sequence[int]
@@ -367,7 +366,7 @@ class Scenarios:
             assert completion.tokens or completion.finish_reason == "abort"
             if completion.tokens:
                 self._compare(prompt, completion, greedy)
-        check_integrity(engine.manager.allocator)
+        engine.manager.check_integrity()
         assert engine.manager.blocks_in_use == 0
 
     def assert_near(self, found: Rows, own: Rows, rows: Rows, others: Iterable[Rows] = ()) -> None:

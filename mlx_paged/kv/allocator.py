@@ -1,5 +1,6 @@
 """Who owns which block: free list, reference counts, block tables, copy-on-write. Knows no mlx."""
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -307,6 +308,26 @@ class BlockAllocator:
             prefixes.clear()
         for sequence in self._sequences.values():
             sequence.is_reusable = False
+
+    def check_integrity(self) -> None:
+        """Assert that every block is free, cached or held, and that every reference is counted."""
+        held: Counter[int] = Counter()
+        for sequence in self._sequences.values():
+            num_full = self.blocks_needed(sequence.num_tokens)
+            first_private = sequence.private_start // self.block_size
+            last_private = self.blocks_needed(sequence.private_stop)
+            for group, entries in enumerate(self._held(sequence)):
+                first = sequence.first_entries[group]
+                num_missing = num_full - first - len(entries)
+                assert num_missing >= 0 and (num_missing == 0 or self.groups[group].window)
+                assert len(set(entries)) == len(entries), "a sequence holds a block twice"
+                for block in entries[max(0, first_private - first) : max(0, last_private - first)]:
+                    assert self.store.counts[block] == 1
+                    assert block not in self.store.prefixes[group]
+                held.update(entries)
+            assert len(sequence.hashes) <= sequence.num_tokens // self.block_size
+        assert self.block_tables.num_rows_taken == len(self._sequences), "a table row is lost"
+        self.store.check_integrity(held)
 
     def _sequence(self, seq_id: int) -> SequenceBlocks:
         try:

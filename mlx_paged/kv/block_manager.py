@@ -336,6 +336,10 @@ class KVBlockManager:
         """Blocks copied on write so far."""
         return self.allocator.store.cow_clones
 
+    def check_integrity(self) -> None:
+        """Assert that every block is free, cached or held and that nothing leaks."""
+        self.allocator.check_integrity()
+
     def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         self.pool.copy_blocks(copies)
         self.allocator.store.copies_done()

@@ -24,6 +24,10 @@ class BlockTables:
         self._versions = np.zeros(num_rows, np.int64)  # of each row's latest such change
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
+    @property
+    def num_rows_taken(self) -> int:
+        return len(self._versions) - len(self._free_rows)
+
     def add_row(self) -> int:
         if not self._free_rows:
             self._add_rows()

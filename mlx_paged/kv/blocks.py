@@ -1,7 +1,7 @@
 """The blocks of a pool: in use, kept for reuse, or free. Knows no mlx."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,6 +235,29 @@ class BlockStore:
         histogram = np.bincount(self.counts, weights=widths * (np.array(self.counts) > 0))
         histogram[0] = len(self.counts) - histogram.sum()
         return {count: int(n) for count, n in enumerate(histogram) if n}
+
+    def check_integrity(self, held: Mapping[int, int]) -> None:
+        """Assert that every block is free, or is part of one entry, which is idle or held; and that
+        each entry has as many references as `held` says, 0 where it says nothing."""
+        for prefixes in self.prefixes:
+            prefixes.check_integrity()
+        for entry, source in self.origins.items():
+            assert 0 <= entry < len(self.counts) and self.origins.get(source) == source
+        in_use = {entry for entry, count in enumerate(self.counts) if count} | self.origins.keys()
+        for entry, count in enumerate(self.counts):
+            assert count == held.get(entry, 0), "a reference is not counted"
+        assert self.idle.keys().isdisjoint(in_use), "an idle entry is held"
+        found = Counter(self.free)
+        for entry in [*in_use, *self.idle]:
+            found.update(self.blocks_of(entry))
+        assert found.keys() == set(range(len(self.counts))), "a block is lost"
+        assert found.total() == len(self.counts), "a block is used twice"
+        assert self.num_idle == sum(map(self.width_of, self.idle)), "idle blocks are miscounted"
+        known = {entry for prefixes in self.prefixes for entry in prefixes}
+        assert known <= in_use | self.idle.keys(), "a free block is still cached"
+        assert self.idle.keys() <= known, "an idle entry without known content"
+        for group, prefixes in enumerate(self.prefixes):
+            assert all(self._group_of[entry] == group for entry in prefixes), "another group's"
 
     def blocks_of(self, entry: int) -> list[int]:
         """The blocks of a held or idle entry."""

@@ -86,6 +86,9 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self.by_block
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.by_block)
+
     def clear(self) -> None:
         """Forget all blocks, and that any were known."""
         for block in list(self.by_block):
@@ -135,6 +138,20 @@ class PrefixCache:
         del siblings[block]
         if not siblings:
             del self._by_parent[entry.parent]
+
+    def check_integrity(self) -> None:
+        """Assert that all indices hold the same blocks."""
+        assert len(self._by_hash) == len(self.by_block)
+        assert sum(map(len, self._by_parent.values())) == len(self.by_block)
+        assert all(self._by_parent.values()), "a prefix without blocks is kept"
+        for block, entry in self.by_block.items():
+            assert entry.block == block and self._by_hash[entry.hash] is entry
+            assert block in self._by_parent[entry.parent]
+            assert entry.hash == chain_hash(entry.parent, entry.tokens)
+            num_tokens, odd_bytes = divmod(len(entry.tokens), TOKEN_BYTES)
+            assert self.min_run <= num_tokens <= self.block_size and odd_bytes == 0
+        assert len(self._evicted) <= self._max_evicted
+        assert self._evicted.keys().isdisjoint(self._by_hash), "a known block counts as evicted"
 
     def _siblings(self, parent: bytes) -> Iterator[CachedBlock]:
         """The known blocks right after a prefix, latest first, at most MAX_SIBLINGS."""

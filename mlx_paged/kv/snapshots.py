@@ -1,6 +1,7 @@
 """Snapshots of recurrent states: a bounded number, least recently used first. Knows no mlx."""
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mlx_paged.arguments import integer
@@ -72,6 +73,17 @@ class Snapshots:
     def forget(self, block: int) -> None:
         for run in list(self._runs.get(block, ())):
             self._discard((block, run))
+
+    def check_integrity(self, num_tokens: Mapping[int, int], block_size: int) -> None:
+        """Assert that every snapshot is in a known block, one of those in `num_tokens`."""
+        places = {(block, run) for block, runs in self._runs.items() for run in runs}
+        assert places == self._by_place.keys(), "a snapshot is lost, or left behind"
+        assert all(self._runs.values()) and len(self) <= self.max_snapshots, "too many snapshots"
+        assert len(set(map(id, self._by_place.values()))) == len(self), "one snapshot, two places"
+        for (block, run), snapshot in self._by_place.items():
+            assert 0 < run <= num_tokens.get(block, 0), "a snapshot without its block"
+            num_before = snapshot.position - run
+            assert num_before >= 0 == num_before % block_size, "a snapshot in another's place"
 
     def _discard(self, place: tuple[int, int]) -> Snapshot:
         block, run = place

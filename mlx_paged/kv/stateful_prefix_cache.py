@@ -44,6 +44,13 @@ class StatefulPrefixCache(PrefixCache):
         self.snapshots.forget(block)
         super().forget(block)
 
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        lengths = {
+            block: len(entry.tokens) // TOKEN_BYTES for block, entry in self.by_block.items()
+        }
+        self.snapshots.check_integrity(lengths, self.block_size)
+
     def latest_state(
         self, hashes: Sequence[bytes], tokens: Sequence[int], stop: int, root: bytes
     ) -> tuple[int, list[CachedBlock], Snapshot | None]:

@@ -3,7 +3,6 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from integrity import check_integrity
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tiny_models import VOCAB, solo_greedy, tiny_model
@@ -65,7 +64,7 @@ def test_what_is_given_up_is_never_read_again(windows, prefill_chunk, lookahead)
     done = {}
     while engine.has_work:
         done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
-        check_integrity(engine.manager.allocator)
+        engine.manager.check_integrity()
         if not engine._pipeline.busy:
             poison_free_blocks(engine)
     assert [done[i].tokens for i in ids] == [solo_greedy(model, p, 40) for p in PROMPTS]
@@ -101,7 +100,7 @@ def test_forks_and_prefixes_work_beyond_the_window():
     done = {}
     while engine.has_work:
         done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
-        check_integrity(engine.manager.allocator)
+        engine.manager.check_integrity()
     assert done[branch].tokens == solo_greedy(model, [*history, 1, 2, 3], 10)
     assert done[again].tokens == solo_greedy(model, [*history, 9, 8], 10)
     assert done[again].cached_prompt_tokens > len(PROMPTS[0])
@@ -130,11 +129,11 @@ def test_trimmed_blocks_are_free_or_cached_and_their_content_is_still_found():
     allocator.trim(0, 9)  # never back
     allocator.fork(0, 1)
     allocator.trim(1, 20)
-    check_integrity(allocator)
+    allocator.check_integrity()
     assert allocator.cached_prefix([*tokens, 99]) == 20
     allocator.free(0)
     allocator.free(1)
-    check_integrity(allocator)
+    allocator.check_integrity()
     assert allocator.blocks_in_use == 0
 
 
@@ -145,7 +144,7 @@ def test_blocks_trimmed_before_they_were_offered_are_not_offered():
     allocator.trim(0, 12)
     allocator.admit(1, 8)
     allocator.register_prefix(0, tokens, 16)
-    check_integrity(allocator)
+    allocator.check_integrity()
     assert allocator.cached_prefix([*tokens[:8], 99]) == 0
     assert allocator.cached_prefix([*tokens, 99]) == 16
 

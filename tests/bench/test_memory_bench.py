@@ -4,7 +4,6 @@ import json
 import math
 
 import pytest
-from integrity import check_integrity
 from tiny_models import solo_greedy, tiny_model
 
 from bench import memory
@@ -115,7 +114,7 @@ def test_timing_forks_leaves_nothing_behind(model):
     assert memory.time_forks(engine, work)["fork_us"] > 0
     assert not engine.has_work
     assert engine.stats.requests_finished == 1 + memory.FORK_BATCHES * (1 + work.n)
-    check_integrity(engine.manager.allocator)
+    engine.manager.allocator.check_integrity()
     assert engine.manager.allocator.blocks_in_use == 0
 
 

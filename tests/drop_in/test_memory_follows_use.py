@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Iterator
 
-import integrity
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -130,7 +129,7 @@ def compactions(monkeypatch) -> list[int]:
     def checked(allocator: BlockAllocator, num_blocks: int):
         sizes.append(num_blocks)
         kept = compact(allocator, num_blocks)
-        integrity.check_integrity(allocator)
+        allocator.check_integrity()
         return kept
 
     monkeypatch.setattr(BlockAllocator, "compact", checked)

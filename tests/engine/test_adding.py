@@ -6,7 +6,6 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from integrity import check_integrity
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, SamplingParams
@@ -45,7 +44,7 @@ def assert_only_the_parent_is_there(model, engine: Engine, parent: int) -> None:
     done = {}
     while engine.has_work:
         done |= {o.request_id: o.completion for o in engine.step() if o.completion}
-        check_integrity(engine.manager.allocator)
+        engine.manager.check_integrity()
     assert list(done) == [parent, other]
     assert done[parent].tokens == solo_greedy(model, PROMPT, 8)
     assert done[other].tokens == solo_greedy(model, OTHER, 8)

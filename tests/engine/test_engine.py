@@ -5,7 +5,6 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from integrity import check_integrity
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, FinishReason, SamplingParams
@@ -116,7 +115,7 @@ def test_abort_frees_at_once_and_leaves_others_alone(model, engine):
     while engine.has_work:
         done |= {o.request_id: o.completion for o in engine.step() if o.completion}
     assert done[kept].tokens == solo_greedy(model, PROMPT[::-1], 10)
-    check_integrity(engine.manager.allocator)
+    engine.manager.check_integrity()
 
 
 def test_generate_reports_every_token_as_it_comes(engine):

@@ -3,7 +3,6 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from integrity import check_integrity
 from tiny_models import CONFIGS, VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, UnsupportedModelError
@@ -21,7 +20,7 @@ PROMPTS = make_prompts((5, 40, 1, 17, 16, 33, 70, 64))
 
 
 def assert_drained(engine: Engine) -> None:
-    check_integrity(engine.manager.allocator)
+    engine.manager.check_integrity()
     assert engine.manager.blocks_in_use == 0
 
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from integrity import check_integrity
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine
@@ -30,7 +29,7 @@ def computed(engine: Engine, prompt: list[int], **options):
     """Complete a prompt; also says how many of its tokens were computed for that."""
     before = engine.stats.prompt_tokens
     (completion,) = engine.generate([prompt], **({"max_tokens": 6} | options))
-    check_integrity(engine.manager.allocator)
+    engine.manager.check_integrity()
     return completion, engine.stats.prompt_tokens - before
 
 

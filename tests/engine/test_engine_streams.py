@@ -4,7 +4,6 @@ import gc
 import threading
 
 import pytest
-from integrity import check_integrity
 from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged import Engine
@@ -26,7 +25,7 @@ def engine(model):
 def assert_nothing_is_left(engine: Engine) -> None:
     assert not engine.has_work and engine.manager.blocks_in_use == 0
     assert not engine._streams
-    check_integrity(engine.manager.allocator)
+    engine.manager.check_integrity()
 
 
 def test_the_request_is_added_by_the_call(model, engine):

@@ -6,7 +6,6 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
-from integrity import check_integrity
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, FinishReason
@@ -45,7 +44,7 @@ def finish(engine: Engine) -> dict:
         if not engine.has_work:
             break
         done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
-        check_integrity(engine.manager.allocator)
+        engine.manager.check_integrity()
     assert not engine.has_work, "the engine hangs"
     assert engine.manager.blocks_in_use == 0
     return done
@@ -278,7 +277,7 @@ def test_an_interrupt_from_within_a_step_costs_no_token(engine, expected, monkey
             done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
         except KeyboardInterrupt:
             interrupts += 1
-            check_integrity(engine.manager.allocator)
+            engine.manager.check_integrity()
     assert interrupts == 2
     assert [done[i].tokens for i in ids] == expected
 

@@ -3,7 +3,6 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from integrity import check_integrity
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, FinishReason, SamplingParams
@@ -33,7 +32,7 @@ def finish(engine: Engine) -> dict:
     done = {}
     while engine.has_work:
         done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
-        check_integrity(engine.manager.allocator)
+        engine.manager.check_integrity()
     return done
 
 

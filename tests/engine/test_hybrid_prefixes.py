@@ -8,7 +8,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import VOCAB, build
-from integrity import check_integrity
 from mlx_lm.generate import generate_step
 from tiny_models import solo_greedy
 
@@ -55,7 +54,7 @@ def completed(engine: Engine, prompt: list[int], **options):
     """Complete a prompt; also says how many of its tokens were computed for that."""
     before = engine.stats.prompt_tokens
     (completion,) = engine.generate([prompt], **({"max_tokens": NUM_TOKENS} | options))
-    check_integrity(engine.manager.allocator)
+    engine.manager.check_integrity()
     return completion, engine.stats.prompt_tokens - before
 
 
@@ -136,7 +135,7 @@ def test_a_system_prompt_is_known_to_the_next_request_and_better_to_those_after(
     assert [c.cached_prompt_tokens for c in done] == [LAST_BLOCK] * 4
     for prompt, completion in zip(prompts, done, strict=True):
         assert_as_alone(jamba, prompt, completion)
-    check_integrity(engine.manager.allocator)
+    engine.manager.check_integrity()
 
 
 def test_a_miss_has_a_reason(make_engine):
@@ -213,7 +212,7 @@ def test_a_preempted_request_goes_on_from_its_last_state(jamba, make_engine):
     engine.runner.launch = record
     prompts = [text(30), text(30)]
     done = engine.generate(prompts, max_tokens=40)
-    check_integrity(engine.manager.allocator)
+    engine.manager.check_integrity()
     assert sum(c.preemptions for c in done) > 0
     assert starts and all(position >= 24 for _, position in starts), starts
     for prompt, completion in zip(prompts, done, strict=True):
@@ -227,7 +226,7 @@ def test_a_pool_that_holds_few_prompts_changes_no_token(jamba, make_engine):
         done = engine.generate(prompts, max_tokens=12)
         for prompt, completion in zip(prompts, done, strict=True):
             assert_as_alone(jamba, prompt, completion)
-        check_integrity(engine.manager.allocator)
+        engine.manager.check_integrity()
     assert sum(c.cached_prompt_tokens for c in done) > 0
 
 
@@ -252,7 +251,7 @@ def test_samples_and_forks_go_on_from_a_restored_state(jamba, make_engine):
     for request_id, completion in done.items():
         assert_as_alone(jamba, prompts[request_id], completion)
     engine.release(trunk)
-    check_integrity(engine.manager.allocator)
+    engine.manager.check_integrity()
     history = prompt + done[trunk].tokens
     following, _ = completed(engine, history + text(3))
     assert following.cached_prompt_tokens == len(history) - 1

@@ -5,7 +5,6 @@ import random
 import mlx.core as mx
 import pytest
 from injected_drafts import InjectedDrafter, every_guess
-from integrity import check_integrity
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 from solo_runs import MlxLmSolo, solo_run
@@ -57,7 +56,7 @@ def test_the_tokens_are_mlx_lms(architecture, share, temperature):
     assert share == 0.6 or abs(accepted / drafted - share) < 0.2
     if share == 1.0:
         assert engine.stats.steps < 5 * 20 / 2, "drafts save steps"
-    check_integrity(engine.scheduler.allocator)
+    engine.scheduler.allocator.check_integrity()
     assert engine.scheduler.allocator.blocks_in_use == 0
 
 
@@ -269,7 +268,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(architecture, temperatur
     assert drafted > 20 and accepted > 0.95 * drafted
     draft_model = engine.scheduler.speculation.drafter
     assert not draft_model._shadows and draft_model._allocator.blocks_in_use == 0
-    check_integrity(draft_model._allocator)
+    draft_model._allocator.check_integrity()
 
 
 @pytest.mark.parametrize("num_blocks", [200, 24], ids=["roomy", "preempting"])
@@ -282,7 +281,7 @@ def test_another_model_costs_steps_but_changes_no_token(num_blocks):
     check_alone(model, asked, params, done)
     assert engine.stats.drafts > 10
     assert (engine.stats.preemptions > 0) == (num_blocks == 24)
-    check_integrity(engine.scheduler.speculation.drafter._allocator)
+    engine.scheduler.speculation.drafter._allocator.check_integrity()
 
 
 def test_a_draft_model_shares_prefixes_in_its_own_pool():

@@ -14,7 +14,6 @@ from hypothesis.stateful import (
     multiple,
     rule,
 )
-from integrity import check_integrity
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
@@ -228,7 +227,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "allocator"):
-            check_integrity(self.allocator)
+            self.allocator.check_integrity()
 
     @invariant()
     def every_sequence_reads_what_its_own_tokens_wrote(self) -> None:

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from integrity import check_integrity
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
@@ -30,7 +29,7 @@ def test_lifecycle_admission_growth_on_the_boundary_release():
     assert len(allocator.table(0)) == 5
     allocator.free(0)
     assert allocator.num_available == 64
-    check_integrity(allocator)
+    allocator.check_integrity()
 
 
 def test_freed_blocks_are_handed_out_again():
@@ -65,7 +64,7 @@ def test_a_refused_append_changes_nothing():
     assert (error.value.needed, error.value.available) == (3, 1)
     assert [allocator.table(i).tolist() for i in range(3)] == before
     assert allocator.num_tokens(1) == 6 and allocator.store.cow_clones == 0
-    check_integrity(allocator)
+    allocator.check_integrity()
 
 
 def test_fork_shares_everything_and_copies_only_the_tail_on_write():
@@ -83,7 +82,7 @@ def test_fork_shares_everything_and_copies_only_the_tail_on_write():
     assert allocator.table(0).tolist() == parent
     assert allocator.make_writable(0, 10, 11) == []  # the parent is alone on its tail again
     assert allocator.store.cow_clones == 1
-    check_integrity(allocator)
+    allocator.check_integrity()
 
 
 def test_fork_at_a_block_boundary_copies_nothing():
@@ -102,7 +101,7 @@ def test_shared_blocks_live_until_their_last_holder_goes():
     assert allocator.blocks_in_use == 2
     allocator.free(1)
     assert allocator.blocks_in_use == 0
-    check_integrity(allocator)
+    allocator.check_integrity()
 
 
 def offered(allocator: BlockAllocator, seq_id: int, tokens: list[int]) -> list[int]:
@@ -120,12 +119,12 @@ def test_the_source_of_a_copy_is_kept_until_the_copy_is_done():
     admission = allocator.admit(1, 4, [1, 2, 3, 4])
     assert admission.copies == [BlockCopy(source, int(allocator.table(1)[0]))]
     assert allocator.num_available == 1 and allocator.store.cow_clones == 1
-    check_integrity(allocator)
+    allocator.check_integrity()
     allocator.admit(2, 4)
     with pytest.raises(OutOfBlocksError):
         allocator.admit(3, 1)
     allocator.store.copies_done()
-    check_integrity(allocator)
+    allocator.check_integrity()
     allocator.admit(3, 1)
     assert allocator.table(3).tolist() == [source]
 
@@ -138,12 +137,12 @@ def test_a_block_in_a_copy_is_not_handed_out_again_before_the_copy_is_done(leave
     (copy,) = allocator.make_writable(1, 2, 3)
     allocator.free(0 if leaves == "the holder of the source" else 1)
     assert allocator.num_available == 1
-    check_integrity(allocator)
+    allocator.check_integrity()
     allocator.admit(2, 4)
     assert {copy.src, copy.dst}.isdisjoint(allocator.table(2).tolist())
     allocator.store.copies_done()
     assert allocator.num_available == 1
-    check_integrity(allocator)
+    allocator.check_integrity()
 
 
 def test_a_copy_of_a_copy_names_the_first_source():
@@ -152,7 +151,7 @@ def test_a_copy_of_a_copy_names_the_first_source():
     allocator.admit(1, 4, [1, 2, 3, 4])
     allocator.fork(1, 2)
     assert allocator.make_writable(2, 3, 4) == [BlockCopy(source, int(allocator.table(2)[0]))]
-    check_integrity(allocator)
+    allocator.check_integrity()
     allocator.store.copies_done()
     allocator.fork(2, 3)
     (copy,) = allocator.make_writable(3, 3, 4)
@@ -165,7 +164,7 @@ def test_without_a_block_to_copy_into_an_idle_block_is_taken_over():
     admission = allocator.admit(1, 8, [1, 2, 3, 4, 5, 6, 7, 8])
     assert (admission.num_cached, admission.copies) == (6, [])
     assert allocator.table(1).tolist() == [first, last]
-    check_integrity(allocator)
+    allocator.check_integrity()
     assert allocator.cached_prefix([1, 2, 3, 4, 5, 6, 7]) == 4  # it is no longer on offer
 
 
@@ -176,7 +175,7 @@ def test_a_block_that_somebody_holds_is_copied_into_the_last_free_one():
     admission = allocator.admit(1, 8, [1, 2, 3, 4, 5, 6, 7, 8])
     assert admission.num_cached == 6 and len(admission.copies) == 1
     assert allocator.num_available == 0
-    check_integrity(allocator)
+    allocator.check_integrity()
 
 
 @pytest.mark.parametrize("spare", [0, 1, 2])
@@ -196,7 +195,7 @@ def test_a_refused_admission_changes_nothing():
     assert (error.value.needed, error.value.available) == (3, 2)
     assert 1 not in allocator and allocator.store.num_idle == 2 and allocator.num_available == 3
     assert allocator.store.cow_clones == 0
-    check_integrity(allocator)
+    allocator.check_integrity()
 
 
 def test_slots_follow_the_block_table():
@@ -217,7 +216,7 @@ def test_tables_of_many_long_sequences_grow_and_rows_are_reused():
         allocator.free(seq_id)
     allocator.admit(1000, 3)
     assert len(allocator.table(1000)) == 3
-    check_integrity(allocator)
+    allocator.check_integrity()
 
 
 @pytest.mark.parametrize(
@@ -254,7 +253,7 @@ def test_what_was_offered_for_reuse_is_no_longer_private_but_the_rest_still_is(m
     monkeypatch.setattr(BlockAllocator, "make_writable", appended)
     allocator.make_writable(0, 7, 8)
     assert allocator.cached_prefix([*tokens, 0]) == 4
-    check_integrity(allocator)
+    allocator.check_integrity()
 
 
 def test_one_more_token_each_takes_blocks_only_where_they_are_full():
@@ -267,7 +266,7 @@ def test_one_more_token_each_takes_blocks_only_where_they_are_full():
     assert [allocator.num_tokens(seq_id) for seq_id in range(4)] == [5, 6, 8, 8]
     assert [copy.dst for copy in copies] == [int(allocator.table(1)[1])]
     allocator.store.copies_done()
-    check_integrity(allocator)
+    allocator.check_integrity()
     with pytest.raises(OutOfBlocksError):
         allocator.append_each([0, 1, 2, 3], [5, 6, 8, 8])
 
@@ -296,10 +295,10 @@ def test_one_more_token_each_takes_blocks_only_where_they_are_full():
 def test_check_integrity_sees_damage(damage):
     allocator = BlockAllocator(num_blocks=8, block_size=4)
     allocator.admit(0, 6)
-    check_integrity(allocator)
+    allocator.check_integrity()
     damage(allocator)
     with pytest.raises(AssertionError):
-        check_integrity(allocator)
+        allocator.check_integrity()
 
 
 def test_freed_blocks_are_used_before_those_added():
@@ -310,7 +309,7 @@ def test_freed_blocks_are_used_before_those_added():
     allocator.grow(8)
     allocator.admit(2, 12)
     assert allocator.table(2).tolist() == [0, 1, 4, 5, 6, 7]
-    check_integrity(allocator)
+    allocator.check_integrity()
 
 
 def test_a_sequence_cut_back_keeps_its_first_blocks_and_gives_back_the_others():
@@ -322,7 +321,7 @@ def test_a_sequence_cut_back_keeps_its_first_blocks_and_gives_back_the_others():
     assert allocator.num_tokens(0) == 3
     allocator.admit(1, 8)
     assert allocator.table(1).tolist() == [2, 3, 4, 5]
-    check_integrity(allocator)
+    allocator.check_integrity()
 
 
 def test_what_was_cut_off_is_offered_no_more():
@@ -331,10 +330,10 @@ def test_what_was_cut_off_is_offered_no_more():
     allocator.admit(0, 6)
     allocator.register_prefix(0, tokens, 6)
     allocator.truncate(0, 4)
-    check_integrity(allocator)
+    allocator.check_integrity()
     allocator.make_writable(0, 4, 6)
     allocator.register_prefix(0, [1, 2, 3, 4, 7, 8], 6)
-    check_integrity(allocator)
+    allocator.check_integrity()
     assert allocator.cached_prefix([1, 2, 3, 4, 7, 8, 9]) == 6
 
 
@@ -347,4 +346,4 @@ def test_blocks_of_a_fork_outlive_the_cut():
     allocator.store.copies_done()
     assert (copy.src, allocator.table(1).tolist()) == (0, [0, 1, 2])
     assert allocator.blocks_in_use == 4
-    check_integrity(allocator)
+    allocator.check_integrity()

@@ -5,7 +5,6 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from integrity import check_integrity
 
 from mlx_paged import KVBlockManager, OutOfBlocksError, paged_attention
 
@@ -100,7 +99,7 @@ def test_fork_then_append_leaves_the_parent_untouched_and_shares_all_but_the_tai
         np.testing.assert_array_equal(read_back(manager.k[layer], parent[0], 10), k)
         whole = np.concatenate([np.array(k), np.array(tail_k)], axis=1)
         np.testing.assert_array_equal(read_back(manager.k[layer], child[0], 11), whole)
-    check_integrity(manager.allocator)
+    manager.check_integrity()
 
 
 def test_batch_tables_feed_the_attention_op():
@@ -155,7 +154,7 @@ def test_a_prompt_gets_its_own_copy_of_the_block_where_it_departs_from_another()
     manager.free(0)
     manager.free(1)
     assert manager.blocks_in_use == 0
-    check_integrity(manager.allocator)
+    manager.check_integrity()
 
 
 def test_values_may_be_narrower_than_keys_and_layers_may_differ():
@@ -212,7 +211,7 @@ def test_a_spilled_sequence_comes_back_bit_for_bit_in_other_blocks(on_disk, tmp_
     for layer, content in enumerate(contents):
         np.testing.assert_array_equal(read_back(manager.k[layer], block_ids, 11), content)
     manager.ensure_tail_capacity(0, 5)
-    check_integrity(manager.allocator)
+    manager.check_integrity()
     with pytest.raises(ValueError, match=r"\[prefetch\] seq_id is 0: expected a spilled sequence"):
         manager.prefetch(0)
     manager.free(0)
@@ -234,7 +233,7 @@ def test_the_sequence_used_least_recently_is_spilled_first():
     manager.free(0)  # a spilled one
     with pytest.raises(ValueError, match="expected a spilled sequence"):
         manager.prefetch(0)
-    check_integrity(manager.allocator)
+    manager.check_integrity()
 
 
 def test_a_disk_that_cannot_be_written_leaves_a_sequence_where_it_is(tmp_path):
@@ -245,7 +244,7 @@ def test_a_disk_that_cannot_be_written_leaves_a_sequence_where_it_is(tmp_path):
         manager.spill_to_host(0)
     np.testing.assert_array_equal(read_back(manager.k[0], manager.table(0)[0], 11), contents[0])
     manager.free(0)
-    check_integrity(manager.allocator)
+    manager.check_integrity()
 
 
 def test_without_a_sequence_nothing_can_be_spilled():
@@ -302,7 +301,7 @@ def test_mistakes_are_named(call, message):
     manager.new_sequence(0, 3)
     with pytest.raises(ValueError, match=message):
         call(manager)
-    check_integrity(manager.allocator)
+    manager.check_integrity()
 
 
 def prefill(manager: KVBlockManager, num_layers: int = LAYERS, num_tokens: int = 2) -> None:
@@ -341,7 +340,7 @@ def test_what_is_no_integer_is_refused_and_changes_nothing(name, call, value):
     with pytest.raises(ValueError, match=rf"^\[\w+\] {name} is .*: expected an integer"):
         call(manager, value)
     assert manager.table(0)[1] == 3 and manager.blocks_in_use == 1
-    check_integrity(manager.allocator)
+    manager.check_integrity()
 
 
 def test_integers_of_numpy_are_integers():

@@ -6,7 +6,6 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from integrity import check_integrity
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
@@ -101,7 +100,7 @@ def grown(allocator: BlockAllocator, seq_id: int, tokens: list[int], chunk: int)
         most = max(most, allocator.blocks_in_use)
         allocator.register_prefix(seq_id, tokens, stop)
         allocator.trim(seq_id, stop, offers=True)
-        check_integrity(allocator)
+        allocator.check_integrity()
         start = stop
     return most
 
@@ -138,7 +137,7 @@ class TestSequences:
             allocator.make_writable(0, position, position + 1)
             allocator.register_prefix(0, tokens, position + 1)
             allocator.trim(0, position + 1, offers=True)
-        check_integrity(allocator)
+        allocator.check_integrity()
         held = {len(allocator.table(0, group)) for group in range(len(groups))}
         assert held == {allocator.blocks_needed(len(tokens))}
 
@@ -158,7 +157,7 @@ class TestSequences:
         assert allocator.num_available == 4
         allocator.make_writable(0, 16, 17)
         assert allocator.num_available == 1
-        check_integrity(allocator)
+        allocator.check_integrity()
 
     def test_a_fork_keeps_what_its_parent_lets_go(self):
         allocator = BlockAllocator(100, SIZE, FULL_AND_WINDOWED, chunk=32)
@@ -173,7 +172,7 @@ class TestSequences:
         allocator.store.copies_done()
         allocator.free(0)
         allocator.free(1)
-        check_integrity(allocator)
+        allocator.check_integrity()
         assert allocator.blocks_in_use == 0
 
     def test_nothing_is_written_before_the_window(self):
@@ -204,11 +203,11 @@ class TestPrefixes:
             first = self.TOKENS[index * SIZE]
             (block,) = [
                 block
-                for block in prefixes.by_block
+                for block in prefixes
                 if prefixes.by_block[block].tokens.startswith(first.to_bytes(8, "little"))
             ]
             allocator.store.free += allocator.store._drop(block)
-        check_integrity(allocator)
+        allocator.check_integrity()
 
     def test_a_hit_holds_the_last_window_only(self):
         allocator = self.ended()
@@ -218,7 +217,7 @@ class TestPrefixes:
         assert entries == [0, (40 - WINDOW) // SIZE]
         held = 11 + 2 * (11 - entries[1])
         assert allocator.blocks_in_use == held
-        check_integrity(allocator)
+        allocator.check_integrity()
 
     def test_a_hit_does_not_need_what_the_window_has_left(self):
         allocator = self.ended()
@@ -250,7 +249,7 @@ class TestPrefixes:
             allocator.store.free += allocator.store._drop(next(iter(allocator.store.idle)))
         assert allocator.cached_prefix([*self.TOKENS, 1]) == 40
         assert allocator.admit(1, 41, [*self.TOKENS, 1]).num_cached == 40
-        check_integrity(allocator)
+        allocator.check_integrity()
 
     def test_a_search_looks_at_each_block_a_few_times_at_most(self, monkeypatch):
         tokens = list(range(4 * 200))
@@ -278,7 +277,7 @@ class TestPrefixes:
         admission = allocator.admit(1, 8, [*tokens, 1, 2])
         assert (admission.num_cached, admission.copies) == (6, [])
         assert allocator.num_available == 0
-        check_integrity(allocator)
+        allocator.check_integrity()
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ class TestPrefixes:
 def test_check_integrity_sees_damage(damage):
     allocator = BlockAllocator(20, SIZE, FULL_AND_WINDOWED)
     allocator.admit(0, 8)
-    check_integrity(allocator)
+    allocator.check_integrity()
     damage(allocator)
     with pytest.raises(AssertionError):
-        check_integrity(allocator)
+        allocator.check_integrity()

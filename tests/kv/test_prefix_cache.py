@@ -2,9 +2,7 @@
 
 from collections import OrderedDict
 
-import integrity
 import pytest
-from integrity import check_integrity, check_prefixes
 
 from mlx_paged.kv import group_prefixes, prefix_cache
 from mlx_paged.kv.allocator import BlockAllocator
@@ -43,7 +41,7 @@ def finished(allocator: BlockAllocator, tokens: list[int], salt: bytes = b"") ->
     admission = computed(allocator, -1, tokens, salt)
     allocator.register_tail(-1, tokens, len(tokens))
     allocator.free(-1)
-    check_integrity(allocator)
+    allocator.check_integrity()
     return admission
 
 
@@ -52,7 +50,7 @@ def looked_up(allocator: BlockAllocator, tokens: list[int]) -> PrefixMatch:
     admission = allocator.admit(-2, len(tokens), tokens)
     allocator.store.copies_done()
     allocator.free(-2)
-    check_integrity(allocator)
+    allocator.check_integrity()
     return admission
 
 
@@ -90,21 +88,21 @@ class TestFullBlocks:
         assert allocator.cached_prefix(text((1, 17))) == 8
         assert allocator.cached_prefix(text((2, 17))) == 16
         assert computed(allocator, 4, text((2, 17))).num_cached == 16
-        check_integrity(allocator)
+        allocator.check_integrity()
 
     def test_shared_cached_blocks_are_not_counted_as_free_for_the_rest_of_the_prompt(self):
         allocator = BlockAllocator(num_blocks=3, block_size=BLOCK)
         finished(allocator, text((1, 16)))
         assert computed(allocator, 2, text((1, 16), (2, 8))).num_cached == 16
         assert allocator.num_available == 0
-        check_integrity(allocator)
+        allocator.check_integrity()
 
     def test_a_rewritten_block_is_forgotten(self):
         allocator = BlockAllocator(num_blocks=8, block_size=BLOCK)
         computed(allocator, 1, text((1, 16)))
         allocator.make_writable(1, 9, 10)
         assert allocator.cached_prefix(text((1, 17))) == 8
-        check_integrity(allocator)
+        allocator.check_integrity()
 
     def test_blocks_after_a_rewritten_one_are_known_by_their_new_prefix(self):
         allocator = BlockAllocator(num_blocks=16, block_size=BLOCK)
@@ -155,7 +153,7 @@ class TestPartsOfABlock:
         assert admission.num_cached == num_cached and table[:shared] == known[:shared]
         assert admission.copies == ([BlockCopy(known[shared], table[shared])] if run else [])
         assert set(known).isdisjoint(table[shared:])
-        check_integrity(allocator)
+        allocator.check_integrity()
 
     def test_a_conversation_goes_on_from_its_unfinished_block(self):
         allocator = BlockAllocator(num_blocks=16, block_size=BLOCK)
@@ -223,7 +221,7 @@ class TestPartsOfABlock:
         assert allocator.cached_prefix([*tokens, 0]) == 12
         allocator.make_writable(1, 12, 13)
         assert allocator.cached_prefix([*tokens, 0]) == 8
-        check_integrity(allocator)
+        allocator.check_integrity()
 
     def test_a_tail_includes_full_blocks_that_were_not_offered_yet(self):
         allocator = BlockAllocator(num_blocks=8, block_size=BLOCK)
@@ -243,7 +241,7 @@ class TestPartsOfABlock:
         allocator.register_prefix(1, tokens, 24)
         allocator.register_tail(1, tokens, 20)
         assert allocator.cached_prefix(text((1, 8), (2, 8), (3, 8), (3, 5))) == 24
-        check_integrity(allocator)
+        allocator.check_integrity()
 
     @pytest.mark.parametrize("tokens", [1, 5, 8])
     @pytest.mark.parametrize("where", range(9))
@@ -324,7 +322,7 @@ class TestMisses:
             allocator.store.drop_idle()
         misses = [looked_up(allocator, tokens).miss for tokens in texts]
         assert misses == [MissReason.UNSEEN] + [MissReason.EVICTED] * 2 * EVICTED_PER_BLOCK
-        check_integrity(allocator)
+        allocator.check_integrity()
 
 
 DAMAGES = {
@@ -353,7 +351,7 @@ class TestTrust:
         assert allocator.cached_prefix(list(range(8, 17)), salt=salt) == 0
 
     def test_a_colliding_hash_is_not_a_hit(self, monkeypatch: pytest.MonkeyPatch):
-        for module in (prefix_cache, group_prefixes, integrity):
+        for module in (prefix_cache, group_prefixes):
             monkeypatch.setattr(module, "chain_hash", lambda parent, tokens: b"same for all")
         allocator = BlockAllocator(num_blocks=4, block_size=4)
         finished(allocator, [1, 2, 3, 4])
@@ -386,7 +384,7 @@ class TestTrust:
         parent = chain_hash(b"", content)
         cache.register(0, b"", content, parent)
         cache.register(1, parent, token_bytes(list(range(5)), 0, 5))
-        check_prefixes(cache)
+        cache.check_integrity()
         damage(cache)
         with pytest.raises((AssertionError, KeyError)):
-            check_prefixes(cache)
+            cache.check_integrity()

@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from integrity import check_integrity
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.prefix_cache import PrefixCache
@@ -32,7 +31,7 @@ def finished(allocator: BlockAllocator, tokens: list[int], *positions: int) -> l
     for snapshot in snapshots:
         allocator.attach_snapshot(-1, tokens, snapshot)
     allocator.free(-1)
-    check_integrity(allocator)
+    allocator.check_integrity()
     return snapshots
 
 
@@ -41,7 +40,7 @@ def admitted(allocator: BlockAllocator, tokens: list[int]) -> PrefixMatch:
     admission = allocator.admit(-2, len(tokens), tokens)
     allocator.store.copies_done()
     allocator.free(-2)
-    check_integrity(allocator)
+    allocator.check_integrity()
     return admission
 
 
@@ -168,7 +167,7 @@ class TestHowManyAreKept:
         assert allocator.snapshots is not None
         assert (len(allocator.snapshots), allocator.snapshots.max_snapshots) == (0, 8)
         assert not allocator.attach_snapshot(1, list(range(30)), Snapshot(24, states="s"))
-        check_integrity(allocator)
+        allocator.check_integrity()
 
     def test_at_least_one(self):
         with pytest.raises(
@@ -179,7 +178,7 @@ class TestHowManyAreKept:
 
 def blocks_forgotten_alone(allocator: BlockAllocator) -> None:
     (prefixes,) = allocator.store.prefixes
-    PrefixCache.forget(prefixes, next(iter(prefixes.by_block)))
+    PrefixCache.forget(prefixes, next(iter(prefixes)))
 
 
 def too_many(allocator: BlockAllocator) -> None:
@@ -214,7 +213,7 @@ def test_damaged_books_are_noticed(damage):
     finished(allocator, list(range(20)), 8, 16)
     damage(allocator)
     with pytest.raises(AssertionError, match="snapshot"):
-        check_integrity(allocator)
+        allocator.check_integrity()
 
 
 class TestWhereTheyAreTaken:

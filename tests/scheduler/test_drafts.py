@@ -4,7 +4,6 @@ import random
 from itertools import pairwise
 
 import pytest
-from integrity import check_integrity
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
@@ -75,7 +74,7 @@ def finish(scheduler: Scheduler, step: Step) -> list[int]:
     for choice in kept:
         choice.request.tokens.append(choice.token)
     scheduler.commit(step)
-    check_integrity(scheduler.allocator)
+    scheduler.allocator.check_integrity()
     return [choice.request.id for choice in kept]
 
 

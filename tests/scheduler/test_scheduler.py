@@ -1,7 +1,6 @@
 """What each step computes: decodes first, bounded prefill chunks, admission, preemption."""
 
 import pytest
-from integrity import check_integrity
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import LayerGroup
@@ -109,7 +108,7 @@ def test_out_of_blocks_preempts_the_newest_and_computes_it_again_later():
         if preempted_at is None and new.num_preempted:
             preempted_at = new.num_generated
         compute(scheduler, step)
-        check_integrity(scheduler.allocator)
+        scheduler.allocator.check_integrity()
         steps += 1
         assert steps < 100
     assert scheduler.num_preemptions >= 1 and old.num_preempted == 0

@@ -4,7 +4,6 @@ from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
-from integrity import check_integrity
 from mlx_lm.generate import generate_step
 from tiny_models import VOCAB, tiny_model
 
@@ -45,7 +44,7 @@ def tokens_of(responses):
 def assert_drained(generator):
     generator.next()
     manager = generator._engine.manager
-    check_integrity(manager.allocator)
+    manager.check_integrity()
     assert manager.blocks_in_use == generator.prompt_cache_nbytes == 0
     assert not generator._engine._kept and not generator._sequences and not generator._by_request
 

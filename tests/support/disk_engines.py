@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import tiny_models
-from integrity import check_integrity
 
 from mlx_paged import Engine
 
@@ -30,7 +29,7 @@ def outputs(
     if directory is not None:  # else it depends on the clock what is read
         engine.scheduler.tier._seconds_to_compute = lambda start, stop: 0.0
     done = [engine.generate([prompt], **GREEDY, **salt)[0] for prompt in prompts]
-    check_integrity(engine.scheduler.allocator)
+    engine.scheduler.allocator.check_integrity()
     metrics = engine.metrics()["kv_disk"]
     engine.close()
     return [c.tokens for c in done], [c.cached_prompt_tokens for c in done], metrics

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import integrity
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generate_step
@@ -74,7 +73,7 @@ def blocks_in_use(pool) -> int:
 def check_integrity(pool) -> None:
     """Assert that every block is free or held and that nothing leaks."""
     pool.release_dropped()
-    integrity.check_integrity(pool.allocator)
+    pool.allocator.check_integrity()
 
 
 def tokens_written(monkeypatch: Any) -> list[int]:

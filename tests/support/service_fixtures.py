@@ -3,7 +3,6 @@
 import threading
 
 import pytest
-from integrity import check_integrity
 from service_harness import THREAD, CountedQueue, model
 
 from mlx_paged import Engine
@@ -31,4 +30,4 @@ def serve(engine):
         service.close()
     assert THREAD not in {thread.name for thread in threading.enumerate()}
     assert engine.manager.blocks_in_use == 0 and not engine.has_work
-    check_integrity(engine.manager.allocator)
+    engine.manager.check_integrity()

@@ -23,7 +23,6 @@ from disk_lives import DiskLives
 from fake_model import VOCAB, FakeClock, FakeRunner
 from fault_injection import FaultyRunner
 from injected_drafts import InjectedDrafter, take_every_guess
-from integrity import check_integrity
 from numpy_quantization import BITS
 from planned_runner import PlannedRunner
 from random_calls import TINY_GROUPS, RandomCalls, Setting
@@ -298,7 +297,7 @@ class Simulation:
             outputs = self.engine.step()
         except KeyboardInterrupt:
             outputs = []
-        check_integrity(self.engine.scheduler.allocator)
+        self.engine.scheduler.allocator.check_integrity()
         assert self.turns.most_waited <= self.turns.patience, "a long prompt starves"
         violations = getattr(getattr(self.runner.inner, "pool", None), "violations", [])
         self.counts["violations"] += len(violations)
