@@ -1,16 +1,17 @@
-"""The latest ticks of an engine and their summary. Knows no mlx."""
+"""The latest ticks of an engine, which of them took far too long and why, and their summary. Knows
+no mlx."""
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from operator import attrgetter
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from mlx_paged.metrics.spikes import Spike, SpikeDetector
-from mlx_paged.metrics.tick import PHASES, TIMES, Tick
+from mlx_paged.metrics.tick import PARTS, PHASES, TIMES, Tick
 
 CAPACITY = 8192
 NUM_SPIKES = 1000
@@ -19,6 +20,116 @@ BUCKETS_MS = (1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500, 5000, 10_000)
 """Upper bounds of the histograms' buckets; the last bucket has no bound."""
 
 PERCENTILES = {"p50": 50, "p95": 95, "p99": 99, "max": 100}
+
+FLOOR_MS = 50.0  # without a given threshold, a tick is a spike only above this time
+FACTOR = 3.0  # without a given threshold, a spike takes more than this multiple of the usual time
+NUM_RECENT = 64  # number of latest ticks that define the usual time
+MIN_RECENT = 8  # ticks are not judged before so many of their kind are known
+SHARE = 0.25  # a part is a cause if it has at least this share of a spike's excess
+FEW_TOKENS = 8  # so few prompt tokens, e.g. those of a fork, are not a cause
+_parts = attrgetter(*PARTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Spike:
+    """A tick above the threshold. docs/metrics.md explains the causes."""
+
+    index: int
+    start: float
+    tick_ms: float
+    threshold_ms: float
+    causes: tuple[str, ...]
+
+
+class SpikeDetector:
+    """Compares each tick with `threshold_ms`, or with FACTOR times the usual time, at least
+    FLOOR_MS: the median of recent ticks that only decoded, because running streams expect that
+    time. Ticks without decodes are compared with each other."""
+
+    def __init__(self, threshold_ms: float | None = None) -> None:
+        self.threshold_ms = threshold_ms
+        self._decodes: deque[Tick] = deque(maxlen=NUM_RECENT)
+        self._prefills: deque[Tick] = deque(maxlen=NUM_RECENT)
+        self._unjudged: deque[Tick] = deque(maxlen=NUM_RECENT)
+
+    def add(self, tick: Tick) -> Iterator[Spike]:
+        """Record a tick; yield the spikes found so far and set the causes of their ticks."""
+        is_mixed = tick.decode_tokens and (tick.prefill_tokens or tick.launched_prefill_tokens)
+        if not tick.faults and not is_mixed:
+            self._recent(tick).append(tick)
+        if tick.tick_ms > (self.threshold_ms or FLOOR_MS):
+            self._unjudged.append(tick)
+        for _ in range(len(self._unjudged)):
+            late = self._unjudged.popleft()
+            if self.threshold_ms is None and len(self._recent(late)) < MIN_RECENT:
+                self._unjudged.append(late)
+            elif (spike := self._judge(late)) is not None:
+                yield spike
+
+    def _recent(self, tick: Tick) -> deque[Tick]:
+        return self._decodes if tick.decode_tokens or tick.faults else self._prefills
+
+    def _judge(self, tick: Tick) -> Spike | None:
+        usual = [other for other in self._recent(tick) if other is not tick]
+        threshold = self.threshold_ms
+        if threshold is None:
+            usual_ms = median(other.tick_ms for other in usual) if usual else 0.0
+            threshold = max(FLOOR_MS, FACTOR * usual_ms)
+        if tick.tick_ms <= threshold:
+            return None
+        tick.causes = causes(tick, usual)
+        return Spike(tick.index, tick.start, tick.tick_ms, threshold, tick.causes)
+
+
+def causes(tick: Tick, usual: Sequence[Tick]) -> tuple[str, ...]:
+    """Why `tick` took longer than the `usual` ticks: the parts with the largest excess decide. A
+    tick can be a spike by a fixed threshold and take hardly longer: then its whole parts decide."""
+    excesses = _excesses(tick, usual)
+    if _total(excesses) < SHARE * tick.tick_ms:
+        usual = ()
+        excesses = _excesses(tick, usual)
+    total = _total(excesses)
+    if tick.gc_elsewhere_ms > total / 2:
+        return ("gc",)
+    ranked = sorted(excesses, key=excesses.__getitem__, reverse=True)
+    significant = [part for part in ranked if excesses[part] >= SHARE * total] or ranked[:1]
+    named = [cause for part in significant for cause in _causes_of_part(part, tick, usual)]
+    return tuple(dict.fromkeys(named))
+
+
+def _excesses(tick: Tick, usual: Sequence[Tick]) -> dict[str, float]:
+    """By part, how much longer than usual it took."""
+    columns = zip(*map(_parts, usual or [Tick()]), strict=True)
+    rows = zip(PARTS, _parts(tick), columns, strict=True)
+    return {part: value - median(values) for part, value, values in rows}
+
+
+def _total(excesses: dict[str, float]) -> float:
+    return sum(excess for excess in excesses.values() if excess > 0)
+
+
+def _causes_of_part(part: str, tick: Tick, usual: Sequence[Tick]) -> list[str]:
+    if part == "gc_ms":
+        return ["gc"]
+    if tick.faults:
+        return ["fault"]
+    copied = tick.cow_clones > _usual_count("cow_clones", usual)
+    if part in ("launch_ms", "wait_ms"):
+        launching = part == "launch_ms"
+        computed = tick.launched_prefill_tokens if launching else tick.prefill_tokens
+        found = {"prewarm": tick.prewarm_ms > 0, "prefill": computed > FEW_TOKENS, "cow": copied}
+        otherwise = "launch" if launching else "device"
+    elif part == "schedule_ms":
+        evicted = tick.evictions > _usual_count("evictions", usual)
+        found = {"preemption": tick.preemptions > 0, "eviction": evicted, "cow": copied}
+        otherwise = "host"
+    else:
+        found, otherwise = {}, "host"
+    return [cause for cause, holds in found.items() if holds] or [otherwise]
+
+
+def _usual_count(name: str, usual: Sequence[Tick]) -> float:
+    return median(getattr(tick, name) for tick in usual) if usual else 0
 
 
 class TimeHistogram:
