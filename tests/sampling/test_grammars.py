@@ -14,21 +14,12 @@ from random_schemas import random_schema
 from server_harness import demo
 from solo_runs import solo_run
 from structured_calls import SCHEMAS, structured_solo
+from structured_runs import PROMPTS, SCHEMA, make_engine, run
 
-from mlx_paged import Engine, FinishReason, SamplingParams
+from mlx_paged import FinishReason, SamplingParams
 from mlx_paged.sampling_params import JSON_STYLE
 from mlx_paged.scheduler.speculation import Speculation
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
 SOURCES = [
     {"json_schema": SCHEMA},
     {"regex": "(ab|cd){3}[0-9]{2}"},
@@ -39,11 +30,6 @@ SOURCES = [
     {"regex": 'x = "[^"\\n]{2,9}"'},
     {"grammar": 'start: "yes" | "no"'},
 ]
-PROMPTS = ["def f(x):", "class A:\n", "import os\n", "# a comment about", "x = [1, 2]", "print("]
-
-
-def make_engine(**options):
-    return Engine(*demo(), **{"num_blocks": 256, "seed": 1, "prewarm": False} | options)
 
 
 def check(completion, source):
@@ -91,19 +77,6 @@ def masked_greedy(prompt, source, max_tokens):
         matcher.consume_tokens(given)
         found += given
     return found[:max_tokens]
-
-
-def run(engine, requests, during=lambda engine, step: None):
-    """Completions by id; `during` is called after each step."""
-    ids = [engine.add_request(prompt, **options) for prompt, options in requests]
-    done, steps = {}, 0
-    while engine.has_work:
-        for output in engine.step():
-            if output.completion is not None:
-                done[output.request_id] = output.completion
-        steps += 1
-        during(engine, steps)
-    return [done[request_id] for request_id in ids], done, steps
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source)[:40])
