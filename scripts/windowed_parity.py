@@ -14,29 +14,22 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
-from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_paged import Completion, Engine
 from mlx_paged.cli import COUNT, Parser
-from mlx_paged.ops.formats import KVBits, checked_bits
-from mlx_paged.runner.model_probe import leaves, probe
-from tests.support.architectures import VOCAB, build
-from tests.support.numpy_quantization import quantized_mlx_lm
+from mlx_paged.ops.formats import checked_bits
+from mlx_paged.runner.model_probe import probe
+from tests.support.architectures import VOCAB
+from tests.support.windowed_reference import Reference, Rows, Tokens
 
-Tokens = Sequence[int]
-Key = tuple[tuple[int, ...], ...]
 Done = list[tuple[Tokens, Completion, bool]]
 """Prompts, their completions and whether these are greedy."""
-Rows = npt.NDArray[np.float32]
 
 WINDOWS = (8, 20, 64)
 CHUNKS = (7, 64, 512)
@@ -51,13 +44,6 @@ TOLERANCE = 1e-4
 QUANTIZED_TOLERANCE = 5e-3
 """The same where K/V is quantized: elements that differ in the last bit may be rounded apart."""
 
-NOISE = 3e-7, 1e-6
-"""Relative errors of float32 sums. If K/V that mlx-lm quantizes has such errors, some elements are
-rounded as the engine rounds them."""
-
-NOISY_RUNS = 24
-"""Runs of mlx-lm with each of these errors, for a completion beyond `QUANTIZED_TOLERANCE`."""
-
 MOST_ROUNDED = 0.5
 """At most this part of the completions has such an element; the others keep `TOLERANCE`."""
 
@@ -70,12 +56,6 @@ NAMES = (
     "muse_glimmer, windows only", "olmo3", "recurrent_gemma", "spark2_5", "step3p5",
 )  # fmt: skip
 """All tiny models of `tests.support.architectures` with a windowed layer that the engine runs."""
-
-WINDOW_FIELDS = (
-    "sliding_window", "sliding_window_size", "attention_window_size", "loop_window_size",
-    "attention_chunk_size",
-)  # fmt: skip
-"""Each architecture reads one of these."""
 
 SCENARIOS = (
     "arrivals", "preemptions", "forks", "samples", "beams", "prefixes", "evictions",
@@ -92,64 +72,6 @@ class Case:
     window: int
     prefill_chunk: int
     block_size: int
-
-
-def limits_of(model: Any) -> set[int]:
-    """The numbers of tokens that layers of mlx-lm's own caches or of the engine are limited to."""
-    caches = list(leaves(make_prompt_cache(model)))
-    rotating = {cache.max_size for cache in caches if isinstance(cache, RotatingKVCache)}
-    chunked = {cache.chunk_size for cache in caches if isinstance(cache, ChunkedKVCache)}
-    return rotating | chunked | {window for window in probe(model).windows if window}
-
-
-class Reference:
-    """A model with this window, and what mlx-lm computes with it for one sequence alone."""
-
-    def __init__(self, name: str, window: int, kv_bits: KVBits = None) -> None:
-        sizes = dict.fromkeys(WINDOW_FIELDS, window)
-        self.kv_bits = kv_bits
-        self.model = build(name, max_position_embeddings=1024, **sizes)
-        self.name = name
-        self.window = window
-        assert limits_of(self.model) == {window}, f"{name} does not read its window"
-        self.recurrent = probe(self.model).recurrent
-        self._runs: dict[Key, tuple[list[int], Rows]] = {}
-
-    def greedy(self, prompt: Tokens, num_tokens: int) -> list[int]:
-        """The tokens that mlx-lm generates."""
-        return self._run((tuple(prompt),), num_tokens)[0][:num_tokens] if num_tokens else []
-
-    def logprobs(self, prompt: Tokens, tokens: Tokens) -> Rows:
-        """``[len(tokens), vocab]``: mlx-lm's log-probabilities where `tokens` follow the prompt."""
-        if self.greedy(prompt, len(tokens)) == list(tokens):
-            return self._run((tuple(prompt),), len(tokens))[1][: len(tokens)]
-        return self._run((tuple(prompt), tuple(tokens)), len(tokens))[1]
-
-    def noisy_logprobs(self, prompt: Tokens, tokens: Tokens) -> Iterator[Rows]:
-        """As `logprobs`, of runs in which mlx-lm quantizes K/V with rounding errors of its own."""
-        for seed, noise in product(range(NOISY_RUNS), NOISE):
-            yield self._run((tuple(prompt), tuple(tokens)), len(tokens), noise, seed)[1]
-
-    def _run(
-        self, key: Key, num_tokens: int, noise: float = 0.0, seed: int = 0
-    ) -> tuple[list[int], Rows]:
-        """A run of `generate_step`; the key is the prompt and, if they are given, the tokens."""
-        known = None if noise else self._runs.get(key)
-        if known is None or len(known[0]) < num_tokens:
-            prompt, *given = key
-            tokens = iter((*given[0], given[0][-1]) if given else ())
-
-            def sampler(logprobs: mx.array) -> mx.array:
-                return mx.array([next(tokens)]) if given else mx.argmax(logprobs, axis=-1)
-
-            ids = mx.array(prompt)
-            with quantized_mlx_lm(self.kv_bits, noise, seed):
-                steps = generate_step(ids, self.model, max_tokens=num_tokens, sampler=sampler)
-                pairs = [(int(token), np.array(logprobs)) for token, logprobs in steps]
-            known = [token for token, _ in pairs], np.stack([row[:VOCAB] for _, row in pairs])
-            if not noise:
-                self._runs[key] = known
-        return known
 
 
 class Scenarios:

@@ -17,11 +17,10 @@ from scripts.windowed_parity import (
     NAMES,
     SCENARIOS,
     Case,
-    Reference,
     Scenarios,
-    limits_of,
     main,
 )
+from tests.support.windowed_reference import Reference, limits_of
 
 SIZES = [*product((8, 20), CHUNKS, BLOCK_SIZES)]
 SAMPLE = [Case(name, *SIZES[7 * i % len(SIZES)]) for i, name in enumerate(NAMES)]
