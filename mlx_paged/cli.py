@@ -193,19 +193,27 @@ def demo_model_path() -> Path:
 def load_model(
     name: str | None = None, adapter_path: str | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model. Under
-    mlx.launch the weights are read when they are used. Raises ValueError if the model or the
-    adapter does not exist or cannot be loaded."""
+    """Load a model and its tokenizer as ``mlx_lm.load`` does; None loads the demo model. Raises
+    ValueError if the model or the adapter does not exist or cannot be loaded."""
     path = str(demo_model_path()) if name is None else name
+    return load_with_config(path, adapter_path, trust_remote_code)[:2]
+
+
+def load_with_config(
+    path: str, adapter_path: str | None, trust_remote_code: bool, **tokenizer_config: str
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """A model, its tokenizer and its configuration. Under mlx.launch the weights are read when they
+    are used. Raises ValueError as :func:`load_model`."""
     if adapter_path is not None and not Path(adapter_path).is_dir():
         raise ValueError(f"adapter {adapter_path}: no such directory")
     if not Path(path).exists() and not _may_be_hub_id(path):
         raise ValueError(f"model {path}: no such directory")
     try:
-        model, tokenizer, *_ = load(
+        loaded: tuple[nn.Module, TokenizerWrapper, dict[str, Any]] = load(
             path,
             adapter_path=adapter_path,
-            tokenizer_config={"trust_remote_code": trust_remote_code},
+            tokenizer_config={"trust_remote_code": trust_remote_code} | tokenizer_config,
+            return_config=True,
             trust_remote_code=trust_remote_code,
             lazy=rank() is not None,
         )
@@ -213,7 +221,7 @@ def load_model(
         kind = "cannot be loaded" if Path(path).exists() else "not here and not from the hub"
         detail = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(f"model {path}: {kind} ({type(error).__name__}: {detail})") from error
-    return model, tokenizer
+    return loaded
 
 
 def _may_be_hub_id(name: str) -> bool:

@@ -15,11 +15,10 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 from huggingface_hub import scan_cache_dir, snapshot_download
-from mlx_lm import load
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.cli import NUM_DRAFTS
+from mlx_paged.cli import NUM_DRAFTS, load_with_config
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
 from mlx_paged.kv.memory import default_kv_memory, spare_memory
@@ -166,22 +165,12 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
         args.adapter_path = args.draft_model = args.kv_disk = None
         args.num_draft_tokens, args.kv_disk_gb = NUM_DRAFTS, None
     template = {"chat_template": args.chat_template} if args.chat_template else {}
-    try:
-        model, tokenizer, config = load(
-            path,
-            adapter_path=args.adapter_path,
-            tokenizer_config={"trust_remote_code": args.trust_remote_code} | template,
-            return_config=True,
-            trust_remote_code=args.trust_remote_code,
-            lazy=rank() is not None,
-        )
-        model = joined(model)
-        if args.use_default_chat_template and tokenizer.chat_template is None:
-            tokenizer.chat_template = tokenizer.default_chat_template
-            tokenizer.has_chat_template = True
-    except Exception as error:
-        detail = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(f"model {path}: {type(error).__name__}: {detail}") from error
+    files = path, args.adapter_path, args.trust_remote_code
+    model, tokenizer, config = load_with_config(*files, **template)
+    model = joined(model)
+    if args.use_default_chat_template and tokenizer.chat_template is None:
+        tokenizer.chat_template = tokenizer.default_chat_template
+        tokenizer.has_chat_template = True
     options = engine_options(args)
     if options["kv_memory"] is not None:
         options["kv_memory"] //= max(1, args.max_models)

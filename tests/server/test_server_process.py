@@ -193,10 +193,12 @@ def test_nothing_from_the_network_is_unpickled():
         assert "pickle" not in source and "_share_" not in source and "eval(" not in source
 
 
-def test_what_cannot_be_served_is_reported_in_one_line(server, capsys):
+def test_what_cannot_be_served_is_reported_in_one_line(server, tmp_path, capsys):
     taken = str(server.address[1])
     for flags, message in (
-        (["--model", "/nowhere"], "model /nowhere"),
+        (["--model", "/nowhere"], "model /nowhere: no such directory"),
+        (["--model", str(tmp_path)], f"model {tmp_path}: cannot be loaded (FileNotFoundError"),
+        (["--adapter-path", "/nowhere"], "adapter /nowhere: no such directory"),
         (["--port", taken, "--kv-memory", "0.05"], "Address already in use"),
         (["--kv-memory", "1e-9"], "expected at least"),
     ):
