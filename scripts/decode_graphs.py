@@ -3,6 +3,7 @@
     python -m scripts.decode_graphs graphs      # beside mlx-lm's batch generator
     python -m scripts.decode_graphs steps       # the demo model and one of 28 layers
     python -m scripts.decode_graphs padding     # the largest share of padding
+    python -m scripts.decode_graphs reference   # the reference workload of bench.serving
     python -m scripts.decode_graphs parts       # where the host's time of a compiled step goes
 
 All engines of a table take turns in one process. The last line is one JSON object. None takes more
@@ -27,8 +28,9 @@ from tqdm import tqdm
 from bench.command import print_result, table
 from bench.host_cost.graph_costs import Timed, graph_costs
 from bench.machine import check_machine, machine_text
-from bench.models import SIZES, random_llama
-from mlx_paged import Engine
+from bench.models import SIZES, llama_model, random_llama
+from bench.serving.workload import PRESETS, make_jobs
+from mlx_paged import Engine, SamplingParams
 from mlx_paged.cli import COUNT, Parser, load_model
 from mlx_paged.runner import batch, compiled_decode
 
@@ -72,7 +74,9 @@ class Course:
         return median(laps)
 
 
-def compare(first: Course, second: Course, pairs: int, steps: int) -> dict[str, Any]:
+def compare(
+    first: "Course | Workload", second: "Course | Workload", pairs: int, steps: int
+) -> dict[str, Any]:
     """Times of both courses in turns, and how much longer the first one takes, pair by pair."""
     found: list[tuple[float, float]] = []
     for index in tqdm(range(pairs), disable=None):
@@ -139,6 +143,42 @@ def padding(args: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+class Workload:
+    """The reference workload of bench.serving: all requests come at once, and 32 of them run."""
+
+    def __init__(self, num_requests: int | None, is_compiled: bool) -> None:
+        model = llama_model()
+        self.jobs = make_jobs(PRESETS["reference"], model.args.vocab_size, 0, num_requests)
+        blocks = 32 * -(-max(job.kv_tokens for job in self.jobs) // 16) + 8
+        self.engine = Engine(
+            model, num_blocks=blocks, max_running=32, prefix_cache=False, compile=is_compiled
+        )
+        self.tokens = list[list[int]]()
+
+    def milliseconds(self, num_runs: int) -> float:
+        """The median time of some runs."""
+        params = [SamplingParams(max_tokens=job.max_tokens, ignore_eos=True) for job in self.jobs]
+        laps = []
+        for _ in range(num_runs):
+            started = time.perf_counter()
+            done = self.engine.generate([list(job.prompt) for job in self.jobs], params)
+            laps.append(1000 * (time.perf_counter() - started))
+        self.tokens = [completion.tokens for completion in done]
+        return median(laps)
+
+
+def reference(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The reference workload: plain over compiled. Both have the same tokens."""
+    plain, compiled = (Workload(args.requests, flag) for flag in (False, True))
+    assert compiled.engine.stats.traces is not None
+    for each in (plain, compiled):
+        each.milliseconds(1)
+    found = compare(plain, compiled, args.pairs, 1)
+    assert plain.tokens == compiled.tokens
+    tokens = sum(map(len, plain.tokens))
+    return [{"requests": len(plain.jobs), "output_tokens": tokens, **found}]
+
+
 PARTS = {
     "schedule": ("scheduler", "schedule"),
     "arrays of the batch": ("runner", "_batches"),
@@ -180,7 +220,7 @@ def _timed(owner: Any, call: str) -> Timed:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
-    each.__name__: each for each in (graphs, steps, padding, parts)
+    each.__name__: each for each in (graphs, steps, padding, reference, parts)
 }
 
 
@@ -190,6 +230,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=COUNT, default=28, help="of the random Llama")
     parser.add_argument("--rows", type=COUNT, nargs="+", help="running requests")
     parser.add_argument("--steps", type=COUNT, default=40, help="of an engine in its turn")
+    parser.add_argument("--requests", type=COUNT, help="of the reference workload (default: 96)")
     parser.add_argument("--pairs", type=COUNT, default=12, help="of turns")
     args = parser.parse_args(argv)
     mx.set_default_device(mx.Device(mx.cpu))
