@@ -146,7 +146,7 @@ struct WriteKV {
   static auto task(const Arrays& inputs, Arrays& outputs) {
     const auto target = [&](int i) -> WriteTarget {
       const bool is_quantized = outputs.size() > 2;
-      return {PoolView(outputs[i]), View(inputs[i]),
+      return {PoolView(outputs[i]), View(token_rows(inputs[i])),
               is_quantized ? std::optional(PoolView(outputs[2 + i])) : std::nullopt,
               quantize_row(outputs[i])};
     };
@@ -280,7 +280,8 @@ std::optional<std::array<mx::array, 4>> append_kv(const mx::array& k, const mx::
     return std::nullopt;
   }
   const auto rows = [](const mx::array& x) {
-    return x.shape(2) == 1 ? mx::squeeze(x, 2) : mx::flatten(mx::transpose(x, {0, 2, 1, 3}), 0, 1);
+    const bool is_taken = x.shape(0) == 1 || x.shape(2) == 1;
+    return is_taken ? x : mx::flatten(mx::transpose(x, {0, 2, 1, 3}), 0, 1);
   };
   const auto gathered = [&](const mx::array& cache) {
     const mx::array found = gather_blocks(cache, block_tables, num_tokens);

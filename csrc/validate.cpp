@@ -284,17 +284,34 @@ void check_attention(const AttentionInputs& in, const AttentionOptions& options,
   }
 }
 
+mx::array token_rows(const mx::array& a) {
+  if (a.ndim() == 3) {
+    return a;
+  }
+  mx::array rows({a.shape(0) * a.shape(2), a.shape(1), a.shape(3)}, a.dtype(), nullptr, {});
+  const auto stride = a.strides(a.shape(2) == 1 ? 0 : 2);
+  rows.copy_shared_buffer(a, {stride, a.strides(1), a.strides(3)}, {}, a.data_size());
+  return rows;
+}
+
 Arrays write_inputs(const mx::array& k, const mx::array& v, const mx::array& k_cache,
                     const mx::array& v_cache, const mx::array& slot_mapping,
                     const OptionalArray& k_scales, const OptionalArray& v_scales) {
   const char* op = "write_kv";
   const bool is_stored = !k_scales && k.dtype() == mx::int8;  // rows as the pool has them
   check_pool(op, k_cache, v_cache, k_scales, v_scales, k_scales || is_stored, true);
-  check_rank(op, "k", k, 3, "(num_tokens, num_kv_heads, head_dim)");
-  const int tokens = k.shape(0);
-  const int kv_heads = k_cache.shape(0);
-  check_shape(op, "k", k, {tokens, kv_heads, k_cache.shape(3)}, "the heads and width of k_cache");
-  check_shape(op, "v", v, {tokens, kv_heads, is_stored ? v_cache.shape(3) : value_dim(v_cache)},
+  const bool is_of_model = k.ndim() == 4 && (k.shape(0) == 1 || k.shape(2) == 1);
+  if (!is_of_model) {
+    check_rank(op, "k", k, 3, "(num_tokens, num_kv_heads, head_dim)");
+  }
+  const int tokens = is_of_model ? k.shape(0) * k.shape(2) : k.shape(0);
+  const auto shape = [&](int width) {
+    const int heads = k_cache.shape(0);
+    return is_of_model ? mx::Shape{k.shape(0), heads, k.shape(2), width}
+                       : mx::Shape{tokens, heads, width};
+  };
+  check_shape(op, "k", k, shape(k_cache.shape(3)), "the heads and width of k_cache");
+  check_shape(op, "v", v, shape(is_stored ? v_cache.shape(3) : value_dim(v_cache)),
               "the tokens of k, the heads and width of v_cache");
   for (const auto& [name, rows, cache] : {std::tuple{"k", &k, &k_cache}, {"v", &v, &v_cache}}) {
     if (k_scales) {

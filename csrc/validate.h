@@ -37,6 +37,10 @@ void require(bool condition, std::string_view op, const Parts&... parts) {
 void check_attention(const AttentionInputs& inputs, const AttentionOptions& options,
                      bool check_values);
 
+// K or V [T, H_kv, D] as it is; [B, H_kv, N, D], where B or N is 1, as a view of such rows. The
+// array has memory.
+mx::array token_rows(const mx::array& a);
+
 // The inputs of the primitive: those given, in this order.
 Arrays write_inputs(const mx::array& k, const mx::array& v, const mx::array& k_cache,
                     const mx::array& v_cache, const mx::array& slot_mapping,

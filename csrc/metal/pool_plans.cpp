@@ -34,7 +34,8 @@ std::optional<LaunchPlan> pool_plan(const char* kernel, const std::string& type,
 
 LaunchPlans plan_write_kv(const Arrays& inputs) {
   using Role = BufferBinding::Role;
-  const mx::array &k = inputs[0], &v = inputs[1], &k_cache = inputs[2], &v_cache = inputs[3];
+  const mx::array k = token_rows(inputs[0]), v = token_rows(inputs[1]);
+  const mx::array &k_cache = inputs[2], &v_cache = inputs[3];
   const bool is_quantized = inputs.size() > 5;
   const int lanes = is_quantized ? 32 : std::max(k.shape(2), v.shape(2)) / kVector;
   std::optional<LaunchPlan> plan = pool_plan(is_quantized ? "write_quantized" : "write_kv",

@@ -178,5 +178,5 @@ class PoolLayer:
 
 
 def _token_rows(x: mx.array) -> mx.array:
-    """K or V ``[B, H_kv, N, D]`` as ``[B * N, H_kv, D]``."""
-    return x.squeeze(2) if x.shape[2] == 1 else x.transpose(0, 2, 1, 3).flatten(0, 1)
+    """K or V ``[B, H_kv, N, D]`` as ``write_kv`` takes it."""
+    return x if 1 in (x.shape[0], x.shape[2]) else x.swapaxes(1, 2).flatten(0, 1)

@@ -120,6 +120,7 @@ def write_kv(
     """``mlx_paged.write_kv`` as a scatter into new arrays. MLX's scatter does not check indices, so
     the host reads the slots: it waits until `slot_mapping` is evaluated."""
     _, num_blocks, block_size, _ = k_cache.shape
+    k, v = (x if x.ndim == 3 else x.swapaxes(1, 2).flatten(0, 1) for x in (k, v))
     slots = np.array(slot_mapping)
     rows = np.flatnonzero((slots >= 0) & (slots < num_blocks * block_size))
     caches = k_cache, v_cache, *scales.values()

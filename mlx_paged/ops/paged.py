@@ -270,7 +270,8 @@ def write_kv(
 
     Args:
         k: ``[T, H_kv, D]`` in the pool's dtype, or of any floating type where the pool is
-            quantized; not a view of memory that this call writes.
+            quantized; not a view of memory that this call writes. Or as a model computes it,
+            ``[T, H_kv, 1, D]`` or ``[1, H_kv, T, D]``.
         v: ``[T, H_kv, D_v]`` likewise.
         k_cache: ``[H_kv, N, S, D]``.
         v_cache: ``[H_kv, N, S, D_v]``.

@@ -71,12 +71,7 @@ class PagedLayerCache(LayerView, UntrimmedCache):
         assert self.stores, "this layer stored nothing when the model was traced"
         forward = self.forward
         if forward.slot_mapping is not None:
-            values = storable(values)
-            if forward.columns == 1:
-                rows = keys.squeeze(2), values.squeeze(2)
-            else:
-                rows = keys[0].transpose(1, 0, 2), values[0].transpose(1, 0, 2)
-            self.pool.write(self.layer, *rows, forward.slot_mapping)
+            self.pool.write(self.layer, keys, storable(values), forward.slot_mapping)
         self._is_written = True
         self.offset = forward.next_offset
         return self.keys_and_values()

@@ -263,7 +263,10 @@ class TestAttention:
 class TestPool:
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("v_head_dim", [64, 32, 96], ids="Dv{}".format)
-    def test_rows_go_to_their_slots_and_nothing_else_changes(self, any_metal, dtype, v_head_dim):
+    @pytest.mark.parametrize("given", ["rows", "tokens", "sequence"])
+    def test_rows_go_to_their_slots_and_nothing_else_changes(
+        self, any_metal, dtype, v_head_dim, given
+    ):
         rng = np.random.default_rng(0)
         k = mx.array(rng.standard_normal((9, 2, 64))).astype(dtype)
         v = mx.array(rng.standard_normal((2, 9, v_head_dim))).astype(dtype).transpose(1, 0, 2)
@@ -274,6 +277,10 @@ class TestPool:
         slots = np.array([3, -1, 19, 7, 20, 2**31 - 1, 0, 4, -(2**31)], np.int32)
         want_k, want_v = as_numpy(k_cache), as_numpy(v_cache)
         write_kv_numpy(as_numpy(k), as_numpy(v), want_k, want_v, slots)
+        if given == "tokens":
+            k, v = k[:, :, None], v[:, :, None]
+        elif given == "sequence":
+            k, v = k.swapaxes(0, 1)[None], v.swapaxes(0, 1)[None]
         any_metal.write_kv(k, v, k_cache, v_cache, mx.array(slots))
         np.testing.assert_array_equal(as_numpy(k_cache), want_k)
         np.testing.assert_array_equal(as_numpy(v_cache), want_v)

@@ -104,6 +104,18 @@ class TestWriteKV:
         slots = mx.repeat(mx.array([9, 2, -1, 27]), 2)[::2]
         self.assert_matches_numpy(k, v, random_pool(), slots, kernel)
 
+    @pytest.mark.parametrize("num_rows", [1, 4], ids="T{}".format)
+    @pytest.mark.parametrize("axis", [0, 2])
+    @WIDTHS
+    def test_rows_as_a_model_computes_them(self, head_dim, v_head_dim, axis, num_rows, kernel):
+        """One token of each sequence, or one sequence; both are views."""
+        rows = [random(num_rows, HEADS, dim) for dim in (head_dim, v_head_dim)]
+        pool, slots = random_pool(head_dim, v_head_dim), mx.array([9, 2, -1, 27])[:num_rows]
+        expected = [as_numpy(cache) for cache in pool]
+        write_kv_numpy(*map(as_numpy, rows), *expected, np.array(slots))
+        given = [x.swapaxes(0, 1)[None] if axis else x[:, :, None] for x in rows]
+        assert_same_bits(ops.write_kv(*given, *pool, slots), expected)
+
     def test_last_of_equal_slots_stays(self):
         k, v = random(3, HEADS, 8), random(3, HEADS, 8)
         self.assert_matches_numpy(k, v, random_pool(), mx.array([5, 5, 5]), "native")
@@ -129,6 +141,8 @@ class TestWriteKV:
         [
             ("k", mx.zeros((2, HEADS)), r"k has shape \(2, 3\)"),
             ("k", mx.zeros((2, HEADS + 1, 8)), "k has shape"),
+            ("k", mx.zeros((2, HEADS, 1, 8)), "v has shape"),
+            ("k", mx.zeros((2, HEADS, 2, 8)), r"k has shape \(2, 3, 2, 8\): .*num_tokens"),
             ("k", mx.zeros((2, HEADS, 8), mx.float16), "k .*dtype"),
             ("v", mx.zeros((3, HEADS, 8)), "v has shape"),
             ("v", mx.zeros((2, HEADS, 9)), "v has shape"),
