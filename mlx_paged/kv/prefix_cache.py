@@ -55,9 +55,10 @@ def common_tokens(a: bytes, b: bytes) -> int:
     return lowest_bit // (8 * TOKEN_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CachedBlock:
-    """A block whose content is known: its tokens and the hash of the prefix they extend."""
+    """A block whose content is known: its tokens and the hash of the prefix they extend. It never
+    changes: it is not frozen, because a frozen one takes twice as long to make."""
 
     block: int
     hash: bytes

@@ -48,21 +48,18 @@ class PrefixMatch:
     copies: Sequence[BlockCopy] = ()  # block copies to perform, in order, before any write
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NeededBlock:
     """A full block that a prompt could reuse."""
 
     index: int  # which block of the prompt it is
     group: int  # its layer group; -1: these are the recurrent states after it
     known: CachedBlock  # its content; the block is ABSENT if the pool lacks it
+    key: bytes  # as :func:`block_key`
 
     @property
     def is_absent(self) -> bool:
         return self.known.block == ABSENT
-
-    @property
-    def key(self) -> bytes:
-        return block_key(self.known.hash, self.group)
 
     def find(self, prefixes: Sequence[PrefixCache]) -> CachedBlock | None:
         """What the pool has of it now."""

@@ -102,9 +102,9 @@ class DiskStore:
         place = self._index.get(key)
         return place.num_bytes if place else 0
 
-    def seconds_to_read(self, keys: Sequence[bytes]) -> float:
+    def seconds_to_read(self, num_bytes: int) -> float:
         """What earlier reads predict; 0: unknown."""
-        return self._seconds / self._bytes * sum(map(self.size_of, keys)) if self._bytes else 0.0
+        return self._seconds / self._bytes * num_bytes if self._bytes else 0.0
 
     def doubt(self) -> None:
         """Predict less from now on, so that a slow disk is tried again."""
@@ -206,8 +206,8 @@ class DiskStore:
             if not isinstance(payload, Location):
                 memory[size][row] = np.frombuffer(payload, np.uint8)
                 load.found[key] = rows[size][0], row
-        places = [(key, place, memory[size][row]) for key, place, size, row in stored]
-        reasons = self._packs.read(places, self._identity)
+        places = [(key, place, row) for key, place, _, row in stored]
+        reasons = self._packs.read(places, memory, self._identity)
         for (key, place, size, row), reason in zip(stored, reasons, strict=True):
             if reason is None:
                 load.found[key] = rows[size][0], row

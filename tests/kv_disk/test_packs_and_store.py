@@ -311,11 +311,11 @@ def test_no_thread_but_the_stores_waits_for_the_disk(tmp_path):
     filled(tmp_path)
     files = PackFiles(tmp_path, 10**6)
     place = packs.Location(1, len(packs.FILE_MAGIC), 1000)
-    wanted = [(key_of(1), place, bytearray(1000))]
+    wanted, rows = [(key_of(1), place, 0)], {1000: np.zeros((1, 1000), np.uint8)}
     for call in (
         lambda: next(files.scan()),
         lambda: files.append(ME, key_of(1), b"1"),
-        lambda: next(files.read(wanted, ME)),
+        lambda: files.read(wanted, rows, ME),
         lambda: files.kill(place),
         lambda: files.remove(1),
         lambda: files.used({1}),
