@@ -228,20 +228,17 @@ class PackFiles:
             with suppress(OSError), self.path(first.pack).open("rb", buffering=0) as file:
                 end = first.offset + os.preadv(file.fileno(), list(pieces), first.offset)
             ends += [end] * (stop - start)
-        sums: dict[tuple[int, int], tuple[int, int]] = {}
+        sums: dict[int, tuple[int, Any]] = {}  # by size: the first row, and those of all from there
         for size in {place.num_bytes for _, place, _ in wanted}:
             used = [row for _, place, row in wanted if place.num_bytes == size]
-            span = range(min(used), max(used) + 1)
-            sums |= zip(
-                ((size, i) for i in span), _sums(rows[size][span[0] : span.stop]), strict=True
-            )
+            sums[size] = min(used), _sums(rows[size][min(used) : max(used) + 1])
         reasons: list[str | None] = []
         for header, end, (key, place, row) in zip(headers, ends, wanted, strict=True):
+            top, of_rows = sums[place.num_bytes]
+            expected = identity, key, place.num_bytes, *of_rows[row - top]
             if place.end > end:
                 reasons.append("truncated" if end else "unreadable")
             else:
-                size = place.num_bytes
-                expected = identity, key, size, *sums[size, row]
                 reasons.append(_mistrusted(header.tobytes(), *expected))
         return reasons
 

@@ -117,6 +117,26 @@ def test_a_flipped_bit_anywhere_in_a_record_is_noticed(tmp_path):
     made.close()
 
 
+@pytest.mark.parametrize("length", [8, 512, packs.ROW, 2 * packs.ROW])
+def test_what_moves_within_a_payload_is_noticed(length):
+    """Within rows of the matrix that is added up, between them, and whole rows."""
+    payload = np.frombuffer(payload_of(0, 9 * packs.ROW + 1000), np.uint8)
+    swapped = []
+    for start in range(0, len(payload) - 2 * length, max(length, 72)):
+        for distance in (length, packs.ROW, 2 * packs.ROW, 3 * packs.ROW + 512):
+            other, stop = start + distance, start + distance + length
+            if distance >= length and stop <= len(payload):
+                changed = payload.copy()
+                changed[start : start + length], changed[other:stop] = (
+                    payload[other:stop],
+                    payload[start : start + length],
+                )
+                swapped.append(changed)
+    sums = packs._sums(np.array([payload, *swapped]))
+    assert len(swapped) > 5 and sums[0] not in sums[1:]
+    assert sums[0] == packs._sums(payload[None])[0]
+
+
 def test_a_damaged_record_is_counted_once_and_stays_removed(tmp_path):
     filled(tmp_path)
     path = the_pack(tmp_path)
