@@ -59,8 +59,7 @@ def common_tokens(a: bytes, b: bytes) -> int:
 
 @dataclass(slots=True)
 class CachedBlock:
-    """A block whose content is known: its tokens and the hash of the prefix they extend. It never
-    changes: it is not frozen, because a frozen one takes twice as long to make."""
+    """A block of known content: its tokens and the hash of the prefix they extend. Not changed."""
 
     block: int
     hash: bytes

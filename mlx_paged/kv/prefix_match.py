@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.prefix_cache import ABSENT, CachedBlock, PrefixCache
+from mlx_paged.kv.prefix_cache import CachedBlock, PrefixCache
 from mlx_paged.kv.snapshots import Snapshot
 
 
@@ -56,10 +56,6 @@ class NeededBlock:
     group: int  # its layer group; -1: these are the recurrent states after it
     known: CachedBlock  # its content; the block is ABSENT if the pool lacks it
     key: bytes  # as :func:`block_key`
-
-    @property
-    def is_absent(self) -> bool:
-        return self.known.block == ABSENT
 
     def find(self, prefixes: Sequence[PrefixCache]) -> CachedBlock | None:
         """What the pool has of it now."""

@@ -8,7 +8,6 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from struct import Struct
 from time import time
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 from weakref import finalize
 
 import numpy as np
-import numpy.typing as npt
 
 FILE_MAGIC = b"mlx_paged K/V 3\n"
 """First bytes of a pack; they name the version of the format."""
@@ -24,8 +22,7 @@ RECORD, DEAD = b"KVrc", b"dead"
 HEADER = Struct("<4sI32s24sQII")
 """Magic, CRC of the rest of the header, identity, key, and the payload's bytes and checksums."""
 ROW = 2048
-"""Bytes whose words are added before a CRC is taken: one call of numpy adds those of many records,
-ten times as fast as zlib computes CRCs, while other threads run."""
+"""Bytes in a row of the words that numpy adds up, ten times as fast as zlib computes a CRC."""
 PACKS = 64
 """A full store has about so many packs: the store gives up one at a time."""
 MIN_PACK, MAX_PACK = 1 << 20, 1 << 28
@@ -58,7 +55,7 @@ class Location(NamedTuple):
         return self.offset + HEADER.size + self.num_bytes
 
 
-def _sums(payloads: npt.NDArray[np.uint8]) -> list[tuple[int, int]]:
+def _sums(payloads: Any) -> list[tuple[int, int]]:
     """Two checksums of each payload ``[n, bytes]``. A payload is a matrix of words with rows of ROW
     bytes, and a rest. Both are of the sums of its rows and of its columns, mod 2**64, and its rest:
     any change of one word changes both kinds of sums, and a swap changes one or both."""
@@ -79,20 +76,8 @@ def damage(header: Any) -> str | None:
     """Why a header cannot be trusted; None: it can."""
     if len(header) < HEADER.size:
         return "truncated"
-    is_known = header[:4] in (RECORD, DEAD)
     is_right = zlib.crc32(header[8:]) == int.from_bytes(header[4:8], "little")
-    return None if is_known and is_right else "header"
-
-
-def _mistrusted(header: bytes, *expected: Any) -> str | None:
-    """Why a record is not what was written under this key; None: it is. `expected` are the last
-    fields of its header, from the identity on."""
-    if (reason := damage(header)) is not None:
-        return reason
-    magic, _, *found = HEADER.unpack(header)
-    if magic != RECORD or found[:3] != [*expected[:3]]:
-        return "another"
-    return None if found == [*expected] else "checksum"
+    return None if is_right and header[:4] in (RECORD, DEAD) else "header"
 
 
 class PackFiles:
@@ -210,9 +195,9 @@ class PackFiles:
 
     def read(
         self, wanted: Sequence[tuple[bytes, Location, int]], rows: dict[int, Any], identity: bytes
-    ) -> list[str | None]:
+    ) -> Iterator[str | None]:
         """Read payloads by their keys and places, each into a row of the memory for its size,
-        ``[n, num_bytes]`` uint8. Returns for each why it is not what was written under this key;
+        ``[n, num_bytes]`` uint8. Yields for each why it is not what was written under this key;
         None: it is. Neighbours are read at once. All rows between them are read here or full."""
         _check_thread()
         headers, ends = np.empty((len(wanted), HEADER.size), np.uint8), list[int]()
@@ -222,25 +207,28 @@ class PackFiles:
                 wanted[stop][1][:2] == (first.pack, wanted[stop - 1][1].end)
             ):
                 stop += 1
-            memory = [rows[place.num_bytes][row] for _, place, row in wanted[start:stop]]
-            pieces: Any = chain(*zip(headers[start:stop], memory, strict=True))
+            run = zip(headers[start:stop], wanted[start:stop], strict=True)
+            pieces = [p for head, (_, at, row) in run for p in (head, rows[at.num_bytes][row])]
             end = 0
             with suppress(OSError), self.path(first.pack).open("rb", buffering=0) as file:
-                end = first.offset + os.preadv(file.fileno(), list(pieces), first.offset)
+                end = first.offset + os.preadv(file.fileno(), pieces, first.offset)
             ends += [end] * (stop - start)
         sums: dict[int, tuple[int, Any]] = {}  # by size: the first row, and those of all from there
         for size in {place.num_bytes for _, place, _ in wanted}:
             used = [row for _, place, row in wanted if place.num_bytes == size]
             sums[size] = min(used), _sums(rows[size][min(used) : max(used) + 1])
-        reasons: list[str | None] = []
-        for header, end, (key, place, row) in zip(headers, ends, wanted, strict=True):
+        for header, end, (key, place, row) in zip(map(bytes, headers), ends, wanted, strict=True):
             top, of_rows = sums[place.num_bytes]
-            expected = identity, key, place.num_bytes, *of_rows[row - top]
+            expected = [identity, key, place.num_bytes, *of_rows[row - top]]
+            magic, _, *found = HEADER.unpack(header)
             if place.end > end:
-                reasons.append("truncated" if end else "unreadable")
+                yield "truncated" if end else "unreadable"
+            elif (reason := damage(header)) is not None:
+                yield reason
+            elif magic != RECORD or found[:3] != expected[:3]:
+                yield "another"
             else:
-                reasons.append(_mistrusted(header.tobytes(), *expected))
-        return reasons
+                yield None if found == expected else "checksum"
 
     def used(self, packs: set[int]) -> None:
         """These packs were read: they are given up last, also by a later process."""

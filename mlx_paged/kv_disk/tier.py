@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
-from mlx_paged.kv.prefix_cache import TOKEN_BYTES, CachedBlock
+from mlx_paged.kv.prefix_cache import ABSENT, TOKEN_BYTES, CachedBlock
 from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
@@ -160,7 +160,7 @@ class KVDiskTier:
         if not store or self._asked.get(request.id) == DECLINED:
             return False
         needed = self._allocator.prefixes.needed(request.tokens, request.salt, store)
-        absent = [each for each in needed if each.is_absent]
+        absent = [each for each in needed if each.known.block == ABSENT]
         totals = list(accumulate(store.size_of(each.key) for each in absent))
         absent = absent[: bisect(totals, LOAD_BYTES)]
         if not absent or self._asked.get(request.id, -1) >= absent[0].index:
@@ -178,7 +178,7 @@ class KVDiskTier:
             if sum(load.num_bytes for load in loads) > LOAD_BYTES:
                 return False  # others come first; it asks again
             load = store.load([each.key for each in absent])
-        held = [each for each in needed if not each.is_absent]
+        held = [each for each in needed if each.known.block != ABSENT]
         self._plans[request.id] = _Plan(load, held, deque(absent), to_compute)
         self._asked[request.id] = absent[0].index
         self.loading[request.id] = request

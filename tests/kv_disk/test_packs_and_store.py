@@ -335,7 +335,7 @@ def test_no_thread_but_the_stores_waits_for_the_disk(tmp_path):
     for call in (
         lambda: next(files.scan()),
         lambda: files.append(ME, key_of(1), b"1"),
-        lambda: files.read(wanted, rows, ME),
+        lambda: next(files.read(wanted, rows, ME)),
         lambda: files.kill(place),
         lambda: files.remove(1),
         lambda: files.used({1}),
