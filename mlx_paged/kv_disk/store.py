@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from threading import Lock, RLock
-from time import monotonic, sleep
+from threading import Barrier, Lock, RLock
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -80,8 +80,8 @@ class DiskStore:
         self._writer = ThreadPoolExecutor(1, "mlx_paged.kv_disk", allow_disk)
         self._readers = ThreadPoolExecutor(READERS, "mlx_paged.kv_disk", allow_disk)
         self._writer.submit(self._scan)
-        for _ in range(READERS):  # their threads start now, not while a request waits for them
-            self._readers.submit(sleep, 0.01)
+        start = Barrier(READERS)  # starts their threads now, not while a request waits for them
+        wait([self._readers.submit(start.wait) for _ in range(READERS)])
 
     def __contains__(self, key: object) -> bool:
         return key in self._index or key in self._pending
