@@ -66,9 +66,9 @@ def _sums(payloads: Any) -> list[tuple[int, int]]:
     return [(zlib.crc32(each), zlib.adler32(each)) for each in checked]
 
 
-def _header(identity: bytes, key: bytes, payload: Any) -> bytes:
-    (sums,) = _sums(np.frombuffer(payload, np.uint8)[None])
-    rest = HEADER.pack(RECORD, 0, identity, key, len(payload), *sums)[8:]
+def _header(*fields: Any) -> bytes:
+    """The header with these fields after its CRC."""
+    rest = HEADER.pack(RECORD, 0, *fields)[8:]
     return RECORD + zlib.crc32(rest).to_bytes(4, "little") + rest
 
 
@@ -185,7 +185,9 @@ class PackFiles:
                 removed.append(next(iter(self.packs)))
                 self.remove(removed[-1])
             place = Location(pack, self.packs[pack], len(payload))
-            if os.pwritev(file, [_header(identity, key, payload), payload], place.offset) != size:
+            (sums,) = _sums(np.frombuffer(payload, np.uint8)[None])
+            header = _header(identity, key, len(payload), *sums)
+            if os.pwritev(file, [header, payload], place.offset) != size:
                 raise OSError(errno.ENOSPC, "the disk is full")
         finally:
             self.packs[pack] = os.fstat(file).st_size  # a torn record counts, too
@@ -219,16 +221,14 @@ class PackFiles:
             sums[size] = min(used), _sums(rows[size][min(used) : max(used) + 1])
         for header, end, (key, place, row) in zip(map(bytes, headers), ends, wanted, strict=True):
             top, of_rows = sums[place.num_bytes]
-            expected = [identity, key, place.num_bytes, *of_rows[row - top]]
-            magic, _, *found = HEADER.unpack(header)
+            expected = _header(identity, key, place.num_bytes, *of_rows[row - top])
             if place.end > end:
                 yield "truncated" if end else "unreadable"
-            elif (reason := damage(header)) is not None:
-                yield reason
-            elif magic != RECORD or found[:3] != expected[:3]:
-                yield "another"
+            elif header == expected:
+                yield None
             else:
-                yield None if found == expected else "checksum"
+                is_other = header[:4] != RECORD or header[8:-8] != expected[8:-8]
+                yield damage(header) or ("another" if is_other else "checksum")
 
     def used(self, packs: set[int]) -> None:
         """These packs were read: they are given up last, also by a later process."""
