@@ -59,8 +59,7 @@ class NeededBlock:
 
     def find(self, prefixes: Sequence[PrefixCache]) -> CachedBlock | None:
         """What the pool has of it now."""
-        known = self.known
-        return prefixes[self.group].find(known.hash, known.parent, known.tokens)
+        return prefixes[self.group].find(self.known.hash, self.known.parent, self.known.tokens)
 
 
 def block_key(hash: bytes, group: int) -> bytes:

@@ -165,8 +165,7 @@ class KVDiskTier:
         absent = absent[: bisect(totals, LOAD_BYTES)]
         if not absent or self._asked.get(request.id, -1) >= absent[0].index:
             return False
-        start, stop = absent[0].index * size, (absent[-1].index + 1) * size
-        to_compute = self._seconds_to_compute(start, stop)
+        to_compute = self._seconds_to_compute(absent[0].index * size, (absent[-1].index + 1) * size)
         if 0 < to_compute < store.seconds_to_read(totals[len(absent) - 1]):
             self._asked[request.id] = DECLINED
             store.doubt()
