@@ -41,6 +41,7 @@ PER_LIFE = 8
 
 WRITER = """
 import sys
+import numpy as np
 from mlx_paged.kv_disk.packs import PackFiles, allow_disk
 allow_disk()
 files = PackFiles(sys.argv[1], 10**9)
@@ -48,10 +49,10 @@ known = [found for found in files.scan() if not isinstance(found, str)]
 print("ready", flush=True)
 while True:
     for identity, key, place in known:
-        payload = bytearray(place.num_bytes)
-        if any(files.read([(key, place, payload)], identity)):
-            identity, payload = bytes(32), bytes(1000)
-        files.append(identity, key, payload)
+        rows = np.empty((1, place.num_bytes), np.uint8)
+        if any(files.read([(key, place, 0)], {place.num_bytes: rows}, identity)):
+            identity, rows = bytes(32), np.zeros((1, 1000), np.uint8)
+        files.append(identity, key, rows[0])
 """
 """Writes what is there once more, until it is killed."""
 

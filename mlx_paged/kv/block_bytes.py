@@ -52,6 +52,8 @@ def write_blocks(pool: KVPool, blocks: Int32Array, group: int, data: Any) -> Non
     staged, start = mx.array(data).reshape(len(blocks), -1), 0
     for handles, layer in pool.arrays_of(group):
         written = _written(handles[layer], blocks, staged, start)
+        if start == 0:  # the device begins while the other writes are laid out
+            mx.async_eval(written)  # type: ignore[no-untyped-call]
         start += written[:, 0].nbytes
         if handles is pool.k:
             pool.set_keys(layer, written)

@@ -32,12 +32,12 @@ class BlockTables:
         if not self._free_rows:
             self._add_rows()
         row = self._free_rows.pop()
-        self._changed(row)
+        self.touch(row)
         return row
 
     def release_row(self, row: int) -> None:
         self._lengths[:, row] = 0
-        self._changed(row)
+        self.touch(row)
         self._free_rows.append(row)
 
     def length(self, row: int, group: int = 0) -> int:
@@ -91,32 +91,33 @@ class BlockTables:
 
     def replace(self, row: int, index: int, block: int, group: int = 0) -> None:
         self._entries[group, row, index] = block
-        self._changed(row)
+        self.touch(row)
 
     def put(self, row: int, group: int, start: int, blocks: Sequence[int]) -> None:
         """Let `blocks` be all that the row has from column `start` on: a copy of another table."""
         while row >= len(self._versions):
             self._add_rows()
         if start < self.length(row, group):
-            self._changed(row)
+            self.touch(row)
         self._lengths[group, row] = start
         self.extend(row, list(blocks), group)
 
     def touch(self, row: int) -> None:
         """Let readers copy the row anew."""
-        self._changed(row)
+        self.version += 1
+        self._versions[row] = self.version
 
     def truncate(self, row: int, length: int, group: int = 0) -> list[int]:
         """Keep the row's first `length` blocks; returns the others."""
         removed: list[int] = self.row(row, group)[length:].tolist()
         self._lengths[group, row] = min(length, self.length(row, group))
-        self._changed(row)
+        self.touch(row)
         return removed
 
     def copy_row(self, source: int, target: int) -> None:
         self._entries[:, target] = self._entries[:, source]
         self._lengths[:, target] = self._lengths[:, source]
-        self._changed(target)
+        self.touch(target)
 
     def renumber(self, kept: Int32Array) -> None:
         """Block ``kept[i]`` is block i now. Entries of other blocks mean nothing."""
@@ -134,17 +135,12 @@ class BlockTables:
     def _widen(self) -> None:
         self._entries = np.concatenate([self._entries, np.zeros_like(self._entries)], axis=2)
 
-    def _changed(self, row: int) -> None:
-        self.version += 1
-        self._versions[row] = self.version
-
 
 def renumbered(blocks: Int32Array, kept: Int32Array) -> Int32Array:
     """The new numbers of blocks where ``kept[i]`` is block i now, and 0 for all other blocks."""
     numbers = np.zeros(max(blocks.max(initial=0), kept.max(initial=0)) + 1, np.int32)
     numbers[kept] = np.arange(len(kept))
-    renumbered: Int32Array = numbers[blocks]
-    return renumbered
+    return numbers[blocks]
 
 
 @dataclass(slots=True)

@@ -109,14 +109,12 @@ class BlockStore:
             return (entries * self._block_size + within)[None]
         blocks = self._blocks[group][:, entries].reshape(members, pieces, -1)
         blocks = blocks[:, within // size, np.arange(len(positions))]
-        slots: Int32Array = blocks * size + within % size
-        return slots
+        return blocks * size + within % size
 
     def blocks_of_entries(self, entries: Int32Array, group: int) -> Int32Array:
         """The blocks of entries ``[n]`` that are several blocks each, ``[width, n]``; of others
         none, ``[0, n]``."""
-        blocks: Int32Array = self._blocks[group][:, entries]
-        return blocks
+        return self._blocks[group][:, entries]
 
     def put_blocks(self, entries: Sequence[int], blocks: Sequence[Any], group: int) -> None:
         """Let these be what :meth:`blocks_of_entries` returns: a copy of another store."""

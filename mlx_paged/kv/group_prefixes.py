@@ -93,13 +93,14 @@ class GroupPrefixes:
                 return []
             last, parent = len(hashes) - 1, hashes[-2] if hashes[1:] else root
             content = token_bytes(tokens, last * size, (last + 1) * size)
-            states = [NeededBlock(last, -1, CachedBlock(ABSENT, hashes[-1], parent, content))]
+            known, key = CachedBlock(ABSENT, hashes[-1], parent, content), block_key(hashes[-1], -1)
+            states = [NeededBlock(last, -1, known, key)]
         firsts = self._first_kept(min(len(hashes), stop // size))
         return [
-            NeededBlock(i, group, known)
-            for i in range(len(hashes))
+            NeededBlock(i, group, block, block_key(key, group))
+            for i, key in enumerate(hashes)
             for group, first in enumerate(firsts)
-            if i >= first and (known := found[group][i]) is not None
+            if i >= first and (block := found[group][i]) is not None
         ] + states
 
     def _full_blocks(

@@ -4,6 +4,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 
@@ -22,6 +23,7 @@ Many prompts may continue one system prompt."""
 EVICTED_PER_BLOCK = 4  # hashes of evicted blocks that are kept for each block of the pool
 
 
+@lru_cache(1 << 13)  # a prompt is looked up several times until it runs
 def chain_hash(parent: bytes, tokens: bytes) -> bytes:
     """Hash of a block's tokens and of all tokens before them (chained prefix hashes; Kwon et al.
     2023, arXiv:2309.06180, section 4.4)."""
@@ -55,9 +57,9 @@ def common_tokens(a: bytes, b: bytes) -> int:
     return lowest_bit // (8 * TOKEN_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CachedBlock:
-    """A block whose content is known: its tokens and the hash of the prefix they extend."""
+    """A block of known content: its tokens and the hash of the prefix they extend. Not changed."""
 
     block: int
     hash: bytes

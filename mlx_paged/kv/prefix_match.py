@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.prefix_cache import ABSENT, CachedBlock, PrefixCache
+from mlx_paged.kv.prefix_cache import CachedBlock, PrefixCache
 from mlx_paged.kv.snapshots import Snapshot
 
 
@@ -48,26 +48,18 @@ class PrefixMatch:
     copies: Sequence[BlockCopy] = ()  # block copies to perform, in order, before any write
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class NeededBlock:
     """A full block that a prompt could reuse."""
 
     index: int  # which block of the prompt it is
     group: int  # its layer group; -1: these are the recurrent states after it
     known: CachedBlock  # its content; the block is ABSENT if the pool lacks it
-
-    @property
-    def is_absent(self) -> bool:
-        return self.known.block == ABSENT
-
-    @property
-    def key(self) -> bytes:
-        return block_key(self.known.hash, self.group)
+    key: bytes  # as :func:`block_key`
 
     def find(self, prefixes: Sequence[PrefixCache]) -> CachedBlock | None:
         """What the pool has of it now."""
-        known = self.known
-        return prefixes[self.group].find(known.hash, known.parent, known.tokens)
+        return prefixes[self.group].find(self.known.hash, self.known.parent, self.known.tokens)
 
 
 def block_key(hash: bytes, group: int) -> bytes:

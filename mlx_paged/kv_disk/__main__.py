@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from mlx_paged.kv_disk.packs import PackFiles, allow_disk
 
 GB = 10**9
@@ -34,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             damage[found] += 1
             continue
         identity, key, place = found
-        wanted = [(key, place, bytearray(place.num_bytes))]
-        (reason,) = packs.read(wanted, identity) if args.verify else [None]
+        memory = {place.num_bytes: np.empty((1, place.num_bytes), np.uint8)}
+        (reason,) = packs.read([(key, place, 0)], memory, identity) if args.verify else [None]
         if reason is not None:
             damage[reason] += 1
             packs.kill(place)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from threading import Lock, RLock
+from threading import Barrier, Lock, RLock
 from time import monotonic
 from typing import Any
 
@@ -80,6 +80,8 @@ class DiskStore:
         self._writer = ThreadPoolExecutor(1, "mlx_paged.kv_disk", allow_disk)
         self._readers = ThreadPoolExecutor(READERS, "mlx_paged.kv_disk", allow_disk)
         self._writer.submit(self._scan)
+        start = Barrier(READERS)  # starts their threads now, not while a request waits for them
+        wait([self._readers.submit(start.wait) for _ in range(READERS)])
 
     def __contains__(self, key: object) -> bool:
         return key in self._index or key in self._pending
@@ -102,9 +104,9 @@ class DiskStore:
         place = self._index.get(key)
         return place.num_bytes if place else 0
 
-    def seconds_to_read(self, keys: Sequence[bytes]) -> float:
+    def seconds_to_read(self, num_bytes: int) -> float:
         """What earlier reads predict; 0: unknown."""
-        return self._seconds / self._bytes * sum(map(self.size_of, keys)) if self._bytes else 0.0
+        return self._seconds / self._bytes * num_bytes if self._bytes else 0.0
 
     def doubt(self) -> None:
         """Predict less from now on, so that a slow disk is tried again."""
@@ -121,12 +123,12 @@ class DiskStore:
     def load(self, keys: Sequence[bytes]) -> Load:
         """Start to read payloads."""
         load, counts = Load(keys, sum(map(self.size_of, keys))), Counter[int]()
-        wanted: list[Any] = []  # each a key, its place or content, size, row among those of a size
+        wanted: list[Any] = []  # each a key, its place or content, row among those of its size
         for key in keys:
             source: Any = self._index.get(key, self._pending.get(key))
             if source is not None:
                 size = source.num_bytes if isinstance(source, Location) else len(source)
-                wanted.append((key, source, size, counts[size]))
+                wanted.append((key, source, counts[size]))
                 counts[size] += 1
         rows = {size: self._make_rows(count, size) for size, count in counts.items()}
         stride = -(-len(wanted) // READERS) or 1
@@ -202,15 +204,14 @@ class DiskStore:
         with load.gate:
             started, memory = monotonic(), {size: pair[1] for size, pair in rows.items()}
         stored = [each for each in wanted if isinstance(each[1], Location)]
-        for key, payload, size, row in wanted:
+        for key, payload, row in wanted:
             if not isinstance(payload, Location):
-                memory[size][row] = np.frombuffer(payload, np.uint8)
-                load.found[key] = rows[size][0], row
-        places = [(key, place, memory[size][row]) for key, place, size, row in stored]
-        reasons = self._packs.read(places, self._identity)
-        for (key, place, size, row), reason in zip(stored, reasons, strict=True):
+                memory[len(payload)][row] = np.frombuffer(payload, np.uint8)
+                load.found[key] = rows[len(payload)][0], row
+        reasons = self._packs.read(stored, memory, self._identity)
+        for (key, place, row), reason in zip(stored, reasons, strict=True):
             if reason is None:
-                load.found[key] = rows[size][0], row
+                load.found[key] = rows[place.num_bytes][0], row
             elif self._index.get(key) == place:
                 with self._lock:
                     self._index.pop(key, None)

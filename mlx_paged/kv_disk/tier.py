@@ -1,5 +1,6 @@
 """KVDiskTier: which blocks go to the disk, and which come back. Knows no mlx."""
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -12,7 +13,7 @@ import numpy as np
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import BlockTransfer
-from mlx_paged.kv.prefix_cache import TOKEN_BYTES, CachedBlock
+from mlx_paged.kv.prefix_cache import ABSENT, TOKEN_BYTES, CachedBlock
 from mlx_paged.kv.prefix_match import MissReason, NeededBlock, PrefixMatch, block_key
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
@@ -159,26 +160,24 @@ class KVDiskTier:
         if not store or self._asked.get(request.id) == DECLINED:
             return False
         needed = self._allocator.prefixes.needed(request.tokens, request.salt, store)
-        absent = [each for each in needed if each.is_absent]
-        totals = accumulate(store.size_of(each.key) for each in absent)
-        absent = [e for e, total in zip(absent, totals, strict=True) if total <= LOAD_BYTES]
+        absent = [each for each in needed if each.known.block == ABSENT]
+        totals = list(accumulate(store.size_of(each.key) for each in absent))
+        absent = absent[: bisect(totals, LOAD_BYTES)]
         if not absent or self._asked.get(request.id, -1) >= absent[0].index:
             return False
-        keys = [each.key for each in absent]
-        start, stop = absent[0].index * size, (absent[-1].index + 1) * size
-        to_compute = self._seconds_to_compute(start, stop)
-        if 0 < to_compute < store.seconds_to_read(keys):
+        to_compute = self._seconds_to_compute(absent[0].index * size, (absent[-1].index + 1) * size)
+        if 0 < to_compute < store.seconds_to_read(totals[len(absent) - 1]):
             self._asked[request.id] = DECLINED
             store.doubt()
             store.counts["slower"] += 1
             return False
         loads = {plan.load for plan in self._plans.values()}
-        load = next((load for load in loads if keys[0] in load.keys), None)
+        load = next((load for load in loads if absent[0].key in load.keys), None)
         if load is None:
             if sum(load.num_bytes for load in loads) > LOAD_BYTES:
                 return False  # others come first; it asks again
-            load = store.load(keys)
-        held = [each for each in needed if not each.is_absent]
+            load = store.load([each.key for each in absent])
+        held = [each for each in needed if each.known.block != ABSENT]
         self._plans[request.id] = _Plan(load, held, deque(absent), to_compute)
         self._asked[request.id] = absent[0].index
         self.loading[request.id] = request
@@ -244,8 +243,7 @@ class KVDiskTier:
                 store.retain([each.known.block])
                 store.release([each.known.block])
         plan.held = []
-        adopted: list[BlockTransfer] = []
-        num_bytes = 0
+        adopted, taken, num_bytes = list[BlockTransfer](), list[int](), 0
         while plan.absent and num_bytes < self._limit:
             each = plan.absent[0]
             group, known, payload = each.group, each.known, plan.load.found.get(each.key)
@@ -264,9 +262,10 @@ class KVDiskTier:
                 (entry,) = store.take(1, group)
                 store.prefixes[group].register(entry, known.parent, known.tokens, known.hash)
                 store.hold_source(entry)
-                self._coming.add(entry)
-                store.release([entry])
+                taken.append(entry)
                 adopted.append(BlockTransfer(each.key, group, store.blocks_of(entry), payload))
                 num_bytes += self._entry_bytes[group]
             plan.absent.popleft()
+        self._coming.update(taken)
+        store.release(taken)
         return adopted

@@ -13,6 +13,6 @@ def test_no_fault_changes_a_token_or_raises(capsys):
 
 
 def test_a_store_that_trusts_every_payload_is_noticed(capsys, monkeypatch):
-    monkeypatch.setattr(packs, "_sums", lambda payload: [0, 0])
+    monkeypatch.setattr(packs, "_sums", lambda payloads: [(0, 0)] * len(payloads))
     assert kv_disk_faults.main(["--faults", "150", "--seed", "5"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["wrong"] > 0

@@ -117,6 +117,26 @@ def test_a_flipped_bit_anywhere_in_a_record_is_noticed(tmp_path):
     made.close()
 
 
+@pytest.mark.parametrize("length", [8, 512, packs.ROW, 2 * packs.ROW])
+def test_what_moves_within_a_payload_is_noticed(length):
+    """Within rows of the matrix that is added up, between them, and whole rows."""
+    payload = np.frombuffer(payload_of(0, 9 * packs.ROW + 1000), np.uint8)
+    swapped = []
+    for start in range(0, len(payload) - 2 * length, max(length, 72)):
+        for distance in (length, packs.ROW, 2 * packs.ROW, 3 * packs.ROW + 512):
+            other, stop = start + distance, start + distance + length
+            if distance >= length and stop <= len(payload):
+                changed = payload.copy()
+                changed[start : start + length], changed[other:stop] = (
+                    payload[other:stop],
+                    payload[start : start + length],
+                )
+                swapped.append(changed)
+    sums = packs._sums(np.array([payload, *swapped]))
+    assert len(swapped) > 5 and sums[0] not in sums[1:]
+    assert sums[0] == packs._sums(payload[None])[0]
+
+
 def test_a_damaged_record_is_counted_once_and_stays_removed(tmp_path):
     filled(tmp_path)
     path = the_pack(tmp_path)
@@ -311,11 +331,11 @@ def test_no_thread_but_the_stores_waits_for_the_disk(tmp_path):
     filled(tmp_path)
     files = PackFiles(tmp_path, 10**6)
     place = packs.Location(1, len(packs.FILE_MAGIC), 1000)
-    wanted = [(key_of(1), place, bytearray(1000))]
+    wanted, rows = [(key_of(1), place, 0)], {1000: np.zeros((1, 1000), np.uint8)}
     for call in (
         lambda: next(files.scan()),
         lambda: files.append(ME, key_of(1), b"1"),
-        lambda: next(files.read(wanted, ME)),
+        lambda: next(files.read(wanted, rows, ME)),
         lambda: files.kill(place),
         lambda: files.remove(1),
         lambda: files.used({1}),
