@@ -27,6 +27,9 @@ MAX_SECONDS, MAX_LATE = 10.0, 2
 MAX_COMPILED = 256
 """Compiled sources that are kept, the latest ones."""
 
+ALLOWED = 2**32 - 1
+"""A word of a mask that allows 32 tokens."""
+
 MAX_FORCED = 1024
 """Tokens that are looked for at once after a token."""
 
@@ -121,7 +124,8 @@ def masks_of(
     errors: dict[int, Exception] = {}
     waiting: list[tuple[Matcher, int]] = []
     ahead: dict[int, GrammarState] = {}  # behind the drafts so far, by the state of the request
-    bits = np.full((len(rows), -(-rows[0].state.vocab_size // 32)), 2**32 - 1, np.uint32)
+    words, known = -(-vocab // 32), -(-rows[0].state.vocab_size // 32)
+    bits = np.full((len(rows), known), ALLOWED, np.uint32)
     for place, each in enumerate(rows):
         state = each.state
         try:
@@ -147,8 +151,9 @@ def masks_of(
         if matcher.is_error() and not rows[place].drafts:
             reason = f"[SamplingParams] the grammar failed: {_line(matcher.get_error())}"
             errors[rows[place].row] = ValueError(reason)
-    missing = max(0, -(-vocab // 32) - bits.shape[1])  # of logits that are wider
-    return np.pad(bits, ((0, 0), (0, missing)))[:, : -(-vocab // 32)], forced, errors
+    if words > known:  # the logits are wider
+        bits = np.pad(bits, ((0, 0), (0, words - known)))
+    return bits[:, :words], forced, errors
 
 
 @cache

@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.ops.cpu_layers import log_sum_exp, mask
+from mlx_paged.ops.cpu_layers import log_softmax
 from mlx_paged.request import Request
 from mlx_paged.sampling.columns import XTC, DrawnRows, RankFilters, SamplingRows, Subset
-from mlx_paged.sampling.grammar import GrammarState, Row, masks_of
+from mlx_paged.sampling.grammar import ALLOWED, GrammarState, Row, masks_of
 from mlx_paged.sampling.penalties import (
     Penalties,
     TokenHistory,
@@ -55,10 +55,10 @@ class Scores(NamedTuple):
     logprobs: mx.array  # of these, [R] float32
 
     @classmethod
-    def of(cls, logits: mx.array) -> "Scores":
-        distributions = logits - log_sum_exp(logits)
-        tokens = mx.argmax(distributions, axis=-1).astype(mx.int32)
-        return cls(logits, distributions, tokens, _logprobs_of(distributions, tokens))
+    def of(cls, logits: mx.array, allowed: mx.array | None = None) -> "Scores":
+        """Of the tokens that the words ``[R, ceil(vocab / 32)]`` uint32 allow; None: of all."""
+        distributions, tokens, logprobs = log_softmax(logits, allowed)
+        return cls(logits, distributions, tokens, logprobs.astype(mx.float32))
 
 
 class Sampler:
@@ -98,7 +98,8 @@ class Sampler:
         if lengths is None:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
         errors = dict(self._rows.errors)
-        forced: mx.array | None = None
+        allowed: mx.array | None = None
+        forced: dict[int, int] = {}
         constrained = [  # without requests that ended after the step was launched
             _row(requests[i], i, int(lengths[i]), num_drafts, is_drafted)
             for i, num_drafts, is_drafted in self._rows.constrained
@@ -108,16 +109,16 @@ class Sampler:
             return None
         logits = self._processed(logits, newest, lengths, errors)
         if constrained:
-            logits, forced = _constrained(logits, constrained, errors)
-        if scores is None or scores.logits is not logits:
-            scores = Scores.of(logits)
+            allowed, forced = _allowed(constrained, len(logits), vocab, errors)
+        if allowed is not None or scores is None or scores.logits is not logits:
+            scores = Scores.of(logits, allowed)
         _, logprobs, tokens, chosen = scores
         if self._rows.drawn is not None:
             tokens = _choose(tokens, logprobs, self._rows.drawn, lengths)
         if self._rows.samplers:
             tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)
-        if forced is not None:
-            tokens = mx.where(forced < 0, tokens, forced)
+            for row, token in forced.items():  # no other choice finds another one
+                tokens[row] = token
         if tokens is not scores.tokens:
             chosen = _logprobs_of(logprobs, tokens)
         top_tokens = top_logprobs = None
@@ -166,20 +167,17 @@ def _row(request: Request, index: int, length: int, num_drafts: int, is_drafted:
     return Row(index, request.grammar, tokens, length, num_drafts)
 
 
-def _constrained(
-    logits: mx.array, rows: Sequence[Row], errors: dict[int, Exception]
-) -> tuple[mx.array, mx.array | None]:
-    """`logits` ``[R, vocab]`` with -inf where a grammar forbids the token, and for each row the
-    only possible token ``[R]`` int32, or -1. If no row has one, None."""
-    bits, only, wrong = masks_of(rows, logits.shape[-1])
+def _allowed(
+    rows: Sequence[Row], count: int, vocab: int, errors: dict[int, Exception]
+) -> tuple[mx.array, dict[int, int]]:
+    """What the grammars of `rows` allow each of `count` rows, a bit for each token ``[count,
+    ceil(vocab / 32)]`` uint32, and the only possible token of some rows."""
+    bits, forced, wrong = masks_of(rows, vocab)
     errors |= wrong
-    subset = Subset([row.row for row in rows], len(logits))
-    logits = subset.put(logits, mask(subset.take(logits), mx.array(bits)))
-    if not only:
-        return logits, None
-    forced = np.full(len(logits), -1, np.int32)
-    forced[list(only)] = list(only.values())
-    return logits, mx.array(forced)
+    if len(rows) < count:
+        of_rows, bits = bits, np.full((count, bits.shape[1]), ALLOWED, np.uint32)
+        bits[[row.row for row in rows]] = of_rows
+    return mx.array(bits), forced
 
 
 def uniform(seeds: npt.ArrayLike, indices: npt.ArrayLike) -> npt.NDArray[np.float32]:

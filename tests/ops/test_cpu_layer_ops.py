@@ -266,13 +266,50 @@ def test_log_sum_exp_of_millions_keeps_its_digits():
 class TestMask:
     def test_what_is_forbidden_is_minus_infinity(self, dtype, width, layout):
         x = laid_out(random(3, width, dtype=dtype), layout)
-        bits = np.random.default_rng(width).integers(0, 2, (3, -(-width // 32) * 32))
-        bits[1], bits[2, :40] = 1, 0  # bits behind the width mean nothing
-        words = np.packbits(bits.astype(np.uint8), axis=1, bitorder="little").view(np.uint32)
-        want = np.where(bits[:, :width], float64(x), -np.inf)
-        got = layers.mask(x, mx.array(words))
+        bits, words = allowed(width)
+        want = np.where(bits, float64(x), -np.inf)
+        got = layers.mask(x, words)
         assert got.dtype == dtype
         np.testing.assert_array_equal(float64(got), want)
+
+    def test_log_sum_exp_of_what_is_allowed(self, dtype, width, layout):
+        x = laid_out(random(3, width, dtype=dtype, scale=5.0), layout)
+        bits, words = allowed(width)
+        x[2, :40] = float("nan")  # forbidden
+        with np.errstate(divide="ignore"):  # the third row may allow nothing
+            want = np.log(np.where(bits, np.exp(float64(x)), 0).sum(-1, keepdims=True))
+        got = layers.log_sum_exp(x, words)
+        assert_close(got, want, dtype, scale=2.0)
+        assert mx.array_equal(got, layers.log_sum_exp(layers.mask(x, words)))
+
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_the_likeliest_is_the_first_of_the_largest(self, dtype, width, layout, masked):
+        """Of differences that are rounded, so that many of them are equal."""
+        x = laid_out((0.01 * random(3, width, scale=2.0) + 1).astype(dtype), layout)
+        total = mx.array([[30.0], [7.0], [-90.0]], dtype)
+        bits, words = allowed(width)
+        kept = mx.where(mx.array(bits), x, -mx.inf) if masked else x
+        got = layers.likeliest(x, total, words if masked else None)
+        assert got.dtype == mx.int32
+        assert mx.array_equal(got, mx.argmax(kept - total, axis=-1))
+
+
+def allowed(width: int) -> tuple[np.ndarray, mx.array]:
+    """Bits of three rows, and as words: random ones, all, and none of the first 40."""
+    bits = np.random.default_rng(width).integers(0, 2, (3, -(-width // 32) * 32))
+    bits[1], bits[2, :40] = 1, 0  # bits behind the width mean nothing
+    words = np.packbits(bits.astype(np.uint8), axis=1, bitorder="little").view(np.uint32)
+    return bits[:, :width].astype(bool), mx.array(words)
+
+
+@pytest.mark.parametrize("values", [[float("nan")], [-float("inf")], [1, float("inf")], [2, 5, 5]])
+@pytest.mark.parametrize("at", [0, 61, 2000])
+def test_the_likeliest_of_what_is_not_finite(values, at):
+    x = mx.zeros((1, 3000)) - mx.inf
+    x[0, at : at + len(values)] = mx.array(values)
+    total = layers.log_sum_exp(x)
+    want = mx.argmax(x - total, axis=-1)
+    assert mx.array_equal(layers.likeliest(x, total), want)
 
 
 def test_an_array_that_is_still_needed_is_not_written_over():
@@ -325,6 +362,15 @@ MISTAKES = [
         "allowed has shape (2, 1) and dtype uint32: expected (2, 2) of uint32",
     ),
     (lambda: layers.mask(mx.zeros((1, 4)), mx.zeros((1, 1), mx.int32)), "and dtype int32: expect"),
+    (
+        lambda: layers.log_sum_exp(mx.zeros((3, 2, 8)), mx.zeros((3, 1), mx.uint32)),
+        "[log_sum_exp] x has 3 axes: expected 2",
+    ),
+    (
+        lambda: layers.likeliest(mx.zeros((2, 8)), mx.zeros((2, 1), mx.float16)),
+        "total has shape (2, 1) and dtype float16, x shape (2, 8): expected [R, 1] of x's dtype",
+    ),
+    (lambda: layers.likeliest(mx.zeros(8), mx.zeros((1, 1))), "x shape (8,): expected [R, 1] of"),
     (lambda: layers.log_sum_exp(mx.zeros((2, 0))), "x has no elements on its last axis: expected"),
     (lambda: layers.silu(mx.zeros((2, 4)), mx.zeros(4)), "factor has 4 elements of float32: expec"),
     (lambda: layers.silu(mx.zeros(4), mx.zeros(4, mx.float16)), "factor has 4 elements of float16"),

@@ -53,6 +53,11 @@ CASES = {
         lambda x: mx.where(MASK, x, -mx.inf),
         [(2, 70)],
     ),
+    "masked_sum": (
+        lambda x: layers.log_sum_exp(x, mx.array([[0xF0F0F0F0, 5, 0], [7, 0, 63]], mx.uint32)),
+        lambda x: mx.logsumexp(mx.where(MASK, x, -mx.inf), -1, keepdims=True),
+        [(2, 70)],
+    ),
     "silu": (layers.silu, nn.silu, [(2, 3, 8)]),
     "swiglu": (layers.silu, swiglu, [(2, 3, 8), (2, 3, 8)]),
     "gelu": (layers.gelu_approx, nn.gelu_approx, [(2, 3, 8)]),

@@ -143,6 +143,7 @@ def test_a_greedy_batch_is_neither_sorted_nor_copied(tmp_path, options):
         "ExpandDims",
         "GatherAxis",
         "LogSumExp",
+        "PagedLikeliest",
         "PagedLogSumExp",
         "Squeeze",
         "Subtract",

@@ -37,14 +37,30 @@ float widened(float x) { return x; }
 float widened(BFloat16 x) { return load_partial(&x, 1)[0]; }
 float widened(Float16 x) { return load_partial(&x, 1)[0]; }
 
-// The first `count` lanes of x, then the other lanes of y.
-Floats lanes_or(Floats x, int count, Floats y) {
+Ints lanes() {
   Ints lane;
   for (int i = 0; i < kLanes; ++i) {
     lane[i] = i;
   }
-  return lane < count ? x : y;
+  return lane;
 }
+
+// The first `count` lanes of x, then the other lanes of y.
+Floats lanes_or(Floats x, int count, Floats y) { return lanes() < count ? x : y; }
+
+// Elements of a row from i on, and -inf where the row's `words`, if there are any, forbid one.
+template <typename T>
+Floats load_allowed(const T* x, const uint32_t* words, int64_t i, int count) {
+  const Floats value = load_up_to(x + i, count);
+  if (!words || words[i / 32] == ~uint32_t{0}) {
+    return value;
+  }
+  const Ints word = Ints{} + static_cast<int32_t>(words[i / 32] >> (i % 32));
+  return ((word >> lanes()) & 1) != 0 ? value : broadcast(-__builtin_inff());
+}
+
+// Whether a row's words forbid all elements of the register from i on and of its neighbours.
+bool skips(const uint32_t* words, int64_t i) { return words && words[i / 32] == 0; }
 
 float sum(Floats x) {
   float total = 0;
@@ -163,13 +179,16 @@ void rotate(const void* x, const float* sines, const float* cosines, int32_t pai
   __builtin_memcpy(to + rotated, from + rotated, sizeof(T) * (width - rotated));
 }
 
-// The largest element of a row; NaN if any element is NaN.
+// The largest allowed element of a row; NaN if any of them is NaN.
 template <typename T>
-float largest(const T* x, int32_t width) {
-  Floats best = broadcast(widened(x[0]));
+float largest(const T* x, const uint32_t* words, int32_t width) {
+  Floats best = broadcast(-__builtin_inff());
   Ints is_nan = {};
   for_registers(width, [&](int64_t i, int count) {
-    const Floats value = load_up_to(x + i, count);
+    if (skips(words, i)) {
+      return;
+    }
+    const Floats value = load_allowed(x, words, i, count);
     best = maximum(lanes_or(value, count, best), best);
     is_nan |= value != value;
   });
@@ -185,23 +204,27 @@ float largest(const T* x, int32_t width) {
 constexpr int32_t kSummed = 4096;
 
 template <typename T>
-float sum_of_powers(const T* x, int32_t width, float top) {
+float sum_of_powers(const T* x, const uint32_t* words, int32_t width, float top) {
   Floats sums[4] = {};
   int64_t part = 0;
   for_registers(width, [&](int64_t i, int count) {
-    const Floats power = exp(load_up_to(x + i, count) - top);
-    sums[part++ % 4] += lanes_or(power, count, Floats{});
+    Floats& sum = sums[part++ % 4];
+    if (!skips(words, i)) {
+      sum += lanes_or(exp(load_allowed(x, words, i, count) - top), count, Floats{});
+    }
   });
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 template <typename T>
-void log_sum_exp(const void* row, int32_t width, void* out) {
+void log_sum_exp(const void* row, const void* allowed, int32_t width, void* out) {
   const T* x = static_cast<const T*>(row);
-  const float top = largest(x, width);
+  const auto* words = static_cast<const uint32_t*>(allowed);
+  const float top = largest(x, words, width);
   double total = 0;
   for (int32_t i = 0; i < width; i += kSummed) {
-    total += sum_of_powers(x + i, width - i < kSummed ? width - i : kSummed, top);
+    const int32_t count = width - i < kSummed ? width - i : kSummed;
+    total += sum_of_powers(x + i, words ? words + i / 32 : words, count, top);
   }
   // If the largest element is infinite, the differences are NaN.
   const bool finite = top - top == 0;
@@ -210,25 +233,41 @@ void log_sum_exp(const void* row, int32_t width, void* out) {
 }
 
 template <typename T>
+int32_t likeliest(const void* row, const void* total, const void* allowed, int32_t width) {
+  const T* x = static_cast<const T*>(row);
+  const auto* words = static_cast<const uint32_t*>(allowed);
+  const float subtrahend = widened(*static_cast<const T*>(total));
+  Floats best = broadcast(-__builtin_inff());
+  Ints places = {};
+  for_registers(width, [&](int64_t i, int count) {
+    if (skips(words, i)) {
+      return;
+    }
+    Floats value = rounded<T>(load_allowed(x, words, i, count) - subtrahend);
+    value = lanes_or(value == value ? value : broadcast(__builtin_inff()), count, best);
+    places = value > best ? lanes() + static_cast<int32_t>(i) : places;
+    best = value > best ? value : best;
+  });
+  int found = 0;
+  for (int lane = 1; lane < kLanes; ++lane) {
+    const bool is_first = best[lane] == best[found] && places[lane] < places[found];
+    found = best[lane] > best[found] || is_first ? lane : found;
+  }
+  return places[found];
+}
+
+template <typename T>
 void mask(const void* row, const void* allowed, int32_t width, void* to) {
   const T* x = static_cast<const T*>(row);
   const auto* words = static_cast<const uint32_t*>(allowed);
-  Ints lane;
-  for (int i = 0; i < kLanes; ++i) {
-    lane[i] = i;
-  }
-  const Floats forbidden = broadcast(-__builtin_inff());
   for_registers(width, [&](int64_t i, int count) {
-    const Ints word = Ints{} + static_cast<int32_t>(words[i / 32] >> (i % 32));
-    const Ints bits = (word >> lane) & 1;
-    const Floats kept = bits != 0 ? load_up_to(x + i, count) : forbidden;
-    store_up_to(static_cast<T*>(to) + i, kept, count);
+    store_up_to(static_cast<T*>(to) + i, load_allowed(x, words, i, count), count);
   });
 }
 
 template <typename T>
-constexpr LayerKernels kKernelsOf = {rms_norm<T>, activate<T>,    angles<T>,
-                                     rotate<T>,   log_sum_exp<T>, mask<T>};
+constexpr LayerKernels kKernelsOf = {rms_norm<T>,    activate<T>,  angles<T>, rotate<T>,
+                                     log_sum_exp<T>, likeliest<T>, mask<T>};
 
 }  // namespace
 

@@ -43,6 +43,20 @@ OptionalArray second(const Arrays& inputs) {
   return inputs.size() > 1 ? OptionalArray(inputs[1]) : OptionalArray();
 }
 
+// x, or what its second input, the words of allowed bits, leaves of it: -inf elsewhere.
+mx::array allowed_of(const Arrays& inputs, mx::Stream s) {
+  const mx::array& x = inputs[0];
+  if (inputs.size() == 1) {
+    return x;
+  }
+  const mx::array places = mx::arange(0, 32, mx::uint32, s);
+  const mx::array one(1, mx::uint32), forbidden(-INFINITY, x.dtype());
+  mx::array bits = mx::right_shift(mx::expand_dims(inputs[1], -1, s), places, s);
+  bits = mx::flatten(mx::bitwise_and(bits, one, s), -2, -1, s);
+  bits = mx::slice(bits, {0, 0}, x.shape(), s);
+  return mx::where(mx::equal(bits, one, s), x, forbidden, s);
+}
+
 // Calls compute(x, y, to) for each row of the first input, of the second one and of the output. The
 // second input may have one row for all, or be absent: then y is null.
 template <typename Compute>
@@ -160,7 +174,8 @@ struct Activate : RowOp {
   }
 };
 
-// Input x; the output has one element on the last axis.
+// Inputs x and, if there are any, the words of allowed bits; the output has one element on the last
+// axis.
 struct LogSumExp : RowOp {
   static constexpr const char* kName = "PagedLogSumExp";
 
@@ -171,14 +186,44 @@ struct LogSumExp : RowOp {
   }
 
   auto kernel(const Arrays& inputs, mx::array& out) const {
-    return for_rows(
-        inputs, out, allocate(out),
-        [&kernels = kernels_for(out), width = inputs[0].shape(-1)](
-            const void* x, const void*, void* to) { kernels.log_sum_exp(x, width, to); });
+    return for_rows(inputs, out, allocate(out),
+                    [&kernels = kernels_for(out), width = inputs[0].shape(-1)](
+                        const void* x, const void* allowed, void* to) {
+                      kernels.log_sum_exp(x, allowed, width, to);
+                    });
   }
 
   mx::array composed(const Arrays& inputs, mx::Stream s) const {
-    return mx::logsumexp(inputs[0], -1, true, s);
+    return mx::logsumexp(allowed_of(inputs, s), -1, true, s);
+  }
+};
+
+// Inputs x, its log-sum-exp and, if there are any, the words of allowed bits.
+struct Likeliest : RowOp {
+  static constexpr const char* kName = "PagedLikeliest";
+
+  static mx::Shape shape(const Arrays& inputs) { return {inputs[0].shape(0)}; }
+
+  auto kernel(const Arrays& inputs, mx::array& out) const {
+    const bool masks = inputs.size() > 2;
+    return
+        [&kernels = kernels_for(inputs[0]), x = cpu::DenseRows(inputs[0]),
+         totals = cpu::DenseRows(inputs[1]), masks, words = cpu::DenseRows(inputs[masks ? 2 : 1]),
+         to = reinterpret_cast<int32_t*>(allocate(out))](int64_t begin, int64_t end) {
+          cpu::RowBuffer buffer, total_buffer, word_buffer;
+          for (int64_t r = begin; r < end; ++r) {
+            const void* allowed = masks ? words.row(r, word_buffer) : nullptr;
+            const void* row = x.row(r, buffer);
+            to[r] = kernels.likeliest(row, totals.row(r, total_buffer), allowed, x.width());
+          }
+        };
+  }
+
+  mx::array composed(const Arrays& inputs, mx::Stream s) const {
+    Arrays masked = inputs;
+    masked.erase(masked.begin() + 1);
+    const mx::array logprobs = mx::subtract(allowed_of(masked, s), inputs[1], s);
+    return mx::astype(mx::argmax(logprobs, -1, false, s), mx::int32, s);
   }
 };
 
@@ -193,23 +238,30 @@ struct Mask : RowOp {
             const void* x, const void* allowed, void* to) { kernels.mask(x, allowed, width, to); });
   }
 
-  mx::array composed(const Arrays& inputs, mx::Stream s) const {
-    const mx::array &x = inputs[0], &words = inputs[1];
-    const mx::array places = mx::arange(0, 32, mx::uint32, s);
-    const mx::array one(1, mx::uint32), forbidden(-INFINITY, x.dtype());
-    mx::array bits = mx::right_shift(mx::expand_dims(words, -1, s), places, s);
-    bits = mx::flatten(mx::bitwise_and(bits, one, s), -2, -1, s);
-    bits = mx::slice(bits, {0, 0}, x.shape(), s);
-    return mx::where(mx::equal(bits, one, s), x, forbidden, s);
-  }
+  mx::array composed(const Arrays& inputs, mx::Stream s) const { return allowed_of(inputs, s); }
 };
 
+// The output has x's dtype, or another one.
 template <typename Op>
-mx::array make(Op op, Arrays inputs, mx::StreamOrDevice stream) {
+mx::array make(Op op, Arrays inputs, mx::StreamOrDevice stream,
+               std::optional<mx::Dtype> other = std::nullopt) {
   auto primitive = std::make_shared<LayerPrimitive<Op>>(mx::to_stream(stream), op);
   const mx::Shape shape = Op::shape(inputs);
-  const mx::Dtype dtype = inputs[0].dtype();
+  const mx::Dtype dtype = other.value_or(inputs[0].dtype());
   return mx::array(shape, dtype, std::move(primitive), std::move(inputs));
+}
+
+// Adds the words of allowed bits of x, which is the first input, if there are any.
+void add_allowed(const char* op, const OptionalArray& allowed, Arrays& inputs) {
+  const mx::array& x = inputs[0];
+  if (!allowed) {
+    return;
+  }
+  require(x.ndim() == 2, op, "x has ", x.ndim(), " axes: expected 2");
+  const mx::Shape shape = {x.shape(0), (x.shape(1) + 31) / 32};
+  require(allowed->dtype() == mx::uint32 && allowed->shape() == shape, op, "allowed has shape ",
+          allowed->shape(), " and dtype ", allowed->dtype(), ": expected ", shape, " of uint32");
+  inputs.push_back(*allowed);
 }
 
 }  // namespace
@@ -271,22 +323,34 @@ mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activat
   return make(Activate{{}, activation}, std::move(inputs), stream);
 }
 
-mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream) {
+mx::array log_sum_exp(const mx::array& x, const OptionalArray& allowed, mx::StreamOrDevice stream) {
   check_floating("log_sum_exp", "x", x);
   require(x.ndim() >= 1 && x.shape(-1) > 0, "log_sum_exp",
           "x has no elements on its last axis: expected at least one");
-  return make(LogSumExp{}, {x}, stream);
+  Arrays inputs = {x};
+  add_allowed("log_sum_exp", allowed, inputs);
+  return make(LogSumExp{}, std::move(inputs), stream);
+}
+
+mx::array likeliest(const mx::array& x, const mx::array& total, const OptionalArray& allowed,
+                    mx::StreamOrDevice stream) {
+  check_floating("likeliest", "x", x);
+  const auto rows = x.ndim() == 2 ? x.shape(0) : -1;
+  require(total.shape() == mx::Shape{rows, 1} && total.dtype() == x.dtype(), "likeliest",
+          "total has shape ", total.shape(), " and dtype ", total.dtype(), ", x shape ", x.shape(),
+          ": expected [R, 1] of x's dtype, and [R, W]");
+  Arrays inputs = {x};
+  add_allowed("likeliest", allowed, inputs);
+  inputs.insert(inputs.begin() + 1, total);
+  return make(Likeliest{}, std::move(inputs), stream, mx::int32);
 }
 
 mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice stream) {
   check_floating("mask", "x", x);
-  require(x.ndim() == 2, "mask", "x has ", x.ndim(), " axes: expected 2");
-  const mx::Shape shape = {x.shape(0), (x.shape(1) + 31) / 32};
-  require(allowed.dtype() == mx::uint32 && allowed.shape() == shape, "mask", "allowed has shape ",
-          allowed.shape(), " and dtype ", allowed.dtype(), ": expected ", shape, " of uint32");
+  Arrays inputs = {x};
+  add_allowed("mask", allowed, inputs);
   const mx::Stream on = mx::to_stream(stream);
-  return on.device == mx::Device::cpu ? make(Mask{}, {x, allowed}, on)
-                                      : Mask{}.composed({x, allowed}, on);
+  return on.device == mx::Device::cpu ? make(Mask{}, inputs, on) : allowed_of(inputs, on);
 }
 
 }  // namespace mlx_paged
