@@ -208,8 +208,8 @@ def log_softmax(
         logs = kept - mx.logsumexp(kept, axis=-1, keepdims=True)
         best = mx.argmax(logs, axis=-1).astype(mx.int32)
         return logs, best, mx.take_along_axis(logs, best[:, None], axis=-1)[:, 0]
-    total = _ext.layers.log_sum_exp(x, allowed)
-    best = _ext.layers.likeliest(x, total, allowed)
+    found = _ext.layers.likeliest(x, allowed)
+    total, best = found[:, :1].astype(x.dtype), found[:, 1].astype(mx.int32)
     largest = mx.take_along_axis(x, best[:, None], axis=-1) - total
     if allowed is not None:  # if nothing is, x there is not -inf
         largest = mx.where(total > -mx.inf, largest, mx.nan)

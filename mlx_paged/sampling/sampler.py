@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mlx_paged.ops.cpu_layers import log_softmax
 from mlx_paged.request import Request
 from mlx_paged.sampling.columns import XTC, DrawnRows, RankFilters, SamplingRows, Subset
-from mlx_paged.sampling.grammar import ALLOWED, GrammarState, Row, masks_of
+from mlx_paged.sampling.grammar import GrammarState, Row, masks_of
 from mlx_paged.sampling.penalties import (
     Penalties,
     TokenHistory,
@@ -99,7 +99,6 @@ class Sampler:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
         errors = dict(self._rows.errors)
         allowed: mx.array | None = None
-        forced: dict[int, int] = {}
         constrained = [  # without requests that ended after the step was launched
             _row(requests[i], i, int(lengths[i]), num_drafts, is_drafted)
             for i, num_drafts, is_drafted in self._rows.constrained
@@ -109,7 +108,7 @@ class Sampler:
             return None
         logits = self._processed(logits, newest, lengths, errors)
         if constrained:
-            allowed, forced = _allowed(constrained, len(logits), vocab, errors)
+            allowed = _allowed(constrained, len(logits), vocab, errors)
         if allowed is not None or scores is None or scores.logits is not logits:
             scores = Scores.of(logits, allowed)
         _, logprobs, tokens, chosen = scores
@@ -117,8 +116,6 @@ class Sampler:
             tokens = _choose(tokens, logprobs, self._rows.drawn, lengths)
         if self._rows.samplers:
             tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)
-            for row, token in forced.items():  # no other choice finds another one
-                tokens[row] = token
         if tokens is not scores.tokens:
             chosen = _logprobs_of(logprobs, tokens)
         top_tokens = top_logprobs = None
@@ -167,17 +164,15 @@ def _row(request: Request, index: int, length: int, num_drafts: int, is_drafted:
     return Row(index, request.grammar, tokens, length, num_drafts)
 
 
-def _allowed(
-    rows: Sequence[Row], count: int, vocab: int, errors: dict[int, Exception]
-) -> tuple[mx.array, dict[int, int]]:
-    """What the grammars of `rows` allow each of `count` rows, a bit for each token ``[count,
-    ceil(vocab / 32)]`` uint32, and the only possible token of some rows."""
-    bits, forced, wrong = masks_of(rows, vocab)
+def _allowed(rows: Sequence[Row], count: int, vocab: int, errors: dict[int, Exception]) -> mx.array:
+    """What the grammars of `rows` leave of `count` rows, a bit for each token ``[count,
+    ceil(vocab / 32)]`` uint32."""
+    bits, wrong = masks_of(rows, vocab)
     errors |= wrong
     if len(rows) < count:
-        of_rows, bits = bits, np.full((count, bits.shape[1]), ALLOWED, np.uint32)
+        of_rows, bits = bits, ~np.zeros((count, bits.shape[1]), np.uint32)
         bits[[row.row for row in rows]] = of_rows
-    return mx.array(bits), forced
+    return mx.array(bits)
 
 
 def uniform(seeds: npt.ArrayLike, indices: npt.ArrayLike) -> npt.NDArray[np.float32]:

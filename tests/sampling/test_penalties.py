@@ -1,7 +1,6 @@
 """How logits change before a token is chosen, compared with mlx-lm's processors."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -31,8 +30,13 @@ from mlx_paged.sampling.sampler import Sampler
 @pytest.fixture(autouse=True)
 def _mlx_lm_s_normaliser(monkeypatch):
     """Use mlx-lm's normaliser, because the tests compare logits bit for bit."""
-    theirs = partial(mx.logsumexp, axis=-1, keepdims=True)
-    monkeypatch.setattr(_ext.layers, "log_sum_exp", lambda x, allowed: theirs(x))
+
+    def likeliest(x, allowed):
+        total = mx.logsumexp(x, axis=-1, keepdims=True)
+        best = mx.argmax(x - total, axis=-1, keepdims=True)
+        return mx.concatenate([total.astype(mx.float32), best.astype(mx.float32)], axis=-1)
+
+    monkeypatch.setattr(_ext.layers, "likeliest", likeliest)
 
 
 BIAS = {0: 3.5, 7: -2.0, VOCAB - 1: -np.inf}

@@ -59,8 +59,15 @@ Floats load_allowed(const T* x, const uint32_t* words, int64_t i, int count) {
   return ((word >> lanes()) & 1) != 0 ? value : broadcast(-__builtin_inff());
 }
 
-// Whether a row's words forbid all elements of the register from i on and of its neighbours.
-bool skips(const uint32_t* words, int64_t i) { return words && words[i / 32] == 0; }
+// for_registers without those of words that forbid all of their elements.
+template <typename Body>
+[[gnu::always_inline]] inline void for_allowed(const uint32_t* words, int64_t count, Body body) {
+  for_registers(count, [&](int64_t i, int elements) {
+    if (!words || words[i / 32] != 0) {
+      body(i, elements);
+    }
+  });
+}
 
 float sum(Floats x) {
   float total = 0;
@@ -184,10 +191,7 @@ template <typename T>
 float largest(const T* x, const uint32_t* words, int32_t width) {
   Floats best = broadcast(-__builtin_inff());
   Ints is_nan = {};
-  for_registers(width, [&](int64_t i, int count) {
-    if (skips(words, i)) {
-      return;
-    }
+  for_allowed(words, width, [&](int64_t i, int count) {
     const Floats value = load_allowed(x, words, i, count);
     best = maximum(lanes_or(value, count, best), best);
     is_nan |= value != value;
@@ -206,43 +210,18 @@ constexpr int32_t kSummed = 4096;
 template <typename T>
 float sum_of_powers(const T* x, const uint32_t* words, int32_t width, float top) {
   Floats sums[4] = {};
-  int64_t part = 0;
-  for_registers(width, [&](int64_t i, int count) {
-    Floats& sum = sums[part++ % 4];
-    if (!skips(words, i)) {
-      sum += lanes_or(exp(load_allowed(x, words, i, count) - top), count, Floats{});
-    }
+  for_allowed(words, width, [&](int64_t i, int count) {
+    const Floats power = exp(load_allowed(x, words, i, count) - top);
+    sums[i / kLanes % 4] += lanes_or(power, count, Floats{});
   });
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 template <typename T>
-void log_sum_exp(const void* row, const void* allowed, int32_t width, void* out) {
-  const T* x = static_cast<const T*>(row);
-  const auto* words = static_cast<const uint32_t*>(allowed);
-  const float top = largest(x, words, width);
-  double total = 0;
-  for (int32_t i = 0; i < width; i += kSummed) {
-    const int32_t count = width - i < kSummed ? width - i : kSummed;
-    total += sum_of_powers(x + i, words ? words + i / 32 : words, count, top);
-  }
-  // If the largest element is infinite, the differences are NaN.
-  const bool finite = top - top == 0;
-  const float value = finite ? top + static_cast<float>(__builtin_log(total)) : top;
-  store_up_to(static_cast<T*>(out), broadcast(value), 1);
-}
-
-template <typename T>
-int32_t likeliest(const void* row, const void* total, const void* allowed, int32_t width) {
-  const T* x = static_cast<const T*>(row);
-  const auto* words = static_cast<const uint32_t*>(allowed);
-  const float subtrahend = widened(*static_cast<const T*>(total));
+int32_t first_of_largest(const T* x, const uint32_t* words, int32_t width, float subtrahend) {
   Floats best = broadcast(-__builtin_inff());
   Ints places = {};
-  for_registers(width, [&](int64_t i, int count) {
-    if (skips(words, i)) {
-      return;
-    }
+  for_allowed(words, width, [&](int64_t i, int count) {
     Floats value = rounded<T>(load_allowed(x, words, i, count) - subtrahend);
     value = lanes_or(value == value ? value : broadcast(__builtin_inff()), count, best);
     places = value > best ? lanes() + static_cast<int32_t>(i) : places;
@@ -257,6 +236,23 @@ int32_t likeliest(const void* row, const void* total, const void* allowed, int32
 }
 
 template <typename T>
+void likeliest(const void* row, const void* allowed, int32_t width, float out[2]) {
+  const T* x = static_cast<const T*>(row);
+  const auto* words = static_cast<const uint32_t*>(allowed);
+  const float top = largest(x, words, width);
+  double total = 0;
+  for (int32_t i = 0; i < width; i += kSummed) {
+    const int32_t count = width - i < kSummed ? width - i : kSummed;
+    total += sum_of_powers(x + i, words ? words + i / 32 : words, count, top);
+  }
+  // If the largest element is infinite, the differences are NaN.
+  const bool finite = top - top == 0;
+  const float value = finite ? top + static_cast<float>(__builtin_log(total)) : top;
+  out[0] = rounded<T>(broadcast(value))[0];
+  out[1] = static_cast<float>(first_of_largest(x, words, width, out[0]));
+}
+
+template <typename T>
 void mask(const void* row, const void* allowed, int32_t width, void* to) {
   const T* x = static_cast<const T*>(row);
   const auto* words = static_cast<const uint32_t*>(allowed);
@@ -266,8 +262,8 @@ void mask(const void* row, const void* allowed, int32_t width, void* to) {
 }
 
 template <typename T>
-constexpr LayerKernels kKernelsOf = {rms_norm<T>,    activate<T>,  angles<T>, rotate<T>,
-                                     log_sum_exp<T>, likeliest<T>, mask<T>};
+constexpr LayerKernels kKernelsOf = {rms_norm<T>, activate<T>,  angles<T>,
+                                     rotate<T>,   likeliest<T>, mask<T>};
 
 }  // namespace
 

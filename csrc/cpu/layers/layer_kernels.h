@@ -31,13 +31,10 @@ struct LayerKernels {
   void (*rotate)(const void* x, const float* sines, const float* cosines, int32_t pairs,
                  int32_t width, bool traditional, void* out);
 
-  // log(sum(e^x)) over one row of `width`, rounded to the dtype: one element. As of all kernels
-  // with `allowed`, x[i] is taken for -inf where bit i % 32 of allowed[i / 32] is 0; allowed may be
-  // null.
-  void (*log_sum_exp)(const void* x, const void* allowed, int32_t width, void* out);
-
-  // The first index at which x - total, rounded to the dtype, is largest. NaN is above all numbers.
-  int32_t (*likeliest)(const void* x, const void* total, const void* allowed, int32_t width);
+  // Of one row: log(sum(e^x)), rounded to the dtype; the first index at which x minus this sum,
+  // rounded again, is largest. NaN is above all numbers. As of all kernels with `allowed`, x[i]
+  // counts as -inf where bit i % 32 of allowed[i / 32] is 0; allowed may be null.
+  void (*likeliest)(const void* x, const void* allowed, int32_t width, float out[2]);
 
   // out = x; out may be x.
   void (*mask)(const void* x, const void* allowed, int32_t width, void* out);

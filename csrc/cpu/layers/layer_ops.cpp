@@ -174,56 +174,29 @@ struct Activate : RowOp {
   }
 };
 
-// Inputs x and, if there are any, the words of allowed bits; the output has one element on the last
-// axis.
-struct LogSumExp : RowOp {
-  static constexpr const char* kName = "PagedLogSumExp";
+// Inputs x and, if there are any, the words of allowed bits; the output has two numbers for a row.
+struct Likeliest : RowOp {
+  static constexpr const char* kName = "PagedLikeliest";
 
   static mx::Shape shape(const Arrays& inputs) {
     mx::Shape shape = inputs[0].shape();
-    shape.back() = 1;
+    shape.back() = 2;
     return shape;
   }
 
   auto kernel(const Arrays& inputs, mx::array& out) const {
     return for_rows(inputs, out, allocate(out),
-                    [&kernels = kernels_for(out), width = inputs[0].shape(-1)](
-                        const void* x, const void* allowed, void* to) {
-                      kernels.log_sum_exp(x, allowed, width, to);
+                    [&kernels = kernels_for(inputs[0]), width = inputs[0].shape(-1)](
+                        const void* x, const void* allowed, std::byte* to) {
+                      kernels.likeliest(x, allowed, width, reinterpret_cast<float*>(to));
                     });
   }
 
   mx::array composed(const Arrays& inputs, mx::Stream s) const {
-    return mx::logsumexp(allowed_of(inputs, s), -1, true, s);
-  }
-};
-
-// Inputs x, its log-sum-exp and, if there are any, the words of allowed bits.
-struct Likeliest : RowOp {
-  static constexpr const char* kName = "PagedLikeliest";
-
-  static mx::Shape shape(const Arrays& inputs) { return {inputs[0].shape(0)}; }
-
-  auto kernel(const Arrays& inputs, mx::array& out) const {
-    const bool masks = inputs.size() > 2;
-    return
-        [&kernels = kernels_for(inputs[0]), x = cpu::DenseRows(inputs[0]),
-         totals = cpu::DenseRows(inputs[1]), masks, words = cpu::DenseRows(inputs[masks ? 2 : 1]),
-         to = reinterpret_cast<int32_t*>(allocate(out))](int64_t begin, int64_t end) {
-          cpu::RowBuffer buffer, total_buffer, word_buffer;
-          for (int64_t r = begin; r < end; ++r) {
-            const void* allowed = masks ? words.row(r, word_buffer) : nullptr;
-            const void* row = x.row(r, buffer);
-            to[r] = kernels.likeliest(row, totals.row(r, total_buffer), allowed, x.width());
-          }
-        };
-  }
-
-  mx::array composed(const Arrays& inputs, mx::Stream s) const {
-    Arrays masked = inputs;
-    masked.erase(masked.begin() + 1);
-    const mx::array logprobs = mx::subtract(allowed_of(masked, s), inputs[1], s);
-    return mx::astype(mx::argmax(logprobs, -1, false, s), mx::int32, s);
+    const mx::array kept = allowed_of(inputs, s), total = mx::logsumexp(kept, -1, true, s);
+    const mx::array index = mx::argmax(mx::subtract(kept, total, s), -1, true, s);
+    return mx::concatenate({mx::astype(total, mx::float32, s), mx::astype(index, mx::float32, s)},
+                           -1, s);
   }
 };
 
@@ -323,26 +296,13 @@ mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activat
   return make(Activate{{}, activation}, std::move(inputs), stream);
 }
 
-mx::array log_sum_exp(const mx::array& x, const OptionalArray& allowed, mx::StreamOrDevice stream) {
-  check_floating("log_sum_exp", "x", x);
-  require(x.ndim() >= 1 && x.shape(-1) > 0, "log_sum_exp",
-          "x has no elements on its last axis: expected at least one");
-  Arrays inputs = {x};
-  add_allowed("log_sum_exp", allowed, inputs);
-  return make(LogSumExp{}, std::move(inputs), stream);
-}
-
-mx::array likeliest(const mx::array& x, const mx::array& total, const OptionalArray& allowed,
-                    mx::StreamOrDevice stream) {
+mx::array likeliest(const mx::array& x, const OptionalArray& allowed, mx::StreamOrDevice stream) {
   check_floating("likeliest", "x", x);
-  const auto rows = x.ndim() == 2 ? x.shape(0) : -1;
-  require(total.shape() == mx::Shape{rows, 1} && total.dtype() == x.dtype(), "likeliest",
-          "total has shape ", total.shape(), " and dtype ", total.dtype(), ", x shape ", x.shape(),
-          ": expected [R, 1] of x's dtype, and [R, W]");
+  require(x.ndim() >= 1 && x.shape(-1) > 0 && x.shape(-1) <= 1 << 24, "likeliest", "x has shape ",
+          x.shape(), ": expected 1 to 2^24 elements on its last axis");
   Arrays inputs = {x};
   add_allowed("likeliest", allowed, inputs);
-  inputs.insert(inputs.begin() + 1, total);
-  return make(Likeliest{}, std::move(inputs), stream, mx::int32);
+  return make(Likeliest{}, std::move(inputs), stream, mx::float32);
 }
 
 mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice stream) {
