@@ -197,9 +197,7 @@ def _quantized_linear(layer: Any, x: mx.array) -> mx.array:
     return _ext.layers.quantized_linear(x, layer["weight"], scales, offsets, bias, **sizes)
 
 
-def log_softmax(
-    x: mx.array, allowed: mx.array | None = None
-) -> tuple[mx.array, mx.array, mx.array]:
+def log_softmax(x: mx.array, allowed: mx.array | None = None) -> tuple[mx.array, ...]:
     """The logarithms ``[R, W]`` of the softmax of ``x [R, W]``, the first index ``[R]`` int32 of
     the largest of each row, and the largest ``[R]``. With `allowed`, x counts as -inf where bit
     ``i % 32`` of ``allowed[r, i // 32]``, uint32, is 0; if nothing else is left, all are NaN."""

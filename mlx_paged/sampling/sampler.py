@@ -117,7 +117,8 @@ class Sampler:
         if self._rows.samplers:
             tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)
         if tokens is not scores.tokens:
-            chosen = _logprobs_of(logprobs, tokens)
+            chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
+            chosen = chosen.flatten().astype(mx.float32)
         top_tokens = top_logprobs = None
         if self._rows.reported is not None:
             top_tokens, top_logprobs = _most_likely(
@@ -190,10 +191,6 @@ def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
-
-
-def _logprobs_of(logprobs: mx.array, tokens: mx.array) -> mx.array:
-    return mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
 
 
 def _choose(

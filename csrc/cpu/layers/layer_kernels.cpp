@@ -8,14 +8,17 @@ namespace mlx_paged::cpu::KERNEL_ISA {
 
 namespace {
 
-// Calls body(i, number of elements from i on) for each register of a row.
+// Calls body(i, number of elements from i on) for each register of a row, but not for those of a
+// word that forbids all of its 32 elements; words may be null.
 template <typename Body>
-[[gnu::always_inline]] inline void for_registers(int64_t count, Body body) {
+[[gnu::always_inline]] inline void for_registers(int64_t count, const uint32_t* words, Body body) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    body(i, kLanes);
+    if (!words || words[i / 32] != 0) {
+      body(i, kLanes);
+    }
   }
-  if (i < count) {
+  if (i < count && (!words || words[i / 32] != 0)) {
     body(i, static_cast<int>(count - i));
   }
 }
@@ -59,16 +62,6 @@ Floats load_allowed(const T* x, const uint32_t* words, int64_t i, int count) {
   return ((word >> lanes()) & 1) != 0 ? value : broadcast(-__builtin_inff());
 }
 
-// for_registers without those of words that forbid all of their elements.
-template <typename Body>
-[[gnu::always_inline]] inline void for_allowed(const uint32_t* words, int64_t count, Body body) {
-  for_registers(count, [&](int64_t i, int elements) {
-    if (!words || words[i / 32] != 0) {
-      body(i, elements);
-    }
-  });
-}
-
 float sum(Floats x) {
   float total = 0;
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -84,13 +77,13 @@ void rms_norm(const void* row, const void* weights, float eps, int32_t width, vo
   T* out = static_cast<T*>(to);
   Floats squares[4] = {};
   int64_t part = 0;
-  for_registers(width, [&](int64_t i, int count) {
+  for_registers(width, nullptr, [&](int64_t i, int count) {
     const Floats value = load_up_to(x + i, count);
     squares[part++ % 4] += value * value;
   });
   const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / width;
   const Floats factor = broadcast(1.0f / __builtin_sqrtf(mean + eps));
-  for_registers(width, [&](int64_t i, int count) {
+  for_registers(width, nullptr, [&](int64_t i, int count) {
     const Floats normal = rounded<T>(load_up_to(x + i, count) * factor);
     store_up_to(out + i, weight ? normal * load_up_to(weight + i, count) : normal, count);
   });
@@ -128,7 +121,7 @@ Floats gelu_approx(Floats x) {
 
 template <Activation kActivation, typename T>
 void activate_all(const T* x, const T* factor, int64_t size, T* out) {
-  for_registers(size, [&](int64_t i, int count) {
+  for_registers(size, nullptr, [&](int64_t i, int count) {
     const Floats value = load_up_to(x + i, count);
     const Floats active = kActivation == Activation::kSilu ? silu<T>(value) : gelu_approx<T>(value);
     store_up_to(out + i, factor ? active * load_up_to(factor + i, count) : active, count);
@@ -144,7 +137,7 @@ void activate(Activation activation, const void* x, const void* factor, int64_t 
 
 template <typename T>
 void angles(float position, const float* frequencies, int32_t pairs, float* sines, float* cosines) {
-  for_registers(pairs, [&](int64_t i, int count) {
+  for_registers(pairs, nullptr, [&](int64_t i, int count) {
     const auto [sine, cosine] = sine_cosine(load_up_to(frequencies + i, count) * position);
     store_up_to(sines + i, rounded<T>(sine), count);
     store_up_to(cosines + i, rounded<T>(cosine), count);
@@ -153,7 +146,7 @@ void angles(float position, const float* frequencies, int32_t pairs, float* sine
 
 template <typename T>
 void rotate_halves(const T* x, const float* sines, const float* cosines, int32_t pairs, T* out) {
-  for_registers(pairs, [&](int64_t i, int count) {
+  for_registers(pairs, nullptr, [&](int64_t i, int count) {
     const Floats a = load_up_to(x + i, count);
     const Floats b = load_up_to(x + i + pairs, count);
     const Floats sine = load_up_to(sines + i, count);
@@ -191,7 +184,7 @@ template <typename T>
 float largest(const T* x, const uint32_t* words, int32_t width) {
   Floats best = broadcast(-__builtin_inff());
   Ints is_nan = {};
-  for_allowed(words, width, [&](int64_t i, int count) {
+  for_registers(width, words, [&](int64_t i, int count) {
     const Floats value = load_allowed(x, words, i, count);
     best = maximum(lanes_or(value, count, best), best);
     is_nan |= value != value;
@@ -210,7 +203,7 @@ constexpr int32_t kSummed = 4096;
 template <typename T>
 float sum_of_powers(const T* x, const uint32_t* words, int32_t width, float top) {
   Floats sums[4] = {};
-  for_allowed(words, width, [&](int64_t i, int count) {
+  for_registers(width, words, [&](int64_t i, int count) {
     const Floats power = exp(load_allowed(x, words, i, count) - top);
     sums[i / kLanes % 4] += lanes_or(power, count, Floats{});
   });
@@ -221,7 +214,7 @@ template <typename T>
 int32_t first_of_largest(const T* x, const uint32_t* words, int32_t width, float subtrahend) {
   Floats best = broadcast(-__builtin_inff());
   Ints places = {};
-  for_allowed(words, width, [&](int64_t i, int count) {
+  for_registers(width, words, [&](int64_t i, int count) {
     Floats value = rounded<T>(load_allowed(x, words, i, count) - subtrahend);
     value = lanes_or(value == value ? value : broadcast(__builtin_inff()), count, best);
     places = value > best ? lanes() + static_cast<int32_t>(i) : places;
@@ -256,7 +249,7 @@ template <typename T>
 void mask(const void* row, const void* allowed, int32_t width, void* to) {
   const T* x = static_cast<const T*>(row);
   const auto* words = static_cast<const uint32_t*>(allowed);
-  for_registers(width, [&](int64_t i, int count) {
+  for_registers(width, nullptr, [&](int64_t i, int count) {
     store_up_to(static_cast<T*>(to) + i, load_allowed(x, words, i, count), count);
   });
 }
