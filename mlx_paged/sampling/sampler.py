@@ -95,13 +95,14 @@ class Sampler:
         known, vocab = self._rows, logits.shape[-1]
         if known.vocab != vocab or known.requests != list(requests):
             self._compose(requests, vocab)
+        rows = self._rows
         if lengths is None:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
-        errors = dict(self._rows.errors)
+        errors = dict(rows.errors)
         allowed: mx.array | None = None
         constrained = [  # without requests that ended after the step was launched
             _row(requests[i], i, int(lengths[i]), num_drafts, is_drafted)
-            for i, num_drafts, is_drafted in self._rows.constrained
+            for i, num_drafts, is_drafted in rows.constrained
             if not requests[i].finish_reason
         ]
         if any([row.length > len(row.tokens) for row in constrained]):
@@ -112,20 +113,17 @@ class Sampler:
         if allowed is not None or scores is None or scores.logits is not logits:
             scores = Scores.of(logits, allowed)
         _, logprobs, tokens, chosen = scores
-        if self._rows.drawn is not None:
-            tokens = _choose(tokens, logprobs, self._rows.drawn, lengths)
-        if self._rows.samplers:
-            tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)
+        if rows.drawn is not None:
+            tokens = _choose(tokens, logprobs, rows.drawn, lengths)
+        if rows.samplers:
+            tokens = _choose_by_callers(tokens, logprobs, rows.samplers, errors)
         if tokens is not scores.tokens:
             chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
             chosen = chosen.flatten().astype(mx.float32)
-        top_tokens = top_logprobs = None
-        if self._rows.reported is not None:
-            top_tokens, top_logprobs = _most_likely(
-                logprobs, self._rows.reported, self._rows.num_reported
-            )
-        may_be_empty = self._rows.may_be_empty
-        return Sampled(tokens, chosen, logprobs, top_tokens, top_logprobs, errors, may_be_empty)
+        tops: tuple[mx.array, mx.array] | tuple[None, None] = (None, None)
+        if rows.reported is not None:
+            tops = _most_likely(logprobs, rows.reported, rows.num_reported)
+        return Sampled(tokens, chosen, logprobs, *tops, errors, rows.may_be_empty)
 
     def forget_tokens(self) -> None:
         """Forget the latest tokens of the batch; the next call reads them from the requests."""
