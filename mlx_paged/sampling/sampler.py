@@ -123,7 +123,7 @@ class Sampler:
         tops: tuple[mx.array, mx.array] | tuple[None, None] = (None, None)
         if rows.reported is not None:
             tops = _most_likely(logprobs, rows.reported, rows.num_reported)
-        return Sampled(tokens, chosen, logprobs, *tops, errors, rows.may_be_empty)
+        return Sampled(tokens, chosen, logprobs, tops[0], tops[1], errors, rows.may_be_empty)
 
     def forget_tokens(self) -> None:
         """Forget the latest tokens of the batch; the next call reads them from the requests."""
