@@ -95,7 +95,7 @@ class layers:
     rope_frequencies: Callable[..., mx.array]
     silu: Callable[..., mx.array]
     gelu_approx: Callable[..., mx.array]
-    log_sum_exp: Callable[..., mx.array]
+    likeliest: Callable[..., mx.array]
     mask: Callable[..., mx.array]
     linear: Callable[..., mx.array]
     quantized_linear: Callable[..., mx.array]

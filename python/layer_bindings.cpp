@@ -33,8 +33,10 @@ positive and even.)";
 constexpr const char* kActivateDoc =
     R"(The activation of this name in ``mlx.nn``, times `factor`: of x's shape and dtype, or None.)";
 
-constexpr const char* kLogSumExpDoc =
-    R"(``mx.logsumexp`` over the last axis, of at least one element; it stays with one element.)";
+constexpr const char* kLikeliestDoc =
+    R"(Of ``x [..., W]``, W at most 2^24, two float32 numbers on the last axis: ``total = mx.logsumexp(x)``,
+rounded to x's dtype, and ``mx.argmax(x - total)``, the first one of equal elements. With `allowed`,
+for ``x [R, W]``: of ``mask(x, allowed)``, if it has no NaN.)";
 
 constexpr const char* kMaskDoc =
     R"(``x [R, W]`` with -inf where bit ``i % 32`` of ``allowed[r, i // 32]`` is 0. `allowed` is
@@ -89,7 +91,8 @@ void bind_layers(nb::module_& module) {
         "bias"_a = nb::none(), nb::kw_only(), "group_size"_a, "bits"_a, "stream"_a = nb::none(),
         kQuantizedLinearDoc);
   m.def("is_dense", &is_dense, "array"_a, kIsDenseDoc);
-  m.def("log_sum_exp", &log_sum_exp, "x"_a, nb::kw_only(), "stream"_a = nb::none(), kLogSumExpDoc);
+  m.def("likeliest", &likeliest, "x"_a, "allowed"_a = nb::none(), nb::kw_only(),
+        "stream"_a = nb::none(), kLikeliestDoc);
   m.def("mask", &mask, "x"_a, "allowed"_a, nb::kw_only(), "stream"_a = nb::none(), kMaskDoc);
 }
 

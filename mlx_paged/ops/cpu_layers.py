@@ -1,4 +1,4 @@
-"""Faster CPU kernels for layers of a model and for log-sum-exp.
+"""Faster CPU kernels for layers of a model and for log-softmax.
 
 On CPUs MLX composes ``mx.fast.rms_norm``, ``mx.fast.rope`` and the activations of many operations.
 Each of these is a pass over memory on one thread. Inside :meth:`CPULayers.diverted` the kernels of
@@ -197,13 +197,18 @@ def _quantized_linear(layer: Any, x: mx.array) -> mx.array:
     return _ext.layers.quantized_linear(x, layer["weight"], scales, offsets, bias, **sizes)
 
 
-def log_sum_exp(x: mx.array) -> mx.array:
-    """``mx.logsumexp`` over the last axis, which is kept: ``[..., W]`` to ``[..., 1]``."""
-    if x.dtype in _DTYPES and mx.default_device() == mx.cpu:
-        return _ext.layers.log_sum_exp(x)
-    return mx.logsumexp(x, axis=-1, keepdims=True)
-
-
-def mask(x: mx.array, allowed: mx.array) -> mx.array:
-    """``x [R, W]`` with -inf where bit ``i % 32`` of ``allowed[r, i // 32]``, uint32, is 0."""
-    return _ext.layers.mask(x, allowed)
+def log_softmax(x: mx.array, allowed: mx.array | None = None) -> tuple[mx.array, ...]:
+    """The logarithms ``[R, W]`` of the softmax of ``x [R, W]``, the first index ``[R]`` int32 of
+    the largest of each row, and the largest ``[R]``. With `allowed`, x counts as -inf where bit
+    ``i % 32`` of ``allowed[r, i // 32]``, uint32, is 0; if nothing else is left, all are NaN."""
+    kept = x if allowed is None else _ext.layers.mask(x, allowed)
+    if x.dtype not in _DTYPES or mx.default_device() != mx.cpu:
+        logs = kept - mx.logsumexp(kept, axis=-1, keepdims=True)
+        best = mx.argmax(logs, axis=-1).astype(mx.int32)
+        return logs, best, mx.take_along_axis(logs, best[:, None], axis=-1)[:, 0]
+    found = _ext.layers.likeliest(x, allowed)
+    total, best = found[:, :1].astype(x.dtype), found[:, 1].astype(mx.int32)
+    largest = mx.take_along_axis(x, best[:, None], axis=-1) - total
+    if allowed is not None:  # if nothing is, x there is not -inf
+        largest = mx.where(total > -mx.inf, largest, mx.nan)
+    return kept - total, best, largest[:, 0]

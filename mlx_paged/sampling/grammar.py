@@ -111,17 +111,17 @@ class Row(NamedTuple):
 
 def masks_of(
     rows: Sequence[Row], vocab: int
-) -> tuple[npt.NDArray[np.uint32], dict[int, int], dict[int, Exception]]:
+) -> tuple[npt.NDArray[np.uint32], dict[int, Exception]]:
     """Let each row's state follow its tokens, and fill all masks in one call, on several threads.
 
     Returns what is allowed, a bit for each token ``[N, ceil(vocab / 32)]``, of these rows in their
-    order; and by row of the batch the only token that may follow, and why there is none.
+    order; and by row of the batch why there is none.
     """
-    forced: dict[int, int] = {}
     errors: dict[int, Exception] = {}
     waiting: list[tuple[Matcher, int]] = []
     ahead: dict[int, GrammarState] = {}  # behind the drafts so far, by the state of the request
-    bits = np.full((len(rows), -(-rows[0].state.vocab_size // 32)), 2**32 - 1, np.uint32)
+    words, known = -(-vocab // 32), -(-rows[0].state.vocab_size // 32)
+    bits = ~np.zeros((len(rows), known), np.uint32)
     for place, each in enumerate(rows):
         state = each.state
         try:
@@ -136,9 +136,8 @@ def masks_of(
         # If the request is ahead, the engine has appended forced tokens already.
         coming = each.tokens[each.length :] or state.forced
         if coming:
-            forced[each.row] = token = coming[0]
             bits[place] = 0
-            bits[place, token // 32] = 1 << token % 32
+            bits[place, coming[0] // 32] = 1 << coming[0] % 32
         else:
             waiting.append((state.matcher, place))
     if waiting:
@@ -147,8 +146,9 @@ def masks_of(
         if matcher.is_error() and not rows[place].drafts:
             reason = f"[SamplingParams] the grammar failed: {_line(matcher.get_error())}"
             errors[rows[place].row] = ValueError(reason)
-    missing = max(0, -(-vocab // 32) - bits.shape[1])  # of logits that are wider
-    return np.pad(bits, ((0, 0), (0, missing)))[:, : -(-vocab // 32)], forced, errors
+    if words > known:  # the logits are wider
+        bits = np.pad(bits, ((0, 0), (0, words - known)))
+    return bits[:, :words], errors
 
 
 @cache

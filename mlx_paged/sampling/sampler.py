@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_paged.ops.cpu_layers import log_sum_exp, mask
+from mlx_paged.ops.cpu_layers import log_softmax
 from mlx_paged.request import Request
 from mlx_paged.sampling.columns import XTC, DrawnRows, RankFilters, SamplingRows, Subset
 from mlx_paged.sampling.grammar import GrammarState, Row, masks_of
@@ -55,10 +55,10 @@ class Scores(NamedTuple):
     logprobs: mx.array  # of these, [R] float32
 
     @classmethod
-    def of(cls, logits: mx.array) -> "Scores":
-        distributions = logits - log_sum_exp(logits)
-        tokens = mx.argmax(distributions, axis=-1).astype(mx.int32)
-        return cls(logits, distributions, tokens, _logprobs_of(distributions, tokens))
+    def of(cls, logits: mx.array, allowed: mx.array | None = None) -> "Scores":
+        """Of the tokens that the words ``[R, ceil(vocab / 32)]`` uint32 allow; None: of all."""
+        distributions, tokens, logprobs = log_softmax(logits, allowed)
+        return cls(logits, distributions, tokens, logprobs.astype(mx.float32))
 
 
 class Sampler:
@@ -95,38 +95,35 @@ class Sampler:
         known, vocab = self._rows, logits.shape[-1]
         if known.vocab != vocab or known.requests != list(requests):
             self._compose(requests, vocab)
+        rows = self._rows
         if lengths is None:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
-        errors = dict(self._rows.errors)
-        forced: mx.array | None = None
+        errors = dict(rows.errors)
+        allowed: mx.array | None = None
         constrained = [  # without requests that ended after the step was launched
             _row(requests[i], i, int(lengths[i]), num_drafts, is_drafted)
-            for i, num_drafts, is_drafted in self._rows.constrained
+            for i, num_drafts, is_drafted in rows.constrained
             if not requests[i].finish_reason
         ]
         if any([row.length > len(row.tokens) for row in constrained]):
             return None
         logits = self._processed(logits, newest, lengths, errors)
         if constrained:
-            logits, forced = _constrained(logits, constrained, errors)
-        if scores is None or scores.logits is not logits:
-            scores = Scores.of(logits)
+            allowed = _allowed(constrained, len(logits), vocab, errors)
+        if allowed is not None or scores is None or scores.logits is not logits:
+            scores = Scores.of(logits, allowed)
         _, logprobs, tokens, chosen = scores
-        if self._rows.drawn is not None:
-            tokens = _choose(tokens, logprobs, self._rows.drawn, lengths)
-        if self._rows.samplers:
-            tokens = _choose_by_callers(tokens, logprobs, self._rows.samplers, errors)
-        if forced is not None:
-            tokens = mx.where(forced < 0, tokens, forced)
+        if rows.drawn is not None:
+            tokens = _choose(tokens, logprobs, rows.drawn, lengths)
+        if rows.samplers:
+            tokens = _choose_by_callers(tokens, logprobs, rows.samplers, errors)
         if tokens is not scores.tokens:
-            chosen = _logprobs_of(logprobs, tokens)
-        top_tokens = top_logprobs = None
-        if self._rows.reported is not None:
-            top_tokens, top_logprobs = _most_likely(
-                logprobs, self._rows.reported, self._rows.num_reported
-            )
-        may_be_empty = self._rows.may_be_empty
-        return Sampled(tokens, chosen, logprobs, top_tokens, top_logprobs, errors, may_be_empty)
+            chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
+            chosen = chosen.flatten().astype(mx.float32)
+        tops: tuple[mx.array, mx.array] | tuple[None, None] = (None, None)
+        if rows.reported is not None:
+            tops = _most_likely(logprobs, rows.reported, rows.num_reported)
+        return Sampled(tokens, chosen, logprobs, tops[0], tops[1], errors, rows.may_be_empty)
 
     def forget_tokens(self) -> None:
         """Forget the latest tokens of the batch; the next call reads them from the requests."""
@@ -166,20 +163,15 @@ def _row(request: Request, index: int, length: int, num_drafts: int, is_drafted:
     return Row(index, request.grammar, tokens, length, num_drafts)
 
 
-def _constrained(
-    logits: mx.array, rows: Sequence[Row], errors: dict[int, Exception]
-) -> tuple[mx.array, mx.array | None]:
-    """`logits` ``[R, vocab]`` with -inf where a grammar forbids the token, and for each row the
-    only possible token ``[R]`` int32, or -1. If no row has one, None."""
-    bits, only, wrong = masks_of(rows, logits.shape[-1])
+def _allowed(rows: Sequence[Row], count: int, vocab: int, errors: dict[int, Exception]) -> mx.array:
+    """What the grammars of `rows` leave of `count` rows, a bit for each token ``[count,
+    ceil(vocab / 32)]`` uint32."""
+    bits, wrong = masks_of(rows, vocab)
     errors |= wrong
-    subset = Subset([row.row for row in rows], len(logits))
-    logits = subset.put(logits, mask(subset.take(logits), mx.array(bits)))
-    if not only:
-        return logits, None
-    forced = np.full(len(logits), -1, np.int32)
-    forced[list(only)] = list(only.values())
-    return logits, mx.array(forced)
+    if len(rows) < count:
+        of_rows, bits = bits, ~np.zeros((count, bits.shape[1]), np.uint32)
+        bits[[row.row for row in rows]] = of_rows
+    return mx.array(bits)
 
 
 def uniform(seeds: npt.ArrayLike, indices: npt.ArrayLike) -> npt.NDArray[np.float32]:
@@ -197,10 +189,6 @@ def _mix64(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
-
-
-def _logprobs_of(logprobs: mx.array, tokens: mx.array) -> mx.array:
-    return mx.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0].astype(mx.float32)
 
 
 def _choose(

@@ -223,6 +223,10 @@ class TestActivations:
         np.testing.assert_allclose(float64(got), float64(want), rtol=1e-6, atol=1e-30)
 
 
+def log_sum_exp(x: mx.array, words: mx.array | None = None) -> mx.array:
+    return layers.likeliest(x, words)[..., :1].astype(x.dtype)
+
+
 @pytest.mark.parametrize("layout", ["dense", "inner", "strided", "transposed"])
 @pytest.mark.parametrize("width", (*WIDTHS, 70_001))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -232,7 +236,7 @@ class TestLogSumExp:
         x = laid_out(random(3, rows, width, dtype=dtype, scale=5.0), layout)
         top = float64(x).max(-1, keepdims=True)
         want = top + np.log(np.exp(float64(x) - top).sum(-1, keepdims=True))
-        assert_close(layers.log_sum_exp(x), want, dtype, scale=2.0)
+        assert_close(log_sum_exp(x), want, dtype, scale=2.0)
 
 
 @pytest.mark.parametrize("offset", [-1000.0, 1000.0])
@@ -240,7 +244,7 @@ class TestLogSumExp:
 def test_log_sum_exp_far_from_zero(width, offset):
     x = random(3, width) + offset
     want = offset + np.log(np.exp(float64(x) - offset).sum(-1, keepdims=True))
-    assert_close(layers.log_sum_exp(x), want, mx.float32)
+    assert_close(log_sum_exp(x), want, mx.float32)
 
 
 @pytest.mark.parametrize("repeats", [1, 13])
@@ -249,7 +253,7 @@ def test_log_sum_exp_of_what_is_not_finite(repeats):
     x = mx.repeat(mx.array(list(itertools.product(values, repeat=3))), repeats, axis=-1)
     with np.errstate(invalid="ignore"):
         want = np.logaddexp.reduce(float64(x), axis=-1, keepdims=True)
-    np.testing.assert_allclose(np.array(layers.log_sum_exp(x)), want, rtol=1e-6)
+    np.testing.assert_allclose(np.array(log_sum_exp(x)), want, rtol=1e-6)
 
 
 def test_log_sum_exp_of_millions_keeps_its_digits():
@@ -257,7 +261,7 @@ def test_log_sum_exp_of_millions_keeps_its_digits():
     x = mx.full((1 << 22,), -2.7)
     x[0] = 0.0
     want = np.log(np.exp(float64(x)).sum(keepdims=True))
-    assert_close(layers.log_sum_exp(x), want, mx.float32)
+    assert_close(log_sum_exp(x), want, mx.float32)
 
 
 @pytest.mark.parametrize("layout", ["dense", "inner", "strided", "transposed"])
@@ -266,13 +270,53 @@ def test_log_sum_exp_of_millions_keeps_its_digits():
 class TestMask:
     def test_what_is_forbidden_is_minus_infinity(self, dtype, width, layout):
         x = laid_out(random(3, width, dtype=dtype), layout)
-        bits = np.random.default_rng(width).integers(0, 2, (3, -(-width // 32) * 32))
-        bits[1], bits[2, :40] = 1, 0  # bits behind the width mean nothing
-        words = np.packbits(bits.astype(np.uint8), axis=1, bitorder="little").view(np.uint32)
-        want = np.where(bits[:, :width], float64(x), -np.inf)
-        got = layers.mask(x, mx.array(words))
+        bits, words = allowed(width)
+        want = np.where(bits, float64(x), -np.inf)
+        got = layers.mask(x, words)
         assert got.dtype == dtype
         np.testing.assert_array_equal(float64(got), want)
+
+    def test_log_sum_exp_of_what_is_allowed(self, dtype, width, layout):
+        x = laid_out(random(3, width, dtype=dtype, scale=5.0), layout)
+        bits, words = allowed(width)
+        x[2, :40] = float("nan")  # forbidden
+        with np.errstate(divide="ignore"):  # the third row may allow nothing
+            want = np.log(np.where(bits, np.exp(float64(x)), 0).sum(-1, keepdims=True))
+        got = log_sum_exp(x, words)
+        assert_close(got, want, dtype, scale=2.0)
+        assert mx.array_equal(got, log_sum_exp(layers.mask(x, words)))
+
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_the_likeliest_is_the_first_of_the_largest(self, dtype, width, layout, masked):
+        """Of differences that are rounded, so that many of them are equal."""
+        offsets = mx.array([[0.0], [-0.4], [0.2]])
+        x = laid_out((random(3, width, scale=1e-6) + offsets).astype(dtype), layout)
+        bits, words = allowed(width)
+        words = words if masked else None
+        kept = mx.where(mx.array(bits), x, -mx.inf) if masked else x
+        got = layers.likeliest(x, words)
+        assert got.dtype == mx.float32 and got.shape == (3, 2)
+        want = mx.argmax(kept - log_sum_exp(x, words), axis=-1)
+        assert got[:, 1].tolist() == want.tolist()
+        if width > 1000 and dtype != mx.bfloat16:
+            assert want.tolist() != mx.argmax(kept, axis=-1).tolist()
+
+
+def allowed(width: int) -> tuple[np.ndarray, mx.array]:
+    """Bits of three rows, and as words: random ones, all, and none of the first 40."""
+    bits = np.random.default_rng(width).integers(0, 2, (3, -(-width // 32) * 32))
+    bits[1], bits[2, :40] = 1, 0  # bits behind the width mean nothing
+    words = np.packbits(bits.astype(np.uint8), axis=1, bitorder="little").view(np.uint32)
+    return bits[:, :width].astype(bool), mx.array(words)
+
+
+@pytest.mark.parametrize("values", [[float("nan")], [-float("inf")], [1, float("inf")], [2, 5, 5]])
+@pytest.mark.parametrize("at", [0, 61, 2000])
+def test_the_likeliest_of_what_is_not_finite(values, at):
+    x = mx.zeros((1, 3000)) - mx.inf
+    x[0, at : at + len(values)] = mx.array(values)
+    want = mx.argmax(x - log_sum_exp(x), axis=-1)
+    assert layers.likeliest(x)[:, 1].tolist() == want.tolist()
 
 
 def test_an_array_that_is_still_needed_is_not_written_over():
@@ -316,7 +360,7 @@ MISTAKES = [
     ),
     (lambda: layers.rope_frequencies(3, 1e4), "dims is 3: expected a positive even number"),
     (
-        lambda: layers.log_sum_exp(mx.zeros(4, mx.int32)),
+        lambda: log_sum_exp(mx.zeros(4, mx.int32)),
         "x of shape (4,) has dtype int32: expected float32",
     ),
     (lambda: layers.mask(mx.zeros(4), mx.zeros(1, mx.uint32)), "x has 1 axes: expected 2"),
@@ -325,7 +369,12 @@ MISTAKES = [
         "allowed has shape (2, 1) and dtype uint32: expected (2, 2) of uint32",
     ),
     (lambda: layers.mask(mx.zeros((1, 4)), mx.zeros((1, 1), mx.int32)), "and dtype int32: expect"),
-    (lambda: layers.log_sum_exp(mx.zeros((2, 0))), "x has no elements on its last axis: expected"),
+    (
+        lambda: layers.likeliest(mx.zeros((3, 2, 8)), mx.zeros((3, 1), mx.uint32)),
+        "[likeliest] x has 3 axes: expected 2",
+    ),
+    (lambda: layers.likeliest(mx.zeros((2, 0))), "x has shape (2, 0): expected 1 to 2^24 elements"),
+    (lambda: layers.likeliest(mx.zeros(2**24 + 1, mx.bfloat16)), "x has shape (16777217,): exp"),
     (lambda: layers.silu(mx.zeros((2, 4)), mx.zeros(4)), "factor has 4 elements of float32: expec"),
     (lambda: layers.silu(mx.zeros(4), mx.zeros(4, mx.float16)), "factor has 4 elements of float16"),
 ]
@@ -352,7 +401,7 @@ def test_every_build_passes_these_tests(build):
     if build not in _ext.supported_kernels():
         pytest.skip(f"this machine cannot run the {build} build")
     names = "TestRmsNorm or TestRope or TestActivations or LogSumExp or log_sum_exp"
-    names += " or rounded or millions or TestMask"
+    names += " or rounded or millions or TestMask or likeliest"
     child = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names, __file__],
         env={**os.environ, "MLX_PAGED_CPU": build},

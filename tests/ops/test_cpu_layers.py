@@ -76,7 +76,7 @@ def test_an_engine_s_steps_run_on_the_fused_layers(calls, model):
     assert calls["rms_norm"] == steps * (2 * layers + 1)
     assert calls["rope"] == steps * 2 * layers
     assert calls["linear"] == steps * (7 * layers + 1)  # the head among them
-    assert 6 <= calls["log_sum_exp"] <= steps
+    assert 6 <= calls["likeliest"] <= steps
     assert_restored()
 
 
@@ -156,8 +156,28 @@ def test_a_gpu_keeps_its_own_kernels(calls, model, monkeypatch):
     with CPULayers(model).diverted():
         assert_restored()
     x = mx.ones((2, 8))
-    mx.eval(cpu_layers.log_sum_exp(x))
+    mx.eval(cpu_layers.log_softmax(x))
     assert not calls
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("device", [mx.cpu, mx.Device(mx.gpu, 0)], ids=str)
+def test_log_softmax_of_what_is_allowed(monkeypatch, device, dtype):
+    """Also of rows that allow everything, and nothing: then there is no largest number."""
+    monkeypatch.setattr(cpu_layers.mx, "default_device", lambda: device)
+    bits = np.random.default_rng(0).integers(0, 2, (4, 96))
+    bits[2:] = [[1], [0]]
+    words = np.packbits(bits.astype(np.uint8), axis=1, bitorder="little").view(np.uint32)
+    x = (mx.random.normal((4, 75)) * 3).astype(dtype)
+    logs, best, largest = cpu_layers.log_softmax(x, mx.array(words))
+    kept = mx.where(mx.array(bits[:, :75]) == 1, x, -mx.inf)
+    want = kept - mx.logsumexp(kept, axis=-1, keepdims=True)
+    rtol = 1e-5 if dtype == mx.float32 else 2**-7
+    as_numpy = [np.array(array.astype(mx.float32)) for array in (logs, want, largest)]
+    np.testing.assert_allclose(*as_numpy[:2], rtol=rtol)
+    np.testing.assert_array_equal(as_numpy[2], as_numpy[0].max(axis=1))
+    assert np.isnan(as_numpy[2]).tolist() == [False, False, False, True]
+    assert best.tolist()[:3] == mx.argmax(logs, axis=-1).tolist()[:3]
 
 
 def not_diverted():

@@ -226,7 +226,7 @@ def test_tokens_are_chosen_in_the_graph(monkeypatch):
     engine = Engine(build("llama"), **SMALL, compile=True)
     engine.add_request(prompts(1)[0], max_tokens=12)
     engine.step()
-    monkeypatch.setattr(Scores, "of", lambda logits: pytest.fail("scores outside the graph"))
+    monkeypatch.setattr(Scores, "of", lambda *_: pytest.fail("scores outside the graph"))
     for _ in range(5):
         engine.step()
     engine.add_request(prompts(2)[1], max_tokens=12, logit_bias={3: 100.0})

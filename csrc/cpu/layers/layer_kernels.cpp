@@ -8,14 +8,17 @@ namespace mlx_paged::cpu::KERNEL_ISA {
 
 namespace {
 
-// Calls body(i, number of elements from i on) for each register of a row.
+// Calls body(i, number of elements from i on) for each register of a row, but not for those of a
+// word that forbids all of its 32 elements; words may be null.
 template <typename Body>
-[[gnu::always_inline]] inline void for_registers(int64_t count, Body body) {
+[[gnu::always_inline]] inline void for_registers(int64_t count, const uint32_t* words, Body body) {
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    body(i, kLanes);
+    if (!words || words[i / 32] != 0) {
+      body(i, kLanes);
+    }
   }
-  if (i < count) {
+  if (i < count && (!words || words[i / 32] != 0)) {
     body(i, static_cast<int>(count - i));
   }
 }
@@ -37,13 +40,26 @@ float widened(float x) { return x; }
 float widened(BFloat16 x) { return load_partial(&x, 1)[0]; }
 float widened(Float16 x) { return load_partial(&x, 1)[0]; }
 
-// The first `count` lanes of x, then the other lanes of y.
-Floats lanes_or(Floats x, int count, Floats y) {
+Ints lanes() {
   Ints lane;
   for (int i = 0; i < kLanes; ++i) {
     lane[i] = i;
   }
-  return lane < count ? x : y;
+  return lane;
+}
+
+// The first `count` lanes of x, then the other lanes of y.
+Floats lanes_or(Floats x, int count, Floats y) { return lanes() < count ? x : y; }
+
+// Elements of a row from i on, and -inf where the row's `words`, if there are any, forbid one.
+template <typename T>
+Floats load_allowed(const T* x, const uint32_t* words, int64_t i, int count) {
+  const Floats value = load_up_to(x + i, count);
+  if (!words || words[i / 32] == ~uint32_t{0}) {
+    return value;
+  }
+  const Ints word = Ints{} + static_cast<int32_t>(words[i / 32] >> (i % 32));
+  return ((word >> lanes()) & 1) != 0 ? value : broadcast(-__builtin_inff());
 }
 
 float sum(Floats x) {
@@ -61,13 +77,13 @@ void rms_norm(const void* row, const void* weights, float eps, int32_t width, vo
   T* out = static_cast<T*>(to);
   Floats squares[4] = {};
   int64_t part = 0;
-  for_registers(width, [&](int64_t i, int count) {
+  for_registers(width, nullptr, [&](int64_t i, int count) {
     const Floats value = load_up_to(x + i, count);
     squares[part++ % 4] += value * value;
   });
   const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / width;
   const Floats factor = broadcast(1.0f / __builtin_sqrtf(mean + eps));
-  for_registers(width, [&](int64_t i, int count) {
+  for_registers(width, nullptr, [&](int64_t i, int count) {
     const Floats normal = rounded<T>(load_up_to(x + i, count) * factor);
     store_up_to(out + i, weight ? normal * load_up_to(weight + i, count) : normal, count);
   });
@@ -105,7 +121,7 @@ Floats gelu_approx(Floats x) {
 
 template <Activation kActivation, typename T>
 void activate_all(const T* x, const T* factor, int64_t size, T* out) {
-  for_registers(size, [&](int64_t i, int count) {
+  for_registers(size, nullptr, [&](int64_t i, int count) {
     const Floats value = load_up_to(x + i, count);
     const Floats active = kActivation == Activation::kSilu ? silu<T>(value) : gelu_approx<T>(value);
     store_up_to(out + i, factor ? active * load_up_to(factor + i, count) : active, count);
@@ -121,7 +137,7 @@ void activate(Activation activation, const void* x, const void* factor, int64_t 
 
 template <typename T>
 void angles(float position, const float* frequencies, int32_t pairs, float* sines, float* cosines) {
-  for_registers(pairs, [&](int64_t i, int count) {
+  for_registers(pairs, nullptr, [&](int64_t i, int count) {
     const auto [sine, cosine] = sine_cosine(load_up_to(frequencies + i, count) * position);
     store_up_to(sines + i, rounded<T>(sine), count);
     store_up_to(cosines + i, rounded<T>(cosine), count);
@@ -130,7 +146,7 @@ void angles(float position, const float* frequencies, int32_t pairs, float* sine
 
 template <typename T>
 void rotate_halves(const T* x, const float* sines, const float* cosines, int32_t pairs, T* out) {
-  for_registers(pairs, [&](int64_t i, int count) {
+  for_registers(pairs, nullptr, [&](int64_t i, int count) {
     const Floats a = load_up_to(x + i, count);
     const Floats b = load_up_to(x + i + pairs, count);
     const Floats sine = load_up_to(sines + i, count);
@@ -163,13 +179,13 @@ void rotate(const void* x, const float* sines, const float* cosines, int32_t pai
   __builtin_memcpy(to + rotated, from + rotated, sizeof(T) * (width - rotated));
 }
 
-// The largest element of a row; NaN if any element is NaN.
+// The largest allowed element of a row; NaN if any of them is NaN.
 template <typename T>
-float largest(const T* x, int32_t width) {
-  Floats best = broadcast(widened(x[0]));
+float largest(const T* x, const uint32_t* words, int32_t width) {
+  Floats best = broadcast(-__builtin_inff());
   Ints is_nan = {};
-  for_registers(width, [&](int64_t i, int count) {
-    const Floats value = load_up_to(x + i, count);
+  for_registers(width, words, [&](int64_t i, int count) {
+    const Floats value = load_allowed(x, words, i, count);
     best = maximum(lanes_or(value, count, best), best);
     is_nan |= value != value;
   });
@@ -185,50 +201,62 @@ float largest(const T* x, int32_t width) {
 constexpr int32_t kSummed = 4096;
 
 template <typename T>
-float sum_of_powers(const T* x, int32_t width, float top) {
+float sum_of_powers(const T* x, const uint32_t* words, int32_t width, float top) {
   Floats sums[4] = {};
-  int64_t part = 0;
-  for_registers(width, [&](int64_t i, int count) {
-    const Floats power = exp(load_up_to(x + i, count) - top);
-    sums[part++ % 4] += lanes_or(power, count, Floats{});
+  for_registers(width, words, [&](int64_t i, int count) {
+    const Floats power = exp(load_allowed(x, words, i, count) - top);
+    sums[i / kLanes % 4] += lanes_or(power, count, Floats{});
   });
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
 template <typename T>
-void log_sum_exp(const void* row, int32_t width, void* out) {
+int32_t first_of_largest(const T* x, const uint32_t* words, int32_t width, float subtrahend) {
+  Floats best = broadcast(-__builtin_inff());
+  Ints places = {};
+  for_registers(width, words, [&](int64_t i, int count) {
+    Floats value = rounded<T>(load_allowed(x, words, i, count) - subtrahend);
+    value = lanes_or(value == value ? value : broadcast(__builtin_inff()), count, best);
+    places = value > best ? lanes() + static_cast<int32_t>(i) : places;
+    best = value > best ? value : best;
+  });
+  int found = 0;
+  for (int lane = 1; lane < kLanes; ++lane) {
+    const bool is_first = best[lane] == best[found] && places[lane] < places[found];
+    found = best[lane] > best[found] || is_first ? lane : found;
+  }
+  return places[found];
+}
+
+template <typename T>
+void likeliest(const void* row, const void* allowed, int32_t width, float out[2]) {
   const T* x = static_cast<const T*>(row);
-  const float top = largest(x, width);
+  const auto* words = static_cast<const uint32_t*>(allowed);
+  const float top = largest(x, words, width);
   double total = 0;
   for (int32_t i = 0; i < width; i += kSummed) {
-    total += sum_of_powers(x + i, width - i < kSummed ? width - i : kSummed, top);
+    const int32_t count = width - i < kSummed ? width - i : kSummed;
+    total += sum_of_powers(x + i, words ? words + i / 32 : words, count, top);
   }
   // If the largest element is infinite, the differences are NaN.
   const bool finite = top - top == 0;
   const float value = finite ? top + static_cast<float>(__builtin_log(total)) : top;
-  store_up_to(static_cast<T*>(out), broadcast(value), 1);
+  out[0] = rounded<T>(broadcast(value))[0];
+  out[1] = static_cast<float>(first_of_largest(x, words, width, out[0]));
 }
 
 template <typename T>
 void mask(const void* row, const void* allowed, int32_t width, void* to) {
   const T* x = static_cast<const T*>(row);
   const auto* words = static_cast<const uint32_t*>(allowed);
-  Ints lane;
-  for (int i = 0; i < kLanes; ++i) {
-    lane[i] = i;
-  }
-  const Floats forbidden = broadcast(-__builtin_inff());
-  for_registers(width, [&](int64_t i, int count) {
-    const Ints word = Ints{} + static_cast<int32_t>(words[i / 32] >> (i % 32));
-    const Ints bits = (word >> lane) & 1;
-    const Floats kept = bits != 0 ? load_up_to(x + i, count) : forbidden;
-    store_up_to(static_cast<T*>(to) + i, kept, count);
+  for_registers(width, nullptr, [&](int64_t i, int count) {
+    store_up_to(static_cast<T*>(to) + i, load_allowed(x, words, i, count), count);
   });
 }
 
 template <typename T>
-constexpr LayerKernels kKernelsOf = {rms_norm<T>, activate<T>,    angles<T>,
-                                     rotate<T>,   log_sum_exp<T>, mask<T>};
+constexpr LayerKernels kKernelsOf = {rms_norm<T>, activate<T>,  angles<T>,
+                                     rotate<T>,   likeliest<T>, mask<T>};
 
 }  // namespace
 

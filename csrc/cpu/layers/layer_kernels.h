@@ -31,10 +31,12 @@ struct LayerKernels {
   void (*rotate)(const void* x, const float* sines, const float* cosines, int32_t pairs,
                  int32_t width, bool traditional, void* out);
 
-  // log(sum(e^x)) over one row of `width`, rounded to the dtype: one element.
-  void (*log_sum_exp)(const void* x, int32_t width, void* out);
+  // Of one row: log(sum(e^x)), rounded to the dtype; the first index at which x minus this sum,
+  // rounded again, is largest. NaN is above all numbers. As of all kernels with `allowed`, x[i]
+  // counts as -inf where bit i % 32 of allowed[i / 32] is 0; allowed may be null.
+  void (*likeliest)(const void* x, const void* allowed, int32_t width, float out[2]);
 
-  // out[i] = x[i], or -inf where bit i % 32 of allowed[i / 32] is 0; out may be x.
+  // out = x; out may be x.
   void (*mask)(const void* x, const void* allowed, int32_t width, void* out);
 };
 

@@ -43,6 +43,20 @@ OptionalArray second(const Arrays& inputs) {
   return inputs.size() > 1 ? OptionalArray(inputs[1]) : OptionalArray();
 }
 
+// x, or what its second input, the words of allowed bits, leaves of it: -inf elsewhere.
+mx::array allowed_of(const Arrays& inputs, mx::Stream s) {
+  const mx::array& x = inputs[0];
+  if (inputs.size() == 1) {
+    return x;
+  }
+  const mx::array places = mx::arange(0, 32, mx::uint32, s);
+  const mx::array one(1, mx::uint32), forbidden(-INFINITY, x.dtype());
+  mx::array bits = mx::right_shift(mx::expand_dims(inputs[1], -1, s), places, s);
+  bits = mx::flatten(mx::bitwise_and(bits, one, s), -2, -1, s);
+  bits = mx::slice(bits, {0, 0}, x.shape(), s);
+  return mx::where(mx::equal(bits, one, s), x, forbidden, s);
+}
+
 // Calls compute(x, y, to) for each row of the first input, of the second one and of the output. The
 // second input may have one row for all, or be absent: then y is null.
 template <typename Compute>
@@ -160,25 +174,29 @@ struct Activate : RowOp {
   }
 };
 
-// Input x; the output has one element on the last axis.
-struct LogSumExp : RowOp {
-  static constexpr const char* kName = "PagedLogSumExp";
+// Inputs x and, if there are any, the words of allowed bits; the output has two numbers for a row.
+struct Likeliest : RowOp {
+  static constexpr const char* kName = "PagedLikeliest";
 
   static mx::Shape shape(const Arrays& inputs) {
     mx::Shape shape = inputs[0].shape();
-    shape.back() = 1;
+    shape.back() = 2;
     return shape;
   }
 
   auto kernel(const Arrays& inputs, mx::array& out) const {
-    return for_rows(
-        inputs, out, allocate(out),
-        [&kernels = kernels_for(out), width = inputs[0].shape(-1)](
-            const void* x, const void*, void* to) { kernels.log_sum_exp(x, width, to); });
+    return for_rows(inputs, out, allocate(out),
+                    [&kernels = kernels_for(inputs[0]), width = inputs[0].shape(-1)](
+                        const void* x, const void* allowed, std::byte* to) {
+                      kernels.likeliest(x, allowed, width, reinterpret_cast<float*>(to));
+                    });
   }
 
   mx::array composed(const Arrays& inputs, mx::Stream s) const {
-    return mx::logsumexp(inputs[0], -1, true, s);
+    const mx::array kept = allowed_of(inputs, s), total = mx::logsumexp(kept, -1, true, s);
+    const mx::array index = mx::argmax(mx::subtract(kept, total, s), -1, true, s);
+    return mx::concatenate({mx::astype(total, mx::float32, s), mx::astype(index, mx::float32, s)},
+                           -1, s);
   }
 };
 
@@ -193,23 +211,30 @@ struct Mask : RowOp {
             const void* x, const void* allowed, void* to) { kernels.mask(x, allowed, width, to); });
   }
 
-  mx::array composed(const Arrays& inputs, mx::Stream s) const {
-    const mx::array &x = inputs[0], &words = inputs[1];
-    const mx::array places = mx::arange(0, 32, mx::uint32, s);
-    const mx::array one(1, mx::uint32), forbidden(-INFINITY, x.dtype());
-    mx::array bits = mx::right_shift(mx::expand_dims(words, -1, s), places, s);
-    bits = mx::flatten(mx::bitwise_and(bits, one, s), -2, -1, s);
-    bits = mx::slice(bits, {0, 0}, x.shape(), s);
-    return mx::where(mx::equal(bits, one, s), x, forbidden, s);
-  }
+  mx::array composed(const Arrays& inputs, mx::Stream s) const { return allowed_of(inputs, s); }
 };
 
+// The output has x's dtype, or another one.
 template <typename Op>
-mx::array make(Op op, Arrays inputs, mx::StreamOrDevice stream) {
+mx::array make(Op op, Arrays inputs, mx::StreamOrDevice stream,
+               std::optional<mx::Dtype> other = std::nullopt) {
   auto primitive = std::make_shared<LayerPrimitive<Op>>(mx::to_stream(stream), op);
   const mx::Shape shape = Op::shape(inputs);
-  const mx::Dtype dtype = inputs[0].dtype();
+  const mx::Dtype dtype = other.value_or(inputs[0].dtype());
   return mx::array(shape, dtype, std::move(primitive), std::move(inputs));
+}
+
+// Adds the words of allowed bits of x, which is the first input, if there are any.
+void add_allowed(const char* op, const OptionalArray& allowed, Arrays& inputs) {
+  const mx::array& x = inputs[0];
+  if (!allowed) {
+    return;
+  }
+  require(x.ndim() == 2, op, "x has ", x.ndim(), " axes: expected 2");
+  const mx::Shape shape = {x.shape(0), (x.shape(1) + 31) / 32};
+  require(allowed->dtype() == mx::uint32 && allowed->shape() == shape, op, "allowed has shape ",
+          allowed->shape(), " and dtype ", allowed->dtype(), ": expected ", shape, " of uint32");
+  inputs.push_back(*allowed);
 }
 
 }  // namespace
@@ -271,22 +296,21 @@ mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activat
   return make(Activate{{}, activation}, std::move(inputs), stream);
 }
 
-mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream) {
-  check_floating("log_sum_exp", "x", x);
-  require(x.ndim() >= 1 && x.shape(-1) > 0, "log_sum_exp",
-          "x has no elements on its last axis: expected at least one");
-  return make(LogSumExp{}, {x}, stream);
+mx::array likeliest(const mx::array& x, const OptionalArray& allowed, mx::StreamOrDevice stream) {
+  check_floating("likeliest", "x", x);
+  require(x.ndim() >= 1 && x.shape(-1) > 0 && x.shape(-1) <= 1 << 24, "likeliest", "x has shape ",
+          x.shape(), ": expected 1 to 2^24 elements on its last axis");
+  Arrays inputs = {x};
+  add_allowed("likeliest", allowed, inputs);
+  return make(Likeliest{}, std::move(inputs), stream, mx::float32);
 }
 
 mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice stream) {
   check_floating("mask", "x", x);
-  require(x.ndim() == 2, "mask", "x has ", x.ndim(), " axes: expected 2");
-  const mx::Shape shape = {x.shape(0), (x.shape(1) + 31) / 32};
-  require(allowed.dtype() == mx::uint32 && allowed.shape() == shape, "mask", "allowed has shape ",
-          allowed.shape(), " and dtype ", allowed.dtype(), ": expected ", shape, " of uint32");
+  Arrays inputs = {x};
+  add_allowed("mask", allowed, inputs);
   const mx::Stream on = mx::to_stream(stream);
-  return on.device == mx::Device::cpu ? make(Mask{}, {x, allowed}, on)
-                                      : Mask{}.composed({x, allowed}, on);
+  return on.device == mx::Device::cpu ? make(Mask{}, inputs, on) : allowed_of(inputs, on);
 }
 
 }  // namespace mlx_paged

@@ -1,4 +1,4 @@
-// Normalisations, rotary embeddings, activations and log-sum-exp on CPUs, in one pass each. MLX's
+// Normalisations, rotary embeddings, activations and log-softmax on CPUs, in one pass each. MLX's
 // CPU backend needs several passes. python/layer_bindings.cpp documents the ops.
 #pragma once
 
@@ -18,7 +18,7 @@ mx::array rope_frequencies(int dims, float base, mx::StreamOrDevice stream);
 mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activation activation,
                    mx::StreamOrDevice stream);
 
-mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream);
+mx::array likeliest(const mx::array& x, const OptionalArray& allowed, mx::StreamOrDevice stream);
 
 // x [R, W] with -inf where a bit of allowed, [R, ceil(W / 32)] uint32, is 0; on any device.
 mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice stream);
