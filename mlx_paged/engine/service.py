@@ -55,6 +55,7 @@ class EngineService:
         self._started = False
         self._closed = False
         self._drain = True
+        self._listeners = list[Callable[[Any], None]]()  # of the ranks, if there are any
         self._open: dict[int, Inbox] = {}  # by request id; touched by the engine's thread only
         # The garbage collector may abort a ticket at any moment in any thread. SimpleQueue.put can
         # be called even then: it is reentrant.
@@ -73,7 +74,8 @@ class EngineService:
                 )
             self._started = True
             if isinstance(self._engine.runner, LeadingRunner):
-                self._engine.runner.ranks.listeners.append(self._fail)
+                self._listeners = self._engine.runner.ranks.listeners
+            self._listeners.append(self._fail)
             atexit.register(self.close)  # no thread may be inside MLX when the process exits
             self._thread.start()
         return self
@@ -181,6 +183,7 @@ class EngineService:
             self._fail(error)
         self._refuse_calls()
         atexit.unregister(self.close)
+        self._listeners.remove(self._fail)
         mx.clear_streams()  # else the thread frees them after `join`, and the process may crash
 
     def _answer_calls(self) -> None:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +24,7 @@ from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.memory import hold_wired_limit, num_blocks_for
 from mlx_paged.metrics.stats import Traces
+from mlx_paged.outputs import describe
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.links import Kind, Link, LostRank, connect
@@ -32,8 +33,10 @@ from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.skip_unsampled import attached_to
 from mlx_paged.sampling.sampler import Sampled, Scores
+from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Step
 
+T = TypeVar("T")
 ANSWER_S = 1.0  # for a server's answers to go out before the process ends
 HEADS = "num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads"
 """Names that configurations of mlx-lm have for numbers of heads that ranks divide."""
@@ -124,16 +127,23 @@ class Ranks:
         smallest: int = min([num_blocks, *self.answers()])
         return smallest
 
-    def _lost(self, rank: int, reason: str) -> None:
-        """End the process: a collective operation that waits for the rank may never return."""
+    def end(self, reason: str) -> NoReturn:
+        """End the process: a collective operation that waits for a rank may never return."""
         self._ending.acquire()
-        error = LostRank(f"rank {rank} {reason}: every request ends, and so does this process")
-        for listener in self.listeners:
+        error = LostRank(f"{reason}: every request ends, and so does this process")
+        listeners = list(self.listeners)
+        for listener in listeners:
             with suppress(Exception):
                 listener(error)
         print(f"mlx_paged: error: {error}", file=sys.stderr, flush=True)
-        time.sleep(ANSWER_S if self.listeners else 0.0)
+        flusher = threading.Thread(target=sys.stdout.flush, daemon=True)  # a pipe may be full
+        flusher.start()
+        flusher.join(ANSWER_S)
+        time.sleep(ANSWER_S if listeners else 0.0)
         os._exit(1)
+
+    def _lost(self, rank: int, reason: str) -> None:
+        self.end(f"rank {rank} {reason}")
 
     def _leave(self) -> None:
         mx.synchronize()  # a step may be under way, which needs the others
@@ -157,10 +167,13 @@ class _RankedRunner(ModelRunner):
 
     def _shared(self, before: LaunchedStep | None, tokens: mx.array | None) -> LaunchedStep:
         """A step as the one before the next, with its tokens from all ranks: rank 0 has them, the
-        others have zeros."""
+        others have zeros. If another rank ends meanwhile, MLX's ring writes nothing into a sum of
+        fewer numbers than ranks, and the embedding would read what is there."""
         assert before is not None
-        tokens = mx.zeros(len(before.requests), mx.int32) if tokens is None else tokens
-        tokens = mx.distributed.all_sum(tokens, group=self.group)
+        rows = len(before.requests)
+        tokens = mx.zeros(rows, mx.int32) if tokens is None else tokens
+        tokens = mx.pad(tokens, (0, max(0, self.group.size() - rows)))
+        tokens = mx.distributed.all_sum(tokens, group=self.group)[:rows]
         self._begin([tokens])
         return LaunchedStep(before.requests, Sampled(tokens, tokens, tokens))
 
@@ -215,11 +228,20 @@ class LeadingRunner(_RankedRunner):
         self._writer.fork(parent, child)
         super().fork(parent, child)
 
-    def recover(self) -> None:
-        """Raises LostRank: nobody knows how much of the step the other ranks have computed. If one
-        of them has ended, that is noticed meanwhile and ends this process."""
-        time.sleep(ANSWER_S)
-        raise LostRank("a step failed, and the ranks cannot go on")
+    def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
+        return self._or_end(super().launch, step, before)
+
+    def collect(self, launched: LaunchedStep) -> list[SampledToken]:
+        return self._or_end(super().collect, launched)
+
+    def _or_end(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function. Its failure ends the process: nobody knows how much of the step the
+        others have computed. If one of them has ended, that is noticed first."""
+        try:
+            return function(*args)
+        except BaseException as error:
+            time.sleep(ANSWER_S)
+            self.ranks.end(f"a step failed ({describe(error)})")
 
 
 class _FollowingRunner(_RankedRunner):
