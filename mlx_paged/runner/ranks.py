@@ -51,10 +51,13 @@ def rank() -> int | None:
 def joined(model: nn.Module) -> nn.Module:
     """Under mlx.launch with several processes: divide a model, which every rank has loaded, among
     them. On rank 0 an engine of the model that is returned computes with all ranks. On the others
-    this computes what rank 0 says until rank 0 ends, then ends the process. Call
-    it once. Raises ValueError if the model cannot be divided so."""
-    if rank() is None or (group := mx.distributed.init()).size() == 1:
-        return model
+    this computes what rank 0 says until rank 0 ends, then ends the process. Call it once. Raises
+    ValueError if the model cannot be divided so, or if the ranks are not connected."""
+    try:
+        if rank() is None or (group := mx.distributed.init()).size() == 1:
+            return model
+    except RuntimeError as error:
+        raise ValueError(f"mlx.launch's ranks do not find each other: {error}") from error
     others = Ranks(group) if group.rank() == 0 else None
     link = None if others else connect(group, lambda *reason: os._exit(1))[0]
     problem = why_whole(model, group.size())

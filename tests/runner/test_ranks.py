@@ -20,7 +20,7 @@ from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables
 from mlx_paged.runner.model_runner import LaunchedStep
 from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader, PlanWriter
-from mlx_paged.runner.ranks import LeadingRunner, why_whole
+from mlx_paged.runner.ranks import LeadingRunner, joined, why_whole
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
 
@@ -41,7 +41,7 @@ def ended(processes, timeout=WAIT_S):
 @pytest.mark.parametrize(
     ("name", "options", "share"),
     [
-        ("llama", ["preempted", "compiled", "few"], 2),
+        ("llama", ["preempted", "compiled", "few", "drafted"], 2),
         ("gpt_oss", ["quantized"], 2),
         ("qwen3_5", ["plain", "few"], 2),
         ("deepseek_v3", ["ngram"], 1),
@@ -65,6 +65,7 @@ def test_two_ranks_give_the_tokens_of_one(name, options, share):
             del expected[each]["margins"], found["margins"]
         assert found == expected[each]
         assert found["leaks"] == 0
+        assert found.get("drafts") or each not in ("ngram", "drafted")
         assert found["preemptions"] > 0 or each not in ("preempted", "few")
 
 
@@ -166,6 +167,16 @@ def test_models_without_shard_are_refused():
 def test_a_latent_and_repeated_heads_need_no_division():
     assert why_whole(tiny_model("deepseek_v3", num_key_value_heads=1), 2) is None
     assert why_whole(architectures.build("qwen3_5"), 4) is not None  # its linear layers' heads
+
+
+def test_ranks_that_do_not_find_each_other_are_a_mistake_of_the_user(monkeypatch):
+    def init():
+        raise RuntimeError("[ring] no socket")
+
+    monkeypatch.setenv("MLX_RANK", "0")
+    monkeypatch.setattr(mx.distributed, "init", init)
+    with pytest.raises(ValueError, match="do not find each other: .ring. no socket"):
+        joined(tiny_model("llama"))
 
 
 def test_a_refusal_ends_all_ranks(tmp_path):

@@ -22,15 +22,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from architectures import build
+from injected_drafts import every_guess
 from tiny_models import CONFIGS, tiny_model
 
 from mlx_paged import Completion, Engine
 from mlx_paged.runner.ranks import joined
+from mlx_paged.scheduler.speculation import Speculation
 
 TRACE = [[7 + i % 5, *range(3 + i, 40 + 3 * i)] for i in range(6)]
 REPEATING = [[5, 6, 7, 8] * 6, [9, 1, 9, 1, 9, 1, 9, 1, 3]]
@@ -41,6 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "synchronous": {"lookahead": False},
     "quantized": {"kv_bits": "8,4"},
     "ngram": {"speculate": "ngram"},
+    "drafted": {"draft_model": tiny_model("llama", seed=1, vocab_size=64)},
     "compiled": {"compile": True},
 }
 
@@ -54,6 +58,7 @@ def model_of(name: str) -> nn.Module:
     return model
 
 
+@patch.object(Speculation, "_depths", every_guess)  # how many must not depend on a clock
 def tokens_of(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     """Tokens of greedy and drawn requests, samples, forks, beams, and of a prompt's second turn."""
     engine = Engine(model, **{**SMALL, **options})
@@ -86,6 +91,7 @@ def tokens_of(model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     found["beams"] = [b.tokens for b in engine.beam_search(trace[3], 3, max_tokens=6).beams]
     metrics = engine.metrics()
     found["preemptions"] = metrics["preemptions"]
+    found["drafts"] = metrics["drafts"]
     found["leaks"] = engine.scheduler.allocator.blocks_in_use
     found["ranks"] = metrics["ranks"]
     found["kv_pool_bytes"] = metrics["kv_pool_bytes"]
