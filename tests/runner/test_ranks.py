@@ -175,7 +175,7 @@ def test_ranks_that_do_not_find_each_other_are_a_mistake_of_the_user(monkeypatch
 
     monkeypatch.setenv("MLX_RANK", "0")
     monkeypatch.setattr(mx.distributed, "init", init)
-    with pytest.raises(ValueError, match="do not find each other: .ring. no socket"):
+    with pytest.raises(ValueError, match=r"not find each other: .ring. no"):
         joined(tiny_model("llama"))
 
 
