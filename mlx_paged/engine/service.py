@@ -55,7 +55,6 @@ class EngineService:
         self._started = False
         self._closed = False
         self._drain = True
-        self._listeners = list[Callable[[Any], None]]()  # of the ranks, if there are any
         self._open: dict[int, Inbox] = {}  # by request id; touched by the engine's thread only
         # The garbage collector may abort a ticket at any moment in any thread. SimpleQueue.put can
         # be called even then: it is reentrant.
@@ -73,8 +72,8 @@ class EngineService:
                     "[EngineService] started before or closed: expected a new service"
                 )
             self._started = True
-            if isinstance(self._engine.runner, LeadingRunner):
-                self._listeners = self._engine.runner.ranks.listeners
+            runner = self._engine.runner
+            self._listeners = runner.ranks.listeners if isinstance(runner, LeadingRunner) else []
             self._listeners.append(self._fail)
             atexit.register(self.close)  # no thread may be inside MLX when the process exits
             self._thread.start()

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,10 +33,8 @@ from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.skip_unsampled import attached_to
 from mlx_paged.sampling.sampler import Sampled, Scores
-from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.step import Step
 
-T = TypeVar("T")
 ANSWER_S = 1.0  # for a server's answers to go out before the process ends
 HEADS = "num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads"
 """Names that configurations of mlx-lm have for numbers of heads that ranks divide."""
@@ -44,8 +42,7 @@ HEADS = "num_attention_heads num_key_value_heads linear_num_key_heads linear_num
 
 def rank() -> int | None:
     """This process's rank under mlx.launch; None without it."""
-    text = os.environ.get("MLX_RANK", "")
-    return int(text) if text.isdecimal() else None
+    return int(text) if (text := os.environ.get("MLX_RANK", "")).isdecimal() else None
 
 
 def joined(model: nn.Module) -> nn.Module:
@@ -106,7 +103,7 @@ class Ranks:
         self.group = group
         self.listeners: list[Callable[[LostRank], None]] = []
         self._ending = threading.Lock()  # taken when the process ends
-        self._links = connect(group, self._lost)
+        self._links = connect(group, lambda rank, reason: self.end(f"rank {rank} {reason}"))
         atexit.register(self._leave)
 
     @classmethod
@@ -118,17 +115,13 @@ class Ranks:
         for link in self._links:
             link.send(kind, content)
 
-    def ask(self, kind: int, *options: Any) -> None:
-        self.send(kind, json.dumps(options).encode())
-
     def answers(self) -> list[Any]:
         return [json.loads(link.receive()[1]) for link in self._links]
 
     def agree(self, num_blocks: int, *options: Any) -> int:
         """The blocks for which every rank has memory; `options` as :func:`_follow` reads them."""
-        self.ask(Kind.MEASURE, *options)
-        smallest: int = min([num_blocks, *self.answers()])
-        return smallest
+        self.send(Kind.MEASURE, json.dumps(options).encode())
+        return int(min(num_blocks, *self.answers()))
 
     def end(self, reason: str) -> NoReturn:
         """End the process: a collective operation that waits for a rank may never return."""
@@ -139,14 +132,9 @@ class Ranks:
             with suppress(Exception):
                 listener(error)
         print(f"mlx_paged: error: {error}", file=sys.stderr, flush=True)
-        flusher = threading.Thread(target=sys.stdout.flush, daemon=True)  # a pipe may be full
-        flusher.start()
-        flusher.join(ANSWER_S)
-        time.sleep(ANSWER_S if listeners else 0.0)
+        threading.Thread(target=sys.stdout.flush, daemon=True).start()  # a pipe may be full
+        time.sleep(ANSWER_S if listeners else 0.1)
         os._exit(1)
-
-    def _lost(self, rank: int, reason: str) -> None:
-        self.end(f"rank {rank} {reason}")
 
     def _leave(self) -> None:
         mx.synchronize()  # a step may be under way, which needs the others
@@ -184,9 +172,7 @@ class _RankedRunner(ModelRunner):
 class LeadingRunner(_RankedRunner):
     """Rank 0's: tells the others each step, then computes its own part; `stats`: what it told."""
 
-    def __init__(
-        self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile, ranks: Ranks
-    ) -> None:
+    def __init__(self, ranks: Ranks, model: nn.Module, manager: Any, profile: ModelProfile) -> None:
         super().__init__(model, manager, profile)
         self.ranks, self.group = ranks, ranks.group
         self.stats: dict[str, Any] = {"count": self.group.size(), "plans": 0, "plan_bytes": 0}
@@ -194,19 +180,16 @@ class LeadingRunner(_RankedRunner):
         self._writer = PlanWriter(manager.allocator)
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
-        """As all runners, but only if `wanted`: what takes less time is not the same everywhere.
-        The others make their pools and compile meanwhile."""
-        options = bool(wanted), max_rows, self.cpu_layers.linear
-        allocator = self.manager.allocator
-        self.ranks.ask(Kind.MAKE, allocator.num_blocks, allocator.chunk, *options)
+        """As all runners, if `wanted`: no clock decides. The others make their pools meanwhile."""
+        of = self.manager.allocator
+        options = of.num_blocks, of.chunk, bool(wanted), max_rows, self.cpu_layers.linear
+        self.ranks.send(Kind.MAKE, json.dumps(options).encode())
         traces = super().compile_decodes(bool(wanted), max_rows)
         answers = self.ranks.answers()
         if any(reason != self.why_plain for _, reason in answers):
-            problem = f"decodes are compiled on some ranks only: {answers}; here {self.why_plain}"
-            raise LostRank(problem)
+            raise LostRank(f"decodes are compiled on some ranks only: {answers}, {self.why_plain}")
         self.stats["kv_pool_bytes"] = shares = [self.manager.pool.nbytes, *(a[0] for a in answers)]
-        for rank, share in enumerate(shares):
-            logging.info("rank %s: %.1f MB of K/V", rank, share / 1e6)
+        logging.info("bytes of K/V on each rank: %s", shares)
         return traces
 
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
@@ -231,20 +214,11 @@ class LeadingRunner(_RankedRunner):
         self._writer.fork(parent, child)
         super().fork(parent, child)
 
-    def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        return self._or_end(super().launch, step, before)
-
-    def collect(self, launched: LaunchedStep) -> list[SampledToken]:
-        return self._or_end(super().collect, launched)
-
-    def _or_end(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function. Its failure ends the process: nobody knows how much of the step the
-        others have computed. If one of them has ended, that is noticed first."""
-        try:
-            return function(*args)
-        except BaseException as error:
-            time.sleep(ANSWER_S)
-            self.ranks.end(f"a step failed ({describe(error)})")
+    def recover(self, error: BaseException | None = None) -> None:
+        """End the process: nobody knows how much of the step the other ranks have computed. If one
+        of them has ended, that is noticed first."""
+        time.sleep(ANSWER_S)
+        self.ranks.end(f"a step failed ({error and describe(error)})")
 
 
 class _FollowingRunner(_RankedRunner):
