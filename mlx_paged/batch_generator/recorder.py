@@ -61,6 +61,6 @@ class StepRecorder:
             self._recording.logprobs |= zip(ids, list(rows), strict=True)
         return choices
 
-    def recover(self) -> None:
+    def recover(self, error: BaseException | None = None) -> None:
         self._under_way.clear()
-        self.runner.recover()
+        self.runner.recover(error)

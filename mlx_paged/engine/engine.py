@@ -201,7 +201,7 @@ class Engine(WaitingCalls):
         phases = PhaseTimes() if profile else None
         runner: ModelRunner
         if ranks is not None:
-            runner = LeadingRunner(model, self.manager, probed, ranks)
+            runner = LeadingRunner(ranks, model, self.manager, probed)
         elif phases is None:
             runner = ModelRunner(model, self.manager, probed)
         else:

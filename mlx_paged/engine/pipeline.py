@@ -95,7 +95,7 @@ class StepPipeline(Generic[LaunchedT]):
         """Start again after a failure; return the requests that end because of it."""
         self._under_way, self._known = None, []
         try:
-            self.runner.recover()
+            self.runner.recover(fault.error)
         except Exception as error:
             raise error from fault.error
         alive = [request for request in fault.requests if not request.finish_reason]

@@ -72,8 +72,9 @@ class EngineService:
                     "[EngineService] started before or closed: expected a new service"
                 )
             self._started = True
-            if isinstance(self._engine.runner, LeadingRunner):
-                self._engine.runner.ranks.listeners.append(self._fail)
+            runner = self._engine.runner
+            self._listeners = runner.ranks.listeners if isinstance(runner, LeadingRunner) else []
+            self._listeners.append(self._fail)
             atexit.register(self.close)  # no thread may be inside MLX when the process exits
             self._thread.start()
         return self
@@ -181,6 +182,7 @@ class EngineService:
             self._fail(error)
         self._refuse_calls()
         atexit.unregister(self.close)
+        self._listeners.remove(self._fail)
         mx.clear_streams()  # else the thread frees them after `join`, and the process may crash
 
     def _answer_calls(self) -> None:

@@ -249,7 +249,7 @@ class ModelRunner:
         """Let a child start with its parent's recurrent states."""
         self.states.fork(parent.id, child.id)
 
-    def recover(self) -> None:
+    def recover(self, error: BaseException | None = None) -> None:
         """Give up the steps under way: reset the pool's handles and forget every state."""
         with suppress(Exception):  # another step under way may raise, too
             mx.synchronize()

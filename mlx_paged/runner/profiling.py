@@ -50,8 +50,8 @@ class ProfilingRunner(ModelRunner):
             mx.eval(before.pending)
         return super().launch(step, before)
 
-    def recover(self) -> None:
-        super().recover()
+    def recover(self, error: BaseException | None = None) -> None:
+        super().recover(error)
         self.sampler = TimedSampler(self._phases)
 
     def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:

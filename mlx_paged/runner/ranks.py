@@ -24,6 +24,7 @@ from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.memory import hold_wired_limit, num_blocks_for
 from mlx_paged.metrics.stats import Traces
+from mlx_paged.outputs import describe
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.links import Kind, Link, LostRank, connect
@@ -41,17 +42,19 @@ HEADS = "num_attention_heads num_key_value_heads linear_num_key_heads linear_num
 
 def rank() -> int | None:
     """This process's rank under mlx.launch; None without it."""
-    text = os.environ.get("MLX_RANK", "")
-    return int(text) if text.isdecimal() else None
+    return int(text) if (text := os.environ.get("MLX_RANK", "")).isdecimal() else None
 
 
 def joined(model: nn.Module) -> nn.Module:
     """Under mlx.launch with several processes: divide a model, which every rank has loaded, among
     them. On rank 0 an engine of the model that is returned computes with all ranks. On the others
-    this computes what rank 0 says until rank 0 ends, then ends the process. Call
-    it once. Raises ValueError if the model cannot be divided so."""
-    if rank() is None or (group := mx.distributed.init()).size() == 1:
-        return model
+    this computes what rank 0 says until rank 0 ends, then ends the process. Call it once. Raises
+    ValueError if the model cannot be divided so, or if the ranks are not connected."""
+    try:
+        if rank() is None or (group := mx.distributed.init()).size() == 1:
+            return model
+    except RuntimeError as error:
+        raise ValueError(f"mlx.launch's ranks do not find each other: {error}") from error
     others = Ranks(group) if group.rank() == 0 else None
     link = None if others else connect(group, lambda *reason: os._exit(1))[0]
     problem = why_whole(model, group.size())
@@ -100,7 +103,7 @@ class Ranks:
         self.group = group
         self.listeners: list[Callable[[LostRank], None]] = []
         self._ending = threading.Lock()  # taken when the process ends
-        self._links = connect(group, self._lost)
+        self._links = connect(group, lambda rank, reason: self.end(f"rank {rank} {reason}"))
         atexit.register(self._leave)
 
     @classmethod
@@ -112,27 +115,25 @@ class Ranks:
         for link in self._links:
             link.send(kind, content)
 
-    def ask(self, kind: int, *options: Any) -> None:
-        self.send(kind, json.dumps(options).encode())
-
     def answers(self) -> list[Any]:
         return [json.loads(link.receive()[1]) for link in self._links]
 
     def agree(self, num_blocks: int, *options: Any) -> int:
         """The blocks for which every rank has memory; `options` as :func:`_follow` reads them."""
-        self.ask(Kind.MEASURE, *options)
-        smallest: int = min([num_blocks, *self.answers()])
-        return smallest
+        self.send(Kind.MEASURE, json.dumps(options).encode())
+        return int(min(num_blocks, *self.answers()))
 
-    def _lost(self, rank: int, reason: str) -> None:
-        """End the process: a collective operation that waits for the rank may never return."""
+    def end(self, reason: str) -> NoReturn:
+        """End the process: a collective operation that waits for a rank may never return."""
         self._ending.acquire()
-        error = LostRank(f"rank {rank} {reason}: every request ends, and so does this process")
-        for listener in self.listeners:
+        error = LostRank(f"{reason}: every request ends, and so does this process")
+        listeners = list(self.listeners)
+        for listener in listeners:
             with suppress(Exception):
                 listener(error)
         print(f"mlx_paged: error: {error}", file=sys.stderr, flush=True)
-        time.sleep(ANSWER_S if self.listeners else 0.0)
+        threading.Thread(target=sys.stdout.flush, daemon=True).start()  # a pipe may be full
+        time.sleep(ANSWER_S if listeners else 0.1)
         os._exit(1)
 
     def _leave(self) -> None:
@@ -157,10 +158,13 @@ class _RankedRunner(ModelRunner):
 
     def _shared(self, before: LaunchedStep | None, tokens: mx.array | None) -> LaunchedStep:
         """A step as the one before the next, with its tokens from all ranks: rank 0 has them, the
-        others have zeros."""
+        others have zeros. If another rank ends meanwhile, MLX's ring writes nothing into a sum of
+        fewer numbers than ranks, and the embedding would read what is there."""
         assert before is not None
-        tokens = mx.zeros(len(before.requests), mx.int32) if tokens is None else tokens
-        tokens = mx.distributed.all_sum(tokens, group=self.group)
+        rows = len(before.requests)
+        tokens = mx.zeros(rows, mx.int32) if tokens is None else tokens
+        tokens = mx.pad(tokens, (0, max(0, self.group.size() - rows)))
+        tokens = mx.distributed.all_sum(tokens, group=self.group)[:rows]
         self._begin([tokens])
         return LaunchedStep(before.requests, Sampled(tokens, tokens, tokens))
 
@@ -168,9 +172,7 @@ class _RankedRunner(ModelRunner):
 class LeadingRunner(_RankedRunner):
     """Rank 0's: tells the others each step, then computes its own part; `stats`: what it told."""
 
-    def __init__(
-        self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile, ranks: Ranks
-    ) -> None:
+    def __init__(self, ranks: Ranks, model: nn.Module, manager: Any, profile: ModelProfile) -> None:
         super().__init__(model, manager, profile)
         self.ranks, self.group = ranks, ranks.group
         self.stats: dict[str, Any] = {"count": self.group.size(), "plans": 0, "plan_bytes": 0}
@@ -178,19 +180,16 @@ class LeadingRunner(_RankedRunner):
         self._writer = PlanWriter(manager.allocator)
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
-        """As all runners, but only if `wanted`: what takes less time is not the same everywhere.
-        The others make their pools and compile meanwhile."""
-        options = bool(wanted), max_rows, self.cpu_layers.linear
-        allocator = self.manager.allocator
-        self.ranks.ask(Kind.MAKE, allocator.num_blocks, allocator.chunk, *options)
+        """As all runners, if `wanted`: no clock decides. The others make their pools meanwhile."""
+        of = self.manager.allocator
+        options = of.num_blocks, of.chunk, bool(wanted), max_rows, self.cpu_layers.linear
+        self.ranks.send(Kind.MAKE, json.dumps(options).encode())
         traces = super().compile_decodes(bool(wanted), max_rows)
         answers = self.ranks.answers()
         if any(reason != self.why_plain for _, reason in answers):
-            problem = f"decodes are compiled on some ranks only: {answers}; here {self.why_plain}"
-            raise LostRank(problem)
+            raise LostRank(f"decodes are compiled on some ranks only: {answers}, {self.why_plain}")
         self.stats["kv_pool_bytes"] = shares = [self.manager.pool.nbytes, *(a[0] for a in answers)]
-        for rank, share in enumerate(shares):
-            logging.info("rank %s: %.1f MB of K/V", rank, share / 1e6)
+        logging.info("bytes of K/V on each rank: %s", shares)
         return traces
 
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
@@ -215,11 +214,11 @@ class LeadingRunner(_RankedRunner):
         self._writer.fork(parent, child)
         super().fork(parent, child)
 
-    def recover(self) -> None:
-        """Raises LostRank: nobody knows how much of the step the other ranks have computed. If one
-        of them has ended, that is noticed meanwhile and ends this process."""
+    def recover(self, error: BaseException | None = None) -> None:
+        """End the process: nobody knows how much of the step the other ranks have computed. If one
+        of them has ended, that is noticed first."""
         time.sleep(ANSWER_S)
-        raise LostRank("a step failed, and the ranks cannot go on")
+        self.ranks.end(f"a step failed ({error and describe(error)})")
 
 
 class _FollowingRunner(_RankedRunner):

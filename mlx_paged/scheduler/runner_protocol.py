@@ -54,8 +54,8 @@ class Runner(Protocol[LaunchedT]):
     def fork(self, parent: Request, child: Request) -> None:
         """Let a child start with its parent's recurrent states."""
 
-    def recover(self) -> None:
-        """Discard the steps under way and all states that they may have damaged. Until then, an
+    def recover(self, error: BaseException | None = None) -> None:
+        """Discard the steps under way and all states that `error` may have damaged. Until then, an
         error of the device is raised by every launch, and when any step is collected."""
 
 

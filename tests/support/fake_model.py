@@ -268,7 +268,7 @@ class FakeRunner:
         if parent.id in self.states:
             self.states[child.id] = self.states[parent.id]
 
-    def recover(self) -> None:
+    def recover(self, error=None) -> None:
         self._queue.clear()
         self.states.clear()
         self.pool.poison()

@@ -102,7 +102,7 @@ class FaultyRunner:
     def fork(self, parent: Request, child: Request) -> None:
         self.inner.fork(parent, child)
 
-    def recover(self) -> None:
+    def recover(self, error: BaseException | None = None) -> None:
         assert self._has_raised, "a step failed that was not made to"
         self._has_raised, self._device_error = False, None
         self._under_way.clear()
