@@ -178,8 +178,8 @@ class KVPool:
         return latents, rotary_keys
 
     def write(self, layer: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
-        """Write K rows and V rows to their slots ``[T]``, in place; for shapes see
-        :func:`mlx_paged.ops.write_kv`. In latent layers these are the latents and the rotary keys."""
+        """Write K rows and V rows to their slots ``[T]``, in place; :func:`mlx_paged.ops.write_kv`
+        has the shapes. In latent layers these are the latents and the rotary keys."""
         scales: Any = {name: arrays[layer] for name, arrays in self.scales.items()}
         targets = self.write_targets(layer)
         self._replace(layer, ops.write_kv(k, v, *targets, slot_mapping, **scales), slot_mapping)
