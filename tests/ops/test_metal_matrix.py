@@ -70,6 +70,10 @@ def by_matrices(contexts: list[int], num_tokens: int = 9, **sizes: Any) -> Case:
 
 
 class TestOneLength:
+    def test_simdgroups_may_have_unequal_parts_of_the_dimensions(self, metal):
+        """Two have 9 and 8 of 17 matrices."""
+        assert_matches_float64(metal, by_matrices([40], num_tokens=2, head_dim=136))
+
     @pytest.mark.parametrize(
         "dims",
         [8, 16, 32, 64, 80, 96, 112, 128, 192, 256, (192, 128), (64, 96), (320, 256), (64, 512)],
