@@ -123,8 +123,9 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   if (HAS_SEQLENS && num_rows <= 0) {
     return;
   }
-  const int context =
-      clamp(context_lens[tile.sequence * p.context_stride], 0, p.max_blocks * BLOCK_SIZE);
+  const bool has_keys = !HAS_SEQLENS || tile.sequence < p.num_sequences;
+  const int length = has_keys ? context_lens[tile.sequence * p.context_stride] : 0;
+  const int context = clamp(length, 0, p.max_blocks * BLOCK_SIZE);
   const int last_row = tile.first_row + num_rows - 1;
   const KeyRange of_first = keys_of_row(tile, tile.first_row, context, p);
   const KeyRange of_last = keys_of_row(tile, last_row, context, p);
@@ -164,13 +165,16 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     outputs[i] = make_filled_simdgroup_matrix<float, 8>(0.0f);
   }
 
+  // Asked for in this order: entries of the table, queries, the first keys.
+  const int first_key = begin + thread_index;
+  const int first_block = thread_index < KEYS ? block_of(first_key, begin, end, table, p) : -1;
   stage_queries<T, D, ROWS>(q, tile, head_slot, thread_index, staged, p);
   if (thread_index < KEYS) {
-    const int key = begin + thread_index;
-    const int block = block_of(key, begin, end, table, p);
-    note_place<K, V>(block, key, thread_index, k_places, v_places, numbers, p);
+    note_place<K, V>(first_block, first_key, thread_index, k_places, v_places, numbers, p);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
+  vec<K, VECTOR> keys_ahead[own_vectors(KEYS, D)];
+  load_rows<D, KEYS>(k_head, k_places, thread_index, keys_ahead);
   simdgroup_matrix<T, 8, 8> queries[KEEPS ? OWN_ROWS * OWN_DIMS : OWN_ROWS];
   if (KEEPS) {
     UNROLL
@@ -182,8 +186,6 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
   }
-  vec<K, VECTOR> keys_ahead[own_vectors(KEYS, D)];
-  load_rows<D, KEYS>(k_head, k_places, thread_index, keys_ahead);
   half k_scale_ahead = half(0.0f);
   vec<half, 2> v_scales_ahead[(KEYS * GROUPS + THREADS - 1) / THREADS];
   if (HAS_SCALES) {

@@ -11,11 +11,6 @@
 constant constexpr int SIMDGROUPS = 8;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
 
-// Rows whose outputs are in threadgroup memory at once: 8 KiB, for widths up to 256.
-constexpr int merged_rows(int rows, int value_dim) {
-  return value_dim * rows > 256 ? (value_dim > 128 ? 1 : 2) : rows;
-}
-
 // Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. With a mapping, query
 // heads replace the KV heads.
 template <typename K, typename V, typename Q, int D, int DV, int ROWS>
@@ -41,13 +36,13 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     uint3 group_position [[threadgroup_position_in_grid]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  constexpr int MERGED = merged_rows(ROWS, DV);
   constexpr int K_LANES = key_lanes(D / VECTOR, ROWS);
   constexpr int V_LANES = value_lanes(DV / VECTOR);
   constexpr int K_VECTORS = (D / VECTOR + K_LANES - 1) / K_LANES;  // of a key that a lane holds
   constexpr int V_VECTORS = (DV / VECTOR + V_LANES - 1) / V_LANES;
   constexpr int OUT_VECTORS = DV / VECTOR;
-  constexpr int SHARED = MERGED * OUT_VECTORS > LANES ? MERGED * OUT_VECTORS : LANES;
+  // Vectors that a simdgroup has to itself: 16 KiB of all, or 18 if values have 576 elements.
+  constexpr int SHARED = ROWS * OUT_VECTORS > LANES ? ROWS * OUT_VECTORS : LANES;
   constexpr int K_STRIDE = K_LANES * K_VECTORS;
   threadgroup vec<Q, VECTOR> queries[ROWS * K_STRIDE];
   threadgroup float4 shared[SIMDGROUPS * SHARED];  // weights, later outputs
@@ -96,6 +91,11 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   }
   end = has_keys ? end : 0;
 
+  // The first entry of the table is asked for before the queries.
+  const int first_key = begin / LANES * LANES;
+  const int own_base = first_key + int(simdgroup) * LANES;
+  int next_block = block_of(own_base + int(lane), begin, end, table, p);
+
   for (int i = thread_index; i < ROWS * K_STRIDE; i += THREADS) {
     const int vector = i % K_STRIDE;
     const QueryRow row = query_row(first_row + i / K_STRIDE, head_slot, context, p);
@@ -115,26 +115,26 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
     }
     queries[i] = elements;
   }
+  // The running maxima stay in threadgroup memory: registers are short while products are computed.
+  threadgroup float* running_max = shared_max + int(simdgroup) * ROWS;
+  if (int(lane) < ROWS) {
+    running_max[lane] = LOWEST;
+  }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  float running_max[ROWS];
   float running_sum[ROWS] = {0.0f};  // of the keys of this lane
   float4 running_out[ROWS][V_VECTORS];
   UNROLL
   for (int r = 0; r < ROWS; r++) {
-    running_max[r] = LOWEST;
     UNROLL
     for (int c = 0; c < V_VECTORS; c++) {
       running_out[r][c] = float4(0.0f);
     }
   }
 
-  threadgroup float4* weights = shared + int(simdgroup) * LANES;
+  threadgroup float4* weights = shared + int(simdgroup) * SHARED;
   threadgroup vec<half, 2>* scales =
       shared_scales + (is_pair<V>() ? int(simdgroup) * LANES * GROUPS : 0);
-  const int first_key = begin / LANES * LANES;
-  const int own_base = first_key + int(simdgroup) * LANES;
-  int next_block = block_of(own_base + int(lane), begin, end, table, p);
   for (int base = own_base; base < end; base += THREADS) {
     const int key = base + int(lane);
     const int count = min(LANES, end - base);
@@ -177,6 +177,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
 
     const float v_scale = HAS_SCALES && !is_pair<V>() ? float(own_scales[0][0]) : 1.0f;
     float4 own_weights = float4(0.0f);
+    float new_max[ROWS];
     UNROLL
     for (int r = 0; r < ROWS; r++) {
       // In units of log2; -inf if the row does not see the key. If a row sees only keys with the
@@ -215,10 +216,9 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
       }
 
       const float bounded = score < INFINITY ? max(score, LOWEST) : LOWEST;
-      const float new_max = max(running_max[r], simd_max(bounded));
-      const float old_scale = rescale(running_max[r], new_max);
-      const float weight = score != -INFINITY ? weight_of(score, new_max) : 0.0f;
-      running_max[r] = new_max;
+      new_max[r] = max(running_max[r], simd_max(bounded));
+      const float old_scale = rescale(running_max[r], new_max[r]);
+      const float weight = score != -INFINITY ? weight_of(score, new_max[r]) : 0.0f;
       running_sum[r] = running_sum[r] * old_scale + weight;
       own_weights[r] = is_full || is_seen ? (HAS_SCALES ? weight * v_scale : weight) : -1.0f;
       UNROLL
@@ -235,6 +235,12 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
       }
     }
     simdgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      if (lane == 0) {
+        running_max[r] = new_max[r];
+      }
+    }
     if (is_full) {
       add_values<true, DV, V_LANES>(v_head, v_offset, v_stride, LANES, int(lane), weights, scales,
                                     running_out);
@@ -249,6 +255,9 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   UNROLL
   for (int r = 0; r < ROWS; r++) {
     running_sum[r] = simd_sum(running_sum[r]);
+    if (lane == 0) {
+      shared_sum[int(simdgroup) * ROWS + r] = running_sum[r];
+    }
     UNROLL
     for (int c = 0; c < V_VECTORS; c++) {
       UNROLL
@@ -258,66 +267,47 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
           running_out[r][c][i] += simd_shuffle_xor(running_out[r][c][i], ushort(step));
         }
       }
+      const int vector = own_vector<V_LANES, V_VECTORS>(int(lane), c);
+      if (int(lane) < V_LANES && vector < OUT_VECTORS) {
+        weights[r * OUT_VECTORS + vector] = running_out[r][c];
+      }
     }
   }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  // Merge the simdgroups, some rows at a time: every thread takes some vectors of them.
-  UNROLL
-  for (int tile = 0; tile < ROWS; tile += MERGED) {
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    UNROLL
-    for (int i = 0; i < MERGED; i++) {
-      const int r = tile + i;
-      threadgroup float4* own_out = shared + (int(simdgroup) * MERGED + i) * OUT_VECTORS;
-      UNROLL
-      for (int c = 0; c < V_VECTORS; c++) {
-        const int vector = own_vector<V_LANES, V_VECTORS>(int(lane), c);
-        if (int(lane) < V_LANES && vector < OUT_VECTORS) {
-          own_out[vector] = running_out[r][c];
-        }
-      }
-      if (lane == 0) {
-        shared_max[int(simdgroup) * ROWS + r] = running_max[r];
-        shared_sum[int(simdgroup) * ROWS + r] = running_sum[r];
-      }
+  // Merge the simdgroups: every thread takes some vectors of the rows.
+  for (int item = thread_index; item < num_rows * OUT_VECTORS; item += THREADS) {
+    const int r = item / OUT_VECTORS;
+    const int vector = item % OUT_VECTORS;
+    const int row = first_row + r;
+    const int head = head_slot * p.group + row % p.group;
+    const float sink = HAS_SINKS && WHOLE ? in_log2(sinks[head]) : LOWEST;
+    float total_max = max(LOWEST, sink);
+    for (int s = 0; s < SIMDGROUPS; s++) {
+      total_max = max(total_max, shared_max[s * ROWS + r]);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-
-    const int stop = min(MERGED, num_rows - tile);
-    for (int item = thread_index; item < stop * OUT_VECTORS; item += THREADS) {
-      const int i = item / OUT_VECTORS;
-      const int r = tile + i;
-      const int vector = item % OUT_VECTORS;
-      const int row = first_row + r;
-      const int head = head_slot * p.group + row % p.group;
-      const float sink = HAS_SINKS && WHOLE ? in_log2(sinks[head]) : LOWEST;
-      float total_max = max(LOWEST, sink);
-      for (int s = 0; s < SIMDGROUPS; s++) {
-        total_max = max(total_max, shared_max[s * ROWS + r]);
+    float sum = 0.0f;
+    float4 weighted = float4(0.0f);
+    for (int s = 0; s < SIMDGROUPS; s++) {
+      const float scale = rescale(shared_max[s * ROWS + r], total_max);
+      sum += shared_sum[s * ROWS + r] * scale;
+      weighted += shared[s * SHARED + item] * scale;
+    }
+    const int token = row / p.group;
+    if (SPLIT) {
+      const long out_row = (long(sequence) * p.num_heads + head) * p.num_tokens + token;
+      const long partial = out_row * p.num_splits + split;
+      write_vector(partial_out + partial * DV + vector * VECTOR, weighted);
+      if (vector == 0) {
+        partial_sums[2 * partial] = total_max;
+        partial_sums[2 * partial + 1] = sum;
       }
-      float sum = 0.0f;
-      float4 weighted = float4(0.0f);
-      for (int s = 0; s < SIMDGROUPS; s++) {
-        const float scale = rescale(shared_max[s * ROWS + r], total_max);
-        sum += shared_sum[s * ROWS + r] * scale;
-        weighted += shared[(s * MERGED + i) * OUT_VECTORS + vector] * scale;
-      }
-      const int token = row / p.group;
-      if (SPLIT) {
-        const long out_row = (long(sequence) * p.num_heads + head) * p.num_tokens + token;
-        const long partial = out_row * p.num_splits + split;
-        write_vector(partial_out + partial * DV + vector * VECTOR, weighted);
-        if (vector == 0) {
-          partial_sums[2 * partial] = total_max;
-          partial_sums[2 * partial + 1] = sum;
-        }
-      } else {
-        const float total = HAS_SINKS ? sum + weight_of(sink, total_max) : sum;
-        device Q* out_row = out + sequence * p.out_strides[0] + head * p.out_strides[1] +
-            token * p.out_strides[2];
-        for (int j = 0; j < VECTOR; j++) {
-          out_row[vector * VECTOR + j] = Q(sum != 0.0f ? weighted[j] / total : 0.0f);
-        }
+    } else {
+      const float total = HAS_SINKS ? sum + weight_of(sink, total_max) : sum;
+      device Q* out_row = out + sequence * p.out_strides[0] + head * p.out_strides[1] +
+          token * p.out_strides[2];
+      for (int j = 0; j < VECTOR; j++) {
+        out_row[vector * VECTOR + j] = Q(sum != 0.0f ? weighted[j] / total : 0.0f);
       }
     }
   }

@@ -11,7 +11,7 @@ struct RowTile {
   int first_row;
 };
 
-// In a ragged batch sequence s has the tiles from this one on: no fewer than its rows fill.
+// In a ragged batch sequence s has the tiles from this one on; s = B has the tokens after the last.
 template <int ROWS>
 inline int tile_start(int sequence, const device int* cu_seqlens, constant AttentionParams& p) {
   return clamp(cu_seqlens[sequence], 0, p.num_tokens) * p.group / ROWS + sequence;
@@ -21,7 +21,7 @@ template <int ROWS>
 inline RowTile ragged_tile(int index, const device int* cu_seqlens, constant AttentionParams& p) {
   int low = p.first_sequence;
   const int tile = tile_start<ROWS>(low, cu_seqlens, p) + index;
-  int high = p.num_sequences - 1;
+  int high = p.num_sequences;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
     if (tile_start<ROWS>(middle, cu_seqlens, p) <= tile) {
@@ -32,9 +32,10 @@ inline RowTile ragged_tile(int index, const device int* cu_seqlens, constant Att
   }
   RowTile result;
   result.sequence = low;
-  result.first_token = clamp(cu_seqlens[low], 0, p.num_tokens);
-  result.num_tokens =
-      clamp(cu_seqlens[low + 1], result.first_token, p.num_tokens) - result.first_token;
+  const int before = low < p.num_sequences ? 0 : cu_seqlens[low - 1];  // wrong values may fall
+  result.first_token = clamp(max(cu_seqlens[low], before), 0, p.num_tokens);
+  const int end = low < p.num_sequences ? cu_seqlens[low + 1] : p.num_tokens;
+  result.num_tokens = clamp(end, result.first_token, p.num_tokens) - result.first_token;
   result.first_row = (tile - tile_start<ROWS>(low, cu_seqlens, p)) * ROWS;
   return result;
 }

@@ -9,8 +9,7 @@ namespace mlx_paged {
 namespace {
 
 constexpr int kMaxDim = 576;
-constexpr int kEdge =
-    8;  // rows and columns of a matrix; elements after a row in threadgroup memory
+constexpr int kEdge = 8;  // of a matrix; elements after a row in threadgroup memory
 
 // What the kernel holds of a threadgroup's rows: elements of their queries in threadgroup memory,
 // and of their outputs in registers.
@@ -90,7 +89,8 @@ AttentionGeometry matrix_geometry(const AttentionInputs& in, const AttentionOpti
   const int threadgroups = heads * row_tiles * (in.cu_seqlens ? 1 : in.q.shape(0));
   const int most = std::max(1, kMostThreadgroups / std::max(1, threadgroups));
   const Splits splits = split_keys(in, options, threadgroups, is_decode ? kMaxSplits : most);
-  return {true, heads, group, rows, row_tiles, splits};
+  const int of_no_sequence = in.cu_seqlens ? 1 : 0;  // for tokens after the last sequence
+  return {true, heads, group, rows, row_tiles + of_no_sequence, splits};
 }
 
 // Rows of a threadgroup: all rows, rounded up to a power of two, or as many as it may have.

@@ -7,8 +7,10 @@ from itertools import product
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged import ops
+from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
@@ -16,7 +18,6 @@ from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 NUM_BLOCKS = 2
 LENGTHS = *range(1, ops.metal.MOST_ROWS + 1), 8, 64
 """Tokens of a sequence: a decode, drafts, a chunk whose threadgroups are full."""
-
 LONG_CONTEXT = 8192
 """Tokens of a context that is split over threadgroups."""
 
@@ -33,7 +34,10 @@ class AttentionKind:
 
 
 def prewarm(
-    kinds: Sequence[AttentionKind], block_size: int, plan: PoolPlan | None = None
+    kinds: Sequence[AttentionKind],
+    block_size: int,
+    plan: PoolPlan | None = None,
+    has_disk: bool = False,
 ) -> float | None:
     """Dispatch every pipeline once: attention of single tokens, of chunks and of both together,
     with whole and with split contexts; writes and copies.
@@ -42,6 +46,7 @@ def prewarm(
 
     Args:
         block_size: tokens in a block, unless the plan has others for a layer's shape.
+        has_disk: whether blocks will come from a disk: to write them is a pipeline of its own.
 
     Returns:
         Seconds it took; None if the default device is a CPU, which compiles nothing at run time.
@@ -52,16 +57,18 @@ def prewarm(
     sizes = {} if plan is None else {array.shape: array.block_size for array in plan.arrays}
     for kind in kinds:
         if ops.kernel_for(None, kind.shape.head_dim, kind.shape.v_head_dim) == "native":
-            _dispatch(kind, sizes.get(kind.shape, block_size))
+            _dispatch(kind, sizes.get(kind.shape, block_size), has_disk)
     return time.perf_counter() - started
 
 
-def _dispatch(kind: AttentionKind, block_size: int) -> None:
+def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool) -> None:
     shape = kind.shape
     pool = KVPool([shape], NUM_BLOCKS, block_size)
     k, v = (mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in shape.row_dims)
     pool.write(0, k, v, as_int32([0]))
     pool.copy_blocks([BlockCopy(0, 1)])
+    if has_disk:
+        write_blocks(pool, np.zeros(1, np.int32), 0, read_blocks(pool, [0], 0))
     sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None
     options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
     scales = {name: arrays[0] for name, arrays in pool.scales.items()}

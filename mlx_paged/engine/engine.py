@@ -225,9 +225,9 @@ class Engine(WaitingCalls):
         self.stats.ranks = runner.stats if isinstance(runner, LeadingRunner) else None
         self._pipeline.fast_forward = probed.batching is Batching.MIXED  # else a forward for each
         self.prewarm = prewarm
-        self._pipelines = [(probed.attentions, block_size, plan)]
+        self._pipelines = [(probed.attentions, block_size, plan, kv_disk is not None)]
         if isinstance(drafter, DraftModel):
-            self._pipelines.append((drafter.attentions, block_size, drafter.plan))
+            self._pipelines.append((drafter.attentions, block_size, drafter.plan, False))
         if prewarm:
             self.warm_up()
         self._unwire = hold_wired_limit(self)

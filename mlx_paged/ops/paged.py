@@ -215,8 +215,8 @@ def paged_attention_varlen(
 
     Raises:
         ValueError: as from ``paged_attention``. Also, if cu_seqlens is evaluated: it does not rise
-            from 0 to T, or not by 1 for each of the first `num_decodes` sequences. On a CPU wrong
-            values that are not evaluated read nothing outside q; tokens of no sequence are zeros.
+            from 0 to T, or not by 1 for each of the first `num_decodes` sequences. Wrong values
+            that are not evaluated read nothing outside q. Tokens after the last sequence are zeros.
 
     Example:
         Blocks of 2 tokens. The first sequence has 1 token in a context of 3, the second one 2

@@ -58,7 +58,8 @@ COLUMNS: dict[str, Callable[[Row], float]] = {
 MORE_IS_BETTER = ("in flight",)
 NOT_COMPARED = ("table loads", "groups")
 REASONS = {
-    "moved": "partial results stay float32: MLX's are float16, or none in one pass",
+    "moved": "partial results stay float32: MLX's are float16, in which a split's 512 weighted "
+    "values overflow if they are above 128, or none in one pass",
     "asked": "as for bytes moved; and every lane reads its key's entry of the block table",
     "lines": "those of block tables and of partial results",
     "loads": "those of block tables and of partial results",
@@ -68,11 +69,14 @@ REASONS = {
     "simd": "sums are exchanged so that each lane has one key: more shuffles, which are cheap",
     "cycles": "sums are exchanged so that each lane has one key",
     "exp": "the merge rescales partial results",
-    "mul64": "a threadgroup looks for its rows of the pool once, and has fewer keys",
-    "barriers": "eight simdgroups merge before anything is written, and by matrices four share "
-    "what they stage: else each would write partial results, or load keys, of its own",
+    "mul64": "a threadgroup looks for its rows of the pool once, and has fewer keys; by matrices "
+    "16 are of addresses in threadgroup memory, which have 32 bits on a GPU",
+    "barriers": "eight simdgroups wait once for their queries and once before they merge, and by "
+    "matrices four share what they stage, with four barriers a step: else each would write partial "
+    "results, or load keys, of its own, and with three a step keys and values take twice the "
+    "threadgroup memory",
     "registers": "a lane keeps the outputs of up to four query heads, so that K/V is read once, "
-    "and has asked for several keys",
+    "and has asked for several keys; at D 128 clang can do with 68 of 100",
     "launches": "keys are split among threadgroups: in one pass MLX has 8 for all cores",
 }
 """Why this package's kernels are behind in a column. What splits cost is inherent: one pass has too
@@ -117,6 +121,13 @@ operations count once for all lanes of a simdgroup that execute them together.
 `chain`, `in flight` and `registers` are read from the code that clang makes for another GPU with
 simdgroups of 32 lanes, AMD's RDNA 2. Apple's compiler is another one, but all kernels here go
 through the same. Everything else is counted as the kernels run.
+
+At D 128 and groups of four the source of the decode kernel needs at most 48 floats of a lane at
+once, two halves counted as one: 16 of outputs, 4 sums of weights, 4 products, and for four keys 16
+of keys, 4 sums and 4 of a query; values take less, and maxima wait in threadgroup memory. Clang
+takes twice as many registers, to ask for loads early; if 12 simdgroups have to fit on a scheduler
+it takes 68 and spills none. 48 registers would leave none for addresses: 4 rows * 128 columns / 32
+lanes of outputs and 4 keys * 128 halves / 16 lanes are 32 of them, and the rest as many as said.
 
 Of MLX's kernels, those are counted that MLX 0.32.4 launches. Its host code takes two passes where
 KV heads are fewer than query heads and there are 4,096 keys or more, on a Max or an Ultra from

@@ -255,7 +255,8 @@ def paged(work: Work, spare_columns: int = 0) -> Row:
 
 def decode_limits() -> dict[str, float]:
     """What 32 more keys cost the decode kernel at D 128 and groups of four, without what a call
-    costs in any case: its start and its merges. With the registers of a lane."""
+    costs in any case: its start and its merges. With the registers of a lane, and with those that
+    it needs where 12 simdgroups have to fit on a scheduler."""
     few, many = Work(128, 4, (256,)), Work(128, 4, (512,))
     # Tables of the same width, because that decides how a context is split.
     rows = (paged(few, spare_columns=256 // BLOCK_SIZE), paged(many))
@@ -264,10 +265,16 @@ def decode_limits() -> dict[str, float]:
         name: (end[name] * many.tiles - begin[name] * few.tiles) / (many.tiles - few.tiles)
         for name in end
     }
+    launch = _plan(many, KV_HEADS, 0)[0]
+    threads = prod(launch["threadgroup"])
+    source, kernel, constants = (launch[name] for name in ("source", "kernel", "constants"))
+    least = gpu_code(source, kernel, threads, constants, simdgroups=12)
+    assert least.spilled == 0
     return {
         "table_loads": more["table_loads"],
         "simd_operations": more["reductions"] + more["shuffles"],
         "exponentials": more["exponentials"],
         "kv_bytes": more["kv_moved"] / many.live_bytes,
         "registers": rows[1].code.registers,
+        "fewest_registers": least.registers,
     }

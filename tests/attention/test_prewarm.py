@@ -12,6 +12,7 @@ from tiny_models import VOCAB, tiny_model
 from mlx_paged import Engine, _ext, ops
 from mlx_paged.attention import prewarm
 from mlx_paged.attention.sdpa_hook import Query
+from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.pool import KVShape
 from mlx_paged.runner.model_probe import _Recorder, probe
 
@@ -99,7 +100,7 @@ def test_an_engine_uses_only_pipelines_that_were_dispatched(model_type, gpu, mon
     model = tiny_model(model_type, num_hidden_layers=2)
     metal = MetalRunner()
     metal.install(monkeypatch)
-    seconds = prewarm.prewarm(probe(model).attentions, 4)
+    seconds = prewarm.prewarm(probe(model).attentions, 4, has_disk=True)
     monkeypatch.undo()
     metal.install(monkeypatch)
     assert seconds is not None and seconds > 0
@@ -115,19 +116,25 @@ def test_an_engine_uses_only_pipelines_that_were_dispatched(model_type, gpu, mon
     engine = Engine(model, block_size=4, num_blocks=64, prefill_chunk=8)
     prompts = [np.random.default_rng(0).integers(0, VOCAB, n).tolist() for n in (5, 19)]
     engine.generate(prompts, max_tokens=3)
+    pool = engine.manager.pool
+    write_blocks(pool, np.ones(1, np.int32), 0, read_blocks(pool, [1], 0))
+    mx.eval(pool.handles())
     assert set(metal.trace.pipelines) <= warmed
 
 
-def test_a_draft_models_pipelines_are_compiled_too(monkeypatch):
+def test_a_draft_models_pipelines_are_compiled_too(monkeypatch, tmp_path):
     def compiled(*kinds):
         seen.append(kinds)
         return 0.5
 
     seen = []
     monkeypatch.setattr("mlx_paged.engine.engine.compile_pipelines", compiled)
-    engine = Engine(tiny_model("llama"), draft_model=tiny_model("gemma3_text"), num_blocks=64)
+    draft_model = tiny_model("gemma3_text")
+    engine = Engine(tiny_model("llama"), draft_model=draft_model, num_blocks=64, kv_disk=tmp_path)
     own, drafts = seen
+    assert own[3] and not drafts[3], "no draft's block comes from the disk"
     assert own[0] != drafts[0] and own[2] == engine.manager.plan != drafts[2]
     assert engine.stats.prewarm_seconds == 1.0
     engine.warm_up()
+    engine.close()
     assert len(seen) == 2

@@ -63,15 +63,20 @@ def gpu_code(
     threads: int,
     constants: Mapping[int, Constant],
     include_dirs: Sequence[Path] = (),
+    simdgroups: int | None = None,
 ) -> GpuCode:
-    """Compile one kernel of Metal `source` for threadgroups of so many threads and look at it."""
+    """Compile one kernel of Metal `source` for threadgroups of so many threads and look at it.
+
+    `simdgroups` have to fit on a scheduler, so that clang takes no more registers than that allows.
+    By default it takes as many as help it to ask for loads early.
+    """
     text = preprocess(source, f"{kernel}.metal", include_dirs)
     translation = translate(text, frozenset([kernel]))
     check_constants(translation.kernels[kernel], constants)
     code = _constants(constants) + translation.code
     headers = ("-include", str(_HEADER), f"-I{generated_headers()}")
     intermediate = toolchain.clang(*_FLAGS, *_CXX, *headers, "-emit-llvm", "-", source=code)
-    limited = _with_threads(intermediate, threads)
+    limited = _limited(intermediate, threads, simdgroups)
     assembly = toolchain.clang(*_FLAGS, "-x", "ir", *_AS_IT_IS, "-", source=limited)
     return GpuCode(
         registers=_number("vgpr_count", assembly),
@@ -88,10 +93,12 @@ def _constants(constants: Mapping[int, Constant]) -> str:
     return f"namespace emulator {{ template <class T> {function} }}\n"
 
 
-def _with_threads(intermediate: str, threads: int) -> str:
+def _limited(intermediate: str, threads: int, simdgroups: int | None) -> str:
     """LLVM's text, with the size of a threadgroup as an attribute of its functions."""
-    size = f'"amdgpu-flat-work-group-size"="{threads},{threads}"'
-    return re.sub(r"^(attributes #\d+ = \{)", rf"\1 {size}", intermediate, flags=re.MULTILINE)
+    limits = f'"amdgpu-flat-work-group-size"="{threads},{threads}"'
+    if simdgroups is not None:
+        limits += f' "amdgpu-waves-per-eu"="{simdgroups},{simdgroups}"'
+    return re.sub(r"^(attributes #\d+ = \{)", rf"\1 {limits}", intermediate, flags=re.MULTILINE)
 
 
 def _number(name: str, assembly: str) -> int:

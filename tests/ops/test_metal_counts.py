@@ -55,6 +55,7 @@ def test_keys_and_values_come_once_for_a_group(work: Work) -> None:
 def test_the_limits_that_the_decode_kernel_is_over() -> None:
     found = decode_limits()
     assert {name for name, limit in LIMITS.items() if found[name] > limit} == OVER_LIMITS
+    assert found["fewest_registers"] <= 70
 
 
 @pytest.mark.parametrize(

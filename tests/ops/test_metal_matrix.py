@@ -70,6 +70,10 @@ def by_matrices(contexts: list[int], num_tokens: int = 9, **sizes: Any) -> Case:
 
 
 class TestOneLength:
+    def test_simdgroups_may_have_unequal_parts_of_the_dimensions(self, metal):
+        """Two have 9 and 8 of 17 matrices."""
+        assert_matches_float64(metal, by_matrices([40], num_tokens=2, head_dim=136))
+
     @pytest.mark.parametrize(
         "dims",
         [8, 16, 32, 64, 80, 96, 112, 128, 192, 256, (192, 128), (64, 96), (320, 256), (64, 512)],
@@ -187,7 +191,7 @@ class TestDifferentLengths:
         )
         assert_matches_float64(metal, case, num_decodes=1)
         matrix, decodes, merge = metal.trace.stats
-        assert matrix.threadgroups == 64 * (257 // 32 + 1)
+        assert matrix.threadgroups == 64 * (257 // 32 + 1 + 1)
         assert decodes.threadgroups == 64 * 3
         assert merge.threadgroups == 64
 
@@ -206,7 +210,7 @@ class TestDifferentLengths:
         assert_matches_float64(metal, case, num_decodes=1)
         matrix, decodes, _ = metal.trace.stats
         tiles = 128 * (34 // 32 + 1)
-        assert matrix.threadgroups == tiles * (1024 // tiles)
+        assert matrix.threadgroups == (tiles + 128) * (1024 // tiles)
         assert decodes.threadgroups == 128 * 6
 
     @pytest.mark.parametrize("length", [5, 12])
@@ -231,10 +235,14 @@ class TestDifferentLengths:
         case = ragged_case([1, 5], befores=(600, 34_000), dtype=mx.float16, **sizes)
         assert_matches_float64(metal, case, num_decodes=1)
 
-    def test_rows_of_no_sequence_are_zeros_where_contexts_are_split(self, metal):
-        case = ragged_case([1, 5], befores=(700, 700), dtype=mx.float16)
-        case.cu_seqlens = mx.array([0, 1, 4])
-        assert not run(metal, case)[4:].any()
+    @pytest.mark.parametrize("before", [3, 700], ids=["whole", "split"])
+    @pytest.mark.parametrize("begins", [[0, 1, 4], [0, 0, 43]], ids=str)
+    def test_rows_after_the_last_sequence_are_zeros(self, metal, begins, before):
+        case = ragged_case([1, 43], befores=(before, before), dtype=mx.float16)
+        case.cu_seqlens = mx.array(begins)
+        out = run(metal, case)
+        assert worst_error(out[: begins[-1]], case.expected()) < TOLERANCE[mx.float16]
+        assert not out[begins[-1] :].any()
 
     def test_latents(self, metal):
         case = ragged_case([1, 1, 5], latent=(512, 64), num_heads=16, dtype=mx.float16)
