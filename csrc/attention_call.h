@@ -40,9 +40,9 @@ AttentionInputs unflatten_inputs(const Arrays& arrays, const AttentionConfig& co
 std::vector<mx::Shape> attention_shapes(const mx::array& q, const mx::array& v_cache,
                                         const mx::array& block_tables, bool return_attn);
 
-// Whether the pool and the block tables of a call can hold any key.
+// Whether the pool and the block tables of a call can hold any key of any sequence.
 inline bool has_keys(const mx::array& k_cache, const mx::array& block_tables) {
-  return k_cache.shape(1) > 0 && block_tables.shape(1) > 0;
+  return k_cache.shape(1) > 0 && block_tables.size() > 0;
 }
 
 // Copies the first kCount strides of an array, in elements.

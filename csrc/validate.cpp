@@ -302,7 +302,10 @@ Arrays write_inputs(const mx::array& k, const mx::array& v, const mx::array& k_c
   check_pool(op, k_cache, v_cache, k_scales, v_scales, k_scales || is_stored, true);
   const bool is_of_model = k.ndim() == 4 && (k.shape(0) == 1 || k.shape(2) == 1);
   if (!is_of_model) {
-    check_rank(op, "k", k, 3, "(num_tokens, num_kv_heads, head_dim)");
+    check_rank(
+        op, "k", k, 3,
+        "(num_tokens, num_kv_heads, head_dim), or (B, num_kv_heads, N, head_dim) where B or N "
+        "is 1");
   }
   const int tokens = is_of_model ? k.shape(0) * k.shape(2) : k.shape(0);
   const auto shape = [&](int width) {

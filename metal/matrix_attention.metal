@@ -51,7 +51,7 @@ inline float team_sum(float value) {
 }
 
 // Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. In a ragged batch the row
-// tiles are those of all sequences.
+// tiles are those of all sequences and of the tokens after the last one.
 template <typename K, typename V, typename T, int D, int DV, int ROWS>
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void matrix_attention(
     const device T* q [[buffer(0)]],

@@ -41,7 +41,8 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   constexpr int K_VECTORS = (D / VECTOR + K_LANES - 1) / K_LANES;  // of a key that a lane holds
   constexpr int V_VECTORS = (DV / VECTOR + V_LANES - 1) / V_LANES;
   constexpr int OUT_VECTORS = DV / VECTOR;
-  // Vectors that a simdgroup has to itself: 16 KiB of all, or 18 if values have 576 elements.
+  // Vectors that a simdgroup has to itself: of all at most 16 KiB, or 18 for values of more than 512
+  // elements.
   constexpr int SHARED = ROWS * OUT_VECTORS > LANES ? ROWS * OUT_VECTORS : LANES;
   constexpr int K_STRIDE = K_LANES * K_VECTORS;
   threadgroup vec<Q, VECTOR> queries[ROWS * K_STRIDE];

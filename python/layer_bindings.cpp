@@ -36,7 +36,7 @@ constexpr const char* kActivateDoc =
 constexpr const char* kLikeliestDoc =
     R"(Of ``x [..., W]``, W at most 2^24, two float32 numbers on the last axis: ``total = mx.logsumexp(x)``,
 rounded to x's dtype, and ``mx.argmax(x - total)``, the first one of equal elements. With `allowed`,
-for ``x [R, W]``: of ``mask(x, allowed)``, if it has no NaN.)";
+for ``x [R, W]``: of ``mask(x, allowed)``, if it has no NaN and not only -inf.)";
 
 constexpr const char* kMaskDoc =
     R"(``x [R, W]`` with -inf where bit ``i % 32`` of ``allowed[r, i // 32]`` is 0. `allowed` is

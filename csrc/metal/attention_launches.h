@@ -36,7 +36,7 @@ Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, in
                   int most_splits = kMaxSplits);
 
 // A launch of either kernel. By matrices it computes the sequences of a ragged batch from
-// num_decodes on.
+// num_decodes on, and zeros for the tokens after the last one.
 LaunchPlan attention_launch(const AttentionInputs& in, const AttentionOptions& options,
                             const AttentionGeometry& g);
 

@@ -9,7 +9,7 @@ namespace mlx_paged {
 namespace {
 
 constexpr int kMaxDim = 576;
-constexpr int kEdge = 8;  // of a matrix; elements after a row in threadgroup memory
+constexpr int kEdge = 8;  // edge of a matrix; elements after a row in threadgroup memory
 
 // What the kernel holds of a threadgroup's rows: elements of their queries in threadgroup memory,
 // and of their outputs in registers.
@@ -63,7 +63,8 @@ int rows_of_tile(const AttentionInputs& in) {
 }
 
 // Threadgroups that share the rows of a KV head. Those of a ragged batch depend on the lengths of
-// its sequences, which the host does not know: this is the most.
+// its sequences, which the host does not know: this is the most, without that of tokens after the
+// last sequence.
 int num_row_tiles(const AttentionInputs& in, const AttentionOptions& options, int group, int rows) {
   if (!in.cu_seqlens) {
     return ceil_div(group * in.q.shape(2), rows);
@@ -142,7 +143,8 @@ LaunchPlans plan_varlen(const AttentionInputs& in, const AttentionOptions& optio
   }
   AttentionGeometry rows = geometry(decodes, options);
   if (chunks.splits.count > 1) {
-    rows.splits = split_keys(in, options, chunks.head_slots * chunks.row_tiles);
+    const int row_tiles = chunks.row_tiles - 1;  // without that of the tokens after the last one
+    rows.splits = split_keys(in, options, chunks.head_slots * row_tiles);
     rows.splits.stored = chunks.splits.stored = std::max(rows.splits.count, chunks.splits.count);
     return with_merge(
         {attention_launch(in, options, chunks), attention_launch(decodes, options, rows)}, in,

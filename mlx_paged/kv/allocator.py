@@ -11,7 +11,7 @@ from mlx_paged.kv.block_tables import BlockTables, Int32Array, SequenceBlocks
 from mlx_paged.kv.blocks import BlockCopy, BlockStore, ceil_div
 from mlx_paged.kv.group_prefixes import GroupPrefixes
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup
-from mlx_paged.kv.prefix_cache import ROOT, root_hash
+from mlx_paged.kv.prefix_cache import ROOT, chain_hash, root_hash
 from mlx_paged.kv.prefix_match import PrefixMatch
 from mlx_paged.kv.snapshots import Snapshot, Snapshots
 
@@ -308,6 +308,7 @@ class BlockAllocator:
             prefixes.clear()
         for sequence in self._sequences.values():
             sequence.is_reusable = False
+        chain_hash.cache_clear()  # it has the tokens of prompts
 
     def check_integrity(self) -> None:
         """Assert that every block is free, cached or held, and that every reference is counted."""

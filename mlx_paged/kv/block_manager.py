@@ -207,7 +207,7 @@ class KVBlockManager:
     # Writing
 
     def write_kv(self, layer_idx: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
-        """Write K/V rows ``[T, n_kv_heads, head_dim]`` of one layer at slots ``[T]``."""
+        """Write K/V of one layer at slots ``[T]``, as :func:`mlx_paged.ops.write_kv` takes it."""
         self.pool.write(self._layer(layer_idx), k, v, slot_mapping)
 
     def write_prefill(

@@ -22,7 +22,7 @@ RECORD, DEAD = b"KVrc", b"dead"
 HEADER = Struct("<4sI32s24sQII")
 """Magic, CRC of the rest of the header, identity, key, and the payload's bytes and checksums."""
 ROW = 2048
-"""Bytes in a row of the words that numpy adds up, ten times as fast as zlib computes a CRC."""
+"""Bytes in a row of the words that numpy adds up, faster than zlib computes a CRC of them."""
 PACKS = 64
 """A full store has about so many packs: the store gives up one at a time."""
 MIN_PACK, MAX_PACK = 1 << 20, 1 << 28
@@ -57,8 +57,9 @@ class Location(NamedTuple):
 
 def _sums(payloads: Any) -> list[tuple[int, int]]:
     """Two checksums of each payload ``[n, bytes]``. A payload is a matrix of words with rows of ROW
-    bytes, and a rest. Both are of the sums of its rows and of its columns, mod 2**64, and its rest:
-    any change of one word changes both kinds of sums, and a swap changes one or both."""
+    bytes, and a rest. Both are of the sums of its rows and of its columns, mod 2**64, and its rest.
+    Any change of one word changes both kinds of sums. Not noticed: rows of equal sums that change
+    places, and changes that cancel each other in all rows and all columns."""
     count, num_rows = len(payloads), payloads.shape[1] // ROW
     words = payloads[:, : num_rows * ROW].view(np.uint64).reshape(count, num_rows, ROW // 8)
     sums = [words.sum(axis).view(np.uint8) for axis in (1, 2)]

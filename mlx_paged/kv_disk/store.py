@@ -81,7 +81,7 @@ class DiskStore:
         self._readers = ThreadPoolExecutor(READERS, "mlx_paged.kv_disk", allow_disk)
         self._writer.submit(self._scan)
         start = Barrier(READERS)  # starts their threads now, not while a request waits for them
-        wait([self._readers.submit(start.wait) for _ in range(READERS)])
+        wait([self._readers.submit(start.wait, 1.0) for _ in range(READERS)])
 
     def __contains__(self, key: object) -> bool:
         return key in self._index or key in self._pending

@@ -244,28 +244,30 @@ class KVDiskTier:
                 store.release([each.known.block])
         plan.held = []
         adopted, taken, num_bytes = list[BlockTransfer](), list[int](), 0
-        while plan.absent and num_bytes < self._limit:
-            each = plan.absent[0]
-            group, known, payload = each.group, each.known, plan.load.found.get(each.key)
-            if payload is None:
-                plan.absent.clear()
-                break
-            if each.group < 0:
-                (prefixes,) = store.prefixes
-                assert isinstance(prefixes, StatefulPrefixCache)
-                states = np.asarray(payload[0])[payload[1]].tobytes()
-                snapshot = Snapshot((each.index + 1) * block_size, states=states)
-                prefixes.attach(known.parent, known.tokens, snapshot)
-            elif each.find(store.prefixes) is None:
-                if store.num_available < self._allocator.groups[group].width:
+        try:
+            while plan.absent and num_bytes < self._limit:
+                each = plan.absent[0]
+                group, known, payload = each.group, each.known, plan.load.found.get(each.key)
+                if payload is None:
+                    plan.absent.clear()
                     break
-                (entry,) = store.take(1, group)
-                store.prefixes[group].register(entry, known.parent, known.tokens, known.hash)
-                store.hold_source(entry)
-                taken.append(entry)
-                adopted.append(BlockTransfer(each.key, group, store.blocks_of(entry), payload))
-                num_bytes += self._entry_bytes[group]
-            plan.absent.popleft()
-        self._coming.update(taken)
-        store.release(taken)
+                if each.group < 0:
+                    (prefixes,) = store.prefixes
+                    assert isinstance(prefixes, StatefulPrefixCache)
+                    states = np.asarray(payload[0])[payload[1]].tobytes()
+                    snapshot = Snapshot((each.index + 1) * block_size, states=states)
+                    prefixes.attach(known.parent, known.tokens, snapshot)
+                elif each.find(store.prefixes) is None:
+                    if store.num_available < self._allocator.groups[group].width:
+                        break
+                    (entry,) = store.take(1, group)
+                    taken.append(entry)
+                    store.prefixes[group].register(entry, known.parent, known.tokens, known.hash)
+                    store.hold_source(entry)
+                    adopted.append(BlockTransfer(each.key, group, store.blocks_of(entry), payload))
+                    num_bytes += self._entry_bytes[group]
+                plan.absent.popleft()
+        finally:
+            self._coming.update(taken)
+            store.release(taken)
         return adopted

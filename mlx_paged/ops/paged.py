@@ -211,12 +211,13 @@ def paged_attention_varlen(
     The other arguments are those of ``paged_attention``.
 
     Returns:
-        ``[T, H, D_v]`` or ``[T, H, 1, D_v]`` in q's dtype, as q.
+        ``[T, H, D_v]`` or ``[T, H, 1, D_v]`` in q's dtype, as q. Tokens after ``cu_seqlens[B]`` are
+        zeros. If wrong values of cu_seqlens are not evaluated, nothing outside the arrays is read;
+        tokens of no sequence are zeros on a CPU and undefined on a GPU.
 
     Raises:
         ValueError: as from ``paged_attention``. Also, if cu_seqlens is evaluated: it does not rise
-            from 0 to T, or not by 1 for each of the first `num_decodes` sequences. Wrong values
-            that are not evaluated read nothing outside q. Tokens after the last sequence are zeros.
+            from 0 to T, or not by 1 for each of the first `num_decodes` sequences.
 
     Example:
         Blocks of 2 tokens. The first sequence has 1 token in a context of 3, the second one 2
@@ -269,10 +270,10 @@ def write_kv(
     """Write rows of keys and values to their slots in one layer's pool, in place.
 
     Args:
-        k: ``[T, H_kv, D]`` in the pool's dtype, or of any floating type where the pool is
-            quantized; not a view of memory that this call writes. Or as a model computes it,
-            ``[T, H_kv, 1, D]`` or ``[1, H_kv, T, D]``.
-        v: ``[T, H_kv, D_v]`` likewise.
+        k: ``[T, H_kv, D]``, or as a model computes it, ``[T, H_kv, 1, D]`` or ``[1, H_kv, T, D]``;
+            in the pool's dtype, or of any floating type where the pool is quantized; not a view of
+            memory that this call writes.
+        v: ``[T, H_kv, D_v]`` likewise, with as many axes.
         k_cache: ``[H_kv, N, S, D]``.
         v_cache: ``[H_kv, N, S, D_v]``.
         slot_mapping: ``[T]`` int32, ``block * S + offset`` of each row. Rows with a slot outside

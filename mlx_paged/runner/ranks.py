@@ -127,14 +127,16 @@ class Ranks:
         """End the process: a collective operation that waits for a rank may never return."""
         self._ending.acquire()
         error = LostRank(f"{reason}: every request ends, and so does this process")
-        listeners = list(self.listeners)
-        for listener in listeners:
-            with suppress(Exception):
-                listener(error)
-        print(f"mlx_paged: error: {error}", file=sys.stderr, flush=True)
-        threading.Thread(target=sys.stdout.flush, daemon=True).start()  # a pipe may be full
-        time.sleep(ANSWER_S if listeners else 0.1)
-        os._exit(1)
+        try:
+            listeners = list(self.listeners)
+            for listener in listeners:
+                with suppress(Exception):
+                    listener(error)
+            print(f"mlx_paged: error: {error}", file=sys.stderr, flush=True)
+            threading.Thread(target=sys.stdout.flush, daemon=True).start()  # a pipe may be full
+            time.sleep(ANSWER_S if listeners else 0.1)
+        finally:  # also if nobody reads the error, or the interpreter starts no more threads
+            os._exit(1)
 
     def _leave(self) -> None:
         mx.synchronize()  # a step may be under way, which needs the others
@@ -215,8 +217,8 @@ class LeadingRunner(_RankedRunner):
         super().fork(parent, child)
 
     def recover(self, error: BaseException | None = None) -> None:
-        """End the process: nobody knows how much of the step the other ranks have computed. If one
-        of them has ended, that is noticed first."""
+        """End the process: nobody knows how much of the step the other ranks have computed. That
+        one of them has closed its connection is noticed first."""
         time.sleep(ANSWER_S)
         self.ranks.end(f"a step failed ({error and describe(error)})")
 

@@ -100,6 +100,7 @@ class Sampler:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
         errors = dict(rows.errors)
         allowed: mx.array | None = None
+        samplers = rows.samplers
         constrained = [  # without requests that ended after the step was launched
             _row(requests[i], i, int(lengths[i]), num_drafts, is_drafted)
             for i, num_drafts, is_drafted in rows.constrained
@@ -109,14 +110,16 @@ class Sampler:
             return None
         logits = self._processed(logits, newest, lengths, errors)
         if constrained:
-            allowed = _allowed(constrained, len(logits), vocab, errors)
+            words = _allowed(constrained, len(logits), vocab, errors)
+            allowed = mx.array(words)
+            samplers = {row: each for row, each in samplers.items() if not _is_forced(words[row])}
         if allowed is not None or scores is None or scores.logits is not logits:
             scores = Scores.of(logits, allowed)
         _, logprobs, tokens, chosen = scores
         if rows.drawn is not None:
             tokens = _choose(tokens, logprobs, rows.drawn, lengths)
-        if rows.samplers:
-            tokens = _choose_by_callers(tokens, logprobs, rows.samplers, errors)
+        if samplers:
+            tokens = _choose_by_callers(tokens, logprobs, samplers, errors)
         if tokens is not scores.tokens:
             chosen = mx.take_along_axis(logprobs, tokens[:, None], axis=-1)
             chosen = chosen.flatten().astype(mx.float32)
@@ -163,7 +166,9 @@ def _row(request: Request, index: int, length: int, num_drafts: int, is_drafted:
     return Row(index, request.grammar, tokens, length, num_drafts)
 
 
-def _allowed(rows: Sequence[Row], count: int, vocab: int, errors: dict[int, Exception]) -> mx.array:
+def _allowed(
+    rows: Sequence[Row], count: int, vocab: int, errors: dict[int, Exception]
+) -> npt.NDArray[np.uint32]:
     """What the grammars of `rows` leave of `count` rows, a bit for each token ``[count,
     ceil(vocab / 32)]`` uint32."""
     bits, wrong = masks_of(rows, vocab)
@@ -171,7 +176,13 @@ def _allowed(rows: Sequence[Row], count: int, vocab: int, errors: dict[int, Exce
     if len(rows) < count:
         of_rows, bits = bits, ~np.zeros((count, bits.shape[1]), np.uint32)
         bits[[row.row for row in rows]] = of_rows
-    return mx.array(bits)
+    return bits
+
+
+def _is_forced(words: npt.NDArray[np.uint32]) -> bool:
+    """Whether these words have one bit."""
+    found = words[np.flatnonzero(words)]
+    return len(found) == 1 and int(found[0]).bit_count() == 1
 
 
 def uniform(seeds: npt.ArrayLike, indices: npt.ArrayLike) -> npt.NDArray[np.float32]:

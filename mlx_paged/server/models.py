@@ -22,6 +22,7 @@ from mlx_paged.cli import NUM_DRAFTS, load_with_config
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
 from mlx_paged.kv.memory import default_kv_memory, spare_memory
+from mlx_paged.outputs import describe
 from mlx_paged.runner.ranks import joined, rank
 from mlx_paged.server.arguments import engine_options
 from mlx_paged.server.request_body import Refusal
@@ -167,10 +168,13 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     template = {"chat_template": args.chat_template} if args.chat_template else {}
     files = path, args.adapter_path, args.trust_remote_code
     model, tokenizer, config = load_with_config(*files, **template)
-    model = joined(model)
-    if args.use_default_chat_template and tokenizer.chat_template is None:
-        tokenizer.chat_template = tokenizer.default_chat_template
-        tokenizer.has_chat_template = True
+    try:
+        model = joined(model)
+        if args.use_default_chat_template and tokenizer.chat_template is None:
+            tokenizer.chat_template = tokenizer.default_chat_template
+            tokenizer.has_chat_template = True
+    except Exception as error:
+        raise ValueError(f"model {path}: {describe(error)}") from error
     options = engine_options(args)
     if options["kv_memory"] is not None:
         options["kv_memory"] //= max(1, args.max_models)

@@ -126,8 +126,11 @@ At D 128 and groups of four the source of the decode kernel needs at most 48 flo
 once, two halves counted as one: 16 of outputs, 4 sums of weights, 4 products, and for four keys 16
 of keys, 4 sums and 4 of a query; values take less, and maxima wait in threadgroup memory. Clang
 takes twice as many registers, to ask for loads early; if 12 simdgroups have to fit on a scheduler
-it takes 68 and spills none. 48 registers would leave none for addresses: 4 rows * 128 columns / 32
-lanes of outputs and 4 keys * 128 halves / 16 lanes are 32 of them, and the rest as many as said.
+it takes 68 and spills none. 48 registers would leave none for addresses and counters.
+
+The simdgroups of a threadgroup merge through threadgroup memory of their own each. At D 128 and
+groups of four that is 17,680 bytes (9,488 if they took turns), so that three threadgroups fit into
+60 KiB. Registers allow two today. A Mac has to time it.
 
 Of MLX's kernels, those are counted that MLX 0.32.4 launches. Its host code takes two passes where
 KV heads are fewer than query heads and there are 4,096 keys or more, on a Max or an Ultra from

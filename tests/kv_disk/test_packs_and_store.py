@@ -24,6 +24,9 @@ def key_of(number: int) -> bytes:
     return number.to_bytes(24, "little")
 
 
+SIZE = 5 * packs.ROW + 1000
+
+
 def payload_of(number: int, size: int = 1000) -> bytes:
     return np.random.default_rng(number).bytes(size)
 
@@ -38,10 +41,10 @@ def open_store(directory: Path, max_bytes: int = 10**8, identity: bytes = ME) ->
     return made
 
 
-def filled(directory: Path, count: int = 10, **options) -> None:
+def filled(directory: Path, count: int = 10, size: int = 1000, **options) -> None:
     made = open_store(directory, **options)
     for number in range(count):
-        made.put(key_of(number), payload_of(number))
+        made.put(key_of(number), payload_of(number, size))
     made.close()
 
 
@@ -97,12 +100,13 @@ def test_equal_keys_are_written_once(tmp_path):
 
 
 def test_a_flipped_bit_anywhere_in_a_record_is_noticed(tmp_path):
-    filled(tmp_path, count=1)
+    filled(tmp_path, count=1, size=SIZE)
     path = the_pack(tmp_path)
     whole = path.read_bytes()
     start = len(packs.FILE_MAGIC)
     header = range(8 * start, 8 * (start + HEADER.size), 11)
-    places = [*header, *range(8 * len(whole) - 99, 8 * len(whole), 11)]
+    payload = range(8 * (start + HEADER.size), 8 * len(whole), 1009)
+    places = [*header, *payload, *range(8 * len(whole) - 99, 8 * len(whole), 11)]
     for bit in places:
         changed = bytearray(whole)
         changed[bit // 8] ^= 1 << bit % 8
@@ -113,7 +117,7 @@ def test_a_flipped_bit_anywhere_in_a_record_is_noticed(tmp_path):
         made.close()
         path.write_bytes(whole)
     made = open_store(tmp_path)
-    assert found(made, [0]) == {0: payload_of(0)}
+    assert found(made, [0]) == {0: payload_of(0, SIZE)}
     made.close()
 
 

@@ -106,10 +106,14 @@ class TestWriteKV:
 
     @pytest.mark.parametrize("num_rows", [1, 4], ids="T{}".format)
     @pytest.mark.parametrize("axis", [0, 2])
+    @pytest.mark.parametrize("step", [1, -1, 2], ids="step{}".format)
     @WIDTHS
-    def test_rows_as_a_model_computes_them(self, head_dim, v_head_dim, axis, num_rows, kernel):
+    def test_rows_as_a_model_computes_them(
+        self, head_dim, v_head_dim, step, axis, num_rows, kernel
+    ):
         """One token of each sequence, or one sequence; both are views."""
-        rows = [random(num_rows, HEADS, dim) for dim in (head_dim, v_head_dim)]
+        count = num_rows * abs(step)
+        rows = [random(count, HEADS, dim)[::step] for dim in (head_dim, v_head_dim)]
         pool, slots = random_pool(head_dim, v_head_dim), mx.array([9, 2, -1, 27])[:num_rows]
         expected = [as_numpy(cache) for cache in pool]
         write_kv_numpy(*map(as_numpy, rows), *expected, np.array(slots))

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables
 from mlx_paged.runner.model_runner import LaunchedStep
 from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader, PlanWriter
-from mlx_paged.runner.ranks import LeadingRunner, joined, why_whole
+from mlx_paged.runner.ranks import LeadingRunner, Ranks, joined, why_whole
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
 
@@ -289,3 +290,22 @@ def test_ranks_that_differ_are_told_both_digests():
     with pytest.raises(DigestMismatch) as found:
         reader.read(plan)
     assert plan[:16].hex() in str(found.value) and reader.digest.hex() in str(found.value)
+
+
+def test_an_end_that_nobody_can_read_is_an_end(monkeypatch):
+    class Ended(Exception):
+        pass
+
+    def end(status):
+        raise Ended(status)
+
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+    ranks = object.__new__(Ranks)
+    ranks.listeners, ranks._ending = [], threading.Lock()
+    monkeypatch.setattr("os._exit", end)
+    monkeypatch.setattr("sys.stderr", Closed())
+    with pytest.raises(Ended, match="1"):
+        ranks.end("planted")

@@ -248,6 +248,20 @@ def test_one_bad_sampler_ends_its_own_request_only():
     assert re.fullmatch("(a|b){9}", good.text)
 
 
+def test_a_callers_sampler_is_not_asked_where_one_token_is_left():
+    left = []
+
+    def sampler(logprobs):
+        left.append(mx.isfinite(logprobs).sum())
+        return mx.argmax(logprobs, axis=-1)
+
+    (completion,) = make_engine().generate(
+        [PROMPTS[0]], regex="name: (a|b)[0-9]", max_tokens=20, sampler=sampler
+    )
+    assert re.fullmatch("name: (a|b)[0-9]", completion.text)
+    assert left and min(each.item() for each in left) > 1
+
+
 def test_an_aborted_request_does_not_stop_others():
     requests = [(prompt, {"regex": "(a|b){19}", "max_tokens": 30}) for prompt in PROMPTS[:3]]
     ended = []

@@ -199,6 +199,7 @@ def test_what_cannot_be_served_is_reported_in_one_line(server, tmp_path, capsys)
         (["--model", "/nowhere"], "model /nowhere: no such directory"),
         (["--model", str(tmp_path)], f"model {tmp_path}: cannot be loaded (FileNotFoundError"),
         (["--adapter-path", "/nowhere"], "adapter /nowhere: no such directory"),
+        (["--use-default-chat-template"], "has no attribute default_chat_template"),
         (["--port", taken, "--kv-memory", "0.05"], "Address already in use"),
         (["--kv-memory", "1e-9"], "expected at least"),
     ):

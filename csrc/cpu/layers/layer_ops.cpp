@@ -49,9 +49,10 @@ mx::array allowed_of(const Arrays& inputs, mx::Stream s) {
   if (inputs.size() == 1) {
     return x;
   }
-  const mx::array places = mx::arange(0, 32, mx::uint32, s);
-  const mx::array one(1, mx::uint32), forbidden(-INFINITY, x.dtype());
-  mx::array bits = mx::right_shift(mx::expand_dims(inputs[1], -1, s), places, s);
+  const mx::array places = mx::arange(0, 8, mx::uint8, s);  // of the bits of a word's four bytes
+  const mx::array one(1, mx::uint8), forbidden(-INFINITY, x.dtype());
+  const mx::array bytes = mx::view(mx::contiguous(inputs[1], false, s), mx::uint8, s);
+  mx::array bits = mx::right_shift(mx::expand_dims(bytes, -1, s), places, s);
   bits = mx::flatten(mx::bitwise_and(bits, one, s), -2, -1, s);
   bits = mx::slice(bits, {0, 0}, x.shape(), s);
   return mx::where(mx::equal(bits, one, s), x, forbidden, s);
