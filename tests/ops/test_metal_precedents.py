@@ -31,7 +31,7 @@ FORMS = {
     "array of threadgroup memory in a kernel": r"threadgroup float \w+\[",
     "pointer into threadgroup memory": r"threadgroup float4\* \w+ = ",
     "constant outside of functions": r"^constant constexpr \w+ \w+ = ",
-    "constexpr function in a constant": r"constexpr int MERGED = merged_rows\(",
+    "constexpr function in a constant": r"constexpr int K_LANES = key_lanes\(",
     "bool function constant": r"^constant bool \w+ \[\[function_constant\(",
     "integer function constant": r"^constant int \w+ \[\[function_constant\(",
     "constant made of function constants": r"^constant bool WHOLE = !SPLIT;",

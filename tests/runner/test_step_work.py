@@ -215,11 +215,9 @@ def test_thousands_of_waiting_requests_cost_a_step_nothing(model):
             engine.step()
         assert len(engine.scheduler.waiting) == num_waiting
         engines.append(engine)
-    num_python_calls(engines[0])  # some calls are made once in a process
-    num_python_calls(engines[1])
-    for _ in range(3):
-        few, many = map(num_python_calls, engines)
-        assert few == many
+    # Some calls are made once in a process, and others where a busy machine delays a step.
+    few, many = (min(num_python_calls(engine) for _ in range(6)) for engine in engines)
+    assert few == many
 
 
 def test_sampling_calls_no_python_for_each_row(model):
