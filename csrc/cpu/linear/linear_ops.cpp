@@ -60,7 +60,7 @@ void compute(const cpu::LinearArgs& args, const cpu::DenseRows& x) {
     return;
   }
   const cpu::LinearKernels& kernels = cpu::active_kernel().linear;
-  const int64_t stride = (args.depth + cpu::kDepthStep - 1) / cpu::kDepthStep * cpu::kDepthStep;
+  const int64_t stride = cpu::packed_stride(args.depth);
   const int64_t row_bytes = args.width * (x.row_bytes() / args.depth);
   for (int64_t first = 0; first < x.count(); first += cpu::kRowsOfPass) {
     const int64_t rows = std::min<int64_t>(cpu::kRowsOfPass, x.count() - first);
