@@ -207,7 +207,7 @@ import mlx.core as mx
 from mlx_paged import _ext
 mx.set_default_device(mx.cpu)
 mx.random.seed(0)
-x, weight = mx.random.normal((4, 768)), mx.random.normal((64, 768))
+x, weight = mx.random.normal((64, 768)), mx.random.normal((512, 768))
 for dtype in mx.float32, mx.float16, mx.bfloat16:
     a, packed = x.astype(dtype), mx.quantize(weight.astype(dtype), 64, 4)
     plain = _ext.layers.linear(a, weight.astype(dtype))
