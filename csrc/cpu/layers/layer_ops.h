@@ -1,5 +1,5 @@
-// Normalisations, rotary embeddings, activations and log-sum-exp on CPUs, in one pass each. MLX's
-// CPU backend needs several passes. python/layer_bindings.cpp documents the ops.
+// Normalisations, rotary embeddings, activations, log-sum-exp and linear layers on CPUs, in one
+// pass each. MLX's CPU backend needs several passes. python/layer_bindings.cpp documents the ops.
 #pragma once
 
 #include "csrc/cpu/layers/layer_kernels.h"
@@ -19,6 +19,13 @@ mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activat
                    mx::StreamOrDevice stream);
 
 mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream);
+
+mx::array linear(const mx::array& x, const mx::array& weight, const OptionalArray& bias,
+                 mx::StreamOrDevice stream);
+
+mx::array quantized_linear(const mx::array& x, const mx::array& weight, const mx::array& scales,
+                           const mx::array& offsets, const OptionalArray& bias, int group_size,
+                           int bits, mx::StreamOrDevice stream);
 
 // x [R, W] with -inf where a bit of allowed, [R, ceil(W / 32)] uint32, is 0; on any device.
 mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice stream);

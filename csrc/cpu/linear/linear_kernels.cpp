@@ -2,10 +2,7 @@
 
 #include <type_traits>
 
-#if defined(__AVX512VNNI__)
-#include "csrc/cpu/linear/fixed_point.h"
-#endif
-#include "csrc/cpu/linear/passes.h"
+#include "csrc/cpu/linear/products.h"
 
 namespace mlx_paged::cpu::KERNEL_ISA {
 
@@ -106,41 +103,40 @@ void unpack(const T* from, int32_t count, float* to) {
   __builtin_memcpy(to, from, count * sizeof *to);
 }
 
-// One element. A partial load would wait for its own stores.
-inline float load_one(const float* from) { return *from; }
-inline float load_one(const BFloat16* from) {
-  return __builtin_bit_cast(float, uint32_t{from->bits} << 16);
-}
-inline float load_one(const Float16* from) {
-#if defined(__AVX2__)
-  return _cvtsh_ss(from->bits);
-#else
-  return load_partial(from, 1)[0];
-#endif
-}
-
-// The same for integers.
+// The same for integers: of 4 bits the even ones of 2 * kLanes, then the odd ones.
 template <typename T>
-void unpack_integers(const LinearArgs& args, int64_t first, int32_t count, float* to) {
+void unpack_integers(const LinearArgs& args, int64_t first, int32_t count, Ahead& ahead,
+                     float* to) {
   const auto* from = static_cast<const uint8_t*>(args.weight) + first * args.bits / 8;
   const T* scales = static_cast<const T*>(args.scales) + first / args.group;
   const T* offsets = static_cast<const T*>(args.offsets) + first / args.group;
-  for (int32_t g = 0; g < count / args.group; ++g) {
-    const Floats scale = broadcast(load_one(scales + g));
-    const Floats offset = broadcast(load_one(offsets + g));
-    for (int32_t k = g * args.group; k < (g + 1) * args.group; k += kLanes) {
-      Floats q;
-      if (args.bits == 4) {
-        q = load(reinterpret_cast<const Int4Pair*>(from + k / 2));
-      } else {
-        q = load(reinterpret_cast<const Int8*>(from + k));
-        q = q < 0 ? q + 256 : q;
+  for (int32_t k = 0; k < count; k += args.group) {
+    const Floats scale = broadcast(load_one(scales++));
+    const Floats offset = broadcast(load_one(offsets++));
+    ahead.ask(args.group / kLanes);
+    if (args.bits == 8) {
+      for (int32_t i = k; i < k + args.group; i += kLanes) {
+        store(to + i, __builtin_convertvector(load_bytes(from + i), Floats) * scale + offset);
       }
-      store(to + k, q * scale + offset);
+      continue;
     }
-  }
-  for (int32_t k = count; k < padded_depth(count); ++k) {
-    to[k] = 0;
+#if defined(__AVX512F__)
+    const Floats numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const Floats values = numbers * scale + offset;
+    // The lookup uses the low 4 bits of each lane.
+    const auto value = [&](Ints q) {
+      return _mm512_maskz_permutexvar_ps(0xffff, __builtin_bit_cast(__m512i, q), values);
+    };
+#else
+    const auto value = [&](Ints q) {
+      return __builtin_convertvector(q & 15, Floats) * scale + offset;
+    };
+#endif
+    for (int32_t i = k; i < k + args.group; i += 2 * kLanes) {
+      const Ints pairs = load_bytes(from + i / 2);
+      store(to + i, value(pairs));
+      store(to + i + kLanes, value(pairs >> 4));
+    }
   }
 }
 
@@ -176,13 +172,13 @@ void multiply(const LinearArgs& args, const float* packed, int32_t rows, int32_t
         if (args.bits == 0) {
           unpack(w + int64_t{c} * args.depth, depth, to);
         } else if constexpr (std::is_same_v<X, float>) {
-          unpack_integers<T>(args, at + int64_t{c} * args.depth, depth, to);
+          unpack_integers<T>(args, at + int64_t{c} * args.depth, depth, ahead, to);
         }
       }
-      add_products<false>(args, x + k, rows, panel, padded_depth(depth), ahead, sums);
+      add_products<false>(args, x + k, rows, panel, depth, ahead, sums);
     }
   };
-  for_passes<T>(args, rows, begin, end, out, kStep, add);
+  for_passes<T>(args, rows, begin, end, out, kStep, args.bits != 0, add);
 }
 
 // Calls body with a value of the arrays' type.
@@ -206,10 +202,18 @@ void pack_any(const LinearArgs& args, const void* x, float* to) {
     }
     unpack(from, args.depth, to);
 #if defined(__AVX512VNNI__)
-    if (is_fixed_point<T>(args)) {
-      to_fixed_point(args, to);
+    if (is_fixed_point<T>(args) && to_fixed_point(args, to)) {
+      return;
     }
 #endif
+    for (int32_t k = 0; args.bits == 4 && k < args.depth; k += 2 * kLanes) {
+      float pairs[2 * kLanes];
+      __builtin_memcpy(pairs, to + k, sizeof pairs);
+      for (int i = 0; i < kLanes; ++i) {
+        to[k + i] = pairs[2 * i];
+        to[k + kLanes + i] = pairs[2 * i + 1];
+      }
+    }
   });
 }
 
