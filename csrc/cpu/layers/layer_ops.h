@@ -20,6 +20,7 @@ mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activat
 
 mx::array log_sum_exp(const mx::array& x, mx::StreamOrDevice stream);
 
+// Linear layers are one node of the graph each.
 mx::array linear(const mx::array& x, const mx::array& weight, const OptionalArray& bias,
                  mx::StreamOrDevice stream);
 
