@@ -1,5 +1,5 @@
-// Normalisations, rotary embeddings, activations, log-sum-exp and linear layers on CPUs, in one
-// pass each. MLX's CPU backend needs several passes. python/layer_bindings.cpp documents the ops.
+// Normalisations, rotary embeddings, activations and log-sum-exp on CPUs, in one pass each. MLX's
+// CPU backend needs several passes. python/layer_bindings.cpp documents the ops.
 #pragma once
 
 #include "csrc/cpu/layers/layer_kernels.h"
