@@ -1,7 +1,6 @@
 #include <nanobind/stl/variant.h>
 
 #include "csrc/cpu/layers/layer_ops.h"
-#include "csrc/cpu/linear/linear_ops.h"
 #include "python/bindings.h"
 
 namespace mlx_paged {

@@ -23,6 +23,10 @@ std::vector<Kernel> find_kernels() {
   if (avx512) {
     kernels.push_back({"avx512", avx512::attend, avx512::kLayerKernels, avx512::kLinearKernels});
   }
+  if (avx512 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16")) {
+    kernels.push_back(
+        {"avx512_vnni", avx512::attend, avx512::kLayerKernels, avx512_vnni::kLinearKernels});
+  }
 #endif
   return kernels;
 }

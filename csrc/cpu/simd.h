@@ -93,6 +93,21 @@ inline Words load_words(const void* from) {
 #endif
 }
 
+// kLanes bytes, zero-extended.
+inline Ints load_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return __builtin_bit_cast(Ints, _mm512_maskz_cvtepu8_epi32(0xffff, bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return __builtin_bit_cast(Ints, _mm256_cvtepu8_epi32(bytes));
+#else
+  uint8_t bytes __attribute__((vector_size(kLanes)));
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Ints);
+#endif
+}
+
 inline Floats load(const BFloat16* from) {
   return __builtin_bit_cast(Floats, load_words(from) << 16);
 }
@@ -164,9 +179,28 @@ inline Floats load(const Int4Pair* from) {
 // The first `count` < kLanes elements, then zeros. Reads only these elements.
 template <typename T>
 Floats load_partial(const T* from, int count) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  if constexpr (sizeof(T) == 2) {
+    const __m256i bits = _mm256_maskz_loadu_epi16((1u << count) - 1, from);
+    return load(reinterpret_cast<const T*>(&bits));
+  }
+#endif
   T elements[kLanes] = {};
   __builtin_memcpy(elements, from, bytes_of<T>(count));
   return load(elements);
+}
+
+// One element. A partial load would wait for its own stores.
+inline float load_one(const float* from) { return *from; }
+inline float load_one(const BFloat16* from) {
+  return __builtin_bit_cast(float, uint32_t{from->bits} << 16);
+}
+inline float load_one(const Float16* from) {
+#if defined(__AVX2__)
+  return _cvtsh_ss(from->bits);
+#else
+  return load_partial(from, 1)[0];
+#endif
 }
 
 // The first kLanes of `count` elements; zeros after the last.

@@ -1,5 +1,6 @@
 """Linear layers on a CPU: as exact as MLX's own, and which layers take them."""
 
+import ast
 import io
 import os
 import subprocess
@@ -172,7 +173,65 @@ def test_wrong_arguments_are_refused():
             call()
 
 
-@pytest.mark.parametrize("build", ["baseline", "avx2"])
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_elements_of_any_size_give_what_mlx_gives(bits, dtype):
+    """Infinities and NaN reach their own row alone; rows of tiny or of very different elements."""
+    weight = random(48, 256, dtype=dtype)
+    tiny, mixed = random(2, 256, dtype=dtype)
+    rows = [mx.where(mx.arange(256) == 70, value, mixed) for value in (mx.inf, -mx.inf, mx.nan)]
+    rows += [mixed, tiny * 1e-30, mx.zeros(256), mixed * 10.0 ** -(mx.arange(256) % 5)]
+    x = mx.stack([row.astype(dtype) for row in rows])
+    if bits is None:
+        got, want = _ext.layers.linear(x, weight), x @ weight.T
+    else:
+        packed, sizes = mx.quantize(weight, 64, bits), {"group_size": 64, "bits": bits}
+        got = _ext.layers.quantized_linear(x, *packed, **sizes)
+        want = mx.quantized_matmul(x, *packed, **sizes)
+    np.testing.assert_array_equal(np.isfinite(float64(got)), np.isfinite(float64(want)))
+    np.testing.assert_array_equal(np.isnan(float64(got)), np.isnan(float64(want)))
+    if bits is not None:
+        weight = mx.dequantize(packed[0], *(a.astype(mx.float32) for a in packed[1:]), **sizes)
+    finite, stored = float64(x)[3:], float64(weight).T
+    error = np.abs(float64(got)[3:] - finite @ stored)
+    assert np.all(error <= 2**-8 * (np.abs(finite) @ np.abs(stored)))
+    np.testing.assert_array_equal(float64(got)[5], 0)
+
+
+def test_instructions_for_bytes_and_bfloat16_are_used_where_there_are_some():
+    """Their results differ from those of the build with floats in the last bits."""
+    if "avx512_vnni" not in _ext.supported_kernels():
+        pytest.skip("this machine has no such instructions")
+    code = """
+import mlx.core as mx
+from mlx_paged import _ext
+mx.set_default_device(mx.cpu)
+mx.random.seed(0)
+x, weight = mx.random.normal((64, 768)), mx.random.normal((512, 768))
+for dtype in mx.float32, mx.float16, mx.bfloat16:
+    a, packed = x.astype(dtype), mx.quantize(weight.astype(dtype), 64, 4)
+    plain = _ext.layers.linear(a, weight.astype(dtype))
+    four = _ext.layers.quantized_linear(a, *packed, group_size=64, bits=4)
+    print([bytes(memoryview(y.view(mx.uint8))).hex() for y in (plain, four)])
+"""
+    lines = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "MLX_PAGED_CPU": build},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for build in ("avx512", "avx512_vnni")
+    ]
+    same = [
+        [a == b for a, b in zip(*map(ast.literal_eval, each), strict=True)]
+        for each in zip(*lines, strict=True)
+    ]
+    assert same == [[True, True], [True, False], [False, False]]
+
+
+@pytest.mark.parametrize("build", ["baseline", "avx2", "avx512"])
 def test_every_build_passes_these_tests(build):
     if build not in _ext.supported_kernels():
         pytest.skip(f"this machine cannot run the {build} build")
@@ -180,7 +239,7 @@ def test_every_build_passes_these_tests(build):
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
             "-k",
-            "float64",
+            "float64 or any_size",
             __file__,
         ],
         env={**os.environ, "MLX_PAGED_CPU": build},

@@ -46,6 +46,19 @@ class DenseRows {
     return buffer.data();
   }
 
+  // All rows: the array itself if it is dense, otherwise a copy in `buffer`.
+  const void* all(RowBuffer& buffer) const {
+    if (is_contiguous_) {
+      return data_;
+    }
+    RowBuffer copy;
+    buffer.resize(count_ * row_bytes());
+    for (int64_t r = 0; r < count_; ++r) {
+      std::memcpy(&buffer[r * row_bytes()], row(r, copy), row_bytes());
+    }
+    return buffer.data();
+  }
+
  private:
   struct Axis {
     int64_t size;

@@ -20,6 +20,14 @@ mx::array activate(const mx::array& x, const OptionalArray& factor, cpu::Activat
 
 mx::array likeliest(const mx::array& x, const OptionalArray& allowed, mx::StreamOrDevice stream);
 
+// Linear layers are one node of the graph each.
+mx::array linear(const mx::array& x, const mx::array& weight, const OptionalArray& bias,
+                 mx::StreamOrDevice stream);
+
+mx::array quantized_linear(const mx::array& x, const mx::array& weight, const mx::array& scales,
+                           const mx::array& offsets, const OptionalArray& bias, int group_size,
+                           int bits, mx::StreamOrDevice stream);
+
 // x [R, W] with -inf where a bit of allowed, [R, ceil(W / 32)] uint32, is 0; on any device.
 mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice stream);
 

@@ -9,7 +9,14 @@
 namespace mlx_paged::cpu {
 
 // Rows of x are packed with zeros after the last element, up to a multiple of this.
-inline constexpr int32_t kDepthStep = 32;
+inline constexpr int32_t kDepthStep = 128;
+
+constexpr int32_t padded_depth(int32_t depth) {
+  return (depth + kDepthStep - 1) / kDepthStep * kDepthStep;
+}
+
+// Floats from one packed row to the next: the elements, and what fixed_point.h needs beside them.
+constexpr int64_t packed_stride(int32_t depth) { return padded_depth(depth) / 8 * int64_t{9} + 16; }
 
 // out [rows, width] = x [rows, depth] . weight [width, depth]^T + bias. All arrays are dense.
 struct LinearArgs {
@@ -48,6 +55,9 @@ namespace avx2 {
 extern const LinearKernels kLinearKernels;
 }
 namespace avx512 {
+extern const LinearKernels kLinearKernels;
+}
+namespace avx512_vnni {
 extern const LinearKernels kLinearKernels;
 }
 

@@ -1,10 +1,9 @@
-#include "csrc/cpu/linear/linear_ops.h"
-
 #include <algorithm>
 #include <memory>
 
 #include "csrc/cpu/cpu_features.h"
 #include "csrc/cpu/layers/dense_rows.h"
+#include "csrc/cpu/layers/layer_ops.h"
 #include "csrc/cpu/layers/layer_primitives.h"
 #include "csrc/validate.h"
 #include "mlx/allocator.h"
@@ -19,40 +18,14 @@ namespace {
 constexpr int64_t kProductsOfTask = 1 << 17;
 constexpr int64_t kRowsOfRead = 8;
 
-// An array whose rows a task needs one after the other.
-class DenseArray {
- public:
-  explicit DenseArray(const mx::array& a)
-      : rows_(a), data_(a.flags().row_contiguous ? a.data<std::byte>() : nullptr) {}
-
-  // The array itself if it is dense, otherwise a copy in `buffer`. Call it in the task: before, the
-  // elements may not be there.
-  const void* data(cpu::RowBuffer& buffer) const {
-    if (data_) {
-      return data_;
-    }
-    cpu::RowBuffer row;
-    buffer.resize(rows_.count() * rows_.row_bytes());
-    for (int64_t r = 0; r < rows_.count(); ++r) {
-      std::memcpy(&buffer[r * rows_.row_bytes()], rows_.row(r, row), rows_.row_bytes());
-    }
-    return buffer.data();
-  }
-
- private:
-  cpu::DenseRows rows_;
-  const std::byte* data_;
-};
-
 // Memory of a thread for packed rows, at the start of a cache line. It stays for the next layer.
-float* packed_rows(int64_t count) {
-  constexpr int64_t kLine = 64 / sizeof(float);
-  static thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < count + kLine) {
-    memory.resize(count + kLine);
-  }
-  const auto address = reinterpret_cast<uintptr_t>(memory.data());
-  return memory.data() + (64 - address % 64) % 64 / sizeof(float);
+float* packed_rows(size_t count) {
+  struct alignas(64) Line {
+    float floats[16];
+  };
+  static thread_local std::vector<Line> memory;
+  memory.resize(std::max(memory.size(), count / 16 + 1));
+  return memory[0].floats;
 }
 
 void compute(const cpu::LinearArgs& args, const cpu::DenseRows& x) {
@@ -60,7 +33,7 @@ void compute(const cpu::LinearArgs& args, const cpu::DenseRows& x) {
     return;
   }
   const cpu::LinearKernels& kernels = cpu::active_kernel().linear;
-  const int64_t stride = (args.depth + cpu::kDepthStep - 1) / cpu::kDepthStep * cpu::kDepthStep;
+  const int64_t stride = cpu::packed_stride(args.depth);
   const int64_t row_bytes = args.width * (x.row_bytes() / args.depth);
   for (int64_t first = 0; first < x.count(); first += cpu::kRowsOfPass) {
     const int64_t rows = std::min<int64_t>(cpu::kRowsOfPass, x.count() - first);
@@ -105,7 +78,7 @@ struct Linear {
 
   auto task(const Arrays& inputs, mx::array& out) const {
     out.set_data(mx::allocator::malloc(out.nbytes()));
-    std::vector<DenseArray> arrays;
+    std::vector<cpu::DenseRows> arrays;
     for (size_t i = 1; i < inputs.size(); ++i) {
       arrays.emplace_back(inputs[i]);
     }
@@ -120,7 +93,7 @@ struct Linear {
       cpu::RowBuffer buffers[4];
       const void* data[4] = {};
       for (size_t i = 0; i < arrays.size(); ++i) {
-        data[i] = arrays[i].data(buffers[i]);
+        data[i] = arrays[i].all(buffers[i]);
       }
       args.weight = data[0];
       args.bias = data[op.bits ? 3 : 1];
