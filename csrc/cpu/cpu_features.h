@@ -11,8 +11,8 @@
 namespace mlx_paged::cpu {
 
 struct Kernel {
-  // "baseline" (what the compiler targets: SSE2, NEON), "avx2", "avx512" or "avx512_vnni" (its linear
-  // layers use AVX512_VNNI and AVX512_BF16, the rest is avx512's)
+  // "baseline" (what the compiler targets: SSE2, NEON), "avx2", "avx512" or "avx512_vnni" (its
+  // linear layers use AVX512_VNNI and AVX512_BF16, the rest is avx512's)
   const char* name;
   Attend* attend;
   const LayerKernelTable& layers;
