@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from paged_cases import TOLERANCE, answer_by, as_numpy, worst_error
+from paged_cases import TOLERANCE, answer_by, as_numpy, primitives, worst_error
 from ragged_cases import LENGTHS, Ragged, ragged_case
 
 from mlx_paged import ops
@@ -130,6 +130,18 @@ def test_a_sequence_is_the_same_alone():
         caches = [[cache] for cache in case.pool]
         alone = ops.paged_attention(q, *caches, case.tables[s : s + 1], case.lens[s : s + 1])
         assert mx.array_equal(together[begin:end], alone[0].transpose(1, 0, 2))
+
+
+def test_tokens_of_no_sequence_are_zeros():
+    """Nobody reads lengths that are not there."""
+    case = ragged_case([5])
+    k, v = case.pool
+    starts = mx.zeros((1,), mx.int32) + 0  # not evaluated, so their values are not refused
+    out = ops.paged_attention_varlen(
+        case.q, [k], [v], case.tables[:0], case.lens[:0], starts, scale=1.0
+    )
+    assert out.shape == case.q.shape and not as_numpy(out).any()
+    assert "PagedAttention" not in primitives(out)
 
 
 def test_a_step_may_have_no_sequence_or_a_pool_no_block(kernel):

@@ -159,7 +159,7 @@ def attend(case: Case, kernel: str = "native", **overrides: Any) -> tuple[mx.arr
     q, k_cache, v_cache, tables, lens = case.arrays
     arguments = {**case.options, **overrides, "return_attn": True}
     out, attn = ops.paged_attention(q, [k_cache], [v_cache], tables, lens, **arguments)
-    has_keys = 0 not in (k_cache.shape[1], tables.shape[1])
+    has_keys = 0 not in (k_cache.shape[1], *tables.shape)
     assert ("PagedAttention" in primitives(out)) == (kernel == "native" and has_keys)
     return out, attn
 
