@@ -1,4 +1,4 @@
-"""Faster CPU kernels for layers of a model and for log-softmax.
+"""Faster CPU kernels for layers of a model, and for the likeliest token of a row.
 
 On CPUs MLX composes ``mx.fast.rms_norm``, ``mx.fast.rope`` and the activations of many operations.
 Each of these is a pass over memory on one thread. Inside :meth:`CPULayers.diverted` the kernels of
@@ -209,6 +209,6 @@ def log_softmax(x: mx.array, allowed: mx.array | None = None) -> tuple[mx.array,
     found = _ext.layers.likeliest(x, allowed)
     total, best = found[:, :1].astype(x.dtype), found[:, 1].astype(mx.int32)
     largest = mx.take_along_axis(x, best[:, None], axis=-1) - total
-    if allowed is not None:  # if nothing is, x there is not -inf
+    if allowed is not None:  # if nothing is allowed, x there may be finite
         largest = mx.where(total > -mx.inf, largest, mx.nan)
     return kept - total, best, largest[:, 0]

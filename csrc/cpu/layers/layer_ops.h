@@ -1,5 +1,6 @@
-// Normalisations, rotary embeddings, activations and log-softmax on CPUs, in one pass each. MLX's
-// CPU backend needs several passes. python/layer_bindings.cpp documents the ops.
+// Normalisations, rotary embeddings, activations, log-sum-exps with the likeliest token, and linear
+// layers on CPUs. MLX's CPU backend needs several passes of one thread for each.
+// python/layer_bindings.cpp documents the ops.
 #pragma once
 
 #include "csrc/cpu/layers/layer_kernels.h"
