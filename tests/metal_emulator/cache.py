@@ -4,6 +4,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 MAX_BYTES = 512 * 1024 * 1024
@@ -21,7 +22,7 @@ def cached(suffix: str, ingredients: list[str], make: Callable[[Path], None]) ->
     """The file that `make` writes to the path it is given, made once per `ingredients`."""
     key = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:24]
     path = directory() / f"{key}{suffix}"
-    if path.exists():
+    with suppress(FileNotFoundError):  # another process may delete it
         os.utime(path)
         return path
     with tempfile.TemporaryDirectory(dir=directory()) as scratch:
@@ -45,9 +46,10 @@ def _evict() -> None:
     """Delete the files that were unused longest while there is too much."""
     files = []
     for path in directory().iterdir():
-        if path.suffix == ".so":
-            status = path.stat()
-            files.append((status.st_mtime, status.st_size, path))
+        with suppress(FileNotFoundError):  # another process may delete the same
+            if path.suffix == ".so":
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
     excess = sum(size for _, size, _ in files) - MAX_BYTES
     for _, size, path in sorted(files):
         if excess <= 0:

@@ -63,3 +63,12 @@ def test_the_cache_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         cache.cached(".so", [name], make)
     sizes = [path.stat().st_size for path in tmp_path.glob("*.so")]
     assert sizes == [1000, 1000]
+
+
+def test_another_process_may_delete_what_the_cache_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METAL_EMULATOR_CACHE", str(tmp_path))
+    (tmp_path / "gone.so").symlink_to(tmp_path / "deleted.so")  # listed, but not there
+    path = cache.cached(".so", ["first"], lambda path: path.touch())
+    assert path.exists()
