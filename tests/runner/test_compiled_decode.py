@@ -1,14 +1,12 @@
 """Decodes by compiled graphs: the tokens and the pool's bytes of the plain forward."""
 
 import logging
-from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import VOCAB, build
-from injected_drafts import HalfRight
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -16,12 +14,11 @@ from mlx_paged import Engine
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.engine.service import EngineService
 from mlx_paged.runner import compiled_decode
-from mlx_paged.runner.batch import Layout, column_bucket, row_bucket
+from mlx_paged.runner.batch import column_bucket, row_bucket
 from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling.sampler import Scores
-from mlx_paged.scheduler.speculation import Speculation
 from mlx_paged.server import arguments
 from scripts.compiled_decodes import (
     compare,
@@ -259,63 +256,6 @@ def test_options_change_nothing_but_their_rows(chosen):
             done |= {o.request_id: o.completion for o in engine.step() if o.completion}
         found.append([(done[i].tokens, done[i].logprobs, done[i].top_logprobs) for i in ids])
     assert found[0] == found[1]
-
-
-def completed(engine: Engine, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities of prompts that arrive one after the other."""
-    waiting, ids, done = [*prompts], [], {}
-    while waiting or engine.has_work:
-        if waiting:
-            ids.append(engine.add_request(waiting.pop(0), max_tokens=24))
-        done |= {o.request_id: o.completion for o in engine.step() if o.completion}
-    return [(done[i].tokens, done[i].logprobs) for i in ids]
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
-def test_drafts_are_rows_of_a_compiled_step(monkeypatch, caplog, name):
-    def three(speculation, likely):  # not as many as this machine's speed makes worthwhile
-        left = {r: r.params.max_tokens - r.num_generated - 1 for r in likely}
-        return {request: min(3, count) for request, count in left.items() if count > 0}
-
-    def run(self, batch):
-        drafted.append(not batch.decodes_only)
-        return call(self, batch)
-
-    given = [prompts(1, length)[0] for length in (3, 5, 9)]
-    plain = completed(Engine(build(name), **SMALL), given)
-    right = {len(prompt): tokens for prompt, (tokens, _) in zip(given, plain, strict=True)}
-    call, drafted = CompiledDecode.__call__, list[bool]()
-    monkeypatch.setattr(Speculation, "_depths", three)
-    monkeypatch.setattr(CompiledDecode, "__call__", run)
-    found = []
-    for flag in (True, False):
-        engine = Engine(build(name), **SMALL, compile=flag, speculate="ngram")
-        engine.scheduler.speculation.drafter = HalfRight(right)
-        found.append((completed(engine, given), stored(engine)))
-        assert [tokens for tokens, _ in found[-1][0]] == [tokens for tokens, _ in plain]
-        assert engine.stats.drafts > engine.stats.accepted_drafts > 5
-    assert found[0] == found[1]
-    assert sum(drafted) > 2
-    assert not caplog.records
-
-
-def test_drafts_are_traced_when_they_come_often(monkeypatch):
-    def batch(rows, layout=Layout.ROWS):
-        return SimpleNamespace(
-            tokens=[0] * rows, samples_all=True, decodes_only=False, layout=layout
-        )
-
-    engine = Engine(build("llama"), **SMALL, compile=True)
-    takes = engine.runner.compiled.takes
-    assert [takes(batch(5)) for _ in range(4)] == [False, False, True, True]
-    assert not takes(batch(4, Layout.CHUNK)) and not any(takes(batch(33)) for _ in range(5))
-    monkeypatch.setattr(compiled_decode, "MOST_DRAFT_GRAPHS", 2)
-    assert [takes(batch(6)) for _ in range(3)] == [False, False, True]
-    assert not any(takes(batch(7)) for _ in range(5))
-    assert takes(batch(5)) and takes(batch(6))
-    monkeypatch.setattr(compiled_decode, "max_paged_queries", lambda: 0)
-    takes = Engine(build("llama"), **SMALL, compile=True).runner.compiled.takes
-    assert not any(takes(batch(5)) for _ in range(5))
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
