@@ -23,6 +23,7 @@ TESTS = (
     "tests/ops/test_ops.py",
     "tests/ops/test_pool_writes.py",
     "tests/ops/test_cpu_layer_ops.py",
+    "tests/ops/test_cpu_likeliest.py",
     "tests/ops/test_cpu_layer_transforms.py",
     "tests/ops/test_cpu_linear.py",
 )
