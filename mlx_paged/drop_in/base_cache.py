@@ -16,8 +16,7 @@ from mlx_paged import ops
 from mlx_paged.attention.forward import LayerView, causal_mask
 from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
-from mlx_paged.drop_in.pool_layer import PoolLayer
-from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.drop_in.pool_layer import PagedSequence, PoolLayer
 from mlx_paged.drop_in.shared_pool import loose_layer
 from mlx_paged.drop_in.stored_arrays import StoredArray, held_until_evaluated
 from mlx_paged.kv.pool import as_int32
