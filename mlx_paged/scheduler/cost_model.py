@@ -3,9 +3,9 @@
 import math
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass
 from operator import add, le, mul
 from statistics import median
+from typing import NamedTuple
 
 FORGETTING = 0.98
 """Weight of an observation relative to the next one: about the last 50 of each kind count."""
@@ -37,8 +37,7 @@ CHANGE_STEPS = 10
 and compilations are shorter, and a single one of them does not hide the change."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What a step computes."""
 
     decode_rows: int = 0  # newest tokens of requests, and drafts of the tokens after them
@@ -51,13 +50,8 @@ class StepWork:
         """A prefill chunk of `num_tokens` tokens from position `start`."""
         return cls(0, 0, num_tokens, num_tokens * start + num_tokens * (num_tokens + 1) // 2)
 
-    def __add__(self, other: "StepWork") -> "StepWork":
-        return StepWork(
-            self.decode_rows + other.decode_rows,
-            self.decode_context + other.decode_context,
-            self.chunk_tokens + other.chunk_tokens,
-            self.chunk_context + other.chunk_context,
-        )
+    def __add__(self, other: "StepWork") -> "StepWork":  # type: ignore[override]
+        return StepWork(*map(add, self, other))
 
     @property
     def features(self) -> list[float]:
