@@ -18,8 +18,7 @@ from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 NUM_BLOCKS = 2
 LENGTHS = *range(1, ops.metal.MOST_ROWS + 1), 8, 64
 """Tokens of a sequence: a decode, drafts, a chunk whose threadgroups are full."""
-LONG_CONTEXT = 8192
-"""Tokens of a context that is split over threadgroups."""
+LONG_CONTEXT = 8192  # tokens of a context that is split over threadgroups
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,8 @@ from mlx_paged.scheduler.runner_protocol import Fault, LaunchedT, Runner, Sample
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
 
-MAX_FAULTS = 3
-"""A request ends with an error after so many failed steps, even if it never ran alone."""
-
-MOST_FORCED = 256
-"""Tokens that a grammar forces and that a request gets at once; a reader's inbox has an end."""
+MAX_FAULTS = 3  # a request ends after so many failed steps, even if it never ran alone
+MOST_FORCED = 256  # forced tokens that a request gets at once: a reader's inbox has an end
 
 
 @dataclass(frozen=True, slots=True)
