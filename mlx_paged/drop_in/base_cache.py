@@ -254,8 +254,9 @@ class PagedCache(AttendingCache, _BaseCache):
             return None
         array = self._views[role]() if role in self._views else None
         if array is None or array.starts is not self.starts:
+            kv, index = self.layer.kv, role == "values"
             array = StoredArray.of(
-                self._gathered(lambda gather: self._read(gather)[role == "values"]),
+                self._gathered(lambda gather: kv.read(0, gather, as_written=True)[index]),
                 role=role,
                 layer=ref(self.layer),
                 starts=self.starts,
@@ -263,9 +264,6 @@ class PagedCache(AttendingCache, _BaseCache):
             )
             self._views = {**self._views, role: ref(array)}
         return array
-
-    def _read(self, gather: Callable[[mx.array], mx.array]) -> tuple[mx.array, mx.array]:
-        return self.layer.kv.read(0, gather, as_written=True)
 
     def _gathered(self, read: Callable[[Callable[[mx.array], mx.array]], mx.array]) -> mx.array:
         """A lazy copy of the last `size()` tokens of each row. `read` chooses what: it gets a

@@ -150,25 +150,23 @@ class TickRecorder:
         stats, scheduler = self._stats, self._scheduler
         allocator = scheduler.allocator
         histogram = allocator.store.refcount_histogram()
-        return (
-            stats.as_dict()
-            | self._config.log.summary()
-            | {
-                "running": len(scheduler.running),
-                "waiting": scheduler.num_waiting,
-                "blocks_in_use": allocator.blocks_in_use,
-                "blocks_cached": allocator.store.num_idle,
-                "kv_disk": None if scheduler.tier is None else scheduler.tier.metrics(),
-                "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
-                "cow_clones_per_token": stats.cow_clones / max(1, stats.generation_tokens),
-                "tokens_by_phase": {
-                    "prefill": stats.prompt_tokens,
-                    "decode": stats.decode_tokens,
-                    "prefix_hit": stats.prefix_hit_tokens,
-                    "sampled": stats.generation_tokens,
-                },
-            }
-        )
+        return {
+            **stats.as_dict(),
+            **self._config.log.summary(),
+            "running": len(scheduler.running),
+            "waiting": scheduler.num_waiting,
+            "blocks_in_use": allocator.blocks_in_use,
+            "blocks_cached": allocator.store.num_idle,
+            "kv_disk": None if scheduler.tier is None else scheduler.tier.metrics(),
+            "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
+            "cow_clones_per_token": stats.cow_clones / max(1, stats.generation_tokens),
+            "tokens_by_phase": {
+                "prefill": stats.prompt_tokens,
+                "decode": stats.decode_tokens,
+                "prefix_hit": stats.prefix_hit_tokens,
+                "sampled": stats.generation_tokens,
+            },
+        }
 
     def begin(self) -> None:
         """Call before the engine advances."""

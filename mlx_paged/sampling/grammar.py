@@ -7,6 +7,7 @@ mlx.
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -52,9 +53,8 @@ class GrammarState:
     def copy(self, tokens: Sequence[int]) -> "GrammarState":
         """The state of a fork with these tokens, which begin with those that this state has
         followed. Raises ValueError as :meth:`follow`."""
-        twin = object.__new__(GrammarState)
+        twin = copy(self)
         twin.matcher, twin.forced = self.matcher.deep_copy(), list(self.forced)
-        twin.vocab_size, twin._position, twin._end = self.vocab_size, self._position, self._end
         twin.follow(tokens)
         return twin
 
