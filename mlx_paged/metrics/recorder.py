@@ -15,9 +15,8 @@ from typing import Any
 
 from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import PHASES, Tick, TickLog
-from mlx_paged.scheduler.runner_protocol import StepResult
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import Step, StepResult
 
 
 class GcPauses:

@@ -10,8 +10,7 @@ from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.cost_model import TOKENS_GROWTH, StepWork
-from mlx_paged.scheduler.runner_protocol import SampledToken
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import SampledToken, Span, Step
 
 MIN_GAIN = 1.03  # drafts must promise so many times the tokens per second of a step without them
 TRIAL = 8  # each such step takes half of the drafts, which shows what drafts cost
