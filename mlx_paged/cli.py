@@ -35,7 +35,10 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line and exits with 2."""
+    """Shows defaults; reports a mistake in one line and exits with 2."""
+
+    def __init__(self, prog: str, usage: str | None = None, **options: Any) -> None:
+        super().__init__(prog, usage, formatter_class=HelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message}", file=sys.stderr)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-from mlx_paged.cli import COUNT, GB, HelpFormatter, Parser, number
+from mlx_paged.cli import COUNT, GB, MEMORY, Parser
 from mlx_paged.drop_in.patch import UntestedVersionError, patch_mlx_lm
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
 
@@ -24,12 +24,11 @@ STARTUP = str(Path(__file__).parent / "drop_in" / "startup")
 def main() -> None:
     """Replace this process by the program. A mistake gives one line and exit status 2."""
     usage = "%(prog)s [options] SCRIPT | -m MODULE | COMMAND [arguments]"
-    parser = Parser("mlx_paged.run", usage, formatter_class=HelpFormatter)
+    parser = Parser("mlx_paged.run", usage)
     block = "token slots in a block"
     parser.add_argument("--block-size", type=COUNT, default=BLOCK_SIZE, metavar="N", help=block)
-    memory = number(float, 1e-9, 1e6, "a number of GB above 0")
     bound = "K/V at most, for each model and thread (default: what the device can spare)"
-    parser.add_argument("--kv-memory", type=memory, metavar="GB", help=bound)
+    parser.add_argument("--kv-memory", type=MEMORY, metavar="GB", help=bound)
     own, program = _divided(sys.argv[1:])
     args = parser.parse_args(own)
     kv_memory = None if args.kv_memory is None else int(args.kv_memory * GB)

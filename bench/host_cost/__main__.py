@@ -31,7 +31,7 @@ from bench.host_cost.silent_engine import (
 from bench.machine import Clock, check_machine
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, Parser
-from mlx_paged.scheduler.runner_protocol import StepResult
+from mlx_paged.scheduler.step import StepResult
 
 COUNTED = ("schedule", "tables", "sampling")
 PARTS = (*COUNTED, "launch", "results", "pipeline")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bench.serving.run import Tick
-from mlx_paged.metrics.tick import Tick as EngineTick
 from mlx_paged.metrics.tick_log import SHARE, causes
+from mlx_paged.metrics.tick_log import Tick as EngineTick
 
 FULL = 0.9  # part of the level from which on a run counts as steady
 SPIKE_MEDIANS = 5.0

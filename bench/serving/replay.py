@@ -12,8 +12,8 @@ from bench.serving.run import Run, Stream, Tick
 from bench.serving.servers import Counters, Server, Token
 from bench.serving.trace import Job
 from bench.serving.workload import OpenLoop
+from mlx_paged.metrics.recorder import GcPauses
 from mlx_paged.metrics.stats import resident_bytes
-from mlx_paged.metrics.timers import GcPauses
 
 
 class Clock:

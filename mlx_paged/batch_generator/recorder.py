@@ -6,8 +6,7 @@ import mlx.core as mx
 from mlx_lm.generate_utils import BatchCounters
 
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
-from mlx_paged.scheduler.runner_protocol import SampledToken
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import SampledToken, Span, Step
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mlx_paged.cli import HelpFormatter, Parser
+from mlx_paged.cli import Parser
 from mlx_paged.doctor.findings import Check, page, run_check
 from mlx_paged.doctor.kernels import check_kernels, compare
 from mlx_paged.doctor.machine import check_machine
@@ -35,7 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         "mlx_paged.doctor",
         description="Checks an installation and its device; prints a page for an issue.",
-        formatter_class=HelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="check a sample, in a few seconds")
     parser.add_argument("--json", metavar="FILE", help="also write all findings to this file")

@@ -20,13 +20,9 @@ from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.ops.formats import dequantized, quantized
 
-SUMS = 32 * 2.0**-23
-"""Relative error that sums and functions of float32 may leave in a row of outputs."""
-
+SUMS = 32 * 2.0**-23  # relative error that sums and functions of float32 may leave in a row
 TF32 = 2.0**-8  # relative error where plain MLX multiplies float32 matrices with 11 bits on a GPU
-
-MAX_FAILURES = 40
-"""The check ends after so many: a source that does not compile fails in many variants."""
+MAX_FAILURES = 40  # the check ends then: a source that does not compile fails in many variants
 
 COMMAND = "python -m mlx_paged.doctor --only"
 

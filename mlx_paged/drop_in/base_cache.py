@@ -16,8 +16,7 @@ from mlx_paged import ops
 from mlx_paged.attention.forward import LayerView, causal_mask
 from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
-from mlx_paged.drop_in.pool_layer import PoolLayer
-from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.drop_in.pool_layer import PagedSequence, PoolLayer
 from mlx_paged.drop_in.shared_pool import loose_layer
 from mlx_paged.drop_in.stored_arrays import StoredArray, held_until_evaluated
 from mlx_paged.kv.pool import as_int32
@@ -255,8 +254,9 @@ class PagedCache(AttendingCache, _BaseCache):
             return None
         array = self._views[role]() if role in self._views else None
         if array is None or array.starts is not self.starts:
+            kv, index = self.layer.kv, role == "values"
             array = StoredArray.of(
-                self._gathered(lambda gather: self._read(gather)[role == "values"]),
+                self._gathered(lambda gather: kv.read(0, gather, as_written=True)[index]),
                 role=role,
                 layer=ref(self.layer),
                 starts=self.starts,
@@ -264,9 +264,6 @@ class PagedCache(AttendingCache, _BaseCache):
             )
             self._views = {**self._views, role: ref(array)}
         return array
-
-    def _read(self, gather: Callable[[mx.array], mx.array]) -> tuple[mx.array, mx.array]:
-        return self.layer.kv.read(0, gather, as_written=True)
 
     def _gathered(self, read: Callable[[Callable[[mx.array], mx.array]], mx.array]) -> mx.array:
         """A lazy copy of the last `size()` tokens of each row. `read` chooses what: it gets a

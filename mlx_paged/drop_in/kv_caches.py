@@ -13,7 +13,7 @@ from mlx_lm.models import cache as stock
 
 from mlx_paged.attention.sdpa_hook import CausalMask
 from mlx_paged.drop_in.base_cache import PagedCache, stored
-from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.drop_in.pool_layer import PagedSequence
 from mlx_paged.drop_in.shared_pool import loose_layer
 from mlx_paged.drop_in.stored_arrays import StoredArray
 from mlx_paged.kv.pool import KVShape, as_int32

@@ -16,8 +16,7 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
-from mlx_paged.drop_in.pool_layer import PoolLayer
-from mlx_paged.drop_in.sequence import PagedSequence
+from mlx_paged.drop_in.pool_layer import PagedSequence, PoolLayer
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array, renumbered
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError

@@ -11,17 +11,8 @@ import numpy.typing as npt
 from mlx_paged.outputs import Beam, Completion
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.runner_protocol import Runner, SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
-
-
-class Candidates(NamedTuple):
-    """The likeliest next tokens of H live hypotheses, K of each, in any order, with
-    log-probabilities of the whole vocabulary. A token whose log-probability is not finite is no
-    candidate."""
-
-    tokens: npt.ArrayLike  # [H, K] int
-    logprobs: npt.ArrayLike  # [H, K] float
+from mlx_paged.scheduler.step import Runner, SampledToken
 
 
 class Survivor(NamedTuple):
@@ -70,17 +61,20 @@ class BeamGroup:
         `num_beams` live on even if every stop token is a candidate of each hypothesis."""
         return self.num_beams * max(2, 1 + len(self.stop_token_ids))
 
-    def advance(self, hypotheses: Sequence[Request], candidates: Candidates) -> list[Survivor]:
+    def advance(
+        self, hypotheses: Sequence[Request], tokens: npt.ArrayLike, logprobs: npt.ArrayLike
+    ) -> list[Survivor]:
         """One step of the search with the H live hypotheses: first the prompt alone, later the
-        survivors of the last step in their order, with their tokens appended. Returns those that
-        live on, best first; none if the search is done. The caller drops every parent that is not
-        among them."""
+        survivors of the last step in their order, with their tokens appended. The candidates are
+        the likeliest next `tokens` of each, ``[H, K]`` in any order, with their `logprobs` in the
+        whole vocabulary; one that is not finite is none. Returns those that live on, best first;
+        none if the search is done. The caller drops every parent that is not among them."""
         assert not self.done, "a step after the end of the search"
         lengths = [len(hypothesis.logprobs) for hypothesis in hypotheses]
         assert lengths == [self._length] * len(self._sums), "not the survivors of the last step"
-        tokens = np.asarray(candidates.tokens)
+        tokens = np.asarray(tokens)
         # A logprob above 0 is a rounding error, and the search relies on sums that only fall.
-        logprobs = np.minimum(np.asarray(candidates.logprobs, np.float64), 0.0)
+        logprobs = np.minimum(np.asarray(logprobs, np.float64), 0.0)
         assert tokens.shape == logprobs.shape == (len(hypotheses), tokens.shape[-1])
         sums = np.array(self._sums)[:, None] + logprobs
         self._length += 1
@@ -208,11 +202,9 @@ class BeamSearch:
         """Let the best hypotheses live on, fork those with several survivors, drop the rest."""
         found = [self._candidates[request.id] for request in self._live]
         self._candidates.clear()
-        candidates = Candidates(
-            [[token for token, _ in row] for row in found],
-            [[logprob for _, logprob in row] for row in found],
-        )
-        survivors = self.group.advance(self._live, candidates)
+        tokens = [[token for token, _ in row] for row in found]
+        logprobs = [[logprob for _, logprob in row] for row in found]
+        survivors = self.group.advance(self._live, tokens, logprobs)
         first: dict[int, Survivor] = {}  # by parent: the survivor that stays the same request
         for survivor in survivors:
             first.setdefault(survivor.parent, survivor)

@@ -23,8 +23,8 @@ from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.scheduler.runner_protocol import Fault, Runner, SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.step import Fault, Runner, SampledToken
 
 
 class EngineCore:

@@ -23,10 +23,9 @@ from mlx_paged.kv.memory import (
     promise_snapshots,
 )
 from mlx_paged.kv_disk.opening import open_tier
-from mlx_paged.metrics.recorder import RecorderConfig, TickWriter
+from mlx_paged.metrics.recorder import PhaseTimes, RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import TickLog
-from mlx_paged.metrics.timers import PhaseTimes
 from mlx_paged.runner.draft_model import DraftModel, can_draft, share_beside
 from mlx_paged.runner.model_probe import Batching, probe
 from mlx_paged.runner.model_runner import ModelRunner

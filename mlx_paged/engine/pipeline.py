@@ -9,15 +9,11 @@ from types import FrameType
 from typing import Generic
 
 from mlx_paged.request import Request
-from mlx_paged.scheduler.runner_protocol import Fault, LaunchedT, Runner, SampledToken, StepResult
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import Fault, LaunchedT, Runner, SampledToken, Step, StepResult
 
-MAX_FAULTS = 3
-"""A request ends with an error after so many failed steps, even if it never ran alone."""
-
-MOST_FORCED = 256
-"""Tokens that a grammar forces and that a request gets at once; a reader's inbox has an end."""
+MAX_FAULTS = 3  # a request ends after so many failed steps, even if it never ran alone
+MOST_FORCED = 256  # forced tokens that a request gets at once: a reader's inbox has an end
 
 
 @dataclass(frozen=True, slots=True)

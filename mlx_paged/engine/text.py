@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
-from mlx_paged.scheduler.runner_protocol import SampledToken
+from mlx_paged.scheduler.step import SampledToken
 
 
 class Detokenizer(Protocol):

@@ -42,7 +42,6 @@ def make_parser() -> Parser:
         usage="python -m mlx_paged.generate --prompt TEXT [options]",
         description="Generate text for one prompt or for many prompts at once. "
         "The text goes to stdout, statistics go to stderr.",
-        formatter_class=cli.HelpFormatter,
     )
     cli.add_groups(parser, FLAGS)
     return parser

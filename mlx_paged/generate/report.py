@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_paged.cli import GB
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.jobs import Job
-from mlx_paged.metrics.tick import PHASES
+from mlx_paged.metrics.tick_log import PHASES
 from mlx_paged.outputs import Beam, Completion
 
 RULE = "=" * 10

@@ -1,21 +1,86 @@
 """Measures an engine's steps for its statistics and its log of ticks. Knows no mlx."""
 
+import gc
 import json
 import logging
+import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import FileIO
 from os import PathLike
 from typing import Any
 
 from mlx_paged.metrics.stats import EngineStats, KVReads
-from mlx_paged.metrics.tick import PHASES, Tick
-from mlx_paged.metrics.tick_log import TickLog
-from mlx_paged.metrics.timers import GcPauses, PhaseTimes
-from mlx_paged.scheduler.runner_protocol import StepResult
+from mlx_paged.metrics.tick_log import PHASES, Tick, TickLog
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import Step, StepResult
+
+
+class GcPauses:
+    """Measures garbage collections with `clock` while this object lives."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.seconds = 0.0  # on the watched thread
+        self.elsewhere = 0.0  # seconds on other threads
+        self._clock = clock
+        self._thread = threading.get_ident()
+        self._started: float | None = None
+        note = weakref.WeakMethod(self._note)  # a bound method would keep this object alive
+
+        def callback(phase: str, info: dict[str, int]) -> None:
+            if (alive := note()) is not None:
+                alive(phase)
+
+        gc.callbacks.append(callback)
+        self.close = weakref.finalize(self, gc.callbacks.remove, callback)
+        self.close.atexit = False
+
+    def watch(self) -> None:
+        self._thread = threading.get_ident()
+
+    def working(self) -> float:
+        """The clock without the collections on the watched thread."""
+        return self._clock() - self.seconds
+
+    def _note(self, phase: str) -> None:
+        if phase == "start":
+            self._started = self._clock()
+        elif self._started is not None:
+            pause, self._started = self._clock() - self._started, None
+            if threading.get_ident() == self._thread:
+                self.seconds += pause
+            else:
+                self.elsewhere += pause
+
+
+class PhaseTimes:
+    """Sums the time of each phase, without the time of phases nested in it."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._inner = 0.0  # of phases nested in the current one
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Count the time in this context as `phase`."""
+        started, outer = self._clock(), self._inner
+        self._inner = 0.0
+        try:
+            yield
+        finally:
+            elapsed = self._clock() - started
+            own = elapsed - self._inner
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + own
+            self._inner = outer + elapsed
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each phase since the last call."""
+        taken, self._seconds = self._seconds, {}
+        return taken
 
 
 class TickWriter:
@@ -84,25 +149,23 @@ class TickRecorder:
         stats, scheduler = self._stats, self._scheduler
         allocator = scheduler.allocator
         histogram = allocator.store.refcount_histogram()
-        return (
-            stats.as_dict()
-            | self._config.log.summary()
-            | {
-                "running": len(scheduler.running),
-                "waiting": scheduler.num_waiting,
-                "blocks_in_use": allocator.blocks_in_use,
-                "blocks_cached": allocator.store.num_idle,
-                "kv_disk": None if scheduler.tier is None else scheduler.tier.metrics(),
-                "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
-                "cow_clones_per_token": stats.cow_clones / max(1, stats.generation_tokens),
-                "tokens_by_phase": {
-                    "prefill": stats.prompt_tokens,
-                    "decode": stats.decode_tokens,
-                    "prefix_hit": stats.prefix_hit_tokens,
-                    "sampled": stats.generation_tokens,
-                },
-            }
-        )
+        return {
+            **stats.as_dict(),
+            **self._config.log.summary(),
+            "running": len(scheduler.running),
+            "waiting": scheduler.num_waiting,
+            "blocks_in_use": allocator.blocks_in_use,
+            "blocks_cached": allocator.store.num_idle,
+            "kv_disk": None if scheduler.tier is None else scheduler.tier.metrics(),
+            "refcount_histogram": {str(refs): count for refs, count in histogram.items()},
+            "cow_clones_per_token": stats.cow_clones / max(1, stats.generation_tokens),
+            "tokens_by_phase": {
+                "prefill": stats.prompt_tokens,
+                "decode": stats.decode_tokens,
+                "prefix_hit": stats.prefix_hit_tokens,
+                "sampled": stats.generation_tokens,
+            },
+        }
 
     def begin(self) -> None:
         """Call before the engine advances."""

@@ -15,11 +15,8 @@ from mlx_paged.kv.pool import as_int32
 from mlx_paged.request import Request
 from mlx_paged.scheduler.step import Span
 
-SPARE_COLUMNS = 16
-"""Blocks by which the longest sequence may grow before all rows are copied again."""
-
-FEWEST_COLUMNS = 32
-"""Columns of the narrowest bucket. In blocks of 16 tokens a GPU does not split such contexts."""
+SPARE_COLUMNS = 16  # blocks by which the longest sequence may grow before all rows are copied
+FEWEST_COLUMNS = 32  # of the narrowest bucket: a GPU does not split contexts of 32 x 16 tokens
 
 
 def row_bucket(rows: int) -> int:

@@ -24,14 +24,10 @@ from mlx_paged.sampling.sampler import Scores
 
 LOGGER = logging.getLogger(__name__)
 
-PAIRS = 9
-"""Pairs of a plain and a compiled step that are timed, unless they take too long."""
-
+PAIRS = 9  # of a plain and a compiled step that are timed, unless they take too long
+MOST_SECONDS = 0.25  # no pair begins after this time, except the first one
 USES = 3  # steps with drafts of as many rows, before these are traced
 MOST_DRAFT_GRAPHS = 64
-
-MOST_SECONDS = 0.25
-"""No pair begins after this time, except the first one."""
 
 Arrays = list[mx.array]
 """Of one forward: tokens, positions, context lengths; then slots and tables of each member of the

@@ -15,17 +15,10 @@ from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
 from mlx_paged.scheduler.step import Span, Step
 
-FIRST_GUESS = 0.6
-"""Share of right drafts before the first one."""
-
-RATE = 0.1
-"""Rate at which the share of right drafts follows the latest ones."""
-
-RETURN_RATE = 0.002
-"""Rate at which the share of a request returns to `FIRST_GUESS`, so that it is tried again."""
-
-CATCH_UP = 256
-"""Tokens that the model reads in a step at most before it drafts."""
+FIRST_GUESS = 0.6  # share of right drafts before the first one
+RATE = 0.1  # rate at which this share follows the latest drafts
+RETURN_RATE = 0.002  # rate at which it returns to FIRST_GUESS, so that a request is tried again
+CATCH_UP = 256  # tokens that the model reads in a step at most before it drafts
 
 
 @dataclass(eq=False)

@@ -30,8 +30,7 @@ from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_ca
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.sampler import Sampled, Sampler, Scores
-from mlx_paged.scheduler.runner_protocol import SampledToken
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import SampledToken, Span, Step
 
 TopLogprobs = tuple[tuple[int, float], ...]
 SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None]

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.kv.block_manager import KVBlockManager
-from mlx_paged.metrics.timers import PhaseTimes
+from mlx_paged.metrics.recorder import PhaseTimes
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.model_probe import ModelProfile
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner

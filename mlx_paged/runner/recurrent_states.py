@@ -37,18 +37,20 @@ class RecurrentStates:
 
     def load(self, seq_ids: Sequence[int]) -> None:
         """Put these sequences' states into the model's caches; an unknown sequence starts empty."""
-        states = [self._states.get(seq_id) or self._empty() for seq_id in seq_ids]
+        empty: States = [[None] * len(cache.cache) for cache in self._caches]
+        states = [self._states.get(seq_id, empty) for seq_id in seq_ids]
         for layer, cache in enumerate(self._caches):
             columns = zip(*(state[layer] for state in states), strict=True)
             cache.cache = [_join(column) for column in columns]
 
     def store(self, seq_ids: Sequence[int]) -> None:
         """Keep the sequences' states, which a forward left in the model's caches."""
-        shapes = shapes_of(cache.cache for cache in self._caches)
+        shapes, is_alone = shapes_of(cache.cache for cache in self._caches), len(seq_ids) == 1
         for row, seq_id in enumerate(seq_ids):
             self._shapes[seq_id] = shapes
             self._states[seq_id] = [
-                [_row(array, row, len(seq_ids)) for array in cache.cache] for cache in self._caches
+                [a if a is None or is_alone else a[row : row + 1] for a in cache.cache]
+                for cache in self._caches
             ]
 
     def drop(self, seq_id: int) -> None:
@@ -87,9 +89,6 @@ class RecurrentStates:
         """The sequences' states, which are evaluated with the step."""
         return [a for seq_id in seq_ids for a in arrays_of(self._states.get(seq_id, ()))]
 
-    def _empty(self) -> States:
-        return [[None] * len(cache.cache) for cache in self._caches]
-
 
 def arrays_of(states: Iterable[LayerState]) -> list[mx.array]:
     """The arrays of a sequence's states."""
@@ -127,7 +126,3 @@ def _join(arrays: Sequence[mx.array | None]) -> mx.array | None:
         return None
     assert len(known) == len(arrays), "sequences with and without a state in one forward"
     return known[0] if len(known) == 1 else mx.concatenate(known)
-
-
-def _row(array: mx.array | None, row: int, num_rows: int) -> mx.array | None:
-    return array if array is None or num_rows == 1 else array[row : row + 1]

@@ -11,12 +11,8 @@ import numpy.typing as npt
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams, check_biases
 
-MIN_TEMPERATURE = 1e-30
-"""Smaller temperatures have the same effect but would be zero in float32."""
-
-ALL_MASS = 2.0
-"""A top-p that keeps everything even if rounding makes the probabilities' sum exceed 1."""
-
+MIN_TEMPERATURE = 1e-30  # smaller ones have the same effect but would be zero in float32
+ALL_MASS = 2.0  # a top-p that keeps everything, also if rounding makes the sum exceed 1
 PENALTIES = "repetition", "presence", "frequency"
 
 

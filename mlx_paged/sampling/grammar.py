@@ -7,6 +7,7 @@ mlx.
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -15,23 +16,14 @@ import numpy.typing as npt
 
 from mlx_paged.sampling_params import JSON_STYLE, SamplingParams
 
-MAX_BYTES = 1 << 16
-"""Longest source. llguidance compiles it in seconds at most, with the interpreter's lock free."""
+MAX_BYTES = 1 << 16  # longest source; llguidance compiles it in seconds, with Python's lock free
+STACK_BYTES = 1 << 27  # of the compiler; a chain of rules in MAX_BYTES takes a third of it at most
+MAX_SECONDS = 10.0  # for one source
+MAX_LATE = 2  # sources that may go on behind it before no other one is compiled
+MAX_COMPILED = 256  # compiled sources that are kept, the latest ones
+MAX_FORCED = 1024  # tokens that are looked for at once after a token
 
-STACK_BYTES = 1 << 27
-"""Stack of the compiler. A chain of rules in MAX_BYTES takes a third of it at most."""
-
-MAX_SECONDS, MAX_LATE = 10.0, 2
-"""Time for one source, and how many may go on behind it before no other one is compiled."""
-
-MAX_COMPILED = 256
-"""Compiled sources that are kept, the latest ones."""
-
-MAX_FORCED = 1024
-"""Tokens that are looked for at once after a token."""
-
-Matcher = Any
-"""llguidance's LLMatcher."""
+Matcher = Any  # llguidance's LLMatcher
 
 
 class GrammarState:
@@ -61,9 +53,8 @@ class GrammarState:
     def copy(self, tokens: Sequence[int]) -> "GrammarState":
         """The state of a fork with these tokens, which begin with those that this state has
         followed. Raises ValueError as :meth:`follow`."""
-        twin = object.__new__(GrammarState)
+        twin = copy(self)
         twin.matcher, twin.forced = self.matcher.deep_copy(), list(self.forced)
-        twin.vocab_size, twin._position, twin._end = self.vocab_size, self._position, self._end
         twin.follow(tokens)
         return twin
 

@@ -17,8 +17,7 @@ from mlx_paged.sampling.columns import PENALTIES, Subset, column, penalties_of
 T = TypeVar("T")
 
 NO_TOKEN = -1
-MAX_TAIL = 256
-"""Tokens that a `TokenHistory` converts in each step at most."""
+MAX_TAIL = 256  # tokens that a `TokenHistory` converts in each step at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,11 @@
 import math
 from bisect import bisect_right
 from collections import deque
-from dataclasses import dataclass
 from operator import add, le, mul
 from statistics import median
+from typing import NamedTuple
 
-FORGETTING = 0.98
-"""Weight of an observation relative to the next one: about the last 50 of each kind count."""
-
+FORGETTING = 0.98  # weight of an observation relative to the next one: about 50 of a kind count
 SWEEPS = 4  # sweeps of coordinate descent per observation, each from the previous coefficients
 
 TOKENS_GROWTH = 2
@@ -18,12 +16,9 @@ so many times the rows of the most so far."""
 
 CONTEXT_GROWTH = 8  # the same for its context, which grows faster than its tokens
 WARM_UP = 8  # before so many observations of a kind, none of them is an outlier
-
-NOVELTY = 1.25
-"""Work more than so many times as large as any before is never an outlier: its cost is unknown."""
+NOVELTY = 1.25  # work that is larger than any before, so many times, is never an outlier
 
 # The difference of an observation from its prediction is log(seconds / predicted).
-
 CLIP = 4.0  # outliers differ by more than so many times the usual difference
 MARGIN = 2.5  # a bound leaves room for so many usual differences
 LARGEST_MARGIN = 1.3  # upper limit of the margin, for a machine whose times vary a lot
@@ -37,8 +32,7 @@ CHANGE_STEPS = 10
 and compilations are shorter, and a single one of them does not hide the change."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What a step computes."""
 
     decode_rows: int = 0  # newest tokens of requests, and drafts of the tokens after them
@@ -51,13 +45,8 @@ class StepWork:
         """A prefill chunk of `num_tokens` tokens from position `start`."""
         return cls(0, 0, num_tokens, num_tokens * start + num_tokens * (num_tokens + 1) // 2)
 
-    def __add__(self, other: "StepWork") -> "StepWork":
-        return StepWork(
-            self.decode_rows + other.decode_rows,
-            self.decode_context + other.decode_context,
-            self.chunk_tokens + other.chunk_tokens,
-            self.chunk_context + other.chunk_context,
-        )
+    def __add__(self, other: "StepWork") -> "StepWork":  # type: ignore[override]
+        return StepWork(*map(add, self, other))
 
     @property
     def features(self) -> list[float]:

@@ -6,9 +6,7 @@ import numpy as np
 
 from mlx_paged.request import Request
 
-NGRAM = 3
-"""A draft follows the latest earlier occurrence of so many last tokens; an edit has no more."""
-
+NGRAM = 3  # a draft follows the latest earlier occurrence of so many tokens; an edit has no more
 LONG_RUN = 4  # after so many right guesses in a row, a source counts as found
 
 FORGETTING = 0.97

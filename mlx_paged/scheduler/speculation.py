@@ -10,18 +10,13 @@ from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.cost_model import TOKENS_GROWTH, StepWork
-from mlx_paged.scheduler.runner_protocol import SampledToken
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import SampledToken, Span, Step
 
 MIN_GAIN = 1.03  # drafts must promise so many times the tokens per second of a step without them
 TRIAL = 8  # each such step takes half of the drafts, which shows what drafts cost
-
-PATIENCE = 16
-REST = 3
-"""After `PATIENCE` plans without drafts, so many steps are not planned, then one is."""
-
-SUREST = 1 - 1e-9
-"""No likelihood is higher, so that the first of two drafts of a request always counts more."""
+PATIENCE = 16  # plans without drafts, before steps are not planned
+REST = 3  # so many steps are not planned then, then one is
+SUREST = 1 - 1e-9  # highest likelihood: the first of two drafts of a request always counts more
 
 
 class Drafter(Protocol):

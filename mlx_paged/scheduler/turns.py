@@ -4,11 +4,8 @@ from mlx_paged.request import Request
 from mlx_paged.scheduler.policies import Policy, WaitingQueue
 from mlx_paged.scheduler.step import Step
 
-PATIENCE = 32
-"""A prompt is overdue when it had so many more steps with shorter prompts than without."""
-
-SHARE = 64
-"""Prompt tokens that a long prompt computes at most beside shorter ones, unless it is overdue."""
+PATIENCE = 32  # a prompt is overdue after so many more steps with shorter prompts than without
+SHARE = 64  # tokens that a long prompt computes at most beside shorter ones, unless it is overdue
 
 
 def is_overtaken(request: Request, room: int) -> bool:

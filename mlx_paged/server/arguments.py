@@ -107,7 +107,6 @@ def make_parser() -> Parser:
         usage="python -m mlx_paged.server [--model MODEL] [options]",
         description="Serve a model over an OpenAI-compatible HTTP API. "
         "The flags of mlx_lm.server have the same names here.",
-        formatter_class=cli.HelpFormatter,
     )
     cli.add_groups(parser, FLAGS)
     return parser

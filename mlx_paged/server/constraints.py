@@ -33,14 +33,12 @@ def of_fields(body: Mapping[str, Any]) -> Options:
         wrapped = response.get("json_schema")
         schema = wrapped.get("schema") if isinstance(wrapped, dict) else None
         found.append(("response_format", _option("response_format", "json", schema)))
-    elif not isinstance(response, dict) or response.get("type") != "text":
-        raise ValueError(
-            "response_format: expected the type text, json_object or json_schema, "
-            f"got {str(response)[:80]!r}"
-        )
+    else:
+        is_text = isinstance(response, dict) and response.get("type") == "text"
+        types = "the type text, json_object or json_schema"
+        require(is_text, "response_format", types, response)
     several = body.get("structured_outputs") or {}
-    if not isinstance(several, dict):
-        raise ValueError(f"structured_outputs: expected an object, got {str(several)[:80]!r}")
+    require(isinstance(several, dict), "structured_outputs", "an object", several)
     given = [(f"structured_outputs.{kind}", kind, value) for kind, value in several.items()]
     given += [(f"guided_{kind}", kind, body.get(f"guided_{kind}")) for kind in KINDS]
     found += [
@@ -55,15 +53,19 @@ def _option(name: str, kind: str, value: Any) -> Options:
     if kind not in KINDS:
         raise ValueError(f"{name}: expected one of {', '.join(KINDS)}")
     if kind == "choice":
-        is_list = isinstance(value, list) and bool(value)
-        if not is_list or not all(isinstance(text, str) and text for text in value):
-            raise ValueError(f"{name}: expected a list of texts, got {str(value)[:80]!r}")
+        is_list = isinstance(value, list) and value
+        is_valid = is_list and all(isinstance(text, str) and text for text in value)
+        require(is_valid, name, "a list of texts", value)
         return {"grammar": f"start: {' | '.join(map(json.dumps, value))}"}
-    kinds = str if kind != "json" else str | dict
-    if not isinstance(value, kinds) or value == "":
-        expected = "a JSON schema" if kind == "json" else "a text"
-        raise ValueError(f"{name}: expected {expected}, got {str(value)[:80]!r}")
+    kinds, expected = (str | dict, "a JSON schema") if kind == "json" else (str, "a text")
+    require(isinstance(value, kinds) and value != "", name, expected, value)
     return {KINDS[kind]: value}
+
+
+def require(condition: object, name: str, expected: str, value: object) -> None:
+    """Raise ValueError, which names the field, unless `condition` holds."""
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {str(value)[:80]!r}")
 
 
 KINDS = {"json": "json_schema", "regex": "regex", "grammar": "grammar", "choice": "grammar"}

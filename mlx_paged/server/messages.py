@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from mlx_paged.server.constraints import require
 from mlx_paged.server.request_body import Fields, Refusal
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
@@ -52,8 +53,7 @@ def as_chat(body: Fields, counts: bool) -> Fields:
     if body.get("tools"):
         chat["tools"] = [_tool(tool) for tool in _list(body["tools"], "tools")]
     choice = body.get("tool_choice") or {}
-    if not isinstance(choice, dict):
-        raise ValueError(f"tool_choice: expected an object, got {str(choice)[:80]!r}")
+    require(isinstance(choice, dict), "tool_choice", "an object", choice)
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
     if choice:
@@ -74,14 +74,14 @@ def as_chat(body: Fields, counts: bool) -> Fields:
 
 
 def _list(value: Any, name: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value or not all(isinstance(x, dict) for x in value):
-        raise ValueError(f"{name}: expected a list of objects, got {str(value)[:80]!r}")
-    return value
+    is_list = isinstance(value, list) and value and all(isinstance(x, dict) for x in value)
+    require(is_list, name, "a list of objects", value)
+    return list(value)
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type", "custom") != "custom":
-        raise ValueError(f"tools: expected tools of the client, got {str(tool['type'])[:80]!r}")
+    kind = tool.get("type", "custom")
+    require(kind == "custom", "tools", "tools of the client", kind)
     function = {"name": tool.get("name"), "description": tool.get("description", "")}
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
 

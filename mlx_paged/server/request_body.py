@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_paged.arguments import is_count
 from mlx_paged.server import constraints
+from mlx_paged.server.constraints import require
 
 Fields = dict[str, Any]
 Rule = tuple[Any, Callable[[Any], bool], str]
@@ -171,9 +172,9 @@ def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[st
             continue
         if name in ONLY or name.startswith("guided_"):
             only = ONLY.get(name, ())
-            _require(value in only, name, " or ".join(map(repr, only)) or "nothing", value)
+            require(value in only, name, " or ".join(map(repr, only)) or "nothing", value)
         if name in rules:
-            _require(rules[name][1](value), name, rules[name][2], value)
+            require(rules[name][1](value), name, rules[name][2], value)
         if name in rules or name in SAMPLING:
             fields[name] = value
         elif name not in ONLY:
@@ -186,13 +187,13 @@ def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[st
 def _adapt(fields: Fields, max_samples: int) -> None:
     n, stop = fields["n"], fields["stop"]
     count = fields["best_of"] = fields.get("best_of") or n
-    _require(n <= max_samples, "n", f"an integer from 1 to {max_samples}", n)
-    _require(n <= count <= max_samples, "best_of", f"from n to {max_samples}", count)
-    _require(count == n or not fields["stream"], "best_of", "n in a stream", count)
+    require(n <= max_samples, "n", f"an integer from 1 to {max_samples}", n)
+    require(n <= count <= max_samples, "best_of", f"from n to {max_samples}", count)
+    require(count == n or not fields["stream"], "best_of", "n in a stream", count)
     fields["stop"] = [stop] if isinstance(stop, str) else stop
     fields["max_tokens"] = fields["max_completion_tokens"] or fields["max_tokens"]
     most = fields["max_tokens"] or fields["min_tokens"]
-    _require(fields["min_tokens"] <= most, "min_tokens", "at most max_tokens", fields["min_tokens"])
+    require(fields["min_tokens"] <= most, "min_tokens", "at most max_tokens", fields["min_tokens"])
     try:
         fields["logit_bias"] = {int(key): float(x) for key, x in fields["logit_bias"].items()}
     except (ValueError, TypeError):
@@ -202,18 +203,18 @@ def _adapt(fields: Fields, max_samples: int) -> None:
     fields["logprobs"] = fields["logprobs"] or fields["top_logprobs"] > 0
     _adapt_tools(fields)
     is_free = not fields["constraint"] or not fields["min_tokens"]
-    _require(is_free, "min_tokens", "nothing beside a grammar", fields["min_tokens"])
+    require(is_free, "min_tokens", "nothing beside a grammar", fields["min_tokens"])
     if "messages" in fields:
         _check_messages(fields["messages"])
         is_one = not (fields["continue_final_message"] and fields["add_generation_prompt"])
-        _require(is_one, "add_generation_prompt", "false beside continue_final_message", True)
+        require(is_one, "add_generation_prompt", "false beside continue_final_message", True)
         return
     prompt, beside = fields["prompt"], fields["echo"] and fields["logprobs"]
-    _require(not beside, "logprobs", "nothing beside echo", True)
+    require(not beside, "logprobs", "nothing beside echo", True)
     is_one = isinstance(prompt, str) or (bool(prompt) and type(prompt[0]) is int)
     fields["prompt"] = prompts = [prompt] if is_one else prompt
     is_valid = prompts and (_is_list(str, prompts) or all(_is_list(int, item) for item in prompts))
-    _require(is_valid, "prompt", "text or token ids, or a list of texts or of token ids", prompt)
+    require(is_valid, "prompt", "text or token ids, or a list of texts or of token ids", prompt)
 
 
 def _named_tool(choice: Any) -> str | None:
@@ -229,23 +230,18 @@ def _adapt_tools(fields: Fields) -> None:
         fields["tools"] = []
     fields["tool_name"] = _named_tool(choice)
     fields["must_call"] = must_call = choice not in ("auto", "none")
-    _require(not must_call or fields["tools"], "tool_choice", "auto without tools", choice)
+    require(not must_call or fields["tools"], "tool_choice", "auto without tools", choice)
     is_one = not (must_call and (fields["constraint"] or fields["min_tokens"]))
-    _require(is_one, "tool_choice", "auto beside a grammar or min_tokens", choice)
+    require(is_one, "tool_choice", "auto beside a grammar or min_tokens", choice)
 
 
 def _check_messages(messages: Any) -> None:
-    _require(messages, "messages", "a list that is not empty", messages)
+    require(messages, "messages", "a list that is not empty", messages)
     for message in messages:
         has_role = isinstance(message.get("role"), str)
-        _require(has_role, "messages", "objects with a role", message)
+        require(has_role, "messages", "objects with a role", message)
         content = message.get("content", "")
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             is_text = isinstance(part, dict) and part.get("type") == "text"
             is_text = is_text and isinstance(part.get("text"), str | None)
-            _require(is_text, "messages", "content that is text", part)
-
-
-def _require(condition: object, name: str, expected: str, value: object) -> None:
-    if not condition:
-        raise ValueError(f"{name}: expected {expected}, got {str(value)[:80]!r}")
+            require(is_text, "messages", "content that is text", part)

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from mlx_paged.engine.beams import BeamGroup, Candidates
+from mlx_paged.engine.beams import BeamGroup
 from mlx_paged.outputs import Beam
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling_params import SamplingParams
@@ -35,12 +35,11 @@ class TableModel:
         before, last = ([self.vocab, self.vocab, *tokens])[-2:]
         return self.table[before, last]
 
-    def candidates(self, beams: list[Hypothesis], width: int) -> Candidates:
+    def candidates(self, beams: list[Hypothesis], width: int) -> tuple[np.ndarray, np.ndarray]:
         rows = [self.logprobs(beam.generated) for beam in beams]
         tokens = [np.argsort(-row, kind="stable")[:width] for row in rows]
-        return Candidates(
-            np.stack(tokens), np.stack([row[t] for row, t in zip(rows, tokens, strict=True)])
-        )
+        logprobs = [row[t] for row, t in zip(rows, tokens, strict=True)]
+        return np.stack(tokens), np.stack(logprobs)
 
 
 def search(group: BeamGroup, model: TableModel, width: int | None = None) -> int:
@@ -48,7 +47,7 @@ def search(group: BeamGroup, model: TableModel, width: int | None = None) -> int
     beams, steps = [Hypothesis()], 0
     while not group.done:
         candidates = model.candidates(beams, width or group.num_candidates)
-        survivors = group.advance(beams, candidates)
+        survivors = group.advance(beams, *candidates)
         beams = [
             Hypothesis(
                 [*beams[s.parent].generated, s.token], [*beams[s.parent].logprobs, s.logprob]
@@ -137,7 +136,7 @@ def test_stopping_at_the_bound_saves_steps_and_changes_no_answer(penalty, num_be
 
 def advance_once(group: BeamGroup, *logprobs: float) -> list:
     """The first step, with tokens 0, 1, ..."""
-    return group.advance([Hypothesis()], Candidates([list(range(len(logprobs)))], [list(logprobs)]))
+    return group.advance([Hypothesis()], [list(range(len(logprobs)))], [list(logprobs)])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +155,7 @@ def advance_once(group: BeamGroup, *logprobs: float) -> list:
 def test_the_search_ends_exactly_when_no_live_hypothesis_can_win(penalty, stop, live, done):
     group = BeamGroup(2, 8, penalty, stop_token_ids={0})
     assert advance_once(group, 0.0, 0.0)
-    survivors = group.advance([Hypothesis([1], [0.0])], Candidates([[0, 1]], [[stop, live]]))
+    survivors = group.advance([Hypothesis([1], [0.0])], [[0, 1]], [[stop, live]])
     assert group.done is done and bool(survivors) is not done
 
 
@@ -164,15 +163,15 @@ def test_survivors_are_ranked_and_name_their_parents():
     group = BeamGroup(2, 8)
     assert advance_once(group, -2.0, -1.0, -3.0) == [(0, 1, -1.0), (0, 0, -2.0)]
     beams = [Hypothesis([1], [-1.0]), Hypothesis([0], [-2.0])]
-    candidates = Candidates([[4, 5], [6, 7]], [[-3.0, -4.0], [-0.5, -5.0]])
-    assert group.advance(beams, candidates) == [(1, 6, -0.5), (0, 4, -3.0)]
+    candidates = [[4, 5], [6, 7]], [[-3.0, -4.0], [-0.5, -5.0]]
+    assert group.advance(beams, *candidates) == [(1, 6, -0.5), (0, 4, -3.0)]
 
 
 def test_ties_go_to_the_earlier_hypothesis_then_to_the_earlier_candidate():
     group = BeamGroup(3, 8)
     assert [s.token for s in advance_once(group, -1.0, -1.0, -1.0, -1.0)] == [0, 1, 2]
     beams = [Hypothesis([t], [-1.0]) for t in range(3)]
-    survivors = group.advance(beams, Candidates([[8, 9]] * 3, [[-1.0, -1.0]] * 3))
+    survivors = group.advance(beams, [[8, 9]] * 3, [[-1.0, -1.0]] * 3)
     assert [(s.parent, s.token) for s in survivors] == [(0, 8), (0, 9), (1, 8)]
 
 
@@ -185,14 +184,14 @@ def test_a_stop_token_below_the_best_num_beams_is_dropped():
 def test_of_equal_scores_the_one_that_finished_first_is_better():
     group = BeamGroup(2, 2, length_penalty=0.0, stop_token_ids={0})
     advance_once(group, -1.0, -0.5)
-    group.advance([Hypothesis([1], [-0.5])], Candidates([[0, 2]], [[-0.5, -1.0]]))
+    group.advance([Hypothesis([1], [-0.5])], [[0, 2]], [[-0.5, -1.0]])
     assert [hypothesis.tokens for hypothesis in group.best] == [[0], [1, 0]]
 
 
 def test_early_stopping_waits_for_as_many_as_there_are_beams():
     group = BeamGroup(2, 8, early_stopping=True, stop_token_ids={0})
     assert advance_once(group, -1.0, -9.0)
-    assert group.advance([Hypothesis([1], [-9.0])], Candidates([[0, 1]], [[-1.0, -2.0]])) == []
+    assert group.advance([Hypothesis([1], [-9.0])], [[0, 1]], [[-1.0, -2.0]]) == []
     assert [hypothesis.tokens for hypothesis in group.best] == [[0], [1, 0]]
 
 
@@ -200,7 +199,7 @@ def test_early_stopping_waits_for_as_many_as_there_are_beams():
 def test_impossible_tokens_never_live_on(logprob):
     group = BeamGroup(2, 8)
     assert [s.token for s in advance_once(group, logprob, -1.0, logprob)] == [1]
-    assert group.advance([Hypothesis([1], [-1.0])], Candidates([[0]], [[logprob]])) == []
+    assert group.advance([Hypothesis([1], [-1.0])], [[0]], [[logprob]]) == []
     assert group.done and group.best == []
 
 
@@ -213,7 +212,7 @@ def test_a_logprob_rounded_above_zero_counts_as_zero():
 def test_a_finished_hypothesis_says_all_about_itself(stops, reason):
     group = BeamGroup(1, 2, length_penalty=2.0, stop_token_ids=stops)
     advance_once(group, -1.0)
-    assert group.advance([Hypothesis([0], [-1.0])], Candidates([[1]], [[-0.5]])) == []
+    assert group.advance([Hypothesis([0], [-1.0])], [[1]], [[-0.5]]) == []
     assert group.done
     assert group.best == [Beam([0, 1], "", [-1.0, -0.5], -1.5 / 4, reason)]
 
@@ -227,10 +226,10 @@ def test_early_stopping_leaves_live_hypotheses_out_even_in_the_last_step():
 def test_a_request_is_a_hypothesis():
     request = Request(0, [7, 8], SamplingParams(), seed=0)
     group = BeamGroup(1, 2)
-    group.advance([request], Candidates([[5, 6]], [[-1.0, -2.0]]))
+    group.advance([request], [[5, 6]], [[-1.0, -2.0]])
     request.tokens.append(5)
     request.logprobs.append(-1.0)
-    group.advance([request], Candidates([[6]], [[-0.5]]))
+    group.advance([request], [[6]], [[-0.5]])
     assert [hypothesis.tokens for hypothesis in group.best] == [[5, 6]]
 
 
@@ -262,17 +261,17 @@ def test_the_extreme_penalties_can_be_computed(penalty):
 )
 def test_candidates_that_do_not_fit_the_search_are_noticed(tokens, logprobs):
     with pytest.raises(AssertionError):
-        BeamGroup(2, 2).advance([Hypothesis()], Candidates(tokens, logprobs))
+        BeamGroup(2, 2).advance([Hypothesis()], tokens, logprobs)
 
 
 def test_steps_that_do_not_fit_the_search_are_noticed():
     group = BeamGroup(2, 2)
     with pytest.raises(AssertionError, match="not the survivors of the last step"):
-        group.advance([Hypothesis([1], [-1.0])], Candidates([[1]], [[-1.0]]))
+        group.advance([Hypothesis([1], [-1.0])], [[1]], [[-1.0]])
     advance_once(group, -1.0, -2.0)
     with pytest.raises(AssertionError, match="not the survivors of the last step"):
-        group.advance([Hypothesis([0], [-1.0])], Candidates([[1]], [[-1.0]]))
+        group.advance([Hypothesis([0], [-1.0])], [[1]], [[-1.0]])
     beams = [Hypothesis([0], [-1.0]), Hypothesis([1], [-2.0])]
-    group.advance(beams, Candidates([[1], [1]], [[-1.0], [-1.0]]))
+    group.advance(beams, [[1], [1]], [[-1.0], [-1.0]])
     with pytest.raises(AssertionError, match="after the end of the search"):
-        group.advance([Hypothesis()], Candidates([[1]], [[-1.0]]))
+        group.advance([Hypothesis()], [[1]], [[-1.0]])

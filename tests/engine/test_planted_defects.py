@@ -21,10 +21,9 @@ from mlx_paged.kv_disk import tier
 from mlx_paged.request import Request
 from mlx_paged.sampling import sampler
 from mlx_paged.sampling.grammar import GrammarState
-from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import SampledToken, Span, Step
 from mlx_paged.scheduler.turns import Turn
 
 

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import Engine
-from mlx_paged.metrics.tick import Tick
+from mlx_paged.metrics.tick_log import Tick
 
 BLOCK = 4
 PROMPT = [5, 9, 77, 3, 21, 64, 8]

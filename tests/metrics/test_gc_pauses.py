@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from fake_model import FakeClock
 
-from mlx_paged.metrics.timers import GcPauses
+from mlx_paged.metrics.recorder import GcPauses
 
 
 @pytest.fixture

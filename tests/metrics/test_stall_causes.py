@@ -15,7 +15,7 @@ from mlx_paged import Engine
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
-from mlx_paged.metrics.tick import PARTS
+from mlx_paged.metrics.tick_log import PARTS
 from mlx_paged.scheduler.scheduler import Scheduler
 
 STALL = 0.3

@@ -6,8 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
-from mlx_paged.metrics.tick import PARTS, PHASES, TIMES, Tick
-from mlx_paged.metrics.tick_log import BUCKETS_MS, TickLog
+from mlx_paged.metrics.tick_log import BUCKETS_MS, PARTS, PHASES, TIMES, Tick, TickLog
 
 TIMINGS = np.random.default_rng(0).exponential(20.0, 100).tolist()
 

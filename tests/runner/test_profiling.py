@@ -5,8 +5,8 @@ import pytest
 from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import Engine
-from mlx_paged.metrics.tick import PHASES
-from mlx_paged.metrics.timers import PhaseTimes
+from mlx_paged.metrics.recorder import PhaseTimes
+from mlx_paged.metrics.tick_log import PHASES
 
 BLOCK = 4
 rng = np.random.default_rng(0)

@@ -10,10 +10,9 @@ from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.cost_model import StepWork
 from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
-from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import PATIENCE, REST
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import SampledToken, Step
 
 RIGHT = 7
 """The token that every request would choose."""

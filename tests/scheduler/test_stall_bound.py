@@ -9,9 +9,8 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import MIN_CHUNK
-from mlx_paged.scheduler.runner_protocol import SampledToken
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import SampledToken, Step
 
 BASE, ROW, TOKEN, CONTEXT = 5e-3, 1e-3, 0.2e-3, 1e-7
 

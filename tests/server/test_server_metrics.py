@@ -6,8 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_harness import CODE, exchange, live, only_model, post
 
-from mlx_paged.metrics.tick import PARTS, PHASES
-from mlx_paged.metrics.tick_log import BUCKETS_MS
+from mlx_paged.metrics.tick_log import BUCKETS_MS, PARTS, PHASES
 from mlx_paged.server import arguments
 from mlx_paged.server.__main__ import main
 

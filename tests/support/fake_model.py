@@ -20,8 +20,7 @@ from mlx_paged.kv.blocks import BlockCopy, BlockTransfer
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.cost_model import StepWork
-from mlx_paged.scheduler.runner_protocol import SampledToken
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import SampledToken, Span, Step
 
 VOCAB = 24
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_paged.request import Request
-from mlx_paged.scheduler.runner_protocol import Runner, SampledToken
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import Runner, SampledToken, Step
 
 
 class InjectedError(RuntimeError):
