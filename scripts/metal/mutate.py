@@ -38,7 +38,7 @@ FIRST = {
     "row_tiles.h": "DifferentLengths or OneLength",
     "staging.h": "Traffic or OneLength or Nonfinite",
     "matrix_attention.metal": "Traffic or DifferentLengths or OneLength or Nonfinite",
-    "merge_splits.metal": "options_of_split or the_merge",
+    "merge_splits.metal": "split_contexts or the_merge",
     "write_kv.metal": "TestPool",
     "copy_blocks.metal": "TestPool",
     "write_quantized.metal": "test_writes or need_not",
