@@ -6,8 +6,9 @@ The requests of bench's preset agent-turns run two at a time, beside two streams
 time. In pairs, new engines answer them with a disk and without; the next pair begins with the other
 one. The tokens must be equal. With --fresh every request has a salt of its own: nothing is found
 again, so both engines compute the same, and the disk is written all the time. Printed are the
-prompt tokens computed, the bytes written beside the unique ones, and percentiles of the streams'
-steps. The last line is one JSON object: the pairs' p99, the medians, and the median ratio.
+prompt tokens computed, the bytes written beside those of the unique full blocks of prompts and
+answers (headers apart), and percentiles of the streams' steps. The last line is one JSON object:
+the pairs' p99, the medians, and the median ratio.
 """
 
 import json
@@ -28,6 +29,7 @@ from bench.serving.trace import Job
 from bench.serving.workload import AGENTS, PRESETS, make_jobs
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, FRACTION, Parser
+from mlx_paged.kv_disk.packs import HEADER
 
 BLOCK = 16
 AT_ONCE, STREAMS = 2, 2
@@ -51,6 +53,7 @@ def play(
         return engine.add_request([seed + 1] * 8, max_tokens=STREAM_TOKENS - 8, ignore_eos=True)
 
     streams = [add_stream(seed) for seed in range(STREAMS)]
+    texts = list[list[int]]()  # prompts and answers of all requests, without the last tokens
     waiting, running, done = list(enumerate(jobs)), dict[int, int](), dict[int, list[int]]()
     gaps, last, started = list[float](), time.perf_counter(), time.perf_counter()
     computed = time.process_time()
@@ -66,16 +69,25 @@ def play(
             gaps.append(1000 * (now - last))
             last = now
         for output in outputs:
-            if output.completion is not None and output.request_id in running:
-                done[running.pop(output.request_id)] = output.completion.tokens
-            elif output.completion is not None:
+            if output.completion is None:
+                continue
+            if output.request_id in running:
+                index = running.pop(output.request_id)
+                done[index] = output.completion.tokens
+                texts.append([*jobs[index].prompt, *output.completion.tokens[:-1]])
+            else:
+                seed = streams.index(output.request_id)
+                texts.append([seed + 1] * 8 + output.completion.tokens[:-1])
                 streams.append(add_stream(len(streams)))
     wall, computed = time.perf_counter() - started, time.process_time() - computed
-    for request_id in streams:
-        engine.abort(request_id)
-    metrics = engine.metrics()
-    disk = metrics["kv_disk"]
+    for seed, request_id in enumerate(streams):
+        stopped = engine.abort(request_id)
+        if stopped is not None:
+            texts.append([seed + 1] * 8 + stopped.tokens[:-1])
+    tier = engine.scheduler.tier
     engine.close()
+    metrics = engine.metrics()
+    disk = None if tier is None else tier.metrics()
     measured = {
         "prompt_tokens_computed": metrics["prompt_tokens"],
         "wall_s": wall,
@@ -84,9 +96,11 @@ def play(
         "kv_disk": disk,
     }
     if disk is not None and not is_fresh:
-        block = metrics["block_bytes"]
-        full = {tuple(j.prompt[:n]) for j in jobs for n in range(BLOCK, len(j.prompt) + 1, BLOCK)}
-        measured["unique_prompt_bytes"] = block * len(full)
+        prompts = [list(job.prompt) for job in jobs]
+        for name, of in (("prompt_bytes", prompts), ("bytes", texts)):
+            full = {tuple(t[:n]) for t in of for n in range(BLOCK, len(t) + 1, BLOCK)}
+            measured[f"unique_{name}"] = metrics["block_bytes"] * len(full)
+        measured["header_bytes"] = HEADER.size * disk["records"]
     return [done[index] for index in sorted(done)], measured
 
 

@@ -112,20 +112,29 @@ class GroupPrefixes:
         caches, size, parent = self._store.prefixes, self._block_size, root
         hashes: list[bytes] = []
         found: list[list[CachedBlock | None]] = [[] for _ in caches]
-        pairs = zip(self._groups, found, strict=True)
-        has_states = caches[0].snapshots is not None
-        complete = [blocks for group, blocks in pairs if group.window is None or has_states]
+        has_states, asks = caches[0].snapshots is not None, bool(elsewhere)
+        columns = [  # of each group whether a block that is missing ends the search
+            (cache, blocks, block_key(b"", index), group.window is None or has_states)
+            for index, (group, cache, blocks) in enumerate(
+                zip(self._groups, caches, found, strict=True)
+            )
+        ]
+        is_complete = True
         for start in range(0, stop - size + 1, size):
             content = token_bytes(tokens, start, start + size)
-            hashes.append(chain_hash(parent, content))
-            for group, (cache, blocks) in enumerate(zip(caches, found, strict=True)):
-                known = cache.find(hashes[-1], parent, content)
-                if known is None and elsewhere and block_key(hashes[-1], group) in elsewhere:
-                    known = CachedBlock(ABSENT, hashes[-1], parent, content)
+            key = chain_hash(parent, content)
+            hashes.append(key)
+            for cache, blocks, suffix, is_needed in columns:
+                known = cache.find(key, parent, content)
+                if known is None:
+                    if asks and key + suffix in elsewhere:
+                        known = CachedBlock(ABSENT, key, parent, content)
+                    elif is_needed:
+                        is_complete = False
                 blocks.append(known)
-            if not all([blocks[-1] for blocks in complete]):
+            if not is_complete:
                 break
-            parent = hashes[-1]
+            parent = key
         count = len(hashes)
         while (missing := self._missing(found, count)) is not None:
             count = missing

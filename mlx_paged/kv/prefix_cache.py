@@ -172,7 +172,7 @@ class PrefixCache:
 
     def _add(self, entry: CachedBlock) -> None:
         """Index a block. Idle blocks that it begins with are no longer useful: evict them first."""
-        for shorter in self._siblings(entry.parent):
+        for shorter in self._siblings(entry.parent) if entry.parent in self._by_parent else ():
             if entry.tokens.startswith(shorter.tokens) and shorter.block in self._idle:
                 self._idle.move_to_end(shorter.block, last=False)
         self._by_hash[entry.hash] = entry

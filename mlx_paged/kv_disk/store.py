@@ -122,7 +122,7 @@ class DiskStore:
 
     def load(self, keys: Sequence[bytes]) -> Load:
         """Start to read payloads."""
-        load, counts = Load(keys, sum(map(self.size_of, keys))), Counter[int]()
+        counts = Counter[int]()
         wanted: list[Any] = []  # each a key, its place or content, row among those of its size
         for key in keys:
             source: Any = self._index.get(key, self._pending.get(key))
@@ -131,6 +131,7 @@ class DiskStore:
                 wanted.append((key, source, counts[size]))
                 counts[size] += 1
         rows = {size: self._make_rows(count, size) for size, count in counts.items()}
+        load = Load(keys, sum(size * count for size, count in counts.items()))
         stride = -(-len(wanted) // READERS) or 1
         with load.gate:
             for start in range(0, len(wanted) or 1, stride):

@@ -85,6 +85,20 @@ def test_rows_for_no_block_are_left_out(heads, size, dim):
     np.testing.assert_array_equal(np.array(pool.k[0]), expected)
 
 
+def test_blocks_are_written_without_a_copy_of_their_own():
+    pool = KVPool([KVShape(2, 64, 64, mx.float32)] * 2, 64, 16)
+    size = read_blocks(pool, [0], 0).shape[1]
+    rows, memory = Staging(32 * size).rows(32, size)
+    memory[:] = 5
+    mx.eval(rows)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    write_blocks(pool, np.arange(32, dtype=np.int32), 0, rows)
+    mx.eval(pool.handles())
+    assert mx.get_peak_memory() - before < rows.nbytes / 4
+    assert np.array(pool.k[1])[:, :32].view(np.uint8).min() == 5
+
+
 def test_staging_memory_has_one_user_at_a_time():
     staging = Staging(100)
     first, memory = staging.rows(4, 25)

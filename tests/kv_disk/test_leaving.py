@@ -12,6 +12,7 @@ from mlx_paged import EngineService
 from mlx_paged.kv.block_bytes import read_blocks
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv_disk import tier
+from mlx_paged.kv_disk.packs import FILE_MAGIC, HEADER
 from mlx_paged.runner import model_runner
 from mlx_paged.runner.model_runner import LaunchedStep
 from mlx_paged.scheduler.step import Step
@@ -23,8 +24,11 @@ def test_blocks_leave_for_the_disk_before_others_take_their_memory(tmp_path):
     found = outputs(model, prompts * 2, tmp_path, num_blocks=30)  # two of them at most
     assert found[0] == expected
     assert found[1][6:] == [48] * 6, "computed again in spite of the disk"
-    unique = 6 * (50 + 5) // SIZE * (found[2]["bytes_written"] // found[2]["records"])
-    assert found[2]["bytes_written"] <= unique
+    texts = [(*prompt, *answer[:-1]) for prompt, answer in zip(prompts * 2, expected, strict=True)]
+    unique = {text[:n] for text in texts for n in range(SIZE, len(text) + 1, SIZE)}
+    record = HEADER.size + make_engine(model).manager.pool.block_bytes
+    sizes = [path.stat().st_size - len(FILE_MAGIC) for path in tmp_path.glob("*.kv")]
+    assert sum(sizes) == len(unique) * record
 
 
 def test_a_block_that_is_used_again_is_written_at_once(tmp_path):
