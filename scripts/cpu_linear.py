@@ -2,8 +2,10 @@
 
     python -m scripts.cpu_linear [--ggml DIR] [--formats 4 bfloat16] [--rows 1 16]
 
-All take turns in one process. A round computes the products with many different matrices, so that
-weights come from memory, and reads as many bytes. DIR has libggml-base.so and libggml-cpu.so.
+All take turns in one process, with as many threads as there are processors. A turn begins with
+runs that are not timed, until no thread of the one before spins and the processor is at its speed.
+A round computes the products with many different matrices, so that weights come from memory, and
+reads as many bytes. Graphs are built before. DIR has libggml-base.so and libggml-cpu.so.
 "MLX over ours" and "llama.cpp over ours" compare times: more is better. "% of read" is the rate at
 which ours reads weights over the rate of a plain read beside it. The last line is one JSON object.
 """
@@ -13,6 +15,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,6 +34,7 @@ GGML_TYPES = {"float32": 0, "float16": 1, "4": 2, "8": 8, "bfloat16": 30}
 GGML_BLOCK = {2: (32, 18), 8: (32, 34), 0: (1, 4), 1: (1, 2), 30: (1, 2)}  # elements, bytes
 MEGABYTES = 120  # of weights in a round: more than a cache holds
 MOST = 48  # matrices of a round
+WARM_SECONDS = 0.1  # threads of OpenBLAS and OpenMP spin for up to 30 ms after their work
 
 
 class _GgmlParams(ctypes.Structure):
@@ -100,7 +104,11 @@ def layer(kind: str, depth: int, width: int) -> nn.Module:
     return made.to_quantized(64, int(kind)) if kind.isdigit() else made
 
 
-def seconds(run: Callable[[], object]) -> float:
+def seconds(prepare: Callable[[], Callable[[], object]]) -> float:
+    warm = time.perf_counter() + WARM_SECONDS
+    while time.perf_counter() < warm:
+        prepare()()
+    run = prepare()
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
@@ -119,25 +127,27 @@ def compare(kind: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
     mx.eval(x, [each.parameters() for each in layers])
     diverted = CPULayers(made, True)
 
-    def ours() -> None:
+    def graph(of: list[nn.Module]) -> Callable[[], None]:
+        return partial(mx.eval, [each(x) for each in of])
+
+    def ours() -> Callable[[], None]:
         with diverted.diverted():
-            mx.eval([each(x) for each in layers])
+            return graph(layers)
 
     few = layers if kind == "float32" else layers[:1]  # where MLX takes much longer
-    runs: dict[str, tuple[Callable[[], object], int]] = {
+    runs: dict[str, tuple[Callable[[], Callable[[], object]], int]] = {
         "ours": (ours, count),
-        "MLX": (lambda: mx.eval([each(x) for each in few]), len(few)),
+        "MLX": (lambda: graph(few), len(few)),
     }
     if args.ggml is not None:
         other = Ggml(args.ggml, kind, count, depth, width, rows)
-        runs["llama.cpp"] = other.run, count
+        runs["llama.cpp"] = lambda: other.run, count
     found: dict[str, list[float]] = {name: [] for name in (*runs, "read")}
     reader = MemoryReader(cores(), 10**6 * MEGABYTES)
-    ours()
     for _ in range(args.rounds):
-        found["read"].append(10**6 * MEGABYTES / seconds(reader.read) / 1e9)
-        for name, (run, products) in runs.items():
-            found[name].append(1000 * seconds(run) / products)
+        found["read"].append(10**6 * MEGABYTES / seconds(lambda: reader.read) / 1e9)
+        for name, (prepare, products) in runs.items():
+            found[name].append(1000 * seconds(prepare) / products)
     result: dict[str, Any] = {"weights": kind, "rows": rows}
     result |= {f"{name} ms": round(median(found[name]), 3) for name in runs}
     for name in [*runs][1:]:

@@ -39,8 +39,8 @@ using Paired = void;
 template <typename T>
 using Packed = std::conditional_t<std::is_same_v<T, Paired>, T, float>;
 
-// sums[r][c] += x[r] . w[c] for kRows rows and as many columns as the accumulators allow. w is a
-// panel, or the weights themselves; then the next pass is prefetched from where this one reads.
+// sums[r][c] += x[r] . w[c]. w is a panel, or the weights themselves; then the next kColumns
+// columns are prefetched from where these are read.
 template <int kRows, int kColumns, bool kInPlace, typename X, typename W>
 [[gnu::noinline]] void dot_block(const X* x, int64_t x_stride, const W* w, int64_t w_stride,
                                  int32_t depth, Ahead& ahead, float* sums) {
@@ -58,7 +58,7 @@ template <int kRows, int kColumns, bool kInPlace, typename X, typename W>
       const W* from = w + c * w_stride + k;
       const auto w_k = load_for(x, from);
       if (kInPlace) {
-        __builtin_prefetch(from + kPass * w_stride, 0, 2);
+        __builtin_prefetch(from + kColumns * w_stride, 0, 3);
       } else if (c % 4 == 0) {
         next.ask(4);
       }
@@ -70,21 +70,6 @@ template <int kRows, int kColumns, bool kInPlace, typename X, typename W>
   }
   ahead = next;
   add_totals<kRows, kColumns>(sum, sums);
-}
-
-// The same for a pass.
-template <bool kInPlace, typename X, typename W>
-void add_products(const LinearArgs& args, const X* x, int32_t rows, const W* w, int32_t depth,
-                  Ahead& ahead, float* sums) {
-  const int64_t x_stride = packed_stride(args.depth) * sizeof(float) / sizeof(X);
-  const int64_t w_stride = kInPlace ? args.depth : kPanelStride;
-  for_row_blocks(rows, [&]<int kRows>(int32_t r) {
-    constexpr int kColumns = kAccumulators / kRows;
-    for (int32_t c = 0; c < kPass; c += kColumns) {
-      dot_block<kRows, kColumns, kInPlace>(x + r * x_stride, x_stride, w + c * w_stride, w_stride,
-                                           depth, ahead, sums + r * kPass + c);
-    }
-  });
 }
 
 // Elements of a row, with zeros from `count` on up to a multiple of kDepthStep.
@@ -158,24 +143,38 @@ void multiply(const LinearArgs& args, const float* packed, int32_t rows, int32_t
   // Few rows read the weights where they are. For more, a copy in the cache is faster.
   const bool in_place =
       args.bits == 0 && args.depth % kStep == 0 && rows <= 2 * kRowBlock && columns == kPass;
-  const auto add = [&](int32_t first, float* sums, Ahead ahead) {
-    for (int32_t k = 0; k < args.depth; k += kDepthOfPanel) {
-      const int32_t depth = args.depth - k < kDepthOfPanel ? args.depth - k : kDepthOfPanel;
-      const int64_t at = int64_t{first} * args.depth + k;
-      const T* w = static_cast<const T*>(args.weight) + at;
+  const int64_t x_stride = packed_stride(args.depth) * sizeof(float) / sizeof(X);
+  constexpr int kFew = kAccumulators / kRowBlock;  // columns that all rows meet together, in place
+  const auto add_panel = [&](int32_t column, int32_t k, float* sums, Ahead& ahead) {
+    const int32_t depth = args.depth - k < kDepthOfPanel ? args.depth - k : kDepthOfPanel;
+    const int64_t at = int64_t{column} * args.depth + k;
+    const T* w = static_cast<const T*>(args.weight) + at;
+    for (int32_t c = 0; c < columns && !in_place; ++c) {
+      X* to = panel + c * kPanelStride;
+      if (args.bits == 0) {
+        unpack(w + int64_t{c} * args.depth, depth, to);
+      } else if constexpr (std::is_same_v<X, float>) {
+        unpack_integers<T>(args, at + int64_t{c} * args.depth, depth, ahead, to);
+      }
+    }
+    for_row_blocks(rows, [&]<int kRows>(int32_t r) {
+      constexpr int kColumns = kAccumulators / kRows;
+      const X* x_r = x + r * x_stride + k;
+      float* to = sums + r * kPass;
       if (in_place) {
-        add_products<true>(args, x + k, rows, w, depth, ahead, sums);
-        continue;
+        return dot_block<kRows, kFew, true>(x_r, x_stride, w, args.depth, depth, ahead, to);
       }
-      for (int32_t c = 0; c < columns; ++c) {
-        X* to = panel + c * kPanelStride;
-        if (args.bits == 0) {
-          unpack(w + int64_t{c} * args.depth, depth, to);
-        } else if constexpr (std::is_same_v<X, float>) {
-          unpack_integers<T>(args, at + int64_t{c} * args.depth, depth, ahead, to);
-        }
+      for (int32_t c = 0; c < kPass; c += kColumns) {
+        const X* from = panel + c * kPanelStride;
+        dot_block<kRows, kColumns, false>(x_r, x_stride, from, kPanelStride, depth, ahead, to + c);
       }
-      add_products<false>(args, x + k, rows, panel, depth, ahead, sums);
+    });
+  };
+  const auto add = [&](int32_t first, float* sums, Ahead ahead) {
+    for (int32_t c = 0; c < kPass; c += in_place ? kFew : kPass) {
+      for (int32_t k = 0; k < args.depth; k += kDepthOfPanel) {
+        add_panel(first + c, k, sums + c, ahead);
+      }
     }
   };
   for_passes<T>(args, rows, begin, end, out, kStep, args.bits != 0, add);

@@ -184,15 +184,14 @@ template <typename T, int kRows, int kColumns>
         const float x_scale = scales_of(x + r * x_stride, args.depth)[k / kChunk];
 #pragma GCC unroll 4
         for (int c = 0; c < kShared; ++c) {
-          __m512i high = {}, low = {};
-#pragma GCC unroll 2
-          for (int v = 0; v < 2; ++v) {
-            const int8_t* x_v = digits + v * 64;
-            high = _mm512_dpbusd_epi32(high, weights[c][v], _mm512_loadu_si512(x_v));
-            low = _mm512_dpbusd_epi32(low, weights[c][v], _mm512_loadu_si512(x_v + kChunk));
+          __m512i both = {};
+#pragma GCC unroll 4
+          for (int v = 0; v < 4; ++v) {
+            both = v == 2 ? _mm512_maskz_slli_epi32(0xffff, both, 8) : both;
+            const __m512i x_v = _mm512_loadu_si512(digits + v * 64);
+            both = _mm512_dpbusd_epi32(both, weights[c][v % 2], x_v);
           }
-          const Ints both = (__builtin_bit_cast(Ints, high) << 8) + __builtin_bit_cast(Ints, low);
-          const Floats whole = __builtin_convertvector(both, Floats);
+          const Floats whole = __builtin_convertvector(__builtin_bit_cast(Ints, both), Floats);
           sum[r * kColumns + i + c] += whole * (scale[c] * broadcast(x_scale));
         }
       }
