@@ -4,7 +4,6 @@ import os
 import shlex
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import setuptools
@@ -12,16 +11,6 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-
-WRITE_STUBS = """
-import sys, types
-import mlx.core  # registers the array type of the signatures
-from nanobind.stubgen import main
-package = types.ModuleType("mlx_paged")  # its own imports may be missing in a build
-package.__path__ = [sys.argv[1]]
-sys.modules["mlx_paged"] = package
-main(["-q", "-r", "-m", "mlx_paged._ext", "-O", sys.argv[1]])
-"""
 
 if int(setuptools.__version__.split(".")[0]) < 77:
     sys.exit(
@@ -31,17 +20,10 @@ if int(setuptools.__version__.split(".")[0]) < 77:
 
 
 class CMakeBuild(build_ext):
-    """Runs CMake and leaves the module where setuptools expects it, with its types beside it.
+    """Runs CMake and leaves the module where setuptools expects it.
 
     Environment: CMAKE_ARGS (arguments for the configuration), CMAKE_BUILD_PARALLEL_LEVEL, DEBUG=1.
     """
-
-    def run(self) -> None:
-        super().run()
-        module = Path(self.get_ext_fullpath("mlx_paged._ext")).resolve()
-        # A cross build cannot load what it built. Without its types the module works as well.
-        if module.name.endswith(str(sysconfig.get_config_var("EXT_SUFFIX"))):
-            subprocess.run([sys.executable, "-c", WRITE_STUBS, str(module.parent)])
 
     def build_extension(self, ext: Extension) -> None:
         output_dir = Path(self.get_ext_fullpath(ext.name)).resolve().parent

@@ -6,7 +6,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
-#include <nanobind/typing.h>
 
 #include <algorithm>
 #include <new>
@@ -201,9 +200,7 @@ NB_MODULE(_ext, m) {
       },
       "fuses"_a, kSetFusionDoc);
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
-  m.attr("Kind") = nb::type_var("Kind", "bound"_a = nb::type<mx::array>());
-  m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc,
-        nb::sig("def view_as(kind: type[Kind], array: mlx.core.array) -> Kind"));
+  m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);
   m.def("cpu_features", [] { return std::string(cpu::active_kernel().name); }, kCpuFeaturesDoc);
   m.def("supported_kernels", &cpu::supported_kernel_names,
         "Names of the builds of the CPU kernels that this machine can run, slowest first.");

@@ -70,11 +70,11 @@ def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool) -> None:
         write_blocks(pool, np.zeros(1, np.int32), 0, read_blocks(pool, [0], 0))
     sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None
     options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
-    scales: Any = {name: arrays[0] for name, arrays in pool.scales.items()}
+    scales = {name: arrays[0] for name, arrays in pool.scales.items()}
     columns = 1, max(1, LONG_CONTEXT // block_size)
     dispatched: set[str] = set()
 
-    def dispatch(op: Callable[..., Any], q: mx.array, **arrays: Any) -> None:
+    def dispatch(op: Callable[..., Any], q: mx.array, **arrays: mx.array) -> None:
         call = ops.metal.plan_attention(q, pool.k[0], pool.v[0], **arrays, **options, **scales)
         pipelines = {launch["pipeline"] for launch in call["launches"]}
         if not pipelines <= dispatched:

@@ -54,12 +54,12 @@ def sources_of(variant: Variant) -> dict[str, str]:
     else:
         shape, size = variant.shape, variant.block_size
         dims = shape.row_dims
-        k_cache, v_cache = (mx.zeros((shape.n_kv_heads, 2, size, dim), shape.dtype) for dim in dims)
-        k, v = (mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in dims)
+        caches = [mx.zeros((shape.n_kv_heads, 2, size, dim), shape.dtype) for dim in dims]
+        rows = [mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in dims]
         if variant.op == "write":
-            plan = metal.plan_write_kv(k, v, k_cache, v_cache, mx.zeros((1,), mx.int32))
+            plan = metal.plan_write_kv(*rows, *caches, mx.zeros((1,), mx.int32))
         else:
-            plan = metal.plan_copy_blocks(k_cache, v_cache, mx.zeros((1, 2), mx.int32))
+            plan = metal.plan_copy_blocks(*caches, mx.zeros((1, 2), mx.int32))
     return {launch["kernel"]: launch["source"] for launch in plan["launches"]}
 
 

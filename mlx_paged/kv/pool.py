@@ -203,7 +203,7 @@ class KVPool:
         written, where one call cannot do both."""
         if self.shapes[layer].latent or self.scales:
             return None
-        found: Any = ops.append_kv(kind, k, v, self.k[layer], self.v[layer], slots, *read)
+        found = ops.append_kv(kind, k, v, self.k[layer], self.v[layer], slots, *read)
         if found is None:
             return None
         self.k[layer], self.v[layer], keys, values = found

@@ -239,7 +239,7 @@ def paged_attention_varlen(
     arrays = q, k_layer, v_layer, block_tables, context_lens
     options |= {**scales, "causal": causal, "sinks": sinks}
     num_decodes = integer(name, "num_decodes", num_decodes, 0, MAX_INT32)
-    result: mx.array | Any = _ext.paged_attention(  # validates, computes nothing
+    result = _ext.paged_attention(  # validates, computes nothing
         *arrays,
         **options,
         cu_seqlens=cu_seqlens,
@@ -252,7 +252,7 @@ def paged_attention_varlen(
             rows = fallback.single_tokens(*arrays, cu_seqlens, causal=causal, window=window)
             options |= {role: [array] for role, array in scales.items()}
             out = paged_attention(*rows, **options, check_tables=False)
-            return out.reshape(result.shape)
+            result = out.reshape(result.shape)
     return result
 
 

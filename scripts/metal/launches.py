@@ -160,11 +160,10 @@ def _plan(work: Work, kv_heads: int, spare_columns: int) -> list[dict[str, Any]]
     """The launches that the op makes of this work."""
     batch = len(work.contexts)
     columns = -(-max(work.contexts) // BLOCK_SIZE) + spare_columns
-    cache = mx.zeros((kv_heads, 1, BLOCK_SIZE, work.head_dim), mx.float16)
+    caches = (mx.zeros((kv_heads, 1, BLOCK_SIZE, work.head_dim), mx.float16) for _ in range(2))
     call = _ext.metal.plan_attention(
         mx.zeros((batch, kv_heads * work.group, 1, work.head_dim), mx.float16),
-        cache,
-        cache,
+        *caches,
         mx.zeros((batch, columns), mx.int32),
         mx.ones((batch,), mx.int32),
         scale=1.0,

@@ -61,7 +61,7 @@ def quantized_launches(dtype: mx.Dtype, pairs: bool) -> list[Launch]:
     k_cache, v_cache = (mx.zeros((1, 2, BLOCK_SIZE, width), kind) for width, kind in types)
     columns = 1, 2 * dim // 64 if pairs else 1
     k_scales, v_scales = (mx.zeros((1, 2, BLOCK_SIZE, n), mx.float16) for n in columns)
-    scales: Any = {"k_scales": k_scales, "v_scales": v_scales}
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
     rows, slots = mx.zeros((1, 1, dim), dtype), mx.zeros((1,), mx.int32)
     calls = [
         _ext.metal.plan_write_kv(rows, rows, k_cache, v_cache, slots, **scales),

@@ -1,5 +1,6 @@
 """The compiled module as built: its arrays are MLX's, its refusals, its builds for several CPUs."""
 
+import ast
 import inspect
 import io
 import itertools
@@ -149,12 +150,19 @@ class TestBindings:
         assert k_cache.shape == (H_KV, N, S, D) and v_cache.shape == (H_KV, N, S, D_V)
         assert mx.array_equal(k_cache, mx.ones_like(k_cache))
 
-    @pytest.mark.parametrize("module", [_ext, _ext.layers, _ext.metal])
-    def test_every_function_has_a_docstring(self, module):
-        functions = inspect.getmembers(module, callable)
-        assert functions
-        for name, function in functions:
+    def test_stub_names_every_function_and_argument(self):
+        stub = ast.parse((Path(__file__).parents[2] / "mlx_paged/_ext.pyi").read_text())
+        typed = {
+            node.name: [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
+            for node in stub.body
+            if isinstance(node, ast.FunctionDef)
+        }
+        compiled = {}
+        for name, function in inspect.getmembers(_ext, callable):
+            signature = re.sub(r"\[[^]]*\]", "", function.__doc__.partition("->")[0])
+            compiled[name] = re.findall(r"(\w+):", signature)
             assert function.__doc__.count("\n") > 0, f"{name} has no docstring"
+        assert typed == compiled
 
 
 def f32(*shape: int) -> mx.array:

@@ -1,0 +1,114 @@
+"""Types of the compiled ops; mlx_paged/ops/paged.py and python/bindings.cpp document them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+_Array = TypeVar("_Array", bound=mx.array)
+_Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
+
+BUILT_WITH: dict[str, str]
+"""By package: the version whose headers the module was compiled with."""
+
+def paged_attention(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    *,
+    scale: float,
+    causal: bool = True,
+    kv_head_mapping: mx.array | None = None,
+    rope_freqs: mx.array | None = None,
+    attn_mask: mx.array | None = None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    alibi_slopes: mx.array | None = None,
+    return_attn: bool = False,
+    k_scales: mx.array | None = None,
+    v_scales: mx.array | None = None,
+    cu_seqlens: mx.array | None = None,
+    num_decodes: int = 0,
+    check_tables: bool = False,
+    stream: _Stream = None,
+) -> mx.array | Any: ...  # the pair with return_attn
+def write_kv(
+    k: mx.array,
+    v: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    slot_mapping: mx.array,
+    *,
+    k_scales: mx.array | None = None,
+    v_scales: mx.array | None = None,
+    stream: _Stream = None,
+) -> list[mx.array]: ...
+def copy_blocks(
+    k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, *, stream: _Stream = None
+) -> tuple[mx.array, mx.array]: ...
+def gather_blocks(cache: mx.array, block_tables: mx.array, num_tokens: int) -> mx.array: ...
+def append_kv(
+    kind: type[_Array],
+    k: mx.array,
+    v: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    slot_mapping: mx.array,
+    block_tables: mx.array,
+    num_tokens: int,
+    held: mx.array | None = None,
+) -> tuple[mx.array, mx.array, _Array, _Array] | None: ...
+def padded_arrays(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    columns: int,
+    tables: npt.NDArray[np.int32],
+    rows: Sequence[int],
+    block_size: int,
+) -> list[mx.array]: ...
+def take_from_pool(rows: mx.array, indices: mx.array) -> mx.array: ...
+def pool_zeros(
+    shape: Sequence[int], dtype: mx.Dtype, *, capacity: int = 0, stream: _Stream = None
+) -> mx.array: ...
+def grown_in_place(
+    blocks: mx.array, num_blocks: int, *, stream: _Stream = None
+) -> mx.array | None: ...
+def reserved_bytes() -> int: ...
+def is_transforming() -> bool: ...
+def set_fusion(fuses: bool) -> None: ...
+def has_values(array: mx.array) -> bool: ...
+def view_as(kind: type[_Array], array: mx.array) -> _Array: ...
+def cpu_features() -> str: ...
+def supported_kernels() -> list[str]: ...
+def num_threads() -> int: ...
+
+class layers:
+    """The submodule of a model's layers, for CPUs; python/layer_bindings.cpp documents them."""
+
+    rms_norm: Callable[..., mx.array]
+    rope: Callable[..., mx.array]
+    rope_frequencies: Callable[..., mx.array]
+    silu: Callable[..., mx.array]
+    gelu_approx: Callable[..., mx.array]
+    likeliest: Callable[..., mx.array]
+    mask: Callable[..., mx.array]
+    linear: Callable[..., mx.array]
+    quantized_linear: Callable[..., mx.array]
+    is_dense: Callable[[mx.array], bool]
+
+class metal:
+    """The submodule of launch plans; a call is a dict, see its documentation. Functions that plan
+    take the arguments of the functions of this module, but no stream."""
+
+    MOST_ROWS: int
+    has_metal: Callable[[], bool]
+    unsupported: Callable[[int, int], str]
+    serves_chunks: Callable[[mx.Dtype, int, int], bool]
+    plan_attention: Callable[..., dict[str, Any]]
+    plan_write_kv: Callable[..., dict[str, Any]]
+    plan_copy_blocks: Callable[..., dict[str, Any]]
