@@ -3,10 +3,11 @@
     python -m scripts.kv_disk_restart [--tokens 4000] [--rounds 5] [--cold]
 
 A process computes a prompt on bench's reference model and is killed with SIGKILL when it is idle.
-Then, in turns, new engines answer the same prompt with the disk and without. The first time is
-beside that of a plain read of the same bytes and of two steps. With --cold the system forgets the
-pages of the packs before each round; otherwise they are in memory. A new process reads, as after
-a restart; it reads twice, the second time into memory that it has touched before.
+Then, in turns, new processes answer the same prompt with the disk and without, each by the first
+step that it ever runs. The first time is beside that of a plain read of the same bytes and of two
+steps. With --cold the system forgets the pages of the packs before each round; otherwise they are
+in memory. The plain read is by a new process, too; it reads twice, the second time into memory
+that it has touched before.
 """
 
 import json
@@ -43,8 +44,13 @@ def serve(directory: Path, num_tokens: int) -> None:
     time.sleep(600)
 
 
-def first_token(engine: Engine, prompt: list[int]) -> tuple[float, float, list[int]]:
-    """Seconds to the first token, median seconds of a later step, and all tokens."""
+def answer(directory: Path | None, num_tokens: int, is_cold: bool) -> None:
+    """Print the seconds to the first token, the median seconds of a later step, what was read from
+    the disk, and all tokens."""
+    (prompt,) = random_prompts(1, num_tokens, "reference")
+    engine = make_engine(directory, num_tokens)
+    if directory is not None and is_cold:
+        forget_pages(directory)
     started = time.perf_counter()
     engine.add_request(prompt, max_tokens=OUTPUT)
     times, tokens = list[float](), list[int]()
@@ -53,7 +59,9 @@ def first_token(engine: Engine, prompt: list[int]) -> tuple[float, float, list[i
             times.append(time.perf_counter())
             tokens += [] if output.token is None else [output.token]
     gaps = [b - a for a, b in pairwise(times)]
-    return times[0] - started, median(gaps), tokens
+    bytes_read = engine.metrics()["kv_disk"]["bytes_read"] if directory is not None else 0
+    engine.close()
+    print(json.dumps([times[0] - started, median(gaps), bytes_read, tokens]))
 
 
 READ = """
@@ -91,33 +99,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=COUNT, default=5, metavar="N")
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--serve", type=Path, metavar="DIR", help="the process that is killed")
+    parser.add_argument(
+        "--answer", nargs="?", default=False, type=Path, metavar="DIR", help="a process after it"
+    )
     args = parser.parse_args(argv)
     if args.serve is not None:
         serve(args.serve, args.tokens)
+    if args.answer is not False:
+        answer(args.answer, args.tokens, args.cold)
+        return 0
     directory = Path(tempfile.mkdtemp(prefix="kv_disk"))
-    command = [sys.executable, "-m", "scripts.kv_disk_restart", "--serve", str(directory)]
-    with subprocess.Popen([*command, "--tokens", str(args.tokens)], stdout=-1, text=True) as server:
+    command = [sys.executable, "-m", "scripts.kv_disk_restart", "--tokens", str(args.tokens)]
+    command += ["--cold"] if args.cold else []
+    with subprocess.Popen([*command, "--serve", str(directory)], stdout=-1, text=True) as server:
         assert server.stdout is not None
         expected = json.loads(server.stdout.readline())
         time.sleep(2.0)
         server.send_signal(signal.SIGKILL)
-    (prompt,) = random_prompts(1, args.tokens, "reference")
     rows = []
     for _ in range(args.rounds):
-        plain, _, tokens = first_token(make_engine(None, args.tokens), prompt)
-        assert tokens == expected
+        computed = json.loads(subprocess.check_output([*command, "--answer"], text=True))
+        assert computed[-1] == expected
         if args.cold:
             forget_pages(directory)
         reading, again = read_all(directory)
-        engine = make_engine(directory, args.tokens)
-        if args.cold:
-            forget_pages(directory)
-        ttft, step, tokens = first_token(engine, prompt)
+        answered = subprocess.check_output([*command, "--answer", str(directory)], text=True)
+        ttft, step, bytes_read, tokens = json.loads(answered)
         assert tokens == expected, "other tokens after the restart"
-        disk = engine.metrics()["kv_disk"]
-        engine.close()
-        seconds = ttft, reading, again, step, plain
-        rows.append((*(1000 * each for each in seconds), disk["bytes_read"]))
+        seconds = ttft, reading, again, step, computed[0]
+        rows.append((*(1000 * each for each in seconds), bytes_read))
     shutil.rmtree(directory)
     names = "ttft_ms", "plain_read_ms", "read_again_ms", "step_ms", "computed_ms", "bytes_read"
     result = dict(zip(names, map(median, zip(*rows, strict=True)), strict=True))

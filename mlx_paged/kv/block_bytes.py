@@ -49,7 +49,7 @@ class Staging:
 def write_blocks(pool: KVPool, blocks: Int32Array, group: int, data: Any) -> None:
     """Write what :func:`read_blocks` returned, an array of MLX or numpy, into these blocks, before
     whatever reads them. What is for block -1 is not written. A row may be of several blocks."""
-    data = mx.array(data) if isinstance(data, np.ndarray) else data  # mx.array copies
+    data = mx.array(data) if isinstance(data, np.ndarray) else data  # it would copy its own
     staged, start = data.reshape(len(blocks), -1), 0
     for handles, layer in pool.arrays_of(group):
         written = _written(handles[layer], blocks, staged, start)

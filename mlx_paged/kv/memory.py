@@ -19,9 +19,7 @@ GPU_SHARE = 0.85
 recommends. From 0.95 of it on, MLX releases cached buffers at every allocation that the cache
 cannot serve. The tenth between is for the arrays of a step and for that cache."""
 NUM_EMPTY_BLOCKS = 1 << 16
-SNAPSHOT_SHARE = (
-    4  # by default, snapshots of recurrent states take 1/4 of the pool's memory at most
-)
+SNAPSHOT_SHARE = 4  # default: snapshots of recurrent states take at most 1/4 of the pool's memory
 SNAPSHOTS_PER_REQUEST = 4  # default, for each request that can run: a chat leaves two a turn
 
 _with_snapshots: WeakKeyDictionary[BlockAllocator, int] = WeakKeyDictionary()

@@ -3,7 +3,7 @@
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from itertools import accumulate
 from time import monotonic
@@ -193,7 +193,8 @@ class KVDiskTier:
             self._leave_early(EARLY_BYTES)
         loads = [(request, self._plans[i].load) for i, request in self.loading.items()]
         if waits and loads:
-            wait(loads[0][1].futures, WAIT)
+            futures = [f for _, load in loads for f in load.futures if not f.done()]
+            wait(futures, WAIT, FIRST_COMPLETED if len(loads) > 1 else ALL_COMPLETED)
         latest = monotonic() - LOAD_TIMEOUT
         arrived = [request for request, load in loads if load.is_done or load.started < latest]
         for request in arrived:

@@ -19,7 +19,7 @@ from mlx_paged.sampling_params import JSON_STYLE, SamplingParams
 MAX_BYTES = 1 << 16  # longest source; llguidance compiles it in seconds, with Python's lock free
 STACK_BYTES = 1 << 27  # of the compiler; a chain of rules in MAX_BYTES takes a third of it at most
 MAX_SECONDS = 10.0  # for one source
-MAX_LATE = 2  # sources that may go on behind it before no other one is compiled
+MAX_LATE = 2  # so many sources may take longer before no other one is compiled
 MAX_COMPILED = 256  # compiled sources that are kept, the latest ones
 MAX_FORCED = 1024  # tokens that are looked for at once after a token
 

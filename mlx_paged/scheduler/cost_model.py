@@ -16,7 +16,7 @@ so many times the rows of the most so far."""
 
 CONTEXT_GROWTH = 8  # the same for its context, which grows faster than its tokens
 WARM_UP = 8  # before so many observations of a kind, none of them is an outlier
-NOVELTY = 1.25  # work that is larger than any before, so many times, is never an outlier
+NOVELTY = 1.25  # work that is more than so many times the largest before is never an outlier
 
 # The difference of an observation from its prediction is log(seconds / predicted).
 CLIP = 4.0  # outliers differ by more than so many times the usual difference

@@ -14,8 +14,8 @@ from mlx_paged.scheduler.step import SampledToken, Span, Step
 
 MIN_GAIN = 1.03  # drafts must promise so many times the tokens per second of a step without them
 TRIAL = 8  # each such step takes half of the drafts, which shows what drafts cost
-PATIENCE = 16  # plans without drafts, before steps are not planned
-REST = 3  # so many steps are not planned then, then one is
+PATIENCE = 16  # after so many plans without drafts, only some steps are planned
+REST = 3  # steps that are not planned then, before each that is
 SUREST = 1 - 1e-9  # highest likelihood: the first of two drafts of a request always counts more
 
 

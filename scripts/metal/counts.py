@@ -71,13 +71,12 @@ REASONS = {
     "exp": "the merge rescales partial results",
     "mul64": "a threadgroup looks for its rows of the pool once, and has fewer keys; by matrices "
     "16 are of addresses in threadgroup memory, which have 32 bits on a GPU",
-    "barriers": "eight simdgroups wait once for their queries and once before they merge: partial "
-    "results of each would move 1.26 of K/V at D 128, groups of 4 and 4,096 keys, where MLX's move "
-    "1.10; by matrices four share what they stage, with four barriers a step: keys of its own for "
-    "each leave 0.25 a tile at D 64 and 128, but its outputs of all columns take 89 registers "
-    "instead of 82, and 140 instead of 102; three a step take 85 and 133, and 1.7 and 1.8 times "
-    "the threadgroup memory; a merge without its one takes 103 simd operations instead of 102 at "
-    "D 128, groups of 4 and 4,096 keys",
+    "barriers": "eight simdgroups wait once for their queries and once before they merge. If each "
+    "stored partial results, the kernel would move 1.26 of K/V at D 128, groups of 4 and 4,096 "
+    "keys, where MLX's moves 1.10. In the kernel of matrices four simdgroups share what they "
+    "stage, with four barriers a step. If each had keys of its own, 0.25 barriers a tile would "
+    "remain, but registers rise from 82 to 89 at D 64 and from 102 to 140 at D 128. With three "
+    "barriers a step they rise to 85 and 133, and threadgroup memory to 1.7 and 1.8 times as much",
     "registers": "a lane keeps the outputs of up to four query heads, so that K/V is read once, "
     "and has asked for several keys; at D 128 clang can do with 68 of 100; with query heads in a "
     "loop it takes 86, but spills if it may take 80",

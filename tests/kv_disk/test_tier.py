@@ -2,6 +2,7 @@
 
 import threading
 import time
+from itertools import count
 from unittest import mock
 
 import mlx.core as mx
@@ -214,4 +215,31 @@ def test_the_first_token_after_a_load_does_not_wait_for_another_step(tmp_path):
         tokens += engine.step()
     assert [[output.token for output in tokens]] == expected
     assert tokens[-1].completion.cached_prompt_tokens == 47, "all but the last token"
+    engine.close()
+
+
+def test_a_load_that_is_done_does_not_wait_for_an_earlier_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tier, "WAIT", 60.0)
+    model = tiny_models.tiny_model("llama")
+    prompts = [tokens_of(0), tokens_of(1)]
+    expected, *_ = outputs(model, prompts, tmp_path)
+    engine = make_engine(model, tmp_path)
+    store, gate, reads = engine.scheduler.tier.store, threading.Event(), count()
+    read = store._packs.read
+
+    def slow_read(*args):
+        if next(reads) == 0:
+            gate.wait(30)
+        return read(*args)
+
+    with mock.patch.object(store._packs, "read", slow_read):
+        ids = [engine.add_request(prompt, **GREEDY) for prompt in prompts]
+        completions = {}
+        while len(completions) < len(ids):
+            outs = engine.step()
+            if outs and not gate.is_set():
+                assert {output.request_id for output in outs} == {ids[1]}
+                gate.set()
+            completions |= {o.request_id: o.completion for o in outs if o.completion}
+    assert [completions[each].tokens for each in ids] == expected
     engine.close()

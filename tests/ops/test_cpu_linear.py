@@ -19,7 +19,7 @@ from mlx_paged.ops.cpu_layers import LINEAR_VARIABLE, CPULayers
 from mlx_paged.server import arguments
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-ROWS = (1, 2, 3, 8, 9, 64)
+ROWS = (1, 2, 3, 5, 7, 8, 9, 64)
 NODE = "PagedLinear"
 
 
@@ -68,7 +68,7 @@ def check_plain(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(64, 48), (33, 7), (1, 1), (1031, 17), (1200, 33)])
+@pytest.mark.parametrize("shape", [(64, 48), (33, 7), (1, 1), (1031, 17), (1056, 33), (1200, 33)])
 def test_against_float64(shape, dtype):
     depth, width = shape
     weight, bias = random(width, depth, dtype=dtype), random(width, dtype=dtype, seed=1)

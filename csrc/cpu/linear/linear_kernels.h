@@ -15,7 +15,7 @@ constexpr int32_t padded_depth(int32_t depth) {
   return (depth + kDepthStep - 1) / kDepthStep * kDepthStep;
 }
 
-// Floats from one packed row to the next: the elements, and what fixed_point.h needs beside them.
+// Floats from one packed row to the next: the elements, and what products.h needs beside them.
 constexpr int64_t packed_stride(int32_t depth) { return padded_depth(depth) / 8 * int64_t{9} + 16; }
 
 // out [rows, width] = x [rows, depth] . weight [width, depth]^T + bias. All arrays are dense.
