@@ -15,8 +15,11 @@ namespace {
 
 // Waking a thread costs more than it saves for fewer products than this. Reading a weight costs as
 // much as computing products with eight rows.
-constexpr int64_t kProductsOfTask = 1 << 17;
+constexpr int64_t kProductsOfTask = 1 << 16;
 constexpr int64_t kRowsOfRead = 8;
+
+// Each task begins with weights that no pass before has prefetched.
+constexpr int64_t kTasksOfThread = 2;
 
 // Memory of a thread for packed rows, at the start of a cache line. It stays for the next layer.
 float* packed_rows(size_t count) {
@@ -48,7 +51,8 @@ void compute(const cpu::LinearArgs& args, const cpu::DenseRows& x) {
     auto* out = static_cast<std::byte*>(args.out) + first * row_bytes;
     const int64_t passes = (args.width + cpu::kColumnsOfPass - 1) / cpu::kColumnsOfPass;
     const int64_t work = (rows + kRowsOfRead) * args.depth * args.width / kRowsOfRead;
-    const int64_t tasks = std::clamp<int64_t>(work / kProductsOfTask, 1, 8 * cpu::num_threads());
+    const int64_t most = kTasksOfThread * cpu::num_threads();
+    const int64_t tasks = std::clamp<int64_t>(work / kProductsOfTask, 1, most);
     const int64_t columns = (passes + tasks - 1) / tasks * cpu::kColumnsOfPass;
     cpu::parallel_for((args.width + columns - 1) / columns, [&](int64_t i) {
       const int64_t end = std::min<int64_t>(args.width, (i + 1) * columns);
