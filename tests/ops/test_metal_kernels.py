@@ -130,6 +130,12 @@ class TestAttention:
     def test_several_rows_of_a_sequence_are_causal_by_position(self, metal, num_tokens):
         assert_matches_float64(metal, random_case([45, 16, 3], num_tokens=num_tokens, num_heads=6))
 
+    def test_a_whole_tile_has_keys_that_only_the_first_row_sees(self, metal):
+        """The rows' windows begin at the keys 32, 33 and 34."""
+        case = random_case([98], num_tokens=3)
+        case.options["window"] = 64
+        assert_matches_float64(metal, case)
+
     @pytest.mark.parametrize("option", OPTIONS)
     def test_every_option(self, metal, option):
         case = random_case([1, 45, 0, 17], num_tokens=2, head_dim=32, options=[option])
@@ -161,9 +167,10 @@ class TestAttention:
         ids=["full tiles", "partial tile"],
     )
     def test_weights_for_debugging(self, metal, num_heads, num_kv_heads, options):
-        """Rows of 45 keys, whose last pass is half empty; one query sees no key at all."""
+        """The last pass over 45 keys is half empty; one query sees no key at all. Windows of 98 keys
+        begin in a later tile than the first."""
         case = random_case(
-            [45, 1, 5],
+            [45, 1, 5, 98],
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             num_tokens=2,
