@@ -144,7 +144,7 @@ void multiply(const LinearArgs& args, const float* packed, int32_t rows, int32_t
   const bool in_place =
       args.bits == 0 && args.depth % kStep == 0 && rows <= 2 * kRowBlock && columns == kPass;
   const int64_t x_stride = packed_stride(args.depth) * sizeof(float) / sizeof(X);
-  constexpr int kFew = kAccumulators / kRowBlock;  // columns that all rows multiply together, in place
+  constexpr int kFew = kAccumulators / kRowBlock;  // columns that all rows meet at once, in place
   const auto add_panel = [&](int32_t column, int32_t k, float* sums, Ahead& ahead) {
     const int32_t depth = args.depth - k < kDepthOfPanel ? args.depth - k : kDepthOfPanel;
     const int64_t at = int64_t{column} * args.depth + k;
