@@ -167,8 +167,8 @@ class TestAttention:
         ids=["full tiles", "partial tile"],
     )
     def test_weights_for_debugging(self, metal, num_heads, num_kv_heads, options):
-        """The last pass over 45 keys is half empty; one query sees no key at all. Windows of 98 keys
-        begin in a later tile than the first."""
+        """The last pass over 45 keys is half empty; one query sees no key at all. The windows in 98
+        keys begin in a later tile than the first."""
         case = random_case(
             [45, 1, 5, 98],
             num_heads=num_heads,
