@@ -114,7 +114,7 @@ class KVBlockManager:
     def _make(self, plan: PoolPlan, block_size: int, max_blocks: int, chunk: int) -> None:
         self.plan = plan
         self.allocator = BlockAllocator(max_blocks, block_size, plan.groups, chunk)
-        self.pool = KVPool((), max_blocks, block_size, plan)
+        self.pool = KVPool((), max_blocks, block_size, plan, capacity=max_blocks)
         self._used: dict[int, None] = {}  # sequences in the pool, the latest used last
         self._spilled: dict[int, tuple[int, npt.NDArray[np.uint8] | None]] = {}
 

@@ -1,5 +1,6 @@
 """Opens the tier of an engine: a hash names all that its K/V depends on."""
 
+import gc
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ def open_tier(
     """
     weights = weights_hash(model, sources, Path(directory, "weights.json"))
     known, rows = identity(model, tokenizer, manager, weights), Staging(STEP_BYTES).rows
+    gc.collect()  # an engine that was dropped holds its directory until it is collected
     store = DiskStore(PackFiles(directory, max_bytes), known, rows)
     store.flush(INDEX_SECONDS)
     sizes = [

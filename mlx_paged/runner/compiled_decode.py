@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,6 +36,7 @@ Arrays = list[mx.array]
 layer groups; with drafts `cu_seqlens`."""
 
 Compute = Callable[[Arrays], Scores]
+Result = TypeVar("Result")
 
 
 class _ThreadEnd:
@@ -52,6 +54,19 @@ def free_graphs_with_thread() -> None:
     """Free what ``mx.compile`` traces in this thread when the thread ends."""
     if not hasattr(_of_thread, "end") and threading.current_thread() is not threading.main_thread():
         _of_thread.end = _ThreadEnd()
+
+
+def weakly(method: Callable[..., Result]) -> Callable[..., Result]:
+    """A function that calls a bound method and does not keep its object alive: without cycles a
+    dropped engine frees its pool at once."""
+    reference = WeakMethod(method)
+
+    def call(*args: Any) -> Result:
+        found = reference()
+        assert found is not None
+        return found(*args)
+
+    return call
 
 
 class CompiledDecode:
@@ -172,7 +187,7 @@ class CompiledDecode:
             self._functions.clear()
         key = tuple([array.shape[-1] for array in arrays])
         if key not in self._functions:
-            self._functions[key] = mx.compile(self._traced)
+            self._functions[key] = mx.compile(weakly(self._traced))
         function = self._functions[key]
         if function is None:
             return self._plain(arrays)

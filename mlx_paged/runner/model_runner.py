@@ -24,7 +24,7 @@ from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
-from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread
+from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread, weakly
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
@@ -101,8 +101,9 @@ class ModelRunner:
             self.why_plain = "not asked for"
         if self.why_plain is not None:
             return None
+        graph = weakly(self._graph)
         for fuses in (False, True)[: 1 if on_cpu else 2]:
-            compiled = CompiledDecode(self.model, self._graph, self.manager, max_rows, fuses)
+            compiled = CompiledDecode(self.model, graph, self.manager, max_rows, fuses)
             self.why_plain = compiled.problem(if_faster=wanted is None)
             if self.why_plain is None:
                 self.compiled = compiled
