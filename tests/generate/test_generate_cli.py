@@ -228,7 +228,8 @@ def test_statistics_of_time_fit_together(run, tmp_path):
     stats = json.loads(path.read_text())
     assert 0 < stats["prefill_seconds"] < stats["seconds"]
     assert 0 < stats["ttft_median_s"] <= stats["ttft_max_s"]
-    speed = stats["generation_tokens"] / stats["seconds"]
+    assert 0 < stats["decode_seconds"] < stats["seconds"]
+    speed = stats["generation_tokens"] / stats["decode_seconds"]
     assert stats["generation_tokens_per_sec"] == pytest.approx(speed)
     speed = stats["prompt_tokens"] / stats["prefill_seconds"]
     assert stats["prompt_tokens_per_sec"] == pytest.approx(speed)
