@@ -116,7 +116,8 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--no-prewarm", SWITCH, False, "", "compile pipelines and decodes at their first use"),
     ),
     "output": (
-        ("--output", str, None, "FILE.jsonl", "write a JSON line per completion, in input order"),
+        ("--output", str, None, "FILE.jsonl", "write a JSON line per completion, as they finish"),
+        ("--resume", SWITCH, False, "", "skip the prompts that --output has an answer to"),
         ("--stats-json", str, None, "FILE", "write statistics of the run as JSON"),
         ("--verbose", _switch, True, "{True,False}", "False: no progress, no statistics on stderr"),
     ),
