@@ -19,6 +19,7 @@ from bench.serving.measures import Summary, itls_ms, ttfts_ms
 from bench.serving.phases import Phases, split
 from bench.serving.results import headlines, phase_lines, tables_of
 from bench.serving.run import Run
+from mlx_paged.arguments import missing
 
 Runs = Mapping[str, Run]
 """The run of each engine that is drawn."""
@@ -56,7 +57,7 @@ def check_report(directory: Path) -> None:
     """Before anything is measured: ValueError without matplotlib, OSError without a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--report: expected matplotlib: pip install 'mlx-paged[bench]'")
+        raise ValueError(f"--report: {missing('matplotlib', 'bench')}")
 
 
 def write_report(

@@ -1,10 +1,8 @@
 """Encodes and checks the prompts of the command line, and adds them to an engine."""
 
 import argparse
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -91,14 +89,13 @@ def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
 
 
 def params_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> SamplingParams:
-    """The options of prompts that have none of their own. Raises ValueError, which names a flag."""
+    """The options of prompts that have none of their own. Raises ValueError if flags do not fit."""
     if args.best_of is not None and args.n > args.best_of:
         raise ValueError(f"--n is {args.n}: expected at most --best-of {args.best_of}")
     options: dict[str, Any] = {k: getattr(args, k) for k in SAMPLING_FLAGS if k in args}
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
     options |= {"temperature": args.temp, "xtc_special_tokens": special}
-    with _naming_flags():
-        return SamplingParams(stop=args.stop, json_schema=args.json_schema, **options)
+    return SamplingParams(stop=args.stop, json_schema=args.json_schema, **options)
 
 
 def make_job(
@@ -133,25 +130,17 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
     a prompt that the engine refuses."""
     ids = []
     if jobs and jobs[0].params.json_schema is not None:  # only the flag gives one
-        with _naming_flags():
+        try:
             engine.grammars.compile(jobs[0].params)
+        except ValueError as error:
+            reason = one_line(error).removeprefix("[SamplingParams] json_schema: ")
+            raise ValueError(f"--json-schema: {reason}") from error
     for job in jobs:
         try:
             ids.append(job.add(engine))
         except ValueError as error:
             raise ValueError(f"{job.spec.source}: {one_line(error)}") from error
     return ids
-
-
-@contextmanager
-def _naming_flags() -> Iterator[None]:
-    """Let errors of SamplingParams name the flag of their field."""
-    try:
-        yield
-    except ValueError as error:
-        field = re.compile(r"\[SamplingParams\] (\w+)")
-        flag = field.sub(lambda found: f"--{found[1].replace('_', '-')}", one_line(error), count=1)
-        raise ValueError(flag) from error
 
 
 def one_line(error: BaseException) -> str:

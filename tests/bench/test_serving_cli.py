@@ -71,7 +71,7 @@ def test_a_report_without_matplotlib_is_refused_before_anything_runs(capsys, mon
         serving.main(["--model=tiny", f"--report={tmp_path}"])
     out, err = capsys.readouterr()
     assert exit_info.value.code == 2 and out == ""
-    assert "--report: expected matplotlib: pip install 'mlx-paged[bench]'" in err
+    assert "--report: matplotlib is missing: expected pip install '.[bench]'" in err
 
 
 def test_an_engine_that_is_not_installed_is_refused_before_anything_runs(capsys, monkeypatch):
@@ -80,7 +80,10 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_runs(capsys,
         serving.main(["--model=tiny", "--engines=mlx_paged,llama_cpp"])
     out, err = capsys.readouterr()
     assert exit_info.value.code == 2 and out == "" and err.count("\n") == 1
-    assert "--engines: llama_cpp: expected llama-cpp-python and gguf: pip install" in err
+    assert (
+        "--engines: llama_cpp: llama-cpp-python or gguf is missing: expected pip install '.[peers]'"
+        in err
+    )
 
 
 def test_engines_run_side_by_side_and_end_with_one_json_line(capsys):
