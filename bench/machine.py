@@ -5,12 +5,15 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_paged.doctor.speed import GB, MemoryReader
+from mlx_paged.ops.cpu_layers import CPULayers
 
 READ_BYTES = 128 * 2**20  # far more than any last-level cache holds
 GEMM_SIZE = 512
@@ -86,6 +89,21 @@ def gemm_gflops(clock: Clock = Clock.WALL, repeats: int = 3) -> float:
     mx.eval(a, b)
     best = min(clock.seconds(lambda: mx.eval(a @ b), cores()) for _ in range(repeats))
     return round(2 * GEMM_SIZE**3 / best / 1e9, 1)
+
+
+def linear_gflops(dtype: mx.Dtype, repeats: int = 5) -> float:
+    """Best GFLOP/s of a linear layer, by MLX or on a CPU by mlx_paged's own kernel, whichever is
+    faster here."""
+    layer = nn.Linear(GEMM_SIZE, GEMM_SIZE, bias=False)
+    layer.set_dtype(dtype)
+    x = mx.random.normal((GEMM_SIZE, GEMM_SIZE)).astype(dtype)
+    mx.eval(layer, x)
+    times = []
+    for _ in range(repeats):
+        for context in (nullcontext(), CPULayers(layer).diverted()):
+            with context:
+                times.append(Clock.WALL.seconds(lambda: mx.eval(layer(x)), cores()))
+    return round(2 * GEMM_SIZE**3 / min(times) / 1e9, 1)
 
 
 def check_machine() -> dict[str, float]:

@@ -6,6 +6,11 @@ from typing import TypeGuard
 MAX_INT32 = 2**31 - 1
 
 
+def missing(packages: str, extra: str) -> str:
+    """What to do if the packages of an optional extra are not installed."""
+    return f"{packages} is missing: expected pip install '.[{extra}]' in a clone of mlx_paged"
+
+
 def integer(
     op: str, name: str, value: object, minimum: int | None = None, maximum: int | None = None
 ) -> int:
@@ -20,6 +25,12 @@ def integer(
     if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
         raise ValueError(f"[{op}] {name} is {number}: expected {_integers(minimum, maximum)}")
     return number
+
+
+def memory(num_bytes: int) -> str:
+    """A size for a message: its bytes and, if there are many, the same in GB."""
+    in_gb = f" ({num_bytes / 10**9:.3f} GB)" if num_bytes >= 10**6 else ""
+    return f"{num_bytes} bytes{in_gb}"
 
 
 def optional_integer(op: str, name: str, value: object, minimum: int) -> int | None:

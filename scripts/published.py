@@ -58,7 +58,7 @@ def run(
         raise SystemExit(status)
     *lines, last = shown.getvalue().splitlines()
     for line in lines:
-        if says and line.startswith(("Floor", "Ceiling")):
+        if says and line.startswith(("Floor", "Ceiling", "Estimate")):
             print(line, flush=True)
     record: Record = json.loads(last)
     return record

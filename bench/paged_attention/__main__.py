@@ -30,6 +30,7 @@ from bench.paged_attention.cases import DTYPES, Case, HeadCounts, chunk_cases, d
 from bench.paged_attention.ggml import is_installed
 from bench.paged_attention.report import case_lines, ceiling_lines, plot
 from bench.paged_attention.timing import time_case
+from mlx_paged.arguments import missing
 from mlx_paged.cli import COUNT, KV_BLOCK_SIZES, Parser, number
 from mlx_paged.doctor.speed import MemoryReader
 from mlx_paged.kv.memory import physical_memory
@@ -106,7 +107,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add_arguments(parser)
     args = parser.parse_args(argv)
     if args.ggml and not is_installed():
-        parser.error("--ggml: expected llama-cpp-python: pip install 'mlx-paged[peers]'")
+        parser.error(f"--ggml: {missing('llama-cpp-python', 'peers')}")
     for name, value in (QUICK if args.quick else FULL).items():
         if getattr(args, name) is None:
             setattr(args, name, value)

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from bench.models import SIZES, copying_llama, first_layers, llama_model, one_random_layer
 from bench.serving.servers import BatchServer, PagedServer, SequentialServer, Server, StaticBatches
 from bench.serving.trace import Trace
+from mlx_paged.arguments import missing
 from mlx_paged.cli import load_model as load
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.pool import block_bytes
@@ -83,8 +84,7 @@ def check_engines(names: Sequence[str], model: nn.Module | None, max_running: in
     if not any(name.removesuffix(STATIC) in LLAMA_CPP for name in names):
         return
     if any(importlib.util.find_spec(module) is None for module in ("llama_cpp", "gguf")):
-        missing = "expected llama-cpp-python and gguf: pip install 'mlx-paged[peers]'"
-        raise ValueError(f"--engines: llama_cpp: {missing}")
+        raise ValueError(f"--engines: llama_cpp: {missing('llama-cpp-python or gguf', 'peers')}")
     from bench.serving.llama_cpp import check_context
 
     assert model is not None

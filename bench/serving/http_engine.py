@@ -20,6 +20,7 @@ from bench.serving.run import Run, Stream
 from bench.serving.servers import Counters
 from bench.serving.trace import Job
 from bench.serving.workload import OpenLoop
+from mlx_paged.arguments import missing
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession
@@ -50,7 +51,7 @@ class Endpoint:
 
     def __init__(self, url: str, api: str, model: str | None) -> None:
         if importlib.util.find_spec("aiohttp") is None:
-            raise ValueError("--url: expected aiohttp: pip install 'mlx-paged[bench]'")
+            raise ValueError(f"--url: {missing('aiohttp', 'bench')}")
         self.url, self.path, self.model = url, f"{url}/v1/{APIS[api]}", model
         self._num_plays = 0
         self._words = list(WORDS)

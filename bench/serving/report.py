@@ -19,23 +19,26 @@ from bench.serving.measures import Summary, itls_ms, ttfts_ms
 from bench.serving.phases import Phases, split
 from bench.serving.results import headlines, phase_lines, tables_of
 from bench.serving.run import Run
+from mlx_paged.arguments import missing
 
 Runs = Mapping[str, Run]
 """The run of each engine that is drawn."""
 
 WIDTH_IN, DPI = 10.0, 100
 LABELLED = (2, 5)  # between powers of ten
+MOST_DECADES = 3  # of an axis with such labels
+LINEAR = 8  # times as long as the first engine's may a run be on a linear axis of time
+SHORTEST = 1e-5  # of the longest time on an axis; shorter gaps are between tokens of one step
 COLOURS = ("#0b6e99", "#c8553d", "#7a5c99", "#5b8c3e", "#8a6d1f")
 CAPTIONS = {
     "blocks": "K/V memory held at the end of each step, in blocks (of engines without blocks: their"
     " bytes in units of a block), and live K/V (dotted: the contexts of the running sequences)."
     " Dashed: a reservation of the longest sequence for every place. Below: running sequences."
-    " The axis of time ends with the first engine; slower ones go on beyond it.",
-    "ticks": "Time of every step; each engine has axes of its own. A large point is a spike; its"
+    " The axis of time is logarithmic if an engine takes much longer than another.",
+    "ticks": "Time of every step, on the same axes for all engines. A large point is a spike; its"
     " colour is its likeliest cause.",
     "latency": "Part of the streams that had their first token after so long, counted from the"
-    " scheduled arrival; part of the gaps between tokens that were so long. The axes fit the first"
-    " engine; slower ones go on beyond them.",
+    " scheduled arrival; part of the gaps between tokens that were so long.",
 }
 
 STYLE = """
@@ -56,7 +59,7 @@ def check_report(directory: Path) -> None:
     """Before anything is measured: ValueError without matplotlib, OSError without a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--report: expected matplotlib: pip install 'mlx-paged[bench]'")
+        raise ValueError(f"--report: {missing('matplotlib', 'bench')}")
 
 
 def write_report(
@@ -152,37 +155,37 @@ def _blocks(runs: Runs, colours: Mapping[str, str]) -> bytes:
     label = f"static reservation ({static} blocks)"
     above.axhline(static, color="#444444", linestyle="--", label=label)
     above.set(ylabel="K/V held (blocks)", title="K/V blocks in use and sequences running")
-    end_s = 1.03 * next(iter(runs.values())).ticks[-1].end_s
-    shown = [(t, run) for run in runs.values() for t in run.ticks if t.end_s <= end_s]
-    most = max(tick.held_bytes / run.block_bytes for tick, run in shown)
+    most = max(tick.held_bytes / run.block_bytes for run in runs.values() for tick in run.ticks)
     above.set_ylim(0, 1.35 * max(static, most))  # room for the legend
     above.legend(fontsize=9)
     below.set(ylabel="running (sequences)", xlabel="time (s)")
     below.set_ylim(bottom=0)
-    below.set_xlim(0, end_s)
+    _time_axis(below, runs)
     return _png(figure)
 
 
 def _ticks(runs: Runs, phases: Mapping[str, Phases], colours: Mapping[str, str]) -> bytes:
-    figure, axes = _figure(len(runs), 1.2 + 2.1 * len(runs))
+    figure, axes = _figure(len(runs), 1.2 + 2.1 * len(runs), sharex=True, sharey=True)
     palette = importlib.import_module("matplotlib").colormaps["tab20"].colors
     shown: dict[str, Any] = {}
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
-        times = [tick.start_s for tick in run.ticks]
+        times = [tick.end_s for tick in run.ticks]
         axis.plot(times, [tick.tick_ms for tick in run.ticks], ".", ms=2.5, color=colours[name])
         axis.axhline(1000 * phases[name].threshold_s, color="#999999", linestyle=":", linewidth=1)
         for spike in phases[name].spikes:
             cause = spike.causes[0]
             shown.setdefault(cause, palette[len(shown) % len(palette)])
-            axis.plot(spike.start_s, spike.tick_ms, "o", ms=5, color=shown[cause])
-        axis.set_yscale("log", subs=LABELLED)
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}")
+            end_s = spike.start_s + spike.tick_ms / 1000
+            axis.plot(end_s, spike.tick_ms, "o", ms=5, color=shown[cause])
         axis.set_ylabel("tick (ms)")
         axis.set_title(name, loc="left", fontsize=10, color=colours[name])
     for cause, colour in shown.items():
         axes[0].plot([], [], "o", ms=5, color=colour, label=cause)
-    axes[-1].set_xlabel("time (s); dotted: spike threshold; points: spikes by likeliest cause")
+    _log_axis(axes[0].yaxis, [tick.tick_ms for run in runs.values() for tick in run.ticks])
+    _time_axis(axes[-1], runs)
+    axes[-1].set_xlabel(
+        "end of the step (s); dotted: spike threshold; points: spikes by likeliest cause"
+    )
     figure.suptitle("Time of every engine step")
     if shown:
         figure.legend(loc="outside right upper", fontsize=9)
@@ -198,15 +201,32 @@ def _latency(runs: Runs, colours: Mapping[str, str]) -> bytes:
             ranks = np.arange(1, len(values) + 1) / len(values)
             axis.step(values, ranks, where="post", color=colours[name], label=name)
         axis.set(xlabel=f"{what} (ms)", title=what, ylabel=f"fraction of {of_what}")
-        fitted = values_of(next(iter(runs.values())).streams)
-        if fitted:
-            axis.set_xlim(max(min(fitted), max(fitted) / 1000) / 2, 5 * max(fitted))
-        axis.set_xscale("log", subs=LABELLED)
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.xaxis.set_minor_formatter("{x:g}")
+        _log_axis(axis.xaxis, [value for run in runs.values() for value in values_of(run.streams)])
         axis.set_ylim(0, 1)
     axes[0].legend(fontsize=9)
     return _png(figure)
+
+
+def _time_axis(axis: Any, runs: Runs) -> None:
+    """Show all runs from their start to their end."""
+    starts = [run.ticks[0].end_s for run in runs.values()]
+    ends = [run.ticks[-1].end_s for run in runs.values()]
+    if max(ends) > LINEAR * min(ends):
+        _log_axis(axis.xaxis, [*starts, *ends])
+    else:
+        axis.set_xlim(0, 1.03 * max(ends))
+
+
+def _log_axis(axis: Any, values: Sequence[float]) -> None:
+    """A logarithmic axis for all values but those that are next to nothing."""
+    most = max(values, default=1.0)
+    least = min((value for value in values if value >= SHORTEST * most), default=most)
+    options = {"subs": LABELLED} if most < 10**MOST_DECADES * least else {}
+    getattr(axis.axes, f"set_{axis.axis_name}scale")("log", **options)
+    getattr(axis.axes, f"set_{axis.axis_name}lim")(least / 1.5, 1.5 * most)
+    axis.set_major_formatter("{x:g}")
+    if options:
+        axis.set_minor_formatter("{x:g}")
 
 
 def _figure(count: int, height: float, *, across: bool = False, **options: Any) -> tuple[Any, Any]:

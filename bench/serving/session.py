@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from tqdm import tqdm
 
-from bench.machine import check_machine, machine_text
+from bench.machine import check_machine, linear_gflops, machine_text
 from bench.serving.engines import (
     Limits,
     check_engines,
@@ -194,7 +194,7 @@ def _bracket(holds: Callable[[float], bool], start: float) -> tuple[float | None
 
 
 def describe(args: argparse.Namespace, model: nn.Module | None, trace: Trace) -> dict[str, Any]:
-    """Workload, options, machine and floor: printed, and returned as plain JSON values."""
+    """Workload, options, machine and an estimate: printed, and returned as plain JSON values."""
     machine = check_machine()
     num_prompt = sum(len(job.prompt) for job in trace)
     num_output = sum(job.output_tokens for job in trace)
@@ -207,16 +207,21 @@ def describe(args: argparse.Namespace, model: nn.Module | None, trace: Trace) ->
         "last_arrival_s": round(trace[-1].arrival_s, 4),
     }
     flops = None if model is None else gemm_flops(model, trace)
-    floor_s = None if flops is None else round(flops / 1e9 / machine["gemm_gflops"], 3)
+    products_s = None
+    if model is not None and flops is not None:
+        dtype = next(w.dtype for _, w in tree_flatten(model.parameters()) if w.ndim == 2)
+        gflops = machine["linear_gflops"] = linear_gflops(dtype)
+        products_s = round(flops / 1e9 / gflops, 6)
     print(
         f"{len(trace)} requests, {num_prompt} prompt and {num_output} output tokens, on"
         f" {'servers' if model is None else f'the model {args.model}'}; {machine_text(machine)}.",
         flush=True,
     )
-    if floor_s:
+    if products_s:
         print(
-            f"Floor: the products with the weights take {floor_s:.2f} s: at most"
-            f" {num_output / floor_s:.0f} output tokens/s, if prompts share no prefixes.\n",
+            f"Estimate: at {gflops:.0f} GFLOP/s, the best of a linear layer here, the products with"
+            f" the weights alone take {products_s:.2f} s: {num_output / products_s:.0f} output"
+            " tokens/s, if prompts share no prefixes.\n",
             flush=True,
         )
     if args.url and trace[-1].arrival_s:
@@ -228,7 +233,7 @@ def describe(args: argparse.Namespace, model: nn.Module | None, trace: Trace) ->
         if not name.endswith("_loop")
     }
     loop = "closed" if args.closed_loop else "open"
-    return {"loop": loop, **options, **machine, "work": work, "floor_s": floor_s}
+    return {"loop": loop, **options, **machine, "work": work, "products_s": products_s}
 
 
 def gemm_flops(model: nn.Module, trace: Trace) -> float | None:

@@ -37,6 +37,8 @@ from mlx_paged.request import FinishReason, Request
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling_params import SamplingParams
 
+ENGINE_OPTIONS = (Engine.__init__.__kwdefaults__ or {}).keys() - {"max_running", "prefill_chunk"}
+
 
 class BatchGenerator:
     """Continuous batching with the calls and responses of mlx-lm's BatchGenerator.
@@ -86,6 +88,8 @@ class BatchGenerator:
         stream: Any = None,
         **engine_options: Any,
     ) -> None:
+        for name in engine_options.keys() - ENGINE_OPTIONS:
+            raise TypeError(f"BatchGenerator() got an unexpected keyword argument {name!r}")
         for name in ("speculate", "draft_model"):
             value = engine_options.get(name)
             require(value is None, "BatchGenerator", name, value, "None")

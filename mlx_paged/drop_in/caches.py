@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 
-from mlx_paged.arguments import optional_integer
+from mlx_paged.arguments import memory, optional_integer
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.kv_caches import PagedKVCache
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE, pool_of
@@ -89,8 +89,8 @@ def check_options(where: str, block_size: int, kv_memory: int | None) -> None:
         optional_integer(where, name, value, 1)
     if kv_memory is not None and kv_memory > device_memory():
         raise ValueError(
-            f"[{where}] kv_memory is {kv_memory} bytes: expected at most {device_memory()}, what "
-            "the device can hold"
+            f"[{where}] kv_memory is {memory(kv_memory)}: expected at most "
+            f"{memory(device_memory())}, what the device can hold"
         )
 
 

@@ -7,16 +7,21 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-
-from tqdm import tqdm
 
 from mlx_paged.cli import engine_options, load_model
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.arguments import make_parser
 from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, params_of, prompt_specs
-from mlx_paged.generate.report import RULE, Result, print_results, print_stats, write_results
+from mlx_paged.generate.report import (
+    RULE,
+    print_results,
+    print_stats,
+    progress_bar,
+    progress_of,
+)
+from mlx_paged.generate.results_file import Result, read_answers, results_file
 from mlx_paged.outputs import Completion
 from mlx_paged.request import FinishReason
 from mlx_paged.runner.ranks import joined, rank
@@ -34,26 +39,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
-        engine, jobs, ids = _prepare(args)
+        prepared = _prepare(args)
     except (ValueError, OSError) as error:
         parser.error(one_line(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     try:
-        return _run(engine, jobs, ids, args)
+        return _run(*prepared, args)
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # else the reader of stdout has closed it
-            print(f"mlx_paged.generate: error: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(f"mlx_paged.generate: error: {one_line(error)}", file=sys.stderr)
+        if error.filename is None:  # of stdout, which Python flushes again when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
 
 
-def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[list[int]]]:
-    """Read the prompts, check the files, load the model, queue the requests. Raises ValueError for
-    a wrong prompt, model or option, OSError for a file that cannot be read or written."""
+def _prepare(
+    args: argparse.Namespace,
+) -> tuple[Engine, list[Job], list[list[int]], dict[int, list[bytes]]]:
+    """Read the prompts, check the files, load the model, queue the requests. Returns the engine,
+    its jobs, their request ids, and the lines of the prompts that are answered already. Raises
+    ValueError for a wrong prompt, model or option, OSError for a file that cannot be read or
+    written."""
     if rank():  # it has no prompts, and does not return
         joined(load_model(args.model, args.adapter_path, args.trust_remote_code)[0])
+    if args.resume and args.output is None:
+        raise ValueError("--resume is given: expected --output beside it")
     specs = prompt_specs(args)
     for path in (args.output, args.stats_json, args.metrics_jsonl):
         if path is not None:  # a path that cannot be written fails before the work
@@ -66,49 +78,56 @@ def _prepare(args: argparse.Namespace) -> tuple[Engine, list[Job], list[list[int
     except ValueError as error:
         raise ValueError(f"--extra-eos-token: {error}") from error
     params = params_of(args, tokenizer)
-    jobs = [make_job(spec, params, tokenizer, args) for spec in specs]
+    jobs = [make_job(i, spec, params, tokenizer, args) for i, spec in enumerate(specs, start=1)]
+    answered = read_answers(args.output, jobs) if args.resume else {}
+    jobs = [job for job in jobs if job.number not in answered]
     if args.beams is None and any(j.count > 1 and j.params.temperature == 0 for j in jobs):
         print(SAME_TEXTS, file=sys.stderr)
     engine = Engine(
         model,
         tokenizer,
         block_size=args.kv_block_size,
-        max_kv_tokens=sum(job.max_kv_tokens(args.kv_block_size) for job in jobs),
+        max_kv_tokens=max(1, sum(job.max_kv_tokens(args.kv_block_size) for job in jobs)),
         max_running=args.max_running,
         prefill_chunk=args.prefill_chunk,
         lookahead=args.lookahead,
         prewarm=not args.no_prewarm,
         **engine_options(args),
     )
-    return engine, jobs, add_all(engine, jobs)
+    return engine, jobs, add_all(engine, jobs), answered
 
 
 def _run(
-    engine: Engine, jobs: Sequence[Job], ids: Sequence[list[int]], args: argparse.Namespace
+    engine: Engine,
+    jobs: Sequence[Job],
+    ids: Sequence[list[int]],
+    answered: Mapping[int, list[bytes]],
+    args: argparse.Namespace,
 ) -> int:
     """Generate, print the texts, write the files. Ctrl-C keeps the finished prompts."""
-    done: dict[int, Completion] = {}
-    is_single = len(jobs) == 1 and jobs[0].count == 1 and args.beams is None
+    total = len(jobs) + len(answered)
+    is_single = total == len(jobs) == 1 and jobs[0].count == 1 and args.beams is None
+    results: list[Result] = []
     status = 0
-    try:
-        _complete(engine, done, sum(map(len, ids)), streams=is_single, shows=args.verbose)
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    results = [
-        Result(number, job, job.select([done[request_id] for request_id in request_ids]))
-        for number, (job, request_ids) in enumerate(zip(jobs, ids, strict=True), start=1)
-        if all(request_id in done for request_id in request_ids)
-    ]
+    if answered and args.verbose:
+        text = f"{len(answered)} of {total} prompts are answered in {args.output}"
+        print(text, file=sys.stderr)
+    with results_file(args.output, answered) as write:
+        try:
+            for result in _finished(engine, jobs, ids, streams=is_single, shows=args.verbose):
+                write(result)
+                results.append(result)
+        except KeyboardInterrupt:
+            status = INTERRUPTED
     if is_single:
         print(flush=True)
     else:
-        print_results(results, total=len(jobs))
-    if args.verbose:
+        print_results(sorted(results, key=lambda result: result.job.number), total)
+    if args.verbose and jobs:
         print_stats(engine)
     if status == INTERRUPTED:
-        print(f"interrupted: {len(results)} of {len(jobs)} prompts finished", file=sys.stderr)
-    if args.output is not None:
-        write_results(results, args.output)
+        finished = len(results) + len(answered)
+        print(f"interrupted: {finished} of {total} prompts finished", file=sys.stderr)
     if args.stats_json is not None:
         stats = json.dumps(engine.metrics(), indent=2)
         Path(args.stats_json).write_text(stats + "\n", encoding="utf-8")
@@ -121,23 +140,30 @@ def _run(
     return status
 
 
-def _complete(
-    engine: Engine, done: dict[int, Completion], total: int, *, streams: bool, shows: bool
-) -> None:
-    """Run the engine until it is idle: print the text as it comes, or show the progress."""
+def _finished(
+    engine: Engine, jobs: Sequence[Job], ids: Sequence[list[int]], *, streams: bool, shows: bool
+) -> Iterator[Result]:
+    """Run the engine until it is idle: print the text as it comes, or show the progress. Yields
+    each prompt when all its completions are there."""
     if streams and shows:
         print(RULE, file=sys.stderr)
-    no_bar = streams or not shows
-    with tqdm(total=total, unit="completion", file=sys.stderr, disable=no_bar) as bar:
+    owners = {each: (job, group) for job, group in zip(jobs, ids, strict=True) for each in group}
+    done: dict[int, Completion] = {}
+    prompt_tokens = sum(len(job.tokens) for job in jobs)
+    with progress_bar(len(owners), is_shown=shows and bool(jobs), is_brief=streams) as bar:
         while engine.has_work:
             for output in engine.step():
                 if streams:
+                    if sys.stdout.isatty():
+                        bar.close()  # now the text shows the progress
                     print(output.text, end="", flush=True)
                 if output.completion is not None:
                     done[output.request_id] = output.completion
-            if not streams:
-                bar.set_postfix(running=len(engine.scheduler.running), refresh=False)
-                bar.update(len(done) - bar.n)
+                    job, group = owners[output.request_id]
+                    if all(each in done for each in group):
+                        yield Result(job, job.select([done[each] for each in group]))
+            bar.set_postfix_str(progress_of(engine, prompt_tokens), refresh=False)
+            bar.update(len(done) - bar.n)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,12 @@ from mlx_paged.cli import (
     number,
 )
 
+DIVISOR = number(float, 0, 1e6, "a number >= 0")
+PENALTY = number(float, -1e6, 1e6, "a number")
 PENALTIES = {
-    "repetition": "divide the logits of the last 20 tokens by this; 1 is off",
-    "presence": "subtract this from the logits of the last 20 tokens; 0 is off",
-    "frequency": "subtract this once for each occurrence in the last 20 tokens; 0 is off",
+    "repetition": (DIVISOR, "divide the logits of the last 20 tokens by this; 1 is off"),
+    "presence": (PENALTY, "subtract this from the logits of the last 20 tokens; 0 is off"),
+    "frequency": (PENALTY, "subtract this for each occurrence in the last 20 tokens; 0 is off"),
 }
 
 REFUSED = {
@@ -50,10 +52,13 @@ def make_parser() -> Parser:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
-        value = None
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno} column {error.colno}"
+        raise argparse.ArgumentTypeError(f"{place}: not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise argparse.ArgumentTypeError("not valid JSON: nested too deep") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a JSON object, got {text!r:.60}")
     return value
 
 
@@ -62,6 +67,16 @@ def _json_file(path: str) -> dict[str, Any]:
         return _json_object(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(f"{path}: not UTF-8: {error.reason}") from None
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a non-empty string")
+    return text
 
 
 def _switch(text: str) -> bool:
@@ -71,10 +86,10 @@ def _switch(text: str) -> bool:
 
 
 TEXTS = {"action": "append"}
+STOPS = {"action": "append", "type": _stop}
 TOKENS = {"nargs": "+"}
 BLOCK_SIZE = {"type": int, "choices": KV_BLOCK_SIZES}
 THRESHOLD = number(float, 0, 0.5, "a number from 0 to 0.5")
-PENALTY = number(float, -1e6, 1e6, "a number")
 LENGTH_PENALTY = number(float, -100, 100, "a number from -100 to 100")
 CONFIG = "arguments for the chat template, e.g. '{\"enable_thinking\": false}'"
 REFUSAL = {"action": cli.Refused, "nargs": "*"}
@@ -94,8 +109,8 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         *cli.SAMPLING,
         ("--xtc-probability", FRACTION, 0.0, "P", "that XTC sampling acts on a token; 0 is off"),
         ("--xtc-threshold", THRESHOLD, 0.1, "P", "above it XTC keeps the least likely token only"),
-        *((f"--{name}-penalty", PENALTY, None, "X", text) for name, text in PENALTIES.items()),
-        ("--stop", TEXTS, [], "TEXT", "text that ends a completion; may be repeated"),
+        *((f"--{name}-penalty", t, None, "X", text) for name, (t, text) in PENALTIES.items()),
+        ("--stop", STOPS, [], "TEXT", "text that ends a completion; may be repeated"),
         ("--extra-eos-token", TOKENS, (), "TOKEN", "tokens that end a completion too"),
         ("--json-schema", _json_file, None, "FILE", "JSON schema that the text follows"),
         ("--logprobs", COUNT_OR_NONE, 0, "N", "also write the N likeliest tokens to --output"),
@@ -116,7 +131,8 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--no-prewarm", SWITCH, False, "", "compile pipelines and decodes at their first use"),
     ),
     "output": (
-        ("--output", str, None, "FILE.jsonl", "write a JSON line per completion, in input order"),
+        ("--output", str, None, "FILE.jsonl", "write a JSON line per completion, as they finish"),
+        ("--resume", SWITCH, False, "", "skip the prompts that --output has an answer to"),
         ("--stats-json", str, None, "FILE", "write statistics of the run as JSON"),
         ("--verbose", _switch, True, "{True,False}", "False: no progress, no statistics on stderr"),
     ),

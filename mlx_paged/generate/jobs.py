@@ -1,14 +1,15 @@
 """Encodes and checks the prompts of the command line, and adds them to an engine."""
 
 import argparse
-import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.engine.engine import Engine
@@ -23,10 +24,11 @@ CHAT_FLAGS = ("system_prompt", "prefill_response", "chat_template_config")
 """Arguments that need a chat template."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Job:
     """A prompt that is ready for the engine."""
 
+    number: int  # its place in the input, from 1
     spec: PromptSpec
     tokens: list[int]
     params: SamplingParams
@@ -38,6 +40,21 @@ class Job:
         """Sequences that run at the same time."""
         count: int = self.args.beams or self.args.best_of or self.n
         return count
+
+    @property
+    def num_answers(self) -> int:
+        """Texts of a result."""
+        beams: int | None = self.args.beams
+        return self.n if beams is None else beams
+
+    @cached_property
+    def digest(self) -> str:
+        """Names all that its texts depend on; the model's files are not read."""
+        args = self.args
+        search = args.beams, args.best_of, args.length_penalty, args.early_stopping
+        model = args.model, args.adapter_path
+        text = repr((self.spec.id, self.tokens, self.params, self.n, search, model))
+        return sha256(text.encode()).hexdigest()[:16]
 
     def max_kv_tokens(self, block_size: int) -> int:
         """Upper bound of the K/V slots that this job needs, unused slots of blocks included."""
@@ -72,22 +89,29 @@ def prompt_specs(args: argparse.Namespace) -> list[PromptSpec]:
 
 
 def params_of(args: argparse.Namespace, tokenizer: TokenizerWrapper) -> SamplingParams:
-    """The options of prompts that have none of their own. Raises ValueError, which names a flag."""
+    """The options of prompts that have none of their own. Raises ValueError if flags do not fit."""
     if args.best_of is not None and args.n > args.best_of:
         raise ValueError(f"--n is {args.n}: expected at most --best-of {args.best_of}")
     options: dict[str, Any] = {k: getattr(args, k) for k in SAMPLING_FLAGS if k in args}
     special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
     options |= {"temperature": args.temp, "xtc_special_tokens": special}
-    with _naming_flags():
-        return SamplingParams(stop=args.stop, json_schema=args.json_schema, **options)
+    return SamplingParams(stop=args.stop, json_schema=args.json_schema, **options)
 
 
 def make_job(
-    spec: PromptSpec, params: SamplingParams, tokenizer: TokenizerWrapper, args: argparse.Namespace
+    number: int,
+    spec: PromptSpec,
+    params: SamplingParams,
+    tokenizer: TokenizerWrapper,
+    args: argparse.Namespace,
 ) -> Job:
-    """Encode a prompt and check its options. Raises ValueError, which names the prompt's source."""
+    """Encode a prompt and check its options. --seed gives each prompt a seed of its own, which does
+    not depend on the other prompts. Raises ValueError, which names the prompt's source."""
     try:
         params = replace(params, **spec.options)
+        if args.seed is not None and params.seed is None:
+            seed = int(np.random.default_rng([args.seed, number]).integers(2**63))
+            params = replace(params, seed=seed)
         tokens = _encode(spec, tokenizer, args)
         if not tokens:
             raise ValueError("the prompt is empty")
@@ -98,33 +122,25 @@ def make_job(
             raise ValueError("n or --best-of is given with --beams: expected one of them")
     except (TypeError, ValueError) as error:
         raise ValueError(f"{spec.source}: {one_line(error)}") from error
-    return Job(spec, tokens, params, n, args)
+    return Job(number, spec, tokens, params, n, args)
 
 
 def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
-    """Queue all jobs; returns the request ids of each. Raises ValueError, which names the source of
+    """Queue the jobs; returns the request ids of each. Raises ValueError, which names the source of
     a prompt that the engine refuses."""
     ids = []
-    if jobs[0].params.json_schema is not None:  # only the flag gives one
-        with _naming_flags():
+    if jobs and jobs[0].params.json_schema is not None:  # only the flag gives one
+        try:
             engine.grammars.compile(jobs[0].params)
+        except ValueError as error:
+            reason = one_line(error).removeprefix("[SamplingParams] json_schema: ")
+            raise ValueError(f"--json-schema: {reason}") from error
     for job in jobs:
         try:
             ids.append(job.add(engine))
         except ValueError as error:
             raise ValueError(f"{job.spec.source}: {one_line(error)}") from error
     return ids
-
-
-@contextmanager
-def _naming_flags() -> Iterator[None]:
-    """Let errors of SamplingParams name the flag of their field."""
-    try:
-        yield
-    except ValueError as error:
-        field = re.compile(r"\[SamplingParams\] (\w+)")
-        flag = field.sub(lambda found: f"--{found[1].replace('_', '-')}", one_line(error), count=1)
-        raise ValueError(flag) from error
 
 
 def one_line(error: BaseException) -> str:

@@ -46,7 +46,8 @@ def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
         try:
             specs.append(_parse(json.loads(line), source))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{source}: not valid JSON: {error.msg}") from None
+            place = f"at column {error.colno}"
+            raise ValueError(f"{source}: not valid JSON {place}: {error.msg}") from None
         except RecursionError:
             raise ValueError(f"{source}: not valid JSON: nested too deep") from None
         except ValueError as error:

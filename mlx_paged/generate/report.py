@@ -1,36 +1,43 @@
-"""Prints the texts and the statistics, and writes the results."""
+"""Shows the progress, prints the texts and the statistics."""
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
+from tqdm import tqdm
 
 from mlx_paged.cli import GB
 from mlx_paged.engine.engine import Engine
-from mlx_paged.generate.jobs import Job
+from mlx_paged.generate.results_file import Result
 from mlx_paged.metrics.tick_log import PHASES
-from mlx_paged.outputs import Beam, Completion
 
 RULE = "=" * 10
 MB = 10**6
+BRIEF_DELAY = 0.5  # seconds until the bar of a single prompt comes
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A finished prompt; `number` is its place in the input, from 1."""
+def progress_bar(total: int, *, is_shown: bool, is_brief: bool) -> tqdm:
+    """A bar of `total` texts on stderr, if that is a terminal. A brief one comes only if the work
+    takes long, and goes at its end."""
+    return tqdm(
+        total=total,
+        file=sys.stderr,
+        disable=None if is_shown else True,
+        miniters=0,  # a step that ends no text is progress, too
+        delay=BRIEF_DELAY if is_brief else 0,
+        leave=not is_brief,
+        bar_format="{n}/{total} texts |{bar}| {elapsed}<{remaining}{postfix}",
+    )
 
-    number: int
-    job: Job
-    completions: list[Completion]
 
-    @property
-    def answers(self) -> Sequence[Completion | Beam]:
-        """The beams of a beam search, else the completions."""
-        return self.completions[0].beams or self.completions
+def progress_of(engine: Engine, prompt_tokens: int) -> str:
+    """What the steps so far have done, for the bar; `prompt_tokens` are those of all prompts."""
+    stats = engine.stats
+    known = min(prompt_tokens, stats.prompt_tokens + stats.prefix_hit_tokens)
+    return (
+        f"{known}/{prompt_tokens} prompt tokens, {stats.generation_tokens} generated,"
+        f" {len(engine.scheduler.running)} running"
+    )
 
 
 def print_results(results: Sequence[Result], total: int) -> None:
@@ -39,7 +46,7 @@ def print_results(results: Sequence[Result], total: int) -> None:
         count = len(result.answers)
         for index, answer in enumerate(result.answers, start=1):
             which = f" ({index}/{count})" if count > 1 else ""
-            print(f"{RULE} {result.number}/{total}{which}: {result.job.spec.title[:70]}")
+            print(f"{RULE} {result.job.number}/{total}{which}: {result.job.spec.title[:70]}")
             print(answer.text)
     sys.stdout.flush()  # stdout and stderr may be one file: the statistics must come last
 
@@ -69,40 +76,3 @@ def _stats(engine: Engine) -> Iterator[str]:
         phases = (f"{name.removesuffix('_ms')} {ticks[name]['p50']:.3f}" for name in PHASES)
         yield f"Profile: median ms of {', '.join(phases)}; synchronised, slower than a normal run"
     yield f"Peak memory: {mx.get_peak_memory() / GB:.3f} GB"
-
-
-def write_results(results: Sequence[Result], path: str) -> None:
-    """Write one JSON object per line and completion, in input order."""
-    with Path(path).open("w", encoding="utf-8") as file:
-        for result in results:
-            for record in _records(result):
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _records(result: Result) -> Iterator[dict[str, Any]]:
-    spec, first = result.job.spec, result.completions[0]
-    for index, answer in enumerate(result.answers):
-        completion = answer if isinstance(answer, Completion) else first
-        record: dict[str, Any] = {} if spec.id is None else {"id": spec.id}
-        if spec.messages is None:
-            record["prompt"] = spec.prompt
-        else:
-            record["messages"] = spec.messages
-        record |= {
-            "text": answer.text,
-            "finish_reason": answer.finish_reason,
-            "generation_tokens": len(answer.tokens),
-            "tokens": answer.tokens,
-            "logprobs": answer.logprobs,
-        }
-        if isinstance(answer, Beam):
-            record["score"] = answer.score
-        names = "prompt_tokens", "cached_prompt_tokens", "prefix_miss", "ttft_s", "seconds"
-        record |= {name: getattr(completion, name) for name in names}
-        if completion.top_logprobs:
-            record["top_logprobs"] = completion.top_logprobs
-        if completion.error is not None:
-            record["error"] = completion.error
-        if len(result.answers) > 1:
-            record["index"] = index
-        yield record

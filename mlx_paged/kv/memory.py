@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary, finalize
 import mlx.core as mx
 
 from mlx_paged import ops
-from mlx_paged.arguments import MAX_INT32
+from mlx_paged.arguments import MAX_INT32, memory
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVShape, planned_block_bytes
@@ -95,10 +95,10 @@ def num_blocks_for(
     if one_block == 0:  # only recurrent layers: blocks just count tokens
         return NUM_EMPTY_BLOCKS
     if budget < smallest:
-        source = "" if kv_memory is not None else f" by default ({memory_in_use()} are in use)"
+        in_use = f" by default ({memory(memory_in_use())} are in use)" if kv_memory is None else ""
         raise ValueError(
-            f"[Engine] kv_memory is {budget} bytes{source}, but one block of {block_size} tokens "
-            f"takes {smallest}: expected at least that"
+            f"[Engine] kv_memory is {memory(budget)}{in_use}, but one block of {block_size} tokens "
+            f"takes {memory(smallest)}: expected at least that"
         )
     return min(budget // one_block, max_blocks, MAX_INT32 // block_size)  # slots are int32
 
@@ -109,14 +109,15 @@ def _check_held(kv_memory: int, longest: int, reserved: int) -> None:
     left = max(0, device_memory() - in_use)
     if kv_memory > left:
         raise ValueError(
-            f"[Engine] kv_memory is {kv_memory} bytes, but the device can hold {device_memory()} "
-            f"and {in_use} are in use: expected at most {left}"
+            f"[Engine] kv_memory is {memory(kv_memory)}, but the device can hold "
+            f"{memory(device_memory())} and {memory(in_use)} are in use: expected at most "
+            f"{memory(left)}"
         )
     if kv_memory > longest > 0:
         raise ValueError(
-            f"[Engine] kv_memory is {kv_memory} bytes, but an array of the pool would exceed "
-            f"{mx.device_info()['max_buffer_length']}, the device's limit: expected at most "
-            f"{longest}"
+            f"[Engine] kv_memory is {memory(kv_memory)}, but an array of the pool would exceed "
+            f"{memory(int(mx.device_info()['max_buffer_length']))}, the device's limit: expected "
+            f"at most {memory(longest)}"
         )
 
 
@@ -128,8 +129,8 @@ def num_snapshots_for(state_bytes: int, max_running: int, snapshot_memory: int |
         return max(1, min(SNAPSHOTS_PER_REQUEST * max_running, affordable))
     if snapshot_memory and snapshot_memory < state_bytes:
         raise ValueError(
-            f"[Engine] snapshot_memory is {snapshot_memory} bytes, but the recurrent states of one "
-            f"sequence take {state_bytes}: expected at least that, or 0 for no snapshots"
+            f"[Engine] snapshot_memory is {memory(snapshot_memory)}, but the recurrent states of "
+            f"one sequence take {memory(state_bytes)}: expected at least that, or 0 for none"
         )
     return snapshot_memory // max(1, state_bytes)
 

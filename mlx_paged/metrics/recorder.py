@@ -220,6 +220,7 @@ class TickRecorder:
         stats.steps += 1
         stats.seconds += seconds
         stats.prefill_seconds += seconds if tick.prefill_tokens else 0.0
+        stats.decode_seconds += seconds if tick.decode_tokens else 0.0
         stats.prompt_tokens += tick.prefill_tokens
         stats.generation_tokens += tick.sampled
         stats.peak_running = max(stats.peak_running, len(spans))

@@ -110,7 +110,8 @@ class EngineStats:
     padded_kv_bytes: int = 0
     contiguous_kv_bytes: int = 0
     seconds: float = 0.0
-    prefill_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # of the steps with prompt tokens
+    decode_seconds: float = 0.0  # of the steps with decodes; some steps have both
     prewarm_seconds: float | None = None  # None: nothing was compiled
     traces: Traces | None = None  # None: decodes are not compiled
     ranks: dict[str, Any] | None = None  # of a run under mlx.launch; None: one process
@@ -133,9 +134,10 @@ class EngineStats:
         """All counters, rates and derived sizes as JSON values."""
         values = asdict(self)
         ttfts = values.pop("ttfts")
+        decoding = self.decode_seconds or self.seconds  # no step decodes if one token is asked for
         return values | {
             "prompt_tokens_per_sec": _rate(self.prompt_tokens, self.prefill_seconds),
-            "generation_tokens_per_sec": _rate(self.generation_tokens, self.seconds),
+            "generation_tokens_per_sec": _rate(self.generation_tokens, decoding),
             "ttft_median_s": median(ttfts) if ttfts else None,
             "ttft_max_s": max(ttfts, default=None),
             "kv_pool_bytes": self.num_blocks * self.block_bytes,

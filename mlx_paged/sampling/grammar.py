@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged.arguments import missing
 from mlx_paged.sampling_params import JSON_STYLE, SamplingParams
 
 MAX_BYTES = 1 << 16  # longest source; llguidance compiles it in seconds, with Python's lock free
@@ -263,8 +264,8 @@ class Grammars:
         try:
             from llguidance.hf import from_tokenizer
         except ImportError:
-            install = "expected pip install 'mlx_paged[structured]'"
-            raise ValueError(f"[SamplingParams] a grammar needs llguidance: {install}") from None
+            reason = missing("llguidance", "structured")
+            raise ValueError(f"[SamplingParams] a grammar is given, but {reason}") from None
         inner = getattr(self._tokenizer, "_tokenizer", self._tokenizer)
         size = max(len(inner), self._vocab_size or 0)
         self._tokens = from_tokenizer(inner, size, sorted(self._tokenizer.eos_token_ids))

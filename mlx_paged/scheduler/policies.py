@@ -21,7 +21,7 @@ class Policy(StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> Never:
         expected = ", ".join(cls)
-        raise ValueError(f"[WaitingQueue] policy is {value!r}: expected one of {expected}")
+        raise ValueError(f"[Engine] policy is {value!r}: expected one of {expected}")
 
 
 class _Entry(NamedTuple):
@@ -117,6 +117,11 @@ class PreemptionPolicy(StrEnum):
     NEWEST = "newest"  # the last to arrive: repeats the fewest steps, and no request starves
     LONGEST = "longest"  # the most tokens in the pool: causes the fewest preemptions
     FEWEST_GENERATED = "fewest-generated"  # delays the request with the least visible progress
+
+    @classmethod
+    def _missing_(cls, value: object) -> Never:
+        expected = ", ".join(cls)
+        raise ValueError(f"[Engine] preempt is {value!r}: expected one of {expected}")
 
 
 _RANK: dict[PreemptionPolicy, Callable[[Request], int]] = {

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
+from mlx_paged.arguments import missing
 from mlx_paged.cli import demo_model_path
 from mlx_paged.server import arguments
 
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 0
     except ModuleNotFoundError as error:
-        message = f"{error.name} is missing: expected pip install 'mlx_paged[server]'"
+        message = missing(str(error.name), "server")
     except (ValueError, OSError) as error:
         message = str(error)
     print(f"mlx_paged.server: error: {message}", file=sys.stderr)

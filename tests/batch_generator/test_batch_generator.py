@@ -343,3 +343,11 @@ def test_a_generator_takes_no_drafts():
     """Its callers expect one token of each sequence in a step."""
     with pytest.raises(ValueError, match="speculate is 'ngram': expected None"):
         BatchGenerator(model("llama"), speculate="ngram")
+
+
+@pytest.mark.parametrize("name", ["foo", "max_running", "prefill_chunk"])
+def test_an_unknown_argument_is_its_own(name):
+    """`completion_batch_size` and `prefill_step_size` are what the engine calls otherwise."""
+    message = rf"^BatchGenerator\(\) got an unexpected keyword argument '{name}'$"
+    with pytest.raises(TypeError, match=message):
+        BatchGenerator(model("llama"), **{name: 1})

@@ -57,7 +57,7 @@ def test_ggml_that_is_not_installed_is_refused_in_one_line(capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert exit_info.value.code == 2
     assert out == "" and err.count("\n") == 1
-    assert "--ggml: expected llama-cpp-python: pip install 'mlx-paged[peers]'" in err
+    assert "--ggml: llama-cpp-python is missing: expected pip install '.[peers]'" in err
 
 
 def test_every_way_is_timed_in_every_case(capsys):

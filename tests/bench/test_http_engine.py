@@ -296,4 +296,4 @@ def test_without_aiohttp_the_extra_is_named(capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit_info:
         serving.main(["--url", "http://127.0.0.1:1"])
     assert exit_info.value.code == 2
-    assert "--url: expected aiohttp: pip install 'mlx-paged[bench]'" in capsys.readouterr().err
+    assert "--url: aiohttp is missing: expected pip install '.[bench]'" in capsys.readouterr().err

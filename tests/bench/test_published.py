@@ -27,7 +27,8 @@ def test_blocks_are_served_in_turns_with_one_ceiling(capsys, monkeypatch):
     monkeypatch.setattr(published.serving, "main", watched)
     lines, (head, _, *rows), record = run(capsys, "blocks", "--rounds", "2")
     assert served == ["8", "16", "32", "16", "32", "8"]
-    assert sum(line.startswith("Floor") for line in lines) == 1 and lines[0].startswith("Floor")
+    assert [line.partition(":")[0] for line in lines].count("Estimate") == 1
+    assert lines[0].startswith("Estimate: ")
     assert [row[0] for row in rows] == ["8", "16", "32"] and rows[1][2] == "1.00 x"
     for row in rows:
         records = record["engines"][row[0]]
@@ -58,7 +59,7 @@ def test_a_run_of_many_sequences_gives_a_row_for_each_engine(capsys, monkeypatch
     for row in rows:
         assert len(row) == len(head) == 8
         assert int(row[1]) == record["serving"]["work"]["output_tokens"]
-    assert any(line.startswith("Floor") for line in lines)
+    assert any(line.startswith("Estimate") for line in lines)
 
 
 def test_the_op_has_a_cell_for_each_block_size(capsys, monkeypatch):

@@ -159,6 +159,8 @@ def test_mistakes_are_named(engine, call, message):
         ({"block_size": 0}, "block_size is 0"),
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"kv_memory": 100}, "kv_memory is 100 bytes, but one block of 16 tokens takes"),
+        ({"policy": "lifo"}, r"\[Engine\] policy is 'lifo': expected one of fcfs, priority, short"),
+        ({"preempt": "oldest"}, r"\[Engine\] preempt is 'oldest': expected one of newest, longes"),
         ({"max_running": 0}, "max_running is 0"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0"),
         ({"max_stall_ms": 0}, "max_stall_ms is 0: expected a number > 0"),

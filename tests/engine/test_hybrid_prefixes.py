@@ -303,7 +303,7 @@ class TestTheBound:
     def test_too_little_for_one_is_refused(self, jamba, make_engine):
         message = (
             r"\[Engine\] snapshot_memory is 1 bytes, but the recurrent states of one "
-            rf"sequence take {self.state_bytes(jamba)}: expected"
+            rf"sequence take {self.state_bytes(jamba)} bytes: expected"
         )
         with pytest.raises(ValueError, match=message):
             make_engine(snapshot_memory=1)

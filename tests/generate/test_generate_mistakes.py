@@ -63,14 +63,14 @@ def assert_one_line_mistake(result: Result, message: str) -> None:
         (["--policy", "lifo"], "invalid choice: 'lifo' (choose from 'fcfs', 'priority', 'short"),
         (["--preempt", "all"], "invalid choice: 'all' (choose from 'newest', 'longest', 'fewest"),
         (["--xtc-threshold", 0.9], "--xtc-threshold: expected a number from 0 to 0.5, got '0.9'"),
-        (["--repetition-penalty", -1], "error: --repetition-penalty is -1.0: expected None, or >="),
+        (["--repetition-penalty", -1], "--repetition-penalty: expected a number >= 0, got '-1'"),
         (["--logprobs", "all"], "--logprobs: expected a whole number >= 0, got 'all'"),
-        (["--stop", ""], "error: --stop is ('',): expected non-empty strings"),
+        (["--stop", ""], "--stop: expected a non-empty string"),
         (["--blocks", 3], "unrecognized arguments: --blocks 3"),
         (["--prompt"], "--prompt/-p: expected one argument"),
         (["--prompt", ""], "--prompt: the prompt is empty"),
         (["--kv-memory", 1e-6], "kv_memory is 1000 bytes, but one block of 16 tokens takes "),
-        (["--kv-memory", 10**6], "kv_memory is 1000000000000000 bytes, but "),
+        (["--kv-memory", 10**6], "kv_memory is 1000000000000000 bytes (1000000.000 GB), but "),
         (["-p", LONG * 30, "--kv-memory", 0.005], "--prompt: [add_request] "),
         (["--max-tokens", 10**6], "expected a shorter prompt, fewer max_tokens or a larger pool"),
     ],
@@ -85,6 +85,33 @@ def test_a_wrong_schema_names_its_flag(run, tmp_path):
     schema.write_text('{"type": "strin"}')
     result = run("-p", FUNCTION, "--json-schema", schema)
     assert_one_line_mistake(result, "error: --json-schema: Invalid type: strin")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{\n  "type": "object"\n  "x": 1}', "line 3 column 3: not valid JSON: Expecting ',' del"),
+        (b"[" * 100_000, "not valid JSON: nested too deep"),
+        (b'["a"]' + b" " * 1000, 'expected a JSON object, got \'["a"]  '),
+        (b'{"title": "caf\xe9"}', "not UTF-8: "),
+    ],
+    ids=["typo", "deep", "list", "latin"],
+)
+def test_a_schema_that_is_no_json_names_file_and_place(run, tmp_path, content, message):
+    schema = tmp_path / "schema.json"
+    schema.write_bytes(content)
+    result = run("-p", FUNCTION, "--json-schema", schema)
+    assert_one_line_mistake(result, f"--json-schema: {schema}: {message}")
+    assert len(result.err) < 250 + len(str(schema))
+
+
+def test_a_schema_without_llguidance_says_what_to_install(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance.hf", None)
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "string"}')
+    result = run("-p", FUNCTION, "--json-schema", schema)
+    message = "a grammar is given, but llguidance is missing: expected pip install '.[structured]'"
+    assert_one_line_mistake(result, f"error: --json-schema: [SamplingParams] {message}")
 
 
 def test_no_prompt_is_a_mistake(run):

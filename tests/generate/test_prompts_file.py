@@ -8,7 +8,8 @@ CHAT = '[{"role": "user", "content": "hi"}]'
 
 BAD_LINES = {
     "not JSON": ("{'prompt': 'a'}", "not valid JSON"),
-    "cut off": ('{"prompt": "a', "not valid JSON"),
+    "cut off": ('{"prompt": "a', "not valid JSON at column 14: Invalid control"),
+    "no comma": ('{"prompt": "a" "n": 1}', "not valid JSON at column 16: Expecting ','"),
     "two objects": ('{"prompt": "a"} {"prompt": "b"}', "not valid JSON"),
     "nested too deep": ("[" * 100_000, "not valid JSON"),
     "a string": ('"a"', 'expected an object such as {"prompt": "..."}'),

@@ -1,14 +1,20 @@
 """K/V that a step must read and memory of other caches, against plain loops."""
 
+import random
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fake_model import VOCAB, FakeClock, FakeRunner
 
+from mlx_paged.engine.core import EngineCore
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import STOCK_GROWTH, EngineStats, KVReads, Reads
+from mlx_paged.scheduler.scheduler import Scheduler
 
 SIZE = 4
 TOKEN_BYTES = 24
+PROMPT = [7 * i % VOCAB for i in range(40)]
 LAYERS = [(None, 10), (6, 3), (None, 1), (0, 1000), (9, 2)]
 
 
@@ -64,3 +70,45 @@ def test_other_caches_grow_in_steps_of_256_tokens():
     assert stats.contiguous_kv_bytes == TOKEN_BYTES * max(map(sum, grown))
     assert stats.padded_kv_bytes == TOKEN_BYTES * max(len(each) * max(each) for each in grown)
     assert stats.peak_live_tokens == max(map(sum, moments))
+
+
+def token_times(prompts: list[list[int]], max_tokens: int) -> tuple[EngineStats, dict[int, list]]:
+    """The statistics after all prompts, and when each request got its tokens, in seconds."""
+    clock, allocator = FakeClock(), BlockAllocator(60, SIZE)
+    engine = EngineCore(
+        Scheduler(allocator, max_running=8, prefill_chunk=8),
+        FakeRunner(allocator, clock, random.Random(0), recurrent=False),
+        EngineStats(SIZE, 1, 60),
+        vocab_size=VOCAB,
+        lookahead=False,
+        clock=clock,
+    )
+    times = {engine.add_request(p, max_tokens=max_tokens, ignore_eos=True): [] for p in prompts}
+    while engine.has_work:
+        for output in engine.step():
+            times[output.request_id].append(clock.now)
+    return engine.stats, times
+
+
+def test_the_rates_of_one_request_are_those_that_mlx_lm_prints():
+    """mlx_lm.stream_generate: prompt tokens over the time to the first token, all tokens over the
+    time after it."""
+    stats, times = token_times([PROMPT], max_tokens=9)
+    ((first, *_, last),) = times.values()
+    rates = stats.as_dict()
+    assert rates["prompt_tokens_per_sec"] == pytest.approx(40 / first)
+    assert rates["generation_tokens_per_sec"] == pytest.approx(9 / (last - first))
+
+
+def test_the_rates_of_a_batch_are_of_the_steps_that_did_such_work():
+    """The second prompt is computed beside the first request's decodes."""
+    stats, times = token_times([PROMPT[1:9], PROMPT], max_tokens=9)
+    (first, *_), (second, *_, last) = times.values()
+    assert stats.prompt_tokens / stats.as_dict()["prompt_tokens_per_sec"] == pytest.approx(second)
+    assert 18 / stats.as_dict()["generation_tokens_per_sec"] == pytest.approx(last - first)
+
+
+def test_one_token_of_each_request_is_counted_over_all_time():
+    stats, times = token_times([PROMPT[1:9], PROMPT], max_tokens=1)
+    rate = stats.as_dict()["generation_tokens_per_sec"]
+    assert rate == pytest.approx(2 / max(map(max, times.values())))

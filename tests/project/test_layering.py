@@ -25,6 +25,7 @@ MAY_IMPORT = {
         *("runner", "metrics", "scheduler", "attention", "sampling", "kv_disk", "kv", *REQUESTS)
     },
     "cli": {"ops", "runner", "scheduler"},
+    "__main__": {"cli"},
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
     "sampling": {"ops", *REQUESTS},
     "metrics": {"scheduler", "kv", *REQUESTS},

@@ -224,4 +224,4 @@ def test_a_missing_extra_is_one_line(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     assert main(["--port", "0"]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "pip install 'mlx_paged[server]'" in error
+    assert error.count("\n") == 1 and "pip install '.[server]' in a clone" in error

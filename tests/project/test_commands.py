@@ -1,0 +1,51 @@
+"""``python -m mlx_paged`` lists the commands and runs them."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import mlx_paged
+from mlx_paged import __main__ as overview
+
+
+def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit status of the command in this process."""
+    monkeypatch.setattr(sys, "argv", ["mlx_paged", *arguments])
+    try:
+        overview.main()
+    except SystemExit as exit:
+        return int(exit.code or 0)
+    return 0
+
+
+def test_every_command_is_listed_and_exists(monkeypatch, capsys):
+    found = Path(overview.__file__).parent.glob("*/__main__.py")
+    assert {*overview.COMMANDS} == {path.parent.name for path in found} | {"run"}
+    assert all(find_spec(f"mlx_paged.{name}") for name in overview.COMMANDS)
+    assert called(monkeypatch) == 0
+    out = capsys.readouterr().out
+    assert all(f"    {name} " in out and text in out for name, text in overview.COMMANDS.items())
+
+
+def test_the_version_is_told(monkeypatch, capsys):
+    assert called(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"mlx_paged {mlx_paged.__version__}\n"
+
+
+def test_an_unknown_command_is_one_line(monkeypatch, capsys):
+    assert called(monkeypatch, "generat", "-p", "x") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mlx_paged: error: argument COMMAND: invalid choice: 'generat'")
+    assert err.count("\n") == 1
+
+
+def test_a_command_gets_its_own_arguments_and_pythons_flags(tmp_path):
+    """`run` passes the flags of Python on to the program."""
+    script = tmp_path / "run.py"
+    script.write_text("import sys\nprint(sys.argv[1:], sys.flags.utf8_mode, __name__)\n")
+    command = [sys.executable, "-X", "utf8", "-m", "mlx_paged", "run", script, "run", "-h"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("['run', '-h'] 1 __main__\n", "")
