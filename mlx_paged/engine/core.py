@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_paged.arguments import integer
+from mlx_paged.arguments import integer, require_flags
 from mlx_paged.engine.arguments import (
     RequestMaker,
     check_beams,
-    check_flag,
     check_place,
     checked_params,
 )
@@ -224,7 +223,7 @@ class EngineCore:
                 f"[fork] request_id is {request_id}: expected a request under way, or an ended one"
                 " that was added with keep=True"
             )
-        check_flag("fork", "keep", keep)
+        require_flags("fork", keep=keep)
         inherits = params is None and not options
         given = parent.params if inherits else checked_params("fork", params, options, self._encode)
         continuation = self._encode(suffix, continues=True)

@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import mlx.core as mx
 
+from mlx_paged.arguments import integer, require
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.text import Prompt
 from mlx_paged.engine.ticket import Inbox, Ticket
@@ -40,12 +41,13 @@ class EngineService:
         error: what :meth:`Engine.step` raised, which closed the service; None if it raised nothing.
 
     Raises:
-        ValueError: `max_unread` below 1.
+        ValueError: `engine` is no engine, or `max_unread` is below 1.
     """
 
     def __init__(self, engine: Engine, *, max_unread: int = 4096) -> None:
-        if max_unread < 1:
-            raise ValueError(f"[EngineService] max_unread is {max_unread}: expected >= 1")
+        is_engine = isinstance(engine, Engine)
+        require(is_engine, "EngineService", "engine", engine, "an Engine")
+        max_unread = integer("EngineService", "max_unread", max_unread, 1)
         self.error: BaseException | None = None
         self._engine = engine
         self._max_unread = max_unread
