@@ -1,5 +1,6 @@
 """EngineService: runs an engine on its own thread, for any number of threads and tasks."""
 
+import asyncio
 import atexit
 import threading
 from collections.abc import Callable, Sequence
@@ -29,7 +30,8 @@ class EngineService:
     :meth:`call` runs a function on it. Calls that arrive during a step run after this step and
     before the next one. The thread sleeps while there is nothing to compute.
 
-    A context manager: entering starts the service, leaving closes it without draining.
+    A context manager, also of ``async with``: entering starts the service, leaving closes it
+    without draining.
 
     Args:
         engine: every array of its model must be evaluated, because only the thread that made an
@@ -162,6 +164,12 @@ class EngineService:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        return self.start()
+
+    async def __aexit__(self, *exception: object) -> None:
+        await asyncio.to_thread(self.close)  # it waits for the step under way
 
     def _refusal(self) -> RuntimeError:
         state = "failed" if self.error else "closed" if self._closed else "not started"
