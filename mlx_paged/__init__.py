@@ -1,8 +1,11 @@
 """Paged attention and continuous batching for mlx-lm."""
 
+from importlib.metadata import version
+
 import mlx.core  # noqa: F401  registers the array type that the compiled module shares
 
 from mlx_paged.batch_generator.generator import BatchGenerator
+from mlx_paged.cli import demo_model_path
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.patch import patch_mlx_lm, patched_mlx_lm, unpatch_mlx_lm
 from mlx_paged.engine.engine import Engine
@@ -37,6 +40,7 @@ __all__ = [
     "TokenOutput",
     "UnsupportedModelError",
     "copy_blocks",
+    "demo_model_path",
     "install_in_mlx",
     "make_prompt_cache",
     "paged_attention",
@@ -47,3 +51,5 @@ __all__ = [
     "unpatch_mlx_lm",
     "write_kv",
 ]
+
+__version__ = version("mlx_paged")

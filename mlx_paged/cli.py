@@ -189,7 +189,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def demo_model_path() -> Path:
-    """Directory of the demo model: a small model of Python code, part of the package."""
+    """Directory of the demo model, a small model of Python code that is part of the package.
+    ``mlx_lm.load(mlx_paged.demo_model_path())`` loads it."""
     return Path(str(files("mlx_paged") / "demo_model"))
 
 

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.cli import demo_model_path
+from mlx_paged import demo_model_path
 
 ROOT = Path(__file__).parents[2]
 Model = tuple[nn.Module, TokenizerWrapper]

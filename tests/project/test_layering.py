@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,7 @@ def test_public_names_are_the_contract():
         "TokenOutput",
         "UnsupportedModelError",
         "copy_blocks",
+        "demo_model_path",
         "install_in_mlx",
         "make_prompt_cache",
         "paged_attention",
@@ -133,3 +135,8 @@ def test_public_names_are_the_contract():
     ]
     for name in mlx_paged.__all__:
         assert getattr(mlx_paged, name).__doc__, f"{name} has no documentation"
+
+
+def test_the_version_is_that_of_the_project():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    assert mlx_paged.__version__ == project["version"]
