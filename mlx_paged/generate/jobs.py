@@ -105,7 +105,7 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
     """Queue all jobs; returns the request ids of each. Raises ValueError, which names the source of
     a prompt that the engine refuses."""
     ids = []
-    if jobs[0].params.json_schema is not None:  # only the flag gives one
+    if jobs[0].params.json_schema is not None and not jobs[0].spec.options.get("json_schema"):
         with _naming_flags():
             engine.grammars.compile(jobs[0].params)
     for job in jobs:
