@@ -169,7 +169,7 @@ class Engine(WaitingCalls):
         if draft_model is not None:
             require_model("Engine", "draft_model", draft_model)
         integer("Engine", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFTS)
-        known = speculate is None or (speculate in [*DRAFTERS] and draft_model is None)
+        known = speculate is None or (speculate in tuple(DRAFTERS) and draft_model is None)
         names = f"None or, without a draft model, {one_of(DRAFTERS)}"
         require(known, "Engine", "speculate", speculate, names)
         ranks = Ranks.of(model)

@@ -48,7 +48,7 @@ class UnsupportedModelError(ValueError):
 
 def require_model(caller: str, name: str, model: object) -> None:
     """Raise ValueError unless `model` has the form of an mlx-lm model."""
-    is_model = isinstance(model, nn.Module) and hasattr(model, "layers")
+    is_model = hasattr(model, "layers") or hasattr(model, "make_cache")
     require(is_model, caller, name, model, "a model, the first value of mlx_lm.load(path)")
 
 

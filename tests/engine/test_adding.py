@@ -270,3 +270,10 @@ def test_a_fork_may_begin_with_what_its_parent_has(engine, suffix):
     child = engine.fork(parent, suffix)
     assert engine.request(child).tokens[: len(PROMPT)] == PROMPT
     assert len(engine.request(child).tokens) == len(PROMPT) + len(suffix)
+
+
+@pytest.mark.parametrize("name", ["fork", "abort", "release"])
+@pytest.mark.parametrize("request_id", [[0], None, "0", 0.5])
+def test_a_request_id_is_an_integer(engine, name, request_id):
+    with pytest.raises(ValueError, match=rf"^\[{name}\] request_id is .*: expected an integer"):
+        getattr(engine, name)(request_id)

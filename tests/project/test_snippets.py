@@ -35,6 +35,7 @@ def test_python_runs(document: Path, monkeypatch, tmp_path, capsys):
     """In the order of the document; later snippets see the names of earlier ones."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(socket.socket, "connect", no_network)
+    monkeypatch.setattr(socket, "getaddrinfo", no_network)
     names: dict[str, object] = {"__name__": "__main__"}
     for snippet in (s for s in PYTHON if s.document == document and reason(s) is None):
         lines = "\n" * (snippet.line - 1) + snippet.code  # errors name the document's lines
