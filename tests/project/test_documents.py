@@ -187,19 +187,21 @@ def test_arguments_exist():
 
 
 @cache
-def sources() -> str:
-    folders = ("mlx_paged", "bench", "scripts", "csrc", "metal", "python", "tests")
+def sources(*folders: str) -> str:
     suffixes = {".py", ".cpp", ".h", ".metal", ".in"}
     files = (path for folder in folders for path in (ROOT / folder).rglob("*"))
     return "\n".join(path.read_text() for path in files if path.suffix in suffixes)
 
 
 def test_identifiers_and_variables_occur_in_the_sources():
-    words = set(re.findall(r"\w+", sources()))
+    product = ("mlx_paged", "bench", "scripts", "csrc", "metal", "python")
+    words = set(re.findall(r"\w+", sources(*product, "tests")))
     mlx_lm = Path(importlib.import_module("mlx_lm").__file__).parent
     words |= set(re.findall(r"\w+", "".join(p.read_text() for p in mlx_lm.glob("*.py"))))
     for name, span in named(r"[a-z]+(?:_[a-z]+)+|[A-Z]+(?:_[A-Z]+)+(?:=.*)?"):
         assert span.split("=")[0] in words | WORDS_OF_OTHERS, (name, span)
+    for name, span in named(r"MLX_PAGED_[A-Z_]+(?:=.*)?"):
+        assert re.search(rf"\b{span.split('=')[0]}\b", sources("mlx_paged", "csrc")), (name, span)
 
 
 WORDS_OF_OTHERS = {
