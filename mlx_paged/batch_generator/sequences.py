@@ -205,11 +205,9 @@ _ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
 _CHECKED_LATER: tuple[Callable[[Any], bool], str] = (lambda x: True, "")  # by SamplingParams
 
 
-def require_one_each(n: int, **arguments: Sequence[Any] | None) -> None:
-    """ValueError unless every argument is a list with `n` valid entries, or None."""
+def require_one_each(n: int, **arguments: Sequence[Any]) -> None:
+    """ValueError unless every argument is a list with `n` valid entries."""
     for name, values in arguments.items():
-        if values is None:
-            continue
         require(is_list(values), "insert", name, values, "a list with an entry for each sequence")
         if len(values) != n:
             raise ValueError(f"[insert] {name} has {len(values)} entries: expected {n}")

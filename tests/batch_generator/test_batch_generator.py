@@ -262,8 +262,9 @@ def test_what_is_no_list_of_token_lists_is_named(prompts):
 
 def test_mistakes_of_other_calls_are_named():
     generator = paged()
-    with pytest.raises(ValueError, match="segments is 'text': expected a list"):
-        generator.insert_segments("text")
+    for given in ("text", None, 3):
+        with pytest.raises(ValueError, match=f"segments is {given!r}: expected a list"):
+            generator.insert_segments(given)
     for call in (generator.remove, generator.extract_cache):
         with pytest.raises(ValueError, match="uids is 0: expected a collection"):
             call(0)
