@@ -103,12 +103,10 @@ class PoolZeros : public mx::Primitive {
 
   void eval_cpu(const Arrays& inputs, Arrays& outputs) override {
     mx::array& out = outputs[0];
-    if (capacity_ > out.nbytes()) {
-      if (auto memory = reserve(capacity_, out.nbytes())) {
-        out.set_data(std::move(*memory));
-        use_huge_pages(out.data<std::byte>(), out.nbytes());
-        return;
-      }
+    if (auto memory = reserve(std::max(capacity_, out.nbytes()), out.nbytes())) {
+      out.set_data(std::move(*memory));
+      use_huge_pages(out.data<std::byte>(), out.nbytes());
+      return;
     }
     mx::allocator::Data memory = mx::allocator::malloc(out.nbytes() + kPage);
     const auto begin = reinterpret_cast<uintptr_t>(memory.buffer().raw_ptr());

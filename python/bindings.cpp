@@ -14,6 +14,7 @@
 #include "csrc/cpu/thread_pool.h"
 #include "csrc/validate.h"
 #include "mlx/compile.h"
+#include "mlx/compile_impl.h"
 #include "mlx/version.h"
 
 namespace mlx_paged {
@@ -42,12 +43,11 @@ On a GPU, writes to the pool that are encoded later wait for this read. They do 
 constexpr const char* kPoolZerosDoc =
     R"(Zeros for a layer's pool; plain ones on a GPU.
 
-On a CPU the array begins at the start of a page, so no row begins inside a cache line. Under Linux,
-unless huge pages are switched off, every aligned stretch of 2 MiB inside the array is one huge
-page: reads of random blocks are faster. The array takes up to 4 KiB more memory than its size, and
-all of it at once, since zeros are written. With a `capacity` above the first axis,
-:func:`grown_in_place` works up to it, and the array takes only the memory that is written; but not
-on a GPU, on another system than Linux, or where the system refuses the address space.)";
+On a CPU the array begins at the start of a page, so no row begins inside a cache line. Under Linux
+it takes only the memory that is written, and unless huge pages are switched off, every aligned
+stretch of 2 MiB inside it is one huge page: reads of random blocks are faster. With a `capacity`
+above the first axis, :func:`grown_in_place` works up to it. On other systems, and where the system
+refuses the address space, zeros are written at once, and nothing grows in place.)";
 
 constexpr const char* kGrownInPlaceDoc =
     R"(An array of `num_blocks` blocks whose first ones are `blocks`, an array of :func:`pool_zeros`,
@@ -187,7 +187,8 @@ NB_MODULE(_ext, m) {
         "stream"_a = nb::none(), kGrownInPlaceDoc);
   m.def(
       "reserved_bytes", &reserved_bytes,
-      "Bytes of all arrays that :func:`pool_zeros` made with a capacity. MLX counts none of them.");
+      "Bytes of the arrays of :func:`pool_zeros` that take memory where it is written. MLX counts "
+      "none of them.");
   m.def("append_kv", &append, "kind"_a, "k"_a, "v"_a, "k_cache"_a, "v_cache"_a, "slot_mapping"_a,
         "block_tables"_a, "num_tokens"_a, "held"_a = nb::none(), kAppendKvDoc);
   m.def("padded_arrays", &padded_arrays, "starts"_a, "lengths"_a, "columns"_a, "tables"_a, "rows"_a,
@@ -199,6 +200,9 @@ NB_MODULE(_ext, m) {
         mx::set_compile_mode(fuses ? mx::CompileMode::enabled : mx::CompileMode::no_fuse);
       },
       "fuses"_a, kSetFusionDoc);
+  m.def(
+      "clear_compiled", [] { mx::detail::compile_clear_cache(mx::detail::compile_cache()); },
+      "Frees the graphs that ``mx.compile`` has traced in the calling thread.");
   m.def("has_values", &has_values, "array"_a, kHasValuesDoc);
   m.def("view_as", &view_as, "kind"_a, "array"_a, kViewAsDoc);
   m.def("cpu_features", [] { return std::string(cpu::active_kernel().name); }, kCpuFeaturesDoc);

@@ -257,6 +257,7 @@ class Engine(WaitingCalls):
             scheduler.budget.learns = True  # nothing after the next line fails: it holds a lock
             scheduler.tier = open_tier(kv_disk, num_bytes, model_files, *args)
 
+    @exclusive
     def warm_up(self) -> None:
         """Compile the GPU pipelines, and trace the decodes for the thread that calls this."""
         if isinstance(self.runner, ModelRunner):
@@ -265,6 +266,7 @@ class Engine(WaitingCalls):
             seconds = [compile_pipelines(*kinds) for kinds in self._pipelines]
             self.stats.prewarm_seconds = sum(s for s in seconds if s is not None) or None
 
+    @exclusive
     def close(self, stream: Any = None) -> None:
         """Release MLX's wired limit now, not only when the engine is collected, and with `kv_disk`
         write what is cached and give up the directory. The engine can go on.

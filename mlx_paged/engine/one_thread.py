@@ -1,7 +1,8 @@
 """One thread at a time in an engine. Knows no mlx."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -9,11 +10,28 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 class Occupancy:
-    """Which thread is inside an object's :func:`exclusive` methods; None: no thread."""
+    """Which thread is inside an object's :func:`exclusive` methods, or keeps them to itself; None:
+    no thread."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.thread: int | None = None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the exclusive methods to this thread within the context. Raises RuntimeError if a
+        thread has them already."""
+        with self.lock:
+            if self.thread is not None:
+                raise RuntimeError(
+                    "[EngineService] another thread or service uses the engine: expected one "
+                    "service for an engine"
+                )
+            self.thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self.thread = None
 
 
 def exclusive(method: _Method) -> _Method:

@@ -3,9 +3,9 @@
 import asyncio
 import atexit
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, Self, TypeVar
@@ -20,6 +20,8 @@ from mlx_paged.runner.ranks import LeadingRunner
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 
 T = TypeVar("T")
+
+_idle_streams: list[mx.Stream] = []  # of services that have ended
 
 
 class EngineService:
@@ -55,6 +57,7 @@ class EngineService:
         self._max_unread = max_unread
         name = "mlx_paged.engine.service"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._begun = Future[None]()
         self._lock = threading.Lock()  # guards _started, _closed, _drain and what enters _calls
         self._started = False
         self._closed = False
@@ -68,19 +71,21 @@ class EngineService:
         """Start the engine's thread.
 
         Raises:
-            RuntimeError: it was started or closed before.
+            RuntimeError: it was started or closed before, or another thread or service uses the
+                engine.
         """
         with self._lock:
             if self._started or self._closed:
                 raise RuntimeError(
                     "[EngineService] started before or closed: expected a new service"
                 )
+            self._thread.start()
+            self._begun.result()
             self._started = True
             runner = self._engine.runner
             self._listeners = runner.ranks.listeners if isinstance(runner, LeadingRunner) else []
             self._listeners.append(self._fail)
             atexit.register(self.close)  # no thread may be inside MLX when the process exits
-            self._thread.start()
         return self
 
     def close(self, drain: bool = False) -> None:
@@ -181,6 +186,18 @@ class EngineService:
     # On the engine's thread
 
     def _run(self) -> None:
+        with ExitStack() as kept:
+            try:
+                kept.enter_context(self._engine.occupancy.kept())
+            except RuntimeError as refusal:
+                self._begun.set_exception(refusal)
+                return
+            kept.enter_context(_stream_on_cpu())
+            self._begun.set_result(None)
+            self._serve()
+        mx.clear_streams()  # else the thread frees them after `join`, and the process may crash
+
+    def _serve(self) -> None:
         try:
             if self._engine.prewarm is not False:
                 self._engine.warm_up()
@@ -192,8 +209,8 @@ class EngineService:
             self._fail(error)
         self._refuse_calls()
         atexit.unregister(self.close)
-        self._listeners.remove(self._fail)
-        mx.clear_streams()  # else the thread frees them after `join`, and the process may crash
+        with self._lock:  # after `start`
+            self._listeners.remove(self._fail)
 
     def _answer_calls(self) -> None:
         """Answer all calls since the last step; without work, sleep until the next call."""
@@ -277,3 +294,21 @@ class _Call(Generic[T]):
             self.reply.set_result(self.function(engine))
         except BaseException as error:
             self.reply.set_exception(error)
+
+
+@contextmanager
+def _stream_on_cpu() -> Iterator[None]:
+    """On a CPU let this thread compute on a stream that no running service uses: MLX starts a
+    thread for each stream and never ends it."""
+    if mx.default_device() != mx.cpu:
+        yield
+        return
+    try:
+        stream = _idle_streams.pop()
+    except IndexError:
+        stream = mx.new_thread_unsafe_stream(mx.cpu)
+    mx.set_default_stream(stream)
+    try:
+        yield
+    finally:
+        _idle_streams.append(stream)

@@ -3,6 +3,7 @@
 from mlx_paged._ext import (
     BUILT_WITH as BUILT_WITH,
     append_kv as append_kv,
+    clear_compiled as clear_compiled,
     cpu_features as cpu_features,
     gather_blocks as gather_blocks,
     grown_in_place as grown_in_place,

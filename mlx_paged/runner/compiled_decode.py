@@ -1,6 +1,7 @@
 """The forward of a step that only decodes, as one compiled graph."""
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,6 +35,23 @@ Arrays = list[mx.array]
 layer groups; with drafts `cu_seqlens`."""
 
 Compute = Callable[[Arrays], Scores]
+
+
+class _ThreadEnd:
+    """Frees the graphs of a thread when it ends, with Python's lock. MLX frees them later, without
+    the lock; if the process exits meanwhile, it aborts."""
+
+    def __del__(self) -> None:
+        ops.clear_compiled()
+
+
+_of_thread = threading.local()
+
+
+def free_graphs_with_thread() -> None:
+    """Free what ``mx.compile`` traces in this thread when the thread ends."""
+    if not hasattr(_of_thread, "end") and threading.current_thread() is not threading.main_thread():
+        _of_thread.end = _ThreadEnd()
 
 
 class CompiledDecode:

@@ -24,7 +24,7 @@ from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
-from mlx_paged.runner.compiled_decode import CompiledDecode
+from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
@@ -121,6 +121,7 @@ class ModelRunner:
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
+        free_graphs_with_thread()
         if before is not None and before.unsampled is not None:
             self._sample(before)
             self._begin(before.pending)  # before the step that follows it

@@ -128,8 +128,9 @@ class LastLayer:
         forward.store_only, forward.attend_only = store_only, attend_only
         try:
             yield
-        finally:
+        finally:  # the caches keep an engine's pool alive, and the model keeps this object
             forward.num_tokens = None
+            del forward.store_only, forward.attend_only
 
     def _call(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         forward = self._forward
