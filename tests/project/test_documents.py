@@ -213,14 +213,17 @@ WORDS_OF_OTHERS = {
 
 
 def commands() -> set[str]:
-    """The commands of this repository with flags, and mlx-lm's."""
-    files = [*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts/metal").glob("*.py")]
-    parsing = [p for p in files if "parse_args(" in p.read_text() or "Parser(" in p.read_text()]
-    runnable = [path for path in parsing if "__main__" in path.read_text()]
-    return COMMANDS | {
-        "scripts.drop_in_packages",
-        *(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in runnable),
-    }
+    """The commands of this repository and of mlx-lm that have flags and that a document names."""
+    text = "\n".join(DOCUMENTS.values())
+    names = set(re.findall(r"scripts(?:\.[a-z]\w*)+", text))
+    files = {name: ROOT / (name.replace(".", "/") + ".py") for name in names}
+    parsing = (name for name, file in files.items() if file.exists() and parses(file.read_text()))
+    return COMMANDS | {"scripts.drop_in_packages", *parsing}
+
+
+def parses(source: str) -> bool:
+    """Whether a module is a command with a parser."""
+    return "__main__" in source and ("parse_args(" in source or "Parser(" in source)
 
 
 def test_flags_are_those_of_a_command():
