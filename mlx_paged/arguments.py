@@ -1,9 +1,13 @@
 """Checks of arguments that callers give. Knows no mlx."""
 
+from collections.abc import Iterable
+from enum import StrEnum
 from numbers import Integral, Real
-from typing import TypeGuard
+from os import PathLike
+from typing import TypeGuard, TypeVar
 
 MAX_INT32 = 2**31 - 1
+_Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 def missing(packages: str, extra: str) -> str:
@@ -21,7 +25,7 @@ def integer(
     elif isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
     else:
-        raise ValueError(f"[{op}] {name} is {value!r}: expected {_integers(minimum, maximum)}")
+        raise ValueError(f"[{op}] {name} is {shown(value)}: expected {_integers(minimum, maximum)}")
     if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
         raise ValueError(f"[{op}] {name} is {number}: expected {_integers(minimum, maximum)}")
     return number
@@ -47,7 +51,40 @@ def require_positive(op: str, name: str, value: object) -> None:
 def require(condition: bool, op: str, name: str, value: object, expected: str) -> None:
     """Raise ValueError unless `condition` holds."""
     if not condition:
-        raise ValueError(f"[{op}] {name} is {value!r:.80}: expected {expected}")
+        raise ValueError(f"[{op}] {name} is {shown(value)}: expected {expected}")
+
+
+def require_flags(op: str, **values: object) -> None:
+    """Raise ValueError unless each value is True or False."""
+    for name, value in values.items():
+        require(isinstance(value, bool), op, name, value, "True or False")
+
+
+def require_choices(op: str, **values: object) -> None:
+    """Raise ValueError unless each value is True, False or None, which leaves it to the callee."""
+    for name, value in values.items():
+        require(isinstance(value, bool | None), op, name, value, "True, False or None")
+
+
+def require_paths(op: str, **values: object) -> None:
+    """Raise ValueError unless each value is None, a string or a path."""
+    for name, value in values.items():
+        require(isinstance(value, str | PathLike | None), op, name, value, "a path or None")
+
+
+def choice(op: str, name: str, kind: type[_Choice], value: object) -> _Choice:
+    """The member of `kind` that `value` is or names. Raise ValueError if there is none."""
+    require(isinstance(value, str) and value in [*kind], op, name, value, one_of(kind))
+    return kind(str(value))
+
+
+def one_of(names: Iterable[str]) -> str:
+    return f"one of {', '.join(names)}"
+
+
+def shown(value: object) -> str:
+    """A value in an error message: the beginning of its repr, in one line."""
+    return f"{' '.join(repr(value).split()):.80}"
 
 
 def is_count(value: object, minimum: int = 0) -> bool:

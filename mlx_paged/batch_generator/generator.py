@@ -26,7 +26,10 @@ from mlx_paged.batch_generator.sequences import (
     Response,
     Sampler,
     boundaries,
+    check_options,
     contiguous_caches,
+    is_list,
+    one_each,
     require_one_each,
     require_tokens_of,
     row_params,
@@ -34,6 +37,7 @@ from mlx_paged.batch_generator.sequences import (
 from mlx_paged.engine.engine import Engine
 from mlx_paged.outputs import TokenOutput
 from mlx_paged.request import FinishReason, Request
+from mlx_paged.runner.model_probe import require_model
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling_params import SamplingParams
 
@@ -90,14 +94,13 @@ class BatchGenerator:
     ) -> None:
         for name in engine_options.keys() - ENGINE_OPTIONS:
             raise TypeError(f"BatchGenerator() got an unexpected keyword argument {name!r}")
+        require_model("BatchGenerator", "model", model)
         for name in ("speculate", "draft_model"):
-            value = engine_options.get(name)
-            require(value is None, "BatchGenerator", name, value, "None")
-        if max_kv_size is not None and not hasattr(model, "make_cache"):
-            raise ValueError(
-                f"[BatchGenerator] max_kv_size is {max_kv_size}: expected None, rotating caches "
-                "of a given size are not supported"
-            )
+            require(not engine_options.get(name), "BatchGenerator", name, "given", "None")
+        has_effect = max_kv_size is not None and not hasattr(model, "make_cache")
+        rotating = "None, rotating caches of a given size are not supported"
+        require(not has_effect, "BatchGenerator", "max_kv_size", max_kv_size, rotating)
+        check_options(stop_tokens, completion_batch_size, prefill_batch_size, prefill_step_size)
         self.model = model
         self.max_tokens = max_tokens
         self.sampler = sampler or greedy_sampler
@@ -156,6 +159,7 @@ class BatchGenerator:
 
     def insert(self, prompts: Sequence[Sequence[int]], *args: Any, **options: Any) -> list[int]:
         """:meth:`insert_segments` with prompts of one segment each; the same arguments."""
+        require(is_list(prompts), "insert", "prompts", prompts, "a list of lists of token ids")
         return self.insert_segments([[prompt] for prompt in prompts], *args, **options)
 
     def insert_segments(
@@ -192,12 +196,13 @@ class BatchGenerator:
             ValueError: an argument of another length, an empty prompt, a token outside the
                 vocabulary, more tokens than the pool can hold, caches without their tokens.
         """
-        n = len(segments)
-        all_tokens = all_tokens or [[]] * n
-        caches = caches or [None] * n
-        stops = stop_sequences or [self._default_stop] * n
+        n = len(segments) if is_list(segments) else 0
+        all_tokens = one_each(n, all_tokens, [])
+        caches = one_each(n, caches, None)
+        stops = one_each(n, stop_sequences, self._default_stop)
         rows = self._params(n, max_tokens, samplers, logits_processors, params)
-        require_one_each(n, caches=caches, all_tokens=all_tokens, stop_sequences=stops, params=rows)
+        require_one_each(n, segments=segments, caches=caches, all_tokens=all_tokens, params=rows)
+        require_one_each(n, stop_sequences=stops)
         require_tokens_of(caches, all_tokens)
         added: list[BatchSequence] = []
         try:
@@ -220,7 +225,8 @@ class BatchGenerator:
         Returns:
             If `return_prompt_caches`, the result of :meth:`extract_cache`; else nothing.
         """
-        extracted = self.extract_cache(uids) if return_prompt_caches else {}
+        extracted = self.extract_cache(uids if return_prompt_caches else ())
+        require(isinstance(uids, Collection), "remove", "uids", uids, "a collection of uids")
         gone = set(uids)
         for uid in gone & self._sequences.keys():
             self._end(self._sequences.pop(uid))
@@ -231,6 +237,7 @@ class BatchGenerator:
     def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[Caches, list[int]]]:
         """By uid of each known sequence: a copy of its K/V as mlx-lm's caches, and the tokens that
         they hold, which are those that the responses so far have reported."""
+        require(isinstance(uids, Collection), "extract_cache", "uids", uids, "a collection of uids")
         extracted = {}
         for uid in uids:
             sequence = self._sequences.get(uid)
@@ -355,14 +362,14 @@ class BatchGenerator:
         params: Sequence[SamplingParams] | None,
     ) -> Sequence[SamplingParams]:
         if params is None:
-            max_tokens = max_tokens or [self.max_tokens] * n
-            samplers = samplers or [None] * n
-            processors = processors or [self.logits_processors] * n
+            max_tokens = one_each(n, max_tokens, self.max_tokens)
+            samplers = one_each(n, samplers, None)
+            processors = one_each(n, processors, self.logits_processors)
             require_one_each(
                 n, max_tokens=max_tokens, samplers=samplers, logits_processors=processors
             )
             return row_params(max_tokens, [s or self.sampler for s in samplers], processors)
-        if max_tokens or samplers or processors:
+        if any(given is not None for given in (max_tokens, samplers, processors)):
             raise ValueError(
                 "[insert] params is given beside max_tokens, samplers or logits_processors: "
                 "expected these options as fields of the params"
@@ -384,10 +391,8 @@ class BatchGenerator:
         request_id = self._engine.add_request([*context, *prompt], params, keep=True)
         request = self._engine.request(request_id)
         assert request is not None
-        sequence = BatchSequence(
-            uid, request, len(context), boundaries(segments), stop.matcher(), caches
-        )
-        self._by_request[request_id] = sequence
+        known = len(context), boundaries(segments), stop.matcher(), caches
+        self._by_request[request_id] = sequence = BatchSequence(uid, request, *known)
         return sequence
 
     def _end(self, sequence: BatchSequence) -> None:

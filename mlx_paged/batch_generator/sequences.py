@@ -1,6 +1,6 @@
 """The sequences of a BatchGenerator, their responses and caches, and checks of its arguments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -11,6 +11,7 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch, StopSequence
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from mlx_paged.arguments import integer, require
 from mlx_paged.kv.pool import as_int32
 from mlx_paged.request import Request
 from mlx_paged.runner.layer_cache import PagedLayerCache
@@ -166,11 +167,55 @@ def boundaries(segments: Sequence[Sequence[int]]) -> set[int]:
     return ends | {max(ends) - 1}
 
 
-def require_one_each(n: int, **arguments: Sequence[Any] | None) -> None:
-    """ValueError unless every argument has `n` entries or is None."""
+def check_options(stop_tokens: Any, completion: int, prefill: int, step: int) -> None:
+    """ValueError unless a generator can be made with these stop tokens and sizes."""
+    integer("BatchGenerator", "completion_batch_size", completion, 1)
+    integer("BatchGenerator", "prefill_batch_size", prefill, 1)
+    integer("BatchGenerator", "prefill_step_size", step, 1)
+    are_lists = stop_tokens is None or (is_list(stop_tokens) and all(map(is_list, stop_tokens)))
+    require(are_lists, "BatchGenerator", "stop_tokens", stop_tokens, "lists of token ids")
+
+
+def one_each(n: int, given: Any, default: Any) -> Any:
+    """`given`, or `n` times the default; as in mlx-lm, an empty list counts as None."""
+    return [default] * n if given is None or (is_list(given) and len(given) == 0) else given
+
+
+def is_list(value: object) -> bool:
+    """Whether it has entries in an order, and is no text."""
+    return (
+        isinstance(value, Sized)
+        and not isinstance(value, str | bytes | Set | Mapping)
+        and getattr(value, "ndim", 1) > 0
+    )
+
+
+def _are_caches(prompt_cache: Sequence[Any]) -> bool:
+    return all(hasattr(cache, "state") for cache in prompt_cache)
+
+
+_ENTRIES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "segments": (lambda x: is_list(x) and all(map(is_list, x)), "lists of token ids"),
+    "caches": (lambda x: x is None or (is_list(x) and _are_caches(x)), "caches or None"),
+    "all_tokens": (is_list, "a list of token ids"),
+    "logits_processors": (lambda x: x is None or is_list(x), "a list of processors or None"),
+    "stop_sequences": (lambda x: isinstance(x, StopSequences), "StopSequences"),
+}
+"""What an argument has for each sequence: a check, and its meaning in words."""
+_CHECKED_LATER: tuple[Callable[[Any], bool], str] = (lambda x: True, "")  # by SamplingParams
+
+
+def require_one_each(n: int, **arguments: Sequence[Any]) -> None:
+    """ValueError unless every argument is a list with `n` valid entries."""
     for name, values in arguments.items():
-        if values is not None and len(values) != n:
+        require(is_list(values), "insert", name, values, "a list with an entry for each sequence")
+        if len(values) != n:
             raise ValueError(f"[insert] {name} has {len(values)} entries: expected {n}")
+        is_valid, expected = _ENTRIES.get(
+            name, (lambda x: True, "")
+        )  # SamplingParams checks others
+        for i, value in enumerate(values):
+            require(is_valid(value), "insert", f"{name}[{i}]", value, expected)
 
 
 def require_tokens_of(caches: Sequence[Caches | None], all_tokens: Sequence[Sequence[int]]) -> None:

@@ -17,7 +17,7 @@ from mlx_paged.drop_in.kv_caches import PagedKVCache
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE, pool_of
 from mlx_paged.kv.memory import device_memory
 from mlx_paged.ops.formats import KVBits, checked_bits
-from mlx_paged.runner.model_probe import ONE_AT_A_TIME, REFUSED, leaves, model_type
+from mlx_paged.runner.model_probe import ONE_AT_A_TIME, REFUSED, leaves, model_type, require_model
 
 
 def make_prompt_cache(
@@ -45,10 +45,11 @@ def make_prompt_cache(
             package, and :func:`mlx_lm.models.cache.load_prompt_cache` needs it to load them.
 
     Raises:
-        ValueError: `block_size` or `kv_memory` is below 1, the device cannot hold `kv_memory`, or
-            there are no such `kv_bits`. Layers that cannot be quantized so raise it when they are
-            written.
+        ValueError: `model` is no model, `block_size` or `kv_memory` is below 1, the device cannot
+            hold `kv_memory`, or there are no such `kv_bits`. Layers that cannot be quantized so
+            raise it when they are written.
     """
+    require_model("make_prompt_cache", "model", model)
     kv_bits = checked_bits("make_prompt_cache", kv_bits)
     check_options("make_prompt_cache", block_size, kv_memory)
     caches = unpaged_prompt_cache(model, max_kv_size)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_paged.arguments import integer, is_real, require
+from mlx_paged.arguments import integer, is_real, require, require_flags
 from mlx_paged.engine.text import PromptEncoder
 from mlx_paged.request import Request
 from mlx_paged.sampling.grammar import Grammars
@@ -35,7 +35,7 @@ def check_place(caller: str, priority: object, cache_salt: object, keep: object 
     is_ordered = is_real(priority) and priority == priority  # NaN has no place in an order
     require(is_ordered, caller, "priority", priority, "a number")
     require(isinstance(cache_salt, str), caller, "cache_salt", cache_salt, "a string")
-    check_flag(caller, "keep", keep)
+    require_flags(caller, keep=keep)
 
 
 def check_beams(
@@ -58,12 +58,7 @@ def check_beams(
     is_finite = is_real(length_penalty) and abs(length_penalty) <= limit
     expected = f"{-limit:g} to {limit:g} for max_tokens {params.max_tokens}"
     require(is_finite, caller, "length_penalty", length_penalty, expected)
-    check_flag(caller, "early_stopping", early_stopping)
-
-
-def check_flag(caller: str, name: str, value: object) -> None:
-    """ValueError unless `value` is True or False."""
-    require(isinstance(value, bool), caller, name, value, "True or False")
+    require_flags(caller, early_stopping=early_stopping)
 
 
 class RequestMaker:

@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_paged.arguments import integer
+from mlx_paged.arguments import integer, require_flags
 from mlx_paged.engine.arguments import (
     RequestMaker,
     check_beams,
-    check_flag,
     check_place,
     checked_params,
 )
@@ -218,13 +217,13 @@ class EngineCore:
         Raises:
             ValueError: no such request, a beam search, or as :meth:`add_request`.
         """
-        parent = self.request(request_id)
+        parent = self.request(integer("fork", "request_id", request_id))
         if parent is None or parent.synchronous:
             raise ValueError(
                 f"[fork] request_id is {request_id}: expected a request under way, or an ended one"
                 " that was added with keep=True"
             )
-        check_flag("fork", "keep", keep)
+        require_flags("fork", keep=keep)
         inherits = params is None and not options
         given = parent.params if inherits else checked_params("fork", params, options, self._encode)
         continuation = self._encode(suffix, continues=True)
@@ -246,13 +245,13 @@ class EngineCore:
     @exclusive
     def abort(self, request_id: int) -> Completion | None:
         """End a request early and free its blocks; None if it has ended already."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(integer("abort", "request_id", request_id))
         return None if request is None else self._finish(request, FinishReason.ABORT)
 
     @exclusive
     def release(self, request_id: int) -> None:
         """Give up the blocks of an ended request that was kept; no effect on other requests."""
-        request = self._kept.pop(request_id, None)
+        request = self._kept.pop(integer("release", "request_id", request_id), None)
         if request is not None:
             self.scheduler.release(request)
             self.runner.drop(request)

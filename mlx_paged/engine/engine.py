@@ -7,10 +7,23 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers import PreTrainedTokenizerBase
 
-from mlx_paged.arguments import MAX_INT32, integer, optional_integer, require, require_positive
+from mlx_paged.arguments import (
+    MAX_INT32,
+    choice,
+    integer,
+    one_of,
+    optional_integer,
+    require,
+    require_choices,
+    require_flags,
+    require_paths,
+    require_positive,
+)
 from mlx_paged.attention.prewarm import prewarm as compile_pipelines
 from mlx_paged.engine.one_thread import exclusive
+from mlx_paged.engine.text import Tokenizer
 from mlx_paged.engine.waiting_calls import WaitingCalls
 from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.blocks import ceil_div
@@ -27,7 +40,7 @@ from mlx_paged.metrics.recorder import PhaseTimes, RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import TickLog
 from mlx_paged.runner.draft_model import DraftModel, can_draft, share_beside
-from mlx_paged.runner.model_probe import Batching, probe
+from mlx_paged.runner.model_probe import Batching, probe, require_model
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.profiling import ProfilingRunner
 from mlx_paged.runner.ranks import LeadingRunner, Ranks
@@ -48,7 +61,8 @@ class Engine(WaitingCalls):
 
     Args:
         model: an mlx-lm model, e.g. the first value of ``mlx_lm.load``.
-        tokenizer: the second value. Without it prompts are token ids and outputs have no text.
+        tokenizer: the second value, or a tokenizer of transformers. Without it prompts are token
+            ids and outputs have no text.
         block_size: token slots in a block.
         kv_memory: bytes for the pool; default: what the device can spare.
         num_blocks: size of the pool in blocks of all layers, instead of `kv_memory`.
@@ -103,7 +117,7 @@ class Engine(WaitingCalls):
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: TokenizerWrapper | None = None,
+        tokenizer: Tokenizer | PreTrainedTokenizerBase | None = None,
         *,
         block_size: int = 16,
         kv_memory: int | None = None,
@@ -132,6 +146,8 @@ class Engine(WaitingCalls):
         kv_disk_gb: float = 20.0,
         model_files: Sequence[str | PathLike[str]] = (),
     ) -> None:
+        require_model("Engine", "model", model)
+        tokenizer = _with_detokenizer(tokenizer)
         block_size = integer("Engine", "block_size", block_size, 1, MAX_INT32)
         kv_memory = optional_integer("Engine", "kv_memory", kv_memory, 1)
         num_blocks = optional_integer("Engine", "num_blocks", num_blocks, 1)
@@ -143,13 +159,18 @@ class Engine(WaitingCalls):
         snapshot_memory = optional_integer("Engine", "snapshot_memory", snapshot_memory, 0)
         require_positive("Engine", "spike_ms", spike_ms)
         require_positive("Engine", "kv_disk_gb", kv_disk_gb)
+        policy = choice("Engine", "policy", Policy, policy)
+        preempt = choice("Engine", "preempt", PreemptionPolicy, preempt)
+        require_flags("Engine", prefix_cache=prefix_cache, lookahead=lookahead, profile=profile)
+        require_choices("Engine", prewarm=prewarm, compile=compile, cpu_linear=cpu_linear)
+        require_paths("Engine", metrics_jsonl=metrics_jsonl, kv_disk=kv_disk)
         can_share = prefix_cache or kv_disk is None
         require(can_share, "Engine", "prefix_cache", prefix_cache, "True with kv_disk")
-        is_model = draft_model is None or isinstance(draft_model, nn.Module)
-        require(is_model, "Engine", "draft_model", draft_model, "an mlx-lm model or None")
+        if draft_model is not None:
+            require_model("Engine", "draft_model", draft_model)
         integer("Engine", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFTS)
-        known = speculate is None or (speculate in DRAFTERS and draft_model is None)
-        names = f"None or, without a draft model, one of {', '.join(DRAFTERS)}"
+        known = speculate is None or (speculate in tuple(DRAFTERS) and draft_model is None)
+        names = f"None or, without a draft model, {one_of(DRAFTERS)}"
         require(known, "Engine", "speculate", speculate, names)
         ranks = Ranks.of(model)
         if ranks is not None and (profile or kv_disk is not None):
@@ -188,8 +209,8 @@ class Engine(WaitingCalls):
             max_running,
             prefill_chunk,
             prefix_cache=prefix_cache,
-            policy=Policy(policy),
-            victims=PreemptionPolicy(preempt),
+            policy=policy,
+            victims=preempt,
             max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
             watermark=int(WATERMARK * num_blocks),
             rewinds=not probed.recurrent,
@@ -273,3 +294,15 @@ class Engine(WaitingCalls):
             return False
         self._settle()  # a step may be under way for requests that ended
         return self._pipeline.copy_when_idle()
+
+
+def _with_detokenizer(tokenizer: Any) -> Tokenizer | None:
+    """The tokenizer; as in mlx-lm, one of transformers gets a wrapper with a detokenizer. Raises
+    ValueError for anything else."""
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        tokenizer = TokenizerWrapper(tokenizer)
+    is_tokenizer = tokenizer is None or hasattr(tokenizer, "detokenizer")
+    expected = "the second value of mlx_lm.load(path), a tokenizer of transformers, or None"
+    require(is_tokenizer, "Engine", "tokenizer", tokenizer, expected)
+    wrapped: Tokenizer | None = tokenizer
+    return wrapped

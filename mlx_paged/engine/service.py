@@ -1,5 +1,6 @@
 """EngineService: runs an engine on its own thread, for any number of threads and tasks."""
 
+import asyncio
 import atexit
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import mlx.core as mx
 
+from mlx_paged.arguments import integer, require
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.text import Prompt
 from mlx_paged.engine.ticket import Inbox, Ticket
@@ -30,7 +32,8 @@ class EngineService:
     :meth:`call` runs a function on it. Calls that arrive during a step run after this step and
     before the next one. The thread sleeps while there is nothing to compute.
 
-    A context manager: entering starts the service, leaving closes it without draining.
+    A context manager, also of ``async with``: entering starts the service, leaving closes it
+    without draining.
 
     Args:
         engine: every array of its model must be evaluated, because only the thread that made an
@@ -42,12 +45,13 @@ class EngineService:
         error: what :meth:`Engine.step` raised, which closed the service; None if it raised nothing.
 
     Raises:
-        ValueError: `max_unread` below 1.
+        ValueError: `engine` is no engine, or `max_unread` is below 1.
     """
 
     def __init__(self, engine: Engine, *, max_unread: int = 4096) -> None:
-        if max_unread < 1:
-            raise ValueError(f"[EngineService] max_unread is {max_unread}: expected >= 1")
+        is_engine = isinstance(engine, Engine)
+        require(is_engine, "EngineService", "engine", engine, "an Engine")
+        max_unread = integer("EngineService", "max_unread", max_unread, 1)
         self.error: BaseException | None = None
         self._engine = engine
         self._max_unread = max_unread
@@ -165,6 +169,12 @@ class EngineService:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    async def __aenter__(self) -> Self:
+        return self.start()
+
+    async def __aexit__(self, *exception: object) -> None:
+        await asyncio.to_thread(self.close)  # it waits for the step under way
 
     def _refusal(self) -> RuntimeError:
         state = "failed" if self.error else "closed" if self._closed else "not started"

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from numbers import Integral
 from operator import index
 from typing import Any, Protocol
 
+from mlx_paged.arguments import require, shown
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.scheduler.step import SampledToken
@@ -154,18 +156,30 @@ class PromptEncoder:
         return tokens
 
 
+def prompt_list(caller: str, prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """The prompts of a call: several, or one text or its token ids. Raises ValueError if they are
+    neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    each = _items(caller, "prompts", prompts, "text, token ids, or a sequence of these")
+    is_token = [isinstance(x, Integral) or getattr(x, "ndim", None) == 0 for x in each[:1]]
+    return [each] if any(is_token) else each
+
+
 def _token_ids(prompt: object) -> list[int]:
     """The integers of a sequence, a NumPy array or an mx.array."""
-    if hasattr(prompt, "tolist") and not isinstance(prompt, memoryview):
-        prompt = prompt.tolist()
-    if not isinstance(prompt, Iterable) or isinstance(prompt, _NO_SEQUENCES):
-        raise ValueError(
-            f"[add_request] prompt is of type {type(prompt).__name__}: "
-            "expected text or a sequence of token ids"
-        )
-    tokens = list(prompt)
+    tokens = _items("add_request", "prompt", prompt, "text or a sequence of token ids")
     are_plain = set(map(type, tokens)) <= {int}
     return tokens if are_plain else [_token_id(token) for token in tokens]
+
+
+def _items(caller: str, name: str, value: Any, expected: str) -> list[Any]:
+    """What a sequence, a NumPy array or an mx.array holds. Raises ValueError for anything else."""
+    if hasattr(value, "tolist") and not isinstance(value, memoryview):
+        value = value.tolist()
+    is_ordered = isinstance(value, Iterable) and not isinstance(value, _NO_SEQUENCES)
+    require(is_ordered, caller, name, value, expected)
+    return list(value)
 
 
 def _token_id(token: Any) -> int:
@@ -175,7 +189,8 @@ def _token_id(token: Any) -> int:
             return index(number)
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"[add_request] prompt has token {token!r:.80}: expected integers")
+    expected = "expected integers, or one text"
+    raise ValueError(f"[add_request] prompt has token {shown(token)}: {expected}")
 
 
 class OutputProcessor:

@@ -4,20 +4,22 @@ import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from mlx_paged.outputs import Completion, TokenOutput
+
+T = TypeVar("T")
 
 
 class Ticket:
     """The reader of one request: gives each of its tokens, and its completion.
 
     Iterate over it with ``for`` in a thread or ``async for`` in a task; a second loop continues
-    where the first one stopped. A context manager: leaving it aborts the request. Cancelling a task
-    that waits for it or dropping the last reference aborts it, too. Its methods may be called
-    from any thread.
+    where the first one stopped. ``await ticket`` is :meth:`result` for a task. A context manager:
+    leaving it aborts the request. Cancelling a task that waits for it or dropping the last
+    reference aborts it, too. Its methods may be called from any thread.
     """
 
     def __init__(self, request_id: int, inbox: "Inbox", abort: Callable[[int], object]) -> None:
@@ -73,10 +75,20 @@ class Ticket:
 
     async def __anext__(self) -> TokenOutput:
         inbox = self._inbox
+        return await self._wait(lambda: inbox.ready, lambda: inbox.pop(StopAsyncIteration))
+
+    def __await__(self) -> Generator[Any, None, Completion]:
+        with self._inbox.changed:
+            self._inbox.max_unread = math.inf
+        return self._wait(lambda: self._inbox.ended, self.result).__await__()
+
+    async def _wait(self, is_ready: Callable[[], bool], take: Callable[[], T]) -> T:
+        """What `take` returns as soon as `is_ready`. A cancelled task aborts the request."""
+        inbox = self._inbox
         while True:
             with inbox.changed:
-                if inbox.ready:
-                    return inbox.pop(StopAsyncIteration)
+                if is_ready():
+                    return take()
                 change = inbox.next_change()
             try:
                 await change

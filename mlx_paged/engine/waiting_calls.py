@@ -1,13 +1,13 @@
 """Calls of an engine that step it until their requests have ended. Knows no mlx."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
-from mlx_paged.arguments import is_whole
+from mlx_paged.arguments import is_whole, require, shown
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.engine.one_thread import exclusive
-from mlx_paged.engine.text import Prompt
+from mlx_paged.engine.text import Prompt, prompt_list
 from mlx_paged.outputs import Completion, TokenOutput, likeliest
 from mlx_paged.sampling_params import SamplingParams
 
@@ -41,7 +41,7 @@ class WaitingCalls(EngineCore):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_output: OnOutput | None = None,
         **options: Any,
@@ -49,12 +49,15 @@ class WaitingCalls(EngineCore):
         """Complete all prompts; return the completions in the order of the prompts.
 
         Args:
+            prompts: texts or token ids. One text, or the token ids of one prompt, give a list of
+                one completion.
             params: for all prompts, or a sequence with one entry for each prompt.
             on_output: called with every token when it is known.
 
         Raises:
             ValueError: as :meth:`add_request`; no prompt is computed then.
         """
+        prompts = prompt_list("generate", prompts)
         each = params if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(
@@ -70,7 +73,7 @@ class WaitingCalls(EngineCore):
 
     def sample(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         n: int,
         params: SamplingParams | None = None,
         best_of: int | None = None,
@@ -83,15 +86,18 @@ class WaitingCalls(EngineCore):
         prompt draws the same as a request with seed ``s + i``.
 
         Args:
+            prompts: as of :meth:`generate`. One prompt gives a list of one list.
             best_of: generate this many and return the `n` completions with the highest mean
                 log-probability, best first.
 
         Raises:
             ValueError: `n` above `best_of`, or as :meth:`add_samples`; nothing is computed then.
         """
+        prompts = prompt_list("sample", prompts)
         count = n if best_of is None else best_of
         if not (is_whole(n, 1) and is_whole(count, n)):
-            raise ValueError(f"[sample] n is {n} and best_of {best_of}: expected 1 <= n <= best_of")
+            given = f"n is {shown(n)} and best_of {shown(best_of)}"
+            raise ValueError(f"[sample] {given}: expected 1 <= n <= best_of")
         done = self._complete(
             (self.add_samples(prompt, count, params, **options) for prompt in prompts), on_output
         )
@@ -129,6 +135,8 @@ class WaitingCalls(EngineCore):
     @exclusive
     def _complete(self, added: Iterator[list[int]], on_output: OnOutput | None) -> list[Completion]:
         """Add requests and wait for all of them; :meth:`step` returns the outputs of others."""
+        is_callable = on_output is None or callable(on_output)
+        require(is_callable, "generate", "on_output", on_output, "a callable or None")
         ids: list[int] = []
         unread: list[TokenOutput] = []
         try:

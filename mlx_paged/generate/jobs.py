@@ -129,7 +129,8 @@ def add_all(engine: Engine, jobs: Sequence[Job]) -> list[list[int]]:
     """Queue the jobs; returns the request ids of each. Raises ValueError, which names the source of
     a prompt that the engine refuses."""
     ids = []
-    if jobs and jobs[0].params.json_schema is not None:  # only the flag gives one
+    given = jobs[0].spec.options if jobs else {}
+    if jobs and jobs[0].params.json_schema is not None and not given.get("json_schema"):
         try:
             engine.grammars.compile(jobs[0].params)
         except ValueError as error:

@@ -5,14 +5,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.sampling_params import GRAMMARS, SamplingParams
 
 ALIASES = {"temp": "temperature"}
 
 FIELDS = {each.name: each.type for each in fields(SamplingParams)}
 NUMBERS = [name for name, kind in FIELDS.items() if kind in (int, float, int | None, float | None)]
-SWITCHES = [name for name, kind in FIELDS.items() if kind is bool]
-KEYS = (*NUMBERS, *SWITCHES, *ALIASES, "stop", "logit_bias", "n", "priority")
+OPTIONS = [name for name in FIELDS if name not in ("logits_processors", "sampler")]  # no callables
+KEYS = (*OPTIONS, *ALIASES, "n", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,8 @@ def read_prompts(lines: Iterable[str], name: str) -> list[PromptSpec]:
         except RecursionError:
             raise ValueError(f"{source}: not valid JSON: nested too deep") from None
         except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+            reason = str(error).removeprefix("[SamplingParams] ")
+            raise ValueError(f"{source}: {reason}") from None
     if not specs:
         raise ValueError(f"{name}: no prompts in it")
     return specs
@@ -73,7 +74,12 @@ def _parse(entry: Any, source: str) -> PromptSpec:
     if unknown:
         raise ValueError(f'unknown key "{unknown[0]}": expected one of {", ".join(KEYS)}')
     n, priority = (_whole(entry, key) for key in ("n", "priority"))
-    options = {ALIASES.get(key, key): _option(key, value) for key, value in entry.items()}
+    options = {ALIASES.get(key, key): value for key, value in entry.items()}
+    if "logit_bias" in options:
+        options["logit_bias"] = _biases(options["logit_bias"])
+    SamplingParams(**options)  # raises ValueError for wrong values
+    if options.keys() & set(GRAMMARS):  # one of them replaces any of the command line
+        options = dict.fromkeys(GRAMMARS) | options
     return PromptSpec(prompt, messages, options, source, request_id, n, priority or 0)
 
 
@@ -93,20 +99,9 @@ def _is_chat(messages: Any) -> bool:
     return all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
 
 
-def _option(key: str, value: Any) -> Any:
-    if key == "stop":
-        strings = [value] if isinstance(value, str) else value
-        if not isinstance(strings, list) or not all(isinstance(s, str) for s in strings):
-            raise ValueError('"stop" must be a string or a list of strings')
-        return tuple(strings)
-    if key == "logit_bias":  # JSON has no integer keys, so {"42": -1.5} means token 42
-        try:
-            return {int(token): float(bias) for token, bias in value.items()}
-        except (AttributeError, TypeError, ValueError):
-            raise ValueError('"logit_bias" must be an object such as {"42": -1.5}') from None
-    if key in SWITCHES:
-        if not isinstance(value, bool):
-            raise ValueError(f'"{key}" must be true or false')
-    elif not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError(f'"{key}" must be a number')
-    return value
+def _biases(value: Any) -> dict[int, float]:
+    """JSON has no integer keys, so {"42": -1.5} means token 42."""
+    try:
+        return {int(token): float(bias) for token, bias in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError('"logit_bias" must be an object such as {"42": -1.5}') from None

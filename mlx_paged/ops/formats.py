@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_paged.arguments import shown
+
 GROUP = 64
 KVBits = int | str | None
 
@@ -56,11 +58,10 @@ def checked_bits(where: str, kv_bits: KVBits) -> KVBits:
     """`kv_bits` as a key of :data:`FORMATS`, or None. Raises ValueError if there is no such
     format."""
     given = kv_bits.replace(" ", "") if isinstance(kv_bits, str) else kv_bits
-    found = 8 if given in ("8", "8,8") else given
-    if found is None or (found in [*FORMATS] and not isinstance(found, bool | float)):
-        return found
+    if given is None or (type(given) in (int, str) and given in ("8", "8,8", *FORMATS)):
+        return 8 if given in ("8", "8,8") else given
     raise ValueError(
-        f'[{where}] kv_bits is {kv_bits!r}: expected 8, or "8,4" for values of 4 bits. Keys of'
+        f'[{where}] kv_bits is {shown(kv_bits)}: expected 8, or "8,4" for values of 4 bits. Keys of'
         " fewer than 8 bits for each token change the output too much: docs/kv-quantization.md"
     )
 

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models import cache as stock
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_paged.arguments import require
 from mlx_paged.attention.prewarm import AttentionKind
 from mlx_paged.attention.sdpa_hook import (
     AttendingCache,
@@ -43,6 +44,12 @@ SAMPLED_ROWS = (0, 1, 3, 4, 6, 8, 10)
 
 class UnsupportedModelError(ValueError):
     """The model would give wrong results; the message says why."""
+
+
+def require_model(caller: str, name: str, model: object) -> None:
+    """Raise ValueError unless `model` has the form of an mlx-lm model."""
+    is_model = hasattr(model, "layers") or hasattr(model, "make_cache")
+    require(is_model, caller, name, model, "a model, the first value of mlx_lm.load(path)")
 
 
 class Batching(StrEnum):

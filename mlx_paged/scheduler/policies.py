@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, Never
+from typing import NamedTuple
 
 from mlx_paged.request import Request
 
@@ -17,11 +17,6 @@ class Policy(StrEnum):
     FCFS = "fcfs"  # first come, first served
     PRIORITY = "priority"  # lower numbers first, then by arrival
     SHORTEST = "shortest"  # shorter prompts first; waiting makes a prompt count as shorter
-
-    @classmethod
-    def _missing_(cls, value: object) -> Never:
-        expected = ", ".join(cls)
-        raise ValueError(f"[Engine] policy is {value!r}: expected one of {expected}")
 
 
 class _Entry(NamedTuple):
@@ -117,11 +112,6 @@ class PreemptionPolicy(StrEnum):
     NEWEST = "newest"  # the last to arrive: repeats the fewest steps, and no request starves
     LONGEST = "longest"  # the most tokens in the pool: causes the fewest preemptions
     FEWEST_GENERATED = "fewest-generated"  # delays the request with the least visible progress
-
-    @classmethod
-    def _missing_(cls, value: object) -> Never:
-        expected = ", ".join(cls)
-        raise ValueError(f"[Engine] preempt is {value!r}: expected one of {expected}")
 
 
 _RANK: dict[PreemptionPolicy, Callable[[Request], int]] = {

@@ -230,6 +230,14 @@ MISTAKES = {
     "too long": ({"max_tokens": [4, 999]}, "expected a shorter prompt"),
     "all_tokens": ({"all_tokens": [[], [VOCAB]]}, f"prompt has token {VOCAB}"),
     "stop": ({"stop_sequences": [StopSequences()]}, "stop_sequences has 1 entries: expected 2"),
+    "one number": ({"max_tokens": 4}, "max_tokens is 4: expected a list with an entry for each"),
+    "an array": ({"max_tokens": np.array([4])}, "max_tokens has 1 entries: expected 2"),
+    "no list": ({"samplers": len}, "samplers is <built-in function len>: expected a list"),
+    "no tokens before": ({"all_tokens": [None, []]}, "all_tokens[0] is None: expected a list"),
+    "no caches": ({"caches": [None, "x"]}, "caches[1] is 'x': expected caches or None"),
+    "lists of stops": ({"stop_sequences": [[[3]]] * 2}, "stop_sequences[0] is [[3]]: expected St"),
+    "a processor": ({"logits_processors": [len, None]}, "logits_processors[0] is <built-in"),
+    "no params": ({"params": [None, 3]}, "params is 3: expected SamplingParams"),
 }
 
 
@@ -242,6 +250,27 @@ def test_a_mistake_is_named_and_nothing_is_inserted(options, message):
     assert generator.next() == ([], [])
     assert_drained(generator)
     assert generator.insert([[3]]) == [0]
+
+
+@pytest.mark.parametrize("prompts", ["text", ["text"], [3, 4], None, 3, mx.array([3, 4]), {3: 4}])
+def test_what_is_no_list_of_token_lists_is_named(prompts):
+    generator = paged()
+    with pytest.raises(ValueError, match=r"^\[insert\] (prompts|segments\[0\]) is .*: expected "):
+        generator.insert(prompts)
+    assert generator.next() == ([], [])
+
+
+def test_mistakes_of_other_calls_are_named():
+    generator = paged()
+    for given in ("text", None, 3):
+        with pytest.raises(ValueError, match=f"segments is {given!r}: expected a list"):
+            generator.insert_segments(given)
+    for call in (generator.remove, generator.extract_cache):
+        with pytest.raises(ValueError, match="uids is 0: expected a collection"):
+            call(0)
+    for name, value in {"stop_tokens": [2], "prefill_step_size": None}.items():
+        with pytest.raises(ValueError, match=rf"^\[BatchGenerator\] {name} is .*: expected "):
+            paged(**{name: value})
 
 
 def test_empty_prompts_and_caches_of_unknown_tokens_are_refused():

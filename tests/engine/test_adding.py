@@ -9,6 +9,7 @@ import pytest
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, SamplingParams
+from mlx_paged.cli import load_model
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 OTHER = PROMPT[::-1]
@@ -22,6 +23,11 @@ def model():
 @pytest.fixture
 def engine(model):
     return Engine(model, block_size=4, num_blocks=64, prefill_chunk=16, policy="priority")
+
+
+@pytest.fixture(scope="module")
+def demo_engine():
+    return Engine(*load_model(), num_blocks=64)
 
 
 def add_fork(engine: Engine, prompt=(), **options):
@@ -97,7 +103,7 @@ def test_a_bad_argument_adds_nothing(model, engine, name, options, message):
         (lambda e: e.add_samples(PROMPT, "3"), "n is '3': expected an integer >= 1"),
         (lambda e: e.add_samples(PROMPT, True), "n is True: expected an integer >= 1"),
         (lambda e: e.add_samples(PROMPT, 2.0), "n is 2.0: expected an integer >= 1"),
-        (lambda e: e.sample([PROMPT], "3"), "n is 3 and best_of None"),
+        (lambda e: e.sample([PROMPT], "3"), "n is '3' and best_of None"),
         (lambda e: e.add_beam_search(PROMPT, 10**6), f"an integer from 1 to {VOCAB}"),
         (lambda e: e.add_beam_search(PROMPT, VOCAB + 1), f"an integer from 1 to {VOCAB}"),
         (lambda e: e.add_beam_search(PROMPT, True), "num_beams is True"),
@@ -183,12 +189,12 @@ NO_PROMPTS = {
     "an array of flags": (np.array([True]), "prompt has token True: expected integers"),
     "an mx.array of floats": (mx.array([1.5]), "prompt has token 1.5: expected integers"),
     "a matrix": (mx.array([[1, 2]]), "prompt has token [1, 2]: expected integers"),
-    "bytes": (b"abc", "prompt is of type bytes: expected text or a sequence of token ids"),
-    "a bytearray": (bytearray(b"abc"), "prompt is of type bytearray: expected"),
-    "a set": ({3, 4}, "prompt is of type set: expected"),
-    "a mapping": ({3: 4}, "prompt is of type dict: expected"),
-    "a number": (3, "prompt is of type int: expected"),
-    "no prompt": (None, "prompt is of type NoneType: expected"),
+    "bytes": (b"abc", "prompt is b'abc': expected text or a sequence of token ids"),
+    "a bytearray": (bytearray(b"abc"), "prompt is bytearray(b'abc'): expected"),
+    "a set": ({3, 4}, "prompt is {3, 4}: expected"),
+    "a mapping": ({3: 4}, "prompt is {3: 4}: expected"),
+    "a number": (3, "prompt is 3: expected"),
+    "no prompt": (None, "prompt is None: expected"),
 }
 
 
@@ -220,9 +226,54 @@ def test_integers_of_all_kinds_are_token_ids(model, engine, prompt):
     assert completion.tokens == solo_greedy(model, PROMPT, 4)
 
 
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_the_tokens_of_one_prompt_are_one_prompt(model, engine, prompt):
+    expected = solo_greedy(model, PROMPT, 4)
+    prompt = iter(PROMPT) if hasattr(prompt, "__next__") else prompt
+    (completion,) = engine.generate(prompt, max_tokens=4)
+    ((sample,),) = engine.sample(PROMPT, n=1, max_tokens=4)
+    assert completion.tokens == sample.tokens == expected
+
+
+@pytest.mark.parametrize("prompts", [[[3], [4]], np.array([[3], [4]]), ([3], mx.array([4]))])
+def test_several_prompts_stay_several(engine, prompts):
+    assert len(engine.generate(prompts, max_tokens=1)) == 2
+    assert [len(group) for group in engine.sample(iter(prompts), n=3, max_tokens=1)] == [3, 3]
+
+
+def test_one_text_is_one_prompt(demo_engine):
+    (completion,) = demo_engine.generate("import os", max_tokens=8)
+    ((sample, _),) = demo_engine.sample("import os", n=2, max_tokens=8)
+    (same,) = demo_engine.generate(["import os"], max_tokens=8)
+    assert completion.text == sample.text == same.text != ""
+    assert completion.prompt_tokens == len(demo_engine.tokenizer.encode("import os"))
+
+
+@pytest.mark.parametrize("prompts", [None, 3, b"abc", {"import os"}, {"prompt": "import os"}])
+def test_what_holds_no_prompts_is_named(engine, prompts):
+    for call in (engine.generate, partial(engine.sample, n=2)):
+        with pytest.raises(ValueError, match=r"prompts is .*: expected text, token ids, or a seq"):
+            call(prompts)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("name", ["stream", "beam_search", "add_request"])
+def test_calls_of_one_prompt_refuse_several(demo_engine, name):
+    options = {"num_beams": 2} if name == "beam_search" else {}
+    with pytest.raises(ValueError, match=r"prompt has token 'class A:': expected .* or one text"):
+        getattr(demo_engine, name)(["class A:", "import os"], **options)
+
+
 @pytest.mark.parametrize("suffix", [(), "", [], np.array([], np.int32), mx.array([7, 3])])
 def test_a_fork_may_begin_with_what_its_parent_has(engine, suffix):
     parent = engine.add_request(PROMPT, max_tokens=4)
     child = engine.fork(parent, suffix)
     assert engine.request(child).tokens[: len(PROMPT)] == PROMPT
     assert len(engine.request(child).tokens) == len(PROMPT) + len(suffix)
+
+
+@pytest.mark.parametrize("name", ["fork", "abort", "release"])
+@pytest.mark.parametrize("request_id", [[0], None, "0", 0.5])
+def test_a_request_id_is_an_integer(engine, name, request_id):
+    with pytest.raises(ValueError, match=rf"^\[{name}\] request_id is .*: expected an integer"):
+        getattr(engine, name)(request_id)

@@ -251,6 +251,60 @@ def test_a_task_learns_that_a_step_raised(engine, serve):
         run(read())
 
 
+def test_tasks_wait_for_completions(engine):
+    service = EngineService(engine, max_unread=2)
+
+    async def client():
+        async with service as entered:
+            assert entered is service and service.is_running
+            tickets = [service.submit(p, max_tokens=9) for p in (PROMPT, OTHER)]
+            done = await asyncio.gather(*tickets)
+            assert await tickets[0] is done[0] is tickets[0].result()
+            assert [output.token async for output in tickets[1]] == reference(9, OTHER)
+            return [completion.tokens for completion in done]
+
+    assert run(client()) == [reference(9), reference(9, OTHER)]
+    assert not service.is_running and not service._thread.is_alive()
+
+
+def test_cancelling_a_task_that_waits_for_a_completion_aborts_its_request(engine, serve):
+    pause, service = Pause(engine, after=1), serve()
+    ticket = service.submit(PROMPT, max_tokens=200)
+    pause.wait()
+
+    async def client():
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ticket, 0.01)
+        pause.end()
+        return await ticket
+
+    assert run(client()).finish_reason is FinishReason.ABORT
+
+
+def test_leaving_a_loop_over_a_ticket_without_a_name_aborts_its_request(engine, serve):
+    service = serve()
+
+    async def client():
+        async for output in service.submit(PROMPT, max_tokens=200):
+            return output.token
+
+    assert run(client()) == reference(1)[0]
+    assert service.call(lambda engine: engine.has_work) is False
+
+
+def test_a_task_that_waits_for_a_completion_learns_that_a_step_raised(engine, serve):
+    failure = MemoryError("out of device memory")
+    pause, service = Pause(engine, after=1, error=failure), serve()
+    ticket = service.submit(PROMPT, max_tokens=9)
+
+    async def client():
+        asyncio.get_running_loop().call_soon(pause.end)
+        await ticket
+
+    with pytest.raises(MemoryError, match="out of device memory"):
+        run(client())
+
+
 def test_a_loop_that_is_gone_does_not_disturb_the_engine(engine, serve):
     pause, service = Pause(engine, after=1), serve()
     ticket = service.submit(PROMPT, max_tokens=9)

@@ -211,12 +211,6 @@ def test_a_mistake_is_raised_to_the_thread_that_made_it(serve, prompt, options, 
     assert good.result(TIMEOUT).tokens == reference(9) and service.error is None
 
 
-@pytest.mark.parametrize("max_unread", [0, -1])
-def test_max_unread_has_a_least_value(engine, max_unread):
-    with pytest.raises(ValueError, match=f"max_unread is {max_unread}: expected >= 1"):
-        EngineService(engine, max_unread=max_unread)
-
-
 def test_when_a_step_raises_every_open_ticket_and_later_callers_learn_it(engine, serve):
     failure = MemoryError("out of device memory")
     pause, service = Pause(engine, after=4, error=failure), serve()

@@ -114,6 +114,13 @@ def test_a_schema_without_llguidance_says_what_to_install(run, tmp_path, monkeyp
     assert_one_line_mistake(result, f"error: --json-schema: [SamplingParams] {message}")
 
 
+def test_a_wrong_schema_of_a_line_names_its_line(run, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x", "json_schema": {"type": "strin"}}')
+    result = run("--prompts-file", path)
+    assert_one_line_mistake(result, "line 1: [SamplingParams] json_schema: Invalid type: strin")
+
+
 def test_no_prompt_is_a_mistake(run):
     assert_one_line_mistake(run("-m", 3), "no prompt: give --prompt or --prompts-file")
 
@@ -178,7 +185,7 @@ def test_a_prompts_file_in_another_encoding_is_named(run, tmp_path):
         ('{"prompt": ', "not valid JSON"),
         ({"prompt": "x", "top_q": 1}, 'unknown key "top_q"'),
         ({"prompt": ""}, "the prompt is empty"),
-        ({"prompt": "x", "top_p": 2}, "[SamplingParams] top_p is 2: expected from 0 to 1"),
+        ({"prompt": "x", "top_p": 2}, "top_p is 2: expected from 0 to 1"),
         (
             {"prompt": "x", "logit_bias": {"99999": 1}},
             "[SamplingParams] logit_bias names token 99",

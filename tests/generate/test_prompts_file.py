@@ -1,8 +1,12 @@
 """JSONL prompts: valid lines are parsed, wrong lines are reported."""
 
+import json
+from dataclasses import fields, replace
+
 import pytest
 
 from mlx_paged.generate.prompts_file import PromptSpec, read_prompts
+from mlx_paged.sampling_params import SamplingParams
 
 CHAT = '[{"role": "user", "content": "hi"}]'
 
@@ -27,18 +31,22 @@ BAD_LINES = {
     "message without role": ('{"messages": [{"content": "hi"}]}', '"messages" must be a list'),
     "message is text": ('{"messages": ["role"]}', '"messages" must be a list'),
     "unknown key": ('{"prompt": "a", "max_token": 3}', 'unknown key "max_token"'),
-    "number as text": ('{"prompt": "a", "top_k": "3"}', '"top_k" must be a number'),
-    "number as truth": ('{"prompt": "a", "seed": true}', '"seed" must be a number'),
-    "number is null": ('{"prompt": "a", "temp": null}', '"temp" must be a number'),
-    "switch as number": ('{"prompt": "a", "speculate": 1}', '"speculate" must be true or false'),
-    "switch as text": ('{"prompt": "a", "ignore_eos": "no"}', '"ignore_eos" must be true or f'),
+    "number as text": ('{"prompt": "a", "top_k": "3"}', "top_k is '3': expected an integer >= 0"),
+    "number as truth": ('{"prompt": "a", "seed": true}', "seed is True: expected an integer"),
+    "number is null": ('{"prompt": "a", "temp": null}', "temperature is None: expected >= 0"),
+    "switch as number": ('{"prompt": "a", "speculate": 1}', "speculate is 1: expected True or"),
+    "switch as text": ('{"prompt": "a", "ignore_eos": "no"}', "ignore_eos is 'no': expected True"),
     "n is text": ('{"prompt": "a", "n": "2"}', '"n" must be a whole number'),
     "n is none": ('{"prompt": "a", "n": 0}', '"n" must be at least 1'),
     "priority is a fraction": ('{"prompt": "a", "priority": 0.5}', '"priority" must be a whole'),
     "bias is a list": ('{"prompt": "a", "logit_bias": [5]}', '"logit_bias" must be an object'),
     "bias of a word": ('{"prompt": "a", "logit_bias": {"x": 1}}', '"logit_bias" must be an obj'),
-    "stop is a number": ('{"prompt": "a", "stop": 3}', '"stop" must be a string or a list'),
-    "stop holds a number": ('{"prompt": "a", "stop": ["x", 3]}', '"stop" must be a string or'),
+    "stop is a number": ('{"prompt": "a", "stop": 3}', "stop is 3: expected a collection"),
+    "stop holds a number": ('{"prompt": "a", "stop": ["x", 3]}', "stop is ('x', 3): expected non"),
+    "stop tokens are text": ('{"prompt": "a", "stop_token_ids": ["<eos>"]}', "stop_token_ids is"),
+    "schema is a number": ('{"prompt": "a", "json_schema": 3}', "json_schema is 3: expected None"),
+    "two constraints": ('{"prompt": "a", "regex": "b", "grammar": "c"}', "regex and grammar are"),
+    "a callable": ('{"prompt": "a", "sampler": "greedy"}', 'unknown key "sampler"'),
 }
 
 
@@ -76,7 +84,7 @@ def test_options_are_named_as_in_sampling_params():
         "top_k": 4,
         "min_p": 0.1,
         "seed": 7,
-        "stop": ("x", "y"),
+        "stop": ["x", "y"],
     }
 
 
@@ -90,7 +98,28 @@ def test_temp_is_short_for_temperature():
 
 
 def test_a_stop_string_may_stand_alone():
-    assert read_one('{"prompt": "a", "stop": "end"}').options == {"stop": ("end",)}
+    options = read_one('{"prompt": "a", "stop": "end"}').options
+    assert SamplingParams(**options).stop == ("end",)
+
+
+def test_every_option_that_json_can_hold_is_a_key():
+    callables = {"sampler", "logits_processors"}
+    defaults = {each.name: each.default for each in fields(SamplingParams)}
+    plain = {
+        name: list(value) if isinstance(value, frozenset | tuple) else value
+        for name, value in defaults.items()
+        if name not in callables | {"logit_bias"}
+    }
+    options = read_one(json.dumps({"prompt": "a", "logit_bias": {}, **plain})).options
+    assert options.keys() == defaults.keys() - callables
+    assert SamplingParams(**options) == SamplingParams()
+
+
+@pytest.mark.parametrize("key", ["regex", "grammar", "json_schema"])
+def test_a_constraint_replaces_that_of_the_command_line(key):
+    given = SamplingParams(json_schema='{"type": "integer"}')
+    options = read_one(json.dumps({"prompt": "a", key: "[0-9]+"})).options
+    assert replace(given, **options).constraint == (key, "[0-9]+")
 
 
 @pytest.mark.parametrize("value", ["7", '"seven"', '["x", 7]'], ids=["number", "text", "list"])

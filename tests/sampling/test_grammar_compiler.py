@@ -126,3 +126,9 @@ def test_logits_may_be_wider_than_the_vocabulary():
     bits, *_ = compiler.masks_of([compiler.Row(1, state, tokens, 3)], 1792 + 77)
     assert bits.shape == (1, 59)
     assert bits.any() and not bits[0, 1792 // 32 :].any()
+
+
+def test_words_that_are_no_keywords_of_json_schema_are_ignored():
+    engine = make_engine()
+    engine.add_request(PROMPTS[0], json_schema={"type": "integer", "maximun": 9, "x-note": "a"})
+    assert engine.has_work

@@ -1,0 +1,93 @@
+"""Wrong arguments of an engine, of its service and of prompt caches are named."""
+
+import re
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from mlx_paged import BatchGenerator, Engine, EngineService, make_prompt_cache
+from mlx_paged.cli import demo_model_path, load_model
+
+PATH = str(demo_model_path())
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load_model()
+
+
+def no_models(model, tokenizer):
+    """What new callers give where a model is expected."""
+    return [PATH, demo_model_path(), (model, tokenizer), tokenizer, None, nn.Linear(2, 2), print]
+
+
+@pytest.mark.parametrize("make", [Engine, BatchGenerator, make_prompt_cache])
+def test_what_is_no_model_is_named(loaded, make):
+    for given in no_models(*loaded):
+        with pytest.raises(ValueError, match=r"^\[\w+\] model is .*: expected a model, the first"):
+            make(given)
+
+
+def test_a_model_in_the_place_of_a_tokenizer_is_named(loaded):
+    model, tokenizer = loaded
+    for given in (model, PATH, tokenizer._tokenizer._tokenizer):
+        with pytest.raises(ValueError, match=r"^\[Engine\] tokenizer is .*: expected the second"):
+            Engine(model, given)
+    with pytest.raises(ValueError, match=r"^\[Engine\] draft_model is .*: expected a model"):
+        Engine(model, tokenizer, draft_model=PATH)
+
+
+def test_a_tokenizer_of_transformers_is_one(loaded):
+    model, tokenizer = loaded
+    engines = Engine(model, AutoTokenizer.from_pretrained(PATH)), Engine(model, tokenizer)
+    ours, expected = (e.generate("def main(", max_tokens=64)[0] for e in engines)
+    assert ours.text == expected.text != ""
+    assert ours.finish_reason == expected.finish_reason
+
+
+WRONG = {
+    "policy": (["lifo", None, 1, np.array([[1]])], "one of fcfs, priority, shortest"),
+    "preempt": (["oldest", None, mx.array(1)], "one of newest, longest, fewest-generated"),
+    "speculate": (["n-gram", [1], {"a": 1}], "None or, without a draft model, one of ngram"),
+    "prefix_cache": ([None, "no", np.array([1, 2])], "True or False"),
+    "lookahead": ([None, "no", 1], "True or False"),
+    "profile": ([None, "no"], "True or False"),
+    "cpu_linear": (["no", 0], "True, False or None"),
+    "compile": (["no", np.array([1, 2])], "True, False or None"),
+    "prewarm": (["no", 1], "True, False or None"),
+    "metrics_jsonl": ([0, True, b"x"], "a path or None"),
+    "kv_disk": ([1.5, {}, b"x"], "a path or None"),
+    "kv_bits": ([np.array([8, 4]), [8], 4, 8.0, True, "4"], '8, or "8,4"'),
+    "max_running": (["8", 0, [PATH] * 99], "an integer >= 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_of_an_engine_are_named(loaded, name):
+    values, expected = WRONG[name]
+    for value in values:
+        with pytest.raises(ValueError, match=rf"^\[Engine\] {name} is ") as error:
+            Engine(*loaded, num_blocks=4, **{name: value})
+        assert f": expected {expected}" in str(error.value)
+        assert len(str(error.value)) < 250 and "\n" not in str(error.value)
+
+
+def test_outputs_go_to_what_can_be_called(loaded):
+    engine = Engine(*loaded, num_blocks=16)
+    for call in (engine.generate, lambda *args, **options: engine.sample(*args, 2, **options)):
+        with pytest.raises(ValueError, match=re.escape("on_output is 'print': expected a callab")):
+            call("x", on_output="print")
+    assert not engine.has_work
+
+
+def test_a_service_takes_an_engine(loaded):
+    for given in (*loaded, PATH, None, Engine):
+        with pytest.raises(ValueError, match=r"^\[EngineService\] engine is .*: expected an Eng"):
+            EngineService(given)
+    engine = Engine(*loaded, num_blocks=4)
+    for given in (0, None, "many", 1.5):
+        with pytest.raises(ValueError, match=r"max_unread is .*: expected an integer >= 1"):
+            EngineService(engine, max_unread=given)
