@@ -1,11 +1,46 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests, and which cases of the long matrices run."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import wraps
+from random import Random
 
 import pytest
 
 from mlx_paged.runner.model_runner import ModelRunner
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        choices=("sample", "others", "all"),
+        default="sample",
+        help="of tests marked `sampled(n)`: one case in n, the others, or all",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect cases of tests that are marked ``sampled(n)``, as `--cases` says. The sample has one
+    case in n, rounded down: a test with one case is not in it. "others" are the cases that the
+    sample lacks. A test that the command line names by ``::`` runs with all its cases."""
+    wanted = config.getoption("--cases")
+    if wanted == "all" or any("::" in argument for argument in config.args):
+        return
+    matrices: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        matrices[item.nodeid.partition("[")[0]].append(item)
+    kept = set[pytest.Item]()
+    for name, cases in matrices.items():
+        mark = cases[0].get_closest_marker("sampled")
+        sample = cases
+        if mark is not None:
+            sample = Random(name).sample(cases, len(cases) // mark.args[0])
+        if wanted == "sample":
+            kept.update(sample)
+        else:
+            kept.update(set(cases) - set(sample))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(scope="session", autouse=True)

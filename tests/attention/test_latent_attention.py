@@ -173,6 +173,7 @@ def assert_tokens(model, prompt, completion) -> None:
     assert completion.tokens == solo_greedy(model, prompt, NUM_TOKENS)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NUM_LAYERS)
 def test_prompts_that_arrive_beside_decodes_have_mlx_lms_tokens(name, models):
     model = models(name)

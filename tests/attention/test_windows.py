@@ -43,6 +43,7 @@ def test_each_layer_has_its_own_window(windows):
     assert probe(windowed(*windows)).windows == windows
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("lookahead", [True, False])
 @pytest.mark.parametrize("prefill_chunk", [5, 16, 64])
 @pytest.mark.parametrize(

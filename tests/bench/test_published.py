@@ -14,6 +14,7 @@ def run(capsys, *options):
     return lines, rows, json.loads(last)
 
 
+@pytest.mark.sampled(2)
 def test_blocks_are_served_in_turns_with_one_ceiling(capsys, monkeypatch):
     served = []
     real = published.serving.main
@@ -37,6 +38,7 @@ def test_blocks_are_served_in_turns_with_one_ceiling(capsys, monkeypatch):
     assert len(record["load_average"]) == 6
 
 
+@pytest.mark.sampled(2)
 def test_the_gather_is_measured_beside_copies(capsys, monkeypatch):
     monkeypatch.setattr(published, "CONTEXTS", (40, 70))
     lines, (head, _, *rows), record = run(capsys, "gather", "--rounds", "1")

@@ -106,6 +106,7 @@ class TestWrongKernels:
         monkeypatch.setattr(ops, "paged_attention", wrong)
         assert list(failures(OF_QUANTIZED)) == [variant.name for variant in OF_QUANTIZED[:2]]
 
+    @pytest.mark.sampled(2)
     def test_the_metal_kernels_pass_in_the_emulator(self, monkeypatch):
         runner = MetalRunner()
         runner.install(monkeypatch)

@@ -39,6 +39,7 @@ def prompts(count: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))] for _ in range(count)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

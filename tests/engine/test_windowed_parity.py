@@ -27,6 +27,7 @@ SAMPLE = [Case(name, *SIZES[7 * i % len(SIZES)]) for i, name in enumerate(NAMES)
 """A case of each architecture. Together they have all windows, chunks and block sizes."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES.__getitem__)
 def test_windows_change_nothing(number):
     case = SAMPLE[number]
@@ -40,6 +41,7 @@ QUANTIZED = "llama, windowed", "gemma3", "gpt_oss", "gemma4_text"
 """Models whose layers all may be quantized; the last one has layers of several sizes."""
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kv_bits", [8, "8,4"])
 @pytest.mark.parametrize("sizes", [*product((7, 64, 512), (8, 16, 32))], ids=str)
 def test_quantized_layers_compute_what_mlx_lm_does_over_the_same_values(kv_bits, sizes):

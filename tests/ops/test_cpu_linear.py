@@ -231,6 +231,7 @@ for dtype in mx.float32, mx.float16, mx.bfloat16:
     assert same == [[True, True], [True, False], [False, False]]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("build", ["baseline", "avx2", "avx512"])
 def test_every_build_passes_these_tests(build):
     if build not in _ext.supported_kernels():

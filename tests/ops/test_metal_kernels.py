@@ -81,6 +81,7 @@ class TestAttention:
         contexts = sorted({1, block_size - 1, block_size, block_size + 1, 45})
         assert_matches_float64(metal, random_case(contexts, block_size=block_size, dtype=dtype))
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("head_dim", [12, 32, 64, 80, 96, 128, 256], ids="D{}".format)
     def test_head_dims(self, metal, head_dim):
         assert_matches_float64(metal, random_case([45, 7], head_dim=head_dim, dtype=mx.float16))
@@ -89,6 +90,7 @@ class TestAttention:
     def test_values_of_another_width(self, metal, head_dim, v_head_dim):
         assert_matches_float64(metal, random_case([45], head_dim=head_dim, v_head_dim=v_head_dim))
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize(
         ("rank", "rope", "num_heads"), [(512, 64, 1), (512, 64, 3), (256, 64, 3), (16, 8, 7)]
@@ -104,6 +106,7 @@ class TestAttention:
     def test_wide_values_of_narrow_keys(self, metal):
         assert_matches_float64(metal, random_case([45], head_dim=64, v_head_dim=320))
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("option", ["sinks", "window_21", "float_mask"])
     def test_latents_of_split_contexts(self, any_metal, option):
         case = latent_case([4097, 0], 512, 64, num_heads=3, options=[option])
@@ -141,6 +144,7 @@ class TestAttention:
         case = random_case([1, 45, 0, 17], num_tokens=2, head_dim=32, options=[option])
         assert_matches_float64(metal, case)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     def test_all_options_together(self, any_metal, dtype):
         case = random_case(
@@ -183,6 +187,7 @@ class TestAttention:
         assert worst_error(out, want) < FLOAT32_ERROR
         assert worst_error(attn, want_attn) < FLOAT32_ERROR
 
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("group", [1, 4, 7, 8], ids="G{}".format)
     @pytest.mark.parametrize("contexts", [[4097], [1, 15, 4097, 16, 17]], ids=["one", "several"])

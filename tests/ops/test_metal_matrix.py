@@ -74,6 +74,7 @@ class TestOneLength:
         """Two have 9 and 8 of 17 matrices."""
         assert_matches_float64(metal, by_matrices([40], num_tokens=2, head_dim=136))
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize(
         "dims",
         [8, 16, 32, 64, 80, 96, 112, 128, 192, 256, (192, 128), (64, 96), (320, 256), (64, 512)],
@@ -84,6 +85,7 @@ class TestOneLength:
         case = by_matrices([45, 10], head_dim=head_dim, v_head_dim=v_head_dim)
         assert_matches_float64(metal, case)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize(
         ("group", "num_tokens", "rows"),
@@ -96,6 +98,7 @@ class TestOneLength:
         assert_matches_float64(any_metal, case)
         assert any_metal.trace.kernels[0].endswith(f"_r{rows}")
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize(
         ("rank", "rope", "num_tokens"), [(512, 64, 1), (256, 64, 2), (64, 16, 5)]
@@ -111,6 +114,7 @@ class TestOneLength:
     def test_options(self, metal, option, num_tokens):
         assert_matches_float64(metal, by_matrices([1, 45, 0, 17], num_tokens, options=[option]))
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("contexts", [[1300], [600, 3, 1100]], ids=["one", "several"])
     @pytest.mark.parametrize("options", [(), ("sinks",), ("window_21",), ("non_causal",)], ids=str)
     def test_split_contexts(self, any_metal, contexts, options):
@@ -166,6 +170,7 @@ class TestDifferentLengths:
         assert_matches_float64(metal, case, num_decodes=3)
         assert metal.trace.kernels == ["matrix_attention_half_half_d64_v64_r8"]
 
+    @pytest.mark.sampled(5)
     @pytest.mark.parametrize("num_decodes", [0, 1])
     @pytest.mark.parametrize("options", [(), ("sinks", "window_21"), ("sinks",)], ids=str)
     def test_split_contexts(self, any_metal, options, num_decodes):
@@ -213,6 +218,7 @@ class TestDifferentLengths:
         assert matrix.threadgroups == (tiles + 128) * (1024 // tiles)
         assert decodes.threadgroups == 128 * 6
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("length", [5, 12])
     @pytest.mark.parametrize("heads", [(8, 2), (4, 1), (28, 4)], ids=str)
     def test_all_launches_store_as_many_splits_as_there_is_room_for(self, heads, length):
@@ -230,6 +236,7 @@ class TestDifferentLengths:
             room = partial_bytes // (rows * 64 * 4)
             assert all(launch["grid"][2] <= room for launch in attends)
 
+    @pytest.mark.sampled(2)
     def test_a_chunk_of_more_splits_than_the_decode_beside_it(self, metal):
         sizes = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 8, "block_size": 64}
         case = ragged_case([1, 5], befores=(600, 34_000), dtype=mx.float16, **sizes)

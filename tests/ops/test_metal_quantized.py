@@ -59,6 +59,7 @@ def assert_written_as_on_the_cpu(rows, kv_bits, layout="NHSD", slots=SLOTS, mode
         np.testing.assert_array_equal(np.array(mine), np.array(expected))
 
 
+@pytest.mark.sampled(5)
 @every_format
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (20, 8), (96, 200), (192, 128)], ids=str)
@@ -123,6 +124,7 @@ def assert_like_float64(kv_bits, case, expected, kernel, metal=None):
 DIMS = [(64, 64), (128, 128), (96, 96), (20, 8), (192, 128), (256, 256), (64, 200)]
 
 
+@pytest.mark.sampled(7)
 @every_format
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -133,6 +135,7 @@ def test_reads_of_the_tile_kernel(kv_bits, dtype, dims):
         assert_like_float64(kv_bits, *case, "paged_attention")
 
 
+@pytest.mark.sampled(9)
 @every_format
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 5, 20], ids=lambda n: f"L{n}")

@@ -17,6 +17,7 @@ MOST_PIPELINES = 25
 """Tenths of a second each: an engine's start takes seconds."""
 
 
+@pytest.mark.sampled(2)
 def test_every_architecture():
     """In one dtype; scripts/metal/check.py takes all."""
     require_emulator()

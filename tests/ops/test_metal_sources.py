@@ -62,6 +62,7 @@ class TestWrittenFiles:
     def test_each_is_the_source_of_its_kernel(self, files):
         assert files == {f"{kernel}.metal": each["source"] for kernel, each in LAUNCHES.items()}
 
+    @pytest.mark.sampled(5)
     @pytest.mark.parametrize("kernel", LAUNCHES)
     def test_each_compiles_alone(self, files, kernel):
         require_emulator()

@@ -11,10 +11,12 @@ def measured():
     return text_rows(WINDOWS[-1]), planted_rows()
 
 
+@pytest.mark.sampled(2)
 def test_nothing_exceeds_its_limit(measured):
     assert exceeded(*measured) == []
 
 
+@pytest.mark.sampled(2)
 def test_the_limits_notice_keys_of_4_bits(measured, monkeypatch):
     texts, rows = measured
     monkeypatch.setattr(kv_quantization, "LIMITS", {"mlx-lm, 4 bits": LIMITS["8,4"]})
@@ -23,6 +25,7 @@ def test_the_limits_notice_keys_of_4_bits(measured, monkeypatch):
         assert measure in found
 
 
+@pytest.mark.sampled(2)
 def test_4_bits_change_more_than_8(measured):
     texts, rows = measured
     assert 0 < texts["8"].mean_kld < texts["8,4"].mean_kld < texts["mlx-lm, 4 bits"].mean_kld

@@ -101,6 +101,7 @@ def alone(model: nn.Module) -> Iterator[list[int]]:
         yield engine.generate([prompt], max_tokens=NUM_TOKENS)[0].tokens
 
 
+@pytest.mark.sampled(4)
 def test_but_for_attention_and_norms_every_token_is_mlx_lm_s(answers, monkeypatch):
     """Attention rounds less often here, and norms sum in another order. Rows in place of a
     sequence, embeddings, activations and log-sum-exp change no token."""

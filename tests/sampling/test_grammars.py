@@ -175,6 +175,7 @@ def test_a_batch_survives_preemption_and_forks(lookahead):
             validate(json.loads(text), json.loads(SamplingParams(**source).json_schema))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 def test_drafts_are_masked_by_what_is_before_them(monkeypatch, share, temperature):

@@ -127,6 +127,7 @@ def assert_drawn_from(tokens: list[int], probs: np.ndarray) -> None:
     assert statistic < chi_square_bound(int(used.sum()) - 1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
 @pytest.mark.parametrize("spread", [2.0, 8.0], ids=["flat", "peaked"])
 def test_exactly_the_tokens_that_pass_mlx_lms_filters_are_drawn(spread, options):
