@@ -4,6 +4,10 @@ from importlib.metadata import version
 
 import mlx.core  # noqa: F401  registers the array type that the compiled module shares
 
+from mlx_paged.arguments import require_mlx_lm
+
+require_mlx_lm()
+
 from mlx_paged.batch_generator.generator import BatchGenerator
 from mlx_paged.cli import demo_model_path
 from mlx_paged.drop_in.caches import make_prompt_cache

@@ -2,12 +2,27 @@
 
 from collections.abc import Iterable
 from enum import StrEnum
+from importlib.metadata import version
 from numbers import Integral, Real
 from os import PathLike
 from typing import TypeGuard, TypeVar
 
 MAX_INT32 = 2**31 - 1
+OLDEST_MLX_LM = "0.32"
 _Choice = TypeVar("_Choice", bound=StrEnum)
+
+
+class UntestedVersionError(RuntimeError):
+    """This package was not tested with the installed mlx-lm."""
+
+
+def require_mlx_lm() -> None:
+    """Raise UntestedVersionError if the installed mlx-lm lacks what this package imports."""
+    installed = version("mlx-lm")
+    if [*map(int, installed.split(".")[:2])] < [*map(int, OLDEST_MLX_LM.split("."))]:
+        raise UntestedVersionError(
+            f"mlx-lm {installed} is installed: expected {OLDEST_MLX_LM} or newer"
+        )
 
 
 def missing(packages: str, extra: str) -> str:

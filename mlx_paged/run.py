@@ -14,8 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
+from mlx_paged.arguments import UntestedVersionError
 from mlx_paged.cli import COUNT, GB, MEMORY, Parser
-from mlx_paged.drop_in.patch import UntestedVersionError, patch_mlx_lm
+from mlx_paged.drop_in.patch import patch_mlx_lm
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
 
 STARTUP = str(Path(__file__).parent / "drop_in" / "startup")

@@ -96,7 +96,8 @@ class BatchGenerator:
             raise TypeError(f"BatchGenerator() got an unexpected keyword argument {name!r}")
         require_model("BatchGenerator", "model", model)
         for name in ("speculate", "draft_model"):
-            require(not engine_options.get(name), "BatchGenerator", name, "given", "None")
+            given = engine_options.get(name)
+            require(given is None, "BatchGenerator", name, given, "None")
         has_effect = max_kv_size is not None and not hasattr(model, "make_cache")
         rotating = "None, rotating caches of a given size are not supported"
         require(not has_effect, "BatchGenerator", "max_kv_size", max_kv_size, rotating)
@@ -370,10 +371,8 @@ class BatchGenerator:
             )
             return row_params(max_tokens, [s or self.sampler for s in samplers], processors)
         if any(given is not None for given in (max_tokens, samplers, processors)):
-            raise ValueError(
-                "[insert] params is given beside max_tokens, samplers or logits_processors: "
-                "expected these options as fields of the params"
-            )
+            beside = "params is given beside max_tokens, samplers or logits_processors"
+            raise ValueError(f"[insert] {beside}: expected these options as fields of the params")
         return params
 
     def _add(

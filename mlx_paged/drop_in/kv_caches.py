@@ -61,7 +61,7 @@ class PagedKVCache(PagedCache):
         keys = [(row.pool, row.id, row.version) for row in self.rows[:1]]
         layer, self._is_begun = self.layer, False
         self._set_rows([layer.pool.sequence_for(key, layer.index) for key in keys], [0])
-        if given.offset > 0:
+        if given.keys is not None:
             self.fill(given)
 
     def make_mask(

@@ -14,6 +14,7 @@ import mlx_lm
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 
+from mlx_paged.arguments import UntestedVersionError
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.caches import as_paged, check_options, construction, make_prompt_cache
@@ -32,10 +33,6 @@ STATES_OVER_PADDING = {
 """Models whose recurrent states mlx-lm 0.32.2 itself computes over a row's right padding."""
 
 Options = dict[str, Any]
-
-
-class UntestedVersionError(RuntimeError):
-    """The caches were not tested with the installed mlx-lm."""
 
 
 class _Patch:

@@ -217,7 +217,9 @@ class EngineCore:
         Raises:
             ValueError: no such request, a beam search, or as :meth:`add_request`.
         """
-        parent = self.request(integer("fork", "request_id", request_id))
+        request_id = integer("fork", "request_id", request_id)
+        self._settle()  # the step under way may end the request
+        parent = self.request(request_id)
         if parent is None or parent.synchronous:
             raise ValueError(
                 f"[fork] request_id is {request_id}: expected a request under way, or an ended one"
@@ -227,7 +229,6 @@ class EngineCore:
         inherits = params is None and not options
         given = parent.params if inherits else checked_params("fork", params, options, self._encode)
         continuation = self._encode(suffix, continues=True)
-        self._settle()
         tokens, seed = parent.tokens + continuation, None if inherits else given.seed
         child = self._make_request(tokens, given, seed, parent.priority, parent.salt)
         child.keep_blocks = keep

@@ -208,6 +208,9 @@ class OutputProcessor:
         self._stop_ids[request.id] = self.stop_token_ids(request)
         if self.tokenizer is not None:
             detokenizer = self.tokenizer.detokenizer
+            if request.params.constraint is not None and not context:
+                # A detokenizer drops a space at the beginning, which the grammar may demand.
+                context = self.tokenizer.encode("x", add_special_tokens=False)
             self._texts[request.id] = TextStream(detokenizer, request.params.stop, context)
 
     def append(self, choice: SampledToken) -> tuple[TokenOutput, FinishReason | None]:

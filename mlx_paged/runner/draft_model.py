@@ -164,6 +164,8 @@ class DraftModel:
             return 0
         own = shadow.request
         own.tokens += request.tokens[len(own.tokens) :]
+        # Drafts that no step computed are not verified. The newest token chooses the next one.
+        own.num_computed = min(own.num_computed, len(own.tokens) - 1)
         self._allocator.truncate(own.id, own.num_computed)
         self._allocator.register_prefix(own.id, own.tokens, own.num_computed)
         self._allocator.trim(own.id, own.num_computed, offers=True)

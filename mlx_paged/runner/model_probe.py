@@ -210,7 +210,12 @@ def _trace(model: nn.Module, rows: int, length: int) -> list[Any]:
     """Build the graph of one forward on recording caches; return the caches."""
     caches = _recording_caches(model, rows)
     with attention_hook():
-        model(mx.zeros((rows, length), mx.int32), cache=caches)
+        logits = model(mx.zeros((rows, length), mx.int32), cache=caches)
+    if not isinstance(logits, mx.array):
+        raise UnsupportedModelError(
+            f"model type {model_type(model)} is refused: it returns {type(logits).__name__}, not "
+            "logits as mlx-lm's models; those of mlx-vlm are not served"
+        )
     return caches
 
 

@@ -36,19 +36,19 @@ class GrammarState:
 
     Args:
         matcher: after `position` tokens of the request; it belongs to the state from now on.
-        end: the end-of-sequence token that follows when the grammar allows no other token.
-        vocab_size: tokens that the matcher knows.
+        tokens: llguidance's tokenizer. Its end-of-sequence token follows when the grammar allows no
+            other token.
 
     Attributes:
         forced: tokens that must follow. The matcher is behind them.
     """
 
-    def __init__(self, matcher: Matcher, position: int, end: int, vocab_size: int) -> None:
+    def __init__(self, matcher: Matcher, position: int, tokens: Any) -> None:
         self.matcher = matcher
-        self.vocab_size = vocab_size
+        self.vocab_size: int = tokens.vocab_size
         self.forced: list[int] = []
         self._position = position
-        self._end = end
+        self._tokens = tokens
         self._find_forced()
 
     def copy(self, tokens: Sequence[int]) -> "GrammarState":
@@ -83,11 +83,21 @@ class GrammarState:
 
     def _find_forced(self) -> None:
         matcher = self.matcher
-        while len(self.forced) < MAX_FORCED and (more := matcher.compute_ff_tokens()):
+        while len(self.forced) < MAX_FORCED and (more := self._forced_tokens()):
             matcher.consume_tokens(more)
             self.forced += more
         if matcher.is_stopped() and not matcher.is_error():
-            self.forced.append(self._end)
+            self.forced.append(self._tokens.eos_token)
+
+    def _forced_tokens(self) -> list[int]:
+        """Tokens of the text that must follow. A tokenizer makes special tokens of their names;
+        such text is divided into other tokens, because a special token may end the request."""
+        found: list[int] = self.matcher.compute_ff_tokens()
+        if any(map(self._tokens.is_special_token, found)):
+            with suppress(UnicodeDecodeError):  # a grammar's own special token is no text
+                text = self.matcher.compute_ff_bytes().decode()
+                return list(self._tokens.greedy_tokenize(text))
+        return found
 
 
 class Row(NamedTuple):
@@ -178,8 +188,7 @@ class Grammars:
         if params.constraint is None:
             return None
         matcher = self.compile(params)
-        end, size = self._tokens.eos_token, self._tokens.vocab_size
-        return GrammarState(matcher.deep_copy(), position, end, size)
+        return GrammarState(matcher.deep_copy(), position, self._tokens)
 
     def compile(self, params: SamplingParams) -> Matcher:
         """A matcher before its first token. Raises ValueError as :meth:`start`."""

@@ -170,3 +170,14 @@ def test_an_empty_row_joins_from_another_pool(llama, left_padding):
     batch = merged([cache, other])
     assert batch[0].offset.tolist() == [len(PROMPT), -left_padding]
     assert same(contents([c.extract(0) for c in batch]), contents(stock_filled(llama)))
+
+
+def test_a_cache_trimmed_to_nothing_keeps_empty_arrays_in_its_state():
+    model = tiny_model("llama")
+    caches = make_prompt_cache(model)
+    model(mx.array([[1, 2, 3]]), cache=caches)
+    cache = caches[0]
+    assert cache.trim(3) == 3
+    cache.state = cache.state
+    assert cache.offset == 0 and cache.keys.shape[2] == cache.values.shape[2] == 0
+    assert cache.keys.shape[1] == cache.state[0].shape[1] > 0

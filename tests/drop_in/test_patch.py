@@ -15,7 +15,7 @@ from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import make_sampler
 from tiny_models import tiny_model
 
-from mlx_paged import Engine
+from mlx_paged import Engine, arguments
 from mlx_paged.attention import sdpa_hook
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.attention.sdpa_hook import mlx_attention
@@ -336,3 +336,11 @@ def test_an_engine_may_be_made_while_mlx_lm_is_patched():
         engine = Engine(tiny_model("qwen3"), block_size=4, num_blocks=32)
     (done,) = engine.generate([[1, 2, 3]], max_tokens=3)
     assert len(done.tokens) == 3
+
+
+@pytest.mark.parametrize("allowed", ["0", "1"])
+def test_an_mlx_lm_that_is_too_old_is_named(monkeypatch, allowed):
+    monkeypatch.setenv("MLX_PAGED_ALLOW_UNTESTED_MLX_LM", allowed)
+    monkeypatch.setattr(arguments, "version", lambda name: "0.31.3")
+    with pytest.raises(UntestedVersionError, match=r"mlx-lm 0\.31\.3 is installed: expected 0\.32"):
+        arguments.require_mlx_lm()

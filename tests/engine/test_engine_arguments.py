@@ -1,14 +1,22 @@
 """Wrong arguments of an engine, of its service and of prompt caches are named."""
 
 import re
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from tiny_models import tiny_model
 from transformers import AutoTokenizer
 
-from mlx_paged import BatchGenerator, Engine, EngineService, make_prompt_cache
+from mlx_paged import (
+    BatchGenerator,
+    Engine,
+    EngineService,
+    UnsupportedModelError,
+    make_prompt_cache,
+)
 from mlx_paged.cli import demo_model_path, load_model
 
 PATH = str(demo_model_path())
@@ -91,3 +99,17 @@ def test_a_service_takes_an_engine(loaded):
     for given in (0, None, "many", 1.5):
         with pytest.raises(ValueError, match=r"max_unread is .*: expected an integer >= 1"):
             EngineService(engine, max_unread=given)
+
+
+class ModelOfVision(type(tiny_model("llama"))):
+    """Returns its logits as mlx-vlm's language models do."""
+
+    def __call__(self, *args, **options):
+        return SimpleNamespace(logits=super().__call__(*args, **options))
+
+
+def test_a_model_that_returns_no_logits_is_refused_by_name():
+    model = tiny_model("llama")
+    model.__class__ = ModelOfVision
+    with pytest.raises(UnsupportedModelError, match="llama is refused: it returns SimpleNamespace"):
+        Engine(model)

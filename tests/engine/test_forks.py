@@ -1,11 +1,12 @@
 """Samples, forks and beams: what they share, and that sharing changes no token."""
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
 from tiny_models import VOCAB, solo_greedy, tiny_model
 
-from mlx_paged import Engine, FinishReason, SamplingParams
+from mlx_paged import Engine, FinishReason, SamplingParams, demo_model_path
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 37).tolist()
 BLOCK = 4
@@ -347,3 +348,24 @@ def test_beams_beside_other_requests(model, engine):
 def test_mistakes_are_named(engine, call, message):
     with pytest.raises(ValueError, match=message):
         call(engine)
+
+
+def test_a_request_that_ends_while_it_is_forked_is_refused_at_once():
+    """The step under way may choose its last token, which only `fork` reads."""
+    model, tokenizer = mlx_lm.load(str(demo_model_path()))[:2]
+    engine = Engine(model, tokenizer, num_blocks=64)
+    refused = 0
+    for max_tokens in range(1, 6):
+        parent = engine.add_request("class Stack:", max_tokens=max_tokens)
+        for _ in range(max_tokens - 1):
+            engine.step()
+        assert engine.is_open(parent)
+        try:
+            engine.fork(parent, max_tokens=2)
+        except ValueError as error:
+            assert "expected a request under way" in str(error)
+            refused += 1
+        while engine.has_work:
+            engine.step()
+        engine.manager.check_integrity()
+    assert refused > 0

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "doctor": {"engine", "drop_in", "metrics", "attention", "kv", "ops", "cli", *REQUESTS},
     "batch_generator": {"engine", "runner", "scheduler", "kv", *REQUESTS},
     "auto_patch": {"drop_in"},
-    "run": {"cli", "drop_in"},
+    "run": {"arguments", "cli", "drop_in"},
     "drop_in": {"arguments", "runner", "attention", "kv", "ops"},
     "engine": {
         *("runner", "metrics", "scheduler", "attention", "sampling", "kv_disk", "kv", *REQUESTS)

@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 
+import mlx_lm
 import numpy as np
 import pytest
 from architectures import VOCAB, build
 from injected_drafts import HalfRight
 
-from mlx_paged import Engine
+from mlx_paged import Engine, demo_model_path
 from mlx_paged.runner import compiled_decode
 from mlx_paged.runner.batch import Layout
 from mlx_paged.runner.compiled_decode import CompiledDecode
@@ -78,3 +79,16 @@ def test_drafts_are_traced_when_they_come_often(monkeypatch):
     monkeypatch.setattr(compiled_decode, "max_paged_queries", lambda: 0)
     takes = Engine(build("llama"), **SMALL, compile=True).runner.compiled.takes
     assert not any(takes(batch(5)) for _ in range(5))
+
+
+def test_a_request_may_be_proposed_for_again_without_a_new_token():
+    """Its drafts found no block, or it was preempted and admitted again."""
+    model, tokenizer = mlx_lm.load(str(demo_model_path()))[:2]
+    engine = Engine(model, tokenizer, num_blocks=64, draft_model=model, lookahead=False)
+    request = engine.request(engine.add_request("class Stack:", max_tokens=30))
+    for _ in range(4):
+        engine.step()
+    drafter = engine.scheduler.speculation.drafter
+    first = drafter.propose([request], [3])
+    assert drafter.propose([request], [3]) == first and len(first[0]) == 3
+    assert drafter.likelihood(request) > 0

@@ -1,22 +1,26 @@
 """The tokens of a request follow its grammar, in every batch, and nothing else changes."""
 
+import copy
 import json
 import random
 import re
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
 from injected_drafts import InjectedDrafter, every_guess
 from jsonschema import validate
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from random_schemas import random_schema
 from server_harness import demo
 from solo_runs import solo_run
 from structured_calls import SCHEMAS, structured_solo
 from structured_runs import PROMPTS, SCHEMA, make_engine, run
 
-from mlx_paged import FinishReason, SamplingParams
+from mlx_paged import Engine, FinishReason, SamplingParams, demo_model_path
+from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import JSON_STYLE
 from mlx_paged.scheduler.speculation import Speculation
 
@@ -280,3 +284,38 @@ def test_an_aborted_request_does_not_stop_others():
     assert [c.finish_reason for c in ended] == ["abort"] and done.keys() == {ids[0], ids[2]}
     for completion in done.values():
         assert re.fullmatch("(a|b){19}", completion.text)
+
+
+END = "<|im_end|>"
+
+
+def chat_tokenizer():
+    """The demo model's tokenizer with a special end token whose name is plain text, too."""
+    loaded = mlx_lm.load(str(demo_model_path()))[1]
+    inner = copy.deepcopy(loaded._tokenizer)
+    inner.add_special_tokens({"additional_special_tokens": [END]})
+    return TokenizerWrapper(inner, eos_token_ids=[*loaded.eos_token_ids, inner.encode(END)[-1]])
+
+
+@pytest.mark.parametrize(
+    "schema", [{"const": f"x {END} y"}, {"enum": [f"{END}a", f"{END}b"]}, {"const": END}], ids=str
+)
+def test_forced_text_may_have_the_name_of_a_special_token(schema):
+    tokenizer = chat_tokenizer()
+    grammars = Grammars(tokenizer, None)
+    state = grammars.start(SamplingParams(json_schema=schema), 0)
+    forced = list(state.forced)
+    tokens = grammars._tokens
+    end = forced.pop() if forced[-1] == tokens.eos_token else None
+    assert not any(map(tokens.is_special_token, forced))
+    text = tokens.decode_str(forced)
+    assert (END in text and '"x <|im_end|> y""<|im_end|>"'.find(text) >= 0) or end is None
+    if "const" in schema:
+        assert text == json.dumps(schema["const"]) and end is not None
+
+
+def test_a_space_at_the_beginning_stays_if_the_grammar_demands_it():
+    model, tokenizer = mlx_lm.load(str(demo_model_path()))[:2]
+    engine = Engine(model, tokenizer, num_blocks=64)
+    for regex in (" x", "  y z", "x"):
+        assert engine.generate(["def f():"], max_tokens=20, regex=regex)[0].text == regex
