@@ -93,11 +93,9 @@ struct ManyRows {
   void score(const TilePass<T>& pass) {
     const auto& [args, rows, scratch, tile, next] = pass;
     pack_keys(tile, args.head_dim, scratch.packed);
-    multiply_packed(rows.q, rows.q_stride, rows.num_rows,
-                    {scratch.packed, padded(args.head_dim), args.head_dim, kKeyTile}, nullptr,
-                    scratch.scores, kKeyTile, [&](int32_t r) {
-                      prefetch_share(rows, next.k, next.num_keys, r, args.head_dim);
-                    });
+    score_packed(rows.q, rows.q_stride, rows.num_rows, scratch.packed, args.head_dim,
+                 scratch.scores,
+                 [&](int32_t r) { prefetch_share(rows, next.k, next.num_keys, r, args.head_dim); });
   }
 
   void accumulate(const TilePass<T>& pass, const float* rescale, const SoftmaxState& state) {

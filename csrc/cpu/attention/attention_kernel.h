@@ -13,8 +13,7 @@ namespace mlx_paged::cpu {
 inline constexpr int kKeyTile = 64;
 // The most query rows, pairs of (token, head), that share one pass over the keys of their KV head.
 inline constexpr int kMaxRows = 64;
-// From this many rows on, packing a key tile costs less than it saves. With fewer rows,
-// a dot product adds its terms in another order.
+// From this many rows on, packing a key tile costs less than it saves.
 inline constexpr int kPackedRows = 16;
 
 // One query of one head.

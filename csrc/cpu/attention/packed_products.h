@@ -100,6 +100,68 @@ template <int kRows, int kColumns>
   }
 }
 
+// sum = a . panel over the elements kFirst, kFirst + kStep, ... of each row of a. It adds in the
+// order of score_block: with kStep = kLanes these are the lanes of its sums, whose halves sum_each
+// adds. So a row's scores do not depend on the number of rows.
+template <int kRows, int kColumns, int kFirst, int kStep>
+[[gnu::always_inline]] inline void sum_products(const float* a, int32_t a_stride,
+                                                const float* panel, int32_t depth,
+                                                Floats (&sum)[kRows][kColumns]) {
+  if constexpr (kStep < kLanes) {
+    Floats other[kRows][kColumns];
+    sum_products<kRows, kColumns, kFirst, 2 * kStep>(a, a_stride, panel, depth, sum);
+    sum_products<kRows, kColumns, kFirst + kStep, 2 * kStep>(a, a_stride, panel, depth, other);
+    for (int r = 0; r < kRows; ++r) {
+      for (int i = 0; i < kColumns; ++i) {
+        sum[r][i] += other[r][i];
+      }
+    }
+    return;
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kColumns; ++i) {
+      sum[r][i] = Floats{};
+    }
+  }
+  for (int32_t k = kFirst; k < depth; k += kStep) {
+    for (int i = 0; i < kColumns; ++i) {
+      const Floats b = load(panel + k * kPanel + i * kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        sum[r][i] += b * broadcast(a[r * a_stride + k]);
+      }
+    }
+  }
+}
+
+// The scores of kRows rows and the keys of a panel.
+template <int kRows>
+[[gnu::noinline]] void score_panel(const float* q, int32_t q_stride, const float* panel,
+                                   int32_t depth, float* scores) {
+  Floats sum[kRows][kColumnBlock];
+  sum_products<kRows, kColumnBlock, 0, 1>(q, q_stride, panel, depth, sum);
+  for (int r = 0; r < kRows; ++r) {
+    for (int i = 0; i < kColumnBlock; ++i) {
+      store(scores + r * kKeyTile + i * kLanes, sum[r][i]);
+    }
+  }
+}
+
+// scores [num_rows, kKeyTile] = q [num_rows, depth] . packed keys. Calls after_block(row) after
+// each kRowBlock rows of the first panel.
+template <typename AfterBlock>
+void score_packed(const float* q, int32_t q_stride, int32_t num_rows, float* packed, int32_t depth,
+                  float* scores, AfterBlock after_block) {
+  for (int32_t column = 0; column < kKeyTile; column += kPanel) {
+    const float* panel = packed_column(packed, padded(depth), kKeyTile, column);
+    for (int32_t row = 0; row < num_rows; ++row) {
+      score_panel<1>(q + row * q_stride, q_stride, panel, depth, scores + row * kKeyTile + column);
+      if (column == 0 && row % kRowBlock == 0) {
+        after_block(row);
+      }
+    }
+  }
+}
+
 // A packed matrix of `rows` rows, of which a product uses the first `depth`.
 struct Packed {
   const float* data;
