@@ -69,8 +69,10 @@ def prompts_of(tokenizer: Any, count: int) -> list[list[int]]:
 
 def params_of(count: int, max_tokens: int) -> list[SamplingParams]:
     """Greedy ones and ones with a seed in turn."""
-    drawn = [{"temperature": 0.8, "seed": i} if i % 2 else {} for i in range(count)]
-    return [SamplingParams(max_tokens=max_tokens, **options) for options in drawn]
+    return [
+        SamplingParams(max_tokens=max_tokens, temperature=0.8 * (i % 2), seed=i)
+        for i in range(count)
+    ]
 
 
 def answers(
@@ -82,7 +84,12 @@ def answers(
     **options: Any,
 ) -> Answers:
     """The tokens of each answer; if `twice`, those of the second time that one engine is asked."""
-    room = {"kv_memory": 1 << 28, "prefix_cache": False, "max_running": 16, "compile": False}
+    room: dict[str, Any] = {
+        "kv_memory": 1 << 28,
+        "prefix_cache": False,
+        "max_running": 16,
+        "compile": False,
+    }
     engine = Engine(model, tokenizer, **(room | options))
     for _ in range(1 + twice):
         found = engine.generate(prompts, list(params))
