@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -46,37 +47,29 @@ def _count(lru: Any) -> None:
     matter, so the sum stays what the entries hold, until one comes or goes."""
     keys = [(kind, key) for kind, known in lru._lru._lrus.items() for key in known]
     entries = [(kind, lru._trie.get(*key)) for kind, key in keys]
-    found = [_Held(entry.prompt_cache) for _, entry in entries]
+    held = [_blocks(entry.prompt_cache) for _, entry in entries]
     tables: dict[SharedPool, list[Int32Array]] = defaultdict(list)
-    for held in found:
-        for row, table in held.tables.items():
-            tables[row.pool].append(table)
+    for row, (table, _) in chain.from_iterable(blocks.items() for blocks in held):
+        tables[row.pool].append(table)
     sharers = {pool: np.bincount(np.concatenate(parts)) for pool, parts in tables.items()}
     lru._n_bytes_by_type = dict.fromkeys(lru._n_bytes_by_type, 0)
-    for (kind, entry), held in zip(entries, found, strict=True):
-        shares = (
-            size * (1 / sharers[row.pool][held.tables[row]]).sum()
-            for row, size in held.block_bytes.items()
-        )
-        entry.nbytes = held.unpaged + math.ceil(sum(shares))
+    for (kind, entry), blocks in zip(entries, held, strict=True):
+        shares = [size / sharers[row.pool][table] for row, (table, size) in blocks.items()]
+        unpaged = [c.nbytes for c in leaves(entry.prompt_cache) if not isinstance(c, PagedCache)]
+        entry.nbytes = sum(unpaged) + math.ceil(sum(share.sum() for share in shares))
         lru._n_bytes_by_type[kind] += entry.nbytes
     lru._n_bytes = sum(lru._n_bytes_by_type.values())
 
 
-class _Held:
-    """The blocks of a prompt cache, by sequence; the bytes of a block in all layers that show it;
-    and the bytes of mlx-lm's own caches."""
-
-    def __init__(self, prompt_cache: list[Any]) -> None:
-        self.unpaged = 0
-        self.block_bytes = Counter[PagedSequence]()
-        self.tables: dict[PagedSequence, Int32Array] = {}
-        for cache in leaves(prompt_cache):
-            if not isinstance(cache, PagedCache):
-                self.unpaged += cache.nbytes
-                continue
+def _blocks(prompt_cache: list[Any]) -> dict[PagedSequence, tuple[Int32Array, int]]:
+    """The blocks of each sequence of a prompt cache, and the bytes of a block in all layers that
+    show it."""
+    found: dict[PagedSequence, tuple[Int32Array, int]] = {}
+    for cache in leaves(prompt_cache):
+        if isinstance(cache, PagedCache) and cache.layer.shape is not None:
             layer, allocator = cache.layer, cache.layer.pool.allocator
-            shapes = [] if layer.shape is None else [layer.shape]
+            size = block_bytes([cache.layer.shape], layer.pool.block_size)
             for row in cache.rows:
-                self.block_bytes[row] += block_bytes(shapes, layer.pool.block_size)
-                self.tables[row] = layer.blocks(row, allocator.num_tokens(row.id))
+                table = layer.blocks(row, allocator.num_tokens(row.id))
+                found[row] = table, size + (found[row][1] if row in found else 0)
+    return found
