@@ -12,6 +12,7 @@ from typing import Any
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch
+from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 
 from mlx_paged.arguments import UntestedVersionError
@@ -19,6 +20,12 @@ from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.caches import as_paged, check_options, construction, make_prompt_cache
 from mlx_paged.drop_in.kv_caches import KVCache
+from mlx_paged.drop_in.prompt_cache_bytes import (
+    insert_cache,
+    stock_insert_cache,
+    stock_trim_to,
+    trim_to,
+)
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE
 from mlx_paged.drop_in.stored_arrays import stored_arrays_hook
 from mlx_paged.runner.model_probe import model_type
@@ -129,6 +136,8 @@ REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
     stock_insert_segments: _insert_segments,
     stock_prompt: _prompt,
     stock_construct: _construct,
+    stock_insert_cache: insert_cache,
+    stock_trim_to: trim_to,
 }
 """Functions and methods of mlx-lm, and what replaces them."""
 
@@ -136,7 +145,7 @@ REPLACED: dict[Callable[..., Any], Callable[..., Any]] = {
 def _replace(replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:
     """Rebind every name of these functions in all loaded modules but this package's own."""
     by_id, refused = {id(old): new for old, new in replaced.items()}, []
-    for holder in (BatchGenerator, PromptProcessingBatch, KVCache.stock_class):
+    for holder in (BatchGenerator, PromptProcessingBatch, KVCache.stock_class, LRUPromptCache):
         _rebind(holder, by_id)
     for name, module in sys.modules.copy().items():
         if not issubclass(type(module), ModuleType) or name.split(".")[0] == "mlx_paged":

@@ -24,6 +24,7 @@ from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.pool import KVShape, block_bytes
 from mlx_paged.ops.formats import KVBits
+from mlx_paged.runner.compiled_decode import free_graphs_with_thread
 
 FEWEST_NEW_BLOCKS = 16
 BLOCK_SIZE = 16
@@ -152,6 +153,7 @@ class SharedPool:
         self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
     ) -> PaddedBatch:
         self._thread = threading.get_ident()
+        free_graphs_with_thread()
         self.release_dropped()
         copies: list[BlockCopy] = []
         try:

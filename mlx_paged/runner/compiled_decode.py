@@ -187,6 +187,7 @@ class CompiledDecode:
             self._functions.clear()
         key = tuple([array.shape[-1] for array in arrays])
         if key not in self._functions:
+            free_graphs_with_thread()
             self._functions[key] = mx.compile(weakly(self._traced))
         function = self._functions[key]
         if function is None:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 
-from mlx_paged import Engine, EngineService, demo_model_path, ops
+from mlx_paged import Engine, EngineService, demo_model_path, ops, patched_mlx_lm
 from mlx_paged.metrics.stats import resident_bytes
 from scripts.made_and_dropped import PROMPT, ROOM, grown, kinds_of, measure
 
@@ -51,14 +51,24 @@ def test_a_pool_takes_memory_where_it_is_written(loaded):
     assert resident_bytes() - before < 200 << 20
 
 
-def test_graphs_of_a_thread_are_freed_before_it_ends(loaded, monkeypatch):
+def make(*loaded):
+    Engine(*loaded, compile=True, prewarm=False, **ROOM)
+
+
+def use(*loaded):
+    Engine(*loaded, compile=False, **ROOM).generate([PROMPT], max_tokens=3)
+
+
+def use_drop_in(*loaded):
+    with patched_mlx_lm():
+        mlx_lm.generate(*loaded, PROMPT, max_tokens=3)
+
+
+@pytest.mark.parametrize("work", [make, use, use_drop_in])
+def test_graphs_of_a_thread_are_freed_before_it_ends(loaded, monkeypatch, work):
     cleared = []
     monkeypatch.setattr(ops, "clear_compiled", lambda: cleared.append(threading.get_ident()))
-
-    def use():
-        Engine(*loaded, compile=True, **ROOM).generate([PROMPT], max_tokens=3)
-
-    thread = threading.Thread(target=use)
+    thread = threading.Thread(target=work, args=loaded)
     thread.start()
     thread.join()
     assert cleared == [thread.ident]
