@@ -138,7 +138,7 @@ def main() -> None:
     subprocess.run([*python, "-c", check, str(stage)], cwd=stage, env=variables, check=True)
     tests = args.pytest or TESTS
     # The runtimes write to the standard error output of the process and end it.
-    options = ("-q", "-x", "--capture=sys", "-p", "no:cacheprovider")
+    options = ("-q", "-x", "--cases", "all", "--capture=sys", "-p", "no:cacheprovider")
     command = [*python, "-m", "pytest", *options, *tests]
     sys.exit(subprocess.run(command, cwd=stage, env=variables).returncode)
 

@@ -1,5 +1,6 @@
 """Fixtures of all tests, and which cases of the long matrices run."""
 
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import wraps
@@ -17,6 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="sample",
         help="of tests marked `sampled(n)`: one case in n, the others, or all",
     )
+
+
+def pytest_configure() -> None:
+    """Tests of Ctrl-C pass in a background job of a shell too, where SIGINT is ignored and child
+    processes would inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

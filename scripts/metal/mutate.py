@@ -111,7 +111,7 @@ def failed_test(mutation: Mutation | None, selection: str) -> str | None:
         change = [mutation.file, mutation.old, mutation.new, mutation.nth]
         environment["MLX_PAGED_METAL_MUTATION"] = json.dumps(change)
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-k", selection, *TESTS],
+        [sys.executable, "-m", "pytest", "-q", "-x", "--cases", "all", "-k", selection, *TESTS],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -159,7 +159,6 @@ def test_the_highest_rate_within_the_slo_is_searched(capsys):
 
 INTERRUPTED_RUN = """
 import os, signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
 from bench.serving import __main__ as serving
 from bench.serving.servers import PagedServer
 step, steps = PagedServer.step, iter(range(10**6))

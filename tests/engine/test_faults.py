@@ -25,14 +25,6 @@ def expected(model):
     return [solo_greedy(model, prompt, 12) for prompt in PROMPTS]
 
 
-@pytest.fixture(autouse=True)
-def _ctrl_c_raises():
-    """Also where the tests run in the background, whose SIGINT is ignored."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
-
-
 @pytest.fixture
 def engine(model):
     return Engine(model, block_size=4, num_blocks=96, prefill_chunk=16, max_running=4)

@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +96,6 @@ def endless_model(tmp_path) -> Path:
     )
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Gives child processes the default SIGINT; a background job of a shell ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_the_running_command_with_what_it_has(endless_model, expected, tmp_path):
     lengths = {FUNCTION: 2, CLASS: 20_000, LONG: 20_000}
     lines = [{"prompt": prompt, "max_tokens": length} for prompt, length in lengths.items()]
