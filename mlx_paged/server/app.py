@@ -64,11 +64,15 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     return app
 
 
-def _refusal(error: Refusal, path: str) -> Response:
+def _refusal(error: Refusal, method: str, path: str) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.code == "overloaded":
         headers["Retry-After"] = "1"
-    content = messages.error_json(error) if path in messages.PATHS else error.as_json()
+    if error.status < 500:
+        reason = " ".join(str(error).split())
+        logging.info("%s %.80r: %d, %.500s", method, path, error.status, reason)
+    is_message = path.startswith(messages.PATHS[0])
+    content = messages.error_json(error) if is_message else error.as_json()
     return JSONResponse(content, error.status, headers)
 
 
@@ -76,9 +80,10 @@ async def _refuse(request: Request, error: Exception) -> Response:
     """Answers an error that an endpoint or Starlette's router raises."""
     if not isinstance(error, HTTPException):
         assert isinstance(error, Refusal)
-        return _refusal(error, request.url.path)
+        return _refusal(error, request.method, request.url.path)
     path = request.url.path
-    response = _refusal(Refusal(error.status_code, f"{error.detail}: {path}"), path)
+    refusal = Refusal(error.status_code, f"{error.detail}: {path}")
+    response = _refusal(refusal, request.method, path)
     response.headers.update(error.headers or {})
     return response
 
@@ -124,14 +129,14 @@ def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -
             try:
                 check(Request(scope))
             except Refusal as error:
-                answer = _refusal(error, scope["path"])
+                answer = _refusal(error, scope["method"], scope["path"])
         await answer(scope, receive, counted)
 
     return guarded
 
 
 def _fields(raw: bytes, path: str, max_samples: int) -> tuple[Fields, list[str]]:
-    """The fields of a body in the form of OpenAI's API, and the names of unknown ones."""
+    """The fields of a body in the form of OpenAI's API, and the names of those that are ignored."""
     body, is_chat = request_body.parse(raw), path in CHATS
     if path in messages.PATHS:
         body, is_chat = messages.as_chat(body, counts=path == COUNT_TOKENS), True
@@ -153,7 +158,7 @@ async def _complete(request: Request) -> Answer | Response:
     for name in set(unknown) - state.seen:
         if len(state.seen) < 1000:
             state.seen.add(name)
-            logging.warning("requests have the field %.80r, which is unknown and ignored", name)
+            logging.warning("requests have the field %.80r, which is ignored", name)
     headers = {"x-ignored-fields": ", ".join(map(quote, unknown))[:1000]} if unknown else {}
     path = await asyncio.to_thread(models.path, fields["model"])
     kind = MessageAnswer if request.url.path in messages.PATHS else Answer

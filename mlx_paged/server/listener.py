@@ -6,6 +6,7 @@ import resource
 import socket
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -13,12 +14,16 @@ from mlx_paged.server.app import make_app
 from mlx_paged.server.models import Models
 
 FAREWELL_S = 5  # to tell clients that their answers were ended
-KEEP_ALIVE_S = 30
+KEEP_ALIVE_S = 30  # without a byte of a request
+HEAD_S = 10.0  # from the first byte of a request's head to its last one
 SPARE_FILES = 64  # connections above the limit that get an answer, 503
 
 
 class Connection(H11Protocol):
-    """Is closed if no request comes in time, or if too many others are open."""
+    """Is closed if no request comes in time, if its head takes longer than HEAD_S, or if too many
+    others are open."""
+
+    head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -27,6 +32,21 @@ class Connection(H11Protocol):
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
+
+    def data_received(self, data: bytes) -> None:
+        """uvicorn's timer ends with the first byte. This one ends with the head."""
+        super().data_received(data)
+        is_head = self.conn.their_state is h11.IDLE
+        if is_head and self.head_timer is None:
+            self.head_timer = self.loop.call_later(HEAD_S, self.timeout_keep_alive_handler)
+        elif not is_head and self.head_timer is not None:
+            self.head_timer.cancel()
+            self.head_timer = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.head_timer is not None:
+            self.head_timer.cancel()
+        super().connection_lost(exc)
 
 
 class Server(uvicorn.Server):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlx_paged.server.constraints import require
-from mlx_paged.server.request_body import Fields, Refusal
+from mlx_paged.server.request_body import ContextExceeded, Fields, Refusal
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 OWN = {"messages", "system", "stop_sequences", "tools", "tool_choice", "output_config"}
@@ -23,9 +23,25 @@ REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """Stop reasons by OpenAI's finish reasons."""
 
 
+BILLING = "x-anthropic-billing-header:"
+"""How a first block of the system prompt begins that differs between requests and sessions."""
+
+
 def error_json(error: Refusal) -> dict[str, Any]:
     kind = KINDS.get(error.status, KINDS[400] if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    message = _of_context(error) if isinstance(error, ContextExceeded) else str(error)
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+def _of_context(error: ContextExceeded) -> str:
+    """The words in which Anthropic's clients look for the sizes, to ask for less."""
+    if error.num_prompt >= error.limit:
+        return f"prompt is too long: {error.num_prompt} tokens > {error.limit - 1} maximum"
+    sizes = f"{error.num_prompt} + {error.num_new} > {error.limit}"
+    return (
+        f"input length and `max_tokens` exceed context limit: {sizes},"
+        " decrease input length or `max_tokens` and try again"
+    )
 
 
 def as_chat(body: Fields, counts: bool) -> Fields:
@@ -40,12 +56,11 @@ def as_chat(body: Fields, counts: bool) -> Fields:
     chat = {name: value for name, value in body.items() if name not in OWN | LABELS}
     if body.get("n", 1) != 1:
         raise ValueError(f"n: expected 1, got {str(body['n'])[:80]}")
-    if not counts and "max_tokens" not in body:
+    if not counts and body.get("max_tokens") is None:
         raise ValueError("max_tokens: expected an integer >= 1, got nothing")
     messages = _list(body.get("messages"), "messages")
-    chat["messages"] = [turn for message in messages for turn in _turns(message)]
-    if system := _text(body.get("system"), "system"):
-        chat["messages"].insert(0, {"role": "system", "content": system})
+    turns = [turn for message in messages for turn in _turns(message)]
+    chat["messages"] = _folded(_system(body.get("system")), turns)
     if [turn["role"] for turn in chat["messages"][-1:]] == ["assistant"]:
         chat["continue_final_message"] = True
     if "stop_sequences" in body:
@@ -99,11 +114,35 @@ def _text(content: Any, name: str) -> str:
     return "".join(block["text"] for block in blocks)
 
 
+def _system(content: Any) -> str:
+    if isinstance(content, list) and content and _text(content[:1], "system").startswith(BILLING):
+        content = content[1:]
+    return _text(content, "system")
+
+
+def _folded(system: str, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A chat with at most one turn of the system, at its beginning. Later ones become text of the
+    user's turn beside them, for templates refuse them, and they refuse two turns of a user. No turn
+    moves, so that a longer chat has the same prefix."""
+    chat = [{"role": "system", "content": system}] if system else []
+    joins = False  # whether the last turn ends with text of the system
+    for turn in turns:
+        is_system = turn["role"] == "system"
+        is_first = not chat or chat[-1]["role"] == "system"
+        role = "user" if is_system and not is_first else turn["role"]
+        if chat and chat[-1]["role"] == role and (is_system or joins):
+            chat[-1]["content"] += "\n\n" + turn["content"]
+        else:
+            chat.append(turn | {"role": role})
+        joins = is_system and not is_first
+    return chat
+
+
 def _turns(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A message as messages of a chat: each tool result is one of its own."""
     role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise ValueError(f"messages: expected the role user or assistant, got {role!r:.80}")
+    if role not in ("user", "assistant", "system"):
+        raise ValueError(f"messages: expected the role user, assistant or system, got {role!r:.80}")
     is_blocks = isinstance(content, list)
     blocks = _list(content, "content") if is_blocks else [{"type": "text", "text": content}]
     texts, calls = [], []

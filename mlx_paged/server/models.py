@@ -43,7 +43,8 @@ class Model:
     machines: dict[bool, TextStateMachine]  # find reasoning and, under True, also tool calls
     xtc_special_tokens: frozenset[int]
     max_context: int | None  # tokens of prompt and completion; None: as many as the pool holds
-    max_prompt_bytes: int  # a longer text cannot fit, whatever its tokens are
+    max_prompt: int  # tokens; a longer prompt cannot fit
+    longest_token: int  # bytes
     taken: int = 0  # completions that run or wait
     last_used: float = field(default_factory=time.monotonic)  # when `taken` changed
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,7 +92,10 @@ class Models:
                 return str(Path(name).resolve())
             if self.args.max_models:
                 return snapshot_download(name, local_files_only=True)
-        raise Refusal(404, f"model {name!r} is not served here", "model_not_found")
+        served = ", ".join([*self.names, "default_model"])
+        others = " or a model in Hugging Face's cache" if self.args.max_models else ""
+        expected = f"expected {served}{others}"
+        raise Refusal(404, f"model {name!r} is not served here: {expected}", "model_not_found")
 
     def listed(self) -> list[str]:
         """Names that a request may give: of the default model, of models in the hub's cache."""
@@ -193,7 +197,8 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
         machines={tools: _machine(tokenizer, tools) for tools in (False, True)},
         xtc_special_tokens=frozenset(newline) | frozenset(tokenizer.eos_token_ids),
         max_context=positions,
-        max_prompt_bytes=longest * room,
+        max_prompt=room,
+        longest_token=longest,
     )
 
 

@@ -1,6 +1,7 @@
 """Turns a request into token ids as mlx-lm's server does. Any thread may call these functions."""
 
 from argparse import Namespace
+from math import ceil
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.server import constraints
 from mlx_paged.server.models import Model
-from mlx_paged.server.request_body import SAMPLING, Fields
+from mlx_paged.server.request_body import SAMPLING, ContextExceeded, Fields
 
 
 class Prompt(NamedTuple):
@@ -23,7 +24,7 @@ class Prompt(NamedTuple):
 
 def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[Prompt]:
     """The prompts of a request; `template_args` are defaults for the chat template. Raises
-    ValueError if no prompt can be made of the request, or it is too long."""
+    ValueError if no prompt can be made of the request, ContextExceeded if it is too long."""
     tokenizer = model.tokenizer
     try:
         if "messages" not in fields:
@@ -37,13 +38,15 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
         text = _rendered(tokenizer, fields, template_args | fields["chat_template_kwargs"])
         tokens = _tokens(model, text, fields, add_special_tokens=False)
         return [Prompt(tokens, "", _first_state(tokenizer, tokens))]
+    except ContextExceeded:
+        raise
     except Exception as error:  # a chat template can raise anything
         raise ValueError(f"no prompt can be made of the request: {error}") from error
 
 
 def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> SamplingParams:
     """How the tokens after `prompt` are chosen; `args` has the defaults. Raises ValueError if a
-    field is outside its range, or prompt and completion do not fit together."""
+    field is outside its range, ContextExceeded if prompt and completion do not fit together."""
     options = {"temperature": args.temp, "top_p": args.top_p, "top_k": args.top_k}
     options |= {"min_p": args.min_p} | {name: fields[name] for name in SAMPLING if name in fields}
     if type(options.get("seed")) is int:
@@ -82,12 +85,8 @@ def _constraint(model: Model, prompt: Prompt, fields: Fields) -> constraints.Opt
 
 
 def _check_context(model: Model, num_prompt: int, num_new: int) -> None:
-    """Raise ValueError if prompt and completion do not fit into the context."""
     if model.max_context is not None and num_prompt + num_new > model.max_context:
-        raise ValueError(
-            f"{num_prompt} prompt tokens and max_tokens {num_new} are more than the "
-            f"{model.max_context} that a request may have"
-        )
+        raise ContextExceeded(num_prompt, num_new, model.max_context)
 
 
 def _of_text(model: Model, prompt: str | list[int], fields: Fields) -> Prompt:
@@ -100,10 +99,9 @@ def _of_text(model: Model, prompt: str | list[int], fields: Fields) -> Prompt:
 def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int]:
     """Token ids of a text, if its bytes can fit. Other threads run while they are computed."""
     num_bytes = len(text.encode())
-    if num_bytes > model.max_prompt_bytes:
-        raise ValueError(
-            f"the prompt has {num_bytes} bytes: more than {model.max_prompt_bytes} never fit"
-        )
+    if num_bytes > model.max_prompt * model.longest_token:
+        fewest = ceil(num_bytes / model.longest_token)
+        raise ContextExceeded(fewest, fields["max_tokens"] or 1, model.max_prompt)
     tokens = list(model.tokenizer.encode(text, **options))
     _check_context(model, len(tokens), fields["max_tokens"] or 1)
     return tokens

@@ -29,6 +29,26 @@ class Refusal(Exception):
         return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
 
 
+class ContextExceeded(Refusal):
+    """Prompt and completion do not fit into the context of a model.
+
+    Args:
+        num_prompt: tokens of the prompt, or the fewest that it can have.
+        num_new: tokens that are asked for.
+        limit: tokens that both may have.
+    """
+
+    def __init__(self, num_prompt: int, num_new: int, limit: int) -> None:
+        super().__init__(
+            400,
+            f"This model's maximum context length is {limit} tokens. However, you requested"
+            f" {num_prompt + num_new} tokens ({num_prompt} in the messages, {num_new} in the"
+            " completion). Please reduce the length of the messages or completion.",
+            "context_length_exceeded",
+        )
+        self.num_prompt, self.num_new, self.limit = num_prompt, num_new, limit
+
+
 @contextmanager
 def refusing() -> Iterator[None]:
     """Refuse a request with the error that this context raises: a mistake of the request, or
@@ -55,17 +75,19 @@ ONLY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("adapters", "draft_model"), ("default_model",)),
     **dict.fromkeys(("suffix", "grammar"), ("",)),
     **dict.fromkeys(("functions", "bad_words", "documents", "logits_processors"), ([],)),
-    **dict.fromkeys(("use_beam_search", "store", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output"), (False,)),
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
     "length_penalty": (1,),
-    "service_tier": ("auto", "default"),
     **dict.fromkeys(("allowed_token_ids", "prompt_logprobs"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "chat_template", "audio", "prediction"), ()),
     "web_search_options": (),
 }
 """Fields that are refused unless their value is one of these, which ask for nothing."""
+
+ASIDE: dict[str, tuple[Any, ...]] = {"store": (False,), "service_tier": ("auto", "default")}
+"""Fields that change no answer. Values other than these are ignored as unknown fields are."""
 
 CONSTRAINTS = {"response_format", "structured_outputs", *(f"guided_{k}" for k in constraints.KINDS)}
 """Fields that :func:`constraints.of_fields` reads."""
@@ -143,7 +165,7 @@ TEXT: dict[str, Rule] = {
 
 
 def _is_known(name: str) -> bool:
-    tables = BOTH, CHAT, TEXT, SAMPLING, LABELS, ONLY, CONSTRAINTS
+    tables = BOTH, CHAT, TEXT, SAMPLING, LABELS, ONLY, ASIDE, CONSTRAINTS
     return name.startswith("guided_") or any(name in table for table in tables)
 
 
@@ -159,7 +181,7 @@ def parse(raw: bytes) -> Fields:
 
 
 def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[str]]:
-    """The known fields with defaults for missing ones, and the names of unknown fields.
+    """The known fields with defaults for missing ones, and the names of fields that are ignored.
     `constraint` becomes what the text must follow, as an option of SamplingParams; `must_call`
     whether a tool must be called, and `tool_name` which one, or None; `prompt` a list of texts and
     lists of token ids, `stop` a list, `logit_bias` numbers by token id; `logprobs` whether entries
@@ -177,7 +199,7 @@ def read(body: Fields, is_chat: bool, max_samples: int) -> tuple[Fields, list[st
             require(rules[name][1](value), name, rules[name][2], value)
         if name in rules or name in SAMPLING:
             fields[name] = value
-        elif name not in ONLY:
+        elif name not in ONLY and value not in ASIDE.get(name, ()):
             unknown.append(name)
     fields["constraint"] = constraints.of_fields(body)
     _adapt(fields, max_samples)

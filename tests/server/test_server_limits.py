@@ -62,7 +62,7 @@ BAD_BODIES = {
     ),
     "stream_options": ({"prompt": "a", "stream_options": 1}, "stream_options: expected"),
     "adapters": ({"prompt": "a", "adapters": "/etc"}, "adapters: expected 'default_model'"),
-    "too long": ({"prompt": "a", "max_tokens": 10**6}, "are more than the 2048 that"),
+    "too long": ({"prompt": "a", "max_tokens": 10**6}, "maximum context length is 2048 tokens"),
     "no role": ({"messages": [{"content": "a"}]}, "messages: expected objects with a role"),
     "no messages": ({"messages": []}, "messages: expected a list"),
     "images": (
@@ -104,7 +104,8 @@ def test_an_answer_that_cannot_be_made_ends_alone(server, openai_client, monkeyp
 def test_the_client_raises_its_own_errors_for_ours(server, openai_client):
     with pytest.raises(openai.BadRequestError, match="temperature"):
         openai_client.completions.create(model=MODEL, prompt="a", temperature=-1)
-    with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here"):
+    expected = "'gpt-5' is not served here: expected .*default_model or a model in Hugging Face"
+    with pytest.raises(openai.NotFoundError, match=expected):
         openai_client.completions.create(model="gpt-5", prompt="a")
 
 
@@ -244,6 +245,31 @@ def test_fields_that_ask_for_nothing_are_accepted(server):
     assert status == 200 and "x-ignored-fields" not in headers
 
 
+def test_fields_that_change_no_answer_are_ignored_and_named(server):
+    fields = {"store": True, "service_tier": "flex"}
+    status, headers, _ = post(server, CHAT | fields, "/v1/chat/completions")
+    assert (status, headers["x-ignored-fields"]) == (200, "service_tier, store")
+    fields = {"store": False, "service_tier": "auto"}
+    status, headers, _ = post(server, CHAT | fields, "/v1/chat/completions")
+    assert status == 200 and "x-ignored-fields" not in headers
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "line"),
+    [
+        ({"prompt": "a", "n": 0}, "/v1/completions", "'/v1/completions': 400, n: expected an"),
+        (CHAT | {"model": "a\nb"}, "/v1/chat/completions", "404, model 'a\\nb' is not served"),
+        ({}, "/v1/none", "'/v1/none': 404, Not Found"),
+    ],
+    ids=["field", "model", "path"],
+)
+def test_the_log_has_the_reason_of_a_refusal(server, caplog, body, path, line):
+    caplog.set_level("INFO")
+    post(server, body, path)
+    (found,) = [message for message in caplog.messages if message.startswith("POST ")]
+    assert line in found and "\n" not in found
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_unknown_fields_are_named(server, caplog, stream):
     body = json.loads(BODY) | {"stream": stream, f"new_{stream}": 1, "b\r\nX: 1": 2}
@@ -327,7 +353,7 @@ def test_a_large_body_is_refused(guarded, size):
 
 def test_prompt_and_completion_are_bounded_together(guarded):
     status, _, answer = post(guarded, {"prompt": CODE, "max_tokens": 62}, headers=KEY)
-    assert status == 400 and "more than the 64" in answer["error"]["message"]
+    assert status == 400 and "maximum context length is 64 tokens" in answer["error"]["message"]
 
 
 def test_when_the_queue_is_full_the_client_is_told_to_come_again():

@@ -19,6 +19,8 @@ from mlx_paged.server import arguments
 from mlx_paged.server.__main__ import serving
 from mlx_paged.server.models import _positions
 
+BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
 
 @pytest.fixture
 def other(tmp_path):
@@ -98,7 +100,7 @@ def test_an_idle_model_is_unloaded_and_loaded_again():
 def test_the_context_is_what_the_model_has_positions_for():
     with live() as server:
         status, _, answer = ask(server, None, max_tokens=2048)
-        assert status == 400 and "more than the 2048" in answer["error"]["message"]
+        assert status == 400 and "maximum context length is 2048 tokens" in answer["error"]["message"]
         long = ask(server, None, prompt=[5] * 2047, max_tokens=None)
         assert long[2]["usage"]["completion_tokens"] == 1
     with live("--max-context", "3000") as server:
@@ -137,7 +139,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch)
         (model,) = server.models.loaded.values()
         monkeypatch.setattr(type(model.tokenizer), "encode", None, raising=False)
         status, _, answer = ask(server, None, prompt="a" * 10_000_000)
-        assert status == 400 and "the prompt has 10000000 bytes" in answer["error"]["message"]
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_stream_gets_comments_until_its_first_token():
@@ -190,6 +192,42 @@ def test_the_page_needs_nothing_from_elsewhere():
         (model,) = json.loads(found)["models"]
         for name in re.findall(rb"\bm\.(\w+)", page):
             assert name.decode() in model
+
+
+@pytest.mark.parametrize("first", [b"", BEGUN, BEGUN + b"Content-Length: 9\r\n\r\n{"])
+def test_a_request_that_does_not_come_in_time_is_given_up(monkeypatch, first):
+    """Bytes that trickle in do not prolong the time of a head or of a body."""
+    monkeypatch.setattr("mlx_paged.server.listener.KEEP_ALIVE_S", 0.3)
+    monkeypatch.setattr("mlx_paged.server.listener.HEAD_S", 0.3)
+    monkeypatch.setattr("mlx_paged.server.app.BODY_TIMEOUT_S", 0.3)
+    with live() as server, socket.create_connection(server.address, TIMEOUT) as connection:
+        connection.sendall(first)
+        connection.settimeout(0.05)
+        answer = b""
+        for _ in range(200):
+            try:
+                piece = connection.recv(1 << 16)
+                answer += piece
+                if not piece:
+                    break
+            except TimeoutError:
+                if first:
+                    connection.sendall(b"a")
+            except ConnectionError:
+                break
+        else:
+            pytest.fail("the connection stays open")
+        assert (b" 408 " in answer) is first.endswith(b"{")
+
+
+def test_a_head_may_come_in_pieces_on_a_connection_that_is_kept():
+    with live() as server, socket.create_connection(server.address, TIMEOUT) as connection:
+        for _ in range(2):
+            for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n":
+                connection.sendall(bytes([byte]))
+            seen = b""
+            while b'{"status":"ok"}' not in seen:
+                seen += connection.recv(1 << 16) or pytest.fail("the connection is closed")
 
 
 def test_connections_above_the_limit_are_refused():

@@ -326,6 +326,85 @@ def test_system_blocks_and_tool_results_reach_the_template(claude):
     assert message.content[0].text == solo(prompt, 9)[0]
 
 
+@pytest.mark.parametrize(
+    ("system", "roles", "prompt"),
+    [
+        (None, "sau", "system: 0\nassistant: 1\nuser: 2\n"),
+        ("be", "ssu", "system: be\n\n0\n\n1\nuser: 2\n"),
+        ("be", "usa", "system: be\nuser: 0\n\n1\nassistant: 2"),
+        ("be", "ussua", "system: be\nuser: 0\n\n1\n\n2\n\n3\nassistant: 4"),
+        (None, "uasu", "user: 0\nassistant: 1\nuser: 2\n\n3\n"),
+        (None, "uas", "user: 0\nassistant: 1\nuser: 2\n"),
+        (None, "uuau", "user: 0\nuser: 1\nassistant: 2\nuser: 3\n"),
+    ],
+)
+def test_turns_of_the_system_join_the_turns_beside_them(claude, system, roles, prompt):
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    turns = [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
+    options = {} if system is None else {"system": system}
+    counted = claude.messages.count_tokens(model=MODEL, messages=turns, **options)
+    assert counted.input_tokens == len(demo()[1].encode(prompt))
+    message = claude.messages.create(model=MODEL, max_tokens=9, messages=turns, **options)
+    assert message.content[0].text == solo(prompt, 9)[0]
+
+
+def test_a_billing_header_is_not_part_of_the_prompt(claude):
+    blocks = [
+        {"type": "text", "text": f"x-anthropic-billing-header: cc_version=1; cch={i};"}
+        for i in (1, 2)
+    ]
+    kept = {"type": "text", "text": "Be short."}
+    counts = {
+        claude.messages.count_tokens(model=MODEL, system=system, messages=USER).input_tokens
+        for system in ([blocks[0], kept], [blocks[1], kept], "Be short.")
+    }
+    assert counts == {len(demo()[1].encode(f"system: Be short.\n{PROMPT}"))}
+    alone = claude.messages.count_tokens(model=MODEL, system=blocks[:1], messages=USER)
+    assert alone.input_tokens == len(demo()[1].encode(PROMPT))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_full_context_is_told_in_the_words_that_clients_read(server, streams):
+    """Claude Code reads the numbers, and asks again for less."""
+
+    def refused(path, messages, max_tokens):
+        body = {"model": MODEL, "max_tokens": max_tokens, "messages": messages, "stream": streams}
+        status, _, answer = post(server, body, path)
+        assert status == 400
+        return answer["error"]
+
+    many = [{"role": "user", "content": "a b c " * 1500}]
+    count = len(demo()[1].encode(f"user: {many[0]['content']}\n"))
+    assert count > 2048
+    few = len(demo()[1].encode(PROMPT))
+    error = refused("/v1/messages", many, 8)
+    assert error["message"] == f"prompt is too long: {count} tokens > 2047 maximum"
+    error = refused("/v1/messages", USER, 32_000)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"] == (
+        f"input length and `max_tokens` exceed context limit: {few} + 32000 > 2048,"
+        " decrease input length or `max_tokens` and try again"
+    )
+    huge = [{"role": "user", "content": "a" * 1_000_000}]
+    found = re.fullmatch(
+        r"prompt is too long: (\d+) tokens > 2047 maximum",
+        refused("/v1/messages", huge, 8)["message"],
+    )
+    assert 2047 < int(found[1]) <= 1_000_010
+    for messages, total in ((many, count + 8), (USER, few + 32_000)):
+        error = refused("/v1/chat/completions", messages, 8 if messages is many else 32_000)
+        assert error["code"] == "context_length_exceeded"
+        expected = f"maximum context length is 2048 tokens. However, you requested {total} tokens"
+        assert expected in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/messages/x/y"])
+def test_missing_paths_are_told_in_anthropics_form(server, path):
+    status, _, answer = post(server, {}, path)
+    assert (status, answer["type"]) == (404, "error")
+    assert answer["error"]["type"] == "not_found_error"
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "g"}])
 @pytest.mark.parametrize("streams", [False, True])
 def test_tools_are_called_through_the_client(server, claude, choice, streams):
@@ -366,7 +445,6 @@ def test_tools_are_called_through_the_client(server, claude, choice, streams):
 )
 def test_errors_have_anthropics_form(server, changes, reason):
     body = {"model": MODEL, "max_tokens": 8, "messages": USER} | changes
-    body = {name: value for name, value in body.items() if value is not None}
     status, _, answer = post(server, body, "/v1/messages")
     assert (status, answer["type"]) == (400, "error")
     assert answer["error"]["type"] == "invalid_request_error"
