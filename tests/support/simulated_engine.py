@@ -172,10 +172,12 @@ class Simulation:
         try:
             child_id = self.engine.fork(parent_id, suffix, params, keep=keep)
         except ValueError:
+            self.counts["refused"] += 1
+            if self.engine.request(parent_id) is None:  # the step under way has ended it
+                return
             length = len(parent.tokens) + len(suffix)
             fits = self.setting.fits(length, (params or parent.params).max_tokens)
             assert not fits or not (params or self._may_follow(ticket, parent.tokens + suffix))
-            self.counts["refused"] += 1
             return
         child = self.engine.request(child_id)
         assert child is not None
