@@ -1,5 +1,6 @@
 """Calls of an engine that step it until their requests have ended. Knows no mlx."""
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -90,6 +91,8 @@ class WaitingCalls(EngineCore):
             best_of: generate this many and return the `n` completions with the highest mean
                 log-probability, best first.
 
+        More than one completion at temperature 0 gives a UserWarning: they are equal.
+
         Raises:
             ValueError: `n` above `best_of`, or as :meth:`add_samples`; nothing is computed then.
         """
@@ -98,6 +101,10 @@ class WaitingCalls(EngineCore):
         if not (is_whole(n, 1) and is_whole(count, n)):
             given = f"n is {shown(n)} and best_of {shown(best_of)}"
             raise ValueError(f"[sample] {given}: expected 1 <= n <= best_of")
+        temperature = options.get("temperature", (params or SamplingParams()).temperature)
+        if count > 1 and temperature == 0:
+            message = f"[sample] temperature is 0: all {count} completions of a prompt are equal"
+            warnings.warn(message, stacklevel=2)
         done = self._complete(
             (self.add_samples(prompt, count, params, **options) for prompt in prompts), on_output
         )

@@ -63,8 +63,9 @@ def _stats(engine: Engine) -> Iterator[str]:
     if (ttft := stats["ttft_median_s"]) is not None:
         yield f"First token: after {ttft:.3f} s (median), {stats['ttft_max_s']:.3f} s at most"
     yield (
-        f"K/V: {stats['peak_kv_bytes'] / MB:.3f} MB at most;"
-        f" one cache for each sequence: {stats['contiguous_kv_bytes'] / MB:.3f} MB"
+        f"K/V: {stats['peak_kv_bytes'] / MB:.3f} MB of blocks at most, with room for whole prompts;"
+        f" {stats['peak_live_kv_bytes'] / MB:.3f} MB of computed tokens, for which"
+        f" one cache for each sequence has {stats['contiguous_kv_bytes'] / MB:.3f} MB"
     )
     if drafts := stats["drafts"]:
         yield f"Drafts: {stats['accepted_drafts']} of {drafts} guessed tokens were right"

@@ -70,7 +70,9 @@ def test_a_prompt_is_computed_once_for_all_its_samples(model):
 
 
 def test_greedy_samples_are_all_the_solo_completion(model, engine):
-    (samples,) = engine.sample([PROMPT], 3, max_tokens=9)
+    with pytest.warns(UserWarning, match="temperature is 0: all 3 completions") as warned:
+        (samples,) = engine.sample([PROMPT], 3, max_tokens=9)
+    assert [w.filename for w in warned] == [__file__]
     assert [c.tokens for c in samples] == [solo_greedy(model, PROMPT, 9)] * 3
 
 

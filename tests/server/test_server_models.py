@@ -100,7 +100,9 @@ def test_an_idle_model_is_unloaded_and_loaded_again():
 def test_the_context_is_what_the_model_has_positions_for():
     with live() as server:
         status, _, answer = ask(server, None, max_tokens=2048)
-        assert status == 400 and "maximum context length is 2048 tokens" in answer["error"]["message"]
+        assert (
+            status == 400 and "maximum context length is 2048 tokens" in answer["error"]["message"]
+        )
         long = ask(server, None, prompt=[5] * 2047, max_tokens=None)
         assert long[2]["usage"]["completion_tokens"] == 1
     with live("--max-context", "3000") as server:
