@@ -18,7 +18,7 @@ import pytest
 
 from bench.serving import __main__ as serving
 from bench.serving.http_engine import WARM_UP, Endpoint
-from bench.serving.measures import Slo, itls_ms, percentiles, summarize, tpots_ms, ttfts_ms
+from bench.serving.measures import Slo, itls_ms, summarize, tpots_ms, ttfts_ms
 from bench.serving.run import Run
 from bench.serving.trace import Job, make_trace
 from bench.serving.workload import ClosedLoop, OpenLoop
@@ -27,6 +27,7 @@ from mlx_paged.cli import load_model
 pytest.importorskip("aiohttp")
 ROOT = Path(__file__).parents[2]
 FIRST_S, GAP_S = 0.12, 0.03
+TIMEOUT = 60
 
 
 class Fake(BaseHTTPRequestHandler):
@@ -44,6 +45,8 @@ class Fake(BaseHTTPRequestHandler):
         wrong = self.server.plan.get(index - len(WARM_UP))
         if wrong == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
+        if wrong == "together":
+            self.server.together.wait(TIMEOUT)
         if wrong == "status":
             return self.answer(503, {"error": "full\nup"})
         self.send_response(200)
@@ -107,9 +110,11 @@ def test_times_are_those_of_the_clients(api):
         run = play(url, jobs([0.0, 0.05, 0.1]), api=api)
     assert [stream.num_tokens for stream in run.streams] == [7] * 3 and not run.failures
     assert all(stream.is_done and len(stream.times_s) == 4 for stream in run.streams)
-    assert all(1000 * FIRST_S <= ttft < 1000 * (FIRST_S + 1) for ttft in ttfts_ms(run.streams))
+    assert all(1000 * FIRST_S <= ttft <= 1000 * run.wall_s for ttft in ttfts_ms(run.streams))
+    for stream in run.streams:
+        assert FIRST_S + 3 * GAP_S <= stream.times_s[-1] - stream.arrival_s <= run.wall_s
     gaps = itls_ms(run.streams)
-    assert len(gaps) == 9 and 500 * GAP_S < percentiles(gaps)["p50"] < 3000 * GAP_S
+    assert len(gaps) == 9 and min(gaps) >= 0
     # Seven tokens in four pieces: six times between tokens in three gaps.
     three_gaps = [sum(gaps[i : i + 3]) for i in (0, 3, 6)]
     assert tpots_ms(run.streams) == pytest.approx([gap / 6 for gap in three_gaps])
@@ -123,13 +128,14 @@ def test_times_are_those_of_the_clients(api):
 
 def test_requests_are_sent_when_they_are_due_and_wait_for_no_other():
     arrivals = [0.0, 0.25, 0.5]
-    with fake() as (server, url):
-        run = play(url, jobs(arrivals, max_tokens=60))
-        times = [at for at, *_ in server.asked[len(WARM_UP) :]]
-    sent = [at - times[0] for at in times]
-    assert sent == pytest.approx(arrivals, abs=0.2)
-    assert sent[-1] < min(stream.times_s[-1] for stream in run.streams)
-    assert [stream.arrival_s for stream in run.streams] == arrivals
+    with fake(dict.fromkeys(range(3), "together")) as (server, url):
+        endpoint, run = Endpoint(url, "completions", None), Run(url)
+        server.together = threading.Barrier(3)  # nobody gets an answer before all have asked
+        start = time.perf_counter()
+        endpoint.play(run, OpenLoop(jobs(arrivals)), lambda count: None)
+        sent = [at - start for at, *_ in server.asked[len(WARM_UP) :]]
+    assert all(at >= due for at, due in zip(sent, arrivals, strict=True))
+    assert not run.failures and [stream.arrival_s for stream in run.streams] == arrivals
 
 
 def test_a_closed_loop_has_so_many_clients():
@@ -200,7 +206,7 @@ def test_urls_stand_side_by_side_with_their_ratio_and_a_report(capsys, tmp_path)
     assert status == 0 and list(result["engines"]) == [one, other]
     row = result["engines"][one]
     assert row["output_tokens"] == result["work"]["output_tokens"] and row["client_cpu_s"] > 0
-    assert row["ttft_ms"]["p50"] >= 1000 * FIRST_S and row["itl_ms"]["p99"] >= 500 * GAP_S
+    assert row["ttft_ms"]["p50"] >= 1000 * FIRST_S and row["itl_ms"]["p99"] > 0
     assert row["phases"] is None and row["kv_held_peak_mib"] is None
     assert result["ratios"][f"{one} / {other}"]["output_tokens_per_sec"] > 0
     text = "\n".join(lines)
@@ -253,7 +259,7 @@ def own_server():
     command = [sys.executable, "-m", "mlx_paged.server", "--port", str(port), "--kv-memory=0.05"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT) as process:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + TIMEOUT
             while time.monotonic() < deadline and process.poll() is None:
                 with socket.socket() as probe:
                     if probe.connect_ex(("127.0.0.1", port)) == 0:

@@ -44,7 +44,7 @@ def test_an_idle_service_writes(tmp_path):
     engine = make_engine(tiny_models.tiny_model("llama"), tmp_path)
     with EngineService(engine) as service:
         service.submit(tokens_of(0), **GREEDY).result()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while engine.metrics()["kv_disk"]["bytes_written"] == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert engine.metrics()["kv_disk"]["records"] == 13

@@ -153,7 +153,7 @@ def test_blocks_of_a_planned_step_are_not_evicted_before_they_are_written(tmp_pa
     engine = make_engine(model, tmp_path, num_blocks=16)
     request = engine.request(engine.add_request(tokens_of(0), **GREEDY))
     held = engine.scheduler.tier
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not held._plans[request.id].load.is_done and time.monotonic() < deadline:
         time.sleep(0.01)
     adopted = held._adopt(held._plans[request.id])
