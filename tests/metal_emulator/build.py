@@ -22,7 +22,7 @@ _KERNEL_FLAGS = (
     *("-fno-optimize-sibling-calls", "-fstack-clash-protection"),
     *("-Wno-everything", "-gline-tables-only"),
 )
-_LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-Bsymbolic")
+_LIBRARY_FLAGS = ("-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-Bsymbolic", *toolchain.linker())
 _CODE_FLAGS = ("-x", "ir", "-O1", "-Xclang", "-disable-llvm-passes", "-Wno-everything")
 """To make code of LLVM's text as it is."""
 _RUNTIME_FLAGS = ("-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-gline-tables-only")
@@ -33,7 +33,7 @@ def build_kernels(code: str, mode: Mode) -> Path:
     flags = (*_KERNEL_FLAGS, *_LIBRARY_FLAGS, *mode.flags)
 
     def compile_to(path: Path) -> None:
-        arguments = (*flags, *_device_flags(), "-x", "c++", "-")
+        arguments = (*flags, *_device_flags(mode), "-x", "c++", "-")
         if not mode.watches_accesses:
             toolchain.clang(*arguments, "-o", str(path), source=code)
             return
@@ -47,8 +47,9 @@ def build_kernels(code: str, mode: Mode) -> Path:
 
 def check_kernels(code: str, *more_flags: str) -> None:
     """Raise CompileError if translated `code` does not compile."""
-    flags = (*_KERNEL_FLAGS, "-fsyntax-only", "-ferror-limit=0", *more_flags)
-    toolchain.clang(*flags, *_device_flags(), "-x", "c++", "-", source=code)
+    flags = (*_KERNEL_FLAGS, *Mode.FAST.flags, *_LIBRARY_FLAGS, "-fsyntax-only", *more_flags)
+    arguments = ("-ferror-limit=0", *_device_flags(Mode.FAST), "-x", "c++", "-")
+    toolchain.clang(*flags, *arguments, source=code)
 
 
 @functools.cache
@@ -82,5 +83,18 @@ def generated_headers() -> Path:
     return generated
 
 
-def _device_flags() -> tuple[str, ...]:
-    return "-include", str(DEVICE_HEADERS / "metal.h"), f"-I{generated_headers()}"
+def _device_flags(mode: Mode) -> tuple[str, ...]:
+    return "-include-pch", str(_compiled_headers(mode)), f"-I{generated_headers()}"
+
+
+def _compiled_headers(mode: Mode) -> Path:
+    """The device headers as clang reads them in a tenth of the time."""
+    header, generated = DEVICE_HEADERS / "metal.h", generated_headers()
+    flags = (*_KERNEL_FLAGS, "-fPIC", *mode.flags, f"-I{generated}")
+
+    def compile_to(path: Path) -> None:
+        # Without the times of the files: the cache goes by their text.
+        arguments = ("-Xclang", "-fno-pch-timestamp", "-x", "c++-header", str(header))
+        toolchain.clang(*flags, *arguments, "-o", str(path))
+
+    return cached(".pch", [str(header), _device_text(), *flags, toolchain.version()], compile_to)

@@ -47,8 +47,8 @@ def _evict() -> None:
     files = []
     for path in directory().iterdir():
         with suppress(FileNotFoundError):  # another process may delete the same
-            if path.suffix == ".so":
-                status = path.stat()
+            status = path.stat()
+            if path.is_file():
                 files.append((status.st_mtime, status.st_size, path))
     excess = sum(size for _, size, _ in files) - MAX_BYTES
     for _, size, path in sorted(files):

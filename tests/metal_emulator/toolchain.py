@@ -34,6 +34,11 @@ def missing() -> str:
     )
 
 
+def linker() -> tuple[str, ...]:
+    """Arguments for the quickest linker here. LLVM's is there where the macOS wheel is built."""
+    return ("-fuse-ld=lld",) if shutil.which(f"ld.lld-{VERSION}") else ()
+
+
 def is_required() -> bool:
     """Whether a machine without the toolchain is an error (CI) rather than a reason to skip."""
     return os.environ.get("METAL_EMULATOR_REQUIRED") == "1"
