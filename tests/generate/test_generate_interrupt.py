@@ -113,7 +113,7 @@ def test_ctrl_c_ends_the_running_command_with_what_it_has(endless_model, expecte
                 assert running.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
             running.send_signal(signal.SIGINT)
-            out, err = running.communicate(timeout=60)
+            out, err = running.communicate(timeout=240)
         finally:
             running.kill()
     assert running.returncode == 130

@@ -67,7 +67,7 @@ def run(kernel: str, mode: Mode, **options: Any) -> list[Finding]:
 @pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("kernel", EXPECTED)
 def test_findings(kernel: str, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "CPU_SECONDS", 1.0)
+    monkeypatch.setattr(launch, "CPU_SECONDS", 0.3)
     findings = run(kernel, mode, check=False)
     assert {(f.kind, f.where) for f in findings} == EXPECTED[kernel][mode]
 

@@ -131,27 +131,35 @@ def swap_states(engine: Engine, step: int, ids: list[int]) -> None:
         engine.runner.states.fork(ids[1], ids[0])
 
 
+one_in_four = pytest.mark.sampled(4)
+"""Another quarter of the architectures for each test."""
+
+
 @pytest.fixture(scope="module", params=IS_SERVED)
 def served(request) -> Solo:
     return Solo(request.param)
 
 
+@one_in_four
 def test_ragged_prompts_decode_together(served):
     for prompt, completion in run(served.engine(prefill_chunk=64), {0: [SHORT, MIDDLE, LONG]}):
         assert_greedy(served, prompt, completion)
 
 
+@one_in_four
 def test_chunked_prompts_arrive_while_others_decode(served):
     for prompt, completion in run(served.engine(), {0: [MIDDLE], 3: [SHORT, LONG]}):
         assert_greedy(served, prompt, completion)
 
 
+@one_in_four
 def test_the_last_layer_computes_sampled_tokens_alone(served, monkeypatch):
     monkeypatch.setattr(model_runner, "WORTH_SKIPPING", 1)
     for prompt, completion in run(served.engine(), {0: [MIDDLE], 3: [SHORT, LONG]}):
         assert_greedy(served, prompt, completion)
 
 
+@one_in_four
 def test_no_block_is_read_after_it_was_freed(served):
     engine = served.engine(lookahead=False, prefix_cache=False)
     for prompt, completion in run(engine, {0: [LONG, SHORT]}, overwrite_free_blocks):
@@ -171,6 +179,7 @@ def test_that_arrival_makes_mixed_steps():
     assert sum(mixed) >= 3
 
 
+@one_in_four
 def test_samples_of_one_prompt_part_ways(served):
     engine = served.engine()
     (samples,) = engine.sample([MIDDLE], 3, temperature=2.0, seed=0, **OPTIONS)
@@ -180,6 +189,7 @@ def test_samples_of_one_prompt_part_ways(served):
     assert engine.stats.prompt_tokens == len(MIDDLE), "the prompt was computed more than once"
 
 
+@one_in_four
 def test_prefixes_are_shared(served):
     engine = served.engine()
     engine.generate([LONG], max_tokens=1)
@@ -189,6 +199,7 @@ def test_prefixes_are_shared(served):
     assert completion.cached_prompt_tokens == 2 * BLOCK_SIZE
 
 
+@one_in_four
 def test_drafts_change_neither_tokens_nor_logits(served, monkeypatch):
     def three(speculation, likely):  # not as many as this machine's speed makes worthwhile
         left = {r: r.params.max_tokens - r.num_generated - 1 for r in likely}
@@ -208,6 +219,7 @@ def test_drafts_change_neither_tokens_nor_logits(served, monkeypatch):
         assert engine.stats.drafts > engine.stats.accepted_drafts > 1
 
 
+@one_in_four
 def test_a_disturbed_cache_is_noticed(served):
     decodes, prefixes = TABLE[served.name][2], TABLE[served.name][4]
     disturbances = [overwrite_all_kv] if decodes != "state only" else []
@@ -249,6 +261,7 @@ def test_every_architecture_of_mlx_lm_is_in_the_table():
     assert set(TABLE) == set(ARCHITECTURES) | set(VARIANTS)
 
 
+@pytest.mark.sampled(2)
 def test_the_table_is_what_the_script_writes():
     text = document((name, support(name)) for name in names())
     assert text == DOCUMENT.read_text(), "run python -m scripts.support_matrix"
