@@ -21,7 +21,7 @@ import numpy as np
 from mlx_paged import Engine, UnsupportedModelError
 from mlx_paged.cli import COUNT
 from mlx_paged.runner.model_runner import ModelRunner
-from tests.support.architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, VOCAB, build
+from tests.support.models.architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, VOCAB, build
 
 MAX_ROWS = 6
 TOKENS = 24

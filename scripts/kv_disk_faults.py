@@ -31,7 +31,7 @@ from mlx.utils import tree_map
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, Parser
 from mlx_paged.kv_disk import packs, store
-from tests.support.architectures import VOCAB, build
+from tests.support.models.architectures import VOCAB, build
 
 CLOSE = 1e-3
 """Log-probabilities may differ by so much: a prompt's chunks are others if a part of it is read."""

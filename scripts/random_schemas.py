@@ -9,15 +9,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from jsonschema import ValidationError, validate
 
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, load_model
-
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
-from random_schemas import random_schema
+from tests.support.random_schemas import random_schema
 
 
 def main(argv: Sequence[str] | None = None) -> int:

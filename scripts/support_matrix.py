@@ -20,7 +20,7 @@ from mlx_paged.attention.forward import path_counts
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.runner.model_probe import ONE_AT_A_TIME, Batching, ModelProfile, model_type, probe
 from mlx_paged.runner.model_runner import ModelRunner
-from tests.support.architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build
+from tests.support.models.architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 

@@ -25,7 +25,7 @@ from mlx_paged import Engine
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, FRACTION, KV_BLOCK_SIZES, Parser
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.runner.model_probe import ModelProfile, probe
-from tests.support.architectures import VOCAB, build
+from tests.support.models.architectures import VOCAB, build
 
 KIB = 1024
 # fmt: off
@@ -47,8 +47,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 # fmt: on
-"""By name: a model of `tests.support.architectures` and the layers of the family. One layer of six,
-two, four, four and five has no window."""
+"""By name: a model of `tests.support.models.architectures` and the layers of the family. One layer
+of six, two, four, four and five has no window."""
 
 
 def windowed_model(name: str, window: int) -> nn.Module:

@@ -25,8 +25,8 @@ from mlx_paged import Completion, Engine
 from mlx_paged.cli import COUNT, Parser
 from mlx_paged.ops.formats import checked_bits
 from mlx_paged.runner.model_probe import probe
-from tests.support.architectures import VOCAB
-from tests.support.windowed_reference import Reference, Rows, Tokens
+from tests.support.models.architectures import VOCAB
+from tests.support.models.windowed_reference import Reference, Rows, Tokens
 
 Done = list[tuple[Tokens, Completion, bool]]
 """Prompts, their completions and whether these are greedy."""
@@ -55,7 +55,8 @@ NAMES = (
     "mimo_v2_flash, sinks everywhere", "ministral3", "mistral3", "muse_glimmer",
     "muse_glimmer, windows only", "olmo3", "recurrent_gemma", "spark2_5", "step3p5",
 )  # fmt: skip
-"""All tiny models of `tests.support.architectures` with a windowed layer that the engine runs."""
+"""All tiny models of `tests.support.models.architectures` with a windowed layer that the
+engine runs."""
 
 SCENARIOS = (
     "arrivals", "preemptions", "forks", "samples", "beams", "prefixes", "evictions",

@@ -8,11 +8,9 @@ from functools import cache
 import mlx.core as mx
 
 from scripts.metal.launches import KV_HEADS, Launched, Row, Work, total
-
-# isort: split
-from metal_emulator import GpuCode, LaunchStats, Library, Mode, gpu_code, mlx_include_dir
-from metal_emulator import mlx_sdpa_vector as kernels
-from metal_emulator.attention_cases import FLOAT16, Case, Problem, relative_rms, to_float64
+from tests.metal_emulator import GpuCode, LaunchStats, Library, Mode, gpu_code, mlx_include_dir
+from tests.metal_emulator import mlx_sdpa_vector as kernels
+from tests.metal_emulator.attention_cases import FLOAT16, Case, Problem, relative_rms, to_float64
 
 SIZES = ("base, Pro", "Max", "Ultra")
 """Of chips, as far as MLX tells them apart."""

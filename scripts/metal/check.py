@@ -18,11 +18,7 @@ import mlx.core as mx
 
 from scripts.metal.reachable import BLOCK_SIZES, architectures, kinds_of, reachable_calls
 from scripts.metal.sources import DTYPES
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests")]
-
-from metal_emulator.apple_rules import (  # noqa: E402
+from tests.metal_emulator.apple_rules import (
     RULES,
     Finding,
     check_call,

@@ -4,7 +4,6 @@ The emulator of tests/metal_emulator runs them on the same work, and every resul
 float64. All counts are per tile: 32 keys of one KV head, for all query heads that share it.
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -15,14 +14,11 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_paged import _ext
+from tests.metal_emulator import GpuCode, LaunchStats, Mode, gpu_code
+from tests.support.ops.metal_runner import MetalRunner
+from tests.support.ops.paged_cases import TOLERANCE, random_case, worst_error
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
-
-from metal_emulator import GpuCode, LaunchStats, Mode, gpu_code  # noqa: E402
-from metal_runner import MetalRunner  # noqa: E402
-from paged_cases import TOLERANCE, random_case, worst_error  # noqa: E402
-
 TILE = 32
 """Keys of one KV head: what counts are divided by."""
 KV_HEADS = 8

@@ -11,11 +11,9 @@ import mlx.core as mx
 import numpy as np
 
 from scripts.metal.launches import KV_HEADS, Launched, Row, Work, total
-
-# isort: split
-from metal_emulator import Library, Mode, gpu_code
-from metal_emulator.attention_cases import FLOAT16, Case, Problem, relative_rms, to_float64
-from metal_emulator.launch import THREADGROUP_LIMIT
+from tests.metal_emulator import Library, Mode, gpu_code
+from tests.metal_emulator.attention_cases import FLOAT16, Case, Problem, relative_rms, to_float64
+from tests.metal_emulator.launch import THREADGROUP_LIMIT
 
 KERNEL = "kernel_flash_attn_ext_vec"
 ELEMENTS = {64: 8, 128: 4, 256: 4}

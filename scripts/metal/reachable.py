@@ -20,7 +20,7 @@ from mlx_paged.kv.pool import KVShape
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.model_probe import ModelProfile, probe
 from scripts.support_matrix import names
-from tests.support.architectures import NOT_ON_A_CPU, build
+from tests.support.models.architectures import NOT_ON_A_CPU, build
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 EQUAL, NARROW, LATENT = "values as wide as keys", "narrower values", "latents"

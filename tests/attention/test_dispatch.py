@@ -6,10 +6,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from attention_paths import attending_by
 from mlx_lm.generate import generate_step
-from paged_cases import TOLERANCE, random_case, worst_error
-from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, ops
 from mlx_paged.attention.forward import (
@@ -30,6 +27,9 @@ from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.kv.pool import KVPool, KVShape
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
+from tests.support.ops.attention_paths import attending_by
+from tests.support.ops.paged_cases import TOLERANCE, random_case, worst_error
 
 BLOCK = 4
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (40, 5, 33)]

@@ -3,8 +3,15 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from architectures import VOCAB, build
-from paged_cases import (
+
+from mlx_paged import Engine, ops
+from mlx_paged.attention.forward import path_counts
+from mlx_paged.kv.blocks import BlockCopy
+from mlx_paged.kv.pool import KVPool, KVShape, as_int32, head_runs
+from mlx_paged.runner.model_probe import Batching, probe
+from tests.support.models.architectures import VOCAB, build
+from tests.support.models.tiny_models import solo_greedy
+from tests.support.ops.paged_cases import (
     TOLERANCE,
     answer_by,
     as_numpy,
@@ -12,13 +19,6 @@ from paged_cases import (
     latent_case,
     memory_limit,
 )
-from tiny_models import solo_greedy
-
-from mlx_paged import Engine, ops
-from mlx_paged.attention.forward import path_counts
-from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.pool import KVPool, KVShape, as_int32, head_runs
-from mlx_paged.runner.model_probe import Batching, probe
 
 RANK, ROPE = 16, 8
 NUM_LAYERS = {

@@ -6,8 +6,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_runner import MetalRunner
-from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import Engine, _ext, ops
 from mlx_paged.attention import prewarm
@@ -15,6 +13,8 @@ from mlx_paged.attention.sdpa_hook import Query
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.pool import KVShape
 from mlx_paged.runner.model_probe import _Recorder, probe
+from tests.support.models.tiny_models import VOCAB, tiny_model
+from tests.support.ops.metal_runner import MetalRunner
 
 
 @pytest.fixture

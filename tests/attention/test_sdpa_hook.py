@@ -4,7 +4,6 @@ import threading
 
 import mlx.core as mx
 import pytest
-from paged_cases import memory_limit
 
 from mlx_paged.attention.sdpa_hook import (
     AttendingCache,
@@ -15,6 +14,7 @@ from mlx_paged.attention.sdpa_hook import (
     mlx_attention,
     mlx_where,
 )
+from tests.support.ops.paged_cases import memory_limit
 
 
 class FakeCache(AttendingCache):

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache
-from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.runner.model_probe import probe
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 BLOCK, WINDOW = 4, 12
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (50, 7, 31)]

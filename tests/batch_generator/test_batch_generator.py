@@ -7,7 +7,16 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from batch_generators import (
+from mlx_lm import server as stock_server
+from mlx_lm.generate import BatchGenerator as StockGenerator
+from mlx_lm.generate import GenerationBatch, StopSequences, batch_generate
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from mlx_paged.batch_generator.generator import BatchGenerator
+from mlx_paged.cli import demo_model_path, load_model
+from mlx_paged.sampling_params import SamplingParams
+from tests.support.engine.batch_generators import (
     PROMPTS,
     assert_drained,
     assert_drained_after,
@@ -16,16 +25,7 @@ from batch_generators import (
     run,
     tokens_of,
 )
-from mlx_lm import server as stock_server
-from mlx_lm.generate import BatchGenerator as StockGenerator
-from mlx_lm.generate import GenerationBatch, StopSequences, batch_generate
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from tiny_models import VOCAB, solo_greedy
-
-from mlx_paged.batch_generator.generator import BatchGenerator
-from mlx_paged.cli import demo_model_path, load_model
-from mlx_paged.sampling_params import SamplingParams
+from tests.support.models.tiny_models import VOCAB, solo_greedy
 
 stock_generate = sys.modules["mlx_lm.generate"]
 

@@ -5,8 +5,11 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
-from architectures import VOCAB, build
-from batch_generators import (
+from mlx_lm.generate import StopSequences
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_paged.batch_generator.generator import BatchGenerator
+from tests.support.engine.batch_generators import (
     PROMPTS,
     continued,
     model,
@@ -14,11 +17,8 @@ from batch_generators import (
     run,
     tokens_of,
 )
-from mlx_lm.generate import StopSequences
-from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import solo_greedy
-
-from mlx_paged.batch_generator.generator import BatchGenerator
+from tests.support.models.architectures import VOCAB, build
+from tests.support.models.tiny_models import solo_greedy
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "lfm2", "deepseek_v3"])

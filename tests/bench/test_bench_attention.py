@@ -3,8 +3,6 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from numpy_reference import paged_attention_numpy
-from paged_cases import TOLERANCE, worst_error
 from test_bench_cli import Outputs
 
 from bench import machine
@@ -15,6 +13,8 @@ from bench.paged_attention.cases import Case, HeadCounts, Inputs
 from bench.paged_attention.ggml import GgmlAttention
 from bench.paged_attention.timing import in_turns, summary
 from mlx_paged.doctor.speed import MemoryReader
+from tests.support.ops.numpy_reference import paged_attention_numpy
+from tests.support.ops.paged_cases import TOLERANCE, worst_error
 
 TINY = ["--quick", "--heads=4:2:8", "--dtypes", "float32", "--batches=2", "--contexts=33"]
 TINY += ["--block-sizes=8", "--chunk-lengths=4", "--chunk-contexts=9", "--rounds=1"]

@@ -4,11 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_map
-from tiny_models import COMMON, VOCAB, solo_greedy, tiny_model
 
 from bench.models import llama_model
 from bench.serving.engines import Limits, check_engines, make_server
 from bench.serving.trace import Job
+from tests.support.models.tiny_models import COMMON, VOCAB, solo_greedy, tiny_model
 
 REASON = "llama-cpp-python and gguf are not installed"
 pytest.importorskip("gguf", reason=REASON)

@@ -5,7 +5,6 @@ import importlib.util
 from dataclasses import replace
 
 import pytest
-from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from bench.serving.engines import (
     ENGINES,
@@ -20,6 +19,7 @@ from bench.serving.run import Run
 from bench.serving.servers import Counters, Level, PagedServer, Token
 from bench.serving.trace import Job, make_trace
 from bench.serving.workload import PRESETS, ClosedLoop, OpenLoop, make_jobs
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 INSTALLED = [
     pytest.param(

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from tiny_models import tiny_model
 
 from scripts import windowed_memory
 from scripts.windowed_memory import MODELS, compare, serve, windowed_model
+from tests.support.models.tiny_models import tiny_model
 
 TOKEN_BYTES = 2 * 2 * 8 * 4  # of a layer: K and V, two heads of 8 float32
 LAYERS = {"gemma3": (10, 2), "gpt_oss": (2, 2), "cohere2": (6, 2), "exaone4": (6, 2)}

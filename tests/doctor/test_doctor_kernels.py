@@ -6,8 +6,6 @@ from dataclasses import fields
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_runner import MetalRunner
-from numpy_reference import paged_attention_numpy
 
 from mlx_paged import ops
 from mlx_paged.doctor import __main__ as doctor
@@ -26,6 +24,8 @@ from mlx_paged.doctor.variants import (
     all_variants,
     attention_call,
 )
+from tests.support.ops.metal_runner import MetalRunner
+from tests.support.ops.numpy_reference import paged_attention_numpy
 
 VARIANTS = all_variants()
 DECODE = Variant("attention", "float16", "d64", 16, 4)

@@ -9,8 +9,6 @@ import pytest
 from mlx_lm import batch_generate
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import blocks_in_use, check_integrity, merged, tokens_written
-from tiny_models import VOCAB, tiny_model
 
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.cli import load_model
@@ -18,6 +16,13 @@ from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import BatchPagedKVCache, PagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.drop_in.shared_pool import SharedPool
+from tests.support.drop_in.prompt_cache_cases import (
+    blocks_in_use,
+    check_integrity,
+    merged,
+    tokens_written,
+)
+from tests.support.models.tiny_models import VOCAB, tiny_model
 
 BLOCK = 4
 LENGTHS = (5, 40, 17, 33, 1, 2, 29)

@@ -9,16 +9,21 @@ from functools import partial
 
 import mlx.core as mx
 import pytest
-from architectures import build
 from mlx_lm.models import cache as stock
 from mlx_lm.models.base import create_attention_mask
-from prompt_cache_cases import BLOCK, blocks_in_use, pool_of, stock_make_prompt_cache
-from tiny_models import tiny_model
 
 from mlx_paged.drop_in import kv_caches
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.caches import construction, make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm, unpatch_mlx_lm
+from tests.support.drop_in.prompt_cache_cases import (
+    BLOCK,
+    blocks_in_use,
+    pool_of,
+    stock_make_prompt_cache,
+)
+from tests.support.models.architectures import build
+from tests.support.models.tiny_models import tiny_model
 
 WINDOW = 12
 ARGUMENTS = {

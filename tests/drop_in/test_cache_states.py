@@ -2,7 +2,13 @@
 
 import mlx.core as mx
 import pytest
-from prompt_cache_cases import (
+
+from mlx_paged import OutOfBlocksError
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.kv_caches import BatchPagedKVCache, PagedKVCache
+from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.drop_in.shared_pool import SharedPool
+from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
     PROMPT,
     check_integrity,
@@ -13,13 +19,7 @@ from prompt_cache_cases import (
     same,
     stock_filled,
 )
-from tiny_models import tiny_model
-
-from mlx_paged import OutOfBlocksError
-from mlx_paged.drop_in.caches import make_prompt_cache
-from mlx_paged.drop_in.kv_caches import BatchPagedKVCache, PagedKVCache
-from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.shared_pool import SharedPool
+from tests.support.models.tiny_models import tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -7,14 +7,20 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from architectures import build
 from mlx.utils import tree_flatten
-from numpy_reference import paged_attention_numpy
-from prompt_cache_cases import BLOCK, check_integrity, greedy, merged, stock_make_prompt_cache
 
 from mlx_paged import ops
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.patch import patched_mlx_lm
+from tests.support.drop_in.prompt_cache_cases import (
+    BLOCK,
+    check_integrity,
+    greedy,
+    merged,
+    stock_make_prompt_cache,
+)
+from tests.support.models.architectures import build
+from tests.support.ops.numpy_reference import paged_attention_numpy
 
 MODELS = ("llama", "qwen2", "gemma3", "deepseek_v3")
 PREFIX, *TEXTS = (

@@ -5,11 +5,18 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
-from architectures import VOCAB, build
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as stock
-from paged_cases import memory_limit
-from prompt_cache_cases import (
+
+from mlx_paged.attention.forward import path_counts
+from mlx_paged.attention.sdpa_hook import mlx_attention
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.kv_caches import PagedKVCache
+from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.drop_in.shared_pool import SharedPool
+from mlx_paged.kv.pool import KVShape
+from mlx_paged.runner.model_probe import leaves
+from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
     as_stock,
     check_integrity,
@@ -20,15 +27,8 @@ from prompt_cache_cases import (
     same,
     stock_make_prompt_cache,
 )
-
-from mlx_paged.attention.forward import path_counts
-from mlx_paged.attention.sdpa_hook import mlx_attention
-from mlx_paged.drop_in.caches import make_prompt_cache
-from mlx_paged.drop_in.kv_caches import PagedKVCache
-from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.shared_pool import SharedPool
-from mlx_paged.kv.pool import KVShape
-from mlx_paged.runner.model_probe import leaves
+from tests.support.models.architectures import VOCAB, build
+from tests.support.ops.paged_cases import memory_limit
 
 RANK, ROPE = 16, 8
 LATENT = KVShape(1, RANK + ROPE, RANK, mx.float32, latent=True)

@@ -10,7 +10,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import (
+
+from mlx_paged import ops
+from mlx_paged.attention.sdpa_hook import attention_hook
+from mlx_paged.drop_in.caches import PagedKVCache
+from mlx_paged.drop_in.shared_pool import SharedPool
+from mlx_paged.kv.allocator import BlockAllocator
+from tests.support.drop_in.prompt_cache_cases import (
     PROMPT,
     as_stock,
     check_integrity,
@@ -21,13 +27,7 @@ from prompt_cache_cases import (
     same,
     stock_filled,
 )
-from tiny_models import tiny_model
-
-from mlx_paged import ops
-from mlx_paged.attention.sdpa_hook import attention_hook
-from mlx_paged.drop_in.caches import PagedKVCache
-from mlx_paged.drop_in.shared_pool import SharedPool
-from mlx_paged.kv.allocator import BlockAllocator
+from tests.support.models.tiny_models import tiny_model
 
 BLOCK, WINDOW, STEP = 4, 32, 16
 HEADS_AND_DIMS = {"full": (2, 8, 8), "windowed": (2, 8, 8), "latent": (1, 16, 4)}

@@ -7,12 +7,17 @@ import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import blocks_in_use, greedy, merged, stock_make_prompt_cache
-from tiny_models import VOCAB, tiny_model
 
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import BatchPagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
+from tests.support.drop_in.prompt_cache_cases import (
+    blocks_in_use,
+    greedy,
+    merged,
+    stock_make_prompt_cache,
+)
+from tests.support.models.tiny_models import VOCAB, tiny_model
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 40, 17)]
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from attention_paths import attending_by
 
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
+from tests.support.ops.attention_paths import attending_by
 
 TABLES = np.array([[7, 3, 5], [2, 9, 0]], np.int32)
 

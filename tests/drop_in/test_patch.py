@@ -13,7 +13,6 @@ import pytest
 from mlx_lm import batch_generate, generate, stream_generate
 from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import make_sampler
-from tiny_models import tiny_model
 
 from mlx_paged import Engine, arguments
 from mlx_paged.attention import sdpa_hook
@@ -30,6 +29,7 @@ from mlx_paged.drop_in.patch import (
     patched_mlx_lm,
     unpatch_mlx_lm,
 )
+from tests.support.models.tiny_models import tiny_model
 
 mlx_eval = mx.eval
 

@@ -4,7 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import BatchGenerator
-from prompt_cache_cases import (
+
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.drop_in.shared_pool import SharedPool
+from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
     PROMPT,
     blocks_in_use,
@@ -17,11 +21,7 @@ from prompt_cache_cases import (
     stock_filled,
     stock_make_prompt_cache,
 )
-from tiny_models import tiny_model
-
-from mlx_paged.drop_in.caches import make_prompt_cache
-from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.shared_pool import SharedPool
+from tests.support.models.tiny_models import tiny_model
 
 
 @pytest.fixture(autouse=True)

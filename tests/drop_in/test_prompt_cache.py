@@ -6,11 +6,18 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from architectures import ARCHITECTURES, NOT_ON_A_CPU, build
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models import cache as stock
 from mlx_lm.models.base import create_causal_mask
-from prompt_cache_cases import (
+
+from mlx_paged.attention.forward import path_counts
+from mlx_paged.attention.sdpa_hook import CausalMask, mlx_attention
+from mlx_paged.drop_in.base_cache import StepView
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.kv_caches import KVCache, PagedKVCache, RotatingKVCache
+from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.runner.model_probe import leaves
+from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
     PROMPT,
     blocks_in_use,
@@ -24,15 +31,8 @@ from prompt_cache_cases import (
     stock_filled,
     stock_make_prompt_cache,
 )
-from tiny_models import solo_greedy, tiny_model
-
-from mlx_paged.attention.forward import path_counts
-from mlx_paged.attention.sdpa_hook import CausalMask, mlx_attention
-from mlx_paged.drop_in.base_cache import StepView
-from mlx_paged.drop_in.caches import make_prompt_cache
-from mlx_paged.drop_in.kv_caches import KVCache, PagedKVCache, RotatingKVCache
-from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.runner.model_probe import leaves
+from tests.support.models.architectures import ARCHITECTURES, NOT_ON_A_CPU, build
+from tests.support.models.tiny_models import solo_greedy, tiny_model
 
 KERNEL_MODELS = ("llama", "qwen3", "gemma3_text", "gpt_oss", "jamba", "deepseek_v3")
 GATHER_MODELS = ("gemma2",)

@@ -7,12 +7,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import blocks_in_use, filled
-from tiny_models import VOCAB, tiny_model
 
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
 from mlx_paged.runner.model_probe import leaves
+from tests.support.drop_in.prompt_cache_cases import blocks_in_use, filled
+from tests.support.models.tiny_models import VOCAB, tiny_model
 
 SHARED = [1 + i % 50 for i in range(120)]  # the common beginning of all prompts
 

@@ -9,13 +9,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import cache as stock
-from numpy_quantization import BITS, quantized_mlx_lm, rounded
-from prompt_cache_cases import BLOCK, PROMPT, filled, greedy, stock_make_prompt_cache
-from tiny_models import tiny_model
 
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.ops.formats import FORMATS
+from tests.support.drop_in.prompt_cache_cases import (
+    BLOCK,
+    PROMPT,
+    filled,
+    greedy,
+    stock_make_prompt_cache,
+)
+from tests.support.models.tiny_models import tiny_model
+from tests.support.ops.numpy_quantization import BITS, quantized_mlx_lm, rounded
 
 MODELS = "llama", "gemma3_text"
 every_format = pytest.mark.parametrize("kv_bits", BITS)

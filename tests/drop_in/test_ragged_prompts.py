@@ -7,14 +7,14 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from architectures import ARCHITECTURES, NOT_ON_A_CPU, VOCAB, build
 from mlx_lm.generate import BatchGenerator, PromptProcessingBatch, generate_step
 from mlx_lm.models.cache import ArraysCache
-from prompt_cache_cases import stock_make_prompt_cache
 
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.patch import STATES_OVER_PADDING, patched_mlx_lm, stock_prompt
 from mlx_paged.runner.model_probe import leaves
+from tests.support.drop_in.prompt_cache_cases import stock_make_prompt_cache
+from tests.support.models.architectures import ARCHITECTURES, NOT_ON_A_CPU, VOCAB, build
 
 TOLERANCE = 1e-4
 """Largest difference of log-probabilities, relative to the largest of them."""

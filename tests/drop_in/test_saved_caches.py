@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 import subprocess
 import sys
 from functools import cache as once
@@ -12,7 +11,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import (
+
+from mlx_paged.drop_in.caches import as_paged, make_prompt_cache, unpaged_prompt_cache
+from mlx_paged.drop_in.kv_caches import KVCache
+from mlx_paged.drop_in.patch import patched_mlx_lm
+from tests.support.drop_in import saved_cache_script
+from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
     PROMPT,
     as_stock,
@@ -24,17 +28,13 @@ from prompt_cache_cases import (
     stock_filled,
     stock_make_prompt_cache,
 )
-from saved_cache_script import MODELS
-from tiny_models import tiny_model
-
-from mlx_paged.drop_in.caches import as_paged, make_prompt_cache, unpaged_prompt_cache
-from mlx_paged.drop_in.kv_caches import KVCache
-from mlx_paged.drop_in.patch import patched_mlx_lm
+from tests.support.drop_in.saved_cache_script import MODELS
+from tests.support.models.tiny_models import tiny_model
 
 WINDOW = 12
 """Of the tiny gemma3_text."""
 
-TESTS = Path(__file__).parents[1] / "support"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +71,8 @@ def runs(tmp_path_factory):
         if step == "continue":
             run(saver, "save", saver)
         done = subprocess.run(
-            [sys.executable, TESTS / "saved_cache_script.py", patch, step, directories[saver]],
-            env=os.environ | {"PYTHONPATH": f"{TESTS.parents[1]}{os.pathsep}{TESTS}"},
+            [sys.executable, "-m", saved_cache_script.__name__, patch, step, directories[saver]],
+            cwd=ROOT,
             stdout=subprocess.PIPE,
             check=True,
         )

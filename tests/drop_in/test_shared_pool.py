@@ -9,7 +9,14 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import (
+
+from mlx_paged import OutOfBlocksError
+from mlx_paged.drop_in import shared_pool
+from mlx_paged.drop_in.caches import make_prompt_cache
+from mlx_paged.drop_in.kv_caches import PagedKVCache
+from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.drop_in.shared_pool import SharedPool
+from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
     PROMPT,
     blocks_in_use,
@@ -24,14 +31,7 @@ from prompt_cache_cases import (
     stock_make_prompt_cache,
     tokens_written,
 )
-from tiny_models import solo_greedy, tiny_model
-
-from mlx_paged import OutOfBlocksError
-from mlx_paged.drop_in import shared_pool
-from mlx_paged.drop_in.caches import make_prompt_cache
-from mlx_paged.drop_in.kv_caches import PagedKVCache
-from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.drop_in.shared_pool import SharedPool
+from tests.support.models.tiny_models import solo_greedy, tiny_model
 
 
 @pytest.fixture(autouse=True)

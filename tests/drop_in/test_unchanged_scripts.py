@@ -10,11 +10,11 @@ from queue import SimpleQueue
 
 import mlx_lm.server
 import pytest
-from server_harness import TIMEOUT, solo
 
 from mlx_paged import unpatch_mlx_lm
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.cli import demo_model_path
+from tests.support.commands.server_harness import TIMEOUT, solo
 
 LINE = "import mlx_paged.auto_patch\n"
 

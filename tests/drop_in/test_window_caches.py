@@ -5,10 +5,15 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
-from architectures import VOCAB, build
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models import cache as stock
-from prompt_cache_cases import (
+
+from mlx_paged import OutOfBlocksError
+from mlx_paged.attention.sdpa_hook import mlx_attention
+from mlx_paged.drop_in.caches import as_paged, make_prompt_cache
+from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.kv.blocks import ceil_div
+from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
     blocks_in_use,
     check_integrity,
@@ -18,12 +23,7 @@ from prompt_cache_cases import (
     stock_filled,
     stock_make_prompt_cache,
 )
-
-from mlx_paged import OutOfBlocksError
-from mlx_paged.attention.sdpa_hook import mlx_attention
-from mlx_paged.drop_in.caches import as_paged, make_prompt_cache
-from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.kv.blocks import ceil_div
+from tests.support.models.architectures import VOCAB, build
 
 MODELS = ("gemma3", "gpt_oss", "cohere2", "exaone4", "gemma3n", "olmo3", "mimo_v2_flash")
 WINDOW = 8

@@ -6,10 +6,10 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.cli import load_model
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 OTHER = PROMPT[::-1]

@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(0, VOCAB, n).tolist() for n in (9, 25, 6)]

@@ -5,14 +5,14 @@ from functools import cache
 
 import numpy as np
 import pytest
-from emulated_gpu import LONG_CHUNK, HalfModel, emulate_gpu
-from numpy_quantization import BITS, quantized_mlx_lm
-from tiny_models import VOCAB
 
 from mlx_paged import Engine
 from mlx_paged.attention import forward
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.runner.model_runner import ModelRunner
+from tests.support.engine.emulated_gpu import LONG_CHUNK, HalfModel, emulate_gpu
+from tests.support.models.tiny_models import VOCAB
+from tests.support.ops.numpy_quantization import BITS, quantized_mlx_lm
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 37, 12, 61)]
 NUM_TOKENS = 6

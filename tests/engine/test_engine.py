@@ -5,9 +5,9 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, FinishReason, SamplingParams
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 INTEGERS = (
     *("block_size", "kv_memory", "num_blocks", "max_kv_tokens", "max_running", "prefill_chunk"),

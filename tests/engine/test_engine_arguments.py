@@ -7,7 +7,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from tiny_models import tiny_model
 from transformers import AutoTokenizer
 
 from mlx_paged import (
@@ -18,6 +17,7 @@ from mlx_paged import (
     make_prompt_cache,
 )
 from mlx_paged.cli import demo_model_path, load_model
+from tests.support.models.tiny_models import tiny_model
 
 PATH = str(demo_model_path())
 

@@ -3,10 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import CONFIGS, VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, UnsupportedModelError
 from mlx_paged.runner.model_probe import Batching
+from tests.support.models.tiny_models import CONFIGS, VOCAB, solo_greedy, tiny_model
 
 NUM_TOKENS = 24
 

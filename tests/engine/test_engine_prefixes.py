@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 BLOCK = 8
 RNG = np.random.default_rng(1)

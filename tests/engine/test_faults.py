@@ -6,10 +6,10 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, FinishReason
 from mlx_paged.engine.pipeline import deferred_interrupts
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(0, VOCAB, n).tolist() for n in (9, 25, 14, 31, 6)]

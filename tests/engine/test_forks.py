@@ -4,9 +4,9 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, FinishReason, SamplingParams, demo_model_path
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 37).tolist()
 BLOCK = 4

@@ -7,11 +7,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from architectures import VOCAB, build
 from mlx_lm.generate import generate_step
-from tiny_models import solo_greedy
 
 from mlx_paged import Completion, Engine
+from tests.support.models.architectures import VOCAB, build
+from tests.support.models.tiny_models import solo_greedy
 
 BLOCK = 8
 NUM_TOKENS = 6

@@ -3,9 +3,9 @@
 import threading
 
 import pytest
-from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged import Engine
+from tests.support.models.tiny_models import solo_greedy, tiny_model
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 OTHER = PROMPT[::-1]

@@ -4,8 +4,6 @@ from copy import copy as shallow
 from dataclasses import replace
 
 import pytest
-from fake_model import FakePool, FakeRunner, FakeTransfer
-from simulation import run_schedule
 
 from mlx_paged.engine import pipeline
 from mlx_paged.engine.arguments import RequestMaker
@@ -25,6 +23,8 @@ from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.speculation import Speculation
 from mlx_paged.scheduler.step import SampledToken, Span, Step
 from mlx_paged.scheduler.turns import Turn
+from tests.support.simulation.fake_model import FakePool, FakeRunner, FakeTransfer
+from tests.support.simulation.schedules import run_schedule
 
 
 @pytest.fixture(autouse=True)

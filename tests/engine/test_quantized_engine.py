@@ -2,12 +2,12 @@
 
 import mlx.core as mx
 import pytest
-from numpy_quantization import BITS
-from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import BatchGenerator, Engine, KVBlockManager
 from mlx_paged.kv.pool import KVShape
 from mlx_paged.server import arguments
+from tests.support.models.tiny_models import VOCAB, tiny_model
+from tests.support.ops.numpy_quantization import BITS
 
 PROMPTS = [[i % VOCAB for i in range(start, start + 40)] for start in (3, 50)]
 

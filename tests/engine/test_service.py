@@ -5,7 +5,10 @@ import threading
 
 import numpy as np
 import pytest
-from service_harness import (
+
+from mlx_paged import Engine, FinishReason, SamplingParams
+from mlx_paged.engine.service import EngineService
+from tests.support.engine.service_harness import (
     OTHER,
     PROMPT,
     THREAD,
@@ -18,12 +21,9 @@ from service_harness import (
     solo,
     tokens_of,
 )
-from tiny_models import VOCAB, solo_greedy, tiny_model
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
-from mlx_paged import Engine, FinishReason, SamplingParams
-from mlx_paged.engine.service import EngineService
-
-pytest_plugins = ["service_fixtures"]
+pytest_plugins = ["tests.support.engine.service_fixtures"]
 
 
 # Reading

@@ -7,8 +7,10 @@ import weakref
 from pathlib import Path
 
 import pytest
-import tiny_models
-from service_harness import (
+
+from mlx_paged import FinishReason
+from mlx_paged.engine.service import EngineService
+from tests.support.engine.service_harness import (
     OTHER,
     PROMPT,
     TIMEOUT,
@@ -18,12 +20,10 @@ from service_harness import (
     reference,
     tokens_of,
 )
-from tiny_models import VOCAB
+from tests.support.models import tiny_models
+from tests.support.models.tiny_models import VOCAB
 
-from mlx_paged import FinishReason
-from mlx_paged.engine.service import EngineService
-
-pytest_plugins = ["service_fixtures"]
+pytest_plugins = ["tests.support.engine.service_fixtures"]
 
 
 def test_any_thread_may_abort_and_others_do_not_notice(engine, serve):
@@ -161,7 +161,7 @@ def test_a_closed_service_is_let_go(engine):
 def test_a_forgotten_service_does_not_disturb_the_interpreters_end():
     code = """
 import atexit
-from tiny_models import tiny_model
+from tests.support.models.tiny_models import tiny_model
 from mlx_paged import Engine
 from mlx_paged import EngineService
 atexit.register(lambda: print(ticket.done, service.error))  # runs after what is registered later

@@ -7,13 +7,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import simulation
-from fake_model import FakePool
-from simulation import COUNTED, main, run_schedule
 
 from mlx_paged.kv_disk import tier
+from tests.support.simulation import schedules as simulation
+from tests.support.simulation.fake_model import FakePool
+from tests.support.simulation.schedules import COUNTED, main, run_schedule
 
-SCRIPT = Path(simulation.__file__)
+ROOT = Path(__file__).parents[2]
 
 
 def counted(model: str, seed: int, num_schedules: int) -> Counter[str]:
@@ -88,10 +88,10 @@ def test_a_failure_comes_with_the_command_that_repeats_it(capsys, monkeypatch):
     *before, last = capsys.readouterr().out.splitlines()
     command = before[1].split()
     assert (
-        command[:2] == ["python", "tests/support/simulation.py"]
+        command[:3] == ["python", "-m", "tests.support.simulation.schedules"]
         and json.loads(last)["failures"] > 0
     )
-    assert main(command[2:]) == 1
+    assert main(command[3:]) == 1
     assert capsys.readouterr().out.splitlines()[0] == before[0]
 
 
@@ -116,6 +116,6 @@ def test_wrong_arguments_are_named_in_one_line(capsys, arguments, message):
 
 
 def test_it_runs_as_a_script():
-    command = [sys.executable, str(SCRIPT), "--schedules", "2", "--seed", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
+    command = [sys.executable, "-m", simulation.__name__, "--schedules", "2", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert json.loads(done.stdout.splitlines()[-1])["mismatches"] == 0

@@ -4,15 +4,15 @@ import random
 
 import mlx.core as mx
 import pytest
-from injected_drafts import InjectedDrafter, every_guess
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
-from solo_runs import MlxLmSolo, solo_run
-from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.engine.engine import DRAFTERS
 from mlx_paged.scheduler.speculation import Speculation
+from tests.support.models.tiny_models import VOCAB, tiny_model
+from tests.support.simulation.injected_drafts import InjectedDrafter, every_guess
+from tests.support.simulation.solo_runs import MlxLmSolo, solo_run
 
 ARCHITECTURES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral")
 """Full attention, windows, windows with sinks, latents, experts."""

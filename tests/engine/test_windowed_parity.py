@@ -5,7 +5,6 @@ from collections.abc import Callable
 from itertools import product
 
 import pytest
-from architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build
 
 from mlx_paged import UnsupportedModelError
 from mlx_paged.attention.forward import LayerView
@@ -20,7 +19,8 @@ from scripts.windowed_parity import (
     Scenarios,
     main,
 )
-from tests.support.windowed_reference import Reference, limits_of
+from tests.support.models.architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, build
+from tests.support.models.windowed_reference import Reference, limits_of
 
 SIZES = [*product((8, 20), CHUNKS, BLOCK_SIZES)]
 SAMPLE = [Case(name, *SIZES[7 * i % len(SIZES)]) for i, name in enumerate(NAMES)]

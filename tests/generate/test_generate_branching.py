@@ -3,9 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from generate_runs import CLASS, FUNCTION, jsonl, read_jsonl
 
-pytest_plugins = ["generate_fixtures"]
+from tests.support.commands.generate_runs import CLASS, FUNCTION, jsonl, read_jsonl
+
+pytest_plugins = ["tests.support.commands.generate_fixtures"]
 
 
 @pytest.fixture

@@ -13,13 +13,23 @@ from typing import Any
 
 import mlx_lm
 import pytest
-from generate_runs import CLASS, FUNCTION, LONG, PROMPTS, ROOT, RULE, command, jsonl, read_jsonl
 from tqdm import tqdm
 
 from mlx_paged.generate import __main__ as generate
 from mlx_paged.generate import report
+from tests.support.commands.generate_runs import (
+    CLASS,
+    FUNCTION,
+    LONG,
+    PROMPTS,
+    ROOT,
+    RULE,
+    command,
+    jsonl,
+    read_jsonl,
+)
 
-pytest_plugins = ["generate_fixtures"]
+pytest_plugins = ["tests.support.commands.generate_fixtures"]
 
 
 def test_one_prompt_shows_what_mlx_lm_shows_and_more(run, demo, expected, capsys):

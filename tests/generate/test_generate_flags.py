@@ -5,16 +5,16 @@ import re
 
 import mlx_lm
 import pytest
-from generate_runs import CLASS, FUNCTION, jsonl, model_copy, read_jsonl
-from injected_drafts import every_guess
 from mlx_lm.generate import setup_arg_parser
 from test_generate_mistakes import assert_one_line_mistake
 
 from mlx_paged.cli import Refused, demo_model_path
 from mlx_paged.generate.arguments import REFUSED, make_parser
 from mlx_paged.scheduler.speculation import Speculation
+from tests.support.commands.generate_runs import CLASS, FUNCTION, jsonl, model_copy, read_jsonl
+from tests.support.simulation.injected_drafts import every_guess
 
-pytest_plugins = ["generate_fixtures"]
+pytest_plugins = ["tests.support.commands.generate_fixtures"]
 
 OTHER_DEFAULTS = {
     "prompt": "mlx_lm.generate takes one prompt, and has one of its own",

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generate_runs import (
+
+from mlx_paged.engine.engine import Engine
+from mlx_paged.generate import __main__ as generate
+from tests.support.commands.generate_runs import (
     CLASS,
     FUNCTION,
     LONG,
@@ -23,10 +26,7 @@ from generate_runs import (
     read_jsonl,
 )
 
-from mlx_paged.engine.engine import Engine
-from mlx_paged.generate import __main__ as generate
-
-pytest_plugins = ["generate_fixtures"]
+pytest_plugins = ["tests.support.commands.generate_fixtures"]
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:

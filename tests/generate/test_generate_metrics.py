@@ -5,14 +5,21 @@ import signal
 import subprocess
 
 import pytest
-from generate_runs import CLASS, FUNCTION, ROOT, command, model_copy, read_jsonl
 from test_generate_interrupt import interrupt_after, read_until
 from test_generate_mistakes import assert_one_line_mistake
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.metrics.tick_log import NAMES, PHASES
+from tests.support.commands.generate_runs import (
+    CLASS,
+    FUNCTION,
+    ROOT,
+    command,
+    model_copy,
+    read_jsonl,
+)
 
-pytest_plugins = ["generate_fixtures"]
+pytest_plugins = ["tests.support.commands.generate_fixtures"]
 
 
 def test_every_tick_is_a_line(run, tmp_path):

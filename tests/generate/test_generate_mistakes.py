@@ -6,7 +6,10 @@ import sys
 from typing import Any
 
 import pytest
-from generate_runs import (
+
+from mlx_paged import cli as model_loader
+from mlx_paged.cli import demo_model_path
+from tests.support.commands.generate_runs import (
     FUNCTION,
     LONG,
     ROOT,
@@ -16,10 +19,7 @@ from generate_runs import (
     model_copy,
 )
 
-from mlx_paged import cli as model_loader
-from mlx_paged.cli import demo_model_path
-
-pytest_plugins = ["generate_fixtures"]
+pytest_plugins = ["tests.support.commands.generate_fixtures"]
 
 
 def assert_one_line_mistake(result: Result, message: str) -> None:

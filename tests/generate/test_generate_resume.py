@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generate_runs import CLASS, FUNCTION, LONG, jsonl, read_jsonl
 from test_generate_mistakes import assert_one_line_mistake
 
 from mlx_paged.engine.engine import Engine
+from tests.support.commands.generate_runs import CLASS, FUNCTION, LONG, jsonl, read_jsonl
 
-pytest_plugins = ["generate_fixtures"]
+pytest_plugins = ["tests.support.commands.generate_fixtures"]
 
 LENGTHS = {FUNCTION: 40, CLASS: 3, LONG: 9, "x": 30}
 TIMES = ("ttft_s", "seconds", "cached_prompt_tokens", "prefix_miss")

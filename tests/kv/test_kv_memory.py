@@ -4,9 +4,7 @@ import re
 
 import mlx.core as mx
 import pytest
-from fake_macs import GB, MACS, FakeMac, fake_mac
 from mlx.utils import tree_flatten, tree_map
-from tiny_models import tiny_model
 
 from mlx_paged import Engine, make_prompt_cache, ops
 from mlx_paged.drop_in.kv_caches import PagedKVCache
@@ -18,6 +16,8 @@ from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.memory import memory_in_use, physical_memory, spare_memory
 from mlx_paged.kv.pool import KVShape
 from mlx_paged.runner.model_probe import probe
+from tests.support.fake_macs import GB, MACS, FakeMac, fake_mac
+from tests.support.models.tiny_models import tiny_model
 
 MIB = 2**20
 BLOCK = 16

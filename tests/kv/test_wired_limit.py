@@ -4,13 +4,13 @@ import gc
 
 import mlx.core as mx
 import pytest
-from fake_macs import FakeMac, fake_mac
 from mlx_lm.generate import generation_stream, wired_limit
-from tiny_models import tiny_model
 
 import mlx_paged.kv.memory as wired_limit_module
 from mlx_paged import BatchGenerator, Engine, EngineService
 from mlx_paged.kv.memory import hold_wired_limit
+from tests.support.fake_macs import FakeMac, fake_mac
+from tests.support.models.tiny_models import tiny_model
 
 BEFORE = 12345
 

@@ -5,8 +5,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import tiny_models
-from disk_engines import GREEDY, SIZE, make_engine, outputs, tokens_of
 
 from mlx_paged import EngineService
 from mlx_paged.kv.block_bytes import read_blocks
@@ -16,6 +14,8 @@ from mlx_paged.kv_disk.packs import FILE_MAGIC, HEADER
 from mlx_paged.runner import model_runner
 from mlx_paged.runner.model_runner import LaunchedStep
 from mlx_paged.scheduler.step import Step
+from tests.support.engine.disk_engines import GREEDY, SIZE, make_engine, outputs, tokens_of
+from tests.support.models import tiny_models
 
 
 def test_blocks_leave_for_the_disk_before_others_take_their_memory(tmp_path):

@@ -4,13 +4,13 @@ import os
 from unittest import mock
 
 import pytest
-import tiny_models
-from disk_engines import make_engine, outputs, tokens_of
 from mlx.utils import tree_map
 
 from mlx_paged.engine import engine as engine_module
 from mlx_paged.kv_disk import opening
 from mlx_paged.kv_disk.packs import PackFiles
+from tests.support.engine.disk_engines import make_engine, outputs, tokens_of
+from tests.support.models import tiny_models
 
 
 @pytest.mark.parametrize("change", ["weights", "tokenizer", "block_size", "salt", "options"])

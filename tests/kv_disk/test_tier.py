@@ -8,13 +8,13 @@ from unittest import mock
 import mlx.core as mx
 import numpy as np
 import pytest
-import tiny_models
-from disk_engines import GREEDY, SIZE, make_engine, outputs, tokens_of
 
 from mlx_paged.kv.block_bytes import Staging
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv_disk import tier
 from mlx_paged.kv_disk.packs import _check_thread
+from tests.support.engine.disk_engines import GREEDY, SIZE, make_engine, outputs, tokens_of
+from tests.support.models import tiny_models
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
-from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import Engine
 from mlx_paged.metrics.tick_log import Tick
+from tests.support.models.tiny_models import VOCAB, tiny_model
 
 BLOCK = 4
 PROMPT = [5, 9, 77, 3, 21, 64, 8]

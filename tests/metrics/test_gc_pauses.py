@@ -5,9 +5,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from fake_model import FakeClock
 
 from mlx_paged.metrics.recorder import GcPauses
+from tests.support.simulation.fake_model import FakeClock
 
 
 @pytest.fixture

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from fake_model import VOCAB, FakeClock, FakeRunner
-from tiny_models import tiny_model
 
 from mlx_paged import Engine
 from mlx_paged.engine.core import EngineCore
@@ -17,6 +15,8 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.metrics.tick_log import PARTS
 from mlx_paged.scheduler.scheduler import Scheduler
+from tests.support.models.tiny_models import tiny_model
+from tests.support.simulation.fake_model import VOCAB, FakeClock, FakeRunner
 
 STALL = 0.3
 WARM_UP = 20

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_model import VOCAB, FakeClock, FakeRunner
 
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import STOCK_GROWTH, EngineStats, KVReads, Reads
 from mlx_paged.scheduler.scheduler import Scheduler
+from tests.support.simulation.fake_model import VOCAB, FakeClock, FakeRunner
 
 SIZE = 4
 TOKEN_BYTES = 24

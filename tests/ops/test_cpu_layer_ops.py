@@ -6,7 +6,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from layer_cases import (
+from mlx_lm.models.activations import swiglu
+
+from mlx_paged import _ext
+from tests.support.ops.layer_cases import (
     BUILDS,
     DTYPES,
     HALVES,
@@ -18,9 +21,6 @@ from layer_cases import (
     log_sum_exp,
     random,
 )
-from mlx_lm.models.activations import swiglu
-
-from mlx_paged import _ext
 
 layers = _ext.layers
 

@@ -8,11 +8,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models import activations, llama
-from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged import Engine, _ext
 from mlx_paged.ops import cpu_layers
 from mlx_paged.ops.cpu_layers import CPULayers
+from tests.support.models.tiny_models import solo_greedy, tiny_model
 
 ORIGINALS = {
     (mx.fast, "rms_norm"): mx.fast.rms_norm,

@@ -5,7 +5,9 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
-from layer_cases import (
+
+from mlx_paged import _ext
+from tests.support.ops.layer_cases import (
     BUILDS,
     DTYPES,
     WIDTHS,
@@ -16,8 +18,6 @@ from layer_cases import (
     log_sum_exp,
     random,
 )
-
-from mlx_paged import _ext
 
 layers = _ext.layers
 

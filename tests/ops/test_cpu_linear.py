@@ -12,11 +12,11 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
-from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged import Engine, _ext
 from mlx_paged.ops.cpu_layers import LINEAR_VARIABLE, CPULayers
 from mlx_paged.server import arguments
+from tests.support.models.tiny_models import solo_greedy, tiny_model
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 ROWS = (1, 2, 3, 5, 7, 8, 9, 64)

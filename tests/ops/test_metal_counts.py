@@ -1,11 +1,11 @@
 """docs/metal-counts.md says what the emulator counts, and paging adds reads of the tables only."""
 
 import pytest
-from metal_emulator import require_emulator
 
 from scripts.metal.anchors import Choice, contiguous, mlx_choice
 from scripts.metal.counts import DOCUMENT, line, rows, with_ours
 from scripts.metal.launches import Work, decode_limits, paged, ragged
+from tests.metal_emulator import require_emulator
 
 CONTEXT = 512
 SAMPLES = (

@@ -6,10 +6,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_emulator import Mode, require_emulator, typecheck
-from metal_runner import MetalRunner
-from numpy_reference import copy_blocks_numpy, write_kv_numpy
-from paged_cases import (
+
+from mlx_paged import Engine, _ext
+from tests.metal_emulator import Mode, require_emulator, typecheck
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
+from tests.support.ops.metal_runner import MetalRunner
+from tests.support.ops.numpy_reference import copy_blocks_numpy, write_kv_numpy
+from tests.support.ops.paged_cases import (
     FLOAT32_ERROR,
     MANY_OPTIONS,
     OPTIONS,
@@ -23,9 +26,6 @@ from paged_cases import (
     with_layout,
     worst_error,
 )
-from tiny_models import VOCAB, solo_greedy, tiny_model
-
-from mlx_paged import Engine, _ext
 
 WAYS = {
     "in order": (Mode.FAST, None),

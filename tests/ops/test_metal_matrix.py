@@ -5,9 +5,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_emulator import LaunchStats, Mode
-from metal_runner import MetalRunner
-from paged_cases import (
+from test_metal_nonfinite import SPOILS, assert_same
+
+from mlx_paged import _ext
+from tests.metal_emulator import LaunchStats, Mode
+from tests.support.ops.metal_runner import MetalRunner
+from tests.support.ops.paged_cases import (
     TOLERANCE,
     Case,
     as_numpy,
@@ -17,10 +20,7 @@ from paged_cases import (
     random_case,
     worst_error,
 )
-from ragged_cases import LENGTHS, Ragged, ragged_case
-from test_metal_nonfinite import SPOILS, assert_same
-
-from mlx_paged import _ext
+from tests.support.ops.ragged_cases import LENGTHS, Ragged, ragged_case
 
 WAYS = {
     "shuffled": (Mode.FAST, 7),

@@ -9,9 +9,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_emulator import Mode
-from metal_runner import MetalRunner
-from paged_cases import FLOAT32_ERROR, TOLERANCE, Case, as_numpy, attend, random_case
+
+from tests.metal_emulator import Mode
+from tests.support.ops.metal_runner import MetalRunner
+from tests.support.ops.paged_cases import (
+    FLOAT32_ERROR,
+    TOLERANCE,
+    Case,
+    as_numpy,
+    attend,
+    random_case,
+)
 
 SPLIT = 1030
 CONTEXTS = {"whole": [45, 3, 0], "split": [SPLIT, 300]}

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from metal_emulator import mlx_include_dir, require_emulator
-from metal_emulator.constructs import constructs
-from metal_emulator.mlx_headers import KERNELS
 
 from scripts.metal.sources import launches
+from tests.metal_emulator import mlx_include_dir, require_emulator
+from tests.metal_emulator.constructs import constructs
+from tests.metal_emulator.mlx_headers import KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = (ROOT / "docs" / "metal-precedents.md").read_text()

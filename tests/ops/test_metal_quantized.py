@@ -3,10 +3,13 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_emulator import Mode
-from metal_runner import MetalRunner
-from numpy_quantization import BITS
-from paged_cases import (
+
+from mlx_paged import _ext, ops
+from mlx_paged.ops.formats import FORMATS
+from tests.metal_emulator import Mode
+from tests.support.ops.metal_runner import MetalRunner
+from tests.support.ops.numpy_quantization import BITS
+from tests.support.ops.paged_cases import (
     MANY_OPTIONS,
     TOLERANCE,
     hide_blocks,
@@ -15,11 +18,8 @@ from paged_cases import (
     with_layout,
     worst_error,
 )
-from quantized_cases import quantized_case
-from ragged_cases import LENGTHS, Ragged
-
-from mlx_paged import _ext, ops
-from mlx_paged.ops.formats import FORMATS
+from tests.support.ops.quantized_cases import quantized_case
+from tests.support.ops.ragged_cases import LENGTHS, Ragged
 
 HEADS, NUM_BLOCKS, BLOCK_SIZE = 3, 7, 4
 SLOTS = [0, 27, 4, -1, 13, 28]

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import mlx.core as mx
 import pytest
-from metal_emulator import require_emulator
-from metal_emulator.apple_rules import check_call
-from paged_cases import OPTIONS, random_case
 
 from mlx_paged import _ext
 from scripts.metal.check import check_reachable, joined
 from scripts.metal.reachable import architectures, calls_of, in_dtype
 from scripts.metal.sources import launches
+from tests.metal_emulator import require_emulator
+from tests.metal_emulator.apple_rules import check_call
+from tests.support.ops.paged_cases import OPTIONS, random_case
 
 MOST_PIPELINES = 25
 """Tenths of a second each: an engine's start takes seconds."""

@@ -9,11 +9,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from metal_emulator import require_emulator, typecheck
-from metal_emulator.language.translation import translate
-from metal_emulator.preprocess import preprocess
 
 from scripts.metal.sources import DTYPES, Launch, launches
+from tests.metal_emulator import require_emulator, typecheck
+from tests.metal_emulator.language.translation import translate
+from tests.metal_emulator.preprocess import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 DECLARED = re.compile(r"constant \w+ \w+ \[\[function_constant\((\d+)\)\]\];")

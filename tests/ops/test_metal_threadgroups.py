@@ -5,9 +5,10 @@ To lose any of it costs time only: the results stay right.
 
 import mlx.core as mx
 import pytest
-from metal_emulator import LaunchStats, Mode
-from metal_runner import MetalRunner
-from paged_cases import TOLERANCE, random_case, worst_error
+
+from tests.metal_emulator import LaunchStats, Mode
+from tests.support.ops.metal_runner import MetalRunner
+from tests.support.ops.paged_cases import TOLERANCE, random_case, worst_error
 
 KEYS, VALUES, TABLE = 1, 2, 3
 """Buffer indices of the attention kernel."""

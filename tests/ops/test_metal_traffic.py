@@ -3,9 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_emulator import Mode, UniqueBytes
-from metal_runner import MetalRunner
-from paged_cases import TOLERANCE, Case, latent_case, random_case, worst_error
+
+from tests.metal_emulator import Mode, UniqueBytes
+from tests.support.ops.metal_runner import MetalRunner
+from tests.support.ops.paged_cases import TOLERANCE, Case, latent_case, random_case, worst_error
 
 KV_HEADS = 2
 TILE = 32

@@ -3,12 +3,12 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from metal_emulator import LaunchStats, Lines, Mode
-from metal_runner import MetalRunner
-from numpy_reference import copy_blocks_numpy, write_kv_numpy
-from paged_cases import TOLERANCE, Case, as_numpy, random_case, worst_error
 
 from mlx_paged import _ext
+from tests.metal_emulator import LaunchStats, Lines, Mode
+from tests.support.ops.metal_runner import MetalRunner
+from tests.support.ops.numpy_reference import copy_blocks_numpy, write_kv_numpy
+from tests.support.ops.paged_cases import TOLERANCE, Case, as_numpy, random_case, worst_error
 
 HEADS, TOKENS, DIM = 2, 6, 64
 WHOLE_QUERIES = 13

@@ -3,7 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from paged_cases import (
+
+from mlx_paged import ops
+from mlx_paged.ops import fallback, paged
+from tests.support.ops.paged_cases import (
     FLOAT32_ERROR,
     answer_by,
     assert_matches_float64,
@@ -12,9 +15,6 @@ from paged_cases import (
     random_case,
     worst_error,
 )
-
-from mlx_paged import ops
-from mlx_paged.ops import fallback, paged
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_cases import (
+
+from mlx_paged import ops
+from mlx_paged.ops import paged
+from tests.support.ops.paged_cases import (
     FLOAT32_ERROR,
     LAYOUTS,
     MANY_OPTIONS,
@@ -22,9 +25,6 @@ from paged_cases import (
     with_layout,
     worst_error,
 )
-
-from mlx_paged import ops
-from mlx_paged.ops import paged
 
 DTYPES = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 

@@ -4,11 +4,18 @@ nothing."""
 import mlx.core as mx
 import numpy as np
 import pytest
-from numpy_reference import copy_blocks_numpy, write_kv_numpy
-from paged_cases import LAYOUTS, answer_by, as_numpy, memory_limit, primitives, with_layout
 
 from mlx_paged import ops
 from mlx_paged.ops import fallback
+from tests.support.ops.numpy_reference import copy_blocks_numpy, write_kv_numpy
+from tests.support.ops.paged_cases import (
+    LAYOUTS,
+    answer_by,
+    as_numpy,
+    memory_limit,
+    primitives,
+    with_layout,
+)
 
 HEADS, NUM_BLOCKS, BLOCK_SIZE = 3, 7, 4
 NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE

@@ -5,8 +5,11 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 import pytest
-from numpy_quantization import BITS, quantize
-from paged_cases import (
+
+from mlx_paged import ops
+from mlx_paged.ops.formats import FORMATS, checked_bits, dequantized
+from tests.support.ops.numpy_quantization import BITS, quantize
+from tests.support.ops.paged_cases import (
     FLOAT32_ERROR,
     LAYOUTS,
     MANY_OPTIONS,
@@ -18,11 +21,8 @@ from paged_cases import (
     with_layout,
     worst_error,
 )
-from quantized_cases import quantized_case
-from ragged_cases import LENGTHS, Ragged
-
-from mlx_paged import ops
-from mlx_paged.ops.formats import FORMATS, checked_bits, dequantized
+from tests.support.ops.quantized_cases import quantized_case
+from tests.support.ops.ragged_cases import LENGTHS, Ragged
 
 HEADS, NUM_BLOCKS, BLOCK_SIZE = 3, 7, 4
 FLOATS = [mx.float32, mx.float16, mx.bfloat16]

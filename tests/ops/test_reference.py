@@ -6,16 +6,23 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.base import create_causal_mask
-from numpy_reference import (
+
+from mlx_paged.ops import fallback
+from tests.support.ops.numpy_reference import (
     attention_numpy,
     build_slot_mapping,
     copy_blocks_numpy,
     paged_attention_numpy,
     write_kv_numpy,
 )
-from paged_cases import FLOAT32_ERROR, MANY_OPTIONS, OPTIONS, TOLERANCE, random_case, worst_error
-
-from mlx_paged.ops import fallback
+from tests.support.ops.paged_cases import (
+    FLOAT32_ERROR,
+    MANY_OPTIONS,
+    OPTIONS,
+    TOLERANCE,
+    random_case,
+    worst_error,
+)
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 4, 2, 8, 16, 8
 

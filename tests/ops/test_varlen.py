@@ -6,11 +6,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from paged_cases import TOLERANCE, answer_by, as_numpy, primitives, worst_error
-from ragged_cases import LENGTHS, Ragged, ragged_case
 
 from mlx_paged import ops
 from mlx_paged.ops import paged
+from tests.support.ops.paged_cases import TOLERANCE, answer_by, as_numpy, primitives, worst_error
+from tests.support.ops.ragged_cases import LENGTHS, Ragged, ragged_case
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from documents import ROOT, documents, flags, prose, snippets, spans
 
 import mlx_paged
 from mlx_paged.metrics.tick_log import Tick, TickLog
+from tests.support.documents import ROOT, documents, flags, prose, snippets, spans
 
 DOCUMENTS = {str(path.relative_to(ROOT)): path.read_text() for path in documents()}
 CLASSES = {
@@ -49,7 +49,7 @@ FLAGS_OF_OTHERS = {
     "--no-install-recommends",  # apt-get
     "--install",  # xcode-select
     "--over",  # mlx.distributed_config
-    "--model",  # tests/support/simulation.py
+    "--model",  # tests/support/simulation/schedules.py
     "--tokens-target",
     "--faults",
 }
@@ -245,7 +245,12 @@ def test_flags_after_a_command_are_its_own():
 
 def test_files_are_there():
     roots = [ROOT, ROOT / "mlx_paged", ROOT / "docs", ROOT / "scripts", ROOT / "tests"]
-    roots += [ROOT / "mlx_paged/drop_in", ROOT / "scripts/macos", ROOT / "mlx_paged/ops"]
+    roots += [
+        ROOT / "tests/support",
+        ROOT / "mlx_paged/drop_in",
+        ROOT / "scripts/macos",
+        ROOT / "mlx_paged/ops",
+    ]
     for name, span in named(FILE.pattern):
         if "/" in span and not PATHS_OF_OTHERS.search(span):
             assert any((root / span).exists() for root in roots), (name, span)

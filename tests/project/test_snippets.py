@@ -11,7 +11,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from documents import ROOT, Snippet, documents, parse, snippets
+
+from tests.support.documents import ROOT, Snippet, documents, parse, snippets
 
 SNIPPETS = [s for path in documents() for s in snippets(path.read_text(), path)]
 PYTHON = [s for s in SNIPPETS if s.language == "python"]

@@ -8,8 +8,6 @@ import mlx.core as mx
 import mlx_lm.models
 import numpy as np
 import pytest
-from architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, VOCAB, build
-from injected_drafts import HalfRight
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import Engine
@@ -24,6 +22,8 @@ from scripts.support_matrix import (
     support,
     support_of,
 )
+from tests.support.models.architectures import ARCHITECTURES, NOT_ON_A_CPU, VARIANTS, VOCAB, build
+from tests.support.simulation.injected_drafts import HalfRight
 
 TOLERANCE = 1e-4
 """Largest difference of log-probabilities, relative to the largest of them."""

@@ -6,7 +6,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from architectures import VOCAB, build
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -28,6 +27,7 @@ from scripts.compiled_decodes import (
     num_traces,
     stored,
 )
+from tests.support.models.architectures import VOCAB, build
 
 SAMPLE = ["llama", "gemma3_text", "gpt_oss", "qwen3_moe", "cohere2", "phi", "deepseek_v3"]
 SMALL = {"block_size": 4, "num_blocks": 64, "max_running": 4}

@@ -5,8 +5,6 @@ from types import SimpleNamespace
 import mlx_lm
 import numpy as np
 import pytest
-from architectures import VOCAB, build
-from injected_drafts import HalfRight
 
 from mlx_paged import Engine, demo_model_path
 from mlx_paged.runner import compiled_decode
@@ -16,6 +14,8 @@ from mlx_paged.scheduler.speculation import Speculation
 from scripts.compiled_decodes import (
     stored,
 )
+from tests.support.models.architectures import VOCAB, build
+from tests.support.simulation.injected_drafts import HalfRight
 
 SMALL = {"block_size": 4, "num_blocks": 64, "max_running": 4}
 

@@ -9,13 +9,13 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 import pytest
-from architectures import VOCAB, build
-from attention_paths import attending_by
 from mlx_lm.generate import generate_step
-from tiny_models import solo_greedy
 
 from mlx_paged import Engine
 from mlx_paged.ops import cpu_layers
+from tests.support.models.architectures import VOCAB, build
+from tests.support.models.tiny_models import solo_greedy
+from tests.support.ops.attention_paths import attending_by
 
 Logprobs = npt.NDArray[np.float64]  # [tokens, vocab]
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache
-from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 RNG = np.random.default_rng(0)
 WIDTH = 1 << 18

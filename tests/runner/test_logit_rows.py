@@ -8,9 +8,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from tiny_models import VOCAB, tiny_model
 
 from mlx_paged.runner.skip_unsampled import LogitRows
+from tests.support.models.tiny_models import VOCAB, tiny_model
 
 TOKENS = mx.array(np.random.default_rng(0).integers(VOCAB, size=(3, 7)))
 ROWS = mx.array([6, 0, 3, 3])

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import Engine
 from mlx_paged.metrics.recorder import PhaseTimes
 from mlx_paged.metrics.tick_log import PHASES
+from tests.support.models.tiny_models import VOCAB, tiny_model
 
 BLOCK = 4
 rng = np.random.default_rng(0)

@@ -3,15 +3,10 @@
 import json
 import signal
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
-import architectures
 import mlx.core as mx
 import pytest
-import rank_runs
-from rank_runs import model_of, two_ranks
-from tiny_models import tiny_model
 
 from mlx_paged import Engine
 from mlx_paged.engine import service
@@ -24,8 +19,12 @@ from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader,
 from mlx_paged.runner.ranks import LeadingRunner, Ranks, joined, why_whole
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
+from tests.support.engine import rank_runs
+from tests.support.engine.rank_runs import model_of, two_ranks
+from tests.support.models import architectures
+from tests.support.models.tiny_models import tiny_model
 
-SCRIPT = rank_runs.__file__
+SCRIPT = "-m", rank_runs.__name__
 WAIT_S = 120  # for a process on a busy machine
 
 
@@ -50,7 +49,7 @@ def ended(processes, timeout=WAIT_S):
 )
 def test_two_ranks_give_the_tokens_of_one(name, options, share):
     """Of latents (MLA) every rank has all."""
-    processes = two_ranks([SCRIPT, name, *options])
+    processes = two_ranks([*SCRIPT, name, *options])
     model = model_of(name)
     expected = {each: rank_runs.RUNS[each](model) for each in options}
     (output, errors, status), other = ended(processes)
@@ -72,7 +71,7 @@ def test_two_ranks_give_the_tokens_of_one(name, options, share):
 
 def streaming_ranks():
     """Two ranks that have printed the first part of something long."""
-    processes = two_ranks([SCRIPT, "llama", "long"])
+    processes = two_ranks([*SCRIPT, "llama", "long"])
     assert processes[0].stdout is not None and processes[0].stdout.read(1)
     return processes
 
@@ -89,13 +88,13 @@ def test_a_rank_that_dies_or_stops_ends_the_run_with_one_error(number, ends):
 
 
 FAILING = """
-import sys; sys.path.insert(0, sys.argv[1])
-import rank_runs
+import sys
+from tests.support.engine import rank_runs
 from mlx_paged.runner import ranks
 forward, calls = ranks._RankedRunner._forward, []
 def failing(self, batch):
     calls.append(batch)
-    if len(calls) == 40 and ranks.rank() == int(sys.argv[2]):
+    if len(calls) == 40 and ranks.rank() == int(sys.argv[1]):
         raise ValueError("planted")
     return forward(self, batch)
 ranks._RankedRunner._forward = failing
@@ -105,8 +104,7 @@ rank_runs.main("llama", "long")
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_fails_ends_all_ranks_with_one_error(rank):
-    folder = str(Path(SCRIPT).parent)
-    first, second = ended(two_ranks(["-c", FAILING, folder, str(rank)]))
+    first, second = ended(two_ranks(["-c", FAILING, str(rank)]))
     reason = ("a step failed (ValueError: planted)", "rank 1 failed: planted")[rank]
     assert f"mlx_paged: error: {reason}: every request ends" in first[1]
     assert (first[1] + second[1]).count("mlx_paged: error:") == 1
@@ -182,12 +180,13 @@ def test_ranks_that_do_not_find_each_other_are_a_mistake_of_the_user(monkeypatch
 
 def test_a_refusal_ends_all_ranks(tmp_path):
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from tiny_models import tiny_model\nfrom mlx_paged.runner.ranks import joined\n"
+        "import sys\n"
+        "from mlx_paged.runner.ranks import joined\n"
+        "from tests.support.models.tiny_models import tiny_model\n"
         "try: joined(tiny_model('gemma2'))\n"
         "except ValueError as error: sys.exit(str(error))\n"
     )
-    first, second = ended(two_ranks(["-c", code, str(Path(SCRIPT).parent)]))
+    first, second = ended(two_ranks(["-c", code]))
     assert "model type gemma2: mlx-lm has no shard()" in first[1]
     assert first[2] == 1 and second[2] == 2
 

@@ -1,10 +1,10 @@
 """States that grow with a text's first tokens: sequences that do not fit together yet."""
 
 import numpy as np
-from architectures import build
-from tiny_models import solo_greedy
 
 from mlx_paged import Engine
+from tests.support.models.architectures import build
+from tests.support.models.tiny_models import solo_greedy
 
 LENGTHS = (1, 2, 9, 3, 1, 21)
 

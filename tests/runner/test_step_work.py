@@ -9,14 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from attention_paths import attending_by
-from tiny_models import VOCAB, solo_greedy, tiny_model
 
 from mlx_paged import Engine, SamplingParams, ops
 from mlx_paged.kv.block_tables import BlockTables
 from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING
 from mlx_paged.sampling.columns import SamplingRows
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
+from tests.support.ops.attention_paths import attending_by
 
 LAYERS = 3
 NUM_WAITING = 4096

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
-from sampling_cases import VOCAB, log_softmax, random_logits, request, sample
-from tiny_models import solo_greedy, tiny_model
 
 from mlx_paged import Engine, FinishReason
+from tests.support.engine.sampling_cases import VOCAB, log_softmax, random_logits, request, sample
+from tests.support.models.tiny_models import solo_greedy, tiny_model
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 

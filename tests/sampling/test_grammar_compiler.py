@@ -4,12 +4,12 @@ import re
 import threading
 
 import pytest
-from server_harness import demo
-from structured_runs import PROMPTS, make_engine, run
 
 from mlx_paged import Engine, EngineService, SamplingParams
 from mlx_paged.sampling import grammar as compiler
 from mlx_paged.sampling import sampler
+from tests.support.commands.server_harness import demo
+from tests.support.engine.structured_runs import PROMPTS, make_engine, run
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,20 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from injected_drafts import InjectedDrafter, every_guess
 from jsonschema import validate
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from random_schemas import random_schema
-from server_harness import demo
-from solo_runs import solo_run
-from structured_calls import SCHEMAS, structured_solo
-from structured_runs import PROMPTS, SCHEMA, make_engine, run
 
 from mlx_paged import Engine, FinishReason, SamplingParams, demo_model_path
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import JSON_STYLE
 from mlx_paged.scheduler.speculation import Speculation
+from tests.support.commands.server_harness import demo
+from tests.support.engine.structured_runs import PROMPTS, SCHEMA, make_engine, run
+from tests.support.random_schemas import random_schema
+from tests.support.simulation.injected_drafts import InjectedDrafter, every_guess
+from tests.support.simulation.solo_runs import solo_run
+from tests.support.simulation.structured_calls import SCHEMAS, structured_solo
 
 SOURCES = [
     {"json_schema": SCHEMA},

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
-from sampling_cases import (
+
+from mlx_paged import _ext
+from mlx_paged.request import Request
+from mlx_paged.sampling import penalties
+from mlx_paged.sampling.sampler import Sampler
+from tests.support.engine.sampling_cases import (
     DTYPE_IDS,
     DTYPES,
     VOCAB,
@@ -20,11 +25,6 @@ from sampling_cases import (
     request,
     sample,
 )
-
-from mlx_paged import _ext
-from mlx_paged.request import Request
-from mlx_paged.sampling import penalties
-from mlx_paged.sampling.sampler import Sampler
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,17 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from sampling_cases import FLAT, VOCAB, last_tokens, log_softmax, random_logits, request, sample
 
 from mlx_paged.sampling.sampler import Sampler
+from tests.support.engine.sampling_cases import (
+    FLAT,
+    VOCAB,
+    last_tokens,
+    log_softmax,
+    random_logits,
+    request,
+    sample,
+)
 
 
 def test_the_most_likely_tokens_come_in_order_with_their_log_probabilities():

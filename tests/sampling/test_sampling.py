@@ -9,7 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, make_sampler
-from sampling_cases import (
+
+from mlx_paged.request import Request
+from mlx_paged.sampling import sampler
+from tests.support.engine.sampling_cases import (
     DTYPE_IDS,
     DTYPES,
     FLAT,
@@ -19,9 +22,6 @@ from sampling_cases import (
     request,
     sample,
 )
-
-from mlx_paged.request import Request
-from mlx_paged.sampling import sampler
 
 FILTERS: dict[str, dict[str, Any]] = {
     "top_p=0.5": {"top_p": 0.5},

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from fake_model import FakeClock
 
 from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
@@ -11,6 +10,7 @@ from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import MIN_CHUNK
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import SampledToken, Step
+from tests.support.simulation.fake_model import FakeClock
 
 BASE, ROW, TOKEN, CONTEXT = 5e-3, 1e-3, 0.2e-3, 1e-7
 

@@ -10,7 +10,8 @@ from statistics import fmean
 
 import pytest
 from mlx_lm.generate import TextStateMachine
-from server_harness import (
+
+from tests.support.commands.server_harness import (
     CODE,
     MODEL,
     TIMEOUT,
@@ -28,7 +29,7 @@ CHAT = [{"role": "user", "content": "def add(a, b):"}]
 CHAT_PROMPT = "USER: def add(a, b):\nASSISTANT:"
 LONG = {"max_tokens": 1500, "prompt": CODE, "logit_bias": {"1791": -100}}  # 1791 ends a text
 POST = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-pytest_plugins = ["server_fixtures"]
+pytest_plugins = ["tests.support.commands.server_fixtures"]
 
 
 def test_a_completion_is_what_mlx_lm_generates(openai_client):

@@ -7,7 +7,9 @@ from urllib.parse import quote
 
 import openai
 import pytest
-from server_harness import (
+
+from mlx_paged.server.choices import CompletionChoice
+from tests.support.commands.server_harness import (
     CODE,
     MODEL,
     TIMEOUT,
@@ -20,10 +22,8 @@ from server_harness import (
     wait_until,
 )
 
-from mlx_paged.server.choices import CompletionChoice
-
 LONG = {"max_tokens": 1500, "prompt": CODE, "logit_bias": {"1791": -100}}  # 1791 ends a text
-pytest_plugins = ["server_fixtures"]
+pytest_plugins = ["tests.support.commands.server_fixtures"]
 BAD_BODIES = {
     "no JSON": (b"{", "not JSON"),
     "no UTF-8": (b'{"prompt": "\xff"}', "not JSON"),

@@ -4,11 +4,11 @@ import math
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_harness import CODE, exchange, live, only_model, post
 
 from mlx_paged.metrics.tick_log import BUCKETS_MS, PARTS, PHASES
 from mlx_paged.server import arguments
 from mlx_paged.server.__main__ import main
+from tests.support.commands.server_harness import CODE, exchange, live, only_model, post
 
 BUCKET = "mlx_paged_decode_tick_seconds_bucket"
 

@@ -11,12 +11,22 @@ import urllib.request
 import weakref
 
 import pytest
-from server_harness import CODE, TIMEOUT, client, exchange, live, metric, post, solo, wait_until
 
 from mlx_paged.cli import demo_model_path
 from mlx_paged.server import answers, arguments
 from mlx_paged.server.__main__ import serving
 from mlx_paged.server.models import _positions
+from tests.support.commands.server_harness import (
+    CODE,
+    TIMEOUT,
+    client,
+    exchange,
+    live,
+    metric,
+    post,
+    solo,
+    wait_until,
+)
 
 BEGUN = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 

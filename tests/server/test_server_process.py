@@ -12,18 +12,18 @@ from pathlib import Path
 
 import mlx_lm.server
 import pytest
-from server_harness import (
+
+import mlx_paged
+from mlx_paged.server import arguments
+from mlx_paged.server.__main__ import main
+from tests.support.commands.server_harness import (
     CODE,
     TIMEOUT,
     live,
 )
 
-import mlx_paged
-from mlx_paged.server import arguments
-from mlx_paged.server.__main__ import main
-
 LONG = {"max_tokens": 1500, "prompt": CODE, "logit_bias": {"1791": -100}}  # 1791 ends a text
-pytest_plugins = ["server_fixtures"]
+pytest_plugins = ["tests.support.commands.server_fixtures"]
 JSON = "Content-Type: application/json\r\n"
 
 

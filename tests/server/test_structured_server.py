@@ -10,7 +10,10 @@ import pytest
 from jsonschema import validate
 from mlx_lm.tool_parsers import json_tools, pythonic
 from pydantic import BaseModel
-from server_harness import (
+
+from mlx_paged.sampling.grammar import Grammars
+from mlx_paged.server.models import _machine
+from tests.support.commands.server_harness import (
     CODE,
     MODEL,
     TIMEOUT,
@@ -22,9 +25,6 @@ from server_harness import (
     post,
     solo,
 )
-
-from mlx_paged.sampling.grammar import Grammars
-from mlx_paged.server.models import _machine
 
 SCHEMA = {
     "type": "object",

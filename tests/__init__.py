@@ -1,0 +1,1 @@
+"""Tests of each room; run from the root of the repository."""

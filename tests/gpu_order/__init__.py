@@ -1,0 +1,1 @@
+"""In which order a GPU would run launches: MLX's books of its Metal encoder, without a GPU."""

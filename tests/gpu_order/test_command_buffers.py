@@ -1,0 +1,43 @@
+"""How many command buffers a decode step takes, with and without counting the pool's elements."""
+
+from collections.abc import Sequence
+from functools import cache
+
+from mlx_paged import Engine
+from tests.gpu_order.model.backend import Report, judge
+from tests.gpu_order.model.knockouts import unregistered
+from tests.gpu_order.model.pool_ops import ROLES
+from tests.gpu_order.model.trace import Event
+from tests.gpu_order.model.tracer import Tracer
+from tests.support.models.tiny_models import tiny_model
+
+NUM_LAYERS = 32
+POOL = 200_000 * 8 * 128
+"""Elements of the keys of a layer: 200,000 tokens of 8 heads of 128."""
+
+
+@cache
+def trace(pool_elements: int) -> Sequence[Event]:
+    """A run of a model of 32 layers, which ends with a decode."""
+    events: list[Event] = []
+    with Tracer(events.append, pool_elements).installed():
+        model = tiny_model("llama", num_hidden_layers=NUM_LAYERS)
+        Engine(model, num_blocks=8, prewarm=False).generate([[1, 2, 3]], max_tokens=2)
+    return events
+
+
+def judged(before_the_fix: bool, pool_elements: int = POOL) -> Report:
+    change = unregistered(*ROLES) if before_the_fix else unregistered()
+    return judge([change(event) for event in trace(pool_elements)])
+
+
+def test_the_pool_ends_no_command_buffer():
+    report, of_no_pool = judged(False), judged(False, pool_elements=0)
+    assert not report.full
+    assert report.commits[-1] == of_no_pool.commits[-1] == {"operations": 12, "eval": 1}
+
+
+def test_before_the_fix_each_op_ended_one():
+    report = judged(True)
+    assert {op.name for op in report.full} == {"WriteKV", "PagedAttention"}
+    assert report.commits[-1] == {"elements": 2 * NUM_LAYERS, "eval": 1}

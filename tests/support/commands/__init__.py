@@ -1,0 +1,1 @@
+"""The server and the generate command under test, with fixtures."""

@@ -1,0 +1,17 @@
+"""A live server and a client for it, shared by a module's tests."""
+
+import pytest
+
+from tests.support.commands.server_harness import client, live
+
+
+@pytest.fixture(scope="module")
+def server():
+    with live("--max-queue", "256") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def openai_client(server):
+    with client(server) as made:
+        yield made

@@ -1,0 +1,1 @@
+"""Prompt caches under test."""

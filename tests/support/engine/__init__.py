@@ -1,0 +1,1 @@
+"""Engines, services and batch generators under test."""

@@ -1,0 +1,1 @@
+"""Tiny random models, and what mlx-lm computes with them."""

@@ -1,0 +1,1 @@
+"""Random lives of engines, checked against requests that run alone."""

@@ -1,0 +1,100 @@
+"""Drafts that are right as often as a random stream decides."""
+
+import random
+from collections.abc import Container
+from functools import partial
+
+from mlx_paged.request import Request
+from mlx_paged.scheduler.ngram import MAX_DRAFTS
+from tests.support.models.architectures import VOCAB
+from tests.support.simulation.solo_runs import SoloModel, solo_run
+
+
+class InjectedDrafter:
+    """Drafts from requests' runs alone, some of them replaced by random tokens.
+
+    Args:
+        share: how many of them are right, on average.
+
+    Attributes:
+        never: ids of requests that get none, because they must fail at a certain length.
+    """
+
+    num_tokens = MAX_DRAFTS
+    seconds = seconds_per_draft = 0.0
+
+    def __init__(self, rng: random.Random, model: SoloModel, share: float = 0.7) -> None:
+        self.rng = rng
+        self.share = share
+        self._model = model
+        self.never: Container[int] = ()
+        self._right: dict[int, list[int]] = {}
+        self.verified_drafts = 0
+
+    def likelihood(self, request: Request) -> float:
+        return 0.0 if request.id in self.never else self.rng.choice((0.0, 0.99, 0.999))
+
+    def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
+        pairs = zip(requests, depths, strict=True)
+        return [self._drafts(request, self.rng.randint(0, depth)) for request, depth in pairs]
+
+    def verified(self, request: Request, drafted: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafted
+        self.verified_drafts += drafted
+
+    def drop(self, request: Request) -> None:
+        self._right.pop(request.id, None)
+
+    def recover(self) -> None:
+        self._right.clear()
+
+    def _drafts(self, request: Request, depth: int) -> list[int]:
+        if request.id not in self._right:
+            prompt = request.tokens[: request.num_prompt]
+            solo = solo_run(self._model, prompt, request.params, request.seed, request.salt)
+            self._right[request.id] = solo.tokens
+        done = request.num_generated
+        right = self._right[request.id][done : done + depth]
+        right += [0] * (depth - len(right))
+        wrong = self.rng.randrange
+        return [t if self.rng.random() < self.share else wrong(self._model.vocab) for t in right]
+
+
+def every_guess(speculation, likely):
+    """For ``Speculation._depths``: drafts for whoever has a guess, however fast the machine is."""
+    most = min(6, speculation.drafter.num_tokens)
+    left = {r: r.params.max_tokens - r.num_generated - 1 for r, p in likely.items() if p > 0}
+    return {request: min(most, count) for request, count in left.items() if count > 0}
+
+
+def take_every_guess(speculation):
+    """Let no clock decide how many drafts a step takes."""
+    speculation._depths = partial(every_guess, speculation)
+
+
+class HalfRight:
+    """Drafts whose first token is right; the others are right every second time."""
+
+    num_tokens, seconds, seconds_per_draft = 3, 0.0, 0.0
+
+    def __init__(self, right: dict[int, list[int]], vocab: int = VOCAB) -> None:
+        self.right = right  # tokens of a completion by length of its prompt
+        self.vocab = vocab
+        self.rounds = 0
+
+    def likelihood(self, request) -> float:
+        return 0.999
+
+    def propose(self, requests, depths):
+        self.rounds += 1
+        return [self._drafts(*pair) for pair in zip(requests, depths, strict=True)]
+
+    def _drafts(self, request, depth):
+        first, *others = self.right[request.num_prompt][request.num_generated :][:depth] or [0]
+        return [first, *((token + self.rounds % 2) % self.vocab for token in others)]
+
+    def verified(self, request, drafted, accepted) -> None: ...
+
+    def drop(self, request) -> None: ...
+
+    def recover(self) -> None: ...

@@ -1,0 +1,93 @@
+"""A fake runner whose steps also go to a second rank, which must see the same."""
+
+from typing import Any
+
+from mlx_paged.request import Request
+from mlx_paged.runner.batch import BatchTables
+from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
+from mlx_paged.scheduler.step import Step
+from tests.support.simulation.fake_model import FakeLaunch, FakeRunner
+
+
+class PlannedRunner(FakeRunner):
+    """Writes a plan of every step, reads it as another rank does, and compares the two.
+
+    Attributes:
+        num_plans: how many were equal, digests included.
+        most_bytes: of one plan.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.mirrored = MirroredAllocator(self.allocator)
+        self.writer, self.reader = PlanWriter(self.allocator), PlanReader(self.mirrored)
+        self._tables = BatchTables.of_groups(self.allocator)  # kept from step to step
+        self._mirrored_tables = BatchTables.of_groups(self.mirrored)
+        self.num_plans = self.most_bytes = 0
+        self._calls: list[tuple[int, int | None]] = []
+
+    def launch(self, step: Step, before: FakeLaunch | None) -> FakeLaunch:
+        for span in step.spans:
+            span.request.tokens += span.drafts
+        try:
+            self._compare(step)
+        finally:
+            for span in step.spans:
+                if span.drafts:
+                    del span.request.tokens[span.certain_stop :]
+        return super().launch(step, before)
+
+    def drop(self, request: Request) -> None:
+        self.writer.drop(request)
+        self._calls.append((request.id, None))
+        super().drop(request)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        self.writer.fork(parent, child)
+        self._calls.append((parent.id, child.id))
+        super().fork(parent, child)
+
+    def leaks(self) -> list[Any]:
+        """What the other rank still has when every request has ended."""
+        self._compare(Step())
+        snapshots = len(self.reader._snapshots) - len(self.writer._numbers)
+        return [*self.reader._requests, *self.mirrored.rows, *["a snapshot"] * snapshots]
+
+    def _compare(self, step: Step) -> None:
+        awaits = any(not span.request.tokens[span.start : span.stop] for span in step.spans)
+        message = self.writer.write(step, awaits)
+        found, late, calls = self.reader.read(message)
+        assert late == awaits
+        assert [(r.id, c and c.id) for r, c in calls] == self._calls
+        self._calls = []
+        real, mirrored = self.allocator, self.mirrored
+        assert found.copies == list(step.copies)
+        for (ours, snapshot), (theirs, twin) in zip(step.restores, found.restores, strict=True):
+            assert ours.id == theirs.id and twin.position in (0, snapshot.position)
+        for own, other in zip(step.spans, found.spans, strict=True):
+            for name in ("start", "stop", "samples", "drafts"):
+                assert getattr(own, name) == getattr(other, name), name
+            known = own.request.tokens[own.start : own.stop]
+            assert other.request.tokens[own.start : own.stop] == known
+            assert other.request.id == own.request.id
+            assert [r.id for r in other.forks] == [r.id for r in own.forks]
+            positions = [snapshot.position for snapshot in own.snapshots]
+            assert [snapshot.position for snapshot in other.snapshots] == positions
+        seq_ids = [span.request.id for span in step.spans]
+        rows = real.table_rows(seq_ids)
+        assert mirrored.table_rows(seq_ids).tolist() == rows.tolist()
+        for group in range(len(real.groups)):
+            for row in rows.tolist():
+                entries = real.block_tables.row(row, group).tolist()
+                assert mirrored.block_tables.row(row, group).tolist() == entries
+        if seq_ids:
+            for own, other in zip(self._tables, self._mirrored_tables, strict=True):
+                own.update(seq_ids)
+                other.update(seq_ids)
+                pieces = real.groups[own.group].pieces
+                for array, twin in zip(own.arrays, other.arrays, strict=True):
+                    pairs = zip(array.tolist(), twin.tolist(), own._lengths, strict=True)
+                    for blocks, theirs, length in pairs:  # what is behind the length is never read
+                        assert blocks[: length * pieces] == theirs[: length * pieces]
+        self.num_plans += 1
+        self.most_bytes = max(self.most_bytes, len(message))

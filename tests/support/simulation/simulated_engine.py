@@ -1,0 +1,327 @@
+"""A random life of an engine, checked token by token against requests that run alone."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+from unittest.mock import patch
+
+from mlx_paged.engine.core import EngineCore
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler import turns
+from mlx_paged.scheduler.step import Span, Step
+from tests.support.simulation.fault_injection import FaultyRunner
+from tests.support.simulation.planned_runner import PlannedRunner
+from tests.support.simulation.random_calls import RandomCalls, Setting
+from tests.support.simulation.solo_checks import SoloChecks, Ticket
+from tests.support.simulation.solo_runs import BeamOptions, SoloModel
+from tests.support.simulation.structured_calls import StructuredCalls, structured_solo
+
+STEPS_A_TOKEN = 20
+"""A request that took more steps a token, preemptions and failures included, would never end."""
+
+
+def is_forced(span: Span) -> bool:
+    """Whether it computes tokens that a grammar forces, which go before prompts as decodes do."""
+    return span.request.grammar is not None and span.start >= span.request.num_prompt
+
+
+class TurnWatch:
+    """Counts how long the oldest running prompt waits while others are computed.
+
+    Attributes:
+        patience: in so many steps at most; drawn, as is what it gets beside others.
+        most_waited: steps in a row in which it got nothing and another prompt did.
+        num_overtakes: such steps.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self.patience = rng.choice((0, 1, 3, turns.PATIENCE))
+        self.share = rng.choice((0, 1, turns.SHARE))
+        self.most_waited = self.num_overtakes = self._waited = 0
+        self._first: int | None = None
+
+    def limits(self) -> AbstractContextManager[Any]:
+        """While this is entered, schedulers keep the limits that were drawn."""
+        return patch.multiple(turns, PATIENCE=self.patience, SHARE=self.share)
+
+    def see(self, step: Step) -> None:
+        """A step that is launched."""
+        first = next((r for r in step.prompts[:1] if not r.num_preempted), None)
+        prompts = [span for span in step.spans if len(span) > 1 + len(span.drafts)]
+        computed = {span.request.id for span in prompts if not is_forced(span)}
+        before, self._first = self._first, first.id if first else None
+        is_passed = first is not None and first.id not in step.requests and bool(computed)
+        self.num_overtakes += is_passed
+        self._waited = is_passed * (1 + self._waited * (before == self._first))
+        self.most_waited = max(self.most_waited, self._waited)
+
+
+class Simulation:
+    """One schedule: random calls of an engine between its steps, and what must hold after each."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        engine: EngineCore,
+        runner: FaultyRunner,
+        solo: SoloModel,
+        rng: random.Random,
+        watch: TurnWatch,
+    ) -> None:
+        self.turns = watch
+        runner.on_launch = watch.see
+        self.setting = setting
+        self.engine = engine
+        self.runner = runner
+        self.rng = rng
+        self.calls = RandomCalls(setting, rng, solo.vocab)
+        self.counts: Counter[str] = Counter(schedules=1)
+        self.checks = SoloChecks(solo, runner, self.counts)
+        self.tickets: dict[int, Ticket] = {}
+        self._num_arrivals = setting.num_arrivals
+        self._num_aborts = rng.randint(0, setting.num_arrivals)  # so that they hide no hang
+        self._steps_left = 100
+
+    def run(self) -> None:
+        """Live through it; AssertionError, or whatever the engine raises, if something is wrong."""
+        with self.turns.limits():
+            self._live()
+        for request_id in self.tickets:
+            self.engine.release(request_id)
+        self._check_end()
+
+    def _live(self) -> None:
+        while self._num_arrivals or self.engine.has_work:
+            while self.rng.random() < 0.4:
+                self._call()
+            self._step()
+            self._steps_left -= 1
+            assert self._steps_left, "no end in sight"
+
+    def result(self) -> Counter[str]:
+        """What happened."""
+        scheduler = self.engine.scheduler
+        self.counts["steps"] = self.engine.stats.steps
+        self.counts["faults"] = self.runner.num_raised
+        self.counts["preemptions"] = scheduler.num_preemptions
+        self.counts["overtakes"] = self.turns.num_overtakes
+        self.counts["cow_clones"] = scheduler.allocator.store.cow_clones
+        if scheduler.speculation is not None:
+            self.counts["drafts"] = scheduler.speculation.num_drafted
+            self.counts["accepted_drafts"] = scheduler.speculation.num_accepted
+        return self.counts
+
+    # What callers do
+
+    def _call(self) -> None:
+        adding = (self._add_request,) * 3 + (self._fork,) * 2 + (self._add_samples, self._add_beams)
+        others = (self._release, self._reset, *[self._abort] * (self._num_aborts > 0))
+        adds = self._num_arrivals > 0 and self.rng.random() < 0.6
+        self._num_arrivals -= adds
+        with suppress(KeyboardInterrupt):  # a fork waits for the step under way
+            self.rng.choice(adding if adds else others)()
+
+    def _add_request(self) -> None:
+        prompt, salt = self.calls.prompt()
+        params, options = self.calls.params(len(prompt)), self._options(salt)
+        keep = self.rng.random() < 0.4
+        self._added(
+            prompt,
+            params,
+            salt,
+            lambda: [self.engine.add_request(prompt, params, keep=keep, **options)],
+        )
+
+    def _add_samples(self) -> None:
+        prompt, salt = self.calls.prompt()
+        params, options = self.calls.params(len(prompt)), self._options(salt)
+        n = self.rng.randint(1, 5)
+        self.counts["samples"] += self._added(
+            prompt, params, salt, lambda: self.engine.add_samples(prompt, n, params, **options)
+        )
+
+    def _add_beams(self) -> None:
+        prompt, salt = self.calls.prompt()
+        (params, beams), options = self.calls.beams(), self._options(salt)
+        options |= vars(beams)
+        self.counts["beams"] += self._added(
+            prompt,
+            params,
+            salt,
+            lambda: [self.engine.add_beam_search(prompt, params=params, **options)],
+            beams,
+        )
+
+    def _options(self, salt: str) -> dict[str, Any]:
+        return {"priority": self.rng.randint(-1, 1), "cache_salt": salt}
+
+    def _fork(self) -> None:
+        living = [i for i, t in self.tickets.items() if self.engine.request(i) and t.beams is None]
+        if not living:
+            return
+        ended = [i for i in living if self._is_kept(i)]
+        parent_id = self.rng.choice(ended if ended and self.rng.random() < 0.5 else living)
+        parent, ticket = self.engine.request(parent_id), self.tickets[parent_id]
+        assert parent is not None
+        suffix = self.calls.tokens(self.rng.choice((0, 0, 1, 3, 9)))
+        params = self.calls.params(len(parent.tokens)) if self.rng.random() < 0.6 else None
+        keep = self.rng.random() < 0.4
+        try:
+            child_id = self.engine.fork(parent_id, suffix, params, keep=keep)
+        except ValueError:
+            self.counts["refused"] += 1
+            if self.engine.request(parent_id) is None:  # the step under way has ended it
+                return
+            length = len(parent.tokens) + len(suffix)
+            fits = self.setting.fits(length, (params or parent.params).max_tokens)
+            assert not fits or not (params or self._may_follow(ticket, parent.tokens + suffix))
+            return
+        child = self.engine.request(child_id)
+        assert child is not None
+        tokens = list(child.tokens)
+        assert len(tokens) == len(parent.tokens) + len(suffix), "not all that its parent has"
+        assert parent.finish_reason or not parent.num_in_flight, "a token under way is left out"
+        self.checks.fork(ticket, tokens, suffix)
+        self.counts["forks"] += 1
+        self._admit(child_id, tokens, ticket.salt)
+        if params is None:
+            self.tickets[child_id].begun = [*ticket.begun, *tokens[len(ticket.prompt) :]]
+
+    def _abort(self) -> None:
+        self._num_aborts -= 1
+        for request_id in self._anyone():
+            completion, ticket = self.engine.abort(request_id), self.tickets[request_id]
+            if completion is not None:
+                assert ticket.completion is None, "it ended before"
+                ticket.aborted = True
+                self.counts["aborts"] += 1
+                self.checks.completion(ticket, completion)
+
+    def _release(self) -> None:
+        for request_id in self._anyone():
+            self.engine.release(request_id)
+            self.counts["releases"] += 1
+
+    def _reset(self) -> None:
+        tier = self.engine.scheduler.tier
+        if self.rng.random() < (0.2 if tier is None else 0.01):  # it gives up the disk
+            self.engine.reset_prefix_cache()
+        if tier is not None and tier.has_more() and not self.engine.has_work:
+            self.engine._pipeline.copy_when_idle()
+
+    def _anyone(self) -> list[int]:
+        return [self.rng.choice(list(self.tickets))] if self.tickets else []
+
+    def _is_kept(self, request_id: int) -> bool:
+        request = self.engine.request(request_id)
+        return request is not None and bool(request.finish_reason)
+
+    def _added(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        salt: str,
+        add: Callable[[], list[int]],
+        beams: BeamOptions | None = None,
+    ) -> int:
+        """How many requests were added: none if they can never fit, and only then."""
+        try:
+            ids = add()
+        except ValueError:
+            ids = []
+        assert bool(ids) is self.setting.fits(len(prompt), params.max_tokens), f"added {ids}"
+        self.counts["refused"] += not ids
+        for i, request_id in enumerate(ids):
+            self._admit(request_id, prompt, salt, beams)
+            seed = None if params.seed is None else (params.seed + i) % 2**64
+            assert seed in (None, self.tickets[request_id].seed), "a seed is not the one given"
+        return len(ids)
+
+    def _admit(
+        self, request_id: int, prompt: list[int], salt: str, beams: BeamOptions | None = None
+    ) -> None:
+        request = self.engine.request(request_id)
+        assert request is not None
+        ticket = Ticket(prompt, request.params, request.seed, salt, beams)
+        lengths = [processor.length for processor in ticket.params.logits_processors]
+        length = self.calls.breaking_length(len(prompt), ticket.params.max_tokens)
+        if length is not None and beams is None and request.params.constraint is None:
+            self.runner.bad[request_id] = length
+            lengths.append(length)
+        ticket.breaks_at = min(lengths, default=None)
+        self.tickets[request_id] = ticket
+        self.counts["requests"] += 1
+        width = beams.num_beams if beams else 1
+        self._steps_left += STEPS_A_TOKEN * width * (len(prompt) + ticket.params.max_tokens)
+
+    def _may_follow(self, parent: Ticket, tokens: list[int]) -> bool:
+        """Whether the grammar of a request allows these tokens, its prompt included."""
+        return True
+
+    # What must hold
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except KeyboardInterrupt:
+            outputs = []
+        self.engine.scheduler.allocator.check_integrity()
+        assert self.turns.most_waited <= self.turns.patience, "a long prompt starves"
+        violations = getattr(getattr(self.runner.inner, "pool", None), "violations", [])
+        self.counts["violations"] += len(violations)
+        assert not violations, violations[0]
+        ids = [output.request_id for output in outputs if output.token is not None]
+        several = isinstance(self, Structured) or self.engine.scheduler.speculation is not None
+        assert several or len(set(ids)) == len(ids), "two tokens of one request in a step"
+        for output in outputs:
+            ticket = self.tickets[output.request_id]
+            self.checks.output(ticket, output)
+            if ticket.completion is not None and ticket.completion.error is not None:
+                assert not self._is_kept(output.request_id), "kept in spite of an error"
+            if output.completion is not None:
+                is_hit = self.setting.recurrent and output.completion.cached_prompt_tokens > 0
+                self.counts["restored"] += is_hit
+                history = (ticket.salt, ticket.prompt + output.completion.tokens)
+                self.calls.histories.append(history)
+
+    def _check_end(self) -> None:
+        engine, scheduler = self.engine, self.engine.scheduler
+        self.counts["leaked_blocks"] += scheduler.allocator.blocks_in_use
+        unended = [i for i, ticket in self.tickets.items() if ticket.completion is None]
+        assert not unended, f"requests {unended} never ended"
+        waiting = [request.id for request in scheduler.waiting]
+        waiting += [] if scheduler.tier is None else list(scheduler.tier.loading)
+        assert not waiting, f"{waiting} still wait"
+        for left in (scheduler.running, scheduler.parked, scheduler._isolated):
+            assert not left, f"the scheduler still has {list(left)}"
+        for left in (engine._requests, engine._kept, engine._beams, engine._outputs._texts):
+            assert not left, f"the engine still has {list(left)}"
+        if isinstance(self.runner.inner, PlannedRunner):
+            assert not self.runner.inner.leaks(), "another rank still has requests"
+            self.counts["plans"] = self.runner.inner.num_plans
+        references = scheduler.allocator.store.refcount_histogram()
+        assert references == {0: self.setting.num_blocks}, f"blocks by references: {references}"
+        states = getattr(self.runner.inner, "states", {})
+        states = getattr(states, "_states", states)
+        assert not states, f"states of {list(states)} are left"
+
+
+class Structured(Simulation):
+    """One whose requests have schemas. Their texts are valid, or prefixes of valid ones."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls = StructuredCalls(self.setting, self.rng, structured_solo().vocab)
+
+    def _may_follow(self, parent: Ticket, tokens: list[int]) -> bool:
+        own = [*parent.begun, *tokens[len(parent.prompt) :]]
+        return structured_solo().allows(parent.params, own)
+
+    def _check_end(self) -> None:
+        super()._check_end()
+        for ticket in self.tickets.values():
+            if ticket.completion is not None and ticket.beams is None:
+                text = [*ticket.begun, *ticket.completion.tokens]
+                self.counts["valid"] += structured_solo().check(ticket.params, text)
