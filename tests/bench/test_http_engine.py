@@ -23,11 +23,11 @@ from bench.serving.run import Run
 from bench.serving.trace import Job, make_trace
 from bench.serving.workload import ClosedLoop, OpenLoop
 from mlx_paged.cli import load_model
+from tests.support import TIMEOUT
 
 pytest.importorskip("aiohttp")
 ROOT = Path(__file__).parents[2]
 FIRST_S, GAP_S = 0.12, 0.03
-TIMEOUT = 60
 
 
 class Fake(BaseHTTPRequestHandler):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from mlx_paged.cli import demo_model_path
+from tests.support import TIMEOUT
 
 ROOT = str(Path(__file__).resolve().parents[2])
 MODEL = str(demo_model_path())
 RUN = ["-m", "mlx_paged.run"]
-TIMEOUT = 120
 
 REPORT = """
 import sys

@@ -12,6 +12,7 @@ import pytest
 from mlx_paged import Engine, EngineService, demo_model_path, ops, patched_mlx_lm
 from mlx_paged.metrics.stats import resident_bytes
 from scripts.made_and_dropped import PROMPT, ROOM, grown, kinds_of, measure
+from tests.support import TIMEOUT
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ thread.start()
 thread.join()
 """
     for _ in range(3):  # without the guard three of four abort
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT)
 
 
 def test_a_directory_of_a_dropped_engine_is_free(loaded, tmp_path):

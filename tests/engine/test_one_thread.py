@@ -5,11 +5,11 @@ import threading
 import pytest
 
 from mlx_paged import Engine
+from tests.support import TIMEOUT
 from tests.support.models.tiny_models import solo_greedy, tiny_model
 
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 OTHER = PROMPT[::-1]
-TIMEOUT = 60
 
 CALLS = {
     "step": lambda e: e.step(),

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from mlx_paged.generate import __main__ as generate
 from mlx_paged.generate import report
+from tests.support import TIMEOUT
 from tests.support.commands.generate_runs import (
     CLASS,
     FUNCTION,
@@ -400,7 +401,7 @@ def test_the_command_runs_the_demo_model_on_a_prompt_from_stdin(expected):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=120,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 0 and done.stdout == f"{expected(LONG, 24)}\n"
     assert done.stderr.startswith(f"{RULE}\n{RULE}\nPrompt: ")
@@ -416,7 +417,7 @@ def test_where_both_streams_go_to_one_place_the_statistics_come_last(expected):
         env={name: os.environ[name] for name in os.environ if name != "PYTHONUNBUFFERED"},
         text=True,
         cwd=ROOT,
-        timeout=120,
+        timeout=TIMEOUT,
     )
     assert f"2/2: {CLASS}\n{expected(CLASS, 3)}\n{RULE}\nPrompt: " in done.stdout
 
@@ -430,7 +431,7 @@ def test_a_full_disk_behind_stdout_is_one_line():
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            timeout=120,
+            timeout=TIMEOUT,
         )
     assert done.returncode == 1
     assert done.stderr == "mlx_paged.generate: error: [Errno 28] No space left on device\n"

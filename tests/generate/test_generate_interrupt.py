@@ -14,6 +14,7 @@ import pytest
 
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate import __main__ as generate
+from tests.support import TIMEOUT
 from tests.support.commands.generate_runs import (
     CLASS,
     FUNCTION,
@@ -108,12 +109,12 @@ def test_ctrl_c_ends_the_running_command_with_what_it_has(endless_model, expecte
         cwd=ROOT,
     ) as running:
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + TIMEOUT
             while not (output.exists() and output.read_bytes().endswith(b"\n")):
                 assert running.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
             running.send_signal(signal.SIGINT)
-            out, err = running.communicate(timeout=240)
+            out, err = running.communicate(timeout=TIMEOUT)
         finally:
             running.kill()
     assert running.returncode == 130

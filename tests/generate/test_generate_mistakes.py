@@ -9,6 +9,7 @@ import pytest
 
 from mlx_paged import cli as model_loader
 from mlx_paged.cli import demo_model_path
+from tests.support import TIMEOUT
 from tests.support.commands.generate_runs import (
     FUNCTION,
     LONG,
@@ -233,6 +234,6 @@ def test_a_mistake_leaves_the_results_of_an_earlier_run(run, tmp_path):
 
 def test_the_command_ends_with_status_2_after_a_mistake():
     done = subprocess.run(
-        command("--max-tokens", 0), capture_output=True, text=True, cwd=ROOT, timeout=120
+        command("--max-tokens", 0), capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT
     )
     assert_one_line_mistake(Result(done.returncode, done.stdout, done.stderr), "--max-tokens")

@@ -9,6 +9,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 import mlx_paged.kv.memory as wired_limit_module
 from mlx_paged import BatchGenerator, Engine, EngineService
 from mlx_paged.kv.memory import hold_wired_limit
+from tests.support import TIMEOUT
 from tests.support.fake_macs import FakeMac, fake_mac
 from tests.support.models.tiny_models import tiny_model
 
@@ -141,7 +142,7 @@ def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
 
     class CollectingLock:
         def __enter__(self) -> None:
-            assert lock.acquire(timeout=60)
+            assert lock.acquire(timeout=TIMEOUT)
             owners.clear()
 
         def __exit__(self, *exception: object) -> None:

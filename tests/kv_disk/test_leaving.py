@@ -14,6 +14,7 @@ from mlx_paged.kv_disk.packs import FILE_MAGIC, HEADER
 from mlx_paged.runner import model_runner
 from mlx_paged.runner.model_runner import LaunchedStep
 from mlx_paged.scheduler.step import Step
+from tests.support import TIMEOUT
 from tests.support.engine.disk_engines import GREEDY, SIZE, make_engine, outputs, tokens_of
 from tests.support.models import tiny_models
 
@@ -44,7 +45,7 @@ def test_an_idle_service_writes(tmp_path):
     engine = make_engine(tiny_models.tiny_model("llama"), tmp_path)
     with EngineService(engine) as service:
         service.submit(tokens_of(0), **GREEDY).result()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + TIMEOUT
         while engine.metrics()["kv_disk"]["bytes_written"] == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert engine.metrics()["kv_disk"]["records"] == 13

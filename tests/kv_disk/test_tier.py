@@ -13,6 +13,7 @@ from mlx_paged.kv.block_bytes import Staging
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv_disk import tier
 from mlx_paged.kv_disk.packs import _check_thread
+from tests.support import TIMEOUT
 from tests.support.engine.disk_engines import GREEDY, SIZE, make_engine, outputs, tokens_of
 from tests.support.models import tiny_models
 
@@ -153,7 +154,7 @@ def test_blocks_of_a_planned_step_are_not_evicted_before_they_are_written(tmp_pa
     engine = make_engine(model, tmp_path, num_blocks=16)
     request = engine.request(engine.add_request(tokens_of(0), **GREEDY))
     held = engine.scheduler.tier
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + TIMEOUT
     while not held._plans[request.id].load.is_done and time.monotonic() < deadline:
         time.sleep(0.01)
     adopted = held._adopt(held._plans[request.id])

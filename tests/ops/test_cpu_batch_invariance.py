@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import _ext, ops
+from tests.support import TIMEOUT
 
 LENGTH, BLOCK_SIZE = 300, 16
 NUM_BLOCKS = -(-LENGTH // BLOCK_SIZE)
@@ -82,7 +83,7 @@ def test_every_build_and_number_of_threads_passes(build, threads):
         env=os.environ | {"MLX_PAGED_CPU": build, "MLX_PAGED_NUM_THREADS": threads},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT,
     )
     assert child.returncode == 0, child.stdout[-3000:]
 

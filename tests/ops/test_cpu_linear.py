@@ -16,6 +16,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_paged import Engine, _ext
 from mlx_paged.ops.cpu_layers import LINEAR_VARIABLE, CPULayers
 from mlx_paged.server import arguments
+from tests.support import TIMEOUT
 from tests.support.models.tiny_models import solo_greedy, tiny_model
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -246,7 +247,7 @@ def test_every_build_passes_these_tests(build):
         env={**os.environ, "MLX_PAGED_CPU": build},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT,
     )
     assert child.returncode == 0, child.stdout[-3000:]
 

@@ -110,7 +110,7 @@ def outputs_for_comparison(ext) -> dict[str, np.ndarray]:
 def run_child(**environment: str) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-c", CHILD, _ext.__file__, str(Path(__file__).parent)]
     clean = {k: v for k, v in os.environ.items() if not k.startswith("MLX_PAGED_")}
-    return subprocess.run(command, env={**clean, **environment}, capture_output=True, timeout=240)
+    return subprocess.run(command, env={**clean, **environment}, capture_output=True, timeout=600)
 
 
 def child_outputs(**environment: str) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ import pytest
 
 import mlx_paged
 from mlx_paged import __main__ as overview
+from tests.support import TIMEOUT
 
 
 def called(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -47,5 +48,5 @@ def test_a_command_gets_its_own_arguments_and_pythons_flags(tmp_path):
     script = tmp_path / "run.py"
     script.write_text("import sys\nprint(sys.argv[1:], sys.flags.utf8_mode, __name__)\n")
     command = [sys.executable, "-X", "utf8", "-m", "mlx_paged", "run", script, "run", "-h"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
     assert (done.stdout, done.stderr) == ("['run', '-h'] 1 __main__\n", "")

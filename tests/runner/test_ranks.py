@@ -19,16 +19,16 @@ from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader,
 from mlx_paged.runner.ranks import LeadingRunner, Ranks, joined, why_whole
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
+from tests.support import TIMEOUT
 from tests.support.engine import rank_runs
 from tests.support.engine.rank_runs import model_of, two_ranks
 from tests.support.models import architectures
 from tests.support.models.tiny_models import tiny_model
 
 SCRIPT = "-m", rank_runs.__name__
-WAIT_S = 120  # for a process on a busy machine
 
 
-def ended(processes, timeout=WAIT_S):
+def ended(processes, timeout=TIMEOUT):
     """Output, errors and exit status of each."""
     try:
         outputs = [process.communicate(timeout=timeout) for process in processes]

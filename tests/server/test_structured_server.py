@@ -254,7 +254,7 @@ def test_sources_that_take_too_long_are_answered(server, monkeypatch):
 def claude(server):
     anthropic = pytest.importorskip("anthropic")
     url = f"http://127.0.0.1:{server.address[1]}"
-    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT)
 
 
 USER = [{"role": "user", "content": "def f"}]

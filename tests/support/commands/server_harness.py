@@ -13,9 +13,9 @@ from openai import OpenAI
 from mlx_paged.cli import load_model
 from mlx_paged.server import arguments
 from mlx_paged.server.__main__ import serving
+from tests.support import TIMEOUT
 
 MODEL = "default_model"
-TIMEOUT = 60
 CODE = "def main():\n"
 
 

@@ -6,9 +6,9 @@ from functools import lru_cache
 from queue import SimpleQueue
 
 from mlx_paged import FinishReason
+from tests.support import TIMEOUT
 from tests.support.models.tiny_models import solo_greedy, tiny_model
 
-TIMEOUT = 60
 THREAD = "mlx_paged.engine.service"
 PROMPT = [5, 9, 77, 3, 21, 64, 8]
 OTHER = PROMPT[::-1]

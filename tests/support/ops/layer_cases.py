@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import _ext
+from tests.support import TIMEOUT
 
 layers = _ext.layers
 
@@ -60,6 +61,6 @@ def assert_build_passes(build: str, file: str, names: str) -> None:
         env={**os.environ, "MLX_PAGED_CPU": build},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT,
     )
     assert child.returncode == 0, child.stdout[-3000:]
