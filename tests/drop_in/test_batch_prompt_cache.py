@@ -273,6 +273,7 @@ def assert_same(cache, plain) -> None:
             assert np.all((before == row[:first]) | (before == 0))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("seed", range(12))
 def test_any_sequence_of_operations_is_that_on_plain_rows(seed, window):

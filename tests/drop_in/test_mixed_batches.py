@@ -22,6 +22,7 @@ from tests.support.models.tiny_models import VOCAB, tiny_model
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 40, 17)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 @pytest.mark.parametrize("kinds", ["SP", "PS", "SSP", "PSS"])
 @pytest.mark.parametrize("way", ["merge", "extend"])

@@ -49,6 +49,7 @@ def llama():
     return tiny_model("llama")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("prefill_step_size", [2048, 13, 1])
 @pytest.mark.parametrize("model_type", KERNEL_MODELS + GATHER_MODELS)
 def test_generation_is_that_of_stock_caches(model_type, prefill_step_size):

@@ -89,6 +89,7 @@ def test_rows_have_the_states_of_their_own_tokens(name):
         assert max(errors(model)) < TOLERANCE
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RIGHT_IN_MLX_LM)
 def test_others_are_batched_as_mlx_lm_does_it(name):
     with patched_mlx_lm(block_size=4):

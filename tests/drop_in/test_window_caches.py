@@ -68,6 +68,7 @@ def assert_continues(model, cache, tokens, expected, num_tokens: int = 20) -> No
         assert token == stock_token and mx.allclose(found, wanted, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("window", "prefill_step_size"), [(WINDOW, 7), (WINDOW, 2048), (64, 50), (64, 2048)]
 )

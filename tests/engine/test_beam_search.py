@@ -91,6 +91,7 @@ def assert_same(found: list[Beam], expected: list[tuple[list[int], float]]) -> N
     np.testing.assert_allclose(scores, [score for _, score in expected], rtol=1e-12)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("stops", [set(), {0}, {0, 3, 5}], ids="stops{}".format)
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("penalty", PENALTIES)
@@ -104,6 +105,7 @@ def test_the_search_finds_what_a_plain_one_finds(num_beams, penalty, early_stopp
         assert_same(group.best, expected[:num_beams])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("seed", range(4))
 def test_enough_beams_find_the_best_of_all_sequences(penalty, seed):

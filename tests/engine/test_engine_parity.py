@@ -53,6 +53,7 @@ def test_every_architecture_generates_what_mlx_lm_generates_alone(model_type):
     assert_drained(engine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32], ids="block{}".format)
 @pytest.mark.parametrize("prefill_chunk", [1, 7, 64, 512], ids="chunk{}".format)
 def test_blocks_and_chunks_change_nothing(llama, block_size, prefill_chunk):

@@ -108,6 +108,7 @@ def fill_from(step: int, value: float):
     return processor
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("lookahead", [True, False])
 @pytest.mark.parametrize("at", [0, 1, 5])
 @pytest.mark.parametrize("value", [mx.nan, -mx.inf])

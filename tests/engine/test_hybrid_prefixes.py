@@ -71,6 +71,7 @@ def num_snapshots(engine: Engine) -> int:
     return len(engine.manager.allocator.snapshots)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", HYBRID + WINDOWED + STATE_ONLY)
 def test_every_turn_of_a_chat_computes_only_what_is_new(name, lookahead):
     """And the last token of the turn before, which nobody had computed."""
@@ -88,6 +89,7 @@ def test_every_turn_of_a_chat_computes_only_what_is_new(name, lookahead):
         history = prompt
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_prompt", range(17, 26))
 @pytest.mark.parametrize("num_generated", [1, 2, 8])
 def test_a_turn_goes_on_from_any_place_in_a_block(jamba, make_engine, num_prompt, num_generated):

@@ -22,6 +22,7 @@ def loaded():
     return model, tokenizer
 
 
+@pytest.mark.sampled(2)
 def test_nothing_grows(loaded, tmp_path):
     kinds = kinds_of(*loaded, str(tmp_path))
     assert len(kinds) > 10

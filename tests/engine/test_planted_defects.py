@@ -365,6 +365,7 @@ DEFECTS = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_noticed(monkeypatch, plant):
     plant(monkeypatch)

@@ -79,6 +79,7 @@ class WrittenGraph:
         return sorted(range(self.num_writes), key=later.__getitem__)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("num_writes", [3, 12, 45])
 def test_a_graph_is_evaluated_in_the_order_of_the_model(seed, num_writes):

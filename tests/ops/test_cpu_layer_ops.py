@@ -278,7 +278,10 @@ def test_empty_and_tiny_arrays(shape):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("build", BUILDS)
-def test_every_build_passes_these_tests(build):
+def test_every_build_passes_these_tests(build, pytestconfig):
     assert_build_passes(
-        build, __file__, "TestRmsNorm or TestRope or TestActivations or rounded or millions"
+        build,
+        __file__,
+        "TestRmsNorm or TestRope or TestActivations or rounded or millions",
+        pytestconfig.getoption("--cases"),
     )

@@ -32,6 +32,7 @@ def _cpu():
 @pytest.mark.parametrize("width", (*WIDTHS, 70_001))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestLogSumExp:
+    @pytest.mark.sampled(4)
     def test_against_float64(self, dtype, width, layout):
         rows = 6 if width < 1000 else 2
         x = laid_out(random(3, rows, width, dtype=dtype, scale=5.0), layout)
@@ -69,6 +70,7 @@ def test_log_sum_exp_of_millions_keeps_its_digits():
 @pytest.mark.parametrize("width", (*WIDTHS, 70_001))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestMask:
+    @pytest.mark.sampled(4)
     def test_what_is_forbidden_is_minus_infinity(self, dtype, width, layout):
         x = laid_out(random(3, width, dtype=dtype), layout)
         bits, words = allowed(width)
@@ -77,6 +79,7 @@ class TestMask:
         assert got.dtype == dtype
         np.testing.assert_array_equal(float64(got), want)
 
+    @pytest.mark.sampled(4)
     def test_log_sum_exp_of_what_is_allowed(self, dtype, width, layout):
         x = random(3, width, dtype=dtype, scale=5.0)
         x[2, :40] = float("nan")  # forbidden
@@ -88,6 +91,7 @@ class TestMask:
         assert_close(got, want, dtype, scale=2.0)
         assert mx.array_equal(got, log_sum_exp(layers.mask(x, words)))
 
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize("masked", [False, True])
     def test_the_likeliest_is_the_first_of_the_largest(self, dtype, width, layout, masked):
         """Of differences that are rounded, so that many of them are equal."""
@@ -123,5 +127,5 @@ def test_the_likeliest_of_what_is_not_finite(values, at):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("build", BUILDS)
-def test_every_build_passes_these_tests(build):
-    assert_build_passes(build, __file__, "not every_build")
+def test_every_build_passes_these_tests(build, pytestconfig):
+    assert_build_passes(build, __file__, "not every_build", pytestconfig.getoption("--cases"))

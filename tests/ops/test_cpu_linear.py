@@ -16,8 +16,8 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_paged import Engine, _ext
 from mlx_paged.ops.cpu_layers import LINEAR_VARIABLE, CPULayers
 from mlx_paged.server import arguments
-from tests.support import TIMEOUT
 from tests.support.models.tiny_models import solo_greedy, tiny_model
+from tests.support.ops.layer_cases import assert_build_passes
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 ROWS = (1, 2, 3, 5, 7, 8, 9, 64)
@@ -234,22 +234,9 @@ for dtype in mx.float32, mx.float16, mx.bfloat16:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("build", ["baseline", "avx2", "avx512"])
-def test_every_build_passes_these_tests(build):
-    if build not in _ext.supported_kernels():
-        pytest.skip(f"this machine cannot run the {build} build")
-    child = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-            "-k",
-            "float64 or any_size",
-            __file__,
-        ],
-        env={**os.environ, "MLX_PAGED_CPU": build},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert child.returncode == 0, child.stdout[-3000:]
+def test_every_build_passes_these_tests(build, pytestconfig):
+    cases = pytestconfig.getoption("--cases")
+    assert_build_passes(build, __file__, "float64 or any_size", cases)
 
 
 def nodes(y: mx.array) -> str:

@@ -38,6 +38,7 @@ class TestSources:
         indices = Counter(index for file in files for index in DECLARED.findall(file.read_text()))
         assert set(indices.values()) == {1}
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("kernel", LAUNCHES)
     def test_a_kernel_can_reach_every_constant_of_its_source(self, kernel):
         """What it cannot reach would make pipelines that differ in nothing but their names."""

@@ -53,12 +53,14 @@ def kernel(request, monkeypatch):
 class TestAttention:
     """Every spare slot is NaN; tables end in ids of poisoned blocks and of none."""
 
+    @pytest.mark.sampled(3)
     @DTYPES
     @pytest.mark.parametrize("block_size", [1, 3, 8, 16, 32], ids="S{}".format)
     def test_block_sizes(self, dtype, block_size, kernel):
         contexts = sorted({1, max(1, block_size - 1), block_size, block_size + 1, 45})
         assert_matches_float64(random_case(contexts, block_size=block_size, dtype=dtype), kernel)
 
+    @pytest.mark.sampled(3)
     @DTYPES
     @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256], ids="D{}".format)
     def test_head_dims(self, dtype, head_dim, kernel):
@@ -72,6 +74,7 @@ class TestAttention:
             random_case([45, 7], head_dim=head_dim, v_head_dim=v_head_dim), kernel
         )
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize(
         ("num_heads", "num_kv_heads"),
         [(2, 2), (8, 2), (14, 2), (16, 2), (5, 1), (40, 1), (3, 3)],
@@ -99,6 +102,7 @@ class TestAttention:
         want[:, 3] = 0
         assert worst_error(out, want) < FLOAT32_ERROR
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("context", [1, 15, 16, 17, 45, 4097], ids="ctx{}".format)
     @pytest.mark.parametrize("num_tokens", [1, 2, 50], ids="L{}".format)
     @pytest.mark.parametrize("causal", [True, False], ids=["causal", "non_causal"])
@@ -108,6 +112,7 @@ class TestAttention:
         case.options["causal"] = causal
         assert_matches_float64(case)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("num_tokens", [1, 5], ids="L{}".format)
     @pytest.mark.parametrize("option", OPTIONS)
     def test_every_option(self, option, num_tokens, kernel):
@@ -127,6 +132,7 @@ class TestAttention:
         )
         assert_matches_float64(case, kernel)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("shape", [(4, 1, 1, 64), (1, 4, 3, 64), (3, 64), (64,)], ids=str)
     @pytest.mark.parametrize("dtype", [mx.bool_, mx.float32, mx.float16, mx.bfloat16], ids=str)
     def test_masks_broadcast(self, shape, dtype, kernel):
@@ -135,6 +141,7 @@ class TestAttention:
         case.options["attn_mask"] = mx.array(values).astype(dtype)
         assert_matches_float64(case, kernel)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("hidden", [range(0, 2500), range(100, 2200), range(1, 3000)], ids=str)
     @pytest.mark.parametrize("num_tokens", [1, 3], ids="L{}".format)
     @pytest.mark.parametrize("as_float", [False, True], ids=["bool", "float"])
@@ -241,6 +248,7 @@ class TestContiguousParity:
 
 
 class TestLayouts:
+    @pytest.mark.sampled(3)
     @DTYPES
     @pytest.mark.parametrize("num_tokens", [1, 5], ids="L{}".format)
     @pytest.mark.parametrize("options", [(), ("window_21",)], ids=["plain", "window"])

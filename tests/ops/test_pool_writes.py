@@ -65,6 +65,7 @@ class TestWriteKV:
         assert ("WriteKV" in primitives(*written)) == (kernel == "native")
         assert_same_bits(written, expected)
 
+    @pytest.mark.sampled(4)
     @DTYPES
     @WIDTHS
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -111,6 +112,7 @@ class TestWriteKV:
         slots = mx.repeat(mx.array([9, 2, -1, 27]), 2)[::2]
         self.assert_matches_numpy(k, v, random_pool(), slots, kernel)
 
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("num_rows", [1, 4], ids="T{}".format)
     @pytest.mark.parametrize("axis", [0, 2])
     @pytest.mark.parametrize("step", [1, -1, 2], ids="step{}".format)
@@ -178,6 +180,7 @@ class TestWriteKV:
 
 
 class TestCopyBlocks:
+    @pytest.mark.sampled(6)
     @DTYPES
     @WIDTHS
     @pytest.mark.parametrize("layout", LAYOUTS)

@@ -74,6 +74,7 @@ def assert_written_as_numpy(rows, kv_bits, kernel, layout="NHSD", slots=(0, 27, 
         np.testing.assert_array_equal(np.array(got), expected)
 
 
+@pytest.mark.sampled(4)
 @every_format
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -134,6 +135,7 @@ def assert_like_float64(case, expected, kernel, rows_kernel="PagedAttention"):
     assert mx.array_equal(alone, out)
 
 
+@pytest.mark.sampled(4)
 @every_format
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 40], ids=lambda n: f"L{n}")
 @pytest.mark.parametrize("group", [1, 4])
@@ -144,6 +146,7 @@ def test_reads(kv_bits, num_tokens, group, dims, kernel):
     assert_like_float64(*case, kernel)
 
 
+@pytest.mark.sampled(4)
 @every_format
 @pytest.mark.parametrize("block_size", [1, 8, 16, 20, 32])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -152,6 +155,7 @@ def test_reads_of_all_layouts(kv_bits, block_size, layout, kernel):
     assert_like_float64(*case, kernel)
 
 
+@pytest.mark.sampled(4)
 @every_format
 @pytest.mark.parametrize("num_tokens", [1, 20], ids=lambda n: f"L{n}")
 @pytest.mark.parametrize("options", [(), ("bool_mask",), MANY_OPTIONS, ("non_causal",)], ids=str)
@@ -172,6 +176,7 @@ def test_nothing_outside_the_pool_is_read(kv_bits, spoil, num_tokens, kernel):
     assert_like_float64(case, expected, kernel)
 
 
+@pytest.mark.sampled(3)
 @every_format
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_sequences_of_different_lengths(kv_bits, lengths, kernel):

@@ -322,6 +322,7 @@ class TestPlainMLX:
         assert worst_error(out, want) < TOLERANCE[case.q.dtype]
         assert worst_error(attn, want_attn) < FLOAT32_ERROR
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("num_tokens", [1, 5], ids="L{}".format)
     @pytest.mark.parametrize("option", [None, *OPTIONS])
     def test_every_option(self, option, num_tokens):

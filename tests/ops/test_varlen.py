@@ -56,6 +56,7 @@ def assert_like_float64(case: Ragged, **overrides: Any) -> None:
     assert worst_error(out, case.expected()) < TOLERANCE[out.dtype]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("block_size", [1, 16, 20])
 def test_sequences_of_any_length_are_right(lengths, block_size, kernel):
@@ -71,6 +72,7 @@ def test_every_option_is_right(options, kernel):
     assert_like_float64(ragged_case(LENGTHS["mixed"], options=options))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("q_dtype", TOLERANCE, ids=str)
 def test_every_dtype_is_right(dtype, q_dtype, kernel):

@@ -38,6 +38,7 @@ def ended(processes, timeout=TIMEOUT):
     return [(*each, process.returncode) for each, process in zip(outputs, processes, strict=True)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "options", "share"),
     [
@@ -76,6 +77,7 @@ def streaming_ranks():
     return processes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("number", "ends"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "sent")])
 def test_a_rank_that_dies_or_stops_ends_the_run_with_one_error(number, ends):
     first, second = streaming_ranks()
@@ -102,6 +104,7 @@ rank_runs.main("llama", "long")
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_fails_ends_all_ranks_with_one_error(rank):
     first, second = ended(two_ranks(["-c", FAILING, str(rank)]))

@@ -84,6 +84,7 @@ def penalised_request(length: int, seed: int = 0, **options: Any) -> Request:
     return request(prompt=tokens, logprobs=VOCAB, **options)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("length", [1, 5, 20, 21, 60])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -52,12 +52,20 @@ def log_sum_exp(x: mx.array, words: mx.array | None = None) -> mx.array:
     return layers.likeliest(x, words)[..., :1].astype(x.dtype)
 
 
-def assert_build_passes(build: str, file: str, names: str) -> None:
-    """Skip the test if this machine cannot run this build of the kernels."""
+def assert_build_passes(build: str, file: str, names: str, cases: str) -> None:
+    """Run tests of a file on a build of the kernels, or skip where this machine cannot run it.
+
+    Args:
+        cases: of the tests that run this one: those of a sample, or others. With the others the
+            build passes all.
+    """
     if build not in _ext.supported_kernels():
         pytest.skip(f"this machine cannot run the {build} build")
     child = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names, file],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names, file),
+            *("--cases", "sample" if cases == "sample" else "all"),
+        ],
         env={**os.environ, "MLX_PAGED_CPU": build},
         capture_output=True,
         text=True,
