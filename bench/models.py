@@ -38,7 +38,7 @@ SIZES: dict[str, dict[str, Any]] = {
 """By name. Published numbers are measured with "reference". "many-kv-heads" has four times the K/V
 (16 KiB a token). "tiny" is for tests."""
 
-REAL_MODEL = "MLX_PAGED_REAL_MODEL"
+REAL_MODEL = "REAL_MODEL_DIR"
 """The variable that names the directory of :mod:`scripts.real_model`."""
 
 REAL = ("smollm2-4bit", "smollm2-bfloat16", "smollm2-float32")

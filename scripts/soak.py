@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bench.command import MIB, add_model
-from bench.models import named_model, vocab_size
+from bench.models import SIZES, llama_model
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.cli import Parser, number
 from mlx_paged.metrics.stats import resident_bytes
@@ -182,13 +182,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Returns what the last line says; growth is from the end of the first tenth to the last's."""
     args = parse(argv)
     engine = Engine(
-        named_model(args.model),
+        llama_model(args.model),
         block_size=8,
         num_blocks=args.num_blocks,
         prefill_chunk=128,
         seed=args.seed,
     )
-    soak = Soak(engine, vocab_size(args.model), np.random.default_rng(args.seed))
+    soak = Soak(engine, SIZES[args.model]["vocab_size"], np.random.default_rng(args.seed))
     start = time.perf_counter()
     footprints = run(soak, args.requests, args.per_step)
     seconds = time.perf_counter() - start
