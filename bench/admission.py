@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from bench.command import MIB, add_model, add_rounds, make_parser, print_result, table
 from bench.machine import Clock, check_machine, machine_text
-from bench.models import llama_model, random_prompts
+from bench.models import named_model, random_prompts
 from mlx_paged import BatchGenerator, make_prompt_cache, patched_mlx_lm
 from mlx_paged.cli import COUNT
 from mlx_paged.drop_in.base_cache import PagedCache
@@ -310,7 +310,7 @@ def cost_table(rows: dict[tuple[str, str], dict[str, float]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     machine = check_machine()
-    model = llama_model(args.model)
+    model = named_model(args.model)
     live_bytes = args.rows * args.tokens * token_bytes(model)
     floor_ms = copy_ms(live_bytes)
     print(

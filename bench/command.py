@@ -1,10 +1,11 @@
 """What the commands of the benches share: arguments, tables, and the last line of the output."""
 
+import argparse
 import json
 from collections.abc import Sequence
 from typing import Any
 
-from bench.models import SIZES
+from bench.models import REAL, SIZES, real_model
 from mlx_paged.cli import COUNT, Parser, number
 
 AT_LEAST_TWO = number(int, 2, 2**31, "a whole number >= 2")
@@ -20,7 +21,19 @@ def make_parser(bench: str, doc: str | None) -> Parser:
 
 
 def add_model(parser: Parser, default: str = "reference") -> None:
-    parser.add_argument("--model", choices=SIZES, default=default, help="shape of the model")
+    text = f"{', '.join(SIZES)} (random weights) or {', '.join(REAL)} (default: %(default)s)"
+    options: dict[str, Any] = {"choices": (*SIZES, *REAL), "metavar": "NAME", "help": text}
+    parser.add_argument("--model", type=_model, default=default, **options)
+
+
+def _model(name: str) -> str:
+    """The name, unless it is a real model that is not there."""
+    try:
+        if name in REAL:
+            real_model(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name
 
 
 def add_rounds(parser: Parser, default: int) -> None:

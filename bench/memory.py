@@ -34,7 +34,7 @@ from bench.command import (
     text_of,
 )
 from bench.machine import check_machine, machine_text
-from bench.models import llama_model, random_prompts
+from bench.models import named_model, random_prompts
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, COUNT_OR_NONE, KV_BLOCK_SIZES
 from mlx_paged.kv.blocks import ceil_div
@@ -335,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--rounds", type=COUNT_OR_NONE, default=0, help=rounds)
     add_model(parser)
     args = parser.parse_args(argv)
-    model, work = llama_model(args.model), workload_of(args)
+    model, work = named_model(args.model), workload_of(args)
     print(
         f"Floor of the samples: {work.ideal_blocks:.1f} blocks of {args.block_size}, none partly"
         " empty. Floor of all: blocks of different content (distinct).",

@@ -1,6 +1,9 @@
-"""The models that benches run: Llama's shape, random weights."""
+"""The models that benches run: Llama's shape with random weights, and a real chat model."""
 
+import json
+import os
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -8,6 +11,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 from mlx_lm.models import llama
+
+from mlx_paged.cli import load_model as load
 
 REFERENCE: dict[str, Any] = {
     "hidden_size": 512,
@@ -32,6 +37,45 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """By name. Published numbers are measured with "reference". "many-kv-heads" has four times the K/V
 (16 KiB a token). "tiny" is for tests."""
+
+REAL_MODEL = "REAL_MODEL_DIR"
+"""The variable that names the directory of :mod:`scripts.real_model`."""
+
+REAL = ("smollm2-4bit", "smollm2-bfloat16", "smollm2-float32")
+"""SmolLM2-135M-Instruct: names of what that script writes."""
+
+MODELS = (*SIZES, *REAL)
+
+
+def real_model(name: str) -> Path:
+    """The directory of a name in :data:`REAL`; ValueError says how to make it."""
+    home = os.environ.get(REAL_MODEL)
+    directory = Path(home or "") / name.removeprefix("smollm2-")
+    if not home or not (directory / "config.json").is_file():
+        found = f"{REAL_MODEL} is {home!r}" if home else f"{REAL_MODEL} is not set"
+        raise ValueError(
+            f"model {name}: {found}: expected the DIR of `python -m scripts.real_model DIR`"
+        )
+    return directory
+
+
+def gguf_of(name: str) -> Path | None:
+    """The one GGUF file beside the directory of a model; None if there is none, or several."""
+    directory = real_model(name) if name in REAL else Path(name)
+    files = list(directory.resolve().parent.glob("*.gguf")) if directory.is_dir() else []
+    return files[0] if len(files) == 1 else None
+
+
+def named_model(name: str) -> nn.Module:
+    """A model of :data:`MODELS`; ValueError if a real one is not there."""
+    return load(str(real_model(name)))[0] if name in REAL else llama_model(name)
+
+
+def vocab_size(name: str) -> int:
+    """Of a model of :data:`MODELS`."""
+    if name in SIZES:
+        return int(SIZES[name]["vocab_size"])
+    return int(json.loads((real_model(name) / "config.json").read_text())["vocab_size"])
 
 
 def llama_model(size: str = "reference", seed: int = 0) -> nn.Module:
@@ -83,9 +127,8 @@ def one_random_layer(vocab_size: int) -> nn.Module:
     return random_llama(REFERENCE | {"num_hidden_layers": 1, "vocab_size": vocab_size}, seed=1)
 
 
-def random_prompts(num_prompts: int, num_tokens: int, size: str, seed: int = 0) -> list[list[int]]:
-    """Token ids below the vocabulary of `size`, ``[num_prompts][num_tokens]``."""
-    ids = np.random.default_rng(seed).integers(
-        SIZES[size]["vocab_size"], size=(num_prompts, num_tokens)
-    )
+def random_prompts(num_prompts: int, num_tokens: int, name: str, seed: int = 0) -> list[list[int]]:
+    """Token ids below the vocabulary of a model, ``[num_prompts][num_tokens]``."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(vocab_size(name), size=(num_prompts, num_tokens))
     return [row.tolist() for row in ids]

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from bench.command import AT_LEAST_TWO, add_model, add_rounds, make_parser, print_result, table
 from bench.machine import check_machine, machine_text
-from bench.models import llama_model, random_prompts
+from bench.models import named_model, random_prompts
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, MILLISECONDS
 from mlx_paged.scheduler.budget import MIN_CHUNK
@@ -240,7 +240,7 @@ def gap_table(rows: dict[str, dict[str, Any]]) -> str:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     machine = check_machine()
-    model, scenario = llama_model(args.model), Scenario(args)
+    model, scenario = named_model(args.model), Scenario(args)
     print(
         f"{args.streams} streams with prompts of {args.stream_tokens} tokens decode, then a prompt"
         f" of {args.prompt_tokens} arrives. Rounds: {args.rounds}; {machine_text(machine)}.\n"

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from bench.command import add_model, make_parser, print_result, table
 from bench.host_cost.silent_engine import decoding_engine
 from bench.machine import check_machine, machine_text
-from bench.models import SIZES, llama_model
+from bench.models import named_model, vocab_size
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT
 
@@ -152,7 +152,7 @@ def plot(path: Path, points: list[Point], growth: dict[str, Any], crowd: list[Po
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     machine = check_machine()
-    model, vocab = llama_model(args.model), SIZES[args.model]["vocab_size"]
+    model, vocab = named_model(args.model), vocab_size(args.model)
     points = [make_point(model, vocab, *size) for size in product(args.rows, args.contexts)]
     smallest = (min(args.rows), min(args.contexts))
     crowd = [make_point(model, vocab, *smallest, waiting) for waiting in (0, args.waiting)]

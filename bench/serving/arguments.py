@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.command import ABOVE_ZERO, add_rounds
-from bench.models import SIZES
+from bench.models import REAL, SIZES
 from bench.serving.engines import DEFAULT, ENGINES
 from bench.serving.http_engine import APIS
 from bench.serving.measures import Slo
@@ -65,7 +65,8 @@ def _add_work(add: Callable[..., Any]) -> None:
     add("--seed", type=seed, default=0, help="of the trace")
     add("--trace", type=Path, metavar="FILE.jsonl", help="replay these requests instead")
     add("--write-trace", type=Path, metavar="FILE.jsonl", help="write the trace, for --trace")
-    models = f"demo, {', '.join(SIZES)} (random weights), or what mlx_lm.load takes"
+    models = f"demo, {', '.join(SIZES)} (random weights), {', '.join(REAL)} (a real chat model),"
+    models += " or what mlx_lm.load takes"
     add("--model", help=f"{models} (default: the preset's)")
 
 

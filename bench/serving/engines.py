@@ -2,13 +2,22 @@
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from bench.models import SIZES, copying_llama, first_layers, llama_model, one_random_layer
+from bench.models import (
+    MODELS,
+    copying_llama,
+    first_layers,
+    named_model,
+    one_random_layer,
+    vocab_size,
+)
 from bench.serving.servers import BatchServer, PagedServer, SequentialServer, Server, StaticBatches
 from bench.serving.trace import Trace
 from mlx_paged.arguments import missing
@@ -35,8 +44,12 @@ LLAMA_CPP = {
     "llama_cpp": {"is_flash": True, "is_half": False},
     "llama_cpp_f16": {"is_flash": True, "is_half": True},
     "llama_cpp_no_flash": {"is_flash": False, "is_half": False},
+    "llama_cpp_gguf": {"is_flash": True, "is_half": True},
 }
 """How llama.cpp attends, by the engine's name: arguments of its context."""
+
+GGUF = "llama_cpp_gguf"
+"""It runs the GGUF file that the model was made of; the others run the model's float32 weights."""
 
 ENGINES = (
     *("mlx_paged", "mlx_lm", "mlx_lm_static", "sequential", "mlx_paged_static", *VARIANTS),
@@ -47,7 +60,7 @@ DEFAULT = ENGINES[:4]
 
 @dataclass(frozen=True)
 class Limits:
-    """What the engines are given; all but `context` are also arguments of mlx_paged's engine.
+    """What the engines are given; all but :data:`OF_LLAMA_CPP` are arguments of mlx_paged's, too.
 
     `prefill_chunk` are prompt tokens computed at a time: of all sequences together in mlx_paged and
     llama_cpp, of each sequence elsewhere. From `block_size` on, only mlx_paged has them.
@@ -62,34 +75,42 @@ class Limits:
     policy: str = "fcfs"
     prefix_cache: bool = True
     kv_bits: KVBits = None
+    gguf: Path | None = None  # the file of llama_cpp_gguf
+
+
+OF_LLAMA_CPP = {"context", "gguf"}
 
 
 def load_model(name: str) -> tuple[nn.Module, int]:
     """A model and the size of its vocabulary; ValueError if it cannot be loaded. `name` is "demo",
-    "copying", a key of :data:`bench.models.SIZES`, a directory or a hub id. Ranks share it."""
+    "copying", one of :data:`bench.models.MODELS`, a directory or a hub id. Ranks share it."""
     if name == "copying":
-        return joined(copying_llama()), int(SIZES["reference"]["vocab_size"])
-    if name in SIZES:
-        return joined(llama_model(name)), int(SIZES[name]["vocab_size"])
+        return joined(copying_llama()), vocab_size("reference")
+    if name in MODELS:
+        return joined(named_model(name)), vocab_size(name)
     model, tokenizer = load(None if name == "demo" else name)
     args = getattr(model, "args", None)
-    vocab_size = int(getattr(args, "vocab_size", None) or tokenizer.vocab_size)
-    return joined(model), vocab_size
+    return joined(model), int(getattr(args, "vocab_size", None) or tokenizer.vocab_size)
 
 
-def check_engines(names: Sequence[str], model: nn.Module | None, max_running: int) -> None:
+def check_engines(
+    names: Sequence[str], model: nn.Module | None, max_running: int, gguf: Path | None = None
+) -> None:
     """Before anything is measured: ValueError if an engine is missing or cannot run the model."""
     if rank() is not None and {*names} - {"mlx_paged", "mlx_paged_ngram"}:
         raise ValueError("--engines: expected only mlx_paged or mlx_paged_ngram under mlx.launch")
-    if not any(name.removesuffix(STATIC) in LLAMA_CPP for name in names):
+    llamas = {name.removesuffix(STATIC) for name in names} & LLAMA_CPP.keys()
+    if not llamas:
         return
     if any(importlib.util.find_spec(module) is None for module in ("llama_cpp", "gguf")):
         raise ValueError(f"--engines: llama_cpp: {missing('llama-cpp-python or gguf', 'peers')}")
     from bench.serving.llama_cpp import check_context
 
     assert model is not None
+    if GGUF in llamas and gguf is None:
+        raise ValueError(f"--engines: {GGUF}: expected a --model with one GGUF file beside it")
     try:
-        check_context(model, max_running)
+        check_context(model if llamas - {GGUF} else None, max_running)
     except ValueError as error:
         raise ValueError(f"--engines: llama_cpp: {error}") from error
 
@@ -105,7 +126,7 @@ def make_server(name: str, model: nn.Module, limits: Limits) -> Server:
         inner = make_server(name.removesuffix(STATIC), model, limits)
         return StaticBatches(inner, limits.max_running)
     if name == "mlx_paged" or name in VARIANTS:
-        options = {key: value for key, value in vars(limits).items() if key != "context"}
+        options = {key: value for key, value in vars(limits).items() if key not in OF_LLAMA_CPP}
         more = VARIANTS[name](model) if name in VARIANTS else {}
         return PagedServer(model, **options, **more)
     if name == "mlx_lm":
@@ -120,13 +141,14 @@ def _llama_server(name: str, model: nn.Module, limits: Limits) -> Server:
 
     llama = LlamaContext(
         model,
+        gguf=limits.gguf if name == GGUF else None,
         num_sequences=limits.max_running,
         context=limits.context,
         max_tokens=limits.max_running + limits.prefill_chunk,
         **LLAMA_CPP[name],
     )
-    token_bytes = kv_token_bytes(model) // (2 if LLAMA_CPP[name]["is_half"] else 1)
-    return LlamaServer(llama, limits.prefill_chunk, token_bytes)
+    cells = mx.float16 if LLAMA_CPP[name]["is_half"] else mx.float32
+    return LlamaServer(llama, limits.prefill_chunk, kv_token_bytes(model, dtype=cells))
 
 
 def static_sibling(name: str) -> str | None:
@@ -149,10 +171,11 @@ def static_blocks(trace: Trace, max_running: int, block_size: int) -> int:
     return places * max(needed for needed, _ in blocks)
 
 
-def kv_token_bytes(model: nn.Module, kv_bits: KVBits = None) -> int:
-    """K/V bytes of one token of one sequence in all layers."""
-    shapes = probe(model).quantized(kv_bits).shapes
-    return block_bytes([shape for shape in shapes if shape is not None], block_size=1)
+def kv_token_bytes(model: nn.Module, kv_bits: KVBits = None, dtype: mx.Dtype | None = None) -> int:
+    """K/V bytes of one token of one sequence in all layers. `dtype`: of its numbers, if not the
+    model's."""
+    shapes = [shape for shape in probe(model).quantized(kv_bits).shapes if shape is not None]
+    return block_bytes([replace(s, dtype=dtype or s.dtype) for s in shapes], block_size=1)
 
 
 def _blocks(trace: Trace, block_size: int) -> list[tuple[int, int]]:

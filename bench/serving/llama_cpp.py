@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface: a copy of a model's weights, K/V, and a scheduler."""
+"""llama.cpp through its C interface: a model's weights, K/V, and a scheduler."""
 
 import ctypes
 import sys
@@ -45,9 +45,10 @@ def _log_error(level: int, text: bytes, user_data: object) -> None:
 llama_cpp.llama_log_set(_log_error, None)
 
 
-def check_context(model: nn.Module, num_sequences: int) -> None:
-    """Raises ValueError if no :class:`LlamaContext` can be made of these."""
-    check_writable(model)
+def check_context(model: nn.Module | None, num_sequences: int) -> None:
+    """Raises ValueError if no :class:`LlamaContext` can be made of these. None: of a file."""
+    if model is not None:
+        check_writable(model)
     if num_sequences > MAX_SEQUENCES:
         raise ValueError(
             f"expected at most {MAX_SEQUENCES} sequences side by side, got {num_sequences}"
@@ -61,7 +62,8 @@ class LlamaContext:
     llama.cpp attends in float32.
 
     Args:
-        model: what :func:`bench.serving.gguf_file.write_gguf` takes.
+        model: what :func:`bench.serving.gguf_file.write_gguf` takes; with a file, any.
+        gguf: a file of the same model. None: it is written.
         context: tokens of the longest sequence.
         max_tokens: of all spans computed together.
         is_half: K/V in float16.
@@ -76,8 +78,9 @@ class LlamaContext:
         max_tokens: int,
         is_flash: bool,
         is_half: bool,
+        gguf: Path | None = None,
     ) -> None:
-        weights = _load(model)
+        weights = _written(model) if gguf is None else _load(gguf)
         options = llama_cpp.llama_context_default_params()
         options.n_ctx = num_sequences * context
         options.n_batch = options.n_ubatch = max_tokens
@@ -160,12 +163,16 @@ class _Batch:
         self.struct.n_tokens = end
 
 
-def _load(model: nn.Module) -> Any:
+def _written(model: nn.Module) -> Any:
     with TemporaryDirectory() as directory:
         path = Path(directory) / "model.gguf"
         write_gguf(model, path)
-        options = llama_cpp.llama_model_default_params()
-        weights = llama_cpp.llama_model_load_from_file(bytes(path), options)
+        return _load(path)
+
+
+def _load(path: Path) -> Any:
+    options = llama_cpp.llama_model_default_params()
+    weights = llama_cpp.llama_model_load_from_file(bytes(path), options)
     if not weights:
         raise RuntimeError("llama.cpp cannot load the model")
     return weights

@@ -155,6 +155,7 @@ def outcome_of(session: Session, about: Mapping[str, Any], *, is_partial: bool) 
     engines = {name: merge(each) | {"rounds": len(each)} for name, each in rounds.items()}
     for name, row in engines.items():
         row["failures"] = [reason for each in rounds[name] for reason in each["failures"]]
+        row["each_round"] = {key: [each[key] for each in rounds[name]] for key in RATIOS}
         row["max_rate"] = session.max_rate.get(name)
         row["probes"] = session.probes.get(name, [])
     return {

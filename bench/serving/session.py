@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from tqdm import tqdm
 
 from bench.machine import check_machine, linear_gflops, machine_text
+from bench.models import gguf_of
 from bench.serving.engines import (
     Limits,
     check_engines,
@@ -54,7 +55,8 @@ class Session:
     """
 
     def __init__(self, args: argparse.Namespace, model: nn.Module | None, trace: Trace) -> None:
-        check_engines(args.engines, model, args.target_active)
+        gguf = None if args.model is None else gguf_of(args.model)
+        check_engines(args.engines, model, args.target_active, gguf)
         self.args = args
         self.model = model
         self.trace = trace
@@ -68,6 +70,7 @@ class Session:
             policy=args.policy,
             prefix_cache=not args.no_prefix_cache,
             kv_bits=checked_bits("--kv-bits", args.kv_bits),
+            gguf=gguf,
         )
         self.runs: dict[str, list[Run]] = {}  # by engine; those that ended or were interrupted
         self.probes: dict[str, list[Summary]] = {}  # of rate searches, by engine

@@ -78,6 +78,11 @@ PRESETS: dict[str, Preset] = {
     "uniform": Preset(
         "prompts of 32 to 256 tokens, outputs of 16 to 64", 64, _uniform((32, 257), (16, 65))
     ),
+    "short-answers": Preset(
+        "prompts of 8 tokens, answers of 4: for an engine that takes a second for a token",
+        16,
+        _uniform((8, 9), (4, 5)),
+    ),
     "long-tail-chat": Preset("most are short, a few are long: log-normal lengths", 64, _long_tail),
     "shared-system-prompt": Preset(
         f"all prompts begin with the same {SYSTEM_PROMPT} tokens",
