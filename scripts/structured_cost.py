@@ -8,7 +8,7 @@ class of its own: llguidance's slow case, in which no mask resembles the one bef
 fixed text, so that each step computes one token a row with and without it. Each pair runs both in
 turns, with lookahead and without; after `--seconds` no new pair begins. The last line is one JSON
 object: medians over the pairs, and the model's steps for an object with fixed keys. On Linux,
-preload OpenBLAS (README.md, Limits): with MLX's reference BLAS a step takes seconds.
+preload OpenBLAS (docs/engine.md, On a CPU): with MLX's reference BLAS a step takes seconds.
 """
 
 import argparse
