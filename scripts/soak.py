@@ -1,31 +1,38 @@
 """Whether anything grows while an engine serves many small requests of all kinds.
 
     python -m scripts.soak --requests 20000
+    python -m scripts.soak --model DIR --requests 500 --per-step 0.5 --num-blocks 512
 
-Requests arrive whether or not others have ended, `--per-step` of them in each step on average. The
-ceiling: nothing grows, no step gets slower. The last line is one JSON object.
+A directory of a chat model gets chats instead of random tokens. Requests arrive whether or not
+others have ended, `--per-step` of them in each step on average. The ceiling: nothing grows, no step
+gets slower. The last line is one JSON object.
 """
 
 import argparse
 import gc
 import json
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tqdm import tqdm
 
-from bench.command import MIB, add_model
+from bench.command import MIB
 from bench.models import SIZES, llama_model
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.cli import Parser, number
+from mlx_paged.cli import Parser, load_model, number
 from mlx_paged.metrics.stats import resident_bytes
 
-LEAST_BLOCKS = 16
-"""They hold the longest request: a prompt of 75 tokens, 15 outputs, and a fork of all that."""
+BLOCK_SIZE = 8
+LEAST_BLOCKS = {"tokens": 16, "chats": 64}
+"""They hold the longest request: 75 tokens, 15 outputs, and a fork of all that; in chats a history
+of 192 tokens, a question of up to 100, 48 outputs, and a fork of all that."""
 
 PREFIXES = 40  # beginnings of prompts, such as system prompts, that requests share
 HISTORIES = 64  # conversations that later requests may continue
@@ -41,8 +48,24 @@ Python's garbage collector tracks. "step_ms" is the median over the tenth.
 """
 
 
+TOPICS = ("rivers", "prime numbers", "the moon", "tea", "paper", "old maps", "bees", "a lighthouse")
+QUESTIONS = (
+    "Tell me {number} facts about {topic}.",
+    "Write a poem of {number} lines about {topic}.",
+    "What is {number} times 17, and what has that to do with {topic}?",
+    "¿Qué sabes de {topic}? Responde en {number} frases.",
+    "Schreibe {number} Sätze über {topic}.",
+    "用{number}句话介绍 {topic}。",
+    "Write a Python function that counts {topic} and stops at {number}.",
+    "Why do people like {topic}? Give {number} reasons, then ask me a question.",
+)
+
+
 class Soak:
     """Random requests on one engine: single ones, samples, further turns, forks, aborts."""
+
+    max_tokens = 15
+    history_tokens = 64
 
     def __init__(self, engine: Engine, vocab: int, rng: np.random.Generator) -> None:
         self.engine = engine
@@ -120,7 +143,7 @@ class Soak:
         self.num_ended += 1
         self.num_tokens += len(tokens)
         self._aborts.pop(request_id, None)
-        self._histories.append((self._prompts.pop(request_id) + tokens)[:64])
+        self._histories.append((self._prompts.pop(request_id) + tokens)[: self.history_tokens])
         if request_id in self._keeps:
             self._keeps.remove(request_id)
             self._kept.append(request_id)
@@ -140,11 +163,36 @@ class Soak:
 
     def _params(self) -> SamplingParams:
         return SamplingParams(
-            max_tokens=int(self.rng.integers(1, 16)),
+            max_tokens=int(self.rng.integers(1, self.max_tokens + 1)),
             temperature=float(self.rng.choice((0.0, 1.0))),
             top_p=float(self.rng.choice((1.0, 0.9))),
             stop_token_ids=frozenset(self._tokens(1)),
         )
+
+
+class Chats(Soak):
+    """The same kinds of requests, as chats: a question, or one more behind an earlier chat."""
+
+    max_tokens = 48
+    history_tokens = 192
+
+    def __init__(
+        self, engine: Engine, tokenizer: TokenizerWrapper, rng: np.random.Generator
+    ) -> None:
+        super().__init__(engine, len(tokenizer), rng)
+        self._tokenizer = tokenizer
+
+    def _prompt(self) -> list[int]:
+        known: list[int] = []
+        if self._histories and self.rng.random() < 0.3:
+            known = self._histories[int(self.rng.integers(len(self._histories)))]
+        form, topic = self.rng.choice(QUESTIONS), self.rng.choice(TOPICS)
+        question = str(form).format(number=self.rng.integers(2, 100), topic=topic)
+        messages = [{"role": "user", "content": question}]
+        tokens: list[int] = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True
+        )
+        return known + tokens
 
 
 def run(soak: Soak, num_requests: int, per_step: float) -> list[Footprint]:
@@ -171,24 +219,43 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--requests", type=at_least_ten, default=20_000)
     rate = number(float, 0.01, 100, "a number from 0.01 to 100")
     add("--per-step", type=rate, default=1.25, help="requests that come in a step")
-    blocks = number(int, LEAST_BLOCKS, 2**31, f"a whole number >= {LEAST_BLOCKS}")
-    add("--num-blocks", type=blocks, default=96, help="of 8 tokens, in the pool")
-    add_model(parser, default="tiny")
+    add("--num-blocks", type=int, default=96, help=f"of {BLOCK_SIZE} tokens, in the pool")
+    text = f"shape of a random model ({', '.join(SIZES)}), or the directory of a chat model"
+    add("--model", default="tiny", metavar="NAME", help=text)
     add("--seed", type=int, default=0)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.model not in SIZES and not Path(args.model).is_dir():
+        names = ", ".join(SIZES)
+        parser.error(f"argument --model: expected {names} or a directory, got {args.model!r}")
+    least = LEAST_BLOCKS["tokens" if args.model in SIZES else "chats"]
+    if args.num_blocks < least:
+        given = f"got {args.num_blocks}"
+        parser.error(f"argument --num-blocks: expected a whole number >= {least}, {given}")
+    return args
+
+
+def soak_of(args: argparse.Namespace) -> Soak:
+    """Raises ValueError if the model cannot be loaded, or has no chat template."""
+    options = {"block_size": BLOCK_SIZE, "num_blocks": args.num_blocks, "seed": args.seed}
+    rng = np.random.default_rng(args.seed)
+    if args.model in SIZES:
+        engine = Engine(llama_model(args.model), prefill_chunk=128, **options)
+        return Soak(engine, SIZES[args.model]["vocab_size"], rng)
+    model, tokenizer = load_model(args.model)
+    if not tokenizer.has_chat_template:
+        raise ValueError(f"--model {args.model}: expected a model with a chat template")
+    return Chats(Engine(model, tokenizer, prefill_chunk=128, **options), tokenizer, rng)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     """Returns what the last line says; growth is from the end of the first tenth to the last's."""
     args = parse(argv)
-    engine = Engine(
-        llama_model(args.model),
-        block_size=8,
-        num_blocks=args.num_blocks,
-        prefill_chunk=128,
-        seed=args.seed,
-    )
-    soak = Soak(engine, SIZES[args.model]["vocab_size"], np.random.default_rng(args.seed))
+    try:
+        soak = soak_of(args)
+    except ValueError as error:
+        print(f"scripts.soak: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    engine = soak.engine
     start = time.perf_counter()
     footprints = run(soak, args.requests, args.per_step)
     seconds = time.perf_counter() - start

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from mlx_paged import Engine, demo_model_path
+from mlx_paged.cli import load_model
 from scripts import soak
 
 
@@ -17,13 +19,32 @@ def test_a_short_soak_serves_every_request_and_frees_every_block(capsys):
     assert abs(report["active_growth_bytes"]) < 100_000
 
 
+def test_a_model_with_a_chat_template_gets_chats(tmp_path, capsys, monkeypatch):
+    for path in demo_model_path().iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    template = "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    seen, add_request = [], Engine.add_request
+    monkeypatch.setattr(
+        Engine, "add_request", lambda *args, **kw: seen.append(args[1]) or add_request(*args, **kw)
+    )
+    report = soak.main(["--model", str(tmp_path), "--requests", "20", "--num-blocks", "128"])
+    assert 20 <= report["requests"] < 25 and report["leaked_blocks"] == 0
+    encode = load_model()[1].encode
+    assert len(seen) > 10
+    assert all(prompt[:3] == encode("# user: ")[:3] for prompt in seen)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--requests", "9"], "--requests: expected a whole number >= 10, got '9'"),
         (["--per-step", "0"], "--per-step: expected a number from 0.01 to 100, got '0'"),
-        (["--num-blocks", "15"], "--num-blocks: expected a whole number >= 16, got '15'"),
-        (["--model", "huge"], "--model: invalid choice: 'huge'"),
+        (["--num-blocks", "15"], "--num-blocks: expected a whole number >= 16, got 15"),
+        (["--model", "huge"], "--model: expected reference, many-kv-heads, tiny or a directory"),
+        (["--model", ".", "--num-blocks", "63"], "expected a whole number >= 64, got 63"),
+        (["--model", "tests"], "scripts.soak: error: model tests: cannot be loaded"),
+        (["--model", str(demo_model_path())], "expected a model with a chat template"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

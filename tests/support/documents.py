@@ -14,7 +14,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
-FENCE = re.compile(r"((?:<!-- .* -->\n)?)^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"((?:^<!-- [^\n]* -->\n)?)^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def documents() -> list[Path]:
