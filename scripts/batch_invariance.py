@@ -4,8 +4,8 @@
 
 Half of the chats are greedy, half are drawn with a seed. The answers of an engine that computes one
 request at a time are compared with those of 16 at once, of a prompt that is in the prefix cache, of
-other prefill chunks and of n-gram drafts. The exit status is 1 if any answer differs. The last line
-is JSON.
+other prefill chunks, of drafts, of compiled decodes and of requests that were preempted. The exit
+status is 1 if any answer differs. The last line is JSON.
 """
 
 import argparse
@@ -40,12 +40,20 @@ TOPICS = (
         "ink",
     ),
 )
+LONG_EVERY = 20  # chats: one has a prompt of more than 512 tokens
+NUM_RULES = 70
+DRAFT_MODEL = "draft model"  # the model itself
+PREEMPTED = "preempted"  # a pool that holds the longest request and little more
 SETTINGS: dict[str, dict[str, Any]] = {
     "16 at once": {},
     "prefix hit": {"prefix_cache": True},
     "chunks of 7": {"prefill_chunk": 7},
     "chunks of 64": {"prefill_chunk": 64},
+    "chunks of 512": {"prefill_chunk": 512},
     "n-gram drafts": {"speculate": "ngram"},
+    DRAFT_MODEL: {},
+    "compiled": {"compile": True},
+    PREEMPTED: {"max_running": 32},
     "blocks of 32": {"block_size": 32},
 }
 
@@ -59,6 +67,8 @@ def prompts_of(tokenizer: Any, count: int) -> list[list[int]]:
     for i in range(count):
         question, topic = pairs[i % len(pairs)]
         text = question.format(topic) + " Answer briefly." * (i // len(pairs))
+        if i % LONG_EVERY == LONG_EVERY // 2:
+            text += "".join(f" Rule {k}: answer politely." for k in range(NUM_RULES))
         if getattr(tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": text}]
             prompts.append(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
@@ -102,6 +112,11 @@ def differing(model: Any, tokenizer: Any, chats: int, max_tokens: int) -> dict[s
     alone = answers(model, tokenizer, prompts, params, max_running=1)
     counts = {}
     for name, options in SETTINGS.items():
+        if name == DRAFT_MODEL:
+            options = {"draft_model": model}
+        elif name == PREEMPTED:
+            longest = max(map(len, prompts)) + max_tokens
+            options = options | {"kv_memory": None, "num_blocks": longest // 16 + 3}
         found = answers(model, tokenizer, prompts, params, name == "prefix hit", **options)
         counts[name] = sum(one != other for one, other in zip(alone, found, strict=True))
     return counts

@@ -42,20 +42,23 @@ def exclusive(method: _Method) -> _Method:
     @wraps(method)
     def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
         occupancy: Occupancy = self.occupancy
-        thread = threading.get_ident()
-        outer = occupancy.thread
-        if outer is not None and outer != thread:
-            raise RuntimeError(
-                f"[Engine] {method.__name__} is called while another thread uses the engine: "
-                "expected one thread at a time; an EngineService lets several threads share one"
-            )
+        _refuse_others(occupancy, method.__name__)
         # Two threads that find it free at the same time enter one after the other. No statement
         # between the entry and `try` can be interrupted by Ctrl-C.
         with occupancy.lock:
-            occupancy.thread = thread
+            _refuse_others(occupancy, method.__name__)  # a service may have come meanwhile
+            outer, occupancy.thread = occupancy.thread, threading.get_ident()
             try:
                 return method(self, *args, **kwargs)
             finally:
                 occupancy.thread = outer
 
     return cast(_Method, guarded)
+
+
+def _refuse_others(occupancy: Occupancy, method: str) -> None:
+    if occupancy.thread not in (None, threading.get_ident()):
+        raise RuntimeError(
+            f"[Engine] {method} is called while another thread uses the engine: "
+            "expected one thread at a time; an EngineService lets several threads share one"
+        )

@@ -75,7 +75,7 @@ class EngineService:
                 engine.
         """
         with self._lock:
-            if self._started or self._closed:
+            if self._thread.ident is not None or self._closed:
                 raise RuntimeError(
                     "[EngineService] started before or closed: expected a new service"
                 )

@@ -23,6 +23,7 @@ MAX_SECONDS = 10.0  # for one source
 MAX_LATE = 2  # so many sources may take longer before no other one is compiled
 MAX_COMPILED = 256  # compiled sources that are kept, the latest ones
 MAX_FORCED = 1024  # tokens that are looked for at once after a token
+SPECIAL = b"\xff"  # what llguidance begins the name of a special token with; no text has it
 
 Matcher = Any  # llguidance's LLMatcher
 
@@ -94,9 +95,10 @@ class GrammarState:
         such text is divided into other tokens, because a special token may end the request."""
         found: list[int] = self.matcher.compute_ff_tokens()
         if any(map(self._tokens.is_special_token, found)):
-            with suppress(UnicodeDecodeError):  # a grammar's own special token is no text
-                text = self.matcher.compute_ff_bytes().decode()
-                return list(self._tokens.greedy_tokenize(text))
+            text = self.matcher.compute_ff_bytes()
+            if SPECIAL not in text:  # else the grammar itself demands a special token
+                whole = text.decode(errors="ignore")  # the last character may be open
+                return list(self._tokens.greedy_tokenize(whole))
         return found
 
 

@@ -118,6 +118,8 @@ class TestOneThread:
             second = EngineService(engine)
             with pytest.raises(RuntimeError, match="expected one service for an engine"):
                 second.start()
+            with pytest.raises(RuntimeError, match="expected a new service"):
+                second.start()
             second.close()
             assert service.submit(PROMPT, max_tokens=3).result(30).finish_reason == "length"
         assert capfd.readouterr().err == ""

@@ -24,6 +24,8 @@ CALLS = {
     "sample": lambda e: e.sample([OTHER], 2, max_tokens=3),
     "beam_search": lambda e: e.beam_search(OTHER, 2, max_tokens=3),
     "stream": lambda e: e.stream(OTHER, max_tokens=3),
+    "warm_up": lambda e: e.warm_up(),
+    "close": lambda e: e.close(),
 }
 
 
@@ -105,3 +107,21 @@ def test_an_error_inside_lets_the_next_thread_in(engine):
     with pytest.raises(ValueError, match="prompt is empty"):
         engine.generate([[]])
     assert elsewhere(lambda: engine.add_request(PROMPT, max_tokens=3)) >= 0
+
+
+def test_a_thread_that_saw_the_engine_free_is_refused_if_a_service_came_first(engine):
+    occupancy = engine.occupancy
+
+    class Lock:
+        """Lets a service come while a caller waits for it."""
+
+        def __enter__(self):
+            occupancy.thread = threading.get_ident() + 1
+
+        def __exit__(self, *exception):
+            pass
+
+    occupancy.lock = Lock()
+    with pytest.raises(RuntimeError, match="another thread uses the engine"):
+        engine.step()
+    assert occupancy.thread == threading.get_ident() + 1

@@ -12,17 +12,23 @@ import pytest
 from mlx_paged import _ext, ops
 from tests.support import TIMEOUT
 
-LENGTH, BLOCK_SIZE = 300, 16
-NUM_BLOCKS = -(-LENGTH // BLOCK_SIZE)
+LENGTH, LONG_LENGTH, BLOCK_SIZE = 300, 1300, 16
 SPANS = (0, 1), (5, 1), (100, 1), (255, 1), (200, 7), (128, 64), (60, 15), (60, 16), (10, 290)
+LONG_SPANS = (0, 1), (511, 1), (512, 1), (1299, 1), (1020, 7), (500, 64), (900, 300)
 SHAPES = (9, 3, 64), (8, 2, 128), (4, 4, 96), (6, 2, 80), (3, 1, 12), (32, 4, 40)
 OPTIONS = {}, {"window": 33}, {"softcap": 5.0}, {"sinks": True}
 
 
+def orders(length):
+    """Two orders of the blocks of a context in memory."""
+    count = -(-length // BLOCK_SIZE)
+    return list(range(count)), [2 * i + 1 for i in range(count)][::-1]
+
+
 def cache(rng, dtype, num_kv_heads, dim, order):
-    """The same K or V of LENGTH tokens in blocks that lie in another order in memory."""
-    rows = rng.standard_normal((NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, dim)).astype(np.float32)
-    blocks = np.full((2 * NUM_BLOCKS, *rows.shape[1:]), np.nan, np.float32)
+    """The same K or V in blocks that lie in another order in memory."""
+    rows = rng.standard_normal((len(order), num_kv_heads, BLOCK_SIZE, dim)).astype(np.float32)
+    blocks = np.full((2 * len(order), *rows.shape[1:]), np.nan, np.float32)
     blocks[order] = rows
     return mx.array(blocks).astype(dtype).transpose(1, 0, 2, 3)
 
@@ -31,7 +37,8 @@ class Attention:
     def __init__(self, shape, dtype, order, **options):
         rng, (heads, num_kv_heads, dim) = np.random.default_rng(1), shape
         self.k, self.v = (cache(rng, dtype, num_kv_heads, dim, order) for _ in range(2))
-        self.q = mx.array(rng.standard_normal((LENGTH, heads, 1, dim))).astype(dtype)
+        length = len(order) * BLOCK_SIZE
+        self.q = mx.array(rng.standard_normal((length, heads, 1, dim))).astype(dtype)
         per_head = mx.array(rng.standard_normal(heads).astype(np.float32))
         self.options = {k: per_head if v is True else v for k, v in options.items()}
         self.options |= {"scale": dim**-0.5, "layer_idx": 0}
@@ -60,14 +67,22 @@ class Attention:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
 def test_a_row_has_the_same_bits_in_every_batch(dtype, shape, options):
-    plain, mixed = list(range(NUM_BLOCKS)), [2 * i + 1 for i in range(NUM_BLOCKS)][::-1]
-    attention = Attention(shape, dtype, plain, **options)
-    [whole] = attention([(0, LENGTH)])
+    check_rows(LENGTH, SPANS, shape, dtype, options)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 600}], ids=str)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_a_row_has_the_same_bits_where_contexts_are_split(dtype, options):
+    check_rows(LONG_LENGTH, LONG_SPANS, (6, 2, 64), dtype, options)
+
+
+def check_rows(length, spans, shape, dtype, options):
+    [whole] = Attention(shape, dtype, orders(length)[0], **options)([(0, length)])
     assert whole.any()
-    for layout in (plain, mixed):
-        each = Attention(shape, dtype, layout, **options)
-        for spans in (*([span] for span in SPANS), SPANS):
-            for (first, count), rows in zip(spans, each(spans), strict=True):
+    for order in orders(length):
+        attention = Attention(shape, dtype, order, **options)
+        for called in (*([span] for span in spans), spans):
+            for (first, count), rows in zip(called, attention(called), strict=True):
                 np.testing.assert_array_equal(rows, whole[first : first + count])
 
 

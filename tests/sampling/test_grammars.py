@@ -298,7 +298,14 @@ def chat_tokenizer():
 
 
 @pytest.mark.parametrize(
-    "schema", [{"const": f"x {END} y"}, {"enum": [f"{END}a", f"{END}b"]}, {"const": END}], ids=str
+    "schema",
+    [
+        {"const": f"x {END} y"},
+        {"enum": [f"{END}a", f"{END}b"]},
+        {"enum": [f"{END}é", f"{END}è"]},  # what is forced ends within a character
+        {"const": END},
+    ],
+    ids=str,
 )
 def test_forced_text_may_have_the_name_of_a_special_token(schema):
     tokenizer = chat_tokenizer()
