@@ -3,7 +3,11 @@
 Each engine runs for a quarter of a second at a time, so that other processes slow all of them
 alike. Fixed depths show whether the planner chooses well.
 
-    python -m scripts.speculation --preset copy --active 1 8 32 --engines plain ngram fixed2 fixed4
+    python -m scripts.speculation --preset copy --active 1 8 32 --engines ngram fixed2 fixed4
+    python -m scripts.speculation --preset chat --model DIR/4bit --active 1 4 16
+
+The presets of `scripts.real_jobs` need a chat model, such as `scripts.real_model` makes. Their
+answers end where the model ends them; those of "forced-edit" are the edited files.
 """
 
 import time
@@ -24,7 +28,9 @@ from bench.serving.workload import PRESETS, make_jobs
 from bench.stalls import Round, Server, play, summary
 from mlx_paged import Engine
 from mlx_paged.cli import COUNT, MILLISECONDS
+from mlx_paged.cli import load_model as load_chat_model
 from mlx_paged.request import Request
+from scripts.real_jobs import JOBS, Forced, tasks
 
 SLICE_SECONDS = 0.25
 FIXED = "fixed"
@@ -115,11 +121,13 @@ def always(depth: int) -> Callable[[dict[Request, float]], dict[Request, int]]:
     return depths
 
 
-def race(contenders: list[Contender], jobs: list[Job]) -> None:
+def race(contenders: list[Contender], jobs: list[Job], ignore_eos: bool) -> None:
     """All requests on all engines, in slices."""
     for each in contenders:
         for job in jobs:
-            each.engine.add_request(list(job.prompt), max_tokens=job.max_tokens, ignore_eos=True)
+            each.engine.add_request(
+                list(job.prompt), max_tokens=job.max_tokens, ignore_eos=ignore_eos
+            )
     while any(each.engine.has_work for each in contenders):
         for each in contenders:
             each.run(SLICE_SECONDS)
@@ -147,7 +155,7 @@ def measure_stalls(model: nn.Module, vocab: int, active: int, bound_ms: float) -
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser("speculation", __doc__)
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="copy")
+    add("--preset", choices=[*PRESETS, *JOBS], default="copy")
     add("--model", help="default: the preset's")
     add("--active", type=COUNT, nargs="+", default=[1, 8, 32], help="sequences side by side")
     add("--engines", nargs="+", default=["ngram"], help="beside plain")
@@ -157,7 +165,14 @@ def main(argv: list[str] | None = None) -> None:
     add("--stall-ms", type=MILLISECONDS, help="measure stalls instead, with this bound")
     args = parser.parse_args(argv)
     machine = check_machine()
-    model, vocab = load_model(args.model or PRESETS[args.preset].model)
+    tokenizer = None
+    if args.preset in JOBS:
+        if args.model is None:
+            parser.error(f"--preset {args.preset} needs --model: see python -m scripts.real_model")
+        model, tokenizer = load_chat_model(args.model)
+        vocab = tokenizer.vocab_size
+    else:
+        model, vocab = load_model(args.model or PRESETS[args.preset].model)
     print(f"{args.preset}; {machine_text(machine)}")
     if args.stall_ms is not None:
         return measure_stalls(model, vocab, args.active[0], args.stall_ms)
@@ -177,16 +192,27 @@ def main(argv: list[str] | None = None) -> None:
         ]
     ]
     for active in args.active:
-        jobs = make_jobs(
-            PRESETS[args.preset], vocab, args.seed, args.requests or max(6, 3 * active)
-        )
+        count = args.requests or max(6, 3 * active)
+        if args.preset in JOBS:
+            jobs = JOBS[args.preset](tokenizer, count)
+        else:
+            jobs = make_jobs(PRESETS[args.preset], vocab, args.seed, count)
         tokens = sum(sorted((len(j.prompt) + j.max_tokens for j in jobs), reverse=True)[:active])
-        options = {"max_running": active, "max_kv_tokens": tokens + 64 * active}
+        options = {
+            "tokenizer": tokenizer,
+            "max_running": active,
+            "max_kv_tokens": tokens + 64 * active,
+        }
         contenders = [
             Contender(name, make_engine(name, model, args.draft_layers, **options))
             for name in ("plain", *args.engines)
         ]
-        race(contenders, jobs)
+        if args.preset == "forced-edit":
+            answers = dict(tasks(tokenizer, count))
+            for each in contenders:
+                runner: Any = each.engine.runner
+                runner.sampler = Forced(runner.sampler, answers)
+        race(contenders, jobs, ignore_eos=args.preset not in JOBS)
         for each in contenders:
             row = each.row(contenders[0])
             rows.append([str(active), each.name, *map(str, row.values())])
