@@ -1,5 +1,5 @@
 // Checks of a pool's memory.
-#include <cstddef>
+#include <cstdint>
 #include <string_view>
 
 #include "csrc/validate.h"
@@ -30,16 +30,17 @@ OptionalArray with_memory(const mx::array& a) {
   return view[0];
 }
 
-// Throws if both are one array, or if their first rows overlap.
+// Throws if both are one array, or if their first rows overlap. Buffers and offsets say that
+// without an address: MLX's CUDA backend moves a buffer to other memory when its address is asked
+// for.
 void check_apart(const char* op, const mx::array& k_cache, const mx::array& v_cache) {
   bool is_shared = k_cache.id() == v_cache.id();
   const auto k = with_memory(k_cache), v = with_memory(v_cache);
-  if (k && v && k_cache.size() > 0) {
-    const auto begin = [](const mx::array& cache) { return cache.data<std::byte>(); };
-    const auto end = [&](const mx::array& cache) {
-      return begin(cache) + cache.shape(3) * cache.itemsize();
+  if (k && v && k_cache.size() > 0 && k->buffer().ptr() == v->buffer().ptr()) {
+    const auto end = [](const mx::array& cache) {
+      return cache.offset() + cache.shape(3) * static_cast<int64_t>(cache.itemsize());
     };
-    is_shared |= begin(*k) < end(*v) && begin(*v) < end(*k);
+    is_shared |= k->offset() < end(*v) && v->offset() < end(*k);
   }
   require(!is_shared, op, "v_cache of shape ", v_cache.shape(),
           " shares memory with k_cache of shape ", k_cache.shape(),

@@ -37,8 +37,10 @@ def working_set() -> int | None:
 
 
 def device_memory() -> int:
-    """Bytes that the default device can hold: on a GPU the working set, on a CPU all memory."""
-    return working_set() or physical_memory()
+    """Bytes that the default device can hold: on a Mac's GPU the working set, on another GPU its
+    memory, on a CPU all memory."""
+    of_gpu = mx.device_info().get("total_memory")  # MLX's CUDA backend says this
+    return working_set() or int(of_gpu or 0) or physical_memory()
 
 
 def memory_in_use() -> int:

@@ -177,6 +177,14 @@ class TestTooMuch:
         with pytest.raises(ValueError, match=message):
             make_prompt_cache(llama, kv_memory=mac.working_set + 1)
 
+    def test_on_another_gpu_memory_is_its_own(self, monkeypatch, llama):
+        """MLX's CUDA backend names it and recommends no working set."""
+        mx.eval(llama.parameters())
+        monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": GB})
+        assert memory.device_memory() == GB
+        with pytest.raises(ValueError, match="expected at most"):
+            Engine(llama, kv_memory=2 * GB)
+
     def test_on_a_cpu_memory_is_the_machines(self):
         if mx.default_device() != mx.Device(mx.cpu):
             pytest.skip("there is a GPU")
