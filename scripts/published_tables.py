@@ -175,7 +175,7 @@ def windows(record: Record) -> Lines:
 PARTS = {
     "chat-4bit": Part(
         (
-            f"{CHAT} --model smollm2-4bit --engines mlx_paged,llama_cpp_gguf --rounds 5",
+            f"{CHAT} --model smollm2-4bit --engines mlx_paged,llama_cpp_gguf --rounds 3",
             f"{CHAT} --model smollm2-4bit --engines mlx_paged --max-stall-ms 100 --rounds 3",
         ),
         chat_4bit,
