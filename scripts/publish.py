@@ -7,8 +7,8 @@
 Each part runs bench commands, one process each, with OpenBLAS preloaded on Linux. What they print
 goes to docs/benchmarks.json, which has one commit: where the product or a bench differs from the
 commit of the file, the file begins anew. A part is measured again where other processes computed
-beside it, and the quieter run is kept. The tables are written when all parts are there. All parts
-together take about 15 minutes on two cores.
+beside it, and the quieter run is kept. A table whose part is missing says so; README's table needs
+all parts. Together they take about 15 minutes on two cores.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.machine import cores, describe
 from bench.models import REAL, real_model
-from mlx_paged.cli import Parser
+from mlx_paged.cli import COUNT, Parser
 from scripts.published_tables import PARTS, RESULTS, ROOT, written
 
 PRODUCT = ("mlx_paged", "csrc", "metal", "python", "CMakeLists.txt", "setup.py", "bench")
@@ -34,7 +34,6 @@ PRODUCT = ("mlx_paged", "csrc", "metal", "python", "CMakeLists.txt", "setup.py",
 
 BLAS = "libopenblas.so.0"
 BUSY = 0.15  # cores that other processes may use on average
-TRIES = 2
 UNUSED = {"spikes", "probes", "phases", "failures", "skipped", "counts", "ratios", "tokens_digest"}
 """What the tables need of a bench's last line is all but this."""
 
@@ -120,11 +119,11 @@ def used(value: Any) -> Any:
     return [used(each) for each in value] if isinstance(value, list) else value
 
 
-def quietest(commands: Sequence[str]) -> Record:
-    """Of at most :data:`TRIES` runs, the first one beside which little else computed; if none is
-    such a run, the quietest."""
+def quietest(commands: Sequence[str], most: int) -> Record:
+    """Of at most so many runs, the first one beside which little else computed; if none is such a
+    run, the quietest."""
     tries = list[Record]()
-    while len(tries) < TRIES:
+    while len(tries) < most:
         tries.append(measured(commands))
         others = tries[-1]["others_cores"]
         if others is None or others <= BUSY:
@@ -135,9 +134,9 @@ def quietest(commands: Sequence[str]) -> Record:
 
 
 def write(results: Record) -> None:
-    """The tables, into every page, if all parts are there."""
+    """The tables, into every page."""
     if missing := [name for name in PARTS if name not in results["parts"]]:
-        return print(f"no page is written: not measured yet: {', '.join(missing)}")
+        print(f"README's table stays: not measured: {', '.join(missing)}")
     for page, text in written(results).items():
         page.write_text(text)
         print(f"wrote {page.relative_to(ROOT)}")
@@ -148,6 +147,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     choice = parser.add_mutually_exclusive_group().add_argument
     choice("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}")
     choice("--write", action="store_true", help=f"measure nothing; tables of {RESULTS.name}")
+    tries = "times that a part is measured beside other processes (default: %(default)s)"
+    parser.add_argument("--tries", type=COUNT, default=2, metavar="N", help=tries)
     return parser.parse_args(argv)
 
 
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check()
         results = stored(git("rev-parse", "HEAD").stdout.strip())
         for name in args.only or [name for name in PARTS if name not in results["parts"]]:
-            results["parts"][name] = quietest(PARTS[name].commands)
+            results["parts"][name] = quietest(PARTS[name].commands, args.tries)
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         write(results)
     except (OSError, RuntimeError, ValueError) as error:
