@@ -250,7 +250,12 @@ def draw(path: str, rounds: dict[str, Round]) -> None:
     figure, plots = pyplot.subplots(len(rounds), sharex=True, figsize=(9, 4), layout="constrained")
     end = max(each.ttft_s for each in rounds.values())
     for plot, (name, each) in zip(plots, rounds.items(), strict=True):
-        plot.eventplot(each.tokens_s, lineoffsets=range(1, len(each.tokens_s) + 1), linewidths=1.2)
+        plot.eventplot(
+            each.tokens_s,
+            lineoffsets=range(1, len(each.tokens_s) + 1),
+            linewidths=1.2,
+            linelengths=0.7,
+        )
         plot.axvline(0, color="black", linewidth=1)
         plot.axvline(each.ttft_s, color="tab:red", linewidth=1.5)
         plot.set_title(
