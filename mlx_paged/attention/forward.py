@@ -19,7 +19,8 @@ from mlx_paged.attention.sdpa_hook import (
     mlx_attention,
     narrowest,
 )
-from mlx_paged.kv.pool import KVPool, KVShape, head_runs
+from mlx_paged.kv.pool import KVPool, head_runs
+from mlx_paged.kv.shapes import KVShape
 
 PATHS = "paged", "gather"
 """The paged op, through block tables; blocks gathered into one array, then MLX's own attention."""

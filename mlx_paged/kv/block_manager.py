@@ -15,7 +15,8 @@ from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import ONE_GROUP, PoolPlan, plan_pool
-from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import KVBits
 
 LayerKV = tuple[mx.array, mx.array]

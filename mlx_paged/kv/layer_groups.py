@@ -8,7 +8,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlx_paged.kv.pool import KVShape
+    from mlx_paged.kv.shapes import KVShape
 
 
 @dataclass(frozen=True, slots=True)

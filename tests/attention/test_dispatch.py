@@ -29,7 +29,8 @@ from mlx_paged.attention.sdpa_hook import Query
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.kv.pool import KVPool, KVShape
+from mlx_paged.kv.pool import KVPool
+from mlx_paged.kv.shapes import KVShape
 
 BLOCK = 4
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (40, 5, 33)]

@@ -6,7 +6,7 @@ from numpy_quantization import BITS
 from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import BatchGenerator, Engine, KVBlockManager
-from mlx_paged.kv.pool import KVShape
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.server import arguments
 
 PROMPTS = [[i % VOCAB for i in range(start, start + 40)] for start in (3, 50)]

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_paged import KVBlockManager, OutOfBlocksError, paged_attention
 from mlx_paged.kv.layer_groups import plan_pool
-from mlx_paged.kv.pool import KVShape
+from mlx_paged.kv.shapes import KVShape
 
 LAYERS, KV_HEADS, DIM = 2, 2, 8
 
@@ -378,7 +378,9 @@ def test_a_pool_with_windows_refuses_what_names_blocks_or_moves_kv(windows):
         "write_prefill": lambda: manager.write_prefill(0, 0, k, v, 0),
         "spill_to_host": lambda: manager.spill_to_host(0),
     }.items():
-        with pytest.raises(ValueError, match=rf"\[{name}\] the pool has layer groups with the wind"):
+        with pytest.raises(
+            ValueError, match=rf"\[{name}\] the pool has layer groups with the wind"
+        ):
             call()
     assert manager.refcount_histogram == before and manager.allocator.num_tokens(0) == 11
     manager.check_integrity()

@@ -8,7 +8,8 @@ from encoder_script import EncoderScript
 from paged_cases import MANY_OPTIONS, OPTIONS, Case, latent_case, primitives, random_case
 
 from mlx_paged import _ext
-from mlx_paged.kv.pool import KVPool, KVShape, head_runs
+from mlx_paged.kv.pool import KVPool, head_runs
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops import fallback as reference_mlx
 
 K, V = 1, 2
