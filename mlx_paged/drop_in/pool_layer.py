@@ -113,8 +113,8 @@ class PoolLayer(LayerArrays):
         return np.array(allocator.table(row.id)[first : allocator.blocks_needed(num_tokens)])
 
     def fork_of(self, row: PagedSequence, is_frozen: bool = False) -> PagedSequence:
-        """A sequence of the pool with the same content, one for the caches of all layers. A
-        fork into another pool has no content yet: each layer copies its own."""
+        """A fork of `row` in this layer's pool; the caches of all layers get the same fork. A fork
+        into another pool has no content yet: each layer copies its own K/V."""
         parent = row if row.pool is self.pool else None
         key = row.pool, row.id, row.version, is_frozen
         fork = self.pool.sequence_for(key, self.index, parent)

@@ -61,7 +61,7 @@ class PagedSequence:
         self.version = 0  # how often it was written
         self.is_frozen = False  # whether a state keeps it; no cache may write it then
         self.first_held = 0  # the first position that it holds, a multiple of the block size
-        # By layer, to how many tokens it was trimmed since the sequence was written.
+        # By layer: to how many tokens its cache was trimmed since the sequence was written.
         self.rewound: dict[int, int] = {}
 
     def __del__(self) -> None:
@@ -77,9 +77,9 @@ class PagedSequence:
         return self.pool.fork(self)
 
     def begin_step(self, start: int) -> int | None:
-        """Begin a step that writes from `start`; the step before becomes invalid, and what it reads
-        comes before the pool's next writes. Returns the length to cut the sequence to if every
-        layer was trimmed at least that far."""
+        """Begin a step that writes from `start`. The step before becomes invalid, and the pool's
+        next writes wait for what that step reads. Returns `start` if every layer was trimmed to
+        `start` or less: the sequence is to be cut there. Else None."""
         if self.step is not None:
             self.step.valid = False
             self.pool.reads += self.step.reads
@@ -125,10 +125,10 @@ class SharedPool:
         self._by_key = WeakValueDictionary()
         self._new_ids = itertools.count()
         self.dropped: deque[int] = deque()  # ids of deleted sequences that still hold blocks
-        self.frozen: WeakSet[PagedSequence] = WeakSet()  # whose blocks a state shows
+        self.frozen: WeakSet[PagedSequence] = WeakSet()  # sequences whose blocks a state shows
         self.reads: list[mx.array] = []  # of blocks that the next step may write
         self._steps: WeakSet[PaddedBatch] = WeakSet()
-        self._thread = 0  # that evaluates: the one of the latest step
+        self._thread = 0  # the thread of the latest step, which evaluates
         self._successor: ref[SharedPool] | None = None
 
     def successor(self) -> SharedPool:
@@ -156,8 +156,8 @@ class SharedPool:
     def sequence_for(
         self, key: tuple[object, ...], layer: int, parent: PagedSequence | None = None
     ) -> PagedSequence:
-        """A fork of `parent`, or an empty sequence. Layers that ask with one key get the same one;
-        a layer that asks again gets another."""
+        """A fork of `parent`, or an empty sequence. Layers that ask with one key get the same
+        sequence. A layer that asks again with that key gets another sequence."""
         number = 0
         while (sequence := self._by_key.get((*key, number))) and layer in sequence.layers:
             number += 1
@@ -282,8 +282,8 @@ class SharedPool:
                 self.lock.release()
 
     def _shrink(self) -> None:
-        """Move the held blocks to smaller arrays if too few are held. A state shows blocks where
-        they are: until it is deleted, the old arrays would stay too."""
+        """Move the held blocks to smaller arrays if few blocks are held. While there are frozen
+        sequences nothing is moved: their states would keep the old arrays too."""
         have, held = self.allocator.num_blocks, self.allocator.blocks_in_use
         is_small = have <= 1.5 * held + FEWEST_NEW_BLOCKS
         if is_small or self.frozen or self.allocator.store.origins or ops.is_transforming():
@@ -316,19 +316,19 @@ class SharedPool:
 
 
 def _with_room(num_blocks: int) -> int:
-    """So many blocks and one growth step."""
+    """`num_blocks` and one growth step more."""
     return num_blocks + max(num_blocks // 4, FEWEST_NEW_BLOCKS)
 
 
 def _renumber(step: PaddedBatch, kept: Int32Array) -> None:
-    """Let what a step wrote be read where it is now. A layer that did not write yet begins a step
-    of its own."""
+    """Let a step read what it wrote where the blocks are now. Layers that did not write yet begin a
+    step of their own."""
 
     def moved(blocks: mx.array) -> mx.array:
         return mx.array(renumbered(np.array(blocks), kept))
 
     step.valid = False
-    step.reads = ()  # they are of the arrays before, which nothing writes any more
+    step.reads = ()  # of the old arrays, which nothing writes any more
     step.block_tables = moved(step.block_tables)
     step.row_chunks = [c and replace(c, block_ids=moved(c.block_ids)) for c in step.row_chunks]
 

@@ -50,8 +50,8 @@ class KVPool:
         self.shapes = tuple(array.shape for array in self._arrays)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # Up to how many blocks :meth:`grow` should copy nothing. On a CPU this reserves address
-        # space; memory is taken where blocks are written.
+        # :meth:`grow` copies nothing up to this number of blocks. On a CPU a capacity reserves
+        # address space. Blocks take memory when they are written.
         self.capacity = capacity
         self.k: list[mx.array] = []
         self.v: list[mx.array] = []
@@ -221,9 +221,9 @@ class KVPool:
         )
 
     def _replace_arrays(self, change: Callable[[mx.array], mx.array], num_blocks: int) -> None:
-        """Let `change` make each array, ``[num_blocks, n_kv_heads, block_size, head_dim]``, from
-        the one before. Large ones are made one layer at a time, so that the arrays of at most one
-        are held twice. A layer for which memory runs out stays as it is."""
+        """Replace each array, ``[num_blocks, n_kv_heads, block_size, head_dim]``, by what `change`
+        makes of it. Large arrays are replaced layer by layer: old and new arrays of only one layer
+        exist together. If memory runs out, the layer keeps its old arrays."""
 
         def changed(cache: mx.array) -> mx.array:
             new = change(cache.transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
@@ -250,8 +250,8 @@ class KVPool:
         return longer
 
     def arrays_of(self, group: int) -> list[tuple[list[mx.array], int]]:
-        """Where the handles of all arrays are that hold a layer group's blocks: lists and places in
-        them. Empty arrays and views of others are left out."""
+        """The arrays that hold blocks of a layer group, each as a list of handles and an index of
+        this list. Empty arrays and views of other arrays are left out."""
         return [
             (handles, layer)
             for handles in self._stored
@@ -278,7 +278,8 @@ class KVPool:
 
 
 def _evaluate(*arrays: mx.array) -> None:
-    """Wait for large arrays. Small ones are only queued: to wait would take longer than they do."""
+    """Evaluate arrays. Large arrays are waited for. Small arrays are only queued: to wait takes
+    longer than to compute them."""
     evaluate = mx.eval if arrays[0].nbytes > SMALL_ARRAY else mx.async_eval
     evaluate(*arrays)
 
@@ -295,8 +296,8 @@ def _pair(op: Callable[..., Any], *arrays: mx.array) -> tuple[mx.array, ...]:
 
 
 def head_runs(block_ids: mx.array, n_kv_heads: int) -> mx.array:
-    """Where the tokens of each head and block are, ``[n_kv_heads, n]``; `block_ids` are a
-    sequence's blocks in logical order, ``[n]`` int32."""
+    """The index of each head's part of each block, ``[n_kv_heads, n]``, in an array of the pool
+    whose blocks and heads are one axis. `block_ids` are the blocks in logical order, ``[n]``."""
     return block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
 
 

@@ -7,7 +7,7 @@ from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import BatchGenerator, Engine, KVBlockManager
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.server import arguments
+from mlx_paged.server import flags as server_flags
 
 PROMPTS = [[i % VOCAB for i in range(start, start + 40)] for start in (3, 50)]
 
@@ -62,7 +62,7 @@ def test_layers_that_cannot_be_quantized():
 
 class TestFlags:
     def options(self, *given):
-        return arguments.engine_options(arguments.parse([*given]))
+        return server_flags.engine_options(server_flags.parse([*given]))
 
     def test_kv_bits(self):
         assert self.options()["kv_bits"] is None

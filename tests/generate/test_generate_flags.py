@@ -11,7 +11,7 @@ from mlx_lm.generate import setup_arg_parser
 from test_generate_mistakes import assert_one_line_mistake
 
 from mlx_paged.cli import Refused, demo_model_path
-from mlx_paged.generate.arguments import REFUSED, make_parser
+from mlx_paged.generate.flags import REFUSED, make_parser
 from mlx_paged.scheduler.speculation import Speculation
 
 pytest_plugins = ["generate_fixtures"]
