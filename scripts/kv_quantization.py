@@ -23,7 +23,8 @@ from mlx_paged import ops
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.cli import Parser, demo_model_path, load_model
 from mlx_paged.drop_in.caches import make_prompt_cache as make_paged_prompt_cache
-from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import FORMATS, KVBits
 from scripts.train_demo import END_OF_TEXT, read_sources, split_corpus
 

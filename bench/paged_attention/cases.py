@@ -16,7 +16,8 @@ from mlx_paged import ops
 from mlx_paged.attention.forward import Chunk, LayerView
 from mlx_paged.attention.sdpa_hook import Query, mlx_attention
 from mlx_paged.kv.blocks import ceil_div
-from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import KVBits
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

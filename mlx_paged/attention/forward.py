@@ -19,7 +19,8 @@ from mlx_paged.attention.sdpa_hook import (
     mlx_attention,
     narrowest,
 )
-from mlx_paged.kv.pool import KVPool, KVShape, head_runs
+from mlx_paged.kv.pool import KVPool, head_runs
+from mlx_paged.kv.shapes import KVShape
 
 PATHS = "paged", "gather"
 """The paged op, through block tables; blocks gathered into one array, then MLX's own attention."""
@@ -81,18 +82,19 @@ def causal_mask(queries: mx.array, num_keys: int, window: int | None, first: int
 
 
 class GatheredKeys(NamedTuple):
-    """By what a chunk's keys are gathered, how many there are, and which of them a token sees."""
+    """How the keys of a chunk are gathered."""
 
-    runs: mx.array
+    runs: mx.array  # from :func:`head_runs`
     num_keys: int
-    mask: mx.array | str
+    mask: mx.array | str  # which of these keys each token sees
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
     """Consecutive tokens of one sequence, attended together."""
 
-    first: int  # the place of its first token: among the forward's rows, or among a row's columns
+    # Index of the chunk's first token: among the forward's rows, or among the columns of its row.
+    first: int
     start: int  # position of its first token
     length: int  # number of its tokens
     block_ids: mx.array  # ``[n]`` int32, blocks of the sequence up to the chunk's end
@@ -104,7 +106,7 @@ class Chunk:
         return self.start + self.length
 
     def keys(self, window: int | None, n_kv_heads: int, block_size: int) -> GatheredKeys:
-        """The keys of the blocks within the window. Layers that are alike share the arrays."""
+        """The keys of the blocks within the window. Layers with the same arguments share arrays."""
         if window is not None and window >= self.stop:
             window = None
         kind = window, n_kv_heads, block_size
@@ -134,17 +136,18 @@ class Forward:
     slot_mapping: mx.array | None
     block_tables: mx.array  # ``[B, M]`` int32, of the sequences
     context_lens: mx.array  # ``[B]`` int32, tokens of each sequence, these included
-    max_context: int  # the longest context, which is the length of gathered keys
-    # Position of each row's first token, ``[rows]`` int32; an int for a single chunk.
+    max_context: int  # tokens of the longest context: gathered keys have this length
+    # Position of the first token of each row, ``[rows]`` int32; an int if there is one chunk only.
     offset: int | mx.array
-    next_offset: int | mx.array  # the same after these tokens
-    # ``[B + 1]`` int32: sequence s has the rows ``cu_seqlens[s]`` to ``cu_seqlens[s + 1] - 1``, and
-    # as many as the sequence before it or more.
+    next_offset: int | mx.array  # the position after the last token of each row, likewise
+    # ``[B + 1]`` int32: sequence s has the rows ``cu_seqlens[s]`` to ``cu_seqlens[s + 1] - 1``. No
+    # sequence has fewer rows than the sequence before it.
     cu_seqlens: mx.array | None = None
-    chunks: Sequence[Chunk] = ()  # the sequences of several rows, which are the last ones
-    # Each row as a chunk, for rows of more columns than the paged op takes; None: a row of padding.
+    chunks: Sequence[Chunk] = ()  # the sequences of several rows: the last ones of the forward
+    # Each row as a chunk, where rows have more columns than the paged op takes. None stands for a
+    # row of padding.
     row_chunks: Sequence[Chunk | None] = ()
-    # ``[rows, 1, S, 1]`` bool, which of the gathered keys a row holds; None: all.
+    # ``[rows, 1, S, 1]`` bool, which of the gathered keys each row holds; None: all of them.
     held: mx.array | None = None
     # ``[rows, M]`` int32, the block table of every row; None: `block_tables`.
     row_tables: mx.array | None = None

@@ -13,7 +13,8 @@ from mlx_paged import ops
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import PoolPlan
-from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.kv.shapes import KVShape
 
 NUM_BLOCKS = 2
 LENGTHS = *range(1, ops.metal.MOST_ROWS + 1), 8, 64

@@ -14,7 +14,8 @@ from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.float64 import Array
 from mlx_paged.engine.engine import Engine
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.outputs import Completion
 
 SHARED = "import os\n\n\ndef read_lines(path, encoding=None):\n    with open(path) as file:\n" * 3

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged.doctor.float64 import Array
-from mlx_paged.kv.pool import KVShape
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import KVBits, quantized
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

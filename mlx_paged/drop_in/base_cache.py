@@ -16,8 +16,8 @@ from mlx_paged import ops
 from mlx_paged.attention.forward import LayerView, causal_mask
 from mlx_paged.attention.sdpa_hook import AttendingCache, KVHandle, Query
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
-from mlx_paged.drop_in.pool_layer import PagedSequence, PoolLayer
-from mlx_paged.drop_in.shared_pool import loose_layer
+from mlx_paged.drop_in.pool_layer import PoolLayer, loose_layer
+from mlx_paged.drop_in.shared_pool import PagedSequence
 from mlx_paged.drop_in.stored_arrays import StoredArray, held_until_evaluated
 from mlx_paged.kv.pool import as_int32
 
@@ -210,7 +210,7 @@ class PagedCache(AttendingCache, _BaseCache):
         """Let another layer hold what comes; there is nothing yet."""
         if layer is not self.layer:
             self.layer = layer
-            self._set_rows([row.fork_for(layer) for row in self.rows], self.starts)
+            self._set_rows([layer.fork_of(row) for row in self.rows], self.starts)
 
     def rows_in(self, layer: PoolLayer) -> list[PagedSequence]:
         """Forks of the rows into another layer, with their K/V."""
@@ -281,7 +281,7 @@ class PagedCache(AttendingCache, _BaseCache):
             table[:count] = pool.allocator.table(row.id)[first : first + count]
         found = read(lambda a: ops.gather_blocks(a, mx.array(tables), int(lengths.max())))
         if not ops.is_transforming():
-            forks = [row.fork_for(self.layer, is_frozen=True) for row in self.rows]
+            forks = [self.layer.fork_of(row, is_frozen=True) for row in self.rows]
             found = held_until_evaluated(found, forks)
         first = lengths - width  # column of the gathered array that comes first; below 0: padding
         if np.all(first == first[0]):

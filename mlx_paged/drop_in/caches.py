@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache as stock_make_prompt_cache
 from mlx_paged.arguments import memory, optional_integer
 from mlx_paged.drop_in.base_cache import PagedCache
 from mlx_paged.drop_in.kv_caches import PagedKVCache
+from mlx_paged.drop_in.pool_layer import layer_of
 from mlx_paged.drop_in.shared_pool import BLOCK_SIZE, pool_of
 from mlx_paged.kv.memory import device_memory
 from mlx_paged.ops.formats import KVBits, checked_bits
@@ -61,7 +62,7 @@ def make_prompt_cache(
         count = windows.count(window)
         share = kv_memory and max(1, kv_memory * count // len(windows))
         pool = pool_of(model, count, (block_size, share, window, kv_bits))
-        rows, layers = [pool.new_sequence()], map(pool.layer, range(count))
+        rows, layers = [pool.new_sequence()], [layer_of(pool, i) for i in range(count)]
         empty[window] = iter([PagedKVCache.of(layer, rows, [0], window) for layer in layers])
 
     def paged(cache: Any) -> Any:

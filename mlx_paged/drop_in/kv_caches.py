@@ -13,10 +13,11 @@ from mlx_lm.models import cache as stock
 
 from mlx_paged.attention.sdpa_hook import CausalMask
 from mlx_paged.drop_in.base_cache import PagedCache, stored
-from mlx_paged.drop_in.pool_layer import PagedSequence
-from mlx_paged.drop_in.shared_pool import loose_layer
+from mlx_paged.drop_in.pool_layer import loose_layer
+from mlx_paged.drop_in.shared_pool import PagedSequence
 from mlx_paged.drop_in.stored_arrays import StoredArray
-from mlx_paged.kv.pool import KVShape, as_int32
+from mlx_paged.kv.pool import as_int32
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import dims_of
 
 DTYPES = {str(dtype): dtype for dtype in (mx.float32, mx.float16, mx.bfloat16)}
@@ -167,7 +168,7 @@ class BatchPagedKVCache(PagedCache):
         rows = []
         for i in indices:
             row = self.rows[i]
-            rows.append(row.fork_for(self.layer) if row.id in seen else row)
+            rows.append(self.layer.fork_of(row) if row.id in seen else row)
             seen.add(row.id)
         if self._remaining is not None:
             self._remaining = tuple(self._remaining[i] for i in indices)
@@ -183,7 +184,7 @@ class BatchPagedKVCache(PagedCache):
 
     def extract(self, idx: int) -> PagedKVCache:
         """A fork of one row as a cache of its own."""
-        row = self.rows[idx].fork_for(self.layer)
+        row = self.layer.fork_of(self.rows[idx])
         return PagedKVCache.of(self.layer, [row], [self.starts[idx]], self.window)
 
     @classmethod

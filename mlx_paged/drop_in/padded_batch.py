@@ -68,9 +68,10 @@ class PaddedBatch(Forward):
         self.spans = spans
         # Whether the tables still hold: no later step wrote a row, and no row was forked.
         self.valid = True
-        # What the latest layer read, if it has a window. It depends on all reads before it.
+        # What the latest layer read, if that layer has a window. The next write waits for it. It
+        # depends on the reads of the layers before.
         self.reads: tuple[mx.array, ...] = ()
-        self.max_paged_queries = max_paged_queries()  # columns up to which the paged op attends
+        self.max_paged_queries = max_paged_queries()  # the most columns for which the op attends
         arrays = padded_arrays(spans.starts, spans.lengths, spans.columns, tables, rows, block_size)
         positions, slots, row_tables, lens, offset, next_offset = arrays
         longest = spans.max_context
@@ -87,7 +88,8 @@ class PaddedBatch(Forward):
             ]
 
     def spans_from(self, ids: tuple[int, ...], starts: tuple[int, ...], columns: int) -> bool:
-        """Whether it has full rows of so many columns that begin at this very tuple of starts."""
+        """Whether the step has rows of `columns` columns without right padding, which begin at
+        `starts`: the same tuple, not an equal one."""
         spans = self.spans
         is_same = self.valid and spans.starts is starts and spans.columns == columns
         return is_same and self.ids == ids and spans.is_full

@@ -1,139 +1,31 @@
-"""A sequence of a shared pool, and one layer of it."""
+"""One layer of a shared pool."""
 
 from __future__ import annotations
 
-import gc
-from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
+from mlx_paged.drop_in.layer_arrays import LayerArrays
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
+from mlx_paged.drop_in.shared_pool import BLOCK_SIZE, PagedSequence, SharedPool, loose_pool
 from mlx_paged.kv.block_tables import Int32Array
-from mlx_paged.kv.pool import KVPool, KVShape
-
-if TYPE_CHECKING:
-    from mlx_paged.drop_in.shared_pool import SharedPool
+from mlx_paged.kv.shapes import KVShape
+from mlx_paged.ops.formats import KVBits
 
 
-class _Collector:
-    """Whether Python's garbage collector runs, in any thread."""
-
-    is_running = False
-
-    def note(self, phase: str, info: dict[str, int]) -> None:
-        self.is_running = phase == "start"
-
-
-_collector = _Collector()
-gc.callbacks.append(_collector.note)
-
-
-class PagedSequence:
-    """A block table that the caches of all layers of one sequence share.
-
-    The pool frees it when the last of these caches is deleted. Every layer writes through it to the
-    same positions, each in its own K/V arrays.
-    """
-
-    def __init__(self, pool: SharedPool, seq_id: int) -> None:
-        self.pool = pool  # the pool that has the blocks
-        self.id = seq_id  # of the sequence in the pool's allocator
-        self.layers: set[int] = set()  # the layers whose caches show it
-        self.step: PaddedBatch | None = None  # the forward that wrote it last
-        self.version = 0  # how often it was written
-        self.is_frozen = False  # whether a state keeps it; no cache may write it then
-        self.first_held = 0  # the first position that it holds, a multiple of the block size
-        # By layer, to how many tokens it was trimmed since the sequence was written.
-        self.rewound: dict[int, int] = {}
-
-    def __del__(self) -> None:
-        self.pool.dropped.append(self.id)
-        # Python's collector may call this at any moment, also within an operation of the pool. MLX
-        # calls it for a state's sequence while it evaluates, and may not evaluate again then.
-        if self.is_frozen:
-            self.pool.frozen.discard(self)
-        elif not _collector.is_running:
-            self.pool.settle()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
-        return self.pool.fork(self)
-
-    def fork_for(self, layer: PoolLayer, is_frozen: bool = False) -> PagedSequence:
-        """A sequence of the layer's pool with the same content, one for the caches of all layers. A
-        fork into another pool has no content yet: each layer copies its own."""
-        parent = self if layer.pool is self.pool else None
-        key = self.pool, self.id, self.version, is_frozen
-        fork = layer.pool.sequence_for(key, layer.index, parent)
-        fork.is_frozen = is_frozen
-        if is_frozen:
-            fork.pool.frozen.add(fork)
-        return fork
-
-    def begin_step(self, start: int) -> int | None:
-        """Begin a step that writes from `start`; the step before becomes invalid, and what it reads
-        comes before the pool's next writes. Returns the length to cut the sequence to if every
-        layer was trimmed at least that far."""
-        if self.step is not None:
-            self.step.valid = False
-            self.pool.reads += self.step.reads
-            self.step.reads = ()
-        rewound, self.rewound = self.rewound, {}
-        self.version += 1
-        if self.layers <= rewound.keys() and max(rewound.values(), default=start + 1) <= start:
-            return start
-        return None
-
-
-class PoolLayer:
-    """K/V of one layer.
+class PoolLayer(LayerArrays):
+    """K/V of one layer of a shared pool.
 
     The first K/V written determine its shape: under tensor parallelism only the layer knows it.
     """
 
     def __init__(self, pool: SharedPool, index: int) -> None:
+        super().__init__(pool.allocator, pool.max_blocks)
         self.pool = pool  # the pool whose blocks all layers share
         self.index = index  # which layer it is
-        self.shape: KVShape | None = None  # None until it is known
-        self._kv: KVPool | None = None
-        # To arrays of so many blocks that begin with these blocks, in order; to none, if there are
-        # no blocks.
-        self.moves: deque[tuple[Int32Array, int]] = deque()
-
-    @property
-    def is_written(self) -> bool:
-        return self._kv is not None
-
-    @property
-    def kv(self) -> KVPool:
-        """The arrays, with as many blocks as the pool has."""
-        assert self.shape is not None, "a layer is read before it is written"
-        self.move()
-        num_blocks = self.pool.allocator.num_blocks
-        if self._kv is None:
-            shapes, capacity = [self.shape], self.pool.max_blocks()
-            self._kv = KVPool(shapes, num_blocks, self.pool.block_size, capacity=capacity)
-        elif self._kv.num_blocks < num_blocks:
-            self._kv.grow(num_blocks)
-        return self._kv
-
-    @property
-    def arrays(self) -> tuple[mx.array, ...]:
-        """What is written, ``[H_kv, num_blocks, block_size, columns]`` each."""
-        return self.kv.targets(0)
-
-    def move(self) -> None:
-        """Perform the moves. If memory runs out, the move stays for the next use of the arrays."""
-        while self.moves:
-            blocks, num_blocks = self.moves[0]
-            if self._kv is not None and len(blocks):
-                self._kv.keep(blocks, num_blocks)
-            else:
-                self._kv = None
-            self.moves.popleft()
 
     def held_bytes(self, rows: Sequence[PagedSequence]) -> int:
         """Bytes of the blocks that the rows hold: of a block with n sharers, each holds 1/n."""
@@ -146,18 +38,14 @@ class PoolLayer:
         held: float = sum(1 / counts[block] for table in tables for block in table)
         return round(held * self.kv.block_bytes)
 
-    def depend_on(self, arrays: list[mx.array]) -> None:
-        """Evaluate `arrays` before what is read or written from now on."""
-        self.kv.set_keys(0, mx.depends([self.kv.k[0]], arrays)[0])
-
     def layer_for(self, keys: mx.array, values: mx.array) -> PoolLayer:
         """The layer for the first K/V of a sequence: this one, or the same layer of another pool if
         this one holds K/V of another shape or type."""
         shape, layer = self._shape_of(keys, values), self
         if self.pool.is_loose:
-            return self.pool.loose_layer(shape)
+            return loose_layer(*self.pool.options, shape)
         while layer.shape not in (None, shape):
-            layer = layer.pool.successor().layer(self.index)
+            layer = layer_of(layer.pool.successor(), self.index)
         return layer
 
     def write(self, step: PaddedBatch, keys: mx.array, values: mx.array) -> None:
@@ -224,10 +112,21 @@ class PoolLayer:
         first = row.first_held // self.pool.block_size
         return np.array(allocator.table(row.id)[first : allocator.blocks_needed(num_tokens)])
 
+    def fork_of(self, row: PagedSequence, is_frozen: bool = False) -> PagedSequence:
+        """A fork of `row` in this layer's pool; the caches of all layers get the same fork. A fork
+        into another pool has no content yet: each layer copies its own K/V."""
+        parent = row if row.pool is self.pool else None
+        key = row.pool, row.id, row.version, is_frozen
+        fork = self.pool.sequence_for(key, self.index, parent)
+        fork.is_frozen = is_frozen
+        if is_frozen:
+            self.pool.frozen.add(fork)
+        return fork
+
     def fork_from(self, row: PagedSequence, source: PoolLayer, num_tokens: int) -> PagedSequence:
         """A sequence of this layer's pool with the content of `row` in layer `source`. In the same
         pool it shares every block; from another pool the K/V is copied."""
-        child = row.fork_for(self)
+        child = self.fork_of(row)
         if source.pool is not self.pool and num_tokens > 0:
             blocks = mx.array(source.blocks(row, num_tokens))
             num_held = num_tokens - row.first_held
@@ -244,6 +143,28 @@ class PoolLayer:
             mx.eval(arrays)
             self.write_last([child], arrays, num_tokens)
         return child
+
+
+def layer_of(pool: SharedPool, index: int) -> PoolLayer:
+    """A layer of a pool; its K/V exists as long as caches refer to it."""
+    layer = pool.layers.get(index)
+    if layer is None:
+        layer = pool.layers[index] = PoolLayer(pool, index)
+    assert isinstance(layer, PoolLayer)
+    return layer
+
+
+def loose_layer(
+    block_size: int = BLOCK_SIZE,
+    kv_memory: int | None = None,
+    window: int | None = None,
+    kv_bits: KVBits = None,
+    shape: KVShape | None = None,
+) -> PoolLayer:
+    """The one layer of this thread's pool for caches that were made without a model: all of them
+    with K/V of one shape are sequences of it, so that no batch needs a copy. Without a shape: the
+    layer of caches that have nothing yet."""
+    return layer_of(loose_pool(shape, (block_size, kv_memory, window, kv_bits)), 0)
 
 
 def _token_rows(x: mx.array) -> mx.array:

@@ -11,10 +11,9 @@ import numpy as np
 from mlx_lm.models.cache import LRUPromptCache
 
 from mlx_paged.drop_in.base_cache import PagedCache
-from mlx_paged.drop_in.pool_layer import PagedSequence
-from mlx_paged.drop_in.shared_pool import SharedPool
+from mlx_paged.drop_in.shared_pool import PagedSequence, SharedPool
 from mlx_paged.kv.block_tables import Int32Array
-from mlx_paged.kv.pool import block_bytes
+from mlx_paged.kv.shapes import block_bytes
 from mlx_paged.runner.model_probe import leaves
 
 stock_insert_cache = LRUPromptCache.insert_cache

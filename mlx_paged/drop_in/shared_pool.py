@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import mlx.core as mx
@@ -15,20 +17,78 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_paged import ops
+from mlx_paged.drop_in.layer_arrays import LayerArrays
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
-from mlx_paged.drop_in.pool_layer import PagedSequence, PoolLayer
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_tables import Int32Array, renumbered
 from mlx_paged.kv.blocks import BlockCopy, OutOfBlocksError
 from mlx_paged.kv.layer_groups import LayerGroup
 from mlx_paged.kv.memory import longest_pool, spare_memory
-from mlx_paged.kv.pool import KVShape, block_bytes
+from mlx_paged.kv.shapes import KVShape, block_bytes
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.compiled_decode import free_graphs_with_thread
 
 FEWEST_NEW_BLOCKS = 16
 BLOCK_SIZE = 16
 Options = tuple[int, int | None, int | None, KVBits]  # block_size, kv_memory, window, kv_bits
+
+
+class _Collector:
+    """Whether Python's garbage collector runs, in any thread."""
+
+    is_running = False
+
+    def note(self, phase: str, info: dict[str, int]) -> None:
+        self.is_running = phase == "start"
+
+
+_collector = _Collector()
+gc.callbacks.append(_collector.note)
+
+
+class PagedSequence:
+    """A block table that the caches of all layers of one sequence share.
+
+    The pool frees it when the last of these caches is deleted. Every layer writes through it to the
+    same positions, each in its own K/V arrays.
+    """
+
+    def __init__(self, pool: SharedPool, seq_id: int) -> None:
+        self.pool = pool  # the pool that has the blocks
+        self.id = seq_id  # of the sequence in the pool's allocator
+        self.layers: set[int] = set()  # the layers whose caches show it
+        self.step: PaddedBatch | None = None  # the forward that wrote it last
+        self.version = 0  # how often it was written
+        self.is_frozen = False  # whether a state keeps it; no cache may write it then
+        self.first_held = 0  # the first position that it holds, a multiple of the block size
+        # By layer: to how many tokens its cache was trimmed since the sequence was written.
+        self.rewound: dict[int, int] = {}
+
+    def __del__(self) -> None:
+        self.pool.dropped.append(self.id)
+        # Python's collector may call this at any moment, also within an operation of the pool. MLX
+        # calls it for a state's sequence while it evaluates, and may not evaluate again then.
+        if self.is_frozen:
+            self.pool.frozen.discard(self)
+        elif not _collector.is_running:
+            self.pool.settle()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
+        return self.pool.fork(self)
+
+    def begin_step(self, start: int) -> int | None:
+        """Begin a step that writes from `start`. The step before becomes invalid, and the pool's
+        next writes wait for what that step reads. Returns `start` if every layer was trimmed to
+        `start` or less: the sequence is to be cut there. Else None."""
+        if self.step is not None:
+            self.step.valid = False
+            self.pool.reads += self.step.reads
+            self.step.reads = ()
+        rewound, self.rewound = self.rewound, {}
+        self.version += 1
+        if self.layers <= rewound.keys() and max(rewound.values(), default=start + 1) <= start:
+            return start
+        return None
 
 
 class SharedPool:
@@ -50,7 +110,7 @@ class SharedPool:
         kv_bits: KVBits = None,  # how K/V is stored
         model: ref[nn.Module] | None = None,  # whose pool it is
     ) -> None:
-        self._options = block_size, kv_memory, window, kv_bits
+        self.options = block_size, kv_memory, window, kv_bits
         self.allocator = BlockAllocator(1, block_size, [LayerGroup(window)])
         self.num_layers = num_layers
         self.block_size = block_size
@@ -60,41 +120,30 @@ class SharedPool:
         self.kv_bits = kv_bits
         self.is_loose = False
         self.lock = threading.RLock()
-        self._layers: WeakValueDictionary[int, PoolLayer] = WeakValueDictionary()
+        self.layers: WeakValueDictionary[int, LayerArrays] = WeakValueDictionary()
         self._by_key: WeakValueDictionary[tuple[object, ...], PagedSequence]
         self._by_key = WeakValueDictionary()
         self._new_ids = itertools.count()
         self.dropped: deque[int] = deque()  # ids of deleted sequences that still hold blocks
-        self.frozen: WeakSet[PagedSequence] = WeakSet()  # whose blocks a state shows
+        self.frozen: WeakSet[PagedSequence] = WeakSet()  # sequences whose blocks a state shows
         self.reads: list[mx.array] = []  # of blocks that the next step may write
         self._steps: WeakSet[PaddedBatch] = WeakSet()
-        self._thread = 0  # that evaluates: the one of the latest step
+        self._thread = 0  # the thread of the latest step, which evaluates
         self._successor: ref[SharedPool] | None = None
-
-    def layer(self, index: int) -> PoolLayer:
-        """A layer; its K/V exists as long as caches refer to it."""
-        layer = self._layers.get(index)
-        if layer is None:
-            layer = self._layers[index] = PoolLayer(self, index)
-        return layer
-
-    def loose_layer(self, shape: KVShape) -> PoolLayer:
-        """The layer of this thread for this K/V of caches with the pool's options."""
-        return loose_layer(*self._options, shape)
 
     def successor(self) -> SharedPool:
         """The pool for K/V of another shape. The model's new caches begin in it from now on."""
         with self.lock:
             pool = self._successor() if self._successor else None
             if pool is None:
-                pool = SharedPool(self.num_layers, *self._options, self.model)
+                pool = SharedPool(self.num_layers, *self.options, self.model)
                 self._successor = ref(pool)
                 for key in [key for key, known in _thread.pools.items() if known is self]:
                     _thread.pools[key] = pool
         return pool
 
-    def _written_layers(self) -> list[PoolLayer]:
-        return [layer for layer in list(self._layers.values()) if layer.is_written]
+    def _written_layers(self) -> list[LayerArrays]:
+        return [layer for layer in list(self.layers.values()) if layer.is_written]
 
     # Sequences
 
@@ -107,8 +156,8 @@ class SharedPool:
     def sequence_for(
         self, key: tuple[object, ...], layer: int, parent: PagedSequence | None = None
     ) -> PagedSequence:
-        """A fork of `parent`, or an empty sequence. Layers that ask with one key get the same one;
-        a layer that asks again gets another."""
+        """A fork of `parent`, or an empty sequence. Layers that ask with one key get the same
+        sequence. A layer that asks again with that key gets another sequence."""
         number = 0
         while (sequence := self._by_key.get((*key, number))) and layer in sequence.layers:
             number += 1
@@ -233,8 +282,8 @@ class SharedPool:
                 self.lock.release()
 
     def _shrink(self) -> None:
-        """Move the held blocks to smaller arrays if too few are held. A state shows blocks where
-        they are: until it is deleted, the old arrays would stay too."""
+        """Move the held blocks to smaller arrays if few blocks are held. While there are frozen
+        sequences nothing is moved: their states would keep the old arrays too."""
         have, held = self.allocator.num_blocks, self.allocator.blocks_in_use
         is_small = have <= 1.5 * held + FEWEST_NEW_BLOCKS
         if is_small or self.frozen or self.allocator.store.origins or ops.is_transforming():
@@ -253,7 +302,7 @@ class SharedPool:
 
     def max_blocks(self) -> int:
         """How many blocks memory allows."""
-        shapes = [layer.shape for layer in list(self._layers.values()) if layer.shape is not None]
+        shapes = [layer.shape for layer in list(self.layers.values()) if layer.shape is not None]
         if not shapes:
             return 1 << 62
         of_known = block_bytes(shapes, self.block_size)
@@ -267,19 +316,19 @@ class SharedPool:
 
 
 def _with_room(num_blocks: int) -> int:
-    """So many blocks and one growth step."""
+    """`num_blocks` and one growth step more."""
     return num_blocks + max(num_blocks // 4, FEWEST_NEW_BLOCKS)
 
 
 def _renumber(step: PaddedBatch, kept: Int32Array) -> None:
-    """Let what a step wrote be read where it is now. A layer that did not write yet begins a step
-    of its own."""
+    """Let a step read what it wrote where the blocks are now. Layers that did not write yet begin a
+    step of their own."""
 
     def moved(blocks: mx.array) -> mx.array:
         return mx.array(renumbered(np.array(blocks), kept))
 
     step.valid = False
-    step.reads = ()  # they are of the arrays before, which nothing writes any more
+    step.reads = ()  # of the old arrays, which nothing writes any more
     step.block_tables = moved(step.block_tables)
     step.row_chunks = [c and replace(c, block_ids=moved(c.block_ids)) for c in step.row_chunks]
 
@@ -304,19 +353,11 @@ def pool_of(model: nn.Module, num_layers: int, options: Options) -> SharedPool:
     return pool
 
 
-def loose_layer(
-    block_size: int = BLOCK_SIZE,
-    kv_memory: int | None = None,
-    window: int | None = None,
-    kv_bits: KVBits = None,
-    shape: KVShape | None = None,
-) -> PoolLayer:
-    """The one layer of this thread's pool for caches that were made without a model: all of them
-    with K/V of one shape are sequences of it, so that no batch needs a copy. Without a shape: the
-    layer of caches that have nothing yet."""
-    key = "loose", shape, block_size, kv_memory, window, kv_bits
+def loose_pool(shape: KVShape | None, options: Options) -> SharedPool:
+    """This thread's pool for caches that were made without a model, with K/V of this shape."""
+    key = "loose", shape, *options
     pool = _thread.pools.get(key)
     if pool is None:
-        pool = _thread.pools[key] = SharedPool(1, block_size, kv_memory, window, kv_bits)
+        pool = _thread.pools[key] = SharedPool(1, *options)
         pool.is_loose = True
-    return pool.layer(0)
+    return pool

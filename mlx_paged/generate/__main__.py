@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mlx_paged.cli import engine_options, load_model
 from mlx_paged.engine.engine import Engine
-from mlx_paged.generate.arguments import make_parser
+from mlx_paged.generate.flags import make_parser
 from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, params_of, prompt_specs
 from mlx_paged.generate.report import (
     RULE,

@@ -20,9 +20,9 @@ class BlockAllocator:
     """Bookkeeping of a pool of `num_blocks` blocks with `block_size` token slots each.
 
     Every layer group has a block table of each sequence. :meth:`make_writable` adds entries and
-    copies shared ones (copy-on-write), all or nothing. An entry is held by a sequence, or cached
-    (no reference, content known), or only part of a copy that is not performed yet; all other
-    blocks are free. Groups with a window let go of entries behind it: :meth:`trim`.
+    copies shared entries (copy-on-write), all or nothing. An entry is held by a sequence, or cached
+    (no sequence holds it, its content is known), or only part of a copy that is not performed yet.
+    All other blocks are free. :meth:`trim` releases the entries behind a group's window.
 
     The caller performs all copies of a step before any write, and then calls ``store.copies_done``.
     Until then no block of a copy is handed out again. A copy of a copy names the first source, so
@@ -35,7 +35,7 @@ class BlockAllocator:
     Attributes:
         store: the blocks.
         block_tables: of all live sequences; :meth:`table_rows` says which row is whose.
-        prefixes: which of them hold which texts.
+        prefixes: which blocks hold which texts.
         prefix_hit_tokens: prompt tokens found in the prefix cache so far.
     """
 
@@ -64,16 +64,16 @@ class BlockAllocator:
         return self.num_blocks - self.num_available
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Entries that hold so many tokens in one group."""
+        """How many entries of one group hold `num_tokens` tokens."""
         return ceil_div(num_tokens, self.block_size)
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Blocks that a sequence of so many tokens holds at one time, at most."""
+        """The most blocks that a sequence of `num_tokens` tokens holds at one time."""
         size = self.block_size
         return sum(group.max_blocks(num_tokens, self.chunk, size) for group in self.groups)
 
     def blocks_to_append(self, num_sequences: int) -> int:
-        """Blocks that so many sequences need for one token each, at most."""
+        """The most blocks that `num_sequences` sequences need for one more token each."""
         return num_sequences * self._width
 
     def cached_prefix(self, tokens: Seq[int], salt: bytes = ROOT) -> int:
@@ -95,8 +95,8 @@ class BlockAllocator:
         return np.array([self._sequence(seq_id).row for seq_id in seq_ids], np.int32)
 
     def slots(self, seq_id: int, start: int, stop: int, group: int = 0) -> Int32Array:
-        """Slot of each position in [start, stop) in the layers of the group's first member:
-        ``block * block_size + offset``."""
+        """The slots of positions [start, stop), ``block * block_size + offset``, in the layers that
+        are the first member of their group."""
         positions = np.arange(start, stop, dtype=np.int32)
         entries = self.table(seq_id, group)[positions // self.block_size]
         slots: Int32Array = self.store.slots(entries, positions, group)[0]
@@ -253,9 +253,9 @@ class BlockAllocator:
         return self.prefixes.attach(self._sequence(seq_id), tokens, snapshot)
 
     def trim(self, seq_id: int, position: int, offers: bool = False) -> None:
-        """The sequence's next token is at `position`: release the blocks that groups with a window
-        do not keep. Their entries stay in the table and mean nothing. With `offers`, blocks that
-        are not registered yet stay."""
+        """Release the entries that groups with a window do not keep when the sequence's next token
+        is at `position`. The table still has these entries; they mean nothing. With `offers`, an
+        entry that is not registered yet is kept."""
         sequence = self._sequence(seq_id)
         for group_index, group in enumerate(self.groups):
             first = min(group.kept_from(position), sequence.num_tokens) // self.block_size

@@ -17,8 +17,8 @@ ROW_LENGTH = 1024  # elements at most of the rows in which blocks are written
 
 
 def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:
-    """A copy of these blocks in all arrays of a layer group, ``[n, bytes]`` uint8. It is under way
-    when this returns, so that no later write changes it."""
+    """A copy of these blocks in all arrays of a layer group, ``[n, bytes]`` uint8. MLX computes the
+    copy already when this returns, so no later write changes the copy."""
     indices = as_int32(blocks)
     parts = [mx.zeros((len(blocks), 0), mx.uint8)]
     for handles, layer in pool.arrays_of(group):
@@ -29,15 +29,16 @@ def read_blocks(pool: KVPool, blocks: Sequence[int], group: int) -> mx.array:
 
 
 class Staging:
-    """Memory for blocks from elsewhere, used again: to touch new memory takes longer."""
+    """Memory for blocks that come into the pool. One memory is used again and again: to touch new
+    memory takes longer."""
 
     def __init__(self, num_bytes: int) -> None:
         self._memory = ops.pool_zeros((num_bytes,), mx.uint8)
         mx.eval(self._memory)
-        self._rows = ref(self._memory[:0])  # those that are in use, if they still exist
+        self._rows = ref(self._memory[:0])  # the rows in use; dead when nobody uses rows any more
 
     def rows(self, count: int, num_bytes: int) -> tuple[Any, npt.NDArray[np.uint8]]:
-        """Rows ``[count, num_bytes]`` for :func:`write_blocks`, and the same for numpy to fill."""
+        """Memory ``[count, num_bytes]`` twice: for :func:`write_blocks`, and for numpy to fill."""
         size = count * num_bytes
         if size > self._memory.size or self._rows() is not None:
             return (np.empty((count, num_bytes), np.uint8),) * 2
@@ -47,9 +48,10 @@ class Staging:
 
 
 def write_blocks(pool: KVPool, blocks: Int32Array, group: int, data: Any) -> None:
-    """Write what :func:`read_blocks` returned, an array of MLX or numpy, into these blocks, before
-    whatever reads them. What is for block -1 is not written. A row may be of several blocks."""
-    data = mx.array(data) if isinstance(data, np.ndarray) else data  # it would copy its own
+    """Write `data`, an array of MLX or numpy that :func:`read_blocks` returned, to these blocks,
+    before any later read of the blocks. Data for block -1 is not written. A row of `data` may be
+    the content of several blocks."""
+    data = mx.array(data) if isinstance(data, np.ndarray) else data  # of MLX's own, no copy
     staged, start = data.reshape(len(blocks), -1), 0
     for handles, layer in pool.arrays_of(group):
         written = _written(handles[layer], blocks, staged, start)
@@ -69,9 +71,11 @@ def _rows(cache: mx.array) -> mx.array:
 
 
 def _written(cache: mx.array, blocks: Int32Array, staged: mx.array, start: int) -> mx.array:
-    """A handle of `cache` after the columns of `staged` from `start` on were written: in place, by
-    the op for rows of K/V, which writes each half of a row as one of its two arrays; else a new
-    array."""
+    """A handle of `cache` after the columns of `staged` from `start` on were written.
+
+    The compiled op for rows of K/V writes them in place: the first half of a row as its keys, the
+    second half as its values. Without a compiled op the handle is of a new array.
+    """
     heads, num_blocks, size, dim = cache.shape
     stop = start + cache[:, 0].nbytes
     pairs = cache.dtype.size == 1 and (stop - start) % 2 == 0

@@ -14,8 +14,9 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
-from mlx_paged.kv.pool import KVPool, KVShape, as_int32
+from mlx_paged.kv.layer_groups import ONE_GROUP, PoolPlan, plan_pool
+from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import KVBits
 
 LayerKV = tuple[mx.array, mx.array]
@@ -58,6 +59,10 @@ class KVBlockManager:
     block that it shares (copy-on-write). A method raises OutOfBlocksError if there are too few
     blocks, and ValueError for an unknown sequence or an argument out of range. It changes nothing
     then; only :meth:`prefill_into_kv` keeps what it has written.
+
+    All layers share one block table of each sequence, and every sequence keeps all its tokens. The
+    pool of an engine may have several tables or windows: the methods that name blocks, slots or
+    layers, and those that move K/V, raise ValueError there.
 
     Args:
         n_layers: layers of the model.
@@ -159,6 +164,7 @@ class KVBlockManager:
 
     def ensure_tail_capacity(self, seq_id: int, n_tokens: int = 1) -> TailView:
         """Append `n_tokens` positions: copy a shared tail block, add blocks as needed."""
+        self._require_one_table("ensure_tail_capacity")
         n_tokens = integer("ensure_tail_capacity", "n_tokens", n_tokens, 1)
         start = self.allocator.num_tokens(seq_id)
         self.make_writable(seq_id, start, start + n_tokens)
@@ -193,12 +199,14 @@ class KVBlockManager:
 
     def table(self, seq_id: int) -> tuple[mx.array, int]:
         """``(block_ids [n] int32, ctx_len)`` of a sequence."""
+        self._require_one_table("table")
         view = self._view(seq_id)
         return view.block_ids, view.ctx_len
 
     def batch_tables(self, seq_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         """``(block_tables [B, max_blocks] int32, context_lens [B] int32)`` for the attention op,
         valid by construction."""
+        self._require_one_table("batch_tables")
         lens = [self.allocator.num_tokens(seq_id) for seq_id in seq_ids]
         self._touch(*seq_ids)
         rows = self.allocator.table_rows(seq_ids)
@@ -208,7 +216,7 @@ class KVBlockManager:
 
     def write_kv(self, layer_idx: int, k: mx.array, v: mx.array, slot_mapping: mx.array) -> None:
         """Write K/V of one layer at slots ``[T]``, as :func:`mlx_paged.ops.write_kv` takes it."""
-        self.pool.write(self._layer(layer_idx), k, v, slot_mapping)
+        self.pool.write(self._layer("write_kv", layer_idx), k, v, slot_mapping)
 
     def write_prefill(
         self, seq_id: int, layer_idx: int, k_chunk: mx.array, v_chunk: mx.array, start_pos: int
@@ -222,7 +230,7 @@ class KVBlockManager:
             v_chunk: ``[n_kv_heads, T, v_head_dim]``, likewise.
             start_pos: at most the number of tokens that the sequence has.
         """
-        layer = self._layer(layer_idx)
+        layer = self._layer("write_prefill", layer_idx)
         shape = self.pool.shapes[layer]
         start_pos = integer("write_prefill", "start_pos", start_pos, 0)
         k_rows = _chunk_rows("k_chunk", k_chunk, shape.n_kv_heads, shape.head_dim, shape.dtype)
@@ -286,6 +294,7 @@ class KVBlockManager:
         Args:
             seq_id: default: the sequence that was used least recently.
         """
+        self._require_one_table("spill_to_host")
         seq_id = next(iter(self._used), None) if seq_id is None else seq_id
         if seq_id is None or seq_id not in self.allocator:
             raise ValueError(f"[spill_to_host] seq_id is {seq_id}: expected a sequence in the pool")
@@ -318,7 +327,17 @@ class KVBlockManager:
             self._used.pop(seq_id, None)
             self._used[seq_id] = None
 
+    def _require_one_table(self, op: str) -> None:
+        """Raise ValueError if a sequence has several block tables, or releases blocks."""
+        if self.plan.groups != ONE_GROUP:
+            windows = [group.window for group in self.plan.groups]
+            raise ValueError(
+                f"[{op}] the pool has layer groups with the windows {windows}: expected one group "
+                "without a window"
+            )
+
     def _check_new(self, op: str, seq_id: int) -> None:
+        self._require_one_table(op)
         if seq_id in self._spilled:
             raise ValueError(f"[{op}] sequence {seq_id} is spilled: expected a new id")
 
@@ -349,7 +368,8 @@ class KVBlockManager:
         self._touch(seq_id)
         return BlockTableView(seq_id, mx.array(block_ids), self.allocator.num_tokens(seq_id))
 
-    def _layer(self, layer_idx: int) -> int:
+    def _layer(self, op: str, layer_idx: int) -> int:
+        self._require_one_table(op)
         return integer("KVBlockManager", "layer_idx", layer_idx, 0, self.pool.n_layers - 1)
 
 

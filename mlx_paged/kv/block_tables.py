@@ -17,11 +17,11 @@ class BlockTables:
     double when they are full."""
 
     def __init__(self, num_groups: int = 1, num_rows: int = 64, num_columns: int = 64) -> None:
-        # Grows with every change except appended blocks, which change no known entry.
+        # Grows with every change of an entry that a reader may know: not when blocks are appended.
         self.version = 0
         self._entries: Int32Array = np.zeros((num_groups, num_rows, num_columns), np.int32)
         self._lengths: Int32Array = np.zeros((num_groups, num_rows), np.int32)
-        self._versions = np.zeros(num_rows, np.int64)  # of each row's latest such change
+        self._versions = np.zeros(num_rows, np.int64)  # `version` after each row's latest change
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -49,7 +49,7 @@ class BlockTables:
         return lengths
 
     def versions(self, rows: Int32Array) -> npt.NDArray[np.int64]:
-        """When each row changed last, except by appended blocks, a copy."""
+        """What `version` was after the latest change of each row, a copy."""
         return self._versions[rows]
 
     def row(self, row: int, group: int = 0) -> Int32Array:
@@ -67,7 +67,7 @@ class BlockTables:
         return self._entries[group, rows, :width]
 
     def entries(self, rows: Int32Array, columns: Int32Array, group: int = 0) -> Int32Array:
-        """One entry of each row, ``[len(rows)]``: the one in its column of `columns`."""
+        """One entry of each row, ``[len(rows)]``: of row i the entry in column ``columns[i]``."""
         entries: Int32Array = self._entries[group, rows, columns]
         return entries
 
@@ -94,7 +94,7 @@ class BlockTables:
         self.touch(row)
 
     def put(self, row: int, group: int, start: int, blocks: Sequence[int]) -> None:
-        """Let `blocks` be all that the row has from column `start` on: a copy of another table."""
+        """Copy a row of another table: `blocks` are all its entries from column `start` on."""
         while row >= len(self._versions):
             self._add_rows()
         if start < self.length(row, group):
@@ -148,8 +148,8 @@ class SequenceBlocks:
     """A sequence and the state of its blocks."""
 
     row: int  # the row of the block tables with its block ids
-    # For each layer group, the entries of its table before this one were released because a window
-    # has left them.
+    # For each layer group the first entry that the sequence holds. The entries before it are
+    # behind the group's window, and were released.
     first_entries: list[int]
     num_tokens: int = 0  # positions ``[0, num_tokens)`` belong to the sequence
     hashes: list[bytes] = field(default_factory=list)  # of its registered full blocks

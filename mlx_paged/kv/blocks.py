@@ -33,13 +33,15 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class BlockTransfer:
-    """Content of one entry that leaves the pool or returns to it."""
+    """The content of one entry, or the recurrent states after it, on the way out of the pool or
+    into it."""
 
-    key: bytes  # its name outside the pool
+    key: bytes  # the name of the content outside the pool
     group: int
-    blocks: Sequence[int]  # the entry's blocks; none if these are the recurrent states after it
-    # On the way in a matrix of bytes and the row of this content; on the way out what the runner
-    # makes of it, a function that returns the bytes when the step has ended: first any states.
+    blocks: Sequence[int]  # the entry's blocks; none for recurrent states
+    # On the way into the pool: a matrix of bytes, and which row of the matrix is this content.
+    # On the way out: a function, which returns the bytes once the step has ended. The runner sets
+    # this function. Before that the payload of recurrent states is the states, of others None.
     payload: Any = None
 
 
@@ -50,9 +52,9 @@ def ceil_div(a: int, b: int) -> int:
 class BlockStore:
     """Hands out blocks and takes them back, for all layer groups.
 
-    An entry of a group's block table is one block or more; its first block stands for it in every
-    argument and result. A released entry whose content is known stays idle in its group's prefix
-    cache until its memory is needed: any group may then use it.
+    An entry of a group's block table is one block or more. Arguments and results name an entry by
+    its first block. A released entry of known content stays idle in the prefix cache of its group
+    until memory is needed; then any group may use the blocks of this entry.
     """
 
     def __init__(
@@ -61,7 +63,8 @@ class BlockStore:
         # A stack of free blocks; the last one is taken first.
         self.free = list(range(num_blocks - 1, -1, -1))
         self.counts = [0] * num_blocks  # how many sequences hold each entry, by its first block
-        # For each entry in a pending copy the entry whose content it gets; a source maps to itself.
+        # The entries of pending copies: a target maps to the entry whose content it gets, and a
+        # source maps to itself.
         self.origins: dict[int, int] = {}
         # Entries of known content that no sequence holds, the one unused longest first.
         self.idle: OrderedDict[int, None] = OrderedDict()
@@ -69,14 +72,14 @@ class BlockStore:
         self.prefixes = [PrefixCache(num_blocks, block_size, self.idle) for _ in groups]
         self.cow_clones = 0  # entries copied so far
         self.evictions = 0  # idle entries handed out for other content so far
-        # Gets the group and the content of each entry just before it is handed out for other
-        # content; its K/V is still in the pool.
+        # Called with the group and the content of an idle entry just before the entry is handed out
+        # for other content: the K/V of the old content is still in the pool.
         self.on_evict: Callable[[int, CachedBlock], None] | None = None
         self._groups = tuple(groups)
         self._block_size = np.int32(block_size)
         self._widths = [group.width for group in groups]
-        self._group_of = [0] * num_blocks  # by first block
-        self.num_idle = 0  # blocks of idle entries
+        self._group_of = [0] * num_blocks  # the group of each entry, by the entry's first block
+        self.num_idle = 0  # blocks of all idle entries
         self._blocks: list[Int32Array] = [
             np.zeros((group.width if group.width > 1 else 0, num_blocks), np.int32)
             for group in groups
@@ -101,8 +104,8 @@ class BlockStore:
         return tables
 
     def slots(self, entries: Int32Array, positions: Int32Array, group: int) -> Int32Array:
-        """The slot of each position ``[T]``, which is in the entry of the same index, for each
-        member of the group: ``[members, T]``."""
+        """The slots of positions ``[T]`` for each member of the group: ``[members, T]``. Position
+        i is in entry i of `entries`."""
         members, pieces = self._groups[group].members, self._groups[group].pieces
         within, size = positions % self._block_size, self._block_size // pieces
         if members * pieces == 1:
@@ -112,12 +115,12 @@ class BlockStore:
         return blocks * size + within % size
 
     def blocks_of_entries(self, entries: Int32Array, group: int) -> Int32Array:
-        """The blocks of entries ``[n]`` that are several blocks each, ``[width, n]``; of others
-        none, ``[0, n]``."""
+        """The blocks of entries ``[n]``: ``[width, n]`` where an entry is several blocks, else
+        ``[0, n]``."""
         return self._blocks[group][:, entries]
 
     def put_blocks(self, entries: Sequence[int], blocks: Sequence[Any], group: int) -> None:
-        """Let these be what :meth:`blocks_of_entries` returns: a copy of another store."""
+        """Copy from another store what its :meth:`blocks_of_entries` returned as `blocks`."""
         if blocks:
             self._blocks[group][:, entries] = blocks
 
@@ -135,8 +138,8 @@ class BlockStore:
         self._blocks = [np.pad(blocks, ((0, 0), (0, num_more))) for blocks in self._blocks]
 
     def compact(self, num_blocks: int) -> Int32Array:
-        """Shrink to `num_blocks`. Held blocks become the first ones, in order; returns the number
-        that each had. Only for entries of one block, with no content cached and no copy pending."""
+        """Shrink to `num_blocks`. Held blocks become the first blocks, in order; returns the old
+        number of each. Only where an entry is one block, no content is cached, no copy pending."""
         assert not self.origins and not self.idle and set(self._widths) == {1}
         kept: Int32Array = np.flatnonzero(self.counts).astype(np.int32)
         num_free = num_blocks - len(kept)

@@ -21,9 +21,11 @@ from mlx_paged.kv.stateful_prefix_cache import StatefulPrefixCache
 
 
 class GroupPrefixes:
-    """Registers the blocks of sequences in the prefix cache of each layer group, and finds them. A
-    prefix is reused up to a position where every group has what a sequence keeps: all its blocks,
-    or those of its window."""
+    """Registers the blocks of sequences in the prefix cache of each layer group, and finds them.
+
+    A prefix is reused up to a position at which every group has all blocks that a sequence keeps:
+    the blocks of its window, or all blocks if the group has no window.
+    """
 
     def __init__(
         self, groups: Sequence[LayerGroup], store: BlockStore, tables: BlockTables
@@ -33,7 +35,7 @@ class GroupPrefixes:
         self._tables = tables
         self._block_size = store.prefixes[0].block_size
         self._min_run = smallest_run(self._block_size)
-        # Group, block and hash of what was registered, for who copies it elsewhere.
+        # Group, block and hash of each block that was registered; a tier reads them. None: no tier.
         self.fresh: deque[tuple[int, int, bytes]] | None = None
 
     def require_states(self, max_snapshots: int) -> None:
@@ -76,8 +78,8 @@ class GroupPrefixes:
     def needed(
         self, tokens: Sequence[int], salt: bytes, elsewhere: Container[bytes]
     ) -> list[NeededBlock]:
-        """The full blocks that a prompt could reuse if the pool had those whose keys are
-        `elsewhere`, in order; none if it can reuse as much anyway."""
+        """The full blocks, in order, that a prompt could reuse if the pool had the blocks whose
+        keys are in `elsewhere`. None of them if the prompt can reuse as many tokens without."""
         stop, size, root = len(tokens) - 1, self._block_size, root_hash(salt)
         has_states = self._store.prefixes[0].snapshots is not None
         # A block that ends with the prompt is reused but for its last token.
@@ -106,14 +108,14 @@ class GroupPrefixes:
     def _full_blocks(
         self, tokens: Sequence[int], stop: int, root: bytes, elsewhere: Container[bytes] = ()
     ) -> tuple[list[bytes], list[list[CachedBlock | None]], bool]:
-        """Hashes of the full blocks of ``tokens[:stop]`` that every group can reuse, each group's
-        blocks of this content, and whether the next block was evicted. Blocks of the pool that are
-        missing may be `elsewhere`."""
+        """Finds the full blocks of ``tokens[:stop]``. A block that the pool lacks counts as found
+        if its key is in `elsewhere`. Returns the hashes of the blocks that every group can reuse,
+        the blocks of each group with these hashes, and whether the next block was evicted."""
         caches, size, parent = self._store.prefixes, self._block_size, root
         hashes: list[bytes] = []
         found: list[list[CachedBlock | None]] = [[] for _ in caches]
         has_states, asks = caches[0].snapshots is not None, bool(elsewhere)
-        columns = [  # of each group whether a block that is missing ends the search
+        columns = [  # of each group; the last value: whether a missing block ends the search
             (cache, blocks, block_key(b"", index), group.window is None or has_states)
             for index, (group, cache, blocks) in enumerate(
                 zip(self._groups, caches, found, strict=True)

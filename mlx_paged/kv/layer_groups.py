@@ -8,21 +8,23 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlx_paged.kv.pool import KVShape
+    from mlx_paged.kv.shapes import KVShape
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with the same window: their sequences keep the same tokens.
+    """Layers with the same window: a sequence keeps the same tokens in all of them.
 
-    An entry of the group's block table stands for `block_size` tokens in all its layers. It is
-    `width` blocks of the pool, and the table names the first one.
+    A sequence has one block table for each group. An entry of the table stands for `block_size`
+    tokens in all layers of the group. The K/V of an entry fills `width` blocks of the pool; the
+    table has the number of the first of these blocks.
     """
 
-    window: int | None = None  # tokens that a query sees at most, itself included; None: all
-    # Layers of the group that share an array. Each has its own blocks of an entry.
+    # The most tokens that a query of these layers sees, its own token included; None: all tokens.
+    window: int | None = None
+    # How many layers of the group share one array. Each of these layers fills blocks of its own.
     members: int = 1
-    pieces: int = 1  # blocks of the pool that hold `block_size` tokens of one layer
+    pieces: int = 1  # how many blocks the `block_size` tokens of one of these layers fill
 
     @property
     def width(self) -> int:
@@ -30,13 +32,13 @@ class LayerGroup:
         return self.members * self.pieces
 
     def kept_from(self, position: int) -> int:
-        """The first token that a sequence keeps when its next token is at `position`. This is one
-        token more than the window, so that the token before can be computed again."""
+        """The first token that a sequence keeps when its next token is at `position`. The kept
+        tokens are one more than the window: the token before `position` can be computed again."""
         return 0 if self.window is None else max(0, position - self.window)
 
     def reach(self, position: int, num_tokens: int, chunk: int) -> int:
-        """Up to which token a sequence of `num_tokens` whose next token is at `position` gets
-        blocks when it starts. It computes at most `chunk` tokens in a step."""
+        """The first token that a new sequence of `num_tokens` gets no block for yet. Its next token
+        is at `position`, and a step computes at most `chunk` of its tokens."""
         if self.window is None:
             return num_tokens
         return min(num_tokens, self.kept_from(position) + self.window + chunk)
@@ -53,21 +55,23 @@ ONE_GROUP = (LayerGroup(),)
 
 @dataclass(frozen=True, slots=True)
 class ArrayPlan:
-    """A pair of arrays of the pool, K and V."""
+    """A pair of arrays of the pool, one of keys and one of values."""
 
-    shape: KVShape  # of the K/V of their layers
+    shape: KVShape  # what the layers of this pair store
     block_size: int  # token slots in a block
-    memory: int  # arrays with the same number are views of the same memory
-    groups: set[int] = field(default_factory=set)  # the layer groups whose blocks they hold
+    memory: int  # pairs with the same number are views of the same memory
+    groups: set[int] = field(default_factory=set)  # the layer groups whose blocks the pair holds
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
     """Where a layer's K/V is."""
 
-    array: int  # index of its pair of arrays
-    group: int  # index of its layer group
-    table: int  # which of all members of all groups, in order: they have a block table each
+    array: int  # index of the layer's pair of arrays
+    group: int  # index of the layer's group
+    # Index of the layer's block table in a batch. Each member of a group has a table of blocks:
+    # first those of the first group, then those of the second group, and so on.
+    table: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +89,8 @@ class PoolPlan:
 
 
 def plan_pool(
-    shapes: Sequence[KVShape | None],  # of each layer's K/V; None: the layer stores nothing
-    windows: Sequence[int | None],  # tokens that a query of each layer sees at most; None: all
+    shapes: Sequence[KVShape | None],  # what each layer stores; None: nothing
+    windows: Sequence[int | None],  # the window of each layer; None: a query sees all tokens
     block_size: int,
     *,
     one_group: bool = False,  # make only one group
@@ -94,9 +98,9 @@ def plan_pool(
     """Put layers of the same window into a group. All groups share one budget.
 
     Layers of different groups share arrays, as in vLLM's hybrid KV cache manager. The number of
-    arrays divides the number of layers of each group, so there is no padding. Layers with n times
-    the bytes of the smallest ones have blocks of ``block_size / n`` tokens. There is only one
-    group, with the widest window, if the layers' bytes do not allow this.
+    arrays divides the number of layers of each group, so there is no padding. A layer whose tokens
+    take n times the bytes of the smallest layer's has blocks of ``block_size / n`` tokens. If the
+    bytes of the layers do not allow this, there is one group, and it has the widest window.
     """
     used = [layer for layer, shape in enumerate(shapes) if shape is not None]
     by_window: dict[int | None, list[int]] = {}
@@ -133,8 +137,8 @@ def plan_pool(
 def _pieces(
     shapes: Sequence[KVShape | None], groups: Sequence[Sequence[int]], block_size: int
 ) -> list[int] | None:
-    """How many times the bytes of the smallest layers the layers of each group have. None if there
-    are fewer than two groups, or if they cannot share arrays."""
+    """For each group n, where its layers have n times the bytes of the smallest layers. None if
+    there are fewer than two groups, or if the groups cannot share arrays."""
     of_groups = [{shape for i in layers if (shape := shapes[i]) is not None} for layers in groups]
     if len(groups) < 2 or any(len(alike) > 1 for alike in of_groups):
         return None

@@ -11,7 +11,8 @@ from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32, memory
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import PoolPlan
-from mlx_paged.kv.pool import KVShape, planned_block_bytes
+from mlx_paged.kv.pool import planned_block_bytes
+from mlx_paged.kv.shapes import KVShape
 
 HOST_LIMIT = 1 << 29  # bytes of the largest default pool on a CPU
 GPU_SHARE = 0.85

@@ -1,7 +1,6 @@
 """The K/V arrays of each layer, which all sequences share."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -12,76 +11,12 @@ from mlx_paged import ops
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import ArrayPlan, PoolPlan
-from mlx_paged.ops.formats import Format, KVBits, checked_bits, dequantized, formats
+from mlx_paged.kv.shapes import KVShape
+from mlx_paged.ops.formats import dequantized
 
 SMALL_ARRAY = 1 << 20
 
 Tagged = TypeVar("Tagged", bound=mx.array)
-
-
-@dataclass(frozen=True, slots=True)
-class KVShape:
-    """What one layer stores for a token: `n_kv_heads` keys and values."""
-
-    n_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: mx.Dtype
-    # Values are the first `v_head_dim` columns of the keys and are stored once. The two arrays
-    # written are the latent and the rotary key, which fills the other columns.
-    latent: bool = False
-    kv_bits: KVBits = None  # how the pool stores them; see :mod:`mlx_paged.ops.formats`
-
-    def quantized(self, where: str, kv_bits: KVBits) -> "KVShape":
-        """The same layer in a pool with these `kv_bits`. Raises ValueError if such a pool cannot
-        hold this layer, or the device cannot use it."""
-        kv_bits = checked_bits(where, kv_bits)
-        problem = None
-        few = 2 if mx.default_device() == mx.cpu else 8  # values of 4 bits that are loaded at once
-        if kv_bits is None:
-            pass
-        elif self.latent:
-            problem = "a layer stores latents (MLA), and keys and values in one row need two scales"
-        elif kv_bits == "8,4" and self.v_head_dim % few:
-            problem = f"values have {self.v_head_dim} dimensions, no multiple of {few}"
-        if problem:
-            raise ValueError(f"[{where}] kv_bits is {kv_bits!r}, but {problem}: expected None")
-        return replace(self, kv_bits=kv_bits)
-
-    @property
-    def formats(self) -> tuple[Format, Format]:
-        """Of keys and of values."""
-        return formats(self.kv_bits, self.dtype)
-
-    @property
-    def row_dims(self) -> tuple[int, int]:
-        """Columns of the two rows that are written for a token and head."""
-        if self.latent:
-            return self.v_head_dim, self.head_dim - self.v_head_dim
-        return self.head_dim, self.v_head_dim
-
-    @property
-    def token_bytes(self) -> int:
-        rows = zip(self.formats, self.row_dims, strict=True)
-        return self.n_kv_heads * sum(form.row_bytes(dims) for form, dims in rows)
-
-    @property
-    def scale_bytes(self) -> int:
-        """The part of `token_bytes` that is scales."""
-        rows = zip(self.formats, self.row_dims, strict=True)
-        count = sum(form.scale_columns(dims) for form, dims in rows)
-        return self.n_kv_heads * count * mx.float16.size
-
-    @property
-    def array_bytes(self) -> int:
-        """Bytes of a token in the largest one of the layer's arrays."""
-        rows = zip(self.formats, (self.head_dim, self.v_head_dim), strict=True)
-        return self.n_kv_heads * max(form.columns(dims) * form.dtype.size for form, dims in rows)
-
-
-def block_bytes(shapes: Sequence[KVShape], block_size: int) -> int:
-    """Bytes of one block of all these layers, keys and values together."""
-    return block_size * sum(shape.token_bytes for shape in shapes)
 
 
 def planned_block_bytes(arrays: Sequence[ArrayPlan]) -> int:
@@ -115,8 +50,8 @@ class KVPool:
         self.shapes = tuple(array.shape for array in self._arrays)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # Up to how many blocks :meth:`grow` should copy nothing. On a CPU this reserves address
-        # space; memory is taken where blocks are written.
+        # :meth:`grow` copies nothing up to this number of blocks. On a CPU a capacity reserves
+        # address space. Blocks take memory when they are written.
         self.capacity = capacity
         self.k: list[mx.array] = []
         self.v: list[mx.array] = []
@@ -286,9 +221,9 @@ class KVPool:
         )
 
     def _replace_arrays(self, change: Callable[[mx.array], mx.array], num_blocks: int) -> None:
-        """Let `change` make each array, ``[num_blocks, n_kv_heads, block_size, head_dim]``, from
-        the one before. Large ones are made one layer at a time, so that the arrays of at most one
-        are held twice. A layer for which memory runs out stays as it is."""
+        """Replace each array, ``[num_blocks, n_kv_heads, block_size, head_dim]``, by what `change`
+        makes of it. Large arrays are replaced layer by layer: old and new arrays of only one layer
+        exist together. If memory runs out, the layer keeps its old arrays."""
 
         def changed(cache: mx.array) -> mx.array:
             new = change(cache.transpose(1, 0, 2, 3)).transpose(1, 0, 2, 3)
@@ -315,8 +250,8 @@ class KVPool:
         return longer
 
     def arrays_of(self, group: int) -> list[tuple[list[mx.array], int]]:
-        """Where the handles of all arrays are that hold a layer group's blocks: lists and places in
-        them. Empty arrays and views of others are left out."""
+        """The arrays that hold blocks of a layer group, each as a list of handles and an index of
+        this list. Empty arrays and views of other arrays are left out."""
         return [
             (handles, layer)
             for handles in self._stored
@@ -343,7 +278,8 @@ class KVPool:
 
 
 def _evaluate(*arrays: mx.array) -> None:
-    """Wait for large arrays. Small ones are only queued: to wait would take longer than they do."""
+    """Evaluate arrays. Large arrays are waited for. Small arrays are only queued: to wait takes
+    longer than to compute them."""
     evaluate = mx.eval if arrays[0].nbytes > SMALL_ARRAY else mx.async_eval
     evaluate(*arrays)
 
@@ -360,8 +296,8 @@ def _pair(op: Callable[..., Any], *arrays: mx.array) -> tuple[mx.array, ...]:
 
 
 def head_runs(block_ids: mx.array, n_kv_heads: int) -> mx.array:
-    """Where the tokens of each head and block are, ``[n_kv_heads, n]``; `block_ids` are a
-    sequence's blocks in logical order, ``[n]`` int32."""
+    """The index of each head's part of each block, ``[n_kv_heads, n]``, in an array of the pool
+    whose blocks and heads are one axis. `block_ids` are the blocks in logical order, ``[n]``."""
     return block_ids[None] * n_kv_heads + mx.arange(n_kv_heads, dtype=mx.int32)[:, None]
 
 

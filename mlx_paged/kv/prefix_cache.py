@@ -104,7 +104,7 @@ class PrefixCache:
         if key in self._by_hash or block in self.by_block:
             return
         if len(tokens) < self.block_size * TOKEN_BYTES:
-            is_known = any(entry.tokens.startswith(tokens) for entry in self._siblings(parent))
+            is_known = any(cached.tokens.startswith(tokens) for cached in self._siblings(parent))
             if len(tokens) < self.min_run * TOKEN_BYTES or is_known:
                 return
         self._add(CachedBlock(block, key, parent, tokens))
@@ -112,10 +112,10 @@ class PrefixCache:
 
     def find(self, key: bytes, parent: bytes, tokens: bytes) -> CachedBlock | None:
         """The block with this hash, if its content is really this one."""
-        entry = self._by_hash.get(key)
-        if entry is None or entry.tokens != tokens or entry.parent != parent:
+        cached = self._by_hash.get(key)
+        if cached is None or cached.tokens != tokens or cached.parent != parent:
             return None
-        return entry
+        return cached
 
     def was_evicted(self, key: bytes) -> bool:
         """Whether a full block with this hash was known and has been evicted."""
@@ -123,34 +123,34 @@ class PrefixCache:
 
     def evict(self, block: int) -> None:
         """Forget a block, and remember that it was known."""
-        entry = self.by_block[block]
+        cached = self.by_block[block]
         self.forget(block)
-        if len(entry.tokens) == self.block_size * TOKEN_BYTES:
-            self._evicted[entry.hash] = None
+        if len(cached.tokens) == self.block_size * TOKEN_BYTES:
+            self._evicted[cached.hash] = None
             if len(self._evicted) > self._max_evicted:
                 self._evicted.popitem(last=False)
 
     def forget(self, block: int) -> None:
         """Forget the block: its content is about to change."""
-        entry = self.by_block.pop(block, None)
-        if entry is None:
+        cached = self.by_block.pop(block, None)
+        if cached is None:
             return
-        del self._by_hash[entry.hash]
-        siblings = self._by_parent[entry.parent]
+        del self._by_hash[cached.hash]
+        siblings = self._by_parent[cached.parent]
         del siblings[block]
         if not siblings:
-            del self._by_parent[entry.parent]
+            del self._by_parent[cached.parent]
 
     def check_integrity(self) -> None:
         """Assert that all indices hold the same blocks."""
         assert len(self._by_hash) == len(self.by_block)
         assert sum(map(len, self._by_parent.values())) == len(self.by_block)
         assert all(self._by_parent.values()), "a prefix without blocks is kept"
-        for block, entry in self.by_block.items():
-            assert entry.block == block and self._by_hash[entry.hash] is entry
-            assert block in self._by_parent[entry.parent]
-            assert entry.hash == chain_hash(entry.parent, entry.tokens)
-            num_tokens, odd_bytes = divmod(len(entry.tokens), TOKEN_BYTES)
+        for block, cached in self.by_block.items():
+            assert cached.block == block and self._by_hash[cached.hash] is cached
+            assert block in self._by_parent[cached.parent]
+            assert cached.hash == chain_hash(cached.parent, cached.tokens)
+            num_tokens, odd_bytes = divmod(len(cached.tokens), TOKEN_BYTES)
             assert self.min_run <= num_tokens <= self.block_size and odd_bytes == 0
         assert len(self._evicted) <= self._max_evicted
         assert self._evicted.keys().isdisjoint(self._by_hash), "a known block counts as evicted"
@@ -164,17 +164,17 @@ class PrefixCache:
         """The known block after `parent` with most leading tokens in common, and how many."""
         best: CachedBlock | None = None
         longest = -1
-        for entry in self._siblings(parent):
-            run = common_tokens(entry.tokens, tokens)
+        for cached in self._siblings(parent):
+            run = common_tokens(cached.tokens, tokens)
             if run > longest:
-                best, longest = entry, run
+                best, longest = cached, run
         return best, max(longest, 0)
 
-    def _add(self, entry: CachedBlock) -> None:
+    def _add(self, cached: CachedBlock) -> None:
         """Index a block. Idle blocks that it begins with are no longer useful: evict them first."""
-        for shorter in self._siblings(entry.parent) if entry.parent in self._by_parent else ():
-            if entry.tokens.startswith(shorter.tokens) and shorter.block in self._idle:
+        for shorter in self._siblings(cached.parent) if cached.parent in self._by_parent else ():
+            if cached.tokens.startswith(shorter.tokens) and shorter.block in self._idle:
                 self._idle.move_to_end(shorter.block, last=False)
-        self._by_hash[entry.hash] = entry
-        self.by_block[entry.block] = entry
-        self._by_parent.setdefault(entry.parent, {})[entry.block] = None
+        self._by_hash[cached.hash] = cached
+        self.by_block[cached.block] = cached
+        self._by_parent.setdefault(cached.parent, {})[cached.block] = None

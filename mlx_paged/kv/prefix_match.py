@@ -34,15 +34,15 @@ class MissReason(StrEnum):
 class PrefixMatch:
     """The cached prefix of a prompt, and what a new sequence gets of it."""
 
-    hashes: list[bytes]  # of its full blocks
-    # For each layer group the last of these blocks, as many as a sequence keeps.
+    hashes: list[bytes]  # of the full blocks of the prefix
+    # For each layer group the blocks with these hashes that a sequence keeps: the last ones.
     blocks: list[list[CachedBlock]]
-    # For each group the block after them whose first tokens agree with the prompt, if it is worth a
-    # copy; else empty.
+    # For each group a further block, whose first tokens agree with the prompt. Empty if there is
+    # no such block, or too few tokens agree for a copy to be worth it.
     tails: list[CachedBlock]
     num_cached: int  # leading tokens of the prompt that are found
     miss: MissReason | None  # why the reuse ended there; None if all that can be reused is
-    # The recurrent states after these tokens, if the model has any.
+    # The recurrent states after the `num_cached` tokens; None if the model has no such states.
     snapshot: Snapshot | None = None
     prefix_without_state: int = 0  # length of a longer cached prefix that lacks its state; 0: none
     copies: Sequence[BlockCopy] = ()  # block copies to perform, in order, before any write

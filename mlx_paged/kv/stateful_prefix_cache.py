@@ -32,13 +32,13 @@ class StatefulPrefixCache(PrefixCache):
     def attach(self, parent: bytes, tokens: bytes, snapshot: Snapshot) -> bool:
         """Keep a snapshot of the states after `tokens`, a block or its first tokens after `parent`.
         Returns False if their K/V is not known or they have a snapshot."""
-        entry = self._by_hash.get(chain_hash(parent, tokens))
-        if entry is None:
+        cached = self._by_hash.get(chain_hash(parent, tokens))
+        if cached is None:
             siblings = self._siblings(parent)
-            entry = next((e for e in siblings if e.tokens.startswith(tokens)), None)
-        if entry is None:
+            cached = next((e for e in siblings if e.tokens.startswith(tokens)), None)
+        if cached is None:
             return False
-        return self.snapshots.add(entry.block, len(tokens) // TOKEN_BYTES, snapshot)
+        return self.snapshots.add(cached.block, len(tokens) // TOKEN_BYTES, snapshot)
 
     def forget(self, block: int) -> None:
         self.snapshots.forget(block)
@@ -47,7 +47,7 @@ class StatefulPrefixCache(PrefixCache):
     def check_integrity(self) -> None:
         super().check_integrity()
         lengths = {
-            block: len(entry.tokens) // TOKEN_BYTES for block, entry in self.by_block.items()
+            block: len(cached.tokens) // TOKEN_BYTES for block, cached in self.by_block.items()
         }
         self.snapshots.check_integrity(lengths, self.block_size)
 
@@ -59,20 +59,20 @@ class StatefulPrefixCache(PrefixCache):
         size = self.block_size
         for level in range(len(hashes), -1, -1):
             known = [self._by_hash[key] for key in hashes[level : level + 1]]
-            entries = chain(known, self._siblings(hashes[level - 1] if level else root))
-            bearers = [entry for entry in entries if entry.block in self.snapshots]
+            candidates = chain(known, self._siblings(hashes[level - 1] if level else root))
+            bearers = [cached for cached in candidates if cached.block in self.snapshots]
             if not bearers:
                 continue
             left = token_bytes(tokens, level * size, min((level + 1) * size, stop))
-            runs = [common_tokens(entry.tokens, left) for entry in bearers]
+            runs = [common_tokens(cached.tokens, left) for cached in bearers]
             kept, best = max(
-                (self.snapshots.longest(entry.block, run), -i)
-                for i, (entry, run) in enumerate(zip(bearers, runs, strict=True))
+                (self.snapshots.longest(cached.block, run), -i)
+                for i, (cached, run) in enumerate(zip(bearers, runs, strict=True))
             )
             if kept:
-                entry = bearers[-best]
-                snapshot = self.snapshots.use(entry.block, kept)
-                return level * size + kept, [entry] if kept < size else [], snapshot
+                cached = bearers[-best]
+                snapshot = self.snapshots.use(cached.block, kept)
+                return level * size + kept, [cached] if kept < size else [], snapshot
         return 0, [], None
 
     def miss_reason(
@@ -88,8 +88,8 @@ class StatefulPrefixCache(PrefixCache):
             return MissReason.NO_STATE
         return miss_reason(self.min_run, position, stop, 0, was_evicted, goes_on)
 
-    def _add(self, entry: CachedBlock) -> None:
-        for shorter in list(self._siblings(entry.parent)):
-            if entry.tokens.startswith(shorter.tokens):
-                self.snapshots.move(shorter.block, entry.block)
-        super()._add(entry)
+    def _add(self, cached: CachedBlock) -> None:
+        for shorter in list(self._siblings(cached.parent)):
+            if cached.tokens.startswith(shorter.tokens):
+                self.snapshots.move(shorter.block, cached.block)
+        super()._add(cached)

@@ -35,15 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(found, str):
             damage[found] += 1
             continue
-        identity, key, place = found
-        memory = {place.num_bytes: np.empty((1, place.num_bytes), np.uint8)}
-        (reason,) = packs.read([(key, place, 0)], memory, identity) if args.verify else [None]
+        identity, key, location = found
+        memory = {location.num_bytes: np.empty((1, location.num_bytes), np.uint8)}
+        (reason,) = packs.read([(key, location, 0)], memory, identity) if args.verify else [None]
         if reason is not None:
             damage[reason] += 1
-            packs.kill(place)
+            packs.kill(location)
         else:
             records[identity.hex()[:12]] += 1
-            sizes[identity.hex()[:12]] += place.num_bytes
+            sizes[identity.hex()[:12]] += location.num_bytes
     while args.trim is not None and packs.packs and packs.num_bytes > args.trim * GB:
         packs.remove(next(iter(packs.packs)))
     for model, count in records.items():

@@ -22,7 +22,7 @@ from mlx_paged.kv_disk.store import DiskStore
 from mlx_paged.kv_disk.tier import STEP_BYTES, KVDiskTier
 
 INDEX_SECONDS = 5.0
-"""So long an engine waits for the index of its store. What is found later is used later."""
+"""Seconds that an engine waits for the index of its store. Records found later are used later."""
 
 Paths = Sequence[str | os.PathLike[str]]
 

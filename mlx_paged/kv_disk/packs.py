@@ -24,12 +24,12 @@ HEADER = Struct("<4sI32s24sQII")
 ROW = 2048
 """Bytes in a row of the words that numpy adds up, faster than zlib computes a CRC of them."""
 PACKS = 64
-"""A full store has about so many packs: the store gives up one at a time."""
+"""About how many packs a full store has. The store gives up one pack at a time."""
 MIN_PACK, MAX_PACK = 1 << 20, 1 << 28
 MIN_FREE = 0.05
 """Part of the disk that stays free."""
 READ_RECORDS = 512
-"""Neighbouring records are read at once, at most so many: a call fills 1,024 pieces of memory."""
+"""The most neighbouring records that one call reads: a call can fill 1,024 pieces of memory."""
 
 _thread = threading.local()
 
@@ -44,7 +44,7 @@ def _check_thread() -> None:
 
 
 class Location(NamedTuple):
-    """Where a record is; `num_bytes` are those of its payload."""
+    """Where a record is. `num_bytes` are the bytes of its payload."""
 
     pack: int
     offset: int
@@ -126,7 +126,7 @@ class PackFiles:
         return self.directory / f"{pack:08}.kv"
 
     def scan(self) -> Iterator[tuple[bytes, bytes, Location] | str]:
-        """Every record as its identity, key and place, newest pack first; of damage the reason."""
+        """Every record, newest pack first: its identity, key and location; of damage a reason."""
         _check_thread()
         found = []
         for path in self.directory.glob("*.kv"):
@@ -150,17 +150,17 @@ class PackFiles:
                 header = os.pread(file.fileno(), HEADER.size, offset)
                 if (reason := damage(header)) is None:
                     magic, _, identity, key, size, *_ = HEADER.unpack(header)
-                    place = Location(pack, offset, size)
-                    offset = place.end
+                    location = Location(pack, offset, size)
+                    offset = location.end
                     if offset > num_bytes:
                         reason = "truncated"
                     elif magic == RECORD:
-                        yield identity, key, place
+                        yield identity, key, location
         if reason is not None:
             yield reason
 
     def append(self, identity: bytes, key: bytes, payload: Any) -> tuple[Location, list[int]]:
-        """Write a record; returns its place and the packs that were given up for it.
+        """Write a record; returns its location and the packs that were given up for it.
 
         Raises:
             OSError: it cannot be written, or the disk would be too full.
@@ -185,23 +185,24 @@ class PackFiles:
             while self.num_bytes + size > self.max_bytes and next(iter(self.packs)) != pack:
                 removed.append(next(iter(self.packs)))
                 self.remove(removed[-1])
-            place = Location(pack, self.packs[pack], len(payload))
+            location = Location(pack, self.packs[pack], len(payload))
             (sums,) = _sums(np.frombuffer(payload, np.uint8)[None])
             header = _header(identity, key, len(payload), *sums)
-            if os.pwritev(file, [header, payload], place.offset) != size:
+            if os.pwritev(file, [header, payload], location.offset) != size:
                 raise OSError(errno.ENOSPC, "the disk is full")
         finally:
             self.packs[pack] = os.fstat(file).st_size  # a torn record counts, too
             os.close(file)
         self._last = pack
-        return place, removed
+        return location, removed
 
     def read(
         self, wanted: Sequence[tuple[bytes, Location, int]], rows: dict[int, Any], identity: bytes
     ) -> Iterator[str | None]:
-        """Read payloads by their keys and places, each into a row of the memory for its size,
-        ``[n, num_bytes]`` uint8. Yields for each why it is not what was written under this key;
-        None: it is. Neighbours are read at once. All rows between them are read here or full."""
+        """Read payloads by their keys and locations, each into a row of the memory for its size,
+        ``[n, num_bytes]`` uint8. Yields for each payload None, or why it is not what was written
+        under its key. Neighbouring records are read at once. Of the rows between the first and the
+        last that are read, each is read by this call or filled already."""
         _check_thread()
         headers, ends = np.empty((len(wanted), HEADER.size), np.uint8), list[int]()
         while (start := len(ends)) < len(wanted):
@@ -217,13 +218,15 @@ class PackFiles:
                 end = first.offset + os.preadv(file.fileno(), pieces, first.offset)
             ends += [end] * (stop - start)
         sums: dict[int, tuple[int, Any]] = {}  # by size: the first row, and those of all from there
-        for size in {place.num_bytes for _, place, _ in wanted}:
-            used = [row for _, place, row in wanted if place.num_bytes == size]
+        for size in {location.num_bytes for _, location, _ in wanted}:
+            used = [row for _, location, row in wanted if location.num_bytes == size]
             sums[size] = min(used), _sums(rows[size][min(used) : max(used) + 1])
-        for header, end, (key, place, row) in zip(map(bytes, headers), ends, wanted, strict=True):
-            top, of_rows = sums[place.num_bytes]
-            expected = _header(identity, key, place.num_bytes, *of_rows[row - top])
-            if place.end > end:
+        for header, end, (key, location, row) in zip(
+            map(bytes, headers), ends, wanted, strict=True
+        ):
+            top, of_rows = sums[location.num_bytes]
+            expected = _header(identity, key, location.num_bytes, *of_rows[row - top])
+            if location.end > end:
                 yield "truncated" if end else "unreadable"
             elif header == expected:
                 yield None
@@ -238,11 +241,11 @@ class PackFiles:
             self.packs.move_to_end(pack)
             os.utime(self.path(pack), (time(), self.path(pack).stat().st_mtime))
 
-    def kill(self, place: Location) -> None:
+    def kill(self, location: Location) -> None:
         """Mark a record so that no scan finds it."""
         _check_thread()
-        with self.path(place.pack).open("r+b", buffering=0) as file:
-            os.pwrite(file.fileno(), DEAD, place.offset)
+        with self.path(location.pack).open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), DEAD, location.offset)
 
     def remove(self, pack: int) -> None:
         """Delete a pack."""

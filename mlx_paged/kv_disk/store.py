@@ -15,9 +15,9 @@ from mlx_paged.kv_disk.packs import Location, PackFiles, allow_disk
 
 READERS = 2
 STAGING = 1 << 28
-"""Bytes on their way to the disk, and as many on their way back, that memory may hold."""
+"""Bytes on their way to the disk that memory may hold, and as many on their way back."""
 DAILY_WRITES = 5
-"""Times the size of the store that are written in 24 hours at most."""
+"""In 24 hours at most this many times the size of the store is written."""
 PAUSE = 60.0
 """Seconds without a write after one that failed."""
 FADING = 0.8
@@ -29,8 +29,9 @@ class Load:
 
     Attributes:
         num_bytes: their payloads together.
-        found: those that arrived and can be trusted: for each a matrix of bytes, and its row.
-        seconds: that the slowest of its readers took, when it is done.
+        found: by key each record that arrived and can be trusted: a matrix of bytes, and the row of
+            the matrix with its payload.
+        seconds: how long the slowest reader took, when the load is done.
     """
 
     def __init__(self, keys: Sequence[bytes], num_bytes: int) -> None:
@@ -40,7 +41,8 @@ class Load:
         self.futures: list[Future[None]] = []
         self.started = monotonic()
         self.seconds = 0.0
-        self.gate = RLock()  # its readers pass when all of it is known: they would slow that down
+        # Held while the load is made: readers wait for it, since they would slow that down.
+        self.gate = RLock()
 
     @property
     def is_done(self) -> bool:
@@ -48,15 +50,17 @@ class Load:
 
 
 class DiskStore:
-    """Payloads by key, in packs. No method waits for the disk but :meth:`close`.
+    """Payloads by key, in packs. Of its methods only :meth:`close` waits for the disk.
 
-    A record that cannot be trusted is not found, counted and removed; no failure of the disk is
-    raised. The index is made of the packs when a store opens, while others use it already.
+    A record that cannot be trusted is not found; it is counted and removed. No failure of the disk
+    is raised. When a store opens, a thread makes the index from the packs; the store can be used
+    meanwhile.
 
     Args:
-        packs: it writes and reads these from here on.
-        identity: 32 bytes: only records that were written under it are found.
-        make_rows: memory for so many payloads of so many bytes, and the same for numpy to fill.
+        packs: the store's own from here on.
+        identity: 32 bytes. Only records that were written under this identity are found.
+        make_rows: takes a number of payloads and the bytes of each. Returns memory for them twice:
+            for the pool to read, and for numpy to fill.
 
     Attributes:
         counts: as the keys of docs/metrics.md.
@@ -101,8 +105,8 @@ class DiskStore:
 
     def size_of(self, key: bytes) -> int:
         """Bytes of a payload; 0 if it is unknown or in memory still."""
-        place = self._index.get(key)
-        return place.num_bytes if place else 0
+        location = self._index.get(key)
+        return location.num_bytes if location else 0
 
     def seconds_to_read(self, num_bytes: int) -> float:
         """What earlier reads predict; 0: unknown."""
@@ -122,8 +126,8 @@ class DiskStore:
 
     def load(self, keys: Sequence[bytes]) -> Load:
         """Start to read payloads."""
-        counts = Counter[int]()
-        wanted: list[Any] = []  # each a key, its place or content, row among those of its size
+        counts = Counter[int]()  # payloads by size
+        wanted: list[Any] = []  # each a key, its location or content, row among those of its size
         for key in keys:
             source: Any = self._index.get(key, self._pending.get(key))
             if source is not None:
@@ -169,10 +173,10 @@ class DiskStore:
             if isinstance(found, str):
                 self.dropped[found] += 1
                 continue
-            identity, key, place = found
-            live.add(place.pack)
+            identity, key, location = found
+            live.add(location.pack)
             if identity == self._identity:
-                index.setdefault(key, place)
+                index.setdefault(key, location)
         self._index = index
         for pack in self._packs.packs.keys() - live:
             with suppress(OSError):
@@ -187,9 +191,9 @@ class DiskStore:
             if self._written > DAILY_WRITES * self._packs.max_bytes:
                 self.dropped["budget"] += 1
             elif self.is_writable:
-                place, removed = self._packs.append(self._identity, key, payload)
-                self._index[key] = place
-                self.counts["bytes_written"] += place.num_bytes
+                location, removed = self._packs.append(self._identity, key, payload)
+                self._index[key] = location
+                self.counts["bytes_written"] += location.num_bytes
                 for old, (pack, *_) in list(self._index.items()) if removed else ():
                     if pack in removed:
                         self._index.pop(old, None)
@@ -210,13 +214,13 @@ class DiskStore:
                 memory[len(payload)][row] = np.frombuffer(payload, np.uint8)
                 load.found[key] = rows[len(payload)][0], row
         reasons = self._packs.read(stored, memory, self._identity)
-        for (key, place, row), reason in zip(stored, reasons, strict=True):
+        for (key, location, row), reason in zip(stored, reasons, strict=True):
             if reason is None:
-                load.found[key] = rows[place.num_bytes][0], row
-            elif self._index.get(key) == place:
+                load.found[key] = rows[location.num_bytes][0], row
+            elif self._index.get(key) == location:
                 with self._lock:
                     self._index.pop(key, None)
                     self.dropped[reason] += 1
-                self._writer.submit(self._packs.kill, place)
+                self._writer.submit(self._packs.kill, location)
         load.seconds = max(load.seconds, monotonic() - started)
-        self._writer.submit(self._packs.used, {place.pack for _, place, *_ in stored})
+        self._writer.submit(self._packs.used, {location.pack for _, location, *_ in stored})

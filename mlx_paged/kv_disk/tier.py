@@ -28,21 +28,23 @@ IDLE_BYTES = 1 << 28
 LEAVING_BYTES = 1 << 26
 """Bytes that a step copies out of the pool at most, one block more. Other blocks are lost."""
 EARLY_BYTES = 1 << 20
-"""Of blocks whose memory is not needed yet: later steps then have fewer to copy at once."""
+"""Bytes that a step copies out of blocks whose memory is not needed yet. Later steps then have
+fewer blocks to copy at once."""
 NEARLY_FULL = 8
-"""A pool is nearly full if less than one part of so many is free: its blocks leave early."""
+"""A pool is nearly full if less than 1/8 of its blocks is free. Blocks then leave early."""
 LOAD_BYTES = 1 << 31
-"""Bytes of a load at most. What a longer prefix has more is computed."""
+"""Bytes of a load at most. The rest of a longer prefix is computed."""
 WAIT = 0.02
 """Seconds that an engine without other work waits for the disk at once."""
 LOAD_TIMEOUT = 30.0
 """Seconds after which a request no longer waits for the disk."""
 DECLINED = 1 << 62
-"""Stands for a block that is never reached: it takes too long to read these blocks."""
+"""Stands for the first block that a request asked for, where to read its blocks takes too long: no
+block has so high an index, so the request does not ask again."""
 
 
 @dataclass(slots=True)
-class _Plan:
+class _Awaited:
     """What a request waits for: blocks that the pool has, and those that it lacks, in order."""
 
     load: Load
@@ -79,12 +81,12 @@ class KVDiskTier:
         self._allocator = allocator
         self._seconds_to_compute = seconds_to_compute
         self._entry_bytes = entry_bytes
-        self._limit = STEP_BYTES  # of the step that is planned
-        self._plans: dict[int, _Plan] = {}  # by id of the request that waits for it
+        self._limit = STEP_BYTES  # bytes that the step being planned copies into the pool at most
+        self._awaited: dict[int, _Awaited] = {}  # by id of the waiting request
         self._asked: dict[int, int] = {}  # by request id: the first block that it asked for
-        self._leaving: dict[bytes, BlockTransfer] = {}  # the step that is planned copies them
+        self._leaving: dict[bytes, BlockTransfer] = {}  # the step being planned copies them
         self._leaving_bytes = 0
-        self._coming: set[int] = set()  # entries that the step that is planned fills
+        self._coming: set[int] = set()  # entries that the step being planned fills
         allocator.store.on_evict = self._leave
         self._fresh = allocator.prefixes.fresh = deque(maxlen=2 * allocator.num_blocks)
 
@@ -134,8 +136,8 @@ class KVDiskTier:
                 self._leave(group, known)
 
     def _leave(self, group: int, known: CachedBlock) -> None:
-        """Copy a block with the next step, and the states after it, unless they are stored or what
-        that step fills."""
+        """Let the next step copy a block and the states after it, unless they are stored already,
+        or that step fills the block."""
         size = self._allocator.block_size
         if len(known.tokens) < size * TOKEN_BYTES or not self.store.has_room:
             return
@@ -171,27 +173,27 @@ class KVDiskTier:
             store.doubt()
             store.counts["slower"] += 1
             return False
-        loads = {plan.load for plan in self._plans.values()}
+        loads = {awaited.load for awaited in self._awaited.values()}
         load = next((load for load in loads if absent[0].key in load.keys), None)
         if load is None:
             if sum(load.num_bytes for load in loads) > LOAD_BYTES:
                 return False  # others come first; it asks again
             load = store.load([each.key for each in absent])
         held = [each for each in needed if each.known.block != ABSENT]
-        self._plans[request.id] = _Plan(load, held, deque(absent), to_compute)
+        self._awaited[request.id] = _Awaited(load, held, deque(absent), to_compute)
         self._asked[request.id] = absent[0].index
         self.loading[request.id] = request
         return True
 
     def arrived(self, waits: bool) -> list[Request]:
-        """The requests that need not wait any more. A step is planned from here on. If it `waits`,
-        there is nothing else to compute; this takes a short time then."""
+        """The requests that need not wait any more. From here on a step is planned. With `waits`
+        there is nothing else to compute: this call then waits a short time for the disk."""
         self._limit = IDLE_BYTES if waits else STEP_BYTES
-        self.leaving()  # what a failed plan left is void
+        self.leaving()  # what a step that failed left is void
         self._coming.clear()
         if NEARLY_FULL * len(self._allocator.store.free) < self._allocator.num_blocks:
             self._leave_early(EARLY_BYTES)
-        loads = [(request, self._plans[i].load) for i, request in self.loading.items()]
+        loads = [(request, self._awaited[i].load) for i, request in self.loading.items()]
         if waits and loads:
             futures = [f for _, load in loads for f in load.futures if not f.done()]
             wait(futures, WAIT, FIRST_COMPLETED if len(loads) > 1 else ALL_COMPLETED)
@@ -199,23 +201,23 @@ class KVDiskTier:
         arrived = [request for request, load in loads if load.is_done or load.started < latest]
         for request in arrived:
             del self.loading[request.id]
-            if not self._plans[request.id].load.is_done:
-                del self._plans[request.id]
+            if not self._awaited[request.id].load.is_done:
+                del self._awaited[request.id]
         return arrived
 
     def delays(self, request: Request, loads: list[BlockTransfer]) -> bool:
-        """Add what was read for a request to the prefix cache, and to the `loads` that the step
-        writes before all else. Returns whether the request has to wait for more, in the queue or
-        among those `loading`. While there are too few blocks, what was read is kept."""
-        plan = self._plans.get(request.id)
-        if plan is None:
+        """Add what was read for a request to the prefix cache, and to `loads`, which the step
+        writes before all else. Returns whether the request has to wait for more, in the queue or in
+        `loading`. While the pool has too few free blocks, what was read is kept."""
+        awaited = self._awaited.get(request.id)
+        if awaited is None:
             return self.ask(request)
-        adopted = self._adopt(plan)
+        adopted = self._adopt(awaited)
         loads += adopted
-        if plan.absent:
+        if awaited.absent:
             return bool(adopted)
-        self.store.note(plan.load, plan.seconds_to_compute if plan.load.found else 0.0)
-        del self._plans[request.id]
+        self.store.note(awaited.load, awaited.seconds_to_compute if awaited.load.found else 0.0)
+        del self._awaited[request.id]
         return False
 
     def admitted(self, request: Request, match: PrefixMatch) -> MissReason | None:
@@ -231,25 +233,25 @@ class KVDiskTier:
     def forget(self, request: Request) -> None:
         """The request was admitted, or has ended."""
         self.loading.pop(request.id, None)
-        self._plans.pop(request.id, None)
+        self._awaited.pop(request.id, None)
         self._asked.pop(request.id, None)
 
-    def _adopt(self, plan: _Plan) -> list[BlockTransfer]:
-        """Take entries for what was read. The step that is planned does not evict them: their
-        content is not there yet."""
+    def _adopt(self, awaited: _Awaited) -> list[BlockTransfer]:
+        """Take entries of the pool for the blocks that were read. The step being planned does not
+        evict these entries: their content is not in the pool yet."""
         store, block_size = self._allocator.store, self._allocator.block_size
-        for each in plan.held:  # evict those before the new ones after all that are idle now
+        for each in awaited.held:  # they become the last to be evicted, but for the new ones
             if each.find(store.prefixes) is each.known:
                 store.retain([each.known.block])
                 store.release([each.known.block])
-        plan.held = []
+        awaited.held = []
         adopted, taken, num_bytes = list[BlockTransfer](), list[int](), 0
         try:
-            while plan.absent and num_bytes < self._limit:
-                each = plan.absent[0]
-                group, known, payload = each.group, each.known, plan.load.found.get(each.key)
+            while awaited.absent and num_bytes < self._limit:
+                each = awaited.absent[0]
+                group, known, payload = each.group, each.known, awaited.load.found.get(each.key)
                 if payload is None:
-                    plan.absent.clear()
+                    awaited.absent.clear()
                     break
                 if each.group < 0:
                     (prefixes,) = store.prefixes
@@ -266,7 +268,7 @@ class KVDiskTier:
                     store.hold_source(entry)
                     adopted.append(BlockTransfer(each.key, group, store.blocks_of(entry), payload))
                     num_bytes += self._entry_bytes[group]
-                plan.absent.popleft()
+                awaited.absent.popleft()
         finally:
             self._coming.update(taken)
             store.release(taken)

@@ -1,4 +1,4 @@
-"""Arguments that both attention ops have: numbers, and the layer of the caches."""
+"""Checks of the arguments that both attention ops have: numbers, and the layer of the caches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +18,12 @@ def checked(
     window: int | None,
     softcap: float | None,
     **caches: Cache | None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One layer of the caches and scales that are given, without a copy, and the numbers."""
-    return _layers(op, layer_idx, caches), _numbers(op, q, scale, window, softcap)
+) -> tuple[mx.array, mx.array, dict[str, mx.array], dict[str, Any]]:
+    """One layer of the keys, of the values and of the scales that are given, without a copy, and
+    the numbers."""
+    layers = _layers(op, layer_idx, caches)
+    numbers = _numbers(op, q, scale, window, softcap)
+    return layers.pop("k_cache"), layers.pop("v_cache"), layers, numbers
 
 
 def _numbers(
@@ -36,7 +39,7 @@ def _numbers(
     return {"scale": scale, "window": window, "softcap": softcap}
 
 
-def _layers(op: str, layer_idx: int, caches: dict[str, Cache | None]) -> dict[str, Any]:
+def _layers(op: str, layer_idx: int, caches: dict[str, Cache | None]) -> dict[str, mx.array]:
     given = {name: cache for name, cache in caches.items() if cache is not None}
     n_layers = len(given["k_cache"])
     for name, cache in given.items():

@@ -43,10 +43,10 @@ LINEAR_VARIABLE = "MLX_PAGED_CPU_LINEAR"  # 0: linear layers are MLX's
 GROUP_SIZES = 32, 64, 128
 
 
-class Place(NamedTuple):
-    """A module's attribute through which models call a layer."""
+class Attribute(NamedTuple):
+    """An attribute, of a module or a class, through which models call a layer."""
 
-    module: Any
+    owner: Any
     name: str
     original: Layer
     fused: Layer
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 _lock = Lock()
 _inside: dict[int, list["CPULayers"]] = {}  # by thread: whose contexts it is inside of
-_diverted: set[Place] = set()
+_diverted: set[Attribute] = set()
 
 
 class CPULayers:
@@ -66,11 +66,11 @@ class CPULayers:
     """
 
     def __init__(self, model: nn.Module, linear: bool | None = None) -> None:
-        self._places = [
-            Place(mx.fast, "rms_norm", mlx_rms_norm, _rms_norm),
-            Place(mx.fast, "rope", mlx_rope, _rope),
-            Place(nn, "silu", mlx_silu, _silu),
-            Place(nn, "gelu_approx", mlx_gelu_approx, _gelu_approx),
+        self._attributes = [
+            Attribute(mx.fast, "rms_norm", mlx_rms_norm, _rms_norm),
+            Attribute(mx.fast, "rope", mlx_rope, _rope),
+            Attribute(nn, "silu", mlx_silu, _silu),
+            Attribute(nn, "gelu_approx", mlx_gelu_approx, _gelu_approx),
         ]
         allowed = os.environ.get(LINEAR_VARIABLE) != "0" and sys.platform != "darwin"
         self.linear = allowed if linear is None else linear
@@ -83,11 +83,11 @@ class CPULayers:
             }
             for kind, original in mlx_linear.items():
                 fused = _quantized_linear if "Quantized" in kind.__name__ else _linear
-                self._places.append(Place(kind, original.__name__, original, fused))
+                self._attributes.append(Attribute(kind, original.__name__, original, fused))
         for name in sorted({type(layer).__module__ for layer in model.modules()}):
             module = sys.modules.get(name)
             if getattr(module, "swiglu", None) is mlx_swiglu:
-                self._places.append(Place(module, "swiglu", mlx_swiglu, _swiglu))
+                self._attributes.append(Attribute(module, "swiglu", mlx_swiglu, _swiglu))
 
     @contextmanager
     def diverted(self) -> Iterator[None]:
@@ -99,9 +99,9 @@ class CPULayers:
         thread = get_ident()
         with _lock:
             _inside.setdefault(thread, []).append(self)
-            _diverted.update(self._places)
-            for place in self._places:
-                setattr(place.module, place.name, place.fused)
+            _diverted.update(self._attributes)
+            for attribute in self._attributes:
+                setattr(attribute.owner, attribute.name, attribute.fused)
         try:
             yield
         finally:
@@ -110,8 +110,8 @@ class CPULayers:
                 if not _inside[thread]:
                     del _inside[thread]
                 if not _inside:
-                    for place in _diverted:
-                        setattr(place.module, place.name, place.original)
+                    for attribute in _diverted:
+                        setattr(attribute.owner, attribute.name, attribute.original)
                     _diverted.clear()
 
     def takes(self, layer: nn.Module) -> bool:

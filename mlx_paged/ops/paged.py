@@ -153,9 +153,8 @@ def paged_attention(
     """
     name = "paged_attention"
     caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scales": k_scales, "v_scales": v_scales}
-    scales, options = checked(name, q, layer_idx, scale, window, softcap, **caches)
-    k_layer, v_layer = scales.pop("k_cache"), scales.pop("v_cache")
-    arrays = q, k_layer, v_layer, block_tables, context_lens
+    k, v, scales, options = checked(name, q, layer_idx, scale, window, softcap, **caches)
+    arrays = q, k, v, block_tables, context_lens
     options |= {
         **scales,
         "causal": causal,
@@ -169,7 +168,7 @@ def paged_attention(
     result = _ext.paged_attention(  # validates, computes nothing
         *arrays, **options, check_tables=check_tables, stream=stream
     )
-    if not _is_native(stream, k_layer, v_layer, block_tables):
+    if not _is_native(stream, k, v, block_tables):
         with _on(stream):
             result = fallback.paged_attention(*arrays, **options)
     return result
@@ -234,12 +233,11 @@ def paged_attention_varlen(
     """
     name = "paged_attention_varlen"
     caches = {"k_cache": k_cache, "v_cache": v_cache, "k_scales": k_scales, "v_scales": v_scales}
-    scales, options = checked(name, q, layer_idx, scale, window, softcap, **caches)
-    k_layer, v_layer = scales.pop("k_cache"), scales.pop("v_cache")
-    arrays = q, k_layer, v_layer, block_tables, context_lens
+    k, v, scales, options = checked(name, q, layer_idx, scale, window, softcap, **caches)
+    arrays = q, k, v, block_tables, context_lens
     options |= {**scales, "causal": causal, "sinks": sinks}
     num_decodes = integer(name, "num_decodes", num_decodes, 0, MAX_INT32)
-    result = _ext.paged_attention(  # validates, computes nothing
+    result: mx.array = _ext.paged_attention(  # validates, computes nothing
         *arrays,
         **options,
         cu_seqlens=cu_seqlens,

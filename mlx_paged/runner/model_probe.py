@@ -21,7 +21,8 @@ from mlx_paged.attention.sdpa_hook import (
     attention_hook,
 )
 from mlx_paged.kv.layer_groups import LayerPlace
-from mlx_paged.kv.pool import KVPool, KVShape
+from mlx_paged.kv.pool import KVPool
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.layer_cache import PagedLayerCache, UntrimmedCache, storable
 from mlx_paged.runner.skip_unsampled import LastLayer, LogitRows

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mlx_paged.arguments import missing
 from mlx_paged.cli import demo_model_path
-from mlx_paged.server import arguments
+from mlx_paged.server import flags
 
 if TYPE_CHECKING:  # they need the extra "server"; `main` reports if it is missing
     from mlx_paged.server.listener import Server
@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # they need the extra "server"; `main` reports if it is missi
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until Ctrl-C or SIGTERM. Returns the exit status: 0, or 2 after a mistake."""
-    args = arguments.parse(argv)
+    args = flags.parse(argv)
     logging.basicConfig(level=args.log_level, format="%(asctime)s - %(levelname)s - %(message)s")
     try:
         with serving(args) as server:

@@ -183,13 +183,13 @@ class Answer:
 
     def _submit(self, model: Model, params: list[SamplingParams]) -> list[Ticket]:
         fields = self.fields
-        place = {"priority": fields["priority"], "cache_salt": fields["cache_salt"]}
+        options = {"priority": fields["priority"], "cache_salt": fields["cache_salt"]}
 
         def add(engine: Engine) -> list[int]:
             ids: list[int] = []
             try:
                 for prompt, own in zip(self.prompts, params, strict=True):
-                    ids += engine.add_samples(prompt.tokens, fields["best_of"], own, **place)
+                    ids += engine.add_samples(prompt.tokens, fields["best_of"], own, **options)
             except ValueError:
                 for request_id in ids:
                     engine.abort(request_id)

@@ -24,7 +24,7 @@ from mlx_paged.engine.service import EngineService
 from mlx_paged.kv.memory import default_kv_memory, spare_memory
 from mlx_paged.outputs import describe
 from mlx_paged.runner.ranks import joined, rank
-from mlx_paged.server.arguments import engine_options
+from mlx_paged.server.flags import engine_options
 from mlx_paged.server.request_body import Refusal
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_paged import UnsupportedModelError, _ext, ops
 from mlx_paged.attention.prewarm import AttentionKind, prewarm
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
-from mlx_paged.kv.pool import KVShape
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.model_probe import ModelProfile, probe
 from scripts.support_matrix import names

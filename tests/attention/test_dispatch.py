@@ -26,7 +26,8 @@ from mlx_paged.attention.sdpa_hook import Query
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.patch import patched_mlx_lm
-from mlx_paged.kv.pool import KVPool, KVShape
+from mlx_paged.kv.pool import KVPool
+from mlx_paged.kv.shapes import KVShape
 from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 from tests.support.ops.attention_paths import attending_by
 from tests.support.ops.paged_cases import TOLERANCE, random_case, worst_error

@@ -7,7 +7,8 @@ import pytest
 from mlx_paged import Engine, ops
 from mlx_paged.attention.forward import path_counts
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.pool import KVPool, KVShape, as_int32, head_runs
+from mlx_paged.kv.pool import KVPool, as_int32, head_runs
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.runner.model_probe import Batching, probe
 from tests.support.models.architectures import VOCAB, build
 from tests.support.models.tiny_models import solo_greedy

@@ -11,7 +11,7 @@ from mlx_paged import Engine, _ext, ops
 from mlx_paged.attention import prewarm
 from mlx_paged.attention.sdpa_hook import Query
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
-from mlx_paged.kv.pool import KVShape
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.runner.model_probe import _Recorder, probe
 from tests.support.models.tiny_models import VOCAB, tiny_model
 from tests.support.ops.metal_runner import MetalRunner

@@ -6,11 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from tiny_models import VOCAB, tiny_model
 
 from bench.models import REAL, REAL_MODEL, gguf_of, named_model, random_prompts, vocab_size
 from bench.serving import __main__ as serving
 from bench.serving.engines import check_engines, kv_token_bytes
+from tests.support.models.tiny_models import VOCAB, tiny_model
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from mlx_paged.cli import load_model
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import BatchPagedKVCache, PagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.drop_in.pool_layer import layer_of
 from mlx_paged.drop_in.shared_pool import SharedPool
 from tests.support.drop_in.prompt_cache_cases import (
     blocks_in_use,
@@ -283,7 +284,7 @@ def test_any_sequence_of_operations_is_that_on_plain_rows(seed, window):
 
     def fresh():
         sequence = pool.new_sequence()
-        caches = [PagedKVCache.of(pool.layer(i), [sequence], [0], window) for i in range(2)]
+        caches = [PagedKVCache.of(layer_of(pool, i), [sequence], [0], window) for i in range(2)]
         return caches, [[empty]] * 2
 
     def batch_of(count):

@@ -7,6 +7,7 @@ from mlx_paged import OutOfBlocksError
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import BatchPagedKVCache, PagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.drop_in.pool_layer import layer_of
 from mlx_paged.drop_in.shared_pool import SharedPool
 from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
@@ -41,7 +42,7 @@ def batch_of(rows: int, layers: int = 2) -> list[BatchPagedKVCache]:
     """An empty batch in a pool of its own."""
     pool = SharedPool(layers, BLOCK)
     sequences = [pool.new_sequence() for _ in range(rows)]
-    return [BatchPagedKVCache.of(pool.layer(i), sequences, [0] * rows) for i in range(layers)]
+    return [BatchPagedKVCache.of(layer_of(pool, i), sequences, [0] * rows) for i in range(layers)]
 
 
 def keys_of(cache) -> mx.array:
@@ -98,7 +99,7 @@ def test_a_step_ends_where_one_of_its_rows_is_written_otherwise():
     batch[0].update_and_fetch(*kv(1, 2.0))
     pool = batch[0].layer.pool
     sequence = pool.new_sequence()
-    other = [PagedKVCache.of(pool.layer(i), [sequence], [0]) for i in range(2)]
+    other = [PagedKVCache.of(layer_of(pool, i), [sequence], [0]) for i in range(2)]
     for c in other:
         c.update_and_fetch(*kv(BLOCK, 3.0))
     batch[1].update_and_fetch(*kv(2 * BLOCK, 4.0, rows=2))
@@ -146,7 +147,7 @@ def test_a_full_pool_loses_no_copy_that_was_due():
     """The first row got a block of its own for its tail before the second one found none."""
     block_bytes = 2 * 2 * BLOCK * 16 * 4
     pool = SharedPool(1, BLOCK, kv_memory=8 * block_bytes)
-    layer = pool.layer(0)
+    layer = layer_of(pool, 0)
     batch = BatchPagedKVCache.of(layer, [pool.new_sequence() for _ in range(2)], [0, 0])
     batch.prepare(lengths=[6, 1], right_padding=[0, 5])
     batch.update_and_fetch(*kv(6, 1.0, rows=2))

@@ -13,8 +13,9 @@ from mlx_paged.attention.sdpa_hook import mlx_attention
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import PagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.drop_in.pool_layer import layer_of
 from mlx_paged.drop_in.shared_pool import SharedPool
-from mlx_paged.kv.pool import KVShape
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.runner.model_probe import leaves
 from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
@@ -217,7 +218,7 @@ def make_prompt_cache_like(cache) -> list:
 @pytest.mark.parametrize("length", [1, 3])
 def test_keys_and_values_of_one_head_and_two_widths_are_attended_as_such(length):
     pool = SharedPool(1, BLOCK)
-    cache = PagedKVCache.of(pool.layer(0), [pool.new_sequence()], [0])
+    cache = PagedKVCache.of(layer_of(pool, 0), [pool.new_sequence()], [0])
     q, k, v = (mx.random.normal(s) for s in ((1, 4, length, 8), (1, 1, 9, 8), (1, 1, 9, 6)))
     first, last = ([x[:, :, part] for x in (k, v)] for part in (slice(-length), slice(-length, 9)))
     cache.update_and_fetch(*first)
@@ -242,7 +243,7 @@ def test_the_layers_that_pick_tokens_by_an_indexer_have_mlx_lms_tokens(models):
 def test_a_pool_that_grew_holds_each_latent_once():
     before = mx.get_active_memory()
     pool = SharedPool(1, BLOCK)
-    cache = PagedKVCache.of(pool.layer(0), [pool.new_sequence()], [0])
+    cache = PagedKVCache.of(layer_of(pool, 0), [pool.new_sequence()], [0])
     for _ in range(9):
         cache.update_and_fetch(*(mx.zeros((1, 1, 500, dim)) for dim in (512, 64)))
         mx.eval(cache.keys)

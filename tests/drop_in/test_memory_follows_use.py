@@ -14,6 +14,7 @@ from mlx_lm.models import cache as stock
 from mlx_paged import ops
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.drop_in.caches import PagedKVCache
+from mlx_paged.drop_in.pool_layer import layer_of
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv.allocator import BlockAllocator
 from tests.support.drop_in.prompt_cache_cases import (
@@ -51,7 +52,7 @@ class Pair:
 
     def __init__(self, pool: SharedPool, is_stock: bool) -> None:
         rows, window = [pool.new_sequence()], pool.window
-        self.paged = [PagedKVCache.of(pool.layer(i), rows, [0], window) for i in range(2)]
+        self.paged = [PagedKVCache.of(layer_of(pool, i), rows, [0], window) for i in range(2)]
         self.stock = [
             stock.RotatingKVCache(window) if window else stock.KVCache()
             for _ in range(2 * is_stock)
@@ -169,7 +170,7 @@ def address(array: mx.array) -> int:
 
 
 def test_growing_copies_nothing():
-    layer = SharedPool(1, BLOCK).layer(0)
+    layer = layer_of(SharedPool(1, BLOCK), 0)
     cache = PagedKVCache.of(layer, [layer.pool.new_sequence()], [0])
     keys = mx.random.normal((1, 2, 40, 16))
     cache.update_and_fetch(keys, 2 * keys)

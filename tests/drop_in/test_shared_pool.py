@@ -15,6 +15,7 @@ from mlx_paged.drop_in import shared_pool
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.kv_caches import PagedKVCache
 from mlx_paged.drop_in.patch import patched_mlx_lm
+from mlx_paged.drop_in.pool_layer import layer_of
 from mlx_paged.drop_in.shared_pool import SharedPool
 from tests.support.drop_in.prompt_cache_cases import (
     BLOCK,
@@ -93,7 +94,7 @@ def test_a_growing_pool_keeps_what_is_in_it(llama):
 
 def test_growing_holds_nothing_twice():
     before = mx.get_active_memory()
-    layer = SharedPool(1, BLOCK).layer(0)
+    layer = layer_of(SharedPool(1, BLOCK), 0)
     cache = PagedKVCache.of(layer, [layer.pool.new_sequence()], [0])
     for _ in range(3):
         keys = mx.zeros((1, 2, 1000, 16))
@@ -104,7 +105,7 @@ def test_growing_holds_nothing_twice():
 
 
 def test_growing_holds_one_array_twice_at_most():
-    layer = SharedPool(1, BLOCK).layer(0)
+    layer = layer_of(SharedPool(1, BLOCK), 0)
     cache = PagedKVCache.of(layer, [layer.pool.new_sequence()], [0])
     keys = mx.zeros((1, 2, 4000, 16))
     cache.update_and_fetch(keys, keys)
@@ -125,7 +126,7 @@ def test_a_pool_does_not_outgrow_the_device(llama, monkeypatch):
 
 
 def test_blocks_that_there_are_count_as_available_where_memory_has_none(monkeypatch):
-    layer = SharedPool(3, BLOCK).layer(0)
+    layer = layer_of(SharedPool(3, BLOCK), 0)
     cache = PagedKVCache.of(layer, [layer.pool.new_sequence()], [0])
     cache.update_and_fetch(*[mx.zeros((1, 2, 41, 16))] * 2)
     monkeypatch.setattr("mlx_paged.drop_in.shared_pool.spare_memory", lambda: 0)

@@ -4,8 +4,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import BatchGenerator, Engine, KVBlockManager
-from mlx_paged.kv.pool import KVShape
-from mlx_paged.server import arguments
+from mlx_paged.kv.shapes import KVShape
+from mlx_paged.server import flags as server_flags
 from tests.support.models.tiny_models import VOCAB, tiny_model
 from tests.support.ops.numpy_quantization import BITS
 
@@ -62,7 +62,7 @@ def test_layers_that_cannot_be_quantized():
 
 class TestFlags:
     def options(self, *given):
-        return arguments.engine_options(arguments.parse([*given]))
+        return server_flags.engine_options(server_flags.parse([*given]))
 
     def test_kv_bits(self):
         assert self.options()["kv_bits"] is None

@@ -9,7 +9,7 @@ from mlx_lm.generate import setup_arg_parser
 from test_generate_mistakes import assert_one_line_mistake
 
 from mlx_paged.cli import Refused, demo_model_path
-from mlx_paged.generate.arguments import REFUSED, make_parser
+from mlx_paged.generate.flags import REFUSED, make_parser
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.commands.generate_runs import CLASS, FUNCTION, jsonl, model_copy, read_jsonl
 from tests.support.simulation.injected_drafts import every_guess

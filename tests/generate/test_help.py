@@ -2,8 +2,8 @@
 
 import pytest
 
-from mlx_paged.generate.arguments import make_parser as make_generate_parser
-from mlx_paged.server.arguments import make_parser as make_server_parser
+from mlx_paged.generate.flags import make_parser as make_generate_parser
+from mlx_paged.server.flags import make_parser as make_server_parser
 
 
 @pytest.mark.parametrize("make_parser", [make_generate_parser, make_server_parser])

@@ -6,7 +6,8 @@ import mlx.core as mx
 import pytest
 
 from mlx_paged import _ext
-from mlx_paged.kv.pool import KVPool, KVShape, head_runs
+from mlx_paged.kv.pool import KVPool, head_runs
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops import fallback as reference_mlx
 from tests.gpu_order.encode_cpp import EncoderScript
 from tests.support.ops.paged_cases import (

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from mlx_paged.kv.block_bytes import Staging, read_blocks, write_blocks
-from mlx_paged.kv.pool import KVPool, KVShape
+from mlx_paged.kv.pool import KVPool
+from mlx_paged.kv.shapes import KVShape
 
 
 def test_what_is_read_is_what_was_written():

@@ -8,13 +8,14 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlx_paged import Engine, make_prompt_cache, ops
 from mlx_paged.drop_in.kv_caches import PagedKVCache
+from mlx_paged.drop_in.pool_layer import layer_of
 from mlx_paged.drop_in.shared_pool import SharedPool
 from mlx_paged.kv import memory
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.memory import memory_in_use, physical_memory, spare_memory
-from mlx_paged.kv.pool import KVShape
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.runner.model_probe import probe
 from tests.support.fake_macs import GB, MACS, FakeMac, fake_mac
 from tests.support.models.tiny_models import tiny_model
@@ -227,7 +228,7 @@ class TestLongArrays:
     @pytest.mark.parametrize("kv_memory", [None, MIB])
     def test_bound_a_pool_that_grows(self, m1, kv_memory):
         m1.longest_buffer = 10 * 2 * BLOCK * 16 * 4  # ten blocks of 2 heads of 16 float32
-        layer = SharedPool(1, BLOCK, kv_memory).layer(0)
+        layer = layer_of(SharedPool(1, BLOCK, kv_memory), 0)
         cache = PagedKVCache.of(layer, [layer.pool.new_sequence()], [0])
         cache.update_and_fetch(*[mx.zeros((1, 2, 10 * BLOCK, 16))] * 2)
         assert layer.pool.allocator.num_blocks == 10

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.layer_groups import ONE_GROUP, LayerGroup, plan_pool
-from mlx_paged.kv.pool import KVPool, KVShape
+from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.prefix_cache import PrefixCache
 from mlx_paged.kv.prefix_match import MissReason
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.kv.snapshots import Snapshot
 
 SMALL, LARGE = KVShape(2, 8, 8, mx.float16), KVShape(2, 16, 16, mx.float16)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from mlx_paged import _ext
-from mlx_paged.kv.pool import KVPool, KVShape, head_runs
+from mlx_paged.kv.pool import KVPool, head_runs
+from mlx_paged.kv.shapes import KVShape
 
 PAGE, HUGE = 2**12, 2**21
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")

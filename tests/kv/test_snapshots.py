@@ -186,21 +186,21 @@ def too_many(allocator: BlockAllocator) -> None:
 
 
 def past_its_block(allocator: BlockAllocator) -> None:
-    block, _ = next(iter(allocator.snapshots._by_place))
+    block, _ = next(iter(allocator.snapshots._by_key))
     allocator.snapshots.add(block, BLOCK + 1, Snapshot(BLOCK + 1, states="s"))
 
 
 def at_another_position(allocator: BlockAllocator) -> None:
-    next(iter(allocator.snapshots._by_place.values())).position += 1
+    next(iter(allocator.snapshots._by_key.values())).position += 1
 
 
 def twice(allocator: BlockAllocator) -> None:
-    place, _ = allocator.snapshots._by_place.popitem()
-    allocator.snapshots._by_place[place] = next(iter(allocator.snapshots._by_place.values()))
+    key, _ = allocator.snapshots._by_key.popitem()
+    allocator.snapshots._by_key[key] = next(iter(allocator.snapshots._by_key.values()))
 
 
 def lost(allocator: BlockAllocator) -> None:
-    allocator.snapshots._by_place.popitem()
+    allocator.snapshots._by_key.popitem()
 
 
 @pytest.mark.parametrize(

@@ -155,9 +155,9 @@ def test_blocks_of_a_planned_step_are_not_evicted_before_they_are_written(tmp_pa
     request = engine.request(engine.add_request(tokens_of(0), **GREEDY))
     held = engine.scheduler.tier
     deadline = time.monotonic() + TIMEOUT
-    while not held._plans[request.id].load.is_done and time.monotonic() < deadline:
+    while not held._awaited[request.id].load.is_done and time.monotonic() < deadline:
         time.sleep(0.01)
-    adopted = held._adopt(held._plans[request.id])
+    adopted = held._adopt(held._awaited[request.id])
     store = engine.scheduler.allocator.store
     assert len(adopted) == 12 and engine.scheduler.allocator.num_available == 4
     taken = store.take(4)

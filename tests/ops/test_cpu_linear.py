@@ -15,7 +15,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from mlx_paged import Engine, _ext
 from mlx_paged.ops.cpu_layers import LINEAR_VARIABLE, CPULayers
-from mlx_paged.server import arguments
+from mlx_paged.server import flags as server_flags
 from tests.support.models.tiny_models import solo_greedy, tiny_model
 from tests.support.ops.layer_cases import assert_build_passes
 
@@ -353,7 +353,7 @@ def test_options_and_environment_turn_it_off(monkeypatch):
             assert uses(engine) is wanted
             assert uses(engine.scheduler.speculation.drafter) is wanted
     for flags, option in (([], None), (["--no-cpu-linear"], False), (["--cpu-linear"], True)):
-        assert arguments.engine_options(arguments.parse(flags))["cpu_linear"] is option
+        assert server_flags.engine_options(server_flags.parse(flags))["cpu_linear"] is option
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "mixtral"])

@@ -7,7 +7,8 @@ import pytest
 from chats import LANGUAGES, QUESTIONS
 from jsonschema import validate
 from mlx_lm_answers import LIMIT
-from server_harness import MODEL, client, live
+
+from tests.support.commands.server_harness import MODEL, client, live
 
 TOOLS = """{% if tools %}<|im_start|>system
 You can call these functions: {{ tools | tojson }}

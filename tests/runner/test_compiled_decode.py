@@ -18,7 +18,7 @@ from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling.sampler import Scores
-from mlx_paged.server import arguments
+from mlx_paged.server import flags as server_flags
 from scripts.compiled_decodes import (
     compare,
     course,
@@ -375,4 +375,4 @@ def test_metrics_say_what_traces_cost():
     ("flags", "expected"), [([], None), (["--no-compile"], False), (["--compile"], True)]
 )
 def test_a_flag_switches_it_off(flags, expected):
-    assert arguments.engine_options(arguments.parse(flags))["compile"] is expected
+    assert server_flags.engine_options(server_flags.parse(flags))["compile"] is expected

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_paged.metrics.tick_log import BUCKETS_MS, PARTS, PHASES
-from mlx_paged.server import arguments
+from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import main
 from tests.support.commands.server_harness import CODE, exchange, live, only_model, post
 
@@ -93,6 +93,6 @@ def test_a_file_that_cannot_be_written_is_one_line(capsys, tmp_path):
 
 
 def test_metrics_flags_become_options_of_the_engine():
-    args = arguments.parse(["--profile", "--spike-ms", "7", "--metrics-jsonl", "x"])
-    options = arguments.engine_options(args)
+    args = server_flags.parse(["--profile", "--spike-ms", "7", "--metrics-jsonl", "x"])
+    options = server_flags.engine_options(args)
     assert (options["profile"], options["spike_ms"], options["metrics_jsonl"]) == (True, 7, "x")

@@ -14,7 +14,8 @@ from contextlib import suppress
 import pytest
 
 from mlx_paged.cli import demo_model_path
-from mlx_paged.server import answers, arguments
+from mlx_paged.server import answers
+from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import serving
 from mlx_paged.server.models import _positions
 from tests.support.commands.server_harness import (
@@ -185,7 +186,7 @@ def test_the_server_speaks_tls(tmp_path):
     flags = ["--ssl-certfile", certificate, "--ssl-keyfile", key]
     context = ssl.create_default_context(cafile=certificate)
 
-    with serving(arguments.parse(["--port", "0", "--kv-memory", "0.05", *flags])) as server:
+    with serving(server_flags.parse(["--port", "0", "--kv-memory", "0.05", *flags])) as server:
         thread = threading.Thread(target=server.run)
         thread.start()
         url = f"https://localhost:{server.address[1]}/health"

@@ -14,7 +14,7 @@ import mlx_lm.server
 import pytest
 
 import mlx_paged
-from mlx_paged.server import arguments
+from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import main
 from tests.support.commands.server_harness import (
     CODE,
@@ -84,14 +84,14 @@ def test_a_signal_ends_the_server_cleanly_in_the_middle_of_a_stream(how, flags, 
 )
 def test_flags_that_cannot_be_served_are_named(capsys, flags, message):
     with pytest.raises(SystemExit) as end:
-        arguments.parse(flags)
+        server_flags.parse(flags)
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--policy", "--preempt"])
 def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(capsys, flag):
     with pytest.raises(SystemExit):
-        arguments.parse([flag, "x"])
+        server_flags.parse([flag, "x"])
     assert "<" not in capsys.readouterr().err  # as in <Policy.FCFS: 'fcfs'>
 
 
@@ -113,13 +113,13 @@ def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(capsys, fla
     ids=str,
 )
 def test_flags_become_options_of_the_engine(flags, option, value):
-    assert arguments.engine_options(arguments.parse(flags))[option] == value
+    assert server_flags.engine_options(server_flags.parse(flags))[option] == value
 
 
 def test_the_key_may_come_from_the_environment(monkeypatch):
-    monkeypatch.setenv(arguments.API_KEY_VARIABLE, "secret")
-    assert arguments.parse([]).api_key == "secret"
-    assert arguments.parse(["--api-key", "other"]).api_key == "other"
+    monkeypatch.setenv(server_flags.API_KEY_VARIABLE, "secret")
+    assert server_flags.parse([]).api_key == "secret"
+    assert server_flags.parse(["--api-key", "other"]).api_key == "other"
 
 
 def parser_of_mlx_lms_server(monkeypatch) -> argparse.ArgumentParser:
@@ -141,7 +141,7 @@ OTHER_DEFAULTS = {"--prefill-step-size": (2048, 512), "--allowed-origins": ("*",
 
 def test_every_flag_of_mlx_lms_server_is_known_with_its_default(monkeypatch):
     theirs = parser_of_mlx_lms_server(monkeypatch)
-    ours = arguments.make_parser()
+    ours = server_flags.make_parser()
     flags = set(theirs._option_string_actions)
     assert len(flags) > 20 and flags <= set(ours._option_string_actions)
     for flag in flags:
@@ -182,9 +182,9 @@ def test_every_flag_of_mlx_lms_server_is_known_with_its_default(monkeypatch):
 def test_values_of_mlx_lms_flags_are_read_as_there(monkeypatch, flag, value):
     given = [flag] if value is None else [flag, value]
     theirs, _ = parser_of_mlx_lms_server(monkeypatch).parse_known_args(given)
-    ours = arguments.parse(given)
+    ours = server_flags.parse(given)
     name = flag.removeprefix("--").replace("-", "_")
-    assert getattr(ours, name) == getattr(theirs, name) != arguments.parse([]).__dict__[name]
+    assert getattr(ours, name) == getattr(theirs, name) != server_flags.parse([]).__dict__[name]
 
 
 def test_nothing_from_the_network_is_unpickled():

@@ -35,9 +35,9 @@ inline float mask_bias(const void* mask, DType dtype, int64_t at) {
     case DType::kBool:
       return static_cast<const bool*>(mask)[at] ? 0 : -kInfinity;
     case DType::kFloat16:
-      return load_partial(static_cast<const Float16*>(mask) + at, 1)[0];
+      return load_one(static_cast<const Float16*>(mask) + at);
     case DType::kBFloat16:
-      return load_partial(static_cast<const BFloat16*>(mask) + at, 1)[0];
+      return load_one(static_cast<const BFloat16*>(mask) + at);
     default:
       return static_cast<const float*>(mask)[at];
   }

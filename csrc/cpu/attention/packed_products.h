@@ -69,8 +69,7 @@ template <typename T>
   for_groups<T>(value_dim, pack_columns);
 }
 
-// c = c * rescale + a . panel for kRows rows and kColumns registers of columns. If `rescale` is
-// null, c = a . panel.
+// c = c * rescale + a . panel for kRows rows and kColumns registers of columns.
 template <int kRows, int kColumns>
 [[gnu::noinline]] void multiply_panel(const float* a, int32_t a_stride, const float* panel,
                                       int32_t depth, const float* rescale, float* c,
@@ -78,7 +77,7 @@ template <int kRows, int kColumns>
   Floats sum[kRows][kColumns];
   for (int r = 0; r < kRows; ++r) {
     for (int i = 0; i < kColumns; ++i) {
-      sum[r][i] = rescale ? load(c + r * c_stride + i * kLanes) * rescale[r] : Floats{};
+      sum[r][i] = load(c + r * c_stride + i * kLanes) * rescale[r];
     }
   }
   for (int32_t k = 0; k < depth; ++k, panel += kColumns * kLanes) {
@@ -178,8 +177,7 @@ void multiply_packed(const float* a, int32_t a_stride, int32_t num_rows, const P
   const auto panel = [&]<int kColumns>(int32_t column) {
     for_row_blocks(num_rows, [&]<int kRows>(int32_t r) {
       multiply_panel<kRows, kColumns>(a + r * a_stride, a_stride, b.data + b.rows * column, b.depth,
-                                      rescale ? rescale + r : nullptr, c + r * c_stride + column,
-                                      c_stride);
+                                      rescale + r, c + r * c_stride + column, c_stride);
       if (column == 0) {
         after_block(r);
       }

@@ -36,10 +36,6 @@ Floats rounded(Floats x) {
   }
 }
 
-float widened(float x) { return x; }
-float widened(BFloat16 x) { return load_partial(&x, 1)[0]; }
-float widened(Float16 x) { return load_partial(&x, 1)[0]; }
-
 Ints lanes() {
   Ints lane;
   for (int i = 0; i < kLanes; ++i) {
@@ -162,8 +158,8 @@ void rotate_neighbours(const T* x, const float* sines, const float* cosines, int
   const auto put = [](T* to, float value) { store_up_to(to, broadcast(value), 1); };
   const auto product = [](float a, float b) { return rounded<T>(broadcast(a * b))[0]; };
   for (int32_t i = 0; i < pairs; ++i) {
-    const float a = widened(x[2 * i]);
-    const float b = widened(x[2 * i + 1]);
+    const float a = load_one(x + 2 * i);
+    const float b = load_one(x + 2 * i + 1);
     put(out + 2 * i, product(a, cosines[i]) - product(b, sines[i]));
     put(out + 2 * i + 1, product(a, sines[i]) + product(b, cosines[i]));
   }

@@ -13,12 +13,14 @@ namespace mlx_paged {
 
 namespace {
 
-// Waking a thread costs more than it saves for fewer products than this. Reading a weight costs as
-// much as computing products with eight rows.
+// The fewest products of a task: for fewer, waking a thread costs more than it saves.
 constexpr int64_t kProductsOfTask = 1 << 16;
+
+// To read a weight costs as much as its products with this many rows.
 constexpr int64_t kRowsOfRead = 8;
 
-// Each task begins with weights that no pass before has prefetched.
+// The most tasks for each thread. Tasks are few, because no pass has prefetched the first weights
+// of a task.
 constexpr int64_t kTasksOfThread = 2;
 
 // Memory of a thread for packed rows, at the start of a cache line. It stays for the next layer.

@@ -1,4 +1,5 @@
-// What products share, and products in fixed point. Compiled once for each instruction set.
+// What all products of linear layers share, and the products in fixed point. This is compiled once
+// for each instruction set.
 #pragma once
 
 #include "csrc/cpu/linear/linear_kernels.h"
@@ -42,9 +43,11 @@ template <int kRows, int kColumns>
   }
 }
 
-// Calls add(first, sums, ahead) for each pass; it adds products of columns [first, first + kPass).
-// The last pass shares columns with the one before if fewer are left. A step has `weights`;
-// they are steps of each block of rows, and, if it `unpacks`, of that.
+// A pass computes kPass columns of out for all rows. For each pass calls add(first, sums, ahead),
+// which adds the products of columns [first, first + kPass) to the sums. If fewer columns are left,
+// the last pass computes columns of the pass before again. `add` asks `ahead` for the weights of
+// the next pass: once for every `weights` weights, in each block of rows, and once more for them if
+// `add` unpacks weights first.
 template <typename T, typename Add>
 void for_passes(const LinearArgs& args, int32_t rows, int32_t begin, int32_t end, void* out,
                 int32_t weights, bool unpacks, Add add) {

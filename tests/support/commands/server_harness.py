@@ -11,7 +11,7 @@ from mlx_lm import stream_generate
 from openai import OpenAI
 
 from mlx_paged.cli import load_model
-from mlx_paged.server import arguments
+from mlx_paged.server import flags as server_flags
 from mlx_paged.server.__main__ import serving
 from tests.support import TIMEOUT
 
@@ -37,7 +37,7 @@ def solo(prompt, max_tokens):
 @contextmanager
 def live(*flags):
     """A server on a free port; its thread and its blocks are gone afterwards."""
-    args = arguments.parse(["--port", "0", "--kv-memory", "0.05", *flags])
+    args = server_flags.parse(["--port", "0", "--kv-memory", "0.05", *flags])
     with serving(args) as server:
         thread = threading.Thread(target=server.run)
         thread.start()

@@ -1,0 +1,73 @@
+"""What the layers of a model store for a token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from mlx_paged.ops.formats import Format, KVBits, checked_bits, formats
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one layer stores for a token: `n_kv_heads` keys and values."""
+
+    n_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: mx.Dtype
+    # Values are the first `v_head_dim` columns of the keys and are stored once. The two arrays
+    # written are the latent and the rotary key, which fills the other columns.
+    latent: bool = False
+    kv_bits: KVBits = None  # how the pool stores them; see :mod:`mlx_paged.ops.formats`
+
+    def quantized(self, where: str, kv_bits: KVBits) -> "KVShape":
+        """The same layer in a pool with these `kv_bits`. Raises ValueError if such a pool cannot
+        hold this layer, or the device cannot use it."""
+        kv_bits = checked_bits(where, kv_bits)
+        problem = None
+        few = 2 if mx.default_device() == mx.cpu else 8  # values of 4 bits that are loaded at once
+        if kv_bits is None:
+            pass
+        elif self.latent:
+            problem = "a layer stores latents (MLA), and keys and values in one row need two scales"
+        elif kv_bits == "8,4" and self.v_head_dim % few:
+            problem = f"values have {self.v_head_dim} dimensions, no multiple of {few}"
+        if problem:
+            raise ValueError(f"[{where}] kv_bits is {kv_bits!r}, but {problem}: expected None")
+        return replace(self, kv_bits=kv_bits)
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        """Of keys and of values."""
+        return formats(self.kv_bits, self.dtype)
+
+    @property
+    def row_dims(self) -> tuple[int, int]:
+        """Columns of the two rows that are written for a token and head."""
+        if self.latent:
+            return self.v_head_dim, self.head_dim - self.v_head_dim
+        return self.head_dim, self.v_head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        rows = zip(self.formats, self.row_dims, strict=True)
+        return self.n_kv_heads * sum(form.row_bytes(dims) for form, dims in rows)
+
+    @property
+    def scale_bytes(self) -> int:
+        """The part of `token_bytes` that is scales."""
+        rows = zip(self.formats, self.row_dims, strict=True)
+        count = sum(form.scale_columns(dims) for form, dims in rows)
+        return self.n_kv_heads * count * mx.float16.size
+
+    @property
+    def array_bytes(self) -> int:
+        """Bytes of a token in the largest one of the layer's arrays."""
+        rows = zip(self.formats, (self.head_dim, self.v_head_dim), strict=True)
+        return self.n_kv_heads * max(form.columns(dims) * form.dtype.size for form, dims in rows)
+
+
+def block_bytes(shapes: Sequence[KVShape], block_size: int) -> int:
+    """Bytes of one block of all these layers, keys and values together."""
+    return block_size * sum(shape.token_bytes for shape in shapes)
