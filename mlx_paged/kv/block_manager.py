@@ -14,7 +14,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
+from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.pool import KVPool, KVShape, as_int32
 from mlx_paged.ops.formats import KVBits
 
@@ -99,21 +99,8 @@ class KVBlockManager:
             )
         plain = [KVShape(*dims, dtype) for dims in zip(heads, k_dims, v_dims, strict=True)]
         shapes = [shape.quantized("KVBlockManager", kv_bits) for shape in plain]
-        self._make(plan_pool(shapes, [None] * n_layers, block_size), block_size, max_blocks, 0)
-
-    @classmethod
-    def planned(
-        cls, plan: PoolPlan, block_size: int, max_blocks: int, chunk: int
-    ) -> "KVBlockManager":
-        """A manager of the layers of a model, which compute at most `chunk` tokens of a sequence at
-        once. With several layer groups only the allocator and the pool know all of them."""
-        manager = cls.__new__(cls)
-        manager._make(plan, block_size, max_blocks, chunk)
-        return manager
-
-    def _make(self, plan: PoolPlan, block_size: int, max_blocks: int, chunk: int) -> None:
-        self.plan = plan
-        self.allocator = BlockAllocator(max_blocks, block_size, plan.groups, chunk)
+        plan = self.plan = plan_pool(shapes, [None] * n_layers, block_size)
+        self.allocator = BlockAllocator(max_blocks, block_size, plan.groups)
         self.pool = KVPool((), max_blocks, block_size, plan, capacity=max_blocks)
         self._used: dict[int, None] = {}  # sequences in the pool, the latest used last
         self._spilled: dict[int, tuple[int, npt.NDArray[np.uint8] | None]] = {}

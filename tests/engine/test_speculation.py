@@ -11,7 +11,7 @@ from solo_runs import MlxLmSolo, solo_run
 from tiny_models import VOCAB, tiny_model
 
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.engine.engine import DRAFTERS
+from mlx_paged.engine.config import DRAFTERS
 from mlx_paged.scheduler.speculation import Speculation
 
 ARCHITECTURES = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "mixtral")
