@@ -298,7 +298,7 @@ def test_a_draft_model_shares_prefixes_in_its_own_pool():
 def test_a_draft_model_that_fails_ends_no_request(caplog):
     model = tiny_model("llama")
     engine = drafted_by(model, model)
-    runner = engine.scheduler.speculation.drafter.runner
+    runner = engine.scheduler.speculation.drafter.pooled.runner
     runner.launch = lambda step, before: 1 / 0
     (completion,) = engine.generate(prompts(1), completion_params(20))
     expected = solo_run(MlxLmSolo(model, VOCAB), prompts(1)[0], completion_params(20), 0, b"")
