@@ -38,7 +38,6 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.outputs import TokenOutput
 from mlx_paged.request import FinishReason, Request
 from mlx_paged.runner.model_probe import require_model
-from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling_params import SamplingParams
 
 ENGINE_OPTIONS = (Engine.__init__.__kwdefaults__ or {}).keys() - {"max_running", "prefill_chunk"}
@@ -119,7 +118,6 @@ class BatchGenerator:
                 prefill_chunk=prefill_step_size,
                 **engine_options,
             )
-        assert isinstance(self._engine.runner, ModelRunner)
         self._recorder = self._engine.runner = StepRecorder(self._engine.runner)
         self._uid_count = 0
         # By uid, until a response has reported their end.
@@ -345,7 +343,9 @@ class BatchGenerator:
 
     def _caches_of(self, request: Request, tokens: Sequence[int]) -> Caches:
         with mx.stream(self.stream):
-            return contiguous_caches(self._recorder.runner, request, tokens, self.prefill_step_size)
+            return contiguous_caches(
+                self._engine.manager.runner, request, tokens, self.prefill_step_size
+            )
 
     def _give_back(self) -> None:
         """Free the blocks of ended sequences whose responses are deleted."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 from mlx_lm.generate_utils import BatchCounters
 
-from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
-from mlx_paged.scheduler.step import SampledToken, Span, Step
+from mlx_paged.runner.model_runner import LaunchedStep
+from mlx_paged.scheduler.step import Runner, SampledToken, Span, Step
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Recording:
 class StepRecorder:
     """A runner that passes every step to `runner` and records it until :meth:`take`."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Runner[LaunchedStep]) -> None:
         self.runner = runner
         self._under_way: dict[LaunchedStep, Step] = {}
         self._recording = Recording()

@@ -112,7 +112,7 @@ def contiguous_caches(
 def _has_lost(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches) -> bool:
     """Whether the pool lacks what `caches` of the first `num_tokens` of a request keep: states that
     have gone on, or blocks that a window has left. Only rotating caches drop old tokens, too."""
-    allocator, position = runner.manager.allocator, num_tokens
+    allocator, position = runner.allocator, num_tokens
     for source, target in zip(leaves(runner.caches), leaves(caches), strict=True):
         if not isinstance(source, PagedLayerCache):
             if request.num_computed > num_tokens:
@@ -124,7 +124,7 @@ def _has_lost(runner: ModelRunner, request: Request, num_tokens: int, caches: Ca
 
 def _copy(runner: ModelRunner, request: Request, num_tokens: int, caches: Caches) -> None:
     """Copy the K/V of the first `num_tokens` of a request, or its states, into new caches."""
-    allocator = runner.manager.allocator
+    allocator = runner.allocator
     num_blocks = allocator.blocks_needed(num_tokens)
     block_ids = [
         as_int32(table[0])

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_paged.arguments import integer, require_flags
-from mlx_paged.engine.arguments import (
-    RequestMaker,
-    check_beams,
-    check_place,
-    checked_params,
-)
 from mlx_paged.engine.beams import BeamGroup, BeamSearch
 from mlx_paged.engine.one_thread import Occupancy, exclusive
 from mlx_paged.engine.pipeline import StepPipeline, deferred_interrupts
+from mlx_paged.engine.request_maker import (
+    RequestMaker,
+    check_beams,
+    check_queueing,
+    checked_params,
+)
 from mlx_paged.engine.text import OutputProcessor, Prompt, PromptEncoder, Tokenizer
 from mlx_paged.metrics.recorder import RecorderConfig, TickRecorder
 from mlx_paged.metrics.stats import EngineStats
@@ -49,6 +49,7 @@ class EngineCore:
         vocab_size: int | None = None,  # token ids are below it; None: unknown
         seed: int | None = None,  # of the random streams of requests that have no seed
         lookahead: bool = True,  # launch each step before the step before it has been read
+        fast_forward: bool = True,  # compute the tokens that grammars force together
         clock: Callable[[], float] = time.perf_counter,
         instruments: RecorderConfig | None = None,  # to measure its steps with
     ) -> None:
@@ -64,7 +65,7 @@ class EngineCore:
         self._encode = PromptEncoder(tokenizer, vocab_size)
         self._clock = clock
         self._recorder = TickRecorder(scheduler, stats, clock, instruments)
-        self._pipeline = StepPipeline(scheduler, runner, self._recorder.working_clock)
+        self._pipeline = StepPipeline(scheduler, runner, self._recorder.working_clock, fast_forward)
         self._outputs = OutputProcessor(tokenizer, clock)
         self._make_request = RequestMaker(self.grammars, clock, seed)
         self._requests, self._kept = dict[int, Request](), dict[int, Request]()
@@ -120,7 +121,7 @@ class EngineCore:
             ValueError: an empty prompt, a token or a bias outside the vocabulary, an argument of a
                 wrong kind or out of range, or a request that the pool could never hold.
         """
-        check_place("add_request", priority, cache_salt, keep)
+        check_queueing("add_request", priority, cache_salt, keep)
         params = checked_params("add_request", params, options, self._encode)
         salt = cache_salt.encode()
         request = self._make_request(self._encode(prompt), params, params.seed, priority, salt)
@@ -147,7 +148,7 @@ class EngineCore:
             ValueError: `n` below 1, or as :meth:`add_request`.
         """
         n = integer("add_samples", "n", n, 1)
-        check_place("add_samples", priority, cache_salt)
+        check_queueing("add_samples", priority, cache_salt)
         params = checked_params("add_samples", params, options, self._encode)
         tokens, salt = self._encode(prompt), cache_salt.encode()
         seeds = [None if params.seed is None else (params.seed + i) % 2**64 for i in range(n)]
@@ -180,7 +181,7 @@ class EngineCore:
         Raises:
             ValueError: as :meth:`add_request`, or an option that a beam search cannot use.
         """
-        check_place("add_beam_search", priority, cache_salt)
+        check_queueing("add_beam_search", priority, cache_salt)
         params = checked_params("add_beam_search", params, options, self._encode)
         vocab_size = self._encode.vocab_size
         # Each live hypothesis writes into a block of its own.
@@ -334,7 +335,8 @@ class EngineCore:
                 self.stats.ttfts.append(request.first_token_time - request.arrival_time)
 
     def _append(self, choice: SampledToken) -> None:
-        """Give a request its next token. There may be no output yet, or no more."""
+        """Give a request its next token. Its text may wait for more tokens, and a request that has
+        ended gets none."""
         request = choice.request
         if request.finish_reason or (request.synchronous and request.id not in self._beams):
             return  # it ended earlier in this very step

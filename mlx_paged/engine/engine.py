@@ -1,6 +1,8 @@
 """Engine: many requests generated at once from one paged pool."""
 
 from collections.abc import Sequence
+from dataclasses import fields
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -9,47 +11,23 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from mlx_paged.arguments import (
-    MAX_INT32,
-    choice,
-    integer,
-    one_of,
-    optional_integer,
-    require,
-    require_choices,
-    require_flags,
-    require_paths,
-    require_positive,
-)
-from mlx_paged.attention.prewarm import prewarm as compile_pipelines
+from mlx_paged.arguments import require
+from mlx_paged.engine.config import EngineConfig
+from mlx_paged.engine.models import EngineModels
 from mlx_paged.engine.one_thread import exclusive
 from mlx_paged.engine.text import Tokenizer
 from mlx_paged.engine.waiting_calls import WaitingCalls
-from mlx_paged.kv.block_manager import KVBlockManager
-from mlx_paged.kv.blocks import ceil_div
-from mlx_paged.kv.layer_groups import plan_pool
-from mlx_paged.kv.memory import (
-    default_kv_memory,
-    hold_wired_limit,
-    num_blocks_for,
-    num_snapshots_for,
-    promise_snapshots,
-)
+from mlx_paged.kv.memory import hold_wired_limit
 from mlx_paged.kv_disk.opening import open_tier
 from mlx_paged.metrics.recorder import PhaseTimes, RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import TickLog
-from mlx_paged.runner.draft_model import DraftModel, can_draft, share_beside
-from mlx_paged.runner.model_probe import Batching, probe, require_model
-from mlx_paged.runner.model_runner import ModelRunner
-from mlx_paged.runner.profiling import ProfilingRunner
-from mlx_paged.runner.ranks import LeadingRunner, Ranks
-from mlx_paged.scheduler.ngram import MAX_DRAFTS, NgramDrafter
+from mlx_paged.runner.model_probe import Batching, require_model
+from mlx_paged.runner.pooled_model import PooledModel
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.speculation import Drafter
 
-DRAFTERS = {"ngram": NgramDrafter}  # what may guess tokens, by the value of `speculate`
+OPTIONS = {field.name for field in fields(EngineConfig)}
 WATERMARK = 0.01  # part of the pool that must stay free when a request is admitted while others run
 
 
@@ -146,125 +124,67 @@ class Engine(WaitingCalls):
         kv_disk_gb: float = 20.0,
         model_files: Sequence[str | PathLike[str]] = (),
     ) -> None:
+        options = {name: each for name, each in locals().items() if name in OPTIONS}
         require_model("Engine", "model", model)
         tokenizer = _with_detokenizer(tokenizer)
-        block_size = integer("Engine", "block_size", block_size, 1, MAX_INT32)
-        kv_memory = optional_integer("Engine", "kv_memory", kv_memory, 1)
-        num_blocks = optional_integer("Engine", "num_blocks", num_blocks, 1)
-        max_kv_tokens = optional_integer("Engine", "max_kv_tokens", max_kv_tokens, 1)
-        max_running = integer("Engine", "max_running", max_running, 1)
-        prefill_chunk = integer("Engine", "prefill_chunk", prefill_chunk, 1)
-        require_positive("Engine", "max_stall_ms", max_stall_ms)
-        seed = optional_integer("Engine", "seed", seed, 0)
-        snapshot_memory = optional_integer("Engine", "snapshot_memory", snapshot_memory, 0)
-        require_positive("Engine", "spike_ms", spike_ms)
-        require_positive("Engine", "kv_disk_gb", kv_disk_gb)
-        policy = choice("Engine", "policy", Policy, policy)
-        preempt = choice("Engine", "preempt", PreemptionPolicy, preempt)
-        require_flags("Engine", prefix_cache=prefix_cache, lookahead=lookahead, profile=profile)
-        require_choices("Engine", prewarm=prewarm, compile=compile, cpu_linear=cpu_linear)
-        require_paths("Engine", metrics_jsonl=metrics_jsonl, kv_disk=kv_disk)
-        can_share = prefix_cache or kv_disk is None
-        require(can_share, "Engine", "prefix_cache", prefix_cache, "True with kv_disk")
-        if draft_model is not None:
-            require_model("Engine", "draft_model", draft_model)
-        integer("Engine", "num_draft_tokens", num_draft_tokens, 1, MAX_DRAFTS)
-        known = speculate is None or (speculate in tuple(DRAFTERS) and draft_model is None)
-        names = f"None or, without a draft model, {one_of(DRAFTERS)}"
-        require(known, "Engine", "speculate", speculate, names)
-        ranks = Ranks.of(model)
-        if ranks is not None and (profile or kv_disk is not None):
-            raise ValueError("[Engine] profile or kv_disk is given: expected neither on ranks")
+        config = EngineConfig(**options)
         log = TickLog(spike_ms=spike_ms, profile=profile)
         writer = None if metrics_jsonl is None else TickWriter(metrics_jsonl)
-        mx.eval(model.state)  # only the thread that made an array can compute it
-        probed = probe(model).quantized(kv_bits)
-        drafter: Drafter | None = None
-        if speculate is not None and can_draft(probed):
-            drafter = DRAFTERS[speculate]()
-        most_snapshots = 0
-        if probed.recurrent and prefix_cache:
-            most_snapshots = num_snapshots_for(probed.state_bytes, max_running, snapshot_memory)
-        plan = plan_pool(probed.shapes, probed.windows, block_size, one_group=probed.recurrent)
-        given, given_blocks = kv_memory, None if num_blocks is None else num_blocks * plan.width
-        if given_blocks is not None:
-            num_blocks = given_blocks
-        else:
-            reserved = most_snapshots * probed.state_bytes
-            if draft_model is not None:
-                total = max(0, default_kv_memory() - reserved) if given is None else given
-                kv_memory = int(total * share_beside(probed, probe(draft_model)))
-            num_blocks = num_blocks_for(plan, block_size, kv_memory, reserved)
-            if given is None and max_kv_tokens is not None:
-                num_blocks = min(num_blocks, plan.width * ceil_div(max_kv_tokens, block_size))
-        if ranks is not None:
-            options = block_size, kv_bits, given_blocks, given, most_snapshots
-            num_blocks = ranks.agree(num_blocks, *options)
-        self.manager = KVBlockManager.planned(plan, block_size, num_blocks, prefill_chunk)
-        if draft_model is not None and can_draft(probed):
-            room = num_blocks // plan.width
-            drafter = DraftModel.of(model, draft_model, block_size, room, num_draft_tokens)
-        scheduler = Scheduler(
-            self.manager.allocator,
-            max_running,
-            prefill_chunk,
-            prefix_cache=prefix_cache,
-            policy=policy,
-            victims=preempt,
-            max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
-            watermark=int(WATERMARK * num_blocks),
-            rewinds=not probed.recurrent,
-            max_snapshots=most_snapshots,
-            drafter=drafter,
-        )
-        promise_snapshots(self.manager.allocator, probed.state_bytes)
         phases = PhaseTimes() if profile else None
-        runner: ModelRunner
-        if ranks is not None:
-            runner = LeadingRunner(ranks, model, self.manager, probed)
-        elif phases is None:
-            runner = ModelRunner(model, self.manager, probed)
-        else:
-            runner = ProfilingRunner(model, self.manager, probed, phases)
-        if cpu_linear is not None:
-            for each in (runner, drafter.runner) if isinstance(drafter, DraftModel) else (runner,):
-                each.choose_linear(cpu_linear)
-        layers = zip(probed.windows, probed.shapes, strict=True)
+        models = self._models = EngineModels.of(model, config, phases)
+        pooled, profiled = models.pooled, models.pooled.profile
+        prewarm_seconds = models.warm_up() if prewarm else None
+        open_disk = None
+        if kv_disk is not None:
+            limit = int(kv_disk_gb * 10**9)
+            open_disk = partial(open_tier, kv_disk, limit, model_files, model, tokenizer, pooled)
+        scheduler = Scheduler(
+            pooled.allocator,
+            config.max_running,
+            config.prefill_chunk,
+            prefix_cache=prefix_cache,
+            policy=config.policy,
+            victims=config.preempt,
+            max_stall=None if max_stall_ms is None else max_stall_ms / 1000,
+            watermark=int(WATERMARK * pooled.pool.num_blocks),
+            rewinds=not profiled.recurrent,
+            max_snapshots=pooled.max_snapshots,
+            drafter=models.drafter,
+            open_tier=open_disk,
+        )
+        layers = zip(profiled.windows, profiled.shapes, strict=True)
         sizes = [(window, shape.token_bytes) for window, shape in layers if shape is not None]
         super().__init__(
             scheduler,
-            runner,
-            EngineStats(block_size, self.manager.pool.block_bytes, num_blocks),
+            models.runner,
+            EngineStats(
+                config.block_size,
+                pooled.pool.block_bytes,
+                pooled.pool.num_blocks,
+                prewarm_seconds=prewarm_seconds,
+                traces=pooled.traces,
+                ranks=models.rank_stats,
+            ),
             tokenizer=tokenizer,
             vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
-            seed=seed,
-            lookahead=lookahead and not profile,
-            instruments=RecorderConfig(log, KVReads(sizes, block_size), phases, writer),
+            seed=config.seed,
+            lookahead=config.lookahead,
+            # Else each of several tokens at once would need a forward.
+            fast_forward=profiled.batching is Batching.MIXED,
+            instruments=RecorderConfig(log, KVReads(sizes, config.block_size), phases, writer),
         )
-        self.stats.traces = runner.compile_decodes(False if profile else compile, max_running)
-        self.stats.ranks = runner.stats if isinstance(runner, LeadingRunner) else None
-        self._pipeline.fast_forward = probed.batching is Batching.MIXED  # else a forward for each
         self.prewarm = prewarm
-        self._pipelines = [(probed.attentions, block_size, plan, kv_disk is not None)]
-        if isinstance(drafter, DraftModel):
-            self._pipelines.append((drafter.attentions, block_size, drafter.plan, False))
-        if prewarm:
-            self.warm_up()
         self._unwire = hold_wired_limit(self)
-        if kv_disk is not None and scheduler.prefix_cache:
-            num_bytes = int(kv_disk_gb * 10**9)
-            args = model, tokenizer, self.manager, scheduler.budget.seconds_to_compute
-            scheduler.budget.learns = True  # nothing after the next line fails: it holds a lock
-            scheduler.tier = open_tier(kv_disk, num_bytes, model_files, *args)
+
+    @property
+    def manager(self) -> PooledModel:
+        """The model's pool of K/V blocks and their allocator."""
+        return self._models.pooled
 
     @exclusive
     def warm_up(self) -> None:
         """Compile the GPU pipelines, and trace the decodes for the thread that calls this."""
-        if isinstance(self.runner, ModelRunner):
-            self.runner.warm_up()
-        if self.stats.prewarm_seconds is None:
-            seconds = [compile_pipelines(*kinds) for kinds in self._pipelines]
-            self.stats.prewarm_seconds = sum(s for s in seconds if s is not None) or None
+        self.stats.prewarm_seconds = self._models.warm_up()
 
     @exclusive
     def close(self, stream: Any = None) -> None:

@@ -12,8 +12,8 @@ from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Fault, LaunchedT, Runner, SampledToken, Step, StepResult
 
-MAX_FAULTS = 3  # a request ends after so many failed steps, even if it never ran alone
-MOST_FORCED = 256  # forced tokens that a request gets at once: a reader's inbox has an end
+MAX_FAULTS = 3  # failed steps of a request before it ends, even if it never ran alone
+MOST_FORCED = 256  # forced tokens that a request gets at once, so that its reader's inbox has room
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,18 @@ class StepPipeline(Generic[LaunchedT]):
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: Runner[LaunchedT], clock: Callable[[], float]
+        self,
+        scheduler: Scheduler,
+        runner: Runner[LaunchedT],
+        clock: Callable[[], float],
+        # Tokens that a grammar forces become tokens at once, and the next step computes them
+        # together.
+        fast_forward: bool = True,
     ) -> None:
         self._scheduler = scheduler
         self.runner = runner
         self._clock = clock
-        # Tokens that a grammar forces become tokens at once, and the next step computes them
-        # together.
-        self.fast_forward = True
+        self.fast_forward = fast_forward
         self._under_way: _UnderWay[LaunchedT] | None = None
         self._known: list[Request] = []  # whose token of the step under way is known already
         self._last: dict[int, SampledToken] = {}  # choice of each request, if there are drafts
@@ -116,7 +120,7 @@ class StepPipeline(Generic[LaunchedT]):
             if not step.spans:
                 if before is None:
                     self._put(step)
-                else:  # what that step computed is among them: they are right if it is
+                else:  # the copies may hold K/V of the step before, and are right if that step is
                     before.step.stores += step.stores
                 assert not step.copies, "copies without a step that performs them"
                 return None

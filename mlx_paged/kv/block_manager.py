@@ -14,7 +14,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockCopy
-from mlx_paged.kv.layer_groups import ONE_GROUP, PoolPlan, plan_pool
+from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.ops.formats import KVBits
@@ -61,8 +61,7 @@ class KVBlockManager:
     then; only :meth:`prefill_into_kv` keeps what it has written.
 
     All layers share one block table of each sequence, and every sequence keeps all its tokens. The
-    pool of an engine may have several tables or windows: the methods that name blocks, slots or
-    layers, and those that move K/V, raise ValueError there.
+    pool of an :class:`Engine` is another object, which may have several tables and windows.
 
     Args:
         n_layers: layers of the model.
@@ -104,21 +103,8 @@ class KVBlockManager:
             )
         plain = [KVShape(*dims, dtype) for dims in zip(heads, k_dims, v_dims, strict=True)]
         shapes = [shape.quantized("KVBlockManager", kv_bits) for shape in plain]
-        self._make(plan_pool(shapes, [None] * n_layers, block_size), block_size, max_blocks, 0)
-
-    @classmethod
-    def planned(
-        cls, plan: PoolPlan, block_size: int, max_blocks: int, chunk: int
-    ) -> "KVBlockManager":
-        """A manager of the layers of a model, which compute at most `chunk` tokens of a sequence at
-        once. With several layer groups only the allocator and the pool know all of them."""
-        manager = cls.__new__(cls)
-        manager._make(plan, block_size, max_blocks, chunk)
-        return manager
-
-    def _make(self, plan: PoolPlan, block_size: int, max_blocks: int, chunk: int) -> None:
-        self.plan = plan
-        self.allocator = BlockAllocator(max_blocks, block_size, plan.groups, chunk)
+        plan = self.plan = plan_pool(shapes, [None] * n_layers, block_size)
+        self.allocator = BlockAllocator(max_blocks, block_size, plan.groups)
         self.pool = KVPool((), max_blocks, block_size, plan, capacity=max_blocks)
         self._used: dict[int, None] = {}  # sequences in the pool, the latest used last
         self._spilled: dict[int, tuple[int, npt.NDArray[np.uint8] | None]] = {}
@@ -164,7 +150,6 @@ class KVBlockManager:
 
     def ensure_tail_capacity(self, seq_id: int, n_tokens: int = 1) -> TailView:
         """Append `n_tokens` positions: copy a shared tail block, add blocks as needed."""
-        self._require_one_table("ensure_tail_capacity")
         n_tokens = integer("ensure_tail_capacity", "n_tokens", n_tokens, 1)
         start = self.allocator.num_tokens(seq_id)
         self.make_writable(seq_id, start, start + n_tokens)
@@ -199,14 +184,12 @@ class KVBlockManager:
 
     def table(self, seq_id: int) -> tuple[mx.array, int]:
         """``(block_ids [n] int32, ctx_len)`` of a sequence."""
-        self._require_one_table("table")
         view = self._view(seq_id)
         return view.block_ids, view.ctx_len
 
     def batch_tables(self, seq_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         """``(block_tables [B, max_blocks] int32, context_lens [B] int32)`` for the attention op,
         valid by construction."""
-        self._require_one_table("batch_tables")
         lens = [self.allocator.num_tokens(seq_id) for seq_id in seq_ids]
         self._touch(*seq_ids)
         rows = self.allocator.table_rows(seq_ids)
@@ -294,7 +277,6 @@ class KVBlockManager:
         Args:
             seq_id: default: the sequence that was used least recently.
         """
-        self._require_one_table("spill_to_host")
         seq_id = next(iter(self._used), None) if seq_id is None else seq_id
         if seq_id is None or seq_id not in self.allocator:
             raise ValueError(f"[spill_to_host] seq_id is {seq_id}: expected a sequence in the pool")
@@ -327,17 +309,7 @@ class KVBlockManager:
             self._used.pop(seq_id, None)
             self._used[seq_id] = None
 
-    def _require_one_table(self, op: str) -> None:
-        """Raise ValueError if a sequence has several block tables, or releases blocks."""
-        if self.plan.groups != ONE_GROUP:
-            windows = [group.window for group in self.plan.groups]
-            raise ValueError(
-                f"[{op}] the pool has layer groups with the windows {windows}: expected one group "
-                "without a window"
-            )
-
     def _check_new(self, op: str, seq_id: int) -> None:
-        self._require_one_table(op)
         if seq_id in self._spilled:
             raise ValueError(f"[{op}] sequence {seq_id} is spilled: expected a new id")
 
@@ -369,7 +341,6 @@ class KVBlockManager:
         return BlockTableView(seq_id, mx.array(block_ids), self.allocator.num_tokens(seq_id))
 
     def _layer(self, op: str, layer_idx: int) -> int:
-        self._require_one_table(op)
         return integer("KVBlockManager", "layer_idx", layer_idx, 0, self.pool.n_layers - 1)
 
 

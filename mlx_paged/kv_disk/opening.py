@@ -8,15 +8,17 @@ from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_bytes import Staging
-from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv.layer_groups import PoolPlan
+from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv_disk.packs import PackFiles
 from mlx_paged.kv_disk.store import DiskStore
 from mlx_paged.kv_disk.tier import STEP_BYTES, KVDiskTier
@@ -27,16 +29,27 @@ INDEX_SECONDS = 5.0
 Paths = Sequence[str | os.PathLike[str]]
 
 
+class Pooled(Protocol):
+    """A pool, with all that depends on how the layers share it."""
+
+    @property
+    def allocator(self) -> BlockAllocator: ...
+    @property
+    def pool(self) -> KVPool: ...
+    @property
+    def plan(self) -> PoolPlan: ...
+
+
 def open_tier(
     directory: str | os.PathLike[str],
     max_bytes: int,
     sources: Paths,
     model: nn.Module,
     tokenizer: Any,
-    manager: KVBlockManager,
+    pooled: Pooled,
     seconds_to_compute: Callable[[int, int], float],
 ) -> KVDiskTier:
-    """A tier for the sequences of `manager`; see :class:`KVDiskTier`.
+    """A tier for the sequences of a pool; see :class:`KVDiskTier`.
 
     Args:
         sources: directories that the model was loaded from, if its weights are still the same.
@@ -45,18 +58,18 @@ def open_tier(
         ValueError: another engine uses the directory, or it cannot be used.
     """
     weights = weights_hash(model, sources, Path(directory, "weights.json"))
-    known, rows = identity(model, tokenizer, manager, weights), Staging(STEP_BYTES).rows
+    known, rows = identity(model, tokenizer, pooled, weights), Staging(STEP_BYTES).rows
     gc.collect()  # an engine that was dropped holds its directory until it is collected
     store = DiskStore(PackFiles(directory, max_bytes), known, rows)
     store.flush(INDEX_SECONDS)
     sizes = [
-        group.width * sum(handles[i][:, 0].nbytes for handles, i in manager.pool.arrays_of(index))
-        for index, group in enumerate(manager.plan.groups)
+        group.width * sum(handles[i][:, 0].nbytes for handles, i in pooled.pool.arrays_of(index))
+        for index, group in enumerate(pooled.plan.groups)
     ]
-    return KVDiskTier(store, manager.allocator, seconds_to_compute, sizes)
+    return KVDiskTier(store, pooled.allocator, seconds_to_compute, sizes)
 
 
-def identity(model: nn.Module, tokenizer: Any, manager: KVBlockManager, weights: str) -> bytes:
+def identity(model: nn.Module, tokenizer: Any, pooled: Pooled, weights: str) -> bytes:
     """32 bytes: a hash of all that a block's K/V depends on but its tokens.
 
     Args:
@@ -68,7 +81,7 @@ def identity(model: nn.Module, tokenizer: Any, manager: KVBlockManager, weights:
         "model": [type(model).__module__, type(model).__qualname__],
         "options": getattr(options, "__dict__", None) or repr(options),
         "tokenizer": _vocabulary(tokenizer),
-        "layout": [manager.pool.block_size, str(manager.plan)],  # shapes and kv_bits among it
+        "layout": [pooled.pool.block_size, str(pooled.plan)],  # shapes and kv_bits among it
         "computed by": [*map(version, ("mlx", "mlx-lm", "mlx-paged")), str(mx.default_device())],
     }
     return sha256(json.dumps(known, sort_keys=True, default=repr).encode()).digest()

@@ -319,7 +319,7 @@ class Batch:
         tokens: list[int] = []
         late: list[int] = []  # spans whose token is not known yet
         for index, span in enumerate(spans):
-            known = span.request.tokens[span.start : span.stop]
+            known = span.known
             if not known:
                 late.append(index)
                 known = [0]

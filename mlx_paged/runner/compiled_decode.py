@@ -18,8 +18,9 @@ from mlx.utils import tree_map
 from mlx_paged import ops
 from mlx_paged.arguments import MAX_INT32
 from mlx_paged.attention.forward import Chunk, Forward, max_paged_queries
-from mlx_paged.kv.block_manager import KVBlockManager
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.kv.pool import KVPool
 from mlx_paged.metrics.stats import Traces, resident_bytes
 from mlx_paged.runner.batch import FEWEST_COLUMNS, Batch, Layout, column_bucket, row_bucket
 from mlx_paged.sampling.sampler import Scores
@@ -28,7 +29,7 @@ LOGGER = logging.getLogger(__name__)
 
 PAIRS = 9  # of a plain and a compiled step that are timed, unless they take too long
 MOST_SECONDS = 0.25  # no pair begins after this time, except the first one
-USES = 3  # steps with drafts of as many rows, before these are traced
+USES = 3  # steps with drafts and the same number of rows, before a graph for them is traced
 MOST_DRAFT_GRAPHS = 64
 
 Arrays = list[mx.array]
@@ -98,20 +99,21 @@ class CompiledDecode:
         self,
         model: nn.Module,
         compute: Callable[[mx.array, Sequence[Forward]], mx.array],
-        manager: KVBlockManager,
+        allocator: BlockAllocator,
+        pool: KVPool,
         max_rows: int,
         fuses: bool = False,
     ) -> None:
         self.traces = Traces()
         self._model = model
         self._compute = compute
-        self._pool = manager.pool
-        self._block_size = manager.allocator.block_size
-        groups = manager.allocator.groups
+        self._pool = pool
+        self._block_size = allocator.block_size
+        groups = allocator.groups
         self._pieces = [group.pieces for group in groups for _ in range(group.members)]
         self._max_rows = max_rows
         self._fuses = fuses
-        room = manager.pool.num_blocks // manager.plan.width
+        room = pool.num_blocks // sum(group.width for group in groups)
         positions = getattr(getattr(model, "args", None), "max_position_embeddings", None)
         self._most_columns = min(room, ceil_div(positions or MAX_INT32, self._block_size))
         self._stream = mx.default_stream(mx.default_device())
@@ -235,7 +237,8 @@ class CompiledDecode:
         cu_seqlens, chunks = None, list[Chunk]()
         if len(of_members) > 2 * len(tables):
             next_offset, cu_seqlens = positions + 1, of_members[-1]
-            chunks = [Chunk(0, 0, 1, positions)] * len(tokens)  # nobody knows their lengths
+            # The lengths of the sequences are values of `cu_seqlens`, which a trace does not have.
+            chunks = [Chunk(0, 0, 1, positions)] * len(tokens)
         offsets = width, positions, next_offset, cu_seqlens, chunks
         forwards = [
             Forward(1, positions, slot, table, context_lens, *offsets, is_traced=True)

@@ -4,15 +4,13 @@ import logging
 import time
 from dataclasses import dataclass
 
-import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.blocks import OutOfBlocksError
-from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.request import Request
-from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
-from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
+from mlx_paged.runner.model_probe import Batching, ModelProfile
+from mlx_paged.runner.model_runner import LaunchedStep
+from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
 from mlx_paged.scheduler.step import Span, Step
 
 FIRST_GUESS = 0.6  # share of right drafts before the first one
@@ -44,48 +42,29 @@ class DraftModel:
     prefix share their blocks there, too.
 
     Args:
-        model: an mlx-lm model with the vocabulary of the requests.
-        manager: of the model's pool.
+        pooled: an mlx-lm model with the vocabulary of the requests, and its pool.
         num_tokens: drafts of a request in a step at most.
     """
 
-    def __init__(
-        self, model: nn.Module, profile: ModelProfile, manager: KVBlockManager, num_tokens: int
-    ) -> None:
+    def __init__(self, pooled: PooledModel, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.attentions, self.plan = profile.attentions, manager.plan
+        self.pooled = pooled
         self.seconds = self.seconds_per_draft = 0.0
-        self._allocator = manager.allocator
-        self.runner = ModelRunner(model, manager, profile)
+        self._allocator = pooled.allocator
+        self._runner = pooled.runner
         self._shadows: dict[int, _Shadow] = {}
         self._has_failed = False
 
     @classmethod
-    def of(
-        cls, model: nn.Module, draft_model: nn.Module, block_size: int, room: int, num_tokens: int
+    def beside(
+        cls, target: PooledModel, model: nn.Module, profile: ModelProfile, num_tokens: int
     ) -> "DraftModel":
-        """A drafter for `model` with a pool of `room` blocks of all layers.
-
-        Raises:
-            ValueError: the draft model has another vocabulary, or it cannot take drafts back.
-        """
-        args = [getattr(each, "args", None) for each in (model, draft_model)]
-        sizes = [getattr(each, "vocab_size", None) for each in args]
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"[Engine] draft_model has a vocabulary of {sizes[1]} tokens: expected {sizes[0]}, "
-                "as many as the model has"
-            )
-        mx.eval(draft_model.state)
-        profile = probe(draft_model)
-        if not can_draft(profile):
-            raise ValueError(
-                "[Engine] draft_model has recurrent layers, or its tokens cannot share a forward: "
-                "expected a model that only attends"
-            )
-        plan = plan_pool(profile.shapes, profile.windows, block_size)
-        manager = KVBlockManager.planned(plan, block_size, room * plan.width, CATCH_UP)
-        return cls(draft_model, profile, manager, num_tokens)
+        """A drafter whose pool has room for as many tokens as the target's."""
+        room = target.pool.num_blocks // target.plan.width
+        config = target.config.of_pool(
+            num_blocks=room, prefill_chunk=CATCH_UP, kv_bits=None, kv_disk=None
+        )
+        return cls(PooledModel(MeasuredModel.of(model, profile, config)), num_tokens)
 
     def likelihood(self, request: Request) -> float:
         if self._has_failed:
@@ -130,7 +109,7 @@ class DraftModel:
             self._allocator.free(request_id)
         self._shadows.clear()
         self._allocator.forget_prefixes()
-        self.runner.recover()
+        self._runner.recover()
 
     def _drafts(self, depths: dict[int, int], requests: list[Request]) -> dict[int, list[int]]:
         """Drafts of at most these depths by request id, one step of the model for each."""
@@ -150,7 +129,7 @@ class DraftModel:
             launched.append(self._launch(step, launched[-1]))
         drafts: dict[int, list[int]] = {}
         for each in launched:
-            for choice in self.runner.collect(each):
+            for choice in self._runner.collect(each):
                 drafts.setdefault(choice.request.id, []).append(choice.token)
         for known in [self._shadows[r.id] for r in requests if r.id in self._shadows]:
             own, known.computed = known.request, known.request.num_computed
@@ -213,7 +192,7 @@ class DraftModel:
         return stop
 
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        launched = self.runner.launch(step, before)
+        launched = self._runner.launch(step, before)
         self._allocator.store.copies_done()
         return launched
 
@@ -223,10 +202,23 @@ def can_draft(profile: ModelProfile) -> bool:
     return profile.batching is not Batching.SINGLE and not profile.recurrent
 
 
-def share_beside(profile: ModelProfile, draft: ModelProfile) -> float:
-    """The part of the memory for K/V that a model gets beside a draft model with as many slots."""
-    ours, theirs = (
-        sum(shape.token_bytes for shape in each.shapes if shape is not None)
-        for each in (profile, draft)
-    )
-    return ours / (ours + theirs)
+def probed_draft(model: nn.Module, draft_model: nn.Module) -> ModelProfile:
+    """What a draft model for `model` stores.
+
+    Raises:
+        ValueError: it has another vocabulary, or it cannot take drafts back.
+    """
+    args = [getattr(each, "args", None) for each in (model, draft_model)]
+    sizes = [getattr(each, "vocab_size", None) for each in args]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"[Engine] draft_model has a vocabulary of {sizes[1]} tokens: expected {sizes[0]}, "
+            "as many as the model has"
+        )
+    profile = probed(draft_model)
+    if not can_draft(profile):
+        raise ValueError(
+            "[Engine] draft_model has recurrent layers, or its tokens cannot share a forward: "
+            "expected a model that only attends"
+        )
+    return profile

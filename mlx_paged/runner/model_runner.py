@@ -1,7 +1,6 @@
 """One step on the model: lay out the batch, bind the caches, run the model, sample."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,10 +14,12 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged.attention.forward import Forward
 from mlx_paged.attention.sdpa_hook import attention_hook
+from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
-from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockTransfer
+from mlx_paged.kv.layer_groups import LayerPlace
+from mlx_paged.kv.pool import KVPool
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.metrics.stats import Traces
 from mlx_paged.ops.cpu_layers import CPULayers
@@ -29,11 +30,11 @@ from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
-from mlx_paged.sampling.sampler import Sampled, Sampler, Scores
+from mlx_paged.sampling.sampler import Sampled, Sampler, Scores, empty_rows, on_host
 from mlx_paged.scheduler.step import SampledToken, Span, Step
 
-TopLogprobs = tuple[tuple[int, float], ...]
-SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None]
+Drafts = dict[int, tuple[int, ...]]  # by request id
+SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Drafts]
 
 
 @dataclass(slots=True, eq=False)
@@ -62,35 +63,52 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """Runs steps on an mlx-lm model whose K/V lives in `manager`'s pool.
+    """Runs steps on an mlx-lm model whose K/V lives in `pool`.
+
+    Args:
+        places: where the K/V of each of the model's layers is in the pool.
+        cpu_linear: whether linear layers on a CPU are this package's; None: the default.
+        begins_each: begin each forward before the next one is built. All ranks then compute
+            collective operations in the same order.
+        make_sampler: makes the sampler, also after a failure.
 
     Attributes:
         compiled: computes the steps that only decode; None: as all other steps.
         why_plain: why it is None.
     """
 
-    def __init__(self, model: nn.Module, manager: KVBlockManager, profile: ModelProfile) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        profile: ModelProfile,
+        places: Sequence[LayerPlace | None],
+        allocator: BlockAllocator,
+        pool: KVPool,
+        *,
+        cpu_linear: bool | None = None,
+        begins_each: bool = False,
+        make_sampler: Callable[[], Sampler] = Sampler,
+    ) -> None:
         self.model = model
-        self.manager = manager
+        self.allocator = allocator
+        self.pool = pool
         self.batching = profile.batching
-        self.caches = make_caches(model, manager.pool, manager.plan.places)
+        self.caches = make_caches(model, pool, places)
         self.layers = [c for c in leaves(self.caches) if isinstance(c, PagedLayerCache)]
         self.states = RecurrentStates([c for c in leaves(self.caches) if type(c) is ArraysCache])
         self._is_recurrent = profile.recurrent
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
-        self.cpu_layers = CPULayers(model)
-        self.sampler = Sampler()
+        self.cpu_layers = CPULayers(model, cpu_linear)
+        self._begins_each = begins_each
+        self._make_sampler = make_sampler
+        self.sampler = make_sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
         self._loaded: list[mx.array] = []  # what transfers read from, until the next step is read
         self._error: Exception | None = None  # noted by `_begin`, until recovery
         self.compiled: CompiledDecode | None = None
         self.why_plain = self._untraceable = profile.untraceable
-        self._tables = BatchTables.of_groups(manager.allocator)
-
-    def choose_linear(self, wanted: bool) -> None:
-        """Whether linear layers on a CPU are this package's. Call it before any step."""
-        self.cpu_layers = CPULayers(self.model, wanted)
+        self._tables = BatchTables.of_groups(allocator)
 
     def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
         """Compute decodes by compiled graphs from now on, if `wanted` (None: on a CPU, if these
@@ -103,11 +121,11 @@ class ModelRunner:
             return None
         graph = weakly(self._graph)
         for fuses in (False, True)[: 1 if on_cpu else 2]:
-            compiled = CompiledDecode(self.model, graph, self.manager, max_rows, fuses)
+            compiled = CompiledDecode(self.model, graph, self.allocator, self.pool, max_rows, fuses)
             self.why_plain = compiled.problem(if_faster=wanted is None)
             if self.why_plain is None:
                 self.compiled = compiled
-                self._tables = BatchTables.of_groups(self.manager.allocator, padded=True)
+                self._tables = BatchTables.of_groups(self.allocator, padded=True)
                 return compiled.traces
         return None
 
@@ -123,22 +141,9 @@ class ModelRunner:
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
         free_graphs_with_thread()
-        if before is not None and before.unsampled is not None:
-            self._sample(before)
-            self._begin(before.pending)  # before the step that follows it
-        drafted = [span for span in step.spans if span.drafts]
-        for span in drafted:  # while the step is laid out, drafts are tokens as all others
-            span.request.tokens += span.drafts
-        try:
-            return self._launch(step, before)
-        finally:
-            for span in drafted:
-                del span.request.tokens[span.certain_stop :]
-            if drafted:  # wrong ones among them
-                self.sampler.forget_tokens()
-
-    def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        self.manager.pool.copy_blocks(step.copies)
+        if before is not None:
+            self.sample_late(before)
+        self.pool.copy_blocks(step.copies)
         for request, snapshot in step.restores:
             if not isinstance(snapshot.states, list):
                 snapshot.states = unpacked(snapshot.states)
@@ -151,6 +156,9 @@ class ModelRunner:
         lengths: list[Int32Array] = []
         for spans, batch in self._batches(step.spans, coming):
             rows, scores = self._forward(batch)
+            if self._begins_each:
+                states = self.states.arrays(batch.seq_ids)
+                self._begin([*self.pool.handles(), *states, *[rows] * bool(batch.sampled)])
             if self._is_recurrent:
                 for span in spans:
                     for snapshot in span.snapshots:
@@ -161,7 +169,7 @@ class ModelRunner:
                 newest.append(batch.newest)
                 lengths.append(batch.sampled_lengths)
         step.extra_seconds += self._trace_seconds - traced
-        pending, self._loaded = self.manager.pool.handles() + self._loaded, []
+        pending, self._loaded = self.pool.handles() + self._loaded, []
         if self._is_recurrent:
             for span in step.spans:
                 for fork in span.forks:
@@ -171,7 +179,9 @@ class ModelRunner:
             self._copied = []
         launched = LaunchedStep(requests, None, pending)
         if requests:
-            args = _joined(logits), requests, _joined(newest), np.concatenate(lengths), scores
+            drafts = {span.request.id: span.drafts for span in step.spans if span.drafts}
+            rows, tokens = _joined(logits), _joined(newest)
+            args = rows, requests, tokens, np.concatenate(lengths), scores, drafts
             launched.unsampled = args
             if any([request.grammar is not None for request in requests]):
                 pending.append(args[0])
@@ -190,7 +200,7 @@ class ModelRunner:
             raise
 
     def _transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
-        pool, groups = self.manager.pool, range(len(self.manager.plan.groups))
+        pool, groups = self.pool, range(len(self.allocator.groups))
         for group in groups:
             leaving = [t for t in stores if t.group == group and t.blocks]
             if leaving:
@@ -203,11 +213,11 @@ class ModelRunner:
             coming = [t for t in loads if t.group == group]
             for rows in {id(t.payload[0]): t.payload[0] for t in coming}.values():
                 found = [t for t in coming if t.payload[0] is rows]
-                places = [t.payload[1] for t in found]
+                indices = [t.payload[1] for t in found]
                 if isinstance(rows, np.ndarray):  # which is copied
-                    rows, places = rows[places], list(range(len(found)))
+                    rows, indices = rows[indices], list(range(len(found)))
                 blocks = np.full((rows.shape[0], len(coming[0].blocks)), -1, np.int32)
-                blocks[places] = [t.blocks for t in found]
+                blocks[indices] = [t.blocks for t in found]
                 write_blocks(pool, blocks.reshape(-1), group, rows)
         self._loaded += [t.payload[0] for t in loads if isinstance(t.payload[0], mx.array)][:1]
         for states in [t for t in stores if not t.blocks]:
@@ -221,10 +231,17 @@ class ModelRunner:
         mx.eval(launched.pending)
         if launched.sampled is None:
             return []
-        tokens, logprobs, tops = _on_host(launched.sampled)
-        errors = _empty_rows(launched.sampled, logprobs) | launched.errors
+        tokens, logprobs, tops = on_host(launched.sampled)
+        errors = empty_rows(launched.sampled, logprobs) | launched.errors
         rows = zip(launched.requests, tokens, logprobs, tops, strict=True)
         return [SampledToken(*row, errors.get(index)) for index, row in enumerate(rows)]
+
+    def sample_late(self, launched: LaunchedStep) -> None:
+        """Choose the tokens of a step whose sampler had to wait until the step before it was
+        read."""
+        if launched.unsampled is not None:
+            self._sample(launched)
+            self._begin(launched.pending)  # before the step that follows it
 
     def _sample(self, launched: LaunchedStep) -> bool:
         """Choose a step's tokens, lazily; False if the sampler does not know enough yet."""
@@ -254,12 +271,12 @@ class ModelRunner:
         """Give up the steps under way: reset the pool's handles and forget every state."""
         with suppress(Exception):  # another step under way may raise, too
             mx.synchronize()
-        self.manager.pool.reset_handles()
+        self.pool.reset_handles()
         self.states.clear()
         self._copied, self._loaded, self._error = [], [], None
-        self.sampler = Sampler()
+        self.sampler = self._make_sampler()
         padded = self.compiled is not None
-        self._tables = BatchTables.of_groups(self.manager.allocator, padded)
+        self._tables = BatchTables.of_groups(self.allocator, padded)
 
     def _begin(self, arrays: list[mx.array]) -> None:
         """Begin to evaluate arrays. MLX tells of an error of the device once, to whoever asks next;
@@ -285,7 +302,7 @@ class ModelRunner:
     ) -> list[tuple[Sequence[Span], Batch]]:
         """A step's forwards and their spans: one forward of rows for all tokens that may share it,
         and one for each other chunk. A chunk is cut where a snapshot needs its states."""
-        allocator = self.manager.allocator
+        allocator = self.allocator
         together, alone = self._shared_and_alone(spans)
         batches: list[tuple[Sequence[Span], Batch]] = []
         if together:
@@ -362,27 +379,3 @@ def _bytes_of(staged: mx.array, start: int, count: int) -> npt.NDArray[np.uint8]
 
 def _joined(parts: list[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
-
-
-def _empty_rows(sampled: Sampled, logprobs: Sequence[float]) -> dict[int, Exception]:
-    """Errors of rows in which the caller's options leave no token: all logits are NaN or -inf."""
-    return {
-        row: ValueError(
-            "[SamplingParams] logits_processors or logit_bias leave no token: "
-            "expected at least one finite logit, and no NaN"
-        )
-        for row in sampled.may_be_empty
-        if math.isnan(logprobs[row])
-    }
-
-
-def _on_host(sampled: Sampled) -> tuple[list[int], list[float], list[TopLogprobs]]:
-    """Every row's token, its log-probability and the most likely tokens."""
-    tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
-    logprobs: list[float] = sampled.logprobs.tolist()  # type: ignore[assignment]
-    if sampled.top_tokens is None or sampled.top_logprobs is None:
-        return tokens, logprobs, [()] * len(tokens)
-    top_tokens: list[list[int]] = sampled.top_tokens.tolist()  # type: ignore[assignment]
-    top_logprobs: list[list[float]] = sampled.top_logprobs.tolist()  # type: ignore[assignment]
-    rows = zip(top_tokens, top_logprobs, strict=True)
-    return tokens, logprobs, [tuple(zip(*row, strict=True)) for row in rows]

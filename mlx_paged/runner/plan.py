@@ -24,10 +24,10 @@ class DigestMismatch(RuntimeError):
 
 
 class PlanWriter:
-    """Writes a runner's steps. A plan has the spans with their tokens, copies, snapshots by number,
-    calls since the plan before, and those entries of the sequences' block tables that changed. It
-    begins with a digest of itself, of the digest before and of all table rows of which it has
-    entries."""
+    """Writes a runner's steps as plans. A plan has the spans with their tokens, the copies, the
+    snapshots by number, the calls since the plan before, and the changed entries of the sequences'
+    block tables. A plan begins with a digest. The digest covers the digest of the plan before, the
+    plan itself, and every row of the block tables that the plan changes."""
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
@@ -48,7 +48,7 @@ class PlanWriter:
         self._calls.append((parent.id, child.id, None))
 
     def write(self, step: Step, awaits: bool) -> bytes:
-        """A step whose drafts are in their requests' tokens. `awaits`: some tokens come later."""
+        """`awaits`: some tokens of the step come later."""
         calls, self._calls = self._calls, []
         dead = [self._dead.pop() for _ in range(len(self._dead))]
         rows = self._allocator.table_rows([span.request.id for span in step.spans])
@@ -56,7 +56,7 @@ class PlanWriter:
         spans = [
             (
                 (span.request.id, row, span.start, span.stop, span.samples, len(span.drafts)),
-                span.request.tokens[span.start : span.stop],
+                span.known,
                 [fork.id for fork in span.forks],
                 [(self._number(s), s.position) for s in span.snapshots],
             )

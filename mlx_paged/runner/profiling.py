@@ -8,15 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from mlx_paged.kv.block_manager import KVBlockManager
 from mlx_paged.metrics.recorder import PhaseTimes
 from mlx_paged.runner.batch import Batch
-from mlx_paged.runner.model_probe import ModelProfile
-from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
+from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling.sampler import Sampled, Sampler, Scores
-from mlx_paged.scheduler.step import Step
 
 WRAPPED = {"gather": "gather", "write": "kv_write", "copy_blocks": "kv_write"}
 """Methods of the pool and the phase that each belongs to."""
@@ -28,41 +24,24 @@ class ProfilingRunner(ModelRunner):
     Methods are wrapped only on this runner's pool and layers, so other runners stay fast.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        manager: KVBlockManager,
-        profile: ModelProfile,
-        phases: PhaseTimes,
-    ) -> None:
-        super().__init__(model, manager, profile)
+    def __init__(self, phases: PhaseTimes, *args: Any, **options: Any) -> None:
+        super().__init__(*args, make_sampler=lambda: TimedSampler(phases), **options)
         self._phases = phases
-        self.sampler = TimedSampler(phases)
-        pool = manager.pool
         for name, phase in WRAPPED.items():
-            setattr(pool, name, self._timed(phase, getattr(pool, name)))
+            setattr(self.pool, name, self._timed(phase, getattr(self.pool, name)))
         for layer in self.layers:
             layer.attend = self._timed("attention", layer.attend)  # type: ignore[method-assign]
-
-    def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
-        """Compute a step, after waiting for the step before."""
-        if before is not None:
-            mx.eval(before.pending)
-        return super().launch(step, before)
-
-    def recover(self, error: BaseException | None = None) -> None:
-        super().recover(error)
-        self.sampler = TimedSampler(self._phases)
 
     def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
         with self._phases.measure("forward"):
             logits, scores = super()._forward(batch)
-            mx.eval(logits, self.manager.pool.handles())
+            # Ranks compute logits that nobody samples nowhere, or all of them.
+            mx.eval([logits] * bool(batch.sampled), self.pool.handles())
         return logits, scores
 
     def _timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, timed: its inputs are evaluated before, its results within the phase."""
-        pool = self.manager.pool
+        pool = self.pool
 
         def timed(*args: Any) -> Any:
             mx.eval(args, pool.handles())

@@ -14,25 +14,25 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_paged.attention.prewarm import prewarm
-from mlx_paged.kv.block_manager import KVBlockManager
-from mlx_paged.kv.layer_groups import plan_pool
-from mlx_paged.kv.memory import hold_wired_limit, num_blocks_for
-from mlx_paged.metrics.stats import Traces
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.memory import hold_wired_limit
+from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.outputs import describe
 from mlx_paged.request import Request
-from mlx_paged.runner.batch import Batch
 from mlx_paged.runner.links import Kind, Link, LostRank, connect
-from mlx_paged.runner.model_probe import ModelProfile, model_type, probe
+from mlx_paged.runner.model_probe import model_type
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
 from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
+from mlx_paged.runner.pooled_model import MeasuredModel, PoolConfig, PooledModel, probed
 from mlx_paged.runner.skip_unsampled import attached_to
-from mlx_paged.sampling.sampler import Sampled, Scores
+from mlx_paged.sampling.sampler import Sampled, Sampler
 from mlx_paged.scheduler.step import Step
 
 ANSWER_S = 1.0  # for a server's answers to go out before the process ends
@@ -118,10 +118,31 @@ class Ranks:
     def answers(self) -> list[Any]:
         return [json.loads(link.receive()[1]) for link in self._links]
 
-    def agree(self, num_blocks: int, *options: Any) -> int:
-        """The blocks for which every rank has memory; `options` as :func:`_follow` reads them."""
-        self.send(Kind.MEASURE, json.dumps(options).encode())
-        return int(min(num_blocks, *self.answers()))
+    def pooled(
+        self, measured: MeasuredModel, make_runner: Callable[..., ModelRunner] = ModelRunner
+    ) -> "tuple[PooledModel, LeadingRunner]":
+        """A model on the pools of all ranks, and the runner that leads them.
+
+        Every rank takes rank 0's number of snapshots and its choice of linear layers. The rank with
+        the least memory decides the number of blocks. Decodes are compiled only if the caller asks
+        for it: no clock decides."""
+        given = measured.config
+        config = given.of_pool(
+            compile=bool(given.compile),
+            cpu_linear=CPULayers(measured.model, given.cpu_linear).linear,
+            snapshot_memory=measured.max_snapshots * measured.profile.state_bytes,
+        )
+        self.send(Kind.MEASURE, json.dumps(asdict(config)).encode())
+        num_blocks = int(min(measured.num_blocks, *self.answers()))
+        self.send(Kind.MAKE, json.dumps(num_blocks).encode())
+        measured = replace(measured, config=config, num_blocks=num_blocks)
+        pooled = PooledModel(measured, partial(make_runner, begins_each=True))
+        answers, why_plain = self.answers(), pooled.runner.why_plain
+        if any(reason != why_plain for _, reason in answers):
+            raise LostRank(f"decodes are compiled on some ranks only: {answers}, {why_plain}")
+        shares = [pooled.pool.nbytes, *(num_bytes for num_bytes, _ in answers)]
+        logging.info("bytes of K/V on each rank: %s", shares)
+        return pooled, LeadingRunner(self, pooled.runner, shares)
 
     def end(self, reason: str) -> NoReturn:
         """End the process: a collective operation that waits for a rank may never return."""
@@ -146,57 +167,43 @@ class Ranks:
                 link.send(Kind.FAREWELL)
 
 
-class _RankedRunner(ModelRunner):
-    """A runner with a part of the model. Collective operations have the same order on all ranks:
-    each forward is begun before the next one is built, from the same arrays."""
-
-    group: mx.distributed.Group
-
-    def _forward(self, batch: Batch) -> tuple[mx.array, Scores | None]:
-        logits, scores = super()._forward(batch)
-        computed = self.manager.pool.handles() + self.states.arrays(batch.seq_ids)
-        self._begin(computed + [logits] * bool(batch.sampled))
-        return logits, scores
-
-    def _shared(self, before: LaunchedStep | None, tokens: mx.array | None) -> LaunchedStep:
-        """A step as the one before the next, with its tokens from all ranks: rank 0 has them, the
-        others have zeros. If another rank ends meanwhile, MLX's ring writes nothing into a sum of
-        fewer numbers than ranks, and the embedding would read what is there."""
-        assert before is not None
-        rows = len(before.requests)
-        tokens = mx.zeros(rows, mx.int32) if tokens is None else tokens
-        tokens = mx.pad(tokens, (0, max(0, self.group.size() - rows)))
-        tokens = mx.distributed.all_sum(tokens, group=self.group)[:rows]
-        self._begin([tokens])
-        return LaunchedStep(before.requests, Sampled(tokens, tokens, tokens))
+def _shared(
+    before: LaunchedStep | None, tokens: mx.array | None, group: mx.distributed.Group
+) -> LaunchedStep:
+    """A step as the one before the next, with its tokens from all ranks: rank 0 has them, the
+    others have zeros. If another rank ends meanwhile, MLX's ring writes nothing into a sum of fewer
+    numbers than ranks, and the embedding would read what is there."""
+    assert before is not None
+    rows = len(before.requests)
+    tokens = mx.zeros(rows, mx.int32) if tokens is None else tokens
+    tokens = mx.pad(tokens, (0, max(0, group.size() - rows)))
+    tokens = mx.distributed.all_sum(tokens, group=group)[:rows]
+    mx.async_eval(tokens)  # type: ignore[no-untyped-call]
+    return LaunchedStep(before.requests, Sampled(tokens, tokens, tokens))
 
 
-class LeadingRunner(_RankedRunner):
-    """Rank 0's: tells the others each step, then computes its own part; `stats`: what it told."""
+class LeadingRunner:
+    """Rank 0's: tells the others each step, then lets `runner` compute its own part.
 
-    def __init__(self, ranks: Ranks, model: nn.Module, manager: Any, profile: ModelProfile) -> None:
-        super().__init__(model, manager, profile)
-        self.ranks, self.group = ranks, ranks.group
-        self.stats: dict[str, Any] = {"count": self.group.size(), "plans": 0, "plan_bytes": 0}
-        self.stats |= {"most_plan_bytes": 0, "plan_seconds": 0.0}
-        self._writer = PlanWriter(manager.allocator)
+    Args:
+        shares: bytes of K/V on each rank.
 
-    def compile_decodes(self, wanted: bool | None, max_rows: int) -> Traces | None:
-        """As all runners, if `wanted`: no clock decides. The others make their pools meanwhile."""
-        of = self.manager.allocator
-        options = of.num_blocks, of.chunk, bool(wanted), max_rows, self.cpu_layers.linear
-        self.ranks.send(Kind.MAKE, json.dumps(options).encode())
-        traces = super().compile_decodes(bool(wanted), max_rows)
-        answers = self.ranks.answers()
-        if any(reason != self.why_plain for _, reason in answers):
-            raise LostRank(f"decodes are compiled on some ranks only: {answers}, {self.why_plain}")
-        self.stats["kv_pool_bytes"] = shares = [self.manager.pool.nbytes, *(a[0] for a in answers)]
-        logging.info("bytes of K/V on each rank: %s", shares)
-        return traces
+    Attributes:
+        stats: of what it told.
+    """
 
-    def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
+    def __init__(self, ranks: Ranks, runner: ModelRunner, shares: list[int]) -> None:
+        self.ranks, self.runner = ranks, runner
+        self.stats: dict[str, Any] = {"count": ranks.group.size(), "plans": 0, "plan_bytes": 0}
+        self.stats |= {"most_plan_bytes": 0, "plan_seconds": 0.0, "kv_pool_bytes": shares}
+        self.transfer, self.collect = runner.transfer, runner.collect
+        self._writer = PlanWriter(runner.allocator)
+
+    def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
+        if before is not None:
+            self.runner.sample_late(before)
         started = time.perf_counter()
-        awaits = any(not span.request.tokens[span.start : span.stop] for span in step.spans)
+        awaits = any(not span.known for span in step.spans)
         plan = self._writer.write(step, awaits)
         self.ranks.send(Kind.PLAN, plan)
         self.stats["plans"] += 1
@@ -205,16 +212,16 @@ class LeadingRunner(_RankedRunner):
         self.stats["plan_seconds"] += time.perf_counter() - started
         if awaits:
             assert before is not None and before.sampled is not None
-            before = self._shared(before, before.sampled.tokens)
-        return super()._launch(step, before)
+            before = _shared(before, before.sampled.tokens, self.ranks.group)
+        return self.runner.launch(step, before)
 
     def drop(self, request: Request) -> None:
         self._writer.drop(request)
-        super().drop(request)
+        self.runner.drop(request)
 
     def fork(self, parent: Request, child: Request) -> None:
         self._writer.fork(parent, child)
-        super().fork(parent, child)
+        self.runner.fork(parent, child)
 
     def recover(self, error: BaseException | None = None) -> None:
         """End the process: nobody knows how much of the step the other ranks have computed. That
@@ -223,27 +230,36 @@ class LeadingRunner(_RankedRunner):
         self.ranks.end(f"a step failed ({error and describe(error)})")
 
 
-class _FollowingRunner(_RankedRunner):
-    """Another rank's: computes the steps that it is told, and samples nothing."""
+class _NoSampler(Sampler):
+    """Another rank's: chooses no token, because rank 0 does."""
 
-    def __init__(self, group: Any, model: nn.Module, manager: Any, profile: ModelProfile) -> None:
-        manager.allocator = mirrored = MirroredAllocator(manager.allocator)
-        super().__init__(model, manager, profile)
-        self.group, self._reader = group, PlanReader(mirrored)
+    def __call__(self, *args: Any, **options: Any) -> None:
+        return None
 
-    def follow(self, message: bytes, before: LaunchedStep | None) -> LaunchedStep:
+
+class _Follower:
+    """Another rank's: computes the steps of rank 0's plans."""
+
+    def __init__(self, measured: MeasuredModel, group: mx.distributed.Group) -> None:
+        make_runner = partial(ModelRunner, begins_each=True, make_sampler=_NoSampler)
+        self.pooled = PooledModel(measured, make_runner, _mirrored)
+        self._group = group
+        self._reader = PlanReader(cast(MirroredAllocator, self.pooled.allocator))
+        self._before: LaunchedStep | None = None
+
+    def follow(self, message: bytes) -> None:
         """Launch the step of a plan; then wait for the step before."""
+        runner, before = self.pooled.runner, self._before
         step, awaits, calls = self._reader.read(message)
         for request, child in calls:
-            self.drop(request) if child is None else self.fork(request, child)
-        launched = self._launch(step, self._shared(before, None) if awaits else None)
+            runner.drop(request) if child is None else runner.fork(request, child)
+        self._before = runner.launch(step, _shared(before, None, self._group) if awaits else None)
         if before is not None:
-            self.collect(before)
-        return launched
+            runner.collect(before)
 
-    def _sample(self, launched: LaunchedStep) -> bool:
-        launched.unsampled = None
-        return False
+
+def _mirrored(*args: Any) -> MirroredAllocator:
+    return MirroredAllocator(BlockAllocator(*args))
 
 
 def _follow(
@@ -252,35 +268,30 @@ def _follow(
     """Compute what rank 0 says until it ends. With a problem, wait until rank 0 has told it."""
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides
-    runner: Any = None
-    manager: Any = None
-    before: LaunchedStep | None = None
+    follower: _Follower | None = None
     try:
         while (received := link.receive())[0] != Kind.FAREWELL:
             kind, content = received
             if problem is not None:  # of this rank alone
                 raise ValueError(problem)
             if kind == Kind.PLAN:
-                before = runner.follow(content, before)
+                assert follower is not None
+                follower.follow(content)
             elif kind == Kind.MEASURE:
-                before = runner = manager = None  # an engine before gives its memory back
-                block_size, kv_bits, blocks, memory, snapshots = json.loads(content)
-                profile = probe(model).quantized(kv_bits)
-                shapes, windows, state_bytes = profile.shapes, profile.windows, profile.state_bytes
-                plan = plan_pool(shapes, windows, block_size, one_group=profile.recurrent)
-                blocks = blocks or num_blocks_for(plan, block_size, memory, snapshots * state_bytes)
-                link.send(Kind.ANSWER, json.dumps(blocks).encode())
+                follower = None  # an engine before gives its memory back
+                config = PoolConfig(**json.loads(content))
+                profile = probed(model, config.kv_bits)
+                measured = MeasuredModel.of(model, profile, config)
+                link.send(Kind.ANSWER, json.dumps(measured.num_blocks).encode())
             else:
-                blocks, chunk, compiles, max_rows, linear = json.loads(content)
-                manager = KVBlockManager.planned(plan, block_size, blocks, chunk)
-                runner = _FollowingRunner(group, model, manager, profile)
-                runner.choose_linear(linear)
-                runner.compile_decodes(compiles, max_rows)
-                runner.warm_up()
-                prewarm(profile.attentions, block_size, plan)
+                measured = replace(measured, num_blocks=json.loads(content))
+                follower = _Follower(measured, group)
+                pooled = follower.pooled
+                pooled.warm_up()
                 hold_wired_limit(link)
-                answer = manager.pool.nbytes, runner.why_plain
+                answer = pooled.pool.nbytes, pooled.runner.why_plain
                 link.send(Kind.ANSWER, json.dumps(answer).encode())
+                del pooled
     except BaseException as error:
         traceback.print_exc()
         with suppress(LostRank):

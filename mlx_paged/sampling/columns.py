@@ -1,7 +1,7 @@
 """The options of a batch's rows as columns, built once for each batch composition."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -85,16 +85,12 @@ class SamplingRows:
         self.penalised = [i for i, p in enumerate(params) if any(penalties_of(p))]
         self.processed = [i for i, p in enumerate(params) if p.logits_processors]
         self.samplers = {i: p.sampler for i, p in enumerate(params) if p.sampler is not None}
-        places: dict[int, list[int]] = {}
+        constrained: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
             if request.grammar is not None:
-                places.setdefault(request.id, []).append(i)
-        # Rows with a grammar: how many drafts of the request come before each; if it has drafts.
-        self.constrained = [
-            (row, drafts, len(rows) > 1)
-            for rows in places.values()
-            for drafts, row in enumerate(rows)
-        ]
+                constrained.setdefault(request.id, []).append(i)
+        # Rows with a grammar, and how many drafts of the request come before each.
+        self.constrained = [pair[::-1] for rows in constrained.values() for pair in enumerate(rows)]
         self.reported = Subset(reported, len(params)) if reported else None
         self.num_reported = min(max((p.logprobs for p in params), default=0), vocab)
         self.may_be_empty = [i for i, request in enumerate(requests) if _may_be_empty(request)]
@@ -166,7 +162,7 @@ def _biases(
 ) -> tuple[tuple[mx.array, mx.array, mx.array] | None, dict[int, Exception]]:
     """Rows and tokens ``[N]`` int32 of all biases with their numbers ``[N]`` float32, and errors
     by row."""
-    places: list[tuple[int, int]] = []
+    cells: list[tuple[int, int]] = []
     values: list[float] = []
     errors: dict[int, Exception] = {}
     for row, p in enumerate(params):
@@ -178,11 +174,11 @@ def _biases(
             errors[row] = error.with_traceback(None)  # it references every caller
             continue
         bias = dict(p.logit_bias)
-        places += [(row, token) for token in bias]
+        cells += [(row, token) for token in bias]
         values += bias.values()
-    if not places:
+    if not cells:
         return None, errors
-    return (*_indices(places), mx.array(np.array(values, np.float32))), errors
+    return (*_indices(cells), mx.array(np.array(values, np.float32))), errors
 
 
 def _may_be_empty(request: Request) -> bool:
@@ -190,6 +186,12 @@ def _may_be_empty(request: Request) -> bool:
     params = request.params
     forbids = -math.inf in dict(params.logit_bias).values() or request.grammar is not None
     return (forbids or bool(params.logits_processors)) and not request.synchronous
+
+
+def tokens_of(request: Request, drafts: Mapping[int, Sequence[int]]) -> list[int]:
+    """A request's known tokens, and the drafts that follow them."""
+    own = drafts.get(request.id)
+    return [*request.tokens, *own] if own else request.tokens
 
 
 def penalties_of(params: SamplingParams) -> list[float]:
@@ -202,6 +204,6 @@ def column(values: Sequence[float]) -> mx.array:
     return mx.array(np.array(values, np.float32)[:, None])
 
 
-def _indices(places: Sequence[tuple[int, int]]) -> tuple[mx.array, mx.array]:
-    rows, columns = np.array(places, np.int32).T
+def _indices(cells: Sequence[tuple[int, int]]) -> tuple[mx.array, mx.array]:
+    rows, columns = np.array(cells, np.int32).T
     return mx.array(rows), mx.array(columns)

@@ -126,7 +126,7 @@ def masks_of(
     ahead: dict[int, GrammarState] = {}  # behind the drafts so far, by the state of the request
     words, known = -(-vocab // 32), -(-rows[0].state.vocab_size // 32)
     bits = ~np.zeros((len(rows), known), np.uint32)
-    for place, each in enumerate(rows):
+    for index, each in enumerate(rows):
         state = each.state
         try:
             if each.drafts:  # the row before it has followed all tokens but the last one
@@ -140,16 +140,16 @@ def masks_of(
         # If the request is ahead, the engine has appended forced tokens already.
         coming = each.tokens[each.length :] or state.forced
         if coming:
-            bits[place] = 0
-            bits[place, coming[0] // 32] = 1 << coming[0] % 32
+            bits[index] = 0
+            bits[index, coming[0] // 32] = 1 << coming[0] % 32
         else:
-            waiting.append((state.matcher, place))
+            waiting.append((state.matcher, index))
     if waiting:
         _executor().unsafe_compute_mask_ptr(waiting, bits.ctypes.data, bits.strides[0], len(bits))
-    for matcher, place in waiting:
-        if matcher.is_error() and not rows[place].drafts:
+    for matcher, index in waiting:
+        if matcher.is_error() and not rows[index].drafts:
             reason = f"[SamplingParams] the grammar failed: {_line(matcher.get_error())}"
-            errors[rows[place].row] = ValueError(reason)
+            errors[rows[index].row] = ValueError(reason)
     if words > known:  # the logits are wider
         bits = np.pad(bits, ((0, 0), (0, words - known)))
     return bits[:, :words], errors

@@ -12,9 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.request import Request
-from mlx_paged.sampling.columns import PENALTIES, Subset, column, penalties_of
+from mlx_paged.sampling.columns import PENALTIES, Subset, column, penalties_of, tokens_of
 
 T = TypeVar("T")
+Drafts = Mapping[int, Sequence[int]]  # by request id
+NO_DRAFTS: Drafts = {}
 
 NO_TOKEN = -1
 MAX_TAIL = 256  # tokens that a `TokenHistory` converts in each step at most
@@ -38,9 +40,13 @@ class Penalties:
     Args:
         requests: all requests of the batch.
         rows: those with penalties.
+        drafts: by request id, guesses that follow its tokens.
     """
 
-    def __init__(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
+    def __init__(
+        self, requests: Sequence[Request], rows: Sequence[int], drafts: Drafts = NO_DRAFTS
+    ) -> None:
+        self._drafts = drafts
         self._subset = Subset(rows, len(requests))
         self._row_indices = mx.array(self._subset.rows[:, None])
         self._requests = [requests[row] for row in rows]
@@ -105,7 +111,7 @@ class Penalties:
         past = np.full((len(self._requests), width), NO_TOKEN, np.int32)
         for row, request, length in zip(past, self._requests, num_tokens, strict=True):
             stop = int(length) - 1
-            tokens = request.tokens[max(0, stop - width) : stop]
+            tokens = tokens_of(request, self._drafts)[max(0, stop - width) : stop]
             row[width - len(tokens) :] = tokens
         return mx.array(past)
 
@@ -125,15 +131,17 @@ def _counted(windows: mx.array, penalty: Penalty) -> tuple[mx.array, mx.array]:
 
 
 class TokenHistory:
-    """The tokens of one request as an array. Most steps convert only the latest tokens."""
+    """The tokens of one request, and its drafts behind them, as an array. Most steps convert only
+    the latest tokens."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, drafts: Drafts = NO_DRAFTS) -> None:
         self.request = request
+        self._tokens = tokens_of(request, drafts)
         self._head = mx.array([], mx.int32)
 
     def up_to(self, newest: mx.array, length: int) -> mx.array:
         """The request's first `length` tokens, int32, of which `newest` ``[1]`` is the last."""
-        tokens, stop = self.request.tokens, length - 1
+        tokens, stop = self._tokens, length - 1
         if not 0 <= stop - self._head.size <= MAX_TAIL:
             self._head = mx.array(tokens[:stop], mx.int32)
         return mx.concatenate(

@@ -1,5 +1,6 @@
 """The next token of every row, each with its own options and random stream."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,9 +11,18 @@ import numpy.typing as npt
 
 from mlx_paged.ops.cpu_layers import log_softmax
 from mlx_paged.request import Request
-from mlx_paged.sampling.columns import XTC, DrawnRows, RankFilters, SamplingRows, Subset
+from mlx_paged.sampling.columns import (
+    XTC,
+    DrawnRows,
+    RankFilters,
+    SamplingRows,
+    Subset,
+    tokens_of,
+)
 from mlx_paged.sampling.grammar import GrammarState, Row, masks_of
 from mlx_paged.sampling.penalties import (
+    NO_DRAFTS,
+    Drafts,
     Penalties,
     TokenHistory,
     checked_array,
@@ -24,6 +34,8 @@ XTC_STREAM = 0xA0761D6478BD642F
 """Draw n of the stream of ``seed ^ XTC_STREAM`` decides whether XTC acts on the n-th token."""
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+TopLogprobs = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,7 @@ class Sampler:
         newest: mx.array,
         lengths: npt.NDArray[np.int32] | None = None,
         scores: Scores | None = None,
+        drafts: Drafts = NO_DRAFTS,
     ) -> Sampled | None:
         """Choose a token for each row, evaluating nothing.
 
@@ -90,11 +103,13 @@ class Sampler:
                 ``request.tokens`` yet.
             lengths: ``num_tokens`` ``[R]`` of each request; None: read from the requests.
             scores: of these logits, or of others; None: not computed yet.
+            drafts: by request id, the guesses for which it has further rows.
         """
         assert len(requests) == len(logits) == len(newest), "one row for each request"
         known, vocab = self._rows, logits.shape[-1]
-        if known.vocab != vocab or known.requests != list(requests):
-            self._compose(requests, vocab)
+        changed = known.vocab != vocab or known.requests != list(requests)
+        if changed or drafts or self._drafts:  # what is kept of the latest tokens has wrong drafts
+            self._compose(requests, vocab, drafts)
         rows = self._rows
         if lengths is None:
             lengths = np.array([request.num_tokens for request in requests], np.int32)
@@ -102,8 +117,8 @@ class Sampler:
         allowed: mx.array | None = None
         samplers = rows.samplers
         constrained = [  # without requests that ended after the step was launched
-            _row(requests[i], i, int(lengths[i]), num_drafts, is_drafted)
-            for i, num_drafts, is_drafted in rows.constrained
+            _row(requests[i], i, int(lengths[i]), num_drafts, drafts)
+            for i, num_drafts in rows.constrained
             if not requests[i].finish_reason
         ]
         if any([row.length > len(row.tokens) for row in constrained]):
@@ -128,14 +143,11 @@ class Sampler:
             tops = _most_likely(logprobs, rows.reported, rows.num_reported)
         return Sampled(tokens, chosen, logprobs, tops[0], tops[1], errors, rows.may_be_empty)
 
-    def forget_tokens(self) -> None:
-        """Forget the latest tokens of the batch; the next call reads them from the requests."""
-        self._compose((), 0)
-
-    def _compose(self, requests: Sequence[Request], vocab: int) -> None:
+    def _compose(self, requests: Sequence[Request], vocab: int, drafts: Drafts = NO_DRAFTS) -> None:
         rows = self._rows = SamplingRows(requests, vocab)
-        self._penalties = Penalties(requests, rows.penalised) if rows.penalised else None
-        self._histories = {row: TokenHistory(requests[row]) for row in rows.processed}
+        self._drafts = drafts
+        self._penalties = Penalties(requests, rows.penalised, drafts) if rows.penalised else None
+        self._histories = {row: TokenHistory(requests[row], drafts) for row in rows.processed}
 
     def _processed(
         self,
@@ -158,11 +170,12 @@ class Sampler:
         return row_by_row(logits, self._histories, process, errors)
 
 
-def _row(request: Request, index: int, length: int, num_drafts: int, is_drafted: bool) -> Row:
-    """The row at `index`, behind so many drafts of its request. While a step is laid out, drafts
-    are tokens of their requests."""
+def _row(request: Request, index: int, length: int, num_drafts: int, drafts: Drafts) -> Row:
+    """The row at `index`, behind `num_drafts` of the request's drafts."""
     assert isinstance(request.grammar, GrammarState)
-    tokens = request.tokens[:length] if is_drafted else request.tokens
+    tokens = tokens_of(request, drafts)
+    if request.id in drafts:
+        tokens = tokens[:length]
     return Row(index, request.grammar, tokens, length, num_drafts)
 
 
@@ -303,3 +316,27 @@ def _most_likely(logprobs: mx.array, rows: Subset, count: int) -> tuple[mx.array
         rows.put(mx.zeros(shape, mx.int32), tokens.astype(mx.int32)),
         rows.put(mx.full(shape, -mx.inf), values.astype(mx.float32)),
     )
+
+
+def empty_rows(sampled: Sampled, logprobs: Sequence[float]) -> dict[int, Exception]:
+    """Errors of rows in which the caller's options leave no token: all logits are NaN or -inf."""
+    return {
+        row: ValueError(
+            "[SamplingParams] logits_processors or logit_bias leave no token: "
+            "expected at least one finite logit, and no NaN"
+        )
+        for row in sampled.may_be_empty
+        if math.isnan(logprobs[row])
+    }
+
+
+def on_host(sampled: Sampled) -> tuple[list[int], list[float], list[TopLogprobs]]:
+    """Every row's token, its log-probability and the most likely tokens."""
+    tokens: list[int] = sampled.tokens.tolist()  # type: ignore[assignment]
+    logprobs: list[float] = sampled.logprobs.tolist()  # type: ignore[assignment]
+    if sampled.top_tokens is None or sampled.top_logprobs is None:
+        return tokens, logprobs, [()] * len(tokens)
+    top_tokens: list[list[int]] = sampled.top_tokens.tolist()  # type: ignore[assignment]
+    top_logprobs: list[list[float]] = sampled.top_logprobs.tolist()  # type: ignore[assignment]
+    rows = zip(top_tokens, top_logprobs, strict=True)
+    return tokens, logprobs, [tuple(zip(*row, strict=True)) for row in rows]

@@ -12,13 +12,19 @@ takes at most P / MIN_CHUNK steps, besides those in which others overtake it."""
 class ChunkBudget:
     """Limits the prompt tokens of a step and, if it has decodes, its predicted time."""
 
-    def __init__(self, prefill_chunk: int, max_stall: float | None) -> None:
-        self.prefill_chunk = prefill_chunk  # prompt tokens of a step at most
-        # Predicted seconds of a step with decodes at most; MIN_CHUNK tokens may exceed it. None: no
-        # such bound.
+    def __init__(
+        self,
+        prefill_chunk: int,  # prompt tokens of a step at most
+        # Predicted seconds of a step with decodes at most. MIN_CHUNK tokens may take longer. None:
+        # there is no bound.
+        max_stall: float | None,
+        learns: bool = False,  # whether others than the bound need predictions
+    ) -> None:
+        self.prefill_chunk = prefill_chunk
         self.max_stall = max_stall
         self.cost = CostModel()  # predicts the time of a step
-        self.learns = max_stall is not None  # whether `cost` follows the times of steps
+        # Whether `cost` follows the times of steps.
+        self.learns = learns or max_stall is not None
         self.pauses = False  # whether it does so for a stall bound only
 
     def observe(self, work: StepWork, seconds: float) -> None:

@@ -11,12 +11,12 @@ FORGETTING = 0.98  # weight of an observation relative to the next one: about 50
 SWEEPS = 4  # sweeps of coordinate descent per observation, each from the previous coefficients
 
 TOKENS_GROWTH = 2
-"""A chunk has at most so many times the tokens of the largest chunk so far, and decodes with drafts
-so many times the rows of the most so far."""
+"""The largest ratio of a chunk's tokens to the tokens of the largest chunk so far. Also the largest
+ratio of the rows of decodes with drafts to the most rows so far."""
 
-CONTEXT_GROWTH = 8  # the same for its context, which grows faster than its tokens
-WARM_UP = 8  # before so many observations of a kind, none of them is an outlier
-NOVELTY = 1.25  # work that is more than so many times the largest before is never an outlier
+CONTEXT_GROWTH = 8  # the same ratio for a chunk's context, which grows faster than its tokens
+WARM_UP = 8  # observations of a kind before any of that kind counts as an outlier
+NOVELTY = 1.25  # work of more than this multiple of the largest work so far is never an outlier
 
 # The difference of an observation from its prediction is log(seconds / predicted).
 CLIP = 4.0  # outliers differ by more than so many times the usual difference
@@ -28,8 +28,9 @@ DRIFT_RATE = 0.05  # rate per observation at which the drift follows the differe
 CHANGE = 0.2  # the drift follows smaller differences; larger ones may mean a change of speed
 
 CHANGE_STEPS = 10
-"""The speed changed if all but one of so many differences are large and of the same sign. Pauses
-and compilations are shorter, and a single one of them does not hide the change."""
+"""The speed changed if nine of the latest ten differences are large and have the same sign. A pause
+or a compilation makes fewer steps slow. One usual difference among the ten does not hide a change.
+"""
 
 
 class StepWork(NamedTuple):

@@ -6,14 +6,14 @@ import numpy as np
 
 from mlx_paged.request import Request
 
-NGRAM = 3  # a draft follows the latest earlier occurrence of so many tokens; an edit has no more
-LONG_RUN = 4  # after so many right guesses in a row, a source counts as found
+NGRAM = 3  # tokens whose latest earlier occurrence a draft follows; also the longest edit
+LONG_RUN = 4  # right guesses in a row after which a source counts as found
 
 FORGETTING = 0.97
-"""Weight of a request's guess relative to the next one; a tenth as much is forgotten of the others'
-guesses."""
+"""Weight of a request's guess relative to its next guess. The guesses of all requests together are
+forgotten ten times as slowly."""
 
-PRIOR = 4.0  # so many guesses of all requests count beside a request's own
+PRIOR = 4.0  # weight of all requests' guesses beside a request's own, in guesses
 
 MAX_DRAFTS = 15
 """Drafts of a request in a step at most: with its newest token, 16 rows of one sequence are
@@ -40,7 +40,7 @@ class NgramDrafter:
         if source is None:
             source = self._sources[request.id] = _Source(request, self._overall)
         source.update(request.tokens)
-        return source.share if source.place else 0.0
+        return source.share if source.guess_at else 0.0
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
         pairs = zip(requests, depths, strict=True)
@@ -72,13 +72,13 @@ class _Source:
     """Where one request's next tokens may be copied from.
 
     Attributes:
-        place: index of the token that is the next guess; 0: there is none.
+        guess_at: index of the token that is the next guess; 0: there is none.
         run: how many guesses in a row were right; below 0: how many were wrong since a long run.
     """
 
     def __init__(self, request: Request, overall: Shares) -> None:
         tokens = request.tokens
-        self.place = self.run = 0
+        self.guess_at = self.run = 0
         self._own, self._overall = Shares(0.0, 0.0), overall
         size = 1 << (2 * (request.num_prompt + request.params.max_tokens)).bit_length()
         self._mask = min(size, 2**20) - 1
@@ -104,8 +104,8 @@ class _Source:
     def update(self, tokens: list[int]) -> None:
         """Compare the new tokens with their guesses and look for a source of the next one."""
         for stop in range(self._known + 1, len(tokens) + 1):
-            if self.place:
-                hit = tokens[self.place] == tokens[stop - 1]
+            if self.guess_at:
+                hit = tokens[self.guess_at] == tokens[stop - 1]
                 self._own.add(hit, self._kind, FORGETTING)
                 self._overall.add(hit, self._kind, 1 - (1 - FORGETTING) / 10)
                 self._follow(tokens, stop, hit)
@@ -113,9 +113,9 @@ class _Source:
                 continue
             a, b, c = tokens[stop - NGRAM : stop]
             slot = (a * FACTORS[0] + b * FACTORS[1] + c * FACTORS[2]) & self._mask
-            place = self._after[slot] if self.run <= 0 else 0
-            if place not in (0, self.place) and tokens[place - NGRAM : place] == [a, b, c]:
-                self.place, self.run = place, 0
+            found = self._after[slot] if self.run <= 0 else 0
+            if found not in (0, self.guess_at) and tokens[found - NGRAM : found] == [a, b, c]:
+                self.guess_at, self.run = found, 0
             self._after[slot] = stop
         self._known = len(tokens)
 
@@ -126,15 +126,15 @@ class _Source:
             self.run = LONG_RUN if self.run < 0 else self.run + 1
         elif self.run >= LONG_RUN or -NGRAM < self.run < 0:
             self.run = min(self.run, 0) - 1
-            first = max(self.place - NGRAM, 0)
-            near = tokens[first : min(self.place + NGRAM + 1, stop - 1)]
+            first = max(self.guess_at - NGRAM, 0)
+            near = tokens[first : min(self.guess_at + NGRAM + 1, stop - 1)]
             if tokens[stop - 1] in near:
-                self.place = first + near.index(tokens[stop - 1])
+                self.guess_at = first + near.index(tokens[stop - 1])
         else:
-            self.place, self.run = -1, 0
-        self.place += 1
+            self.guess_at, self.run = -1, 0
+        self.guess_at += 1
 
     def guesses(self, tokens: list[int], depth: int) -> list[int]:
         """The next tokens; a source that reaches the end goes on with the guesses themselves."""
-        period = len(tokens) - self.place
-        return [tokens[self.place + i % period] for i in range(depth)]
+        period = len(tokens) - self.guess_at
+        return [tokens[self.guess_at + i % period] for i in range(depth)]

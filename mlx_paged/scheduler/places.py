@@ -26,8 +26,8 @@ class Places:
         prefix_cache: bool = True,  # whether prompts with equal prefixes share blocks
         policy: Policy = Policy.FCFS,  # order of the waiting requests
         victims: PreemptionPolicy = PreemptionPolicy.NEWEST,  # which request is preempted
-        # Free blocks that an admission must leave while others run, so that the next steps do not
-        # preempt it; at least one for each running request.
+        # Blocks that stay free when a request is admitted while others run. Without them the next
+        # steps would preempt the request. At least one block for each running request stays free.
         watermark: int = 0,
         # Whether a sequence can continue from any earlier position. A model with recurrent states
         # can not.

@@ -1,16 +1,19 @@
 """Which tokens a step computes: decodes first, then prefill chunks. Knows no mlx."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
+from mlx_paged.kv_disk.tier import KVDiskTier
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.places import Places
 from mlx_paged.scheduler.speculation import Drafter, Speculation
 from mlx_paged.scheduler.step import Span, Step, sort_by_pending
 from mlx_paged.scheduler.turns import Turn, is_overtaken
+
+PredictSeconds = Callable[[int, int], float]  # of a prompt's tokens ``[start, stop)``
 
 
 class Scheduler(Places):
@@ -31,12 +34,17 @@ class Scheduler(Places):
         # Predicted seconds of a step with running streams at most; None: no such bound.
         max_stall: float | None = None,
         drafter: Drafter | None = None,  # guesses tokens that decodes compute ahead where that pays
+        # Opens a store of K/V on a disk, if prefixes are shared.
+        open_tier: Callable[[PredictSeconds], KVDiskTier] | None = None,
         **options: Any,  # further arguments of :class:`Places`
     ) -> None:
         super().__init__(allocator, max_running, **options)
-        self.budget = ChunkBudget(prefill_chunk, max_stall)
+        asks_disk = open_tier is not None and self.prefix_cache
+        self.budget = ChunkBudget(prefill_chunk, max_stall, drafter is not None or asks_disk)
         self.speculation = None if drafter is None else Speculation(drafter, allocator, self.budget)
         self._overtook: list[Request] = []  # in the latest step with a long prompt
+        if open_tier is not None and asks_disk:  # last: an open disk is locked
+            self.tier = open_tier(self.budget.seconds_to_compute)
 
     def fork(self, parent: Request, child: Request) -> None:
         """Start `child`, whose tokens begin with all of `parent`'s, on the parent's blocks. It

@@ -12,10 +12,10 @@ from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.cost_model import TOKENS_GROWTH, StepWork
 from mlx_paged.scheduler.step import SampledToken, Span, Step
 
-MIN_GAIN = 1.03  # drafts must promise so many times the tokens per second of a step without them
-TRIAL = 8  # each such step takes half of the drafts, which shows what drafts cost
-PATIENCE = 16  # after so many plans without drafts, only some steps are planned
-REST = 3  # steps that are not planned then, before each that is
+MIN_GAIN = 1.03  # tokens per second that drafts must promise, relative to a step without drafts
+TRIAL = 8  # every 8th step with drafts takes half of them, which shows what a draft costs
+PATIENCE = 16  # steps without drafts in a row, before drafts are considered in some steps only
+REST = 3  # steps in which drafts are then not considered, before each step in which they are
 SUREST = 1 - 1e-9  # highest likelihood: the first of two drafts of a request always counts more
 
 
@@ -51,8 +51,8 @@ class Speculation:
     output is the output without drafts.
 
     Attributes:
-        reads_first: whether the step under way must be read before the next one is scheduled,
-            because that one shall have drafts.
+        reads_first: whether the next step will have drafts. Then the step under way must be read
+            before the next step is scheduled.
         num_drafted: drafts that were computed.
         num_accepted: drafts that were right.
     """
@@ -64,7 +64,6 @@ class Speculation:
         self._num_vain = self._rest = 0  # plans without drafts in a row; steps that are not planned
         self._allocator = allocator
         self._budget = budget
-        budget.learns = True
 
     def schedule(self, step: Step, decodes: list[Request]) -> list[Request]:
         """Add spans with drafts for some of the requests that compute one token; return the others.

@@ -37,6 +37,12 @@ class Span:
         """The end of its tokens without drafts."""
         return self.stop - len(self.drafts)
 
+    @property
+    def known(self) -> list[int]:
+        """Its tokens, drafts included; none if its only token is still being chosen."""
+        tokens = self.request.tokens[self.start : self.certain_stop]
+        return [*tokens, *self.drafts] if self.drafts else tokens
+
     def pieces(self) -> list["Span"]:
         """The span cut at its snapshots: each snapshot is the state after a piece."""
         if not self.snapshots:

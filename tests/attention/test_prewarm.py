@@ -129,7 +129,7 @@ def test_a_draft_models_pipelines_are_compiled_too(monkeypatch, tmp_path):
         return 0.5
 
     seen = []
-    monkeypatch.setattr("mlx_paged.engine.engine.compile_pipelines", compiled)
+    monkeypatch.setattr("mlx_paged.runner.pooled_model.prewarm", compiled)
     draft_model = tiny_model("gemma3_text")
     engine = Engine(tiny_model("llama"), draft_model=draft_model, num_blocks=64, kv_disk=tmp_path)
     own, drafts = seen

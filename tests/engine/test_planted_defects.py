@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from mlx_paged.engine import pipeline
-from mlx_paged.engine.arguments import RequestMaker
 from mlx_paged.engine.beams import BeamGroup
 from mlx_paged.engine.core import EngineCore
+from mlx_paged.engine.request_maker import RequestMaker
 from mlx_paged.engine.text import OutputProcessor
 from mlx_paged.kv import group_prefixes
 from mlx_paged.kv.allocator import BlockAllocator

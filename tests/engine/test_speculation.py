@@ -8,7 +8,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_paged import Engine, SamplingParams
-from mlx_paged.engine.engine import DRAFTERS
+from mlx_paged.engine.config import DRAFTERS
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models.tiny_models import VOCAB, tiny_model
 from tests.support.simulation.injected_drafts import InjectedDrafter, every_guess
@@ -298,7 +298,7 @@ def test_a_draft_model_shares_prefixes_in_its_own_pool():
 def test_a_draft_model_that_fails_ends_no_request(caplog):
     model = tiny_model("llama")
     engine = drafted_by(model, model)
-    runner = engine.scheduler.speculation.drafter.runner
+    runner = engine.scheduler.speculation.drafter.pooled.runner
     runner.launch = lambda step, before: 1 / 0
     (completion,) = engine.generate(prompts(1), completion_params(20))
     expected = solo_run(MlxLmSolo(model, VOCAB), prompts(1)[0], completion_params(20), 0, b"")

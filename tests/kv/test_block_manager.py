@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from mlx_paged import KVBlockManager, OutOfBlocksError, paged_attention
-from mlx_paged.kv.layer_groups import plan_pool
-from mlx_paged.kv.shapes import KVShape
 
 LAYERS, KV_HEADS, DIM = 2, 2, 8
 
@@ -357,32 +355,3 @@ def test_integers_of_numpy_are_integers():
 def test_slots_are_int32():
     with pytest.raises(ValueError, match=r"max_blocks is 134217728: .* from 1 to 134217727"):
         make_manager(block_size=16, max_blocks=2**27)
-
-
-@pytest.mark.parametrize("windows", [[None, 8], [8, 8]], ids=["two_groups", "one_window"])
-def test_a_pool_with_windows_refuses_what_names_blocks_or_moves_kv(windows):
-    """A sequence there has a block table for each group, and releases blocks."""
-    plan = plan_pool([KVShape(KV_HEADS, DIM, DIM, mx.float32)] * LAYERS, windows, 4)
-    manager = KVBlockManager.planned(plan, 4, 32, 8)
-    manager.allocator.admit(0, 11)
-    k = v = chunk(0, 3)
-    rows, slots = k.transpose(1, 0, 2), mx.arange(3, dtype=mx.int32)
-    before = manager.refcount_histogram
-    for name, call in {
-        "new_sequence": lambda: manager.new_sequence(1, 3),
-        "fork": lambda: manager.fork(0, 1),
-        "ensure_tail_capacity": lambda: manager.ensure_tail_capacity(0),
-        "table": lambda: manager.table(0),
-        "batch_tables": lambda: manager.batch_tables([0]),
-        "write_kv": lambda: manager.write_kv(0, rows, rows, slots),
-        "write_prefill": lambda: manager.write_prefill(0, 0, k, v, 0),
-        "spill_to_host": lambda: manager.spill_to_host(0),
-    }.items():
-        with pytest.raises(
-            ValueError, match=rf"\[{name}\] the pool has layer groups with the wind"
-        ):
-            call()
-    assert manager.refcount_histogram == before and manager.allocator.num_tokens(0) == 11
-    manager.check_integrity()
-    manager.free(0)
-    assert manager.blocks_in_use == 0

@@ -16,7 +16,7 @@ from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables
 from mlx_paged.runner.model_runner import LaunchedStep
 from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader, PlanWriter
-from mlx_paged.runner.ranks import LeadingRunner, Ranks, joined, why_whole
+from mlx_paged.runner.ranks import Ranks, _shared, joined, why_whole
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
 from tests.support import TIMEOUT
@@ -42,7 +42,7 @@ def ended(processes, timeout=TIMEOUT):
 @pytest.mark.parametrize(
     ("name", "options", "share"),
     [
-        ("llama", ["preempted", "compiled", "few", "drafted"], 2),
+        ("llama", ["preempted", "compiled", "few", "drafted", "profiled"], 2),
         ("gpt_oss", ["quantized"], 2),
         ("qwen3_5", ["plain", "few"], 2),
         ("deepseek_v3", ["ngram"], 1),
@@ -93,13 +93,14 @@ FAILING = """
 import sys
 from tests.support.engine import rank_runs
 from mlx_paged.runner import ranks
-forward, calls = ranks._RankedRunner._forward, []
+from mlx_paged.runner.model_runner import ModelRunner
+forward, calls = ModelRunner._forward, []
 def failing(self, batch):
     calls.append(batch)
     if len(calls) == 40 and ranks.rank() == int(sys.argv[1]):
         raise ValueError("planted")
     return forward(self, batch)
-ranks._RankedRunner._forward = failing
+ModelRunner._forward = failing
 rank_runs.main("llama", "long")
 """
 
@@ -119,11 +120,10 @@ def test_few_tokens_are_summed_as_so_many_numbers_as_there_are_ranks(monkeypatch
     """A ring that loses a rank writes nothing into a smaller sum."""
     sizes = []
     monkeypatch.setattr(mx.distributed, "all_sum", lambda a, group: (sizes.append(a.size), a)[1])
-    runner = LeadingRunner.__new__(LeadingRunner)
-    runner.group = SimpleNamespace(size=lambda: 4)
+    group = SimpleNamespace(size=lambda: 4)
     for rows in (1, 4, 6):
         before = LaunchedStep([Request(i, [], SamplingParams(), 0) for i in range(rows)], None)
-        found = runner._shared(before, mx.arange(rows)).sampled
+        found = _shared(before, mx.arange(rows), group).sampled
         assert found.tokens.tolist() == list(range(rows))
     assert sizes == [4, 4, 6]
 

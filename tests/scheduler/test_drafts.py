@@ -372,6 +372,6 @@ def test_tokens_of_one_slot_of_the_table_are_told_apart():
     for _ in range(300):
         request.tokens.append(rng.randrange(50))
         if drafter.likelihood(request):
-            place = source.place
+            place = source.guess_at
             run = source.run
             assert request.tokens[place - 3 : place] == request.tokens[-3:] or run > 0

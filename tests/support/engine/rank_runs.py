@@ -47,6 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ngram": {"speculate": "ngram"},
     "drafted": {"draft_model": tiny_model("llama", seed=1, vocab_size=64)},
     "compiled": {"compile": True},
+    "profiled": {"profile": True},
 }
 
 

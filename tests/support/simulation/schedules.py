@@ -82,10 +82,8 @@ def fake_simulation(
         rewinds=not setting.recurrent,
         max_snapshots=setting.most_snapshots,
         drafter=drafter,
+        open_tier=None if open_tier is None else lambda predict: open_tier(allocator),
     )
-    if open_tier is not None:
-        scheduler.tier = open_tier(allocator)
-        scheduler.budget.learns = True
     clock = FakeClock()
     inner = runner_type(allocator, clock, random.Random(index), setting.recurrent)
     runner = FaultyRunner(inner, rng, setting.fault_rate)

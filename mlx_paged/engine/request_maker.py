@@ -1,4 +1,4 @@
-"""Checks of the arguments of an engine's calls, and the requests made of them. Knows no mlx."""
+"""Makes requests of checked arguments. Knows no mlx."""
 
 import math
 from collections.abc import Callable
@@ -30,9 +30,9 @@ def checked_params(
     return params
 
 
-def check_place(caller: str, priority: object, cache_salt: object, keep: object = False) -> None:
+def check_queueing(caller: str, priority: object, cache_salt: object, keep: object = False) -> None:
     """ValueError unless all are of the right kind."""
-    is_ordered = is_real(priority) and priority == priority  # NaN has no place in an order
+    is_ordered = is_real(priority) and priority == priority  # NaN has no order
     require(is_ordered, caller, "priority", priority, "a number")
     require(isinstance(cache_salt, str), caller, "cache_salt", cache_salt, "a string")
     require_flags(caller, keep=keep)

@@ -1,0 +1,66 @@
+"""The model of an engine on its pool, and what drafts for it."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.nn as nn
+
+from mlx_paged.engine.config import DRAFTERS, EngineConfig
+from mlx_paged.metrics.recorder import PhaseTimes
+from mlx_paged.runner.draft_model import DraftModel, can_draft, probed_draft
+from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
+from mlx_paged.runner.profiling import ProfilingRunner
+from mlx_paged.runner.ranks import LeadingRunner, Ranks
+from mlx_paged.scheduler.speculation import Drafter
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModels:
+    """What computes an engine's steps, and what guesses their tokens."""
+
+    pooled: PooledModel
+    runner: ModelRunner | LeadingRunner
+    drafter: Drafter | None
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, config: EngineConfig, phases: PhaseTimes | None
+    ) -> "EngineModels":
+        """Put the models on their pools. All weights are in memory before the pools are measured.
+        The draft model's pool comes second, because it has as many slots as the model's. With
+        `phases` each phase of a step is timed."""
+        ranks = Ranks.of(model)
+        if ranks is not None and config.kv_disk is not None:
+            raise ValueError("[Engine] kv_disk is given: expected none on ranks")
+        profile = probed(model, config.kv_bits)
+        draft_model = config.draft_model if can_draft(profile) else None
+        of_draft = None if draft_model is None else probed_draft(model, draft_model)
+        measured = MeasuredModel.of(model, profile, config, beside=of_draft)
+        make_runner = ModelRunner if phases is None else partial(ProfilingRunner, phases)
+        runner: ModelRunner | LeadingRunner
+        if ranks is None:
+            pooled = PooledModel(measured, make_runner)
+            runner = pooled.runner
+        else:
+            pooled, runner = ranks.pooled(measured, make_runner)
+        drafter: Drafter | None = None
+        if draft_model is not None and of_draft is not None:
+            drafter = DraftModel.beside(pooled, draft_model, of_draft, config.num_draft_tokens)
+        elif config.speculate is not None and can_draft(profile):
+            drafter = DRAFTERS[config.speculate]()
+        return cls(pooled, runner, drafter)
+
+    def warm_up(self) -> float | None:
+        """Warm up both models. Returns seconds of the GPU's pipelines; None if there are none."""
+        drafter = self.drafter
+        models = [self.pooled, *([drafter.pooled] if isinstance(drafter, DraftModel) else [])]
+        for each in models:
+            each.warm_up()
+        return sum(each.prewarm_seconds or 0.0 for each in models) or None
+
+    @property
+    def rank_stats(self) -> dict[str, Any] | None:
+        """What rank 0 has told the others; None in one process."""
+        return self.runner.stats if isinstance(self.runner, LeadingRunner) else None

@@ -1,0 +1,207 @@
+"""One model on one pool: an engine, its draft model and each rank hold one of these."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from os import PathLike
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_paged.arguments import (
+    MAX_INT32,
+    integer,
+    optional_integer,
+    require,
+    require_choices,
+    require_flags,
+    require_paths,
+)
+from mlx_paged.attention.prewarm import prewarm
+from mlx_paged.kv.allocator import BlockAllocator
+from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
+from mlx_paged.kv.memory import (
+    default_kv_memory,
+    num_blocks_for,
+    num_snapshots_for,
+    promise_snapshots,
+)
+from mlx_paged.kv.pool import KVPool
+from mlx_paged.ops.formats import KVBits
+from mlx_paged.runner.model_probe import ModelProfile, probe
+from mlx_paged.runner.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """The arguments of an :class:`mlx_paged.Engine` that decide how its model and pool are made.
+
+    Raises:
+        ValueError: an argument is of a wrong kind or out of range.
+    """
+
+    block_size: int
+    kv_memory: int | None
+    num_blocks: int | None  # of all layers
+    kv_bits: KVBits
+    max_kv_tokens: int | None
+    max_running: int
+    prefill_chunk: int  # tokens of a sequence that a step computes at most
+    prefix_cache: bool
+    snapshot_memory: int | None
+    compile: bool | None
+    cpu_linear: bool | None
+    kv_disk: str | PathLike[str] | None
+
+    def __post_init__(self) -> None:
+        self._take("block_size", integer, 1, MAX_INT32)
+        for name in ("kv_memory", "num_blocks", "max_kv_tokens"):
+            self._take(name, optional_integer, 1)
+        for name in ("max_running", "prefill_chunk"):
+            self._take(name, integer, 1)
+        self._take("snapshot_memory", optional_integer, 0)
+        require_flags("Engine", prefix_cache=self.prefix_cache)
+        require_choices("Engine", compile=self.compile, cpu_linear=self.cpu_linear)
+        require_paths("Engine", kv_disk=self.kv_disk)
+        can_share = self.prefix_cache or self.kv_disk is None
+        require(can_share, "Engine", "prefix_cache", self.prefix_cache, "True with kv_disk")
+
+    def _take(self, name: str, check: Callable[..., Any], *limits: Any) -> None:
+        """Replace a field by what its check returns: NumPy's numbers become Python's."""
+        object.__setattr__(self, name, check("Engine", name, getattr(self, name), *limits))
+
+    def of_pool(self, **others: Any) -> "PoolConfig":
+        """The same for another pool, with these fields instead."""
+        return PoolConfig(**{f.name: getattr(self, f.name) for f in fields(PoolConfig)} | others)
+
+
+def probed(model: nn.Module, kv_bits: KVBits = None) -> ModelProfile:
+    """What a model stores, with K/V of `kv_bits`. Its weights are in memory afterwards.
+
+    Raises:
+        UnsupportedModelError: results for this model could be wrong.
+        ValueError: its K/V cannot be stored with these bits.
+    """
+    mx.eval(model.state)  # only the thread that made an array can compute it
+    return probe(model).quantized(kv_bits)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredModel:
+    """A model and the pool for which this process has memory."""
+
+    model: nn.Module
+    config: PoolConfig
+    profile: ModelProfile
+    plan: PoolPlan
+    max_snapshots: int
+    num_blocks: int  # of the pool; `plan.width` of them hold a block of all layers
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        profile: ModelProfile,
+        config: PoolConfig,
+        beside: ModelProfile | None = None,
+    ) -> "MeasuredModel":
+        """Measure the memory. A draft model, `beside` this one, gets a part of it.
+
+        Raises:
+            ValueError: there is no room for one block, or the device cannot hold `kv_memory`.
+        """
+        block_size, shapes = config.block_size, profile.shapes
+        plan = plan_pool(shapes, profile.windows, block_size, one_group=profile.recurrent)
+        max_snapshots = 0
+        if profile.recurrent and config.prefix_cache:
+            limits = config.max_running, config.snapshot_memory
+            max_snapshots = num_snapshots_for(profile.state_bytes, *limits)
+        if config.num_blocks is not None:
+            num_blocks = config.num_blocks * plan.width
+            return cls(model, config, profile, plan, max_snapshots, num_blocks)
+        reserved, kv_memory = max_snapshots * profile.state_bytes, config.kv_memory
+        if beside is not None:
+            both = max(0, default_kv_memory() - reserved) if kv_memory is None else kv_memory
+            kv_memory = int(both * _share(profile, beside))
+        num_blocks = num_blocks_for(plan, block_size, kv_memory, reserved)
+        if config.kv_memory is None and config.max_kv_tokens is not None:
+            num_blocks = min(num_blocks, plan.width * ceil_div(config.max_kv_tokens, block_size))
+        return cls(model, config, profile, plan, max_snapshots, num_blocks)
+
+
+class PooledModel:
+    """A model, its pool, the allocator of the pool's blocks, and the runner that computes steps.
+
+    Args:
+        make_runner: :class:`ModelRunner` or a function with its arguments.
+        make_allocator: :class:`BlockAllocator` or a function with its arguments.
+
+    Attributes:
+        traces: of the compiled decodes; None: decodes are not compiled.
+        prewarm_seconds: that the GPU's pipelines took; None: none was compiled yet.
+    """
+
+    def __init__(
+        self,
+        measured: MeasuredModel,
+        make_runner: Callable[..., ModelRunner] = ModelRunner,
+        make_allocator: Callable[..., BlockAllocator] = BlockAllocator,
+    ) -> None:
+        config, self.plan, self.profile = measured.config, measured.plan, measured.profile
+        self.config, self.max_snapshots = config, measured.max_snapshots
+        block_size, num_blocks = config.block_size, measured.num_blocks
+        self.allocator = make_allocator(
+            num_blocks, block_size, self.plan.groups, config.prefill_chunk
+        )
+        self.pool = KVPool((), num_blocks, block_size, self.plan, capacity=num_blocks)
+        promise_snapshots(self.allocator, self.profile.state_bytes)
+        self.runner = make_runner(
+            measured.model,
+            self.profile,
+            self.plan.places,
+            self.allocator,
+            self.pool,
+            cpu_linear=config.cpu_linear,
+        )
+        self.traces = self.runner.compile_decodes(config.compile, config.max_running)
+        self.prewarm_seconds: float | None = None
+
+    def warm_up(self) -> None:
+        """Trace the decodes for the thread that calls this, and compile the GPU's pipelines."""
+        self.runner.warm_up()
+        if self.prewarm_seconds is None:
+            kinds, has_disk = self.profile.attentions, self.config.kv_disk is not None
+            self.prewarm_seconds = prewarm(kinds, self.config.block_size, self.plan, has_disk)
+
+    @property
+    def k(self) -> list[mx.array]:
+        """Keys of each array of the pool, ``[n_kv_heads, num_blocks, block_size, head_dim]``."""
+        return self.pool.k
+
+    @property
+    def v(self) -> list[mx.array]:
+        """Values, likewise."""
+        return self.pool.v
+
+    @property
+    def blocks_in_use(self) -> int:
+        return self.allocator.blocks_in_use
+
+    @property
+    def cow_clones(self) -> int:
+        """Blocks copied on write so far."""
+        return self.allocator.store.cow_clones
+
+    def check_integrity(self) -> None:
+        """Assert that every block is free, cached or held and that nothing leaks."""
+        self.allocator.check_integrity()
+
+
+def _share(profile: ModelProfile, draft: ModelProfile) -> float:
+    """The part of the memory for K/V that a model gets beside a draft model with as many slots."""
+    ours, theirs = (
+        sum(shape.token_bytes for shape in each.shapes if shape is not None)
+        for each in (profile, draft)
+    )
+    return ours / (ours + theirs)
