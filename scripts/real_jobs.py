@@ -14,7 +14,7 @@ from scripts.batch_invariance import prompts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = "mlx_paged", "bench", "scripts"
-CHARACTERS = range(800, 3000)  # of the files; longer answers than EDIT_TOKENS are cut
+CHARACTERS = range(800, 2000)  # of the files; longer answers than EDIT_TOKENS are cut
 CHAT_TOKENS, EDIT_TOKENS = 160, 256  # of an answer at most
 
 TASK = (
