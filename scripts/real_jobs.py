@@ -74,10 +74,8 @@ class Forced:
         self._sampler, self._answers = sampler, answers
         self._of_request: dict[int, tuple[int, ...]] = {}
 
-    def __call__(
-        self, logits: Any, requests: Any, newest: Any, lengths: Any = None, scores: Any = None
-    ) -> Any:
-        sampled = self._sampler(logits, requests, newest, lengths, scores)
+    def __call__(self, logits: Any, requests: Any, newest: Any, lengths: Any, *others: Any) -> Any:
+        sampled = self._sampler(logits, requests, newest, lengths, *others)
         tokens = []
         for request, length in zip(requests, lengths.tolist(), strict=True):
             if request.id not in self._of_request:
@@ -86,9 +84,6 @@ class Forced:
             answer = self._of_request[request.id]
             tokens.append(answer[min(length - request.num_prompt, len(answer) - 1)])
         return replace(sampled, tokens=mx.array(tokens, mx.int32))
-
-    def forget_tokens(self) -> None:
-        self._sampler.forget_tokens()
 
 
 def names(text: str) -> list[str]:

@@ -341,7 +341,7 @@ class KVBlockManager:
         return BlockTableView(seq_id, mx.array(block_ids), self.allocator.num_tokens(seq_id))
 
     def _layer(self, op: str, layer_idx: int) -> int:
-        return integer("KVBlockManager", "layer_idx", layer_idx, 0, self.pool.n_layers - 1)
+        return integer(op, "layer_idx", layer_idx, 0, self.pool.n_layers - 1)
 
 
 def _per_layer(name: str, value: int | Sequence[int], n_layers: int) -> list[int]:

@@ -50,6 +50,7 @@ class DraftModel:
         self.num_tokens = num_tokens
         self.pooled = pooled
         self.seconds = self.seconds_per_draft = 0.0
+        self._trace_seconds = 0.0  # the part of `seconds` that traced graphs
         self._allocator = pooled.allocator
         self._runner = pooled.runner
         self._shadows: dict[int, _Shadow] = {}
@@ -76,7 +77,7 @@ class DraftModel:
         return shadow.share
 
     def propose(self, requests: list[Request], depths: list[int]) -> list[list[int]]:
-        started = time.perf_counter()
+        started, self._trace_seconds = time.perf_counter(), 0.0
         drafts: dict[int, list[int]] = {}
         try:
             by_id = {r.id: depth for r, depth in zip(requests, depths, strict=True)}
@@ -85,7 +86,7 @@ class DraftModel:
             logging.warning("the draft model failed, and no more drafts are made: %s", error)
             self._has_failed = True
         self.seconds = time.perf_counter() - started
-        per_draft = self.seconds / max(depths)
+        per_draft = (self.seconds - self._trace_seconds) / max(depths)
         before = self.seconds_per_draft or per_draft
         self.seconds_per_draft = before + RATE * (min(per_draft, 4 * before) - before)
         return [drafts.get(request.id, []) for request in requests]
@@ -194,6 +195,7 @@ class DraftModel:
     def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         launched = self._runner.launch(step, before)
         self._allocator.store.copies_done()
+        self._trace_seconds += step.extra_seconds
         return launched
 
 

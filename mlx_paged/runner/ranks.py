@@ -199,6 +199,11 @@ class LeadingRunner:
         self.transfer, self.collect = runner.transfer, runner.collect
         self._writer = PlanWriter(runner.allocator)
 
+    @property
+    def why_plain(self) -> str | None:
+        """Why decodes are not compiled; None: they are."""
+        return self.runner.why_plain
+
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         if before is not None:
             self.runner.sample_late(before)

@@ -194,6 +194,17 @@ def tokens_of(request: Request, drafts: Mapping[int, Sequence[int]]) -> list[int
     return [*request.tokens, *own] if own else request.tokens
 
 
+def tokens_between(
+    request: Request, drafts: Mapping[int, Sequence[int]], start: int, stop: int
+) -> list[int]:
+    """A copy of :func:`tokens_of` from position `start` to `stop`, without the others."""
+    tokens, own = request.tokens[start:stop], drafts.get(request.id)
+    if own:
+        count = len(request.tokens)
+        tokens += own[max(0, start - count) : max(0, stop - count)]
+    return tokens
+
+
 def penalties_of(params: SamplingParams) -> list[float]:
     """The strength of each of `PENALTIES`; 0 is off."""
     repetition, *others = (getattr(params, f"{kind}_penalty") or 0.0 for kind in PENALTIES)

@@ -12,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_paged.request import Request
-from mlx_paged.sampling.columns import PENALTIES, Subset, column, penalties_of, tokens_of
+from mlx_paged.sampling.columns import (
+    PENALTIES,
+    Subset,
+    column,
+    penalties_of,
+    tokens_between,
+    tokens_of,
+)
 
 T = TypeVar("T")
 Drafts = Mapping[int, Sequence[int]]  # by request id
@@ -111,7 +118,7 @@ class Penalties:
         past = np.full((len(self._requests), width), NO_TOKEN, np.int32)
         for row, request, length in zip(past, self._requests, num_tokens, strict=True):
             stop = int(length) - 1
-            tokens = tokens_of(request, self._drafts)[max(0, stop - width) : stop]
+            tokens = tokens_between(request, self._drafts, max(0, stop - width), stop)
             row[width - len(tokens) :] = tokens
         return mx.array(past)
 

@@ -17,7 +17,7 @@ from mlx_paged.sampling.columns import (
     RankFilters,
     SamplingRows,
     Subset,
-    tokens_of,
+    tokens_between,
 )
 from mlx_paged.sampling.grammar import GrammarState, Row, masks_of
 from mlx_paged.sampling.penalties import (
@@ -173,9 +173,9 @@ class Sampler:
 def _row(request: Request, index: int, length: int, num_drafts: int, drafts: Drafts) -> Row:
     """The row at `index`, behind `num_drafts` of the request's drafts."""
     assert isinstance(request.grammar, GrammarState)
-    tokens = tokens_of(request, drafts)
+    tokens = request.tokens
     if request.id in drafts:
-        tokens = tokens[:length]
+        tokens = tokens_between(request, drafts, 0, length)
     return Row(index, request.grammar, tokens, length, num_drafts)
 
 

@@ -1,6 +1,7 @@
 """With drafts, right and wrong ones, an engine gives the tokens of mlx-lm without any."""
 
 import random
+import time
 
 import mlx.core as mx
 import pytest
@@ -9,6 +10,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_paged import Engine, SamplingParams
 from mlx_paged.engine.config import DRAFTERS
+from mlx_paged.runner.compiled_decode import CompiledDecode
 from mlx_paged.scheduler.speculation import Speculation
 from tests.support.models.tiny_models import VOCAB, tiny_model
 from tests.support.simulation.injected_drafts import InjectedDrafter, every_guess
@@ -293,6 +295,23 @@ def test_a_draft_model_shares_prefixes_in_its_own_pool():
         (completion,) = engine.generate([prompt], SamplingParams(max_tokens=12))
         assert completion.accepted_drafts > 4
     assert engine.scheduler.speculation.drafter._allocator.prefix_hit_tokens >= len(prompt) - 4
+
+
+def test_a_trace_is_no_part_of_what_a_draft_takes(monkeypatch):
+    """Else a first draft that traces a graph may cost so much that no other draft is made."""
+    model, now = tiny_model("llama"), [0.0]
+    engine = drafted_by(model, model, compile=True, prewarm=False)
+    draft_model, traced = engine.scheduler.speculation.drafter, CompiledDecode._traced
+
+    def slow(self, *arrays):
+        now[0] += 1.0
+        return traced(self, *arrays)
+
+    monkeypatch.setattr(CompiledDecode, "_traced", slow)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    engine.generate(prompts(3), completion_params(12))
+    assert draft_model.pooled.traces.seconds >= 1
+    assert draft_model.seconds_per_draft == 0
 
 
 def test_a_draft_model_that_fails_ends_no_request(caplog):

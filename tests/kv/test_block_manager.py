@@ -355,3 +355,12 @@ def test_integers_of_numpy_are_integers():
 def test_slots_are_int32():
     with pytest.raises(ValueError, match=r"max_blocks is 134217728: .* from 1 to 134217727"):
         make_manager(block_size=16, max_blocks=2**27)
+
+
+def test_the_method_with_a_wrong_layer_is_named():
+    manager, row = make_manager(), chunk(0, 1)
+    manager.new_sequence(0, 1)
+    with pytest.raises(ValueError, match=r"^\[write_prefill\] layer_idx is 9: expected"):
+        manager.write_prefill(0, 9, row, row, 0)
+    with pytest.raises(ValueError, match=r"^\[write_kv\] layer_idx is 9: expected"):
+        manager.write_kv(9, row, row, mx.array([0]))

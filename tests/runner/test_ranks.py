@@ -16,7 +16,7 @@ from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables
 from mlx_paged.runner.model_runner import LaunchedStep
 from mlx_paged.runner.plan import DigestMismatch, MirroredAllocator, PlanReader, PlanWriter
-from mlx_paged.runner.ranks import Ranks, _shared, joined, why_whole
+from mlx_paged.runner.ranks import LeadingRunner, Ranks, _shared, joined, why_whole
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.step import Span, Step
 from tests.support import TIMEOUT
@@ -311,3 +311,10 @@ def test_an_end_that_nobody_can_read_is_an_end(monkeypatch):
     monkeypatch.setattr("sys.stderr", Closed())
     with pytest.raises(Ended, match="1"):
         ranks.end("planted")
+
+
+def test_a_leading_runner_says_why_decodes_are_plain():
+    """As docs/compiled-decodes.md promises of every engine's runner."""
+    runner = Engine(tiny_model("llama"), num_blocks=8, compile=False).runner
+    ranks = SimpleNamespace(group=SimpleNamespace(size=lambda: 1))
+    assert LeadingRunner(ranks, runner, []).why_plain == runner.why_plain == "not asked for"

@@ -365,3 +365,15 @@ def test_a_processor_that_widens_its_logits_leaves_the_other_rows_narrow():
     sampled = sample(logits, [request(logprobs=VOCAB, **options) for options in (widen, keep)])
     expected = mlx_lm_log_probabilities([0], logits[1:])
     np.testing.assert_array_equal(distributions(sampled)[1], expected)
+
+
+def test_drafts_copy_no_more_tokens_than_the_window_has():
+    class Long(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("all tokens of the request are read")
+
+    alone = penalised_request(60, repetition_penalty=1.3, repetition_context_size=5)
+    drafts, expected = {alone.id: (3, 4)}, [*alone.tokens, 3, 4]
+    alone.tokens = Long(alone.tokens)
+    found = penalties.Penalties([alone] * 3, [0, 1, 2], drafts)._known_past(np.array([60, 61, 62]))
+    assert found.tolist() == [expected[stop - 5 : stop - 1] for stop in (60, 61, 62)]
