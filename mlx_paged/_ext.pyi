@@ -13,10 +13,44 @@ _Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType | None
 BUILT_WITH: dict[str, str]
 """By package: the version whose headers the module was compiled with."""
 
-paged_attention: Callable[..., Any]  # an array, or a pair of arrays with return_attn
-write_kv: Callable[..., list[mx.array]]
-copy_blocks: Callable[..., tuple[mx.array, mx.array]]
-
+def paged_attention(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    block_tables: mx.array,
+    context_lens: mx.array,
+    *,
+    scale: float,
+    causal: bool = True,
+    kv_head_mapping: mx.array | None = None,
+    rope_freqs: mx.array | None = None,
+    attn_mask: mx.array | None = None,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    alibi_slopes: mx.array | None = None,
+    return_attn: bool = False,
+    k_scales: mx.array | None = None,
+    v_scales: mx.array | None = None,
+    cu_seqlens: mx.array | None = None,
+    num_decodes: int = 0,
+    check_tables: bool = False,
+    stream: _Stream = None,
+) -> mx.array | Any: ...  # the pair with return_attn
+def write_kv(
+    k: mx.array,
+    v: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    slot_mapping: mx.array,
+    *,
+    k_scales: mx.array | None = None,
+    v_scales: mx.array | None = None,
+    stream: _Stream = None,
+) -> list[mx.array]: ...
+def copy_blocks(
+    k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, *, stream: _Stream = None
+) -> tuple[mx.array, mx.array]: ...
 def gather_blocks(cache: mx.array, block_tables: mx.array, num_tokens: int) -> mx.array: ...
 def append_kv(
     kind: type[_Array],

@@ -138,6 +138,7 @@ class Engine(WaitingCalls):
         if kv_disk is not None:
             limit = int(kv_disk_gb * 10**9)
             open_disk = partial(open_tier, kv_disk, limit, model_files, model, tokenizer, pooled)
+        self._unwire = hold_wired_limit(self)  # before the disk, whose lock a failure would keep
         scheduler = Scheduler(
             pooled.allocator,
             config.max_running,
@@ -174,7 +175,6 @@ class Engine(WaitingCalls):
             instruments=RecorderConfig(log, KVReads(sizes, config.block_size), phases, writer),
         )
         self.prewarm = prewarm
-        self._unwire = hold_wired_limit(self)
 
     @property
     def manager(self) -> PooledModel:

@@ -199,7 +199,7 @@ def test_a_gap_counts_from_the_last_token_before_the_arrival(monkeypatch):
 def test_medians_are_over_rounds_and_counts_over_all():
     gaps = [[1.0, 2.0, 9.0], [1.0, 3.0, 5.0], [2.0, 4.0, 30.0]]
     rounds = [
-        stalls.Round([1.0], each, ttft_s) for each, ttft_s in zip(gaps, (8, 7, 3), strict=True)
+        stalls.Round([1.0], each, ttft_s, []) for each, ttft_s in zip(gaps, (8, 7, 3), strict=True)
     ]
     assert stalls.summary(rounds, bound_ms=4.0, promise_ms=5.0) == {
         "gap_before_ms": 1.0,
@@ -212,7 +212,7 @@ def test_medians_are_over_rounds_and_counts_over_all():
         "gaps_above_promise": 2,
         "ttft_s": 7,
     }
-    slow = [stalls.Round([1.0], [gap], 1.0) for gap in (18.0, 50.0, 30.0)]
+    slow = [stalls.Round([1.0], [gap], 1.0, []) for gap in (18.0, 50.0, 30.0)]
     assert stalls.max_gap_ratio(slow, rounds) == 2.0
 
 

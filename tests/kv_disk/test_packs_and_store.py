@@ -331,7 +331,8 @@ def test_a_full_disk_stops_writing_for_a_while_and_hurts_nothing(tmp_path):
     made.close()
 
 
-def test_no_thread_but_the_stores_waits_for_the_disk(tmp_path):
+def test_no_thread_but_the_stores_waits_for_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(packs, "_thread", threading.local())  # a command may have run here
     filled(tmp_path)
     files = PackFiles(tmp_path, 10**6)
     place = packs.Location(1, len(packs.FILE_MAGIC), 1000)

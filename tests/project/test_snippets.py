@@ -157,6 +157,7 @@ def test_lines_of_the_product_are_counted():
     assert int(done.stdout.split()[0]) > 10_000 and not done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:'(mlx_paged|scripts):RuntimeWarning")
 def test_a_failing_command_is_found(workplace):
     with pytest.raises(AssertionError):
         run(["mlx_paged.generate", "--model", "nowhere", "-p", "x"])

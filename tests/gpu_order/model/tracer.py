@@ -132,7 +132,7 @@ class Tracer:
         self, call: Callable[..., None], compiled: CompiledDecode, *args: Any, **kw: Any
     ) -> None:
         call(compiled, *args, **kw)
-        groups = args[2].allocator.groups
+        groups = args[2].groups
         self._windows[compiled] = [g.window for g in groups for _ in range(g.members)]
 
     def _run_compiled(
