@@ -33,7 +33,7 @@ MODELS = {"mlx-community/Qwen3-0.6B-4bit", "path/to/model", "models/4bit"}
 """Models that the documents name; the demo model stands in for them."""
 NOT_RUN = {
     r"bench\..*|scripts\.(?!real_model).*": "it measures for minutes; tests/bench runs small sizes",
-    r"scripts\.real_model": "it needs a network; test_real_model.py runs it on a tiny model",
+    r"scripts\.real_model .*": "it needs a network; test_real_model.py runs it on a tiny model",
     r"mlx_paged\.server( .*)?": "it serves until it gets a signal, as test_server_process.py does",
     r"mlx_paged\.run .*mlx_lm\.server .*": "the same; test_unchanged_scripts.py runs mlx-lm's",
     r"mlx_paged\.run mlx_lm\.generate .*": "its default model is on a hub; test_run.py has another",
