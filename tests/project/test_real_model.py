@@ -374,10 +374,10 @@ def test_ctrl_c_leaves_nothing_unfinished(tmp_path):
             stderr=subprocess.PIPE,
             text=True,
         )
-        index.settimeout(60)
+        index.settimeout(300)
         connection, _ = index.accept()
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         connection.close()
     assert process.returncode == 130
     assert errors.splitlines() == ["scripts.real_model: interrupted; the next run goes on"]
