@@ -116,6 +116,7 @@ def test_parts_are_resumed_and_begin_anew_with_another_product(repository, monke
     ran = []
     monkeypatch.setattr(publish, "run", lambda command: ran.append(command) or {})
     monkeypatch.setattr(publish, "busy_seconds", lambda: None)
+    monkeypatch.setattr(publish, "HEADLINE", ("joins", "stalls"))
 
     def parts():
         return list(json.loads(publish.RESULTS.read_text())["parts"])
