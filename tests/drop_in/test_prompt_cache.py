@@ -239,7 +239,7 @@ PAGED = KVCache, RotatingKVCache
 
 def test_the_document_names_the_models_that_keep_mlx_lms_caches():
     text = (Path(__file__).parents[2] / "docs/drop-in.md").read_text()
-    named = re.search(r"The models (.+?)\s+keep all of mlx-lm's caches", text, re.DOTALL)
+    named = re.search(r"The models (.+?)\s+keep all of\s+mlx-lm's caches", text, re.DOTALL)
     stateful = re.search(r"Nothing is paged in (.+?), which have only states", text, re.DOTALL)
     kinds = {
         name: {type(c) for c in leaves(make_prompt_cache(build(name)))}

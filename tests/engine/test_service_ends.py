@@ -20,7 +20,6 @@ from tests.support.engine.service_harness import (
     reference,
     tokens_of,
 )
-from tests.support.models import tiny_models
 from tests.support.models.tiny_models import VOCAB
 
 pytest_plugins = ["tests.support.engine.service_fixtures"]
@@ -171,7 +170,7 @@ next(ticket)
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(tiny_models.__file__).parent,
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
