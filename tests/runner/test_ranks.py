@@ -42,7 +42,7 @@ def ended(processes, timeout=TIMEOUT):
 @pytest.mark.parametrize(
     ("name", "options", "share"),
     [
-        ("llama", ["preempted", "compiled", "few", "drafted", "profiled"], 2),
+        ("llama", ["preempted", "compiled", "few", "drafted", "profiled", "quantized"], 2),
         ("gpt_oss", ["plain"], 2),  # K/V in fewer bits rounds what ranks add up in another order
         ("qwen3_5", ["plain", "few"], 2),
         ("deepseek_v3", ["ngram"], 1),
