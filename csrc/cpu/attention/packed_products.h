@@ -152,12 +152,13 @@ void score_packed(const float* q, int32_t q_stride, int32_t num_rows, float* pac
                   float* scores, AfterBlock after_block) {
   for (int32_t column = 0; column < kKeyTile; column += kPanel) {
     const float* panel = packed_column(packed, padded(depth), kKeyTile, column);
-    for (int32_t row = 0; row < num_rows; ++row) {
-      score_panel<1>(q + row * q_stride, q_stride, panel, depth, scores + row * kKeyTile + column);
-      if (column == 0 && row % kRowBlock == 0) {
+    for_row_blocks(num_rows, [&]<int kRows>(int32_t row) {
+      score_panel<kRows>(q + row * q_stride, q_stride, panel, depth,
+                         scores + row * kKeyTile + column);
+      if (column == 0) {
         after_block(row);
       }
-    }
+    });
   }
 }
 
