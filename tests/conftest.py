@@ -16,8 +16,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cases",
         choices=("sample", "others", "all"),
         default="sample",
-        help="of tests marked `sampled(n)`: one case in n, the others, or all",
+        help="of tests marked `sampled(n)`: one case in n, the others, or all; `slow` tests are others",
     )
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help="of N tests one is run")
+    parser.addoption("--seed", default="", help="chooses the tests of --one-in")
 
 
 def pytest_configure() -> None:
@@ -28,24 +30,26 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases of tests that are marked ``sampled(n)``, as `--cases` says. The sample has one
-    case in n, rounded down: a test with one case is not in it. "others" are the cases that the
-    sample lacks. A test that the command line names by ``::`` runs with all its cases."""
-    wanted = config.getoption("--cases")
-    if wanted == "all" or any("::" in argument for argument in config.args):
+    case in n, rounded down: a test with one case is not in it, nor is one that is marked ``slow``.
+    "others" are the cases that the sample lacks. Of these, `--one-in` N runs all cases of a test or
+    none. A test that the command line names by ``::`` runs with all its cases."""
+    wanted, one_in = config.getoption("--cases"), config.getoption("--one-in")
+    if any("::" in argument for argument in config.args):
         return
     matrices: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         matrices[item.nodeid.partition("[")[0]].append(item)
     kept = set[pytest.Item]()
     for name, cases in matrices.items():
+        if Random(config.getoption("--seed") + name).randrange(one_in):
+            continue
         mark = cases[0].get_closest_marker("sampled")
         sample = cases
-        if mark is not None:
+        if cases[0].get_closest_marker("slow"):
+            sample = []
+        elif mark is not None:
             sample = Random(name).sample(cases, len(cases) // mark.args[0])
-        if wanted == "sample":
-            kept.update(sample)
-        else:
-            kept.update(set(cases) - set(sample))
+        kept.update({"sample": sample, "others": set(cases) - set(sample), "all": cases}[wanted])
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
 

@@ -12,8 +12,10 @@ import mlx_lm_answers
 import pytest
 from chats import QUESTIONS, chat
 
+from mlx_paged import Engine
 from mlx_paged.cli import load_model
 
+SAID_BY_MLX_LM = (0, 3)  # numbers of questions
 SAID = pytest.StashKey[str]()
 REASON = "needs a real model: python -m scripts.real_model DIR, then REAL_MODEL_DIR=DIR"
 
@@ -42,22 +44,35 @@ def prompts(float32) -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def answers(directory, tmp_path_factory, request) -> list[list[int]]:
-    """mlx-lm's greedy tokens in float32, each chat alone; computed once, by two processes."""
-    folder, begin = tmp_path_factory.mktemp("answers"), time.perf_counter()
-    files = [folder / f"{part}.json" for part in range(2)]
-    numbers = range(len(QUESTIONS))
-    mlx_lm_answers.ended(
-        [
-            mlx_lm_answers.start("tokens", directory / "float32", file, *numbers[part::2])
-            for part, file in enumerate(files)
-        ]
-    )
-    found = {k: v for file in files for k, v in json.loads(file.read_text()).items()}
+def answers(directory, float32, prompts, tmp_path_factory, request) -> list[list[int]]:
+    """mlx-lm's greedy tokens in float32, each chat alone.
+
+    An engine proposes them. mlx-lm's model finds each of them the likeliest behind the tokens
+    before it, so it would say the same. For two chats mlx-lm says them itself.
+    """
+    begin = time.perf_counter()
+    engine = Engine(*float32, num_blocks=400, max_running=1)
+    limit = mlx_lm_answers.LIMIT
+    completions = engine.generate(prompts, max_tokens=limit, temperature=0.0)
+    proposed = [completion.tokens for completion in completions]
+    folder = tmp_path_factory.mktemp("answers")
+    said = folder / "said.json"
+    jobs = [mlx_lm_answers.start("tokens", directory / "float32", said, *SAID_BY_MLX_LM)]
+    rows = [*zip(prompts, proposed, strict=True)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    found = folder / "likeliest.json"
+    model = directory / "float32"
+    jobs += [mlx_lm_answers.start("likeliest", model, found, folder / "rows.json")]
+    mlx_lm_answers.ended(jobs)
+    assert json.loads(found.read_text()) == proposed
+    expected = {str(number): proposed[number] for number in SAID_BY_MLX_LM}
+    assert json.loads(said.read_text()) == expected
+    ends = float32[1].eos_token_ids
+    assert all(len(tokens) == limit or tokens[-1] in ends for tokens in proposed)
     blas = "with OpenBLAS" if mlx_lm_answers.has_openblas() else "without OpenBLAS, which is slow"
     seconds = time.perf_counter() - begin
     request.config.stash[SAID] = f"mlx-lm's answers in float32 took {seconds:.0f} s {blas}"
-    return [found[str(number)] for number in numbers]
+    return proposed
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:

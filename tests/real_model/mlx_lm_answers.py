@@ -1,6 +1,6 @@
 """What mlx-lm alone says to the questions: greedy tokens and log-probabilities, in files.
 
-    python tests/real_model/mlx_lm_answers.py {tokens,patched,logprobs} ...
+    python tests/real_model/mlx_lm_answers.py {tokens,likeliest,patched,logprobs} ...
 
 The tests run it in processes of their own: MLX's products are slow without OpenBLAS, which must be
 preloaded before a process starts.
@@ -65,6 +65,17 @@ def tokens(directory: str, out: str, *numbers: str) -> None:
     Path(out).write_text(json.dumps(found))
 
 
+def likeliest(directory: str, out: str, rows: str) -> None:
+    """The likeliest token behind each prefix, for each row as in `logprobs`. All prefixes of a row
+    are one computation, which takes a tenth of the time of `tokens`."""
+    model, _ = load(directory)
+    found = []
+    for prompt, following in json.loads(Path(rows).read_text()):
+        logits = model(mx.array([prompt + following[:-1]]))[0, len(prompt) - 1 :]
+        found.append(mx.argmax(logits, axis=-1).tolist())
+    Path(out).write_text(json.dumps(found))
+
+
 def patched(directory: str, out: str, limit: str, *numbers: str) -> None:
     """The same from mlx-lm's functions on paged caches: alone, and all in one batch."""
     model, tokenizer = load(directory)
@@ -93,4 +104,6 @@ def logprobs(directory: str, out: str, rows: str) -> None:
 if __name__ == "__main__":
     mx.set_default_device(mx.cpu)
     name, *arguments = sys.argv[1:]
-    {"tokens": tokens, "patched": patched, "logprobs": logprobs}[name](*arguments)
+    {"tokens": tokens, "likeliest": likeliest, "patched": patched, "logprobs": logprobs}[name](
+        *arguments
+    )

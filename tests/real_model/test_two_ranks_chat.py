@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from chats import QUESTIONS
 
-SHORT = (0, 1, 3, 11)  # numbers of questions
-LIMIT = 32
+SHORT = (1, 3)  # numbers of questions
+LIMIT = 16
 
 
 @pytest.fixture
