@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--cases",
         choices=("sample", "others", "all"),
         default="sample",
-        help="of tests marked `sampled(n)`: one case in n, the others, or all; `slow` tests are others",
+        help="a sample: one case in n of tests marked `sampled(n)`, none of `slow` ones; or others",
     )
     parser.addoption("--one-in", type=int, default=1, metavar="N", help="of N tests one is run")
     parser.addoption("--seed", default="", help="chooses the tests of --one-in")

@@ -114,7 +114,7 @@ def test_rows_of_a_padded_forward_are_gathered_one_by_one_if_long(path, columns,
     assert_like_float64(out, case)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_an_engine_gives_mlx_lms_tokens_on_a_forced_path(model_type, path):

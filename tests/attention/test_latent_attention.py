@@ -174,7 +174,7 @@ def assert_tokens(model, prompt, completion) -> None:
     assert completion.tokens == solo_greedy(model, prompt, NUM_TOKENS)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NUM_LAYERS)
 def test_prompts_that_arrive_beside_decodes_have_mlx_lms_tokens(name, models):
     model = models(name)
@@ -193,6 +193,7 @@ def test_prompts_that_arrive_beside_decodes_have_mlx_lms_tokens(name, models):
     assert path_counts == {"paged": NUM_LAYERS[name] * decodes.forwards}
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", NUM_LAYERS)
 def test_prefixes_and_samples_share_latents(name, models):
     model = models(name)
@@ -210,6 +211,7 @@ def test_prefixes_and_samples_share_latents(name, models):
     assert path_counts == {"paged": NUM_LAYERS[name] * decodes.forwards}
 
 
+@pytest.mark.slow
 def test_decodes_gather_no_context():
     """One gathered latent of the batch would take twice what a step may."""
     model = build("deepseek_v3", max_position_embeddings=4096)

@@ -96,6 +96,7 @@ def test_heads_without_a_kernel_have_nothing_to_dispatch(gpu, monkeypatch):
     assert prewarm.prewarm([kind], 16) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt_oss", "deepseek_v3"])
 def test_an_engine_uses_only_pipelines_that_were_dispatched(model_type, gpu, monkeypatch):
     model = tiny_model(model_type, num_hidden_layers=2)

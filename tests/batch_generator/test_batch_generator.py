@@ -361,6 +361,7 @@ def served_texts(prompts):
     return texts
 
 
+@pytest.mark.slow
 def test_the_server_of_mlx_lm_runs_on_it(monkeypatch):
     prompts = ["def main():\n", "import os\nimport sys\n" * 8]
     expected = served_texts(prompts)

@@ -29,6 +29,7 @@ def rows_of(cache) -> list[np.ndarray]:
     return [row[:, i : i + n] for row, i, n in zip(keys, first, lengths, strict=True)]
 
 
+@pytest.mark.slow
 def test_both_kinds_of_batches_hold_the_same_after_every_call(model):
     batches = [
         LiveBatch(make, model, ROWS, TOKENS, 9) for make in (make_mlx_lm_cache, make_prompt_cache)
@@ -62,6 +63,7 @@ def test_memory_is_that_of_the_call_alone():
     assert cost_of(kept.clear).kept == -(4 << 20)
 
 
+@pytest.mark.slow
 def test_the_bench_measures_every_call_and_visit_of_both(capsys, model):
     admission.main(SMALL)
     *lines, last = capsys.readouterr().out.splitlines()

@@ -60,6 +60,7 @@ def test_ggml_that_is_not_installed_is_refused_in_one_line(capsys, monkeypatch):
     assert "--ggml: llama-cpp-python is missing: expected pip install '.[peers]'" in err
 
 
+@pytest.mark.slow
 def test_every_way_is_timed_in_every_case(capsys):
     paged_attention.main(TINY)
     outputs = Outputs(capsys.readouterr())
@@ -79,6 +80,7 @@ def test_every_way_is_timed_in_every_case(capsys):
     assert set(result["ceilings"]) == {"read_gb_s", "gemm_gflops", "load_average"}
 
 
+@pytest.mark.slow
 def test_ggml_takes_its_turns(capsys):
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     paged_attention.main([*TINY, "--ggml"])
@@ -103,6 +105,7 @@ def test_the_whole_grid_is_the_default_and_quick_a_part_of_it():
     assert chunks == [case for case in full if case.length > 1]
 
 
+@pytest.mark.slow
 def test_what_the_memory_cannot_hold_is_skipped_with_the_reason(capsys):
     paged_attention.main([*TINY, "--only=decodes", "--contexts", "33", "30000", "--memory=0.01"])
     outputs = Outputs(capsys.readouterr())
@@ -119,6 +122,7 @@ def test_a_case_needs_its_pool_thrice_and_single_precision_copies_and_scores():
     assert case.memory_bytes == 3 * 2**29 + 3 * 2**30 + 4 * 4 * 64 * 8 * 16384
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_what_was_measured(capsys, monkeypatch):
     timed = []
 
@@ -239,6 +243,7 @@ def test_flops_count_what_a_causal_chunk_sees():
     assert case.flops == 4 * 4 * 8 * (8 + 9 + 10)
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn_if_matplotlib_is_there(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "curve.png"
@@ -247,6 +252,7 @@ def test_a_picture_is_drawn_if_matplotlib_is_there(capsys, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_measurement_is_not_lost(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     paged_attention.main([*TINY, "--only=decodes", f"--plot={tmp_path / 'curve.png'}"])

@@ -108,6 +108,7 @@ def test_a_linear_layer_is_rated_by_the_faster_of_both_kernels(monkeypatch, own_
     assert machine.linear_gflops(mx.float32) == pytest.approx(operations / 0.1e9, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_stall_bench_compares_four_engines_in_as_many_rounds(capsys):
     stalls.main([*STALLS, "--max-stall-ms=1e-3"])
     outputs = Outputs(capsys.readouterr())

@@ -296,6 +296,7 @@ def test_our_server_gives_each_stream_the_text_of_mlx_lm(own_server):
     assert run.counters.prompt_tokens + run.counters.cached_prompt_tokens == sum(lengths)
 
 
+@pytest.mark.slow
 def test_our_server_is_measured_beside_the_engine_alone(own_server, capsys):
     options = ["--engines=mlx_paged", "--no-static", "--requests=4", "--preset=fork-heavy"]
     lines, result, status = run_main(capsys, *options, "--url", own_server)
@@ -307,6 +308,7 @@ def test_our_server_is_measured_beside_the_engine_alone(own_server, capsys):
     assert any(line.startswith(f"{own_server}: ") and "p50 / p99 in ms" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_without_aiohttp_the_extra_is_named(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit) as exit_info:

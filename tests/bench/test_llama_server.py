@@ -56,6 +56,7 @@ def jobs_of(lengths, vocab_size=VOCAB, max_tokens=6):
     return [Job(0, tuple(draw(vocab_size, size=n).tolist()), max_tokens) for n in lengths]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
@@ -73,6 +74,7 @@ def test_greedy_tokens_are_those_of_mlx_lm(model_type, changes):
     assert outputs == [solo_greedy(model, list(job.prompt), job.max_tokens) for job in jobs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_flash", [False, True])
 def test_the_reference_model_gets_the_tokens_of_mlx_lm(is_flash):
     model = llama_model("reference")
@@ -81,6 +83,7 @@ def test_the_reference_model_gets_the_tokens_of_mlx_lm(is_flash):
     assert outputs == [solo_greedy(model, list(job.prompt), job.max_tokens) for job in jobs]
 
 
+@pytest.mark.slow
 def test_logits_without_flash_attention_are_those_of_float32():
     model = llama_model("reference")
     [job] = jobs_of([50], vocab_size=2048)

@@ -92,6 +92,7 @@ def test_the_same_arguments_count_the_same(capsys):
     assert run(capsys, "--prompt-tokens=33") == run(capsys, "--prompt-tokens=33")
 
 
+@pytest.mark.slow
 def test_rounds_time_the_samples_in_three_ways(capsys):
     lines, result = run(capsys, "--prompt-tokens=45", "--rounds=1")
     block_bytes = 8 * TOKEN_BYTES

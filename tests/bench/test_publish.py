@@ -146,6 +146,7 @@ def test_what_was_measured_beside_others_is_measured_again(monkeypatch, capsys):
     assert capsys.readouterr().err.count("other processes used 0.4") == 1
 
 
+@pytest.mark.slow
 def test_a_bench_that_fails_is_one_line(monkeypatch):
     with pytest.raises(RuntimeError, match=r"bench.stalls --rounds x: status 2: .*--rounds"):
         publish.run("bench.stalls --rounds x")

@@ -86,6 +86,7 @@ def test_an_engine_that_is_not_installed_is_refused_before_anything_runs(capsys,
     )
 
 
+@pytest.mark.slow
 def test_engines_run_side_by_side_and_end_with_one_json_line(capsys):
     options = ["--engines=mlx_paged,mlx_lm", "--rounds=2", "--slo=ttft=3600s"]
     lines, result, status = run(capsys, *SMALL, *options)
@@ -114,6 +115,7 @@ def test_engines_run_side_by_side_and_end_with_one_json_line(capsys):
     assert len(re.findall(spikes, text, re.M)) == 2
 
 
+@pytest.mark.slow
 def test_what_does_not_depend_on_time_is_the_same_in_two_runs(capsys):
     options = [*SMALL, "--requests=2", "--preset=fork-heavy"]
     options += ["--request-rate=20", "--arrivals-by-step=20"]
@@ -131,6 +133,7 @@ def test_what_does_not_depend_on_time_is_the_same_in_two_runs(capsys):
     assert third["work"]["digest"] != first["work"]["digest"]
 
 
+@pytest.mark.slow
 def test_an_injected_stall_is_found_with_its_cause(capsys):
     lines, result, _ = run(capsys, *PAGED, "--inject-stall=300@7", "--spike-threshold=0.25")
     spikes = result["engines"]["mlx_paged"]["spikes"]
@@ -140,6 +143,7 @@ def test_an_injected_stall_is_found_with_its_cause(capsys):
     assert result["engines"]["mlx_paged"]["phases"]["spikes"]["time_s"] >= 0.3
 
 
+@pytest.mark.slow
 def test_a_recorded_trace_replays_what_was_written(capsys, tmp_path):
     path = tmp_path / "trace.jsonl"
     _, first, _ = run(capsys, *PAGED, "--request-rate=100", f"--write-trace={path}")
@@ -150,6 +154,7 @@ def test_a_recorded_trace_replays_what_was_written(capsys, tmp_path):
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_the_highest_rate_within_the_slo_is_searched(capsys):
     _, result, _ = run(capsys, *PAGED, "--slo=ttft=3600s", "--max-rate")
     row = result["engines"]["mlx_paged"]
@@ -171,6 +176,7 @@ sys.exit(serving.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_writes_what_was_measured_so_far():
     options = [*PAGED, "--requests=40", "--engines=mlx_paged,mlx_lm", "--rounds=2"]
     done = subprocess.run(
@@ -186,6 +192,7 @@ def test_ctrl_c_writes_what_was_measured_so_far():
     assert "partial: interrupted" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_report_is_one_page_that_needs_nothing_else(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     options = [*SMALL, "--engines=mlx_paged,mlx_lm", "--no-static", "--slo=ttft=3600s"]
@@ -202,6 +209,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(capsys, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_short_prompts_are_measured_with_long_ones_before_them_and_without(capsys, monkeypatch):
     monkeypatch.setattr("bench.serving.workload.STREAMS", (8, 16, 120))
     options = ["--model=tiny", "--engines=mlx_paged", "--no-static", "--arrivals-by-step=20"]
@@ -214,6 +222,7 @@ def test_short_prompts_are_measured_with_long_ones_before_them_and_without(capsy
     assert f"{row['short_ms']:.0f} ms" in line and f"{row['ratio']:.2f}x" in line
 
 
+@pytest.mark.slow
 def test_the_page_begins_with_the_headlines_and_has_no_empty_column(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     options = [*SMALL, "--engines=mlx_paged,mlx_lm", "--no-static", f"--report={tmp_path}"]

@@ -71,6 +71,7 @@ def play(name, model, trace, limits=None, source=None):
     return run
 
 
+@pytest.mark.sampled(17)
 @pytest.mark.parametrize("name", INSTALLED)
 def test_every_engine_gives_each_stream_the_tokens_of_its_prompt_alone(name, model):
     trace = trace_of(samples=2)
@@ -82,6 +83,7 @@ def test_every_engine_gives_each_stream_the_tokens_of_its_prompt_alone(name, mod
     assert run.output_tokens == sum(job.output_tokens for job in trace)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", INSTALLED)
 def test_engines_hold_no_less_than_lives_and_nothing_at_the_end(name, model):
     trace = trace_of()

@@ -149,6 +149,7 @@ def test_a_closed_loop_sends_the_next_job_when_one_has_ended():
     assert not source.is_empty
 
 
+@pytest.mark.slow
 def test_a_copying_model_repeats_its_edited_prompt():
     model, following = copying_llama(), successors(2048)
     (job,) = make_jobs(PRESETS["copy"], 2048, seed=3, requests=1)

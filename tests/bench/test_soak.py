@@ -9,6 +9,7 @@ from mlx_paged.cli import load_model
 from scripts import soak
 
 
+@pytest.mark.slow
 def test_a_short_soak_serves_every_request_and_frees_every_block(capsys):
     report = soak.main(["--requests", "200", "--num-blocks", "24", "--per-step", "3"])
     *tenths, last = capsys.readouterr().out.splitlines()
@@ -19,6 +20,7 @@ def test_a_short_soak_serves_every_request_and_frees_every_block(capsys):
     assert abs(report["active_growth_bytes"]) < 100_000
 
 
+@pytest.mark.slow
 def test_a_model_with_a_chat_template_gets_chats(tmp_path, capsys, monkeypatch):
     for path in demo_model_path().iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())

@@ -34,6 +34,7 @@ def test_what_an_engine_holds_is_whole_blocks_of_all_tokens_at_most(name):
     assert 0 < row["held"] <= row["peak"] <= everything
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_an_engine_holds_about_as_much_as_mlx_lm(name, chunk):
@@ -41,6 +42,7 @@ def test_an_engine_holds_about_as_much_as_mlx_lm(name, chunk):
     assert row["held_ok"] and row["peak_ok"], row
 
 
+@pytest.mark.slow
 def test_two_fifths_of_one_block_tables_memory_are_enough_for_chats():
     model, trace = windowed_model("gemma3", 16), [([i] * 20, 180) for i in range(5)]
     roomy = serve(model, trace, 8, None)
@@ -59,6 +61,7 @@ def test_a_model_without_windows_holds_what_one_block_table_needs():
     assert served["tokens_computed"] == 53 + 8 + 29
 
 
+@pytest.mark.slow
 def test_too_much_is_said(monkeypatch, capsys):
     options = ["--models", "gemma3", "--windows", "8", "--chunks", "16", "--chats", "2"]
     options += ["--block-size", "8", "--prompt-tokens", "50", "--pool", "0.9"]

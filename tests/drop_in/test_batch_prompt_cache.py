@@ -61,6 +61,7 @@ def joining_and_leaving(model, prompts) -> list[list[int]]:
     raise AssertionError("the generator does not end")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("model_type", "prompts"),
     [

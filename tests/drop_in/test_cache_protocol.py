@@ -144,6 +144,7 @@ def test_values_without_columns_stay_in_mlx_lms_cache():
         assert mx.array_equal(found, keys) and values.shape == (1, 1, 3, 0)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("steps", [(5,), (1,), (5, 6, 1, 1), (40, 1), (3, 1, 30), (WINDOW,)])
@@ -288,6 +289,7 @@ def test_evaluated_arrays_may_be_read_by_another_thread():
     assert blocks_in_use(paged.layer.pool) == -(-paged.offset // BLOCK)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MAKE)
 def test_a_pickle_needs_only_mlx_lm(name, tmp_path):
     paged, plain = pair(name)

@@ -169,6 +169,7 @@ def test_caches_are_merged_within_the_function(name):
     assert_same(run(paged), run(stock_make_prompt_cache))
 
 
+@pytest.mark.slow
 def test_a_compiled_function_makes_its_cache():
     model = build("llama")
 

@@ -141,6 +141,7 @@ def new_pool(kind: str) -> SharedPool:
     return SharedPool(2, BLOCK, window=WINDOW if kind == "windowed" else None)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", HEADS_AND_DIMS)
 def test_memory_follows_use_over_a_thousand_requests(kind, memory, compactions):
     pool, before = new_pool(kind), held_bytes()
@@ -157,6 +158,7 @@ def test_memory_follows_use_over_a_thousand_requests(kind, memory, compactions):
     assert held_bytes() - before < 1000
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", HEADS_AND_DIMS)
 def test_kept_caches_hold_what_mlx_lms_hold(kind, memory, compactions):
     for i, kept in enumerate(histories(kind, new_pool(kind), 100, is_stock=True)):

@@ -148,6 +148,7 @@ def test_what_others_replace_meanwhile_is_left_to_them(monkeypatch):
     _replace({theirs: patch.stock_make_prompt_cache})
 
 
+@pytest.mark.slow
 def test_a_module_imported_meanwhile_is_restored_too(tmp_path):
     code = (
         "import sys; from mlx_paged.drop_in.patch import patched_mlx_lm\n"
@@ -260,6 +261,7 @@ def test_what_is_no_module_and_what_is_not_loaded_yet_is_left_alone(loaded, tmp_
         _ = lazy.anything
 
 
+@pytest.mark.slow
 def test_a_script_may_bind_names_before_the_import_line():
     code = (
         "from mlx_lm.models.cache import KVCache, make_prompt_cache\n"
@@ -296,6 +298,7 @@ def test_mistaken_options_patch_nothing(option):
     assert not is_patched()
 
 
+@pytest.mark.slow
 def test_scripts_get_the_text_of_stock_caches(demo):
     """generate, stream_generate with a draft model, and batch_generate with a sampler."""
     model, tokenizer = demo

@@ -40,6 +40,7 @@ def types(cache) -> set[mx.Dtype]:
     return {array.dtype for c in cache for array in c.keys_and_values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_a_new_cache_has_the_models_new_type_and_the_old_one_keeps_its_own(model_type):
     model = model_in(mx.float16, model_type)

@@ -78,6 +78,7 @@ def test_without_the_hook_the_caches_work_through_gathered_arrays(model_type, mo
     assert not path_counts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draft_seed", [0, 1], ids=["all accepted", "all rejected"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 def test_speculative_decoding_gives_the_greedy_tokens(model_type, draft_seed):
@@ -237,6 +238,7 @@ def test_layers_are_paged_where_that_is_right(model_type, options, kinds):
 PAGED = KVCache, RotatingKVCache
 
 
+@pytest.mark.slow
 def test_the_document_names_the_models_that_keep_mlx_lms_caches():
     text = (Path(__file__).parents[2] / "docs/drop-in.md").read_text()
     named = re.search(r"The models (.+?)\s+keep all of\s+mlx-lm's caches", text, re.DOTALL)

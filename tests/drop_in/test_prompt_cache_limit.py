@@ -47,6 +47,7 @@ def extended(model, cache: list, tokens: list[int]) -> list:
 CASES = [("llama", 0), ("llama", 1), ("gemma3_text", 2), ("jamba", 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_the_limit_binds_in_any_order(name, seed):
     model = tiny_model(name)

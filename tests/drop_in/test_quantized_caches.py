@@ -153,6 +153,7 @@ def test_an_empty_cache_can_be_saved(tmp_path):
         assert greedy(model, PROMPT, loaded, 12) == expected(model, 8)
 
 
+@pytest.mark.slow
 def test_a_reader_without_this_package_is_told_the_class(tmp_path):
     file = str(tmp_path / "cache.safetensors")
     stock.save_prompt_cache(file, filled(tiny_model("llama"), kv_bits=8))

@@ -81,6 +81,7 @@ def _error(expected, tokens, logprobs) -> float:
     return float(np.abs(known - logprobs[: same + 1]).max() / np.abs(known).max())
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", sorted(STATES_OVER_PADDING))
 def test_rows_have_the_states_of_their_own_tokens(name):
     model = build(name)
@@ -103,6 +104,7 @@ def test_what_stays_wrong_is_wrong_in_mlx_lm(name, scope):
         assert max(errors(build(name))) > 100 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_every_recurrent_architecture_is_known():
     known = {*STATES_OVER_PADDING, *RIGHT_IN_MLX_LM, *WRONG}
     for name in sorted(ARCHITECTURES.keys() - NOT_ON_A_CPU.keys() - {"phi3small"}):

@@ -89,6 +89,7 @@ def command(tmp_path, monkeypatch):
     return str(folder / "tool-command")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [["tool.py"], ["-m", "tool"]], ids=["script", "module"])
 def test_a_program_sees_and_prints_what_it_does_alone(program, run):
     arguments = [*program, MODEL, "--block-size", "-m", "--", "x y", ""]
@@ -99,6 +100,7 @@ def test_a_program_sees_and_prints_what_it_does_alone(program, run):
     assert THEIRS in alone.stderr and OURS in paged.stderr
 
 
+@pytest.mark.slow
 def test_a_command_on_the_path_runs_as_alone(run, command):
     alone, paged = run(command, MODEL, "-m"), run(*RUN, "tool-command", MODEL, "-m")
     assert alone.returncode == paged.returncode == 7
@@ -106,6 +108,7 @@ def test_a_command_on_the_path_runs_as_alone(run, command):
     assert THEIRS in alone.stderr and OURS in paged.stderr
 
 
+@pytest.mark.slow
 def test_a_command_goes_before_a_folder_and_a_folder_is_a_script(run, tmp_path):
     for name in ("mlx_lm.generate", "folder"):
         (tmp_path / name).mkdir()
@@ -114,6 +117,7 @@ def test_a_command_goes_before_a_folder_and_a_folder_is_a_script(run, tmp_path):
     assert "usage: mlx_lm.generate" in run(*RUN, "mlx_lm.generate", "-h").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [["-m", "mlx_lm", "generate"], ["mlx_lm.generate"]], ids=str)
 def test_mlx_lms_command_prints_the_same(program, run):
     flags = ["--model", MODEL, "--prompt", "def main():", "--max-tokens", "24", "--verbose", "F"]
@@ -124,6 +128,7 @@ def test_mlx_lms_command_prints_the_same(program, run):
     assert paged.stderr == alone.stderr.replace(THEIRS, OURS) != alone.stderr
 
 
+@pytest.mark.slow
 def test_options_reach_the_program(run):
     tool = "from mlx_lm.models.cache import make_prompt_cache as make\nimport mlx_lm, sys\n"
     tool += "pool = make(mlx_lm.load(sys.argv[1])[0])[0].layer.pool\n"
@@ -138,11 +143,13 @@ def test_child_processes_are_patched_too(run):
     assert lines == [str(ours), str(ours), "False", str(theirs)]
 
 
+@pytest.mark.slow
 def test_an_import_of_this_package_first_patches_too(run):
     tool = "import mlx_paged, mlx_lm.models.cache as c\nprint(c.make_prompt_cache.__module__)"
     assert run(*RUN, "tool.py", tool=tool).stdout == "mlx_paged.drop_in.patch\n"
 
 
+@pytest.mark.slow
 def test_an_exception_ends_the_program_as_alone(run):
     tool = "def fail():\n    raise KeyError('here')\nfail()"
     alone, paged = run("tool.py", tool=tool), run(*RUN, "tool.py", tool=tool)
@@ -150,6 +157,7 @@ def test_an_exception_ends_the_program_as_alone(run):
     assert "KeyError: 'here'" in alone.stderr and paged.stderr == alone.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_the_program_alone(run, tmp_path):
     (tmp_path / "tool.py").write_text("import time; print('ready', flush=True); time.sleep(60)")
     ends = []
@@ -165,6 +173,7 @@ def test_ctrl_c_reaches_the_program_alone(run, tmp_path):
     assert ends[0] == ends[1] and ends[0][1] == -signal.SIGINT
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -190,6 +199,7 @@ def test_a_mistake_is_one_line(arguments, message, run):
     assert re.fullmatch(rf"mlx_paged\.run: error: .*{message}\n", line)
 
 
+@pytest.mark.slow
 def test_a_python_that_ignores_its_environment_is_refused():
     command = [sys.executable, "-E", *RUN, "-m", "json.tool"]
     done = subprocess.run(command, text=True, capture_output=True, timeout=TIMEOUT, cwd=ROOT)

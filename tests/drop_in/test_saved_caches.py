@@ -83,6 +83,7 @@ def runs(tmp_path_factory):
     return run
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("loader", ["paged", "stock"])
 @pytest.mark.parametrize("saver", ["paged", "stock"])
 def test_what_one_process_saved_another_continues(runs, saver, loader):
@@ -144,6 +145,7 @@ def test_a_window_layer_is_saved_as_its_last_window(windowed, file):
         assert (plain.offset, plain.keys.shape[2]) == (len(PROMPT), kept)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_tokens", [WINDOW - 1, WINDOW, WINDOW + 1, len(PROMPT)])
 @pytest.mark.parametrize("num_more", [1, 5, WINDOW + 3])
 def test_windows_of_any_length_go_on(windowed, file, num_tokens, num_more):
@@ -195,6 +197,7 @@ def batched(model, tails, caches, num_tokens: int = WINDOW + 4) -> list[list[int
     return list(tokens.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("order", [1, -1], ids=["loaded first", "new first"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 def test_caches_of_mlx_lm_join_a_batch_of_paged_ones(model_type, file, order):

@@ -66,6 +66,7 @@ def test_a_script_prints_the_same(script, capsys, monkeypatch):
     assert path_counts["paged"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mlx_lm.server is not recommended for production")
 def test_mlx_lms_own_server_answers_the_same(monkeypatch):
     """With its own flags, several requests side by side, and one that finds a prefix."""

@@ -68,7 +68,7 @@ def assert_continues(model, cache, tokens, expected, num_tokens: int = 20) -> No
         assert token == stock_token and mx.allclose(found, wanted, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("window", "prefill_step_size"), [(WINDOW, 7), (WINDOW, 2048), (64, 50), (64, 2048)]
 )
@@ -87,6 +87,7 @@ def test_a_long_prompt_in_chunks_is_that_of_stock_caches(name, window, prefill_s
         check_integrity(c.layer.pool)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_ragged_batches_join_and_leave(name):
     model = windowed(name)
@@ -106,6 +107,7 @@ def test_ragged_batches_join_and_leave(name):
         assert found == greedy(model, prompt, stock_make_prompt_cache(model), len(found))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("before", [3, WINDOW - 1, WINDOW, 30])
 def test_copies_go_on_alone(model, before):
     cache, plain = filled(model, TEXT[: before - 2]), stock_filled(model, TEXT[: before - 2])

@@ -84,6 +84,7 @@ BAD_CALLS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     BAD_CALLS,
@@ -198,6 +199,7 @@ NO_PROMPTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("prompt", "message"), NO_PROMPTS.values(), ids=NO_PROMPTS)
 @pytest.mark.parametrize("name", ADDERS)
 def test_what_is_no_prompt_is_named(model, engine, name, prompt, message):

@@ -9,7 +9,7 @@ from mlx_paged import demo_model_path
 from scripts.batch_invariance import SETTINGS, cast, differing
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "4 bits"])
 def test_answers_do_not_depend_on_the_batch(dtype):
     model, tokenizer = mlx_lm.load(str(demo_model_path()))[:2]

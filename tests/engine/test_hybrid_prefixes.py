@@ -310,6 +310,7 @@ class TestTheBound:
         with pytest.raises(ValueError, match=message):
             make_engine(snapshot_memory=1)
 
+    @pytest.mark.slow
     def test_a_snapshot_keeps_no_more_in_memory_than_its_own_bytes(self):
         """Not the states of the whole batch that its request was in, nor those of a chunk."""
         model = build("jamba", mamba_d_state=512, mamba_d_conv=64)

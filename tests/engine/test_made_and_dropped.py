@@ -76,6 +76,7 @@ def test_graphs_of_a_thread_are_freed_before_it_ends(loaded, monkeypatch, work):
     assert cleared == [thread.ident]
 
 
+@pytest.mark.slow
 def test_a_process_ends_cleanly_after_a_thread_has_used_compiled_decodes():
     code = f"""
 import threading, mlx_lm, mlx_paged

@@ -94,6 +94,7 @@ def forced_tokens_come_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline.StepPipeline, "forced_after", after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plant", [forks_share_a_matcher, masks_of_other_rows, forced_tokens_come_twice]
 )
@@ -365,7 +366,7 @@ DEFECTS = (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_noticed(monkeypatch, plant):
     plant(monkeypatch)

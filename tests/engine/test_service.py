@@ -29,6 +29,7 @@ pytest_plugins = ["tests.support.engine.service_fixtures"]
 # Reading
 
 
+@pytest.mark.slow
 def test_many_threads_get_what_mlx_lm_gives_each_prompt_alone(serve):
     rng = np.random.default_rng(0)
     jobs = [

@@ -157,6 +157,7 @@ def test_a_closed_service_is_let_go(engine):
     assert remains() is None
 
 
+@pytest.mark.slow
 def test_a_forgotten_service_does_not_disturb_the_interpreters_end():
     code = """
 import atexit

@@ -43,6 +43,7 @@ def test_whatever_happens_every_request_gets_the_tokens_it_gets_alone():
     assert not [name for name in seen if totals[name] < 100], "something hardly ever happened"
 
 
+@pytest.mark.slow
 def test_another_rank_reads_the_same_steps_and_keeps_nothing():
     totals = counted("ranks", seed=7, num_schedules=60)
     assert totals["plans"] > 1500
@@ -50,12 +51,14 @@ def test_another_rank_reads_the_same_steps_and_keeps_nothing():
         assert totals[name] > 10, f"{name} hardly ever happened"
 
 
+@pytest.mark.slow
 def test_a_real_model_in_a_real_engine_gives_mlx_lms_tokens():
     totals = counted("tiny", seed=7, num_schedules=25)
     assert totals["mismatches"] == totals["leaked_blocks"] == 0
     assert totals["tokens"] > 200 and totals["near_ties"] <= 1
 
 
+@pytest.mark.slow
 def test_schemas_are_obeyed_and_other_requests_unchanged():
     totals = counted("structured", seed=7, num_schedules=12)
     assert totals["mismatches"] == totals["leaked_blocks"] == 0
@@ -63,6 +66,7 @@ def test_schemas_are_obeyed_and_other_requests_unchanged():
         assert totals[name] > 10, f"{name} hardly ever happened"
 
 
+@pytest.mark.slow
 def test_engines_that_live_one_after_the_other_on_a_disk_give_the_same_tokens():
     totals = counted("disk", seed=7, num_schedules=60)
     assert totals["mismatches"] == totals["violations"] == totals["leaked_blocks"] == 0
@@ -115,6 +119,7 @@ def test_wrong_arguments_are_named_in_one_line(capsys, arguments, message):
     assert message in line
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_script():
     command = [sys.executable, "-m", simulation.__name__, "--schedules", "2", "--seed", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)

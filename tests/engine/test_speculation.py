@@ -41,7 +41,7 @@ def prompts(count: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))] for _ in range(count)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -63,6 +63,7 @@ def test_the_tokens_are_mlx_lms(architecture, share, temperature):
     assert engine.scheduler.allocator.blocks_in_use == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "penalty",
     [
@@ -163,6 +164,7 @@ def test_tokens_and_logprobs_are_those_without_drafts(options):
     assert engine.stats.accepted_drafts > 20
 
 
+@pytest.mark.slow
 def test_a_small_pool_preempts_and_shares_as_without_drafts():
     model = tiny_model("llama")
     engine, solo = engine_with(model, 0.6, num_blocks=24), MlxLmSolo(model, VOCAB)
@@ -197,6 +199,7 @@ def test_forks_and_samples_continue_beside_drafts():
     assert done[child].tokens == solo_run(solo, start, completion_params(10), 0, b"").tokens
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_request_that_ended_amid_right_drafts_computes_its_own_tokens():
     """K/V of the drafts after the stop token is in the blocks that the fork shares."""
     model, beyond = tiny_model("llama"), 0
@@ -259,6 +262,7 @@ def check_alone(model, asked, params, done) -> None:
         assert first is None or expected.margins[first] < 1e-4, (completion, expected)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "deepseek_v3"])
 def test_a_model_that_drafts_for_itself_is_always_right(architecture, temperature):

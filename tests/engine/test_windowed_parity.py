@@ -27,7 +27,7 @@ SAMPLE = [Case(name, *SIZES[7 * i % len(SIZES)]) for i, name in enumerate(NAMES)
 """A case of each architecture. Together they have all windows, chunks and block sizes."""
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(28)
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES.__getitem__)
 def test_windows_change_nothing(number):
     case = SAMPLE[number]
@@ -41,7 +41,7 @@ QUANTIZED = "llama, windowed", "gemma3", "gpt_oss", "gemma4_text"
 """Models whose layers all may be quantized; the last one has layers of several sizes."""
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", [8, "8,4"])
 @pytest.mark.parametrize("sizes", [*product((7, 64, 512), (8, 16, 32))], ids=str)
 def test_quantized_layers_compute_what_mlx_lm_does_over_the_same_values(kv_bits, sizes):
@@ -55,6 +55,7 @@ def test_quantized_layers_compute_what_mlx_lm_does_over_the_same_values(kv_bits,
     assert rounded <= MOST_ROUNDED * compared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_bits", "others"), [(None, 8), (8, "8,4"), ("8,4", 8)])
 def test_other_bits_are_noticed(kv_bits, others):
     reference = Reference("gemma3", 20, kv_bits)
@@ -72,6 +73,7 @@ def is_windowed_and_served(name: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_every_windowed_architecture_is_in_the_matrix():
     names = sorted({*ARCHITECTURES, *VARIANTS} - NOT_ON_A_CPU.keys(), key=str.casefold)
     assert tuple(filter(is_windowed_and_served, names)) == NAMES
@@ -92,6 +94,7 @@ def change_windows(monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int 
     monkeypatch.setattr(LayerView, "through_tables", through_tables)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_window_of_one_token_less_is_noticed_by(scenario, monkeypatch):
     change_windows(monkeypatch, lambda window: window - 1)
@@ -113,6 +116,7 @@ def test_blocks_that_are_released_one_token_too_early_are_noticed(monkeypatch):
         scenarios.arrivals()
 
 
+@pytest.mark.slow
 def test_failures_are_printed_with_the_command_that_repeats_them(monkeypatch, capsys):
     change_windows(monkeypatch, lambda window: None)
     sizes = ["--windows", "8", "--chunks", "64", "--block-sizes", "16"]

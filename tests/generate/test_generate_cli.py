@@ -314,6 +314,7 @@ def test_a_prompt_that_was_seen_is_not_computed_again(run, demo, expected, tmp_p
     assert result.out.count(expected(LONG, 9)) == 2
 
 
+@pytest.mark.slow
 def test_a_pool_too_small_for_all_prompts_delays_some(run, expected, tmp_path):
     stats, output = tmp_path / "stats.json", tmp_path / "results.jsonl"
     prompts = [f"--prompt={prompt}" for prompt in PROMPTS]
@@ -342,6 +343,7 @@ def test_a_long_prompt_is_computed_in_chunks(run, demo, tmp_path):
     assert stats["generation_tokens"] == 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunk", [7, 64, 512], ids="chunk{}".format)
 @pytest.mark.parametrize("block_size", [8, 16, 32], ids="block{}".format)
 def test_block_size_and_chunk_change_no_text(run, demo, expected, tmp_path, block_size, chunk):
@@ -394,6 +396,7 @@ def test_a_line_of_messages_is_a_chat(run, asked, chat_model, tmp_path):
     assert all("prompt" not in entry for entry in results)
 
 
+@pytest.mark.slow
 def test_the_command_runs_the_demo_model_on_a_prompt_from_stdin(expected):
     done = subprocess.run(
         command("--prompt", "-", "--max-tokens", 24),
@@ -407,6 +410,7 @@ def test_the_command_runs_the_demo_model_on_a_prompt_from_stdin(expected):
     assert done.stderr.startswith(f"{RULE}\n{RULE}\nPrompt: ")
 
 
+@pytest.mark.slow
 def test_where_both_streams_go_to_one_place_the_statistics_come_last(expected):
     """This also holds for a pipe, where Python buffers stdout."""
     prompts = [f"--prompt={prompt}" for prompt in (FUNCTION, CLASS)]
@@ -422,6 +426,7 @@ def test_where_both_streams_go_to_one_place_the_statistics_come_last(expected):
     assert f"2/2: {CLASS}\n{expected(CLASS, 3)}\n{RULE}\nPrompt: " in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_a_full_disk_behind_stdout_is_one_line():
     with open("/dev/full", "w") as full:
@@ -437,6 +442,7 @@ def test_a_full_disk_behind_stdout_is_one_line():
     assert done.stderr == "mlx_paged.generate: error: [Errno 28] No space left on device\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_closes_stdout_gets_no_traceback():
     with subprocess.Popen(
         command("-p", FUNCTION, "-m", 300, "--verbose", "False"),

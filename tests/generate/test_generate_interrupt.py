@@ -97,6 +97,7 @@ def endless_model(tmp_path) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_running_command_with_what_it_has(endless_model, expected, tmp_path):
     lengths = {FUNCTION: 2, CLASS: 20_000, LONG: 20_000}
     lines = [{"prompt": prompt, "max_tokens": length} for prompt, length in lengths.items()]

@@ -58,6 +58,7 @@ def test_ctrl_c_leaves_the_ticks_that_were(run, tmp_path, monkeypatch):
     assert [tick["index"] for tick in read_jsonl(path)] == list(range(5))
 
 
+@pytest.mark.slow
 def test_a_killed_command_leaves_whole_lines(tmp_path):
     endless = model_copy(
         tmp_path / "endless", config={"eos_token_id": None}, tokenizer_config={"eos_token": None}

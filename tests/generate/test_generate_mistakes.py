@@ -232,6 +232,7 @@ def test_a_mistake_leaves_the_results_of_an_earlier_run(run, tmp_path):
     assert path.read_text() == "earlier\n"
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_status_2_after_a_mistake():
     done = subprocess.run(
         command("--max-tokens", 0), capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT

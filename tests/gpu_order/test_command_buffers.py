@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from functools import cache
 
+import pytest
+
 from mlx_paged import Engine
 from tests.gpu_order.model.backend import Report, judge
 from tests.gpu_order.model.knockouts import unregistered
@@ -31,6 +33,7 @@ def judged(before_the_fix: bool, pool_elements: int = POOL) -> Report:
     return judge([change(event) for event in trace(pool_elements)])
 
 
+@pytest.mark.slow
 def test_the_pool_ends_no_command_buffer():
     report, of_no_pool = judged(False), judged(False, pool_elements=0)
     assert not report.full

@@ -18,6 +18,7 @@ from tests.gpu_order.schedules import main, run_schedule
 SAMPLE = 3 * len(KINDS)
 
 
+@pytest.mark.slow
 def test_nothing_is_unordered_in_random_schedules(capsys):
     assert main(["--schedules", str(SAMPLE), "--seed", "7"]) == 0
     counts = json.loads(capsys.readouterr().out)
@@ -27,6 +28,7 @@ def test_nothing_is_unordered_in_random_schedules(capsys):
     assert not [name for name in seen if not counts.get(name)], "something never happened"
 
 
+@pytest.mark.slow
 def test_a_hazard_comes_with_the_command_that_repeats_it(capsys):
     fix = "attention registers the pool"
     found = next(i for i in range(100) if run_schedule(5, i, FIXES[fix]).report.hazards)

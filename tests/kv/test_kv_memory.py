@@ -203,6 +203,7 @@ LAYERS = {
 class TestLongArrays:
     """A single layer, whose keys are as long as Metal lets an array be."""
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("kind", LAYERS)
     def test_bound_the_default(self, mac, kind):
         shape, token_bytes = LAYERS[kind]
@@ -213,6 +214,7 @@ class TestLongArrays:
     def test_do_not_matter_where_memory_ends_before(self, mac):
         assert num_blocks_for(LLAMA_8B, BLOCK, None) == spare_memory() // LLAMA_8B_BLOCK
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("kind", LAYERS)
     def test_are_refused(self, mac, kind):
         shape, token_bytes = LAYERS[kind]

@@ -74,6 +74,7 @@ def check_that_the_ends_are_not_advised() -> None:
         assert ends and not any(is_advised(page) for page in ends)
 
 
+@pytest.mark.slow
 @on_huge_pages
 def test_the_ends_of_an_array_are_not():
     """A huge page there would hold memory of others, or take more than the array has. In a process

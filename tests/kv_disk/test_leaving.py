@@ -90,6 +90,7 @@ def test_blocks_of_a_request_that_ended_by_a_stop_token_are_written_too(tmp_path
     assert outputs(model, [tokens_of(0)], tmp_path)[1] == [48]
 
 
+@pytest.mark.slow
 def test_blocks_are_written_while_a_request_is_open(tmp_path):
     model = tiny_models.tiny_model("llama")
     engine = make_engine(model, tmp_path)

@@ -13,6 +13,7 @@ from tests.support.engine.disk_engines import make_engine, outputs, tokens_of
 from tests.support.models import tiny_models
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", ["weights", "tokenizer", "block_size", "salt", "options"])
 def test_nothing_is_found_by_who_must_not_find_it(change, tmp_path):
     model, prompts = tiny_models.tiny_model("llama"), [tokens_of(0)]
@@ -71,6 +72,7 @@ def test_wrong_options_are_named(options, message, tmp_path):
         make_engine(tiny_models.tiny_model("llama"), tmp_path, **options)
 
 
+@pytest.mark.slow
 def test_two_engines_do_not_share_a_directory(tmp_path):
     model, link = tiny_models.tiny_model("llama"), tmp_path / "link"
     (tmp_path / "directory").mkdir()

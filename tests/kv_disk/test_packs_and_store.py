@@ -189,6 +189,7 @@ def test_a_directory_in_use_is_refused_by_name(tmp_path):
     PackFiles(tmp_path, 1).close()
 
 
+@pytest.mark.slow
 def test_the_lock_ends_with_its_process(tmp_path):
     code = (
         "import sys, time; from mlx_paged.kv_disk.packs import PackFiles;"

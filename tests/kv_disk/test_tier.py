@@ -18,6 +18,7 @@ from tests.support.engine.disk_engines import GREEDY, SIZE, make_engine, outputs
 from tests.support.models import tiny_models
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "model_type",
     ["llama", "gpt_oss", "gemma3_text", "deepseek_v3", "jamba", "mamba2"],
@@ -37,6 +38,7 @@ def test_a_new_engine_finds_what_the_last_one_computed(model_type, tmp_path):
     assert outputs(model, longer, tmp_path)[0] == outputs(model, longer)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", [8, "8,4"])
 def test_quantized_blocks_come_back_for_the_same_bits_only(kv_bits, tmp_path):
     model, prompts = tiny_models.tiny_model("llama"), [tokens_of(0)]
@@ -47,6 +49,7 @@ def test_quantized_blocks_come_back_for_the_same_bits_only(kv_bits, tmp_path):
         assert found[:2] == (expected, [cached])
 
 
+@pytest.mark.slow
 def test_what_preempted_requests_lost_comes_back_from_the_disk(tmp_path):
     model, prompts = tiny_models.tiny_model("llama"), [tokens_of(seed, 20) for seed in range(6)]
     found = []
@@ -62,6 +65,7 @@ def test_what_preempted_requests_lost_comes_back_from_the_disk(tmp_path):
     assert metrics["hits"] > 0, "nothing was read although no prompt was known before"
 
 
+@pytest.mark.slow
 def test_streams_run_while_a_prompt_waits_for_the_disk(tmp_path):
     model = tiny_models.tiny_model("llama")
     (expected,), *_ = outputs(model, [tokens_of(0)], tmp_path)
@@ -89,6 +93,7 @@ def test_streams_run_while_a_prompt_waits_for_the_disk(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["abort", "timeout", "close"])
 def test_a_request_that_waits_for_a_disk_that_hangs_can_end(action, tmp_path):
     model = tiny_models.tiny_model("llama")
@@ -116,6 +121,7 @@ def test_a_request_that_waits_for_a_disk_that_hangs_can_end(action, tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_disk_slower_than_the_model_is_not_read(tmp_path):
     model = tiny_models.tiny_model("llama")
     (expected,), *_ = outputs(model, [tokens_of(0)], tmp_path)
@@ -129,6 +135,7 @@ def test_a_disk_slower_than_the_model_is_not_read(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_slow_measurement_is_not_believed_for_ever(tmp_path):
     model = tiny_models.tiny_model("llama")
     outputs(model, [tokens_of(0)], tmp_path)
@@ -147,6 +154,7 @@ def test_a_slow_measurement_is_not_believed_for_ever(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_blocks_of_a_planned_step_are_not_evicted_before_they_are_written(tmp_path):
     """Their content is not in the pool yet: what was there would be stored under their names."""
     model = tiny_models.tiny_model("llama")
@@ -168,6 +176,7 @@ def test_blocks_of_a_planned_step_are_not_evicted_before_they_are_written(tmp_pa
     engine.close()
 
 
+@pytest.mark.slow
 def test_no_disk_after_the_prefix_cache_was_reset(tmp_path):
     """The model may have other weights from then on."""
     model = tiny_models.tiny_model("llama")
@@ -219,6 +228,7 @@ def test_the_first_token_after_a_load_does_not_wait_for_another_step(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_load_that_is_done_does_not_wait_for_an_earlier_one(tmp_path, monkeypatch):
     monkeypatch.setattr(tier, "WAIT", 60.0)
     model = tiny_models.tiny_model("llama")

@@ -29,6 +29,7 @@ def test_every_rule_has_a_mistake() -> None:
     assert {*SOURCES, "absent-argument"} == SOURCE_RULES.keys()
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("rule", "text", "words"), MISTAKES)
 def test_a_mistake_is_found(rule: str, text: str, words: str) -> None:
     found = find(rule, text)
@@ -45,11 +46,13 @@ def test_a_source_without_the_standard_library() -> None:
     ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("body", ABSENT)
 def test_an_absent_argument_that_is_read(body: str) -> None:
     assert len(find("absent-argument", f"{OPTIONAL}  {body}\n}}\n")) == 1
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("body", PRESENT)
 def test_an_argument_behind_its_constant(body: str) -> None:
     assert find("absent-argument", f"{OPTIONAL}  {body}\n}}\n") == []
@@ -115,6 +118,7 @@ def test_a_wrong_launch(rule: str, changes: dict[str, Any], words: str) -> None:
     assert found.rule == rule and words in found.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["language", "mlx_sdpa_vector"])
 def test_kernels_that_macs_run(name: str) -> None:
     """MLX's have static_assert without a message, as clang allows, and read an argument of

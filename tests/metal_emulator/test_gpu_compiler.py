@@ -13,6 +13,7 @@ SOURCE = Path(__file__).with_name("gpu_compiler.metal").read_text()
 LANES = 32
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kernel", "chain"), [("gather_0", 1), ("gather_1", 2), ("gather_2", 3), ("ahead", 1)]
 )
@@ -20,6 +21,7 @@ def test_loads_that_wait_for_loads(kernel: str, chain: int) -> None:
     assert gpu_code(SOURCE, kernel, LANES, {0: 1}).dependent_loads == chain
 
 
+@pytest.mark.slow
 def test_registers_hold_what_a_lane_keeps() -> None:
     few, many = (gpu_code(SOURCE, f"keep_{kept}", LANES, {0: 3}) for kept in (8, 40))
     assert few.registers >= 8

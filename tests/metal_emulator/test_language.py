@@ -44,6 +44,7 @@ def test_dtypes(dtype: str) -> None:
     np.testing.assert_array_equal(out, values)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @every_mode
 def test_every_operation_rounds(dtype: mx.Dtype, mode: Mode) -> None:

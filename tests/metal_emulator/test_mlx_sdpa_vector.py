@@ -64,7 +64,7 @@ def assert_right(problem: Problem, out: NDArray[Any]) -> None:
     assert relative_rms(actual, problem.by_mlx()) < 2 * precision.tolerance  # MLX rounds too
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(27)
 @every_order
 @pytest.mark.parametrize("case", ONE_PASS, ids=str)
 def test_one_pass(case: Case, mode: Mode, seed: int | None) -> None:

@@ -114,7 +114,7 @@ def run(problem: Problem, mode: Mode, seed: int | None) -> tuple[Any, LaunchStat
     return out, result.stats
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize(
     ("mode", "seed"),
     [(Mode.FAST, None), (Mode.FAST, 1), (Mode.FAST, 2), (Mode.RACE, None)],
@@ -125,7 +125,7 @@ def test_steel_attention(case: Case, mode: Mode, seed: int | None) -> None:
     assert_right(Problem(case), mode, seed)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", UBSAN_CASES, ids=str)
 def test_no_undefined_behaviour(case: Case) -> None:
     assert_right(Problem(case), Mode.UBSAN, None)

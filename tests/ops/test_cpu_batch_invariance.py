@@ -86,7 +86,7 @@ def check_rows(length, spans, shape, dtype, options):
                 np.testing.assert_array_equal(rows, whole[first : first + count])
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", ["1", "3"])
 @pytest.mark.parametrize("build", ["baseline", "avx2", "avx512"])
 def test_every_build_and_number_of_threads_passes(build, threads):

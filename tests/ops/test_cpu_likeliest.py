@@ -125,7 +125,7 @@ def test_the_likeliest_of_what_is_not_finite(values, at):
     assert layers.likeliest(x)[:, 1].tolist() == want.tolist()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_build_passes_these_tests(build, pytestconfig):
     assert_build_passes(build, __file__, "not every_build", pytestconfig.getoption("--cases"))

@@ -31,6 +31,7 @@ def emulator() -> None:
     require_emulator()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", SAMPLES, ids=str)
 def test_the_document_has_the_counts(work: Work) -> None:
     document = DOCUMENT.read_text().splitlines()
@@ -44,6 +45,7 @@ def test_the_document_compares_the_rows_that_it_has() -> None:
     assert with_ours(text, []) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", [Work(128, 4, (1024,)), Work(64, 4, (1024,))], ids=str)
 def test_keys_and_values_come_once_for_a_group(work: Work) -> None:
     """As in a contiguous kernel that computes the heads of a group together."""
@@ -52,6 +54,7 @@ def test_keys_and_values_come_once_for_a_group(work: Work) -> None:
     assert theirs.counts.kv_moved == work.live_bytes
 
 
+@pytest.mark.slow
 def test_the_limits_that_the_decode_kernel_is_over() -> None:
     found = decode_limits()
     assert {name for name, limit in LIMITS.items() if found[name] > limit} == OVER_LIMITS

@@ -70,11 +70,12 @@ def by_matrices(contexts: list[int], num_tokens: int = 9, **sizes: Any) -> Case:
 
 
 class TestOneLength:
+    @pytest.mark.slow
     def test_simdgroups_may_have_unequal_parts_of_the_dimensions(self, metal):
         """Two have 9 and 8 of 17 matrices."""
         assert_matches_float64(metal, by_matrices([40], num_tokens=2, head_dim=136))
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(12)
     @pytest.mark.parametrize(
         "dims",
         [8, 16, 32, 64, 80, 96, 112, 128, 192, 256, (192, 128), (64, 96), (320, 256), (64, 512)],
@@ -85,7 +86,7 @@ class TestOneLength:
         case = by_matrices([45, 10], head_dim=head_dim, v_head_dim=v_head_dim)
         assert_matches_float64(metal, case)
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(42)
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize(
         ("group", "num_tokens", "rows"),
@@ -98,7 +99,7 @@ class TestOneLength:
         assert_matches_float64(any_metal, case)
         assert any_metal.trace.kernels[0].endswith(f"_r{rows}")
 
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(16)
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize(
         ("rank", "rope", "num_tokens"), [(512, 64, 1), (256, 64, 2), (64, 16, 5)]
@@ -114,7 +115,7 @@ class TestOneLength:
     def test_options(self, metal, option, num_tokens):
         assert_matches_float64(metal, by_matrices([1, 45, 0, 17], num_tokens, options=[option]))
 
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(20)
     @pytest.mark.parametrize("contexts", [[1300], [600, 3, 1100]], ids=["one", "several"])
     @pytest.mark.parametrize("options", [(), ("sinks",), ("window_21",), ("non_causal",)], ids=str)
     def test_split_contexts(self, any_metal, contexts, options):
@@ -152,6 +153,7 @@ class TestOneLength:
 
 
 class TestDifferentLengths:
+    @pytest.mark.sampled(8)
     @pytest.mark.parametrize("num_decodes", [0, 1])
     @pytest.mark.parametrize("lengths", [LENGTHS["mixed"], [1, 2, 20], [1, 9]], ids=str)
     @pytest.mark.parametrize("heads", [(4, 2), (7, 1), (40, 1)], ids=str)
@@ -161,6 +163,7 @@ class TestDifferentLengths:
         )
         assert_matches_float64(metal, case, num_decodes=num_decodes)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("lengths", [LENGTHS["empty_first"], LENGTHS["all_new"]], ids=str)
     def test_chunks_alone(self, any_metal, lengths):
         assert_matches_float64(any_metal, ragged_case(lengths, head_dim=32, dtype=mx.bfloat16))
@@ -170,7 +173,7 @@ class TestDifferentLengths:
         assert_matches_float64(metal, case, num_decodes=3)
         assert metal.trace.kernels == ["matrix_attention_half_half_d64_v64_r8"]
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.slow
     @pytest.mark.parametrize("num_decodes", [0, 1])
     @pytest.mark.parametrize("options", [(), ("sinks", "window_21"), ("sinks",)], ids=str)
     def test_split_contexts(self, any_metal, options, num_decodes):
@@ -183,6 +186,7 @@ class TestDifferentLengths:
         decodes = ["paged_attention"] if num_decodes else []
         assert names == ["matrix_attention", *decodes, "merge_splits"]
 
+    @pytest.mark.slow
     def test_if_chunks_fill_a_gpu_only_decodes_are_split(self):
         metal = MetalRunner(Mode.FAST, 3)
         case = ragged_case(
@@ -200,6 +204,7 @@ class TestDifferentLengths:
         assert decodes.threadgroups == 64 * 3
         assert merge.threadgroups == 64
 
+    @pytest.mark.slow
     def test_chunks_of_many_threadgroups_are_split_less_than_the_decodes_beside_them(self):
         """Into as few splits as 1,024 threadgroups allow: fewer than room is stored for."""
         metal = MetalRunner(Mode.FAST, 3)
@@ -242,6 +247,7 @@ class TestDifferentLengths:
         case = ragged_case([1, 5], befores=(600, 34_000), dtype=mx.float16, **sizes)
         assert_matches_float64(metal, case, num_decodes=1)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("before", [3, 700], ids=["whole", "split"])
     @pytest.mark.parametrize("begins", [[0, 1, 4], [0, 0, 43]], ids=str)
     def test_rows_after_the_last_sequence_are_zeros(self, metal, begins, before):
@@ -251,10 +257,12 @@ class TestDifferentLengths:
         assert worst_error(out[: begins[-1]], case.expected()) < TOLERANCE[mx.float16]
         assert not out[begins[-1] :].any()
 
+    @pytest.mark.slow
     def test_latents(self, metal):
         case = ragged_case([1, 1, 5], latent=(512, 64), num_heads=16, dtype=mx.float16)
         assert_matches_float64(metal, case, num_decodes=2)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("befores", [(40, 3), (700, 3)], ids=["whole", "split"])
     @pytest.mark.parametrize(
         "begins", [[0, 1, 99], [-5, 1, 6], [0, 9, -3], [2**31 - 1, -(2**31), 6]], ids=str
@@ -272,6 +280,7 @@ class TestDifferentLengths:
 
 
 class TestNonfinite:
+    @pytest.mark.sampled(5)
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize("option", [(), ("window_21",)], ids=str)
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
@@ -318,6 +327,7 @@ class TestTraffic:
         assert_matches_float64(metal, case)
         return metal.trace.stats[0]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("window", [None, 99])
     def test_a_threadgroup_loads_each_byte_once(self, window):
         """Of keys that its rows see; and an entry of the table once for each key."""
@@ -342,6 +352,7 @@ class TestTraffic:
         stats = self.stats(case)
         assert stats.loaded_bytes[KEYS] == stats.loaded_bytes[VALUES] == 320 * 80 * 2
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize(
         ("num_heads", "head_dim", "keys", "others"),
         [(1, 128, 32, 3), (4, 128, 16, 3), (2, 256, 16, 2)],

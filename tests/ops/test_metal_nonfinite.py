@@ -133,6 +133,7 @@ class TestPoison:
         with np.errstate(all="ignore"):
             assert_same(attend(case)[1], case.expected()[1], FLOAT32_ERROR)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
     def test_in_other_dtypes(self, metal, spoil, dtype):

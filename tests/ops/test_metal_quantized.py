@@ -59,7 +59,7 @@ def assert_written_as_on_the_cpu(rows, kv_bits, layout="NHSD", slots=SLOTS, mode
         np.testing.assert_array_equal(np.array(mine), np.array(expected))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 @every_format
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (20, 8), (96, 200), (192, 128)], ids=str)
@@ -124,7 +124,7 @@ def assert_like_float64(kv_bits, case, expected, kernel, metal=None):
 DIMS = [(64, 64), (128, 128), (96, 96), (20, 8), (192, 128), (256, 256), (64, 200)]
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(42)
 @every_format
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -135,7 +135,7 @@ def test_reads_of_the_tile_kernel(kv_bits, dtype, dims):
         assert_like_float64(kv_bits, *case, "paged_attention")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.slow
 @every_format
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 5, 20], ids=lambda n: f"L{n}")
@@ -149,6 +149,7 @@ def test_reads_of_the_matrix_kernel(kv_bits, dtype, num_tokens, dims):
         assert_like_float64(kv_bits, *case, "matrix_attention")
 
 
+@pytest.mark.sampled(9)
 @every_format
 @pytest.mark.parametrize("num_tokens", [1, 3], ids=lambda n: f"L{n}")
 @pytest.mark.parametrize("options", [("bool_mask",), MANY_OPTIONS, ("non_causal",)], ids=str)
@@ -159,6 +160,7 @@ def test_reads_with_options(kv_bits, num_tokens, options):
     assert_like_float64(kv_bits, *case, kernel or "paged_attention")
 
 
+@pytest.mark.sampled(4)
 @every_format
 @pytest.mark.parametrize("spoil", [hide_blocks, leave_range])
 @pytest.mark.parametrize("num_tokens", [1, 20], ids=lambda n: f"L{n}")
@@ -221,6 +223,7 @@ SCALES = 17, 18
 """Buffer indices."""
 
 
+@pytest.mark.sampled(6)
 @every_format
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("group", [1, 8])
@@ -244,6 +247,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.sampled(4)
 @every_format
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 4, 8])

@@ -45,6 +45,7 @@ def test_sources_that_are_checked_together_are_all_there():
         assert sum(instantiation in text for text in texts.values()) == 1
 
 
+@pytest.mark.slow
 def test_an_engine_compiles_few_pipelines_at_its_start():
     """With the heads of the tiny models, and with heads 8 and 16 times as wide."""
     most = 0

@@ -60,10 +60,11 @@ def files(tmp_path_factory) -> dict[str, str]:
 
 
 class TestWrittenFiles:
+    @pytest.mark.slow
     def test_each_is_the_source_of_its_kernel(self, files):
         assert files == {f"{kernel}.metal": each["source"] for kernel, each in LAUNCHES.items()}
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(15)
     @pytest.mark.parametrize("kernel", LAUNCHES)
     def test_each_compiles_alone(self, files, kernel):
         require_emulator()

@@ -41,6 +41,7 @@ def one_key(group: int, head_dim: int, v_head_dim: int) -> LaunchStats:
     return stats
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(576, 64), (64, 576), (320, 320), (256, 256)])
 def test_a_lane_holds_at_most_20_elements_of_a_key_or_value(head_dim, v_head_dim):
     """Four with each load. It asks for four keys at once, here four times for the same one."""

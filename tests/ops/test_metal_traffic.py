@@ -47,6 +47,7 @@ def keys_in_tiles(contexts: list[int], seen: list[int]) -> int:
     return sum(-(-n // TILE) * TILE - (n - keys) // TILE * TILE for n, keys in pairs)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("group", "head_dim"),
     [(1, 128), (2, 128), (3, 128), (4, 128), (4, 64), (8, 128), (8, 64)],
@@ -67,6 +68,7 @@ def test_each_live_byte_is_loaded_once(contexts, group, head_dim):
         assert unique.per_threadgroup == unique.per_launch == live
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (64, 16)], ids=str)
 def test_values_that_are_columns_of_the_keys_are_the_same_memory(contexts, rank, rope):
     """A simdgroup loads them again after the keys of its tile: they are in a cache then."""

@@ -197,6 +197,7 @@ class TestAttention:
         result = doctest.testmod(paged)
         assert result.attempted and not result.failed
 
+    @pytest.mark.slow
     @settings(max_examples=150, deadline=None, derandomize=True)
     @given(data=st.data())
     def test_random_shapes(self, data):

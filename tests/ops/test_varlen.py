@@ -101,6 +101,7 @@ def test_the_number_of_decodes_changes_nothing(num_decodes):
     assert mx.array_equal(case.attend(num_decodes=num_decodes), case.attend())
 
 
+@pytest.mark.slow
 def test_many_long_sequences_are_right():
     """So many that the splits of the chunk have no room: one thread computes all of a tile."""
     sizes = {"num_heads": 16, "num_kv_heads": 1, "head_dim": 8, "v_head_dim": 256}

@@ -315,11 +315,13 @@ class TestZeroSizes:
 class TestBuilds:
     """One binary holds the attention kernel for several instruction sets."""
 
+    @pytest.mark.slow
     def test_the_active_build_is_reported(self):
         assert _ext.supported_kernels()[0] == "baseline"
         assert _ext.cpu_features() in _ext.supported_kernels()
         assert child_outputs()["name"] == _ext.supported_kernels()[-1]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("build", ["baseline", "avx2", "avx512"])
     def test_builds_agree(self, build):
         if build not in _ext.supported_kernels():
@@ -337,6 +339,7 @@ class TestBuilds:
 
 
 class TestThreads:
+    @pytest.mark.slow
     def test_results_do_not_depend_on_their_number(self):
         few, many = (child_outputs(MLX_PAGED_NUM_THREADS=n) for n in ("1", "5"))
         assert (few.pop("threads"), many.pop("threads")) == (1, 5)

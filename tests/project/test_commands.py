@@ -43,6 +43,7 @@ def test_an_unknown_command_is_one_line(monkeypatch, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_command_gets_its_own_arguments_and_pythons_flags(tmp_path):
     """`run` passes the flags of Python on to the program."""
     script = tmp_path / "run.py"

@@ -143,6 +143,7 @@ def test_text_ends_by_itself(demo):
     assert tokenizer.eos_token_ids == {last.token}
 
 
+@pytest.mark.slow
 def test_a_context_of_2048_tokens_works(demo):
     model, tokenizer = demo
     tokens = (tokenizer.encode(UNSEEN) * 12)[:2048]

@@ -363,6 +363,7 @@ def test_mistakes_are_named_in_the_last_line(run, tmp_path, arguments, status, m
     assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "text.gguf"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_unfinished(tmp_path):
     """While pip waits for an index that never answers."""
     with socket.create_server(("127.0.0.1", 0)) as index:

@@ -37,6 +37,7 @@ def prompts(count: int, length: int = 5) -> list[list[int]]:
     return np.random.default_rng(1).integers(0, VOCAB, (count, length)).tolist()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_tokens_logprobs_and_bytes_are_those_of_plain_decodes(name):
     assert compare(build(name)).startswith("same")
@@ -300,6 +301,7 @@ def test_a_write_that_one_bucket_drops_is_noticed(monkeypatch):
     assert compare(build("llama")).startswith("DIFFERENT [False, False")
 
 
+@pytest.mark.slow
 def test_the_pool_has_the_same_bytes_after_a_thousand_steps():
     pools = []
     for flag in (True, False):

@@ -38,7 +38,7 @@ def ended(processes, timeout=TIMEOUT):
     return [(*each, process.returncode) for each, process in zip(outputs, processes, strict=True)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "share"),
     [
@@ -77,7 +77,7 @@ def streaming_ranks():
     return processes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "ends"), [(signal.SIGKILL, "ended"), (signal.SIGSTOP, "sent")])
 def test_a_rank_that_dies_or_stops_ends_the_run_with_one_error(number, ends):
     first, second = streaming_ranks()
@@ -105,7 +105,7 @@ rank_runs.main("llama", "long")
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_fails_ends_all_ranks_with_one_error(rank):
     first, second = ended(two_ranks(["-c", FAILING, str(rank)]))
@@ -137,6 +137,7 @@ def test_a_closed_service_hears_nothing_of_the_ranks(monkeypatch):
     assert engine.runner.ranks.listeners == []
 
 
+@pytest.mark.slow
 def test_when_rank_0_dies_the_others_end():
     first, second = streaming_ranks()
     first.kill()
@@ -181,6 +182,7 @@ def test_ranks_that_do_not_find_each_other_are_a_mistake_of_the_user(monkeypatch
         joined(tiny_model("llama"))
 
 
+@pytest.mark.slow
 def test_a_refusal_ends_all_ranks(tmp_path):
     code = (
         "import sys\n"

@@ -100,6 +100,7 @@ def test_an_interrupt_is_not_the_rows_error(options):
         sample(random_logits(rows=1), [request(**options)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [True, False])
 def test_a_request_with_mlx_lms_sampler_generates_what_mlx_lm_generates(lookahead):
     model = tiny_model("llama")

@@ -83,6 +83,7 @@ def masked_greedy(prompt, source, max_tokens):
     return found[:max_tokens]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source)[:40])
 def test_greedy_output_is_mask_then_argmax_on_mlx_lms_logits(source):
     engine = make_engine()
@@ -111,6 +112,7 @@ def mixed_requests():
     return requests, free
 
 
+@pytest.mark.slow
 def test_lookahead_and_forced_tokens_change_no_token():
     requests, free = mixed_requests()
     alone = [c.tokens for c in run(make_engine(), free)[0]]
@@ -179,7 +181,7 @@ def test_a_batch_survives_preemption_and_forks(lookahead):
             validate(json.loads(text), json.loads(SamplingParams(**source).json_schema))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 def test_drafts_are_masked_by_what_is_before_them(monkeypatch, share, temperature):

@@ -127,7 +127,7 @@ def assert_drawn_from(tokens: list[int], probs: np.ndarray) -> None:
     assert statistic < chi_square_bound(int(used.sum()) - 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
 @pytest.mark.parametrize("spread", [2.0, 8.0], ids=["flat", "peaked"])
 def test_exactly_the_tokens_that_pass_mlx_lms_filters_are_drawn(spread, options):
@@ -138,6 +138,7 @@ def test_exactly_the_tokens_that_pass_mlx_lms_filters_are_drawn(spread, options)
         assert set(drawn) == survivors
 
 
+@pytest.mark.slow
 def test_filters_see_the_distribution_before_the_temperature():
     row = random_logits(rows=1, seed=2)[0]
     cold, hot = (draws(row, 4000, temperature=t, top_p=0.8) for t in (0.8, FLAT))
@@ -157,6 +158,7 @@ def test_draws_follow_the_softmax_at_the_temperature(temperature):
     assert_drawn_from(draws(row[0], 20_000, temperature=temperature), probs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.5, 1.5], ids="T={}".format)
 def test_survivors_share_the_mass_of_the_filtered_tokens(temperature):
     row = random_logits(rows=1, seed=5)

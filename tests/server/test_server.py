@@ -227,6 +227,7 @@ def test_n_choices_draw_what_seeds_draw_one_after_the_other(openai_client, strea
         assert answer.usage.completion_tokens == sum(a.usage.completion_tokens for a in alone)
 
 
+@pytest.mark.slow
 def test_sixty_four_clients_at_once_get_what_each_gets_alone(server):
     prompts = [f"{CODE}    x{i % 8} = {i % 8}\n" for i in range(64)]
 
@@ -268,6 +269,7 @@ def test_a_client_that_hangs_up_frees_its_blocks_at_once(server, openai_client, 
     )
 
 
+@pytest.mark.slow
 def test_a_client_that_says_more_than_it_should_is_still_answered(server):
     body = json.dumps(LONG | {"max_tokens": 300, "stream": True}).encode()
     with socket.create_connection(server.address, TIMEOUT) as connection:

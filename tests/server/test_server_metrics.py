@@ -55,6 +55,7 @@ def test_metrics_tell_what_the_engine_counted():
     assert ("mlx_paged_tick_seconds_total", "forward") not in found
 
 
+@pytest.mark.slow
 def test_metrics_tell_what_a_disk_gave(tmp_path):
     flags, answers = ("--kv-block-size", "4", "--kv-disk", str(tmp_path)), []
     for life in range(2):

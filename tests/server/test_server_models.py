@@ -43,6 +43,7 @@ def ask(server, model, **options):
     return post(server, {"model": model, "prompt": CODE, "max_tokens": 8} | options)
 
 
+@pytest.mark.slow
 def test_the_model_of_a_request_is_loaded_in_place_of_another(other):
     with live("--served-model-name", "coder,default", "--prompt-cache-size", "0") as server:
         text = solo(CODE, 8)[0]

@@ -27,6 +27,7 @@ pytest_plugins = ["tests.support.commands.server_fixtures"]
 JSON = "Content-Type: application/json\r\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "flags", "end"),
     [

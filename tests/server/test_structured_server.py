@@ -262,6 +262,7 @@ PROMPT = "user: def f\n"
 CLAUDE_TOOLS = [{"name": name, "description": "d", "input_schema": SCHEMA} for name in ("f", "g")]
 
 
+@pytest.mark.slow
 def test_a_message_is_what_mlx_lm_gives(claude):
     message = claude.messages.create(model=MODEL, max_tokens=24, messages=USER)
     text, tokens, _ = solo(PROMPT, 24)
