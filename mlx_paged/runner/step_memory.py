@@ -9,37 +9,38 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlx_paged.runner.model_probe import ModelProfile
 
-COPIES = 3  # arrays as wide as a linear layer's output that are made of it, that output included
+COPIES = 3  # arrays as wide as a linear layer's output that come of it, that output included
 SCORES = 4  # arrays of a row of logits in float32 that the sampler makes
-LONG_PROMPT = 1 << 15  # tokens; a longer prompt takes more where its keys are gathered
+STEPS = 2  # the step that is encoded, and the one before it
+LONG_PROMPT = 1 << 14  # tokens; where keys are gathered, a longer prompt takes more
 
 IN_FLIGHT = 11
 """MLX waits while ten command buffers are under way; one more is encoded."""
 
 ELEMENTS = 50 << 20
-"""An op with which a command buffer's inputs have more elements is its last one."""
+"""The op with which the inputs of a command buffer have more elements is its last one."""
 
 
 def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running: int) -> int:
     """Bytes of the arrays that are alive at once while a step computes `chunk` tokens of prompts
-    beside `max_running` sequences: all that the model makes, or what the command buffers that MLX
-    allows to be under way bind."""
-    rows, widths, vocab = chunk + max_running, 0, 0
+    beside `max_running` sequences: as much as the command buffers bind that may be under way."""
+    widths = weights = vocab = 0
     for name, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
         weight = getattr(layer, "weight", None)
-        if isinstance(layer, nn.Embedding | nn.QuantizedEmbedding):
-            vocab = max(vocab, layer.weight.shape[0])
-        elif isinstance(layer, SwitchLinear | QuantizedSwitchLinear):
-            widths += _experts(model) * layer.weight.shape[1]
-        elif isinstance(weight, mx.array) and weight.ndim == 2 and "head" not in name:
-            widths += weight.shape[0]
+        if not isinstance(weight, mx.array) or weight.ndim < 2:
+            continue
+        if isinstance(layer, nn.Embedding | nn.QuantizedEmbedding) or "head" in name:
+            vocab = max(vocab, weight.shape[0])
+            continue
+        is_switch = isinstance(layer, SwitchLinear | QuantizedSwitchLinear)
+        widths += weight.shape[-2] * (_experts(model) if is_switch else 1)
+        weights += weight.size
     shapes = [shape for shape in profile.shapes if shape is not None]
-    token_bytes = max((shape.token_bytes for shape in shapes), default=0)
-    size = max((shape.dtype.size for shape in shapes), default=2)
-    gathered = LONG_PROMPT * token_bytes
-    everything = COPIES * size * rows * widths + len(shapes) * gathered
-    under_way = IN_FLIGHT * (size * ELEMENTS + gathered)
-    return min(everything, under_way) + 4 * SCORES * max_running * vocab
+    item = max((shape.dtype.size for shape in shapes), default=4)
+    gathered = max((LONG_PROMPT * shape.token_bytes // item for shape in shapes), default=0)
+    arrays = COPIES * (chunk + max_running) * widths + len(shapes) * gathered
+    under_way = IN_FLIGHT * (ELEMENTS + gathered) / max(1, arrays + weights)
+    return int(min(STEPS, under_way) * arrays * item) + 4 * SCORES * max_running * vocab
 
 
 def _experts(model: nn.Module) -> int:

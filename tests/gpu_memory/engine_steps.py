@@ -73,6 +73,7 @@ def metals_ops() -> Iterator[None]:
         patch.object(forward.LayerView, "through_tables", through_tables),
         patch.object(forward, "mlx_attention", attention),
         patch.object(ops, "take_from_pool", lambda rows, runs: mx.take(rows, runs, axis=0)),
+        patch("mlx_paged.ops.cpu_layers._DTYPES", ()),  # MLX's own ops choose tokens
         patch.object(ops, "is_transforming", lambda: False),
         patch.object(ops, "serves_chunks", lambda *_: True),
         patch.object(forward, "max_paged_queries", lambda: forward.FEW_QUERIES),

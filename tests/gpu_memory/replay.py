@@ -1,6 +1,7 @@
 """Replays the arrays of steps on the allocator, each as long as MLX would hold it."""
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from random import Random
 
 from tests.gpu_memory.allocator import Allocator
@@ -17,7 +18,7 @@ class Device:
     def __init__(self, allocator: Allocator, seed: int = 0) -> None:
         self.allocator = allocator
         self._random = Random(seed)
-        self._tasks: deque[list[str]] = deque()
+        self._tasks: deque[tuple[int, list[str]]] = deque()  # a step, and what it holds
         self._held: list[str] = []
         self._elements: dict[str, int] = {}  # of the arrays that the open command buffer binds
         self._num_ops = 0
@@ -27,8 +28,11 @@ class Device:
         self._step = 0
 
     def run(self, step: list[Op], results: set[str]) -> None:
-        """One eval. Its results live until the next one is encoded."""
+        """One eval. Its results live until the next one is encoded. The engine has waited for the
+        step before the last one."""
         self._step += 1
+        while self._tasks and self._tasks[0][0] <= self._step - 2:
+            self._drop(self._tasks.popleft()[1])
         named = f"{self._step} ".__add__
         owner: dict[str, str] = {}  # of each array's memory
         sizes: dict[str, int] = {}
@@ -78,13 +82,13 @@ class Device:
             self._drop([owner[name]], 0)
 
     def _commit(self, most: int) -> None:
-        self._tasks.append(self._held)
+        self._tasks.append((self._step, self._held))
         self._held, self._elements, self._num_ops = [], {}, 0
         while len(self._tasks) > most:
-            self._drop(self._tasks.popleft())
+            self._drop(self._tasks.popleft()[1])
 
-    def _drop(self, names: object, count: int = 1) -> None:
-        for name in names:  # type: ignore[attr-defined]
+    def _drop(self, names: Iterable[str], count: int = 1) -> None:
+        for name in names:
             self._needs[name] -= count
             if self._needs[name] <= 0:
                 del self._needs[name]
