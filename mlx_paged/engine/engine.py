@@ -142,7 +142,8 @@ class Engine(WaitingCalls):
         if kv_disk is not None:
             limit = int(kv_disk_gb * 10**9)
             open_disk = partial(open_tier, kv_disk, limit, model_files, model, tokenizer, pooled)
-        self._release = hold_limits(self, models.budget.cache)  # before the disk, whose lock a failure would keep
+        # Before the disk, whose lock a failure would keep.
+        self._release = hold_limits(self, models.budget.cache)
         scheduler = Scheduler(
             pooled.allocator,
             config.max_running,
@@ -199,8 +200,8 @@ class Engine(WaitingCalls):
 
     @exclusive
     def close(self, stream: Any = None) -> None:
-        """Restore MLX's limits of memory now, not only when the engine is collected, and with `kv_disk`
-        write what is cached and give up the directory. The engine can go on.
+        """Restore MLX's limits of memory now, not only when the engine is collected, and with
+        `kv_disk` write what is cached and give up the directory. The engine can go on.
 
         Args:
             stream: computes the steps, if it is not the default stream.

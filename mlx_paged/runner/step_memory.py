@@ -14,8 +14,8 @@ SCORES = 4  # arrays of a row of logits in float32 that the sampler makes
 STEPS = 2  # the step that is encoded, and the one before it
 LONG_PROMPT = 1 << 14  # tokens; where keys are gathered, a longer prompt takes more
 
-IN_FLIGHT = 11
-"""MLX waits while ten command buffers are under way; one more is encoded."""
+IN_FLIGHT = 12
+"""MLX waits while more than ten command buffers are under way. The outputs of the last one wait."""
 
 ELEMENTS = 50 << 20
 """The op with which the inputs of a command buffer have more elements is its last one."""
@@ -23,8 +23,9 @@ ELEMENTS = 50 << 20
 
 def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running: int) -> int:
     """Bytes of the arrays that are alive at once while a step computes `chunk` tokens of prompts
-    beside `max_running` sequences: as much as the command buffers bind that may be under way."""
-    widths = weights = vocab = 0
+    beside `max_running` sequences: all of two steps, or what the command buffers bind that may be
+    under way."""
+    widths = vocab = 0
     for name, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
         weight = getattr(layer, "weight", None)
         if not isinstance(weight, mx.array) or weight.ndim < 2:
@@ -34,13 +35,12 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
             continue
         is_switch = isinstance(layer, SwitchLinear | QuantizedSwitchLinear)
         widths += weight.shape[-2] * (_experts(model) if is_switch else 1)
-        weights += weight.size
     shapes = [shape for shape in profile.shapes if shape is not None]
     item = max((shape.dtype.size for shape in shapes), default=4)
     gathered = max((LONG_PROMPT * shape.token_bytes // item for shape in shapes), default=0)
     arrays = COPIES * (chunk + max_running) * widths + len(shapes) * gathered
-    under_way = IN_FLIGHT * (ELEMENTS + gathered) / max(1, arrays + weights)
-    return int(min(STEPS, under_way) * arrays * item) + 4 * SCORES * max_running * vocab
+    alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + gathered))
+    return alive * item + 4 * SCORES * max_running * vocab
 
 
 def _experts(model: nn.Module) -> int:

@@ -25,13 +25,16 @@ from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
 
 BLOCK_SIZE = 16
-VIEWS = set(
-    "Broadcast BroadcastAxes Copy Depends ExpandDims Flatten Reshape Slice Split Squeeze"
-    " StopGradient Transpose Unflatten View".split()
-)
+VIEWS = {
+    *("Broadcast", "BroadcastAxes", "Copy", "Depends", "ExpandDims", "Flatten", "Reshape"),
+    *("Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View"),
+}
 """Primitives whose outputs lie in the memory of their first input."""
 
-DONATES = set("Abs Add Divide Exp Maximum Minimum Multiply Negative Sigmoid Subtract Tanh".split())
+DONATES = {
+    *("Abs", "Add", "Divide", "Exp", "Maximum", "Minimum", "Multiply", "Negative", "Sigmoid"),
+    *("Subtract", "Tanh"),
+}
 """Primitives whose output takes an input's memory, if nobody else needs that."""
 
 

@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--model", choices=[*MODELS], nargs="*", default=[*MODELS])
     args = parser.parse_args()
     limits = NO_LIMIT, int(CACHE_SHARE * args.working_set * GB)
-    print("model | workload | sizes, limit | new buffers a step | GB mapped, peak, active, promised")
+    print("| model | prompts | sizes | limit | new buffers | mapped | peak | active | promised |")
     for name in args.model:
         model = made(name, args.layers)
         for workload in WORKLOADS:
@@ -134,10 +134,10 @@ def main() -> None:
                 found = replayed(model, workload, args.steps, limits, **options)
                 for limit, each in zip(limits, found, strict=True):
                     sizes = each.mapped, each.peak, each.peak_active, promised(model)
-                    text = ", ".join(f"{size / GB:.2f}" for size in sizes)
-                    kind = f"{'few' if is_few else 'any'}, {'a tenth' if limit < NO_LIMIT else 'no'}"
-                    new = each.num_new / args.steps
-                    print(f"{name} | {workload} | {kind} | {new:.1f} | {text}")
+                    kind = "few" if is_few else "any", "a tenth" if limit < NO_LIMIT else "none"
+                    new = f"{each.num_new / args.steps:.0f}"
+                    row = name, workload, *kind, new, *(f"{size / GB:.1f}" for size in sizes)
+                    print("|", " | ".join(row), "|")
 
 
 if __name__ == "__main__":

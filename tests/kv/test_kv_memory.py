@@ -17,6 +17,7 @@ from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.memory import default_kv_memory, memory_in_use, physical_memory, spare_memory
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.runner.model_probe import probe
+from tests.support.documents import ROOT
 from tests.support.fake_macs import GB, MACS, FakeMac, fake_mac
 from tests.support.models.tiny_models import tiny_model
 
@@ -97,6 +98,31 @@ def test_the_default_beside_the_weights_of_an_8b_model_in_4_bits(monkeypatch, na
     assert pool / GB == pytest.approx(gigabytes, rel=0.02)
 
 
+MACS_OF_THE_TABLE = {
+    8: 5_726_633_984,
+    16: 11_453_251_584,
+    24: 17_179_869_184,
+    36: 28_991_029_248,
+    64: 51_539_607_552,
+    128: 103_079_215_104,
+    512: 412_316_860_416,
+}
+"""Recommended working sets by the memory in GB."""
+
+
+@pytest.mark.parametrize("size", MACS_OF_THE_TABLE)
+def test_the_document_has_the_default_pools_of_macs(monkeypatch, size):
+    mac = fake_mac(monkeypatch, "M1, 8 GB")
+    mac.working_set = MACS_OF_THE_TABLE[size]
+    found = [mac.working_set / GB]
+    for weights in (0.7 * GB, 4.5 * GB):
+        mac.others = int(weights) - memory_in_use() + mac.others
+        found.append(default_kv_memory() / GB)
+    found.append(memory.default_cache_limit(None, 0) / GB)
+    row = " | ".join(f"{each:.2f}" for each in found)
+    assert f"| {size} | {row} |\n" in (ROOT / "docs/on-a-mac.md").read_text()
+
+
 def test_weights_that_are_not_computed_yet_count(m1, llama):
     others = llama.parameters()
     llama.update(tree_map(lambda weight: weight + 1, others))
@@ -119,7 +145,7 @@ class TestSeveralEngines:
         first = Engine(llama, kv_memory=3 * MIB)
         left = default_kv_memory()
         second = Engine(llama)
-        assert left < 8 * MIB
+        assert left < 8 * MIB and pool_bytes(first) <= 3 * MIB
         assert pool_bytes(second) <= left < pool_bytes(second) + 4 * second.manager.pool.block_bytes
 
     def test_where_nothing_is_left_an_error_says_so(self, mac, llama):

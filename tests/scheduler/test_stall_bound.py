@@ -159,11 +159,8 @@ def test_rows_of_a_step_have_few_sizes_where_that_is_asked_for(bound):
         assert spare == 0 or 8 * spare > chunk or chunk - spare < MIN_CHUNK
     before = rows_of_chunks(*make_engine(bound))
     assert len(seen) <= 1.1 * len(before)
-    assert {decodes + chunk for decodes, chunk in seen if decodes} == {
-        None: {512},
-        0.03: {64},
-        0.06: {64},
-    }[bound]
+    sizes, others = ({sum(rows) for rows in each if rows[0]} for each in (seen, before))
+    assert sizes == {512} if bound is None else len(sizes) < len(others)
 
 
 def test_small_chunks_stay_as_they_are_and_nothing_fills_a_rounded_step():
