@@ -26,7 +26,7 @@ def check_machine(found: Findings, quick: bool) -> None:
     limits = {name.replace("_", " "): int(device[name]) for name in LIMITS if name in device}
     limits |= {"memory": device_memory(), "in use": memory_in_use()}
     limits["default pool"] = default_kv_memory()
-    limits["default cache limit"] = default_cache_limit(None, 0) or 0
+    limits |= {"cache limit": cache} if (cache := default_cache_limit(None, 0)) else {}
     found.numbers |= {
         "mlx_paged": _version("mlx-paged"),
         "mlx": mlx_version,

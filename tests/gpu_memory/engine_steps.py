@@ -69,7 +69,13 @@ def metals_ops() -> Iterator[None]:
     def attention(q: mx.array, k: mx.array, v: mx.array, *, mask: Any, **_: Any) -> mx.array:
         return after(mx.sin(q[..., : v.shape[-1]]), k, v, mask)
 
+    def gated_delta(q: Any, k: Any, v: mx.array, *others: Any, **_: Any) -> tuple[Any, Any]:
+        *gates, state, _ = others
+        state = mx.zeros((v.shape[0], *v.shape[2:], k.shape[-1])) if state is None else state
+        return after(mx.sin(v), q, k, *gates), mx.sin(after(state, k, v))
+
     with (
+        patch("mlx_lm.models.qwen3_5.gated_delta_update", gated_delta),
         patch.object(mx.fast, "rms_norm", lambda x, weight, eps: mx.negative(x)),
         patch.object(mx.fast, "rope", lambda x, *_, **__: mx.abs(x)),
         patch.object(KVPool, "write", write),
@@ -91,8 +97,8 @@ class StepArrays:
     def __init__(self, model: nn.Module, allocator: BlockAllocator) -> None:
         self.profile: ModelProfile = probe(model)
         self._model = model
-        windows = self.profile.windows
-        plan = plan_pool(self.profile.shapes, windows, BLOCK_SIZE)
+        windows, recurrent = self.profile.windows, self.profile.recurrent
+        plan = plan_pool(self.profile.shapes, windows, BLOCK_SIZE, one_group=recurrent)
         self._pool = KVPool((), 1, BLOCK_SIZE, plan, capacity=1)
         self._runner = ModelRunner(model, self.profile, plan.places, allocator, self._pool)
         self._runner.cpu_layers.diverted = nullcontext  # type: ignore[method-assign]

@@ -3,11 +3,12 @@
 import argparse
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gemma3_text, llama, qwen3_moe
+from mlx_lm.models import gemma3_text, llama, qwen3_5, qwen3_moe
 
 from mlx_paged.attention import forward
 from mlx_paged.kv.allocator import BlockAllocator
@@ -24,61 +25,32 @@ WORKLOADS = {  # the longest prompt; seconds of the stall bound
     "long prompts": (16_000, 0.1),
     "no stall bound": (4_000, None),
 }
-MODELS = {
-    "llama 8B": lambda layers: llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=4096,
-            num_hidden_layers=layers or 32,
-            intermediate_size=14_336,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            rms_norm_eps=1e-5,
-            vocab_size=128_256,
-            tie_word_embeddings=False,
-        )
-    ),
-    "qwen3 30B-A3B": lambda layers: qwen3_moe.Model(
-        qwen3_moe.ModelArgs(
-            model_type="qwen3_moe",
-            hidden_size=2048,
-            num_hidden_layers=layers or 48,
-            intermediate_size=6144,
-            num_attention_heads=32,
-            num_key_value_heads=4,
-            head_dim=128,
-            num_experts=128,
-            num_experts_per_tok=8,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-            moe_intermediate_size=768,
-            rms_norm_eps=1e-6,
-            vocab_size=151_936,
-            rope_theta=1e6,
-            tie_word_embeddings=False,
-            max_position_embeddings=32_768,
-            norm_topk_prob=True,
-        )
-    ),
-    "gemma3 27B": lambda layers: gemma3_text.Model(
-        gemma3_text.ModelArgs(
-            model_type="gemma3_text",
-            hidden_size=5376,
-            num_hidden_layers=layers or 62,
-            intermediate_size=21_504,
-            num_attention_heads=32,
-            num_key_value_heads=16,
-            head_dim=128,
-            rms_norm_eps=1e-6,
-            vocab_size=262_208,
-        )
-    ),
+LLAMA = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
+LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256}
+QWEN = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128}
+QWEN |= {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151_936}
+QWEN |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+GEMMA = {"hidden_size": 5376, "intermediate_size": 21_504, "num_hidden_layers": 62}
+GEMMA |= {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
+HYBRID = {"hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 64}
+HYBRID |= {"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256}
+HYBRID |= {"linear_num_value_heads": 48, "linear_key_head_dim": 128, "vocab_size": 248_320}
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama 8B": (llama.Model, llama.ModelArgs, LLAMA | {"tie_word_embeddings": False}),
+    "qwen3 30B-A3B": (qwen3_moe.Model, qwen3_moe.ModelArgs, QWEN),
+    "gemma3 27B": (gemma3_text.Model, gemma3_text.ModelArgs, GEMMA),
+    "qwen3.5 27B": (qwen3_5.TextModel, qwen3_5.TextModelArgs, HYBRID),
 }
+COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False}
+COMMON |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+COMMON |= {"max_position_embeddings": 32_768, "model_type": "text"}
 
 
 def made(name: str, layers: int | None = None) -> nn.Module:
     """A model in 4 bits whose weights nobody computes."""
-    model: nn.Module = MODELS[name](layers)
+    model_class, args_class, config = MODELS[name]
+    config = COMMON | config | ({} if layers is None else {"num_hidden_layers": layers})
+    model: nn.Module = model_class(args_class.from_dict(config))
     model.set_dtype(mx.bfloat16)
     nn.quantize(model)
     return model
@@ -102,7 +74,8 @@ def replayed(
     exact = patch.object(forward, "even_length", int)
     with metals_ops(), nullcontext() if even_lengths else exact:
         arrays = StepArrays(model, blocks)
-        scheduler = Scheduler(blocks, 32, 512, max_stall=max_stall, few_sizes=few_sizes)
+        options = {"max_stall": max_stall, "few_sizes": few_sizes}
+        scheduler = Scheduler(blocks, 32, 512, rewinds=not arrays.profile.recurrent, **options)
         for step in steps_of(scheduler, seed, num_steps, longest):
             computed = arrays.ops(step)
             for device in devices:

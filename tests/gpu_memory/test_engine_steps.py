@@ -78,7 +78,7 @@ def test_memory_is_bounded_for_many_steps_of_arbitrary_arrivals(model):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_step_takes_is_promised_for_models_of_each_kind(name):
-    """The widths are those of the real models, in six layers."""
-    model = made(name, layers=6)
+    """The widths are those of the real models, in eight layers."""
+    model = made(name, layers=8)
     [found] = replayed(model, "long prompts", 15, [NO_LIMIT])
     assert 0.1 * promised(model) < found.peak_active <= promised(model)
