@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from mlx_paged.kv.memory import MemoryBudget
 from mlx_paged.ops.formats import KVBits, checked_bits
 from mlx_paged.runner.ranks import rank
 from mlx_paged.scheduler.ngram import MAX_DRAFTS
@@ -132,6 +133,7 @@ def engine_flags(max_stall_ms: float = 0) -> list[Flag]:
     milliseconds = MILLISECONDS_OR_NONE if max_stall_ms else MILLISECONDS
     return [
         ("--kv-memory", MEMORY, None, "GB", "of the KV pool (default: what the device can spare)"),
+        ("--cache-limit", MEMORY, None, "GB", "of freed buffers that MLX keeps (default: a tenth)"),
         ("--kv-bits", _kv_bits, None, "8|8,4", "bits of stored keys and values (default: all)"),
         *((flag, _only(n), n, "N", f"only {n}") for flag, n in QUANTIZATION.items()),
         ("--max-stall-ms", milliseconds, max_stall_ms or None, "MS", stall),
@@ -180,12 +182,21 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "model_files": [path for path in model_files if path is not None],
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
+        "cache_limit": None if args.cache_limit is None else int(args.cache_limit * GB),
         "prefix_cache": not args.no_prefix_cache,
         "max_stall_ms": args.max_stall_ms or None,
         "draft_model": None if args.draft_model is None else _draft_model(args.draft_model),
         "kv_disk_gb": args.kv_disk_gb or 20.0,
         **{name: getattr(args, name) for name in (*names, *others)},
     }
+
+
+def memory_line(budget: MemoryBudget) -> str:
+    """What a command says at its start of the memory that it takes, and how to change it."""
+    can_change = "--kv-memory changes"
+    if budget.cache is not None:
+        can_change = "--kv-memory and --cache-limit change"
+    return f"memory: {budget}; {can_change} it"
 
 
 def demo_model_path() -> Path:

@@ -81,6 +81,13 @@ def causal_mask(queries: mx.array, num_keys: int, window: int | None, first: int
     return mask if window is None else mask & (keys > queries - window)
 
 
+def even_length(num_blocks: int) -> int:
+    """As many blocks or up to a quarter more: few different numbers. Of arrays that grow from chunk
+    to chunk, none could take the memory of an earlier one."""
+    step = max(1, (1 << (num_blocks - 1).bit_length()) // 8)
+    return -(-num_blocks // step) * step
+
+
 class GatheredKeys(NamedTuple):
     """How the keys of a chunk are gathered."""
 
@@ -117,7 +124,9 @@ class Chunk:
                 first = max(0, self.start - window + 1) // block_size * block_size
                 queries = mx.arange(self.start, self.stop)[:, None]
                 mask = causal_mask(queries, self.stop, window, first)
-            runs = head_runs(self.block_ids[first // block_size :], n_kv_heads)
+            start, last = first // block_size, self.block_ids.size - 1
+            columns = mx.minimum(mx.arange(start, start + even_length(last + 1 - start)), last)
+            runs = head_runs(self.block_ids[columns], n_kv_heads)
             self._keys[kind] = GatheredKeys(runs, self.stop - first, mask)
         return self._keys[kind]
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mlx_paged.cli import engine_options, load_model
+from mlx_paged.cli import engine_options, load_model, memory_line
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.flags import make_parser
 from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, params_of, prompt_specs
@@ -94,6 +94,8 @@ def _prepare(
         prewarm=not args.no_prewarm,
         **engine_options(args),
     )
+    if args.verbose:
+        print(memory_line(engine.memory_budget), file=sys.stderr)
     return engine, jobs, add_all(engine, jobs), answered
 
 

@@ -115,6 +115,7 @@ class EngineStats:
     prewarm_seconds: float | None = None  # None: nothing was compiled
     traces: Traces | None = None  # None: decodes are not compiled
     ranks: dict[str, Any] | None = None  # of a run under mlx.launch; None: one process
+    memory_budget: dict[str, int] = field(default_factory=dict)  # bytes at most, by their use
     ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TTFTS))
 
     @property

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from mlx_paged.arguments import (
     MAX_INT32,
@@ -22,7 +23,10 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import ceil_div
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
 from mlx_paged.kv.memory import (
+    MemoryBudget,
+    default_cache_limit,
     default_kv_memory,
+    gpu_memory,
     num_blocks_for,
     num_snapshots_for,
     promise_snapshots,
@@ -31,6 +35,7 @@ from mlx_paged.kv.pool import KVPool
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.model_probe import ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.step_memory import step_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,7 @@ class PoolConfig:
     num_blocks: int | None  # of all layers
     kv_bits: KVBits
     max_kv_tokens: int | None
+    cache_limit: int | None
     max_running: int
     prefill_chunk: int  # tokens of a sequence that a step computes at most
     prefix_cache: bool
@@ -60,7 +66,8 @@ class PoolConfig:
             self._take(name, optional_integer, 1)
         for name in ("max_running", "prefill_chunk"):
             self._take(name, integer, 1)
-        self._take("snapshot_memory", optional_integer, 0)
+        for name in ("cache_limit", "snapshot_memory"):
+            self._take(name, optional_integer, 0)
         require_flags("Engine", prefix_cache=self.prefix_cache)
         require_choices("Engine", compile=self.compile, cpu_linear=self.cpu_linear)
         require_paths("Engine", kv_disk=self.kv_disk)
@@ -138,6 +145,7 @@ class PooledModel:
         make_allocator: :class:`BlockAllocator` or a function with its arguments.
 
     Attributes:
+        budget: what the model takes of the memory.
         traces: of the compiled decodes; None: decodes are not compiled.
         prewarm_seconds: that the GPU's pipelines took; None: none was compiled yet.
     """
@@ -164,8 +172,20 @@ class PooledModel:
             self.pool,
             cpu_linear=config.cpu_linear,
         )
+        self.budget = self._budget(measured)
         self.traces = self.runner.compile_decodes(config.compile, config.max_running)
         self.prewarm_seconds: float | None = None
+
+    def _budget(self, measured: MeasuredModel) -> MemoryBudget:
+        config = self.config
+        step = step_bytes(measured.model, self.profile, config.prefill_chunk, config.max_running)
+        pool = self.pool.nbytes + self.max_snapshots * self.profile.state_bytes
+        is_asked = config.kv_memory is not None or config.num_blocks is not None
+        cache = config.cache_limit
+        if cache is None or gpu_memory() is None:
+            cache = default_cache_limit(pool if is_asked else None, step)
+        weights = sum(each.nbytes for _, each in tree_flatten(measured.model.parameters()))
+        return MemoryBudget(weights, pool, cache, step)
 
     def warm_up(self) -> None:
         """Trace the decodes for the thread that calls this, and compile the GPU's pipelines."""

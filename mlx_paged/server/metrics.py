@@ -85,6 +85,7 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
         (COUNTER, "kv_blocks_touched", "Blocks that attention had to read.", stats.blocks_touched),
         (COUNTER, "step_seconds", "Time of all steps.", stats.seconds),
         (COUNTER, "prewarm_seconds", "Time to compile pipelines.", compiling),
+        (GAUGE, "memory_budget_bytes", "Bytes at most by their use.", stats.memory_budget, "use"),
         (GAUGE, "kv_blocks_referenced", "Blocks by number of holders.", referenced, "references"),
         (COUNTER, "tick_seconds", "Time by part of the step.", parts, "part"),
         (COUNTER, "spikes", "Spikes by first cause.", ticks.causes, "cause"),
