@@ -110,6 +110,8 @@ class metal:
     has_metal: Callable[[], bool]
     unsupported: Callable[[int, int], str]
     serves_chunks: Callable[[mx.Dtype, int, int], bool]
+    end_of_work: Callable[[], Callable[[], None] | None]
+    refusal: Callable[[dict[str, Any]], str]
     plan_attention: Callable[..., dict[str, Any]]
     plan_write_kv: Callable[..., dict[str, Any]]
     plan_copy_blocks: Callable[..., dict[str, Any]]

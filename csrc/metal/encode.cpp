@@ -1,5 +1,7 @@
+#include <exception>
 #include <optional>
 #include <stdexcept>
+#include <thread>
 
 #include "csrc/metal/plans.h"
 #include "mlx/allocator.h"
@@ -72,6 +74,33 @@ bool has_metal() { return true; }
 
 void register_pool_read(const mx::array& pool, mx::Stream stream) {
   register_pool(mx::metal::get_command_encoder(stream), pool, 0);
+}
+
+std::string refusal(const LaunchPlan& plan) {
+  try {
+    pipeline(mx::metal::device(mx::Device::gpu), plan);
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+// As MLX's synchronize, in two halves.
+std::function<void()> end_of_work(mx::Stream stream) {
+  const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
+  auto& encoder = mx::metal::get_command_encoder(stream);
+  const auto buffer = NS::RetainPtr(encoder.get_command_buffer());
+  encoder.end_encoding();
+  encoder.commit();
+  return [&encoder, buffer, thread = std::this_thread::get_id()] {
+    const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
+    buffer->waitUntilCompleted();
+    if (thread == std::this_thread::get_id()) {  // whose encoder it is
+      encoder.end_encoding();
+      encoder.barrier();  // opens the next one, which throws the error of an earlier command buffer
+      encoder.end_encoding();
+    }
+  };
 }
 
 void encode(const LaunchPlans& plans, const Arrays& inputs, Arrays& outputs, mx::Stream stream) {

@@ -29,7 +29,7 @@ from mlx_paged.kv.memory import (
 )
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.ops.formats import KVBits
-from mlx_paged.runner.model_probe import ModelProfile, probe
+from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
 
 
@@ -172,7 +172,10 @@ class PooledModel:
         self.runner.warm_up()
         if self.prewarm_seconds is None:
             kinds, has_disk = self.profile.attentions, self.config.kv_disk is not None
-            self.prewarm_seconds = prewarm(kinds, self.config.block_size, self.plan, has_disk)
+            only_ragged = self.profile.batching is Batching.MIXED
+            self.prewarm_seconds = prewarm(
+                kinds, self.config.block_size, self.plan, has_disk, only_ragged
+            )
 
     @property
     def k(self) -> list[mx.array]:
