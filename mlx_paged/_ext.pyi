@@ -111,6 +111,7 @@ class metal:
     unsupported: Callable[[int, int], str]
     serves_chunks: Callable[[mx.Dtype, int, int], bool]
     end_of_work: Callable[[], Callable[[], None] | None]
+    num_command_buffers: Callable[[], int]
     refusal: Callable[[dict[str, Any]], str]
     plan_attention: Callable[..., dict[str, Any]]
     plan_write_kv: Callable[..., dict[str, Any]]

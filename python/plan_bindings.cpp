@@ -141,6 +141,8 @@ void bind_plans(nb::module_& m) {
             "Mark the end of what the default stream was given. Returns a function that waits for "
             "it, on the same thread, and raises RuntimeError if the GPU failed meanwhile; None on "
             "devices whose arrays raise by themselves.");
+  metal.def("num_command_buffers", &num_command_buffers,
+            "Command buffers with work of this package since the process began.");
   metal.def("refusal", &refusal_of, "launch"_a,
             "Compile a launch's pipeline; the compiler's message if it refuses, else nothing.");
   metal.attr("MOST_ROWS") = kMaxSharedRows;

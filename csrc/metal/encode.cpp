@@ -1,7 +1,9 @@
+#include <atomic>
 #include <exception>
 #include <optional>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 #include "csrc/metal/plans.h"
 #include "mlx/allocator.h"
@@ -10,6 +12,15 @@
 namespace mlx_paged {
 
 namespace {
+
+std::atomic<size_t> command_buffers = 0;
+
+// Counts the command buffer that is open, unless it is the one that this thread has counted last.
+void count_buffer(const mx::metal::CommandEncoder& encoder) {
+  static thread_local const void* last = nullptr;
+  const void* current = encoder.get_command_buffer();
+  command_buffers += current != std::exchange(last, current);
+}
 
 // The specialised pipeline. It is compiled at its first use, and later found by name.
 MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const LaunchPlan& plan) {
@@ -72,6 +83,8 @@ void bind(mx::metal::CommandEncoder& encoder, const BufferBinding& binding, cons
 
 bool has_metal() { return true; }
 
+size_t num_command_buffers() { return command_buffers; }
+
 void register_pool_read(const mx::array& pool, mx::Stream stream) {
   register_pool(mx::metal::get_command_encoder(stream), pool, 0);
 }
@@ -106,6 +119,7 @@ std::function<void()> end_of_work(mx::Stream stream) {
 void encode(const LaunchPlans& plans, const Arrays& inputs, Arrays& outputs, mx::Stream stream) {
   auto& device = mx::metal::device(stream.device);
   auto& encoder = mx::metal::get_command_encoder(stream);
+  count_buffer(encoder);
   Arrays scratch;
   for (const size_t bytes : plans.scratch_bytes) {
     scratch.emplace_back(mx::Shape{static_cast<int>(bytes / sizeof(float))}, mx::float32, nullptr,

@@ -6,6 +6,8 @@ namespace mlx_paged {
 
 bool has_metal() { return false; }
 
+size_t num_command_buffers() { return 0; }
+
 void encode(const LaunchPlans&, const Arrays&, Arrays&, mx::Stream) {
   throw std::runtime_error("[mlx_paged] this build has no Metal: use a CPU stream");
 }

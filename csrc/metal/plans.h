@@ -51,6 +51,9 @@ std::string refusal(const LaunchPlan& plan);
 // the stream's thread. Empty where no GPU of Apple computes the stream.
 std::function<void()> end_of_work(mx::Stream stream);
 
+// Command buffers in which `encode` has encoded something since the process began.
+size_t num_command_buffers();
+
 // Whether this build can encode launches.
 bool has_metal();
 

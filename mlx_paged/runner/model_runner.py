@@ -104,7 +104,7 @@ class ModelRunner:
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
         self.cpu_layers = CPULayers(model, cpu_linear)
-        self._begins_each = begins_each
+        self.begins_each = begins_each
         self._make_sampler = make_sampler
         self.sampler = make_sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
@@ -164,7 +164,7 @@ class ModelRunner:
         lengths: list[Int32Array] = []
         for spans, batch in self._batches(step.spans, coming):
             rows, scores = self._forward(batch)
-            if self._begins_each:
+            if self.begins_each:
                 states = self.states.arrays(batch.seq_ids)
                 self._begin([*self.pool.handles(), *states, *[rows] * bool(batch.sampled)])
             if self._is_recurrent:
