@@ -126,7 +126,9 @@ class KVPool:
         k, v, *scales = self.targets(layer)
         written = ops.write_kv(rows[0], rows[1], k, v, slot_mapping)
         more = _pair(ops.write_kv, *rows[2:], *scales, slot_mapping)
-        self._replace(layer, written + more, lambda: ops.writes_in_place(rows[0], k, v, slot_mapping))
+        self._replace(
+            layer, written + more, lambda: ops.writes_in_place(rows[0], k, v, slot_mapping)
+        )
 
     def targets(self, layer: int) -> tuple[mx.array, ...]:
         """All arrays that a write changes: `write_targets`, then the scales."""

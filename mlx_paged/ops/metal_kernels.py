@@ -56,7 +56,9 @@ def take_attention(
     """Whether the GPU takes attention of `q`, so many `tokens` of each sequence, over tables of
     `columns` blocks. With None the sequences have different numbers of tokens. The `others` are
     options of no model's layer, and taken where a call without them is."""
-    length = LENGTHS[-1] if tokens is None else min(n for n in LENGTHS if n >= min(tokens, LENGTHS[-1]))
+    length = (
+        LENGTHS[-1] if tokens is None else min(n for n in LENGTHS if n >= min(tokens, LENGTHS[-1]))
+    )
     options = window is not None, sinks is not None, softcap is not None, causal
     caches = *k_cache.shape[::2], k_cache.dtype, v_cache.dtype, dims_of(v_cache)
     is_long = columns * k_cache.shape[2] > SHORT_CONTEXT
@@ -135,7 +137,8 @@ def _compile(plan: Callable[..., dict[str, Any]], *arrays: mx.array, **options: 
     for launch in plan(*arrays, **options)["launches"]:
         if message := _ext.metal.refusal(launch):
             is_taken, kernel = False, launch["kernel"]
-            if refused.setdefault(kernel, message) is message:
+            if kernel not in refused:
+                refused[kernel] = message
                 logging.warning("%s: plain MLX instead, the compiler says: %s", kernel, message)
     return is_taken
 

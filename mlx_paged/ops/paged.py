@@ -36,9 +36,9 @@ def kernel_for(
 ) -> Literal["native", "reference"]:
     """Whether a stream or device runs the compiled kernel ("native") or plain MLX ("reference").
 
-    CPUs have a kernel for all head dimensions. GPUs have one if this build has Metal, MLX_PAGED_METAL
-    is not 0 and the head dimensions are multiples of 4 up to 576; calls whose kernel the GPU's
-    compiler refuses are computed in plain MLX. Within one of MLX's function transformations (grad,
+    CPUs have a kernel for all head dimensions. GPUs have one if this build has Metal, the variable
+    MLX_PAGED_METAL is not 0, and the head dimensions are multiples of 4 up to 576; plain MLX also
+    computes what the GPU's compiler refuses. Within one of MLX's function transformations (grad,
     vjp, jvp, vmap, compile) the answer is "reference": plain MLX has derivatives.
     """
     if _ext.is_transforming():
@@ -75,9 +75,10 @@ def takes_attention(
     stream: Stream | None = None,
     **options: Any,
 ) -> bool:
-    """Whether the device's compiler takes the kernels of such a call, one layer's; else plain MLX
+    """False if the GPU's compiler refuses a kernel of such a call, one layer's, so that plain MLX
     computes it. :func:`mlx_paged.ops.metal_kernels.take_attention` has the arguments."""
-    if _device(stream) == mx.cpu:
+    dims = k_cache.shape[-1], dims_of(v_cache)
+    if _device(stream) == mx.cpu or _kernel_on(stream, *dims) == "reference":
         return True
     return metal_kernels.take_attention(q, k_cache, v_cache, columns, tokens, **options)
 
@@ -118,7 +119,8 @@ def append_kv(
     """``write_kv`` and ``gather_blocks`` in one call: see ``mlx_paged._ext.append_kv``. None where
     the device does not write in place."""
     arrays = k_cache, v_cache, slot_mapping
-    if mx.default_device() != mx.cpu and not writes_in_place(k, *arrays):
+    on_gpu = mx.default_device() != mx.cpu and k.dtype == k_cache.dtype
+    if on_gpu and not writes_in_place(k, *arrays):
         return None
     return _ext.append_kv(kind, k, v, *arrays, *read)
 

@@ -1,6 +1,7 @@
 """The doctor's variants, its float64 attention, and kernels that it must find wrong."""
 
 import json
+import subprocess
 from dataclasses import fields
 
 import mlx.core as mx

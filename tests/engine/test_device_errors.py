@@ -14,13 +14,18 @@ import pytest
 
 from mlx_paged import Engine, SamplingParams, ops
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
-from mlx_paged.scheduler.step import DeviceError
 from tests.support.engine.batch_generators import (
     PROMPTS as BATCH_PROMPTS,
+)
+from tests.support.engine.batch_generators import (
     model as batch_model,
+)
+from tests.support.engine.batch_generators import (
     paged,
-    run as generate_all,
     tokens_of,
+)
+from tests.support.engine.batch_generators import (
+    run as generate_all,
 )
 from tests.support.engine.metal_queue import BUFFERS, MESSAGE, MetalQueue
 from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
@@ -120,7 +125,7 @@ def test_a_snapshot_that_a_request_leaves_may_be_what_the_device_refuses(monkeyp
 def fails_at(monkeypatch: pytest.MonkeyPatch, seed: int) -> MetalQueue:
     """A queue on which a random buffer of a random launch fails."""
     random = Random(seed)
-    queue = MetalQueue(random.randint(1, 9), random.choice([0, 1, BUFFERS - 1]), seed)
+    queue = MetalQueue(random.randint(1, 8), random.choice([0, 1, BUFFERS - 1]), seed)
     queue.install(monkeypatch)
     return queue
 
@@ -172,7 +177,7 @@ def test_a_request_alone_outlives_one_failure_but_not_each(monkeypatch):
 
     monkeypatch.setattr(ops.metal, "end_of_work", lambda: fail)
     (done,) = Engine(model, num_blocks=16).generate([prompt], max_tokens=4)
-    assert isinstance(done.error, DeviceError) and not done.tokens
+    assert done.error.startswith("DeviceError: ") and not done.tokens
 
 
 def test_a_callers_function_that_meets_the_error_does_not_hide_it(monkeypatch):
@@ -186,8 +191,9 @@ def test_a_callers_function_that_meets_the_error_does_not_hide_it(monkeypatch):
         return logits
 
     engine = Engine(tiny_model("llama"), block_size=4, num_blocks=96, prefill_chunk=64)
-    done = engine.generate(PROMPTS, [
-        SamplingParams(max_tokens=count, logits_processors=[processor]) for count in NUM_TOKENS
-    ])
+    done = engine.generate(
+        PROMPTS,
+        [SamplingParams(max_tokens=count, logits_processors=[processor]) for count in NUM_TOKENS],
+    )
     assert [each.error for each in done] == [None] * 3
     assert [each.tokens for each in done] == expected and device.told == ["eval"]

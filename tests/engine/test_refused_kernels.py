@@ -11,10 +11,11 @@ from mlx_paged.attention import forward
 from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.ops import metal_kernels
 from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.server.metrics import engine_metrics
 from tests.support.engine.emulated_gpu import LONG_CHUNK, HalfModel
 from tests.support.engine.refusing_gpu import MESSAGE, RefusingGPU
-from tests.support.models.tiny_models import VOCAB
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 from tests.support.ops.numpy_quantization import quantized_mlx_lm
 
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 37, 61)]
@@ -31,7 +32,7 @@ def asked_again() -> Iterator[None]:
         answers()
 
 
-def complete(half: HalfModel, kv_bits=None, prompts=PROMPTS) -> tuple[Engine, int]:
+def complete(half: HalfModel, kv_bits=None, prompts=PROMPTS, prewarm=True) -> tuple[Engine, int]:
     """An engine after it has answered with a fork; and the near ties where its tokens differ from
     mlx-lm's."""
     engine = Engine(
@@ -40,6 +41,7 @@ def complete(half: HalfModel, kv_bits=None, prompts=PROMPTS) -> tuple[Engine, in
         num_blocks=128,
         prefill_chunk=2 * LONG_CHUNK,
         kv_bits=kv_bits,
+        prewarm=prewarm,
     )
     tokens: dict[int, list[int]] = {}
     ids = [engine.add_request(prompt, max_tokens=NUM_TOKENS) for prompt in prompts]
@@ -131,5 +133,24 @@ def test_ragged_steps_need_few_pipelines(monkeypatch):
     warmed = set(pipelines)
     assert len(warmed) < num_all
     pipelines.clear()
-    complete(half, prompts=[PROMPTS[0], PROMPTS[1], LONG])
+    engine, _ = complete(half, prompts=[PROMPTS[0], PROMPTS[1], LONG], prewarm=False)
+    engine.generate([LONG + PROMPTS[0]], max_tokens=1)  # a short chunk after a long prefix
     assert set(pipelines) == warmed
+
+
+def test_a_chunk_and_a_decode_are_computed_before_the_first_request(monkeypatch):
+    model, computed, launch = tiny_model("jamba"), [], ModelRunner._launch
+
+    def noted(runner, step, before):
+        computed.append([(len(span), span.samples) for span in step.spans])
+        return launch(runner, step, before)
+
+    monkeypatch.setattr(ModelRunner, "_launch", noted)
+    RefusingGPU(monkeypatch)
+    engine = Engine(model, block_size=8, num_blocks=128, prefill_chunk=40)
+    assert computed == [[(40, False)], [(1, True)]]
+    assert engine.stats.prewarm_seconds > 0 and engine.stats.steps == 0
+    engine.manager.check_integrity()
+    assert engine.manager.blocks_in_use == 0
+    (done,) = engine.generate(PROMPTS[:1], max_tokens=NUM_TOKENS)
+    assert done.tokens == solo_greedy(model, PROMPTS[0], NUM_TOKENS)

@@ -124,5 +124,7 @@ def spoil(runner: ModelRunner, step: Step) -> None:
         size = pool.k[layer].shape[2]
         blocks = np.unique(np.concatenate([allocator.table(s.request.id) for s in step.spans]))
         slots = (blocks[:, None] * size + np.arange(size)).reshape(-1)
-        rows = [mx.full((slots.size, shape.n_kv_heads, dim), 3.0, shape.dtype) for dim in shape.row_dims]
+        rows = [
+            mx.full((slots.size, shape.n_kv_heads, dim), 3.0, shape.dtype) for dim in shape.row_dims
+        ]
         pool.write(layer, *rows, as_int32(slots.astype(np.int32)))

@@ -79,4 +79,5 @@ class RefusingGPU:
         return MESSAGE if launch["kernel"].startswith(self._refused) else ""
 
     def _is_taken(self, call: dict[str, Any]) -> bool:
-        return not any(map(self._refusal, call["launches"]))
+        is_off = metal_kernels.are_switched_off()
+        return not is_off and not any(map(self._refusal, call["launches"]))
