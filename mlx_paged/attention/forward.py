@@ -260,7 +260,7 @@ class LayerView(AttendingCache):
             return limit
         pool, layer = self.pool, self.layer
         call = q, pool.k[layer], pool.v[layer], columns
-        options = {"window": query.window, "sinks": query.sinks}
+        options: dict[str, Any] = {"window": query.window, "sinks": query.sinks}
         if not ops.takes_attention(*call, 1, **options):
             return 0
         if limit > FEW_QUERIES and not ops.takes_attention(*call, None, **options):
