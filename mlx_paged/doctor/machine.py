@@ -41,6 +41,8 @@ def check_machine(found: Findings, quick: bool) -> None:
     }
     for name, value in found.numbers.items():
         found.lines.append(f"{name}: {_text(value)}")
+    system = f"{device.get('device_name', 'CPU')}, {platform.platform()}"
+    found.verdict = f"mlx_paged {_version('mlx-paged')}, mlx {mlx_version}, {system}"
     # A development build of mlx has a suffix after these three numbers.
     if mlx_version.split(".")[:3] != built_with["mlx"].split("."):
         found.failures.append(

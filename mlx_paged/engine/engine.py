@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
+from mlx_paged import ops
 from mlx_paged.arguments import require
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.models import EngineModels
@@ -169,6 +170,7 @@ class Engine(WaitingCalls):
                 pooled.pool.block_bytes,
                 pooled.pool.num_blocks,
                 prewarm_seconds=prewarm_seconds,
+                refused_kernels=ops.refused,
                 traces=pooled.traces,
                 ranks=models.rank_stats,
                 memory_budget=models.budget.parts,

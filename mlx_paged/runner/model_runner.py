@@ -1,7 +1,7 @@
 """One step on the model: lay out the batch, bind the caches, run the model, sample."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_paged import ops
 from mlx_paged.attention.forward import Forward
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.kv.allocator import BlockAllocator
@@ -31,7 +32,7 @@ from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_ca
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.sampler import Sampled, Sampler, Scores, empty_rows, on_host
-from mlx_paged.scheduler.step import SampledToken, Span, Step
+from mlx_paged.scheduler.step import DeviceError, SampledToken, Span, Step
 
 Drafts = dict[int, tuple[int, ...]]  # by request id
 SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Drafts]
@@ -45,12 +46,15 @@ class LaunchedStep:
         requests: the requests that get a token.
         sampled: their tokens, which may not be computed yet; None if there are none, or not yet.
         pending: all arrays that the step computes.
+        end: waits until it is known whether the device failed, which it raises; None: on devices
+            whose arrays raise it.
         unsampled: arguments of the sampler, which waits until the step before has been read.
     """
 
     requests: list[Request]
     sampled: Sampled | None
     pending: list[mx.array] = field(default_factory=list)
+    end: Callable[[], None] | None = None
     unsampled: SamplerArguments | None = None
 
     @property
@@ -100,7 +104,7 @@ class ModelRunner:
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
         self.cpu_layers = CPULayers(model, cpu_linear)
-        self._begins_each = begins_each
+        self.begins_each = begins_each
         self._make_sampler = make_sampler
         self.sampler = make_sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
@@ -140,6 +144,10 @@ class ModelRunner:
 
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
+        with self._telling_errors():
+            return self._launch(step, before)
+
+    def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         free_graphs_with_thread()
         if before is not None:
             self.sample_late(before)
@@ -156,7 +164,7 @@ class ModelRunner:
         lengths: list[Int32Array] = []
         for spans, batch in self._batches(step.spans, coming):
             rows, scores = self._forward(batch)
-            if self._begins_each:
+            if self.begins_each:
                 states = self.states.arrays(batch.seq_ids)
                 self._begin([*self.pool.handles(), *states, *[rows] * bool(batch.sampled)])
             if self._is_recurrent:
@@ -187,7 +195,7 @@ class ModelRunner:
                 pending.append(args[0])
                 self._begin(pending)  # the device computes while masks are made
             self._sample(launched)
-        self._begin(pending)
+        self._begin_last(launched)
         self._raise_noted()
         return launched
 
@@ -225,10 +233,17 @@ class ModelRunner:
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
+        with self._telling_errors():
+            return self._collect(launched)
+
+    def _collect(self, launched: LaunchedStep) -> list[SampledToken]:
         self._raise_noted()
         if launched.unsampled is not None:
             self._sample(launched)
+            self._begin_last(launched)
         mx.eval(launched.pending)
+        if launched.end is not None:
+            launched.end()
         if launched.sampled is None:
             return []
         tokens, logprobs, tops = on_host(launched.sampled)
@@ -241,7 +256,7 @@ class ModelRunner:
         read."""
         if launched.unsampled is not None:
             self._sample(launched)
-            self._begin(launched.pending)  # before the step that follows it
+            self._begin_last(launched)  # before the step that follows it
 
     def _sample(self, launched: LaunchedStep) -> bool:
         """Choose a step's tokens, lazily; False if the sampler does not know enough yet."""
@@ -285,6 +300,22 @@ class ModelRunner:
             mx.async_eval(arrays)  # type: ignore[no-untyped-call]
         except Exception as error:
             self._error = error
+
+    @contextmanager
+    def _telling_errors(self) -> Iterator[None]:
+        """Note an error of the device, whoever meets it, as `_begin` does, and raise it as one."""
+        try:
+            yield
+        except Exception as error:
+            if not ops.is_device_error(error):
+                raise
+            self._error = DeviceError(str(error))
+            raise self._error from error
+
+    def _begin_last(self, launched: LaunchedStep) -> None:
+        """Begin to evaluate what is left of a step."""
+        self._begin(launched.pending)
+        launched.end = ops.metal.end_of_work()
 
     def _raise_noted(self) -> None:
         if self._error is not None:

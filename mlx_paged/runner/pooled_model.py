@@ -1,6 +1,8 @@
 """One model on one pool: an engine, its draft model and each rank hold one of these."""
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any
@@ -18,9 +20,10 @@ from mlx_paged.arguments import (
     require_flags,
     require_paths,
 )
+from mlx_paged.attention.forward import LONG_CHUNK
 from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.kv.blocks import OutOfBlocksError, ceil_div
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
 from mlx_paged.kv.memory import (
     MemoryBudget,
@@ -33,9 +36,14 @@ from mlx_paged.kv.memory import (
 )
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.ops.formats import KVBits
-from mlx_paged.runner.model_probe import ModelProfile, probe
+from mlx_paged.request import Request
+from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.step_memory import step_bytes
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.step import Span, Step
+
+NOBODY = -1  # id of a request that no caller made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +196,35 @@ class PooledModel:
         return MemoryBudget(weights, pool, cache, step)
 
     def warm_up(self) -> None:
-        """Trace the decodes for the thread that calls this, and compile the GPU's pipelines."""
+        """Trace the decodes for the thread that calls this, and compile the GPU's pipelines: those
+        of this package, and in one process those of MLX that its first steps need."""
         self.runner.warm_up()
         if self.prewarm_seconds is None:
             kinds, has_disk = self.profile.attentions, self.config.kv_disk is not None
-            self.prewarm_seconds = prewarm(kinds, self.config.block_size, self.plan, has_disk)
+            only_ragged = self.profile.batching is Batching.MIXED
+            self.prewarm_seconds = prewarm(
+                kinds, self.config.block_size, self.plan, has_disk, only_ragged
+            )
+            if self.prewarm_seconds is not None and not self.runner.begins_each:
+                started = time.perf_counter()
+                self._compute_once()
+                self.prewarm_seconds += time.perf_counter() - started
+
+    def _compute_once(self) -> None:
+        """Compute a chunk and a decode of nobody's request: MLX compiles its own pipelines."""
+        size = min(LONG_CHUNK, self.config.prefill_chunk)
+        request = Request(NOBODY, [0] * (size + 1), SamplingParams(max_tokens=1), seed=0)
+        allocator, runner = self.allocator, self.runner
+        with suppress(OutOfBlocksError):
+            allocator.admit(NOBODY, size + 1)
+            for start, stop in ((0, size), (size, size + 1)):
+                allocator.make_writable(NOBODY, start, stop)
+                step = Step()
+                step.add(Span(request, start, stop, samples=stop > size))
+                runner.collect(runner.launch(step, None))
+        if NOBODY in allocator:
+            allocator.free(NOBODY)
+        runner.drop(request)
 
     @property
     def k(self) -> list[mx.array]:
