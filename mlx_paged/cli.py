@@ -11,7 +11,6 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.kv.memory import MemoryBudget
 from mlx_paged.ops.formats import KVBits, checked_bits
 from mlx_paged.runner.ranks import rank
 from mlx_paged.scheduler.ngram import MAX_DRAFTS
@@ -189,14 +188,6 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         "kv_disk_gb": args.kv_disk_gb or 20.0,
         **{name: getattr(args, name) for name in (*names, *others)},
     }
-
-
-def memory_line(budget: MemoryBudget) -> str:
-    """What a command says at its start of the memory that it takes, and how to change it."""
-    can_change = "--kv-memory changes"
-    if budget.cache is not None:
-        can_change = "--kv-memory and --cache-limit change"
-    return f"memory: {budget}; {can_change} it"
 
 
 def demo_model_path() -> Path:

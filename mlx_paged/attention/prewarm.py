@@ -17,7 +17,7 @@ from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.metal_kernels import LENGTHS, LONG_CONTEXT
+from mlx_paged.ops.dispatch import LENGTHS, LONG_CONTEXT
 
 NUM_BLOCKS = 2
 

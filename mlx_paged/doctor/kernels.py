@@ -25,8 +25,8 @@ from mlx_paged.doctor.variants import (
 )
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.ops.dispatch import VARIABLE as SWITCH
 from mlx_paged.ops.formats import dequantized, quantized
-from mlx_paged.ops.metal_kernels import VARIABLE as SWITCH
 
 SUMS = 32 * 2.0**-23  # relative error that sums and functions of float32 may leave in a row
 TF32 = 2.0**-8  # relative error where plain MLX multiplies float32 matrices with 11 bits on a GPU

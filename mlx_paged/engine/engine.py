@@ -11,7 +11,6 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from mlx_paged import ops
 from mlx_paged.arguments import require
 from mlx_paged.engine.config import EngineConfig
 from mlx_paged.engine.models import EngineModels
@@ -170,7 +169,7 @@ class Engine(WaitingCalls):
                 pooled.pool.block_bytes,
                 pooled.pool.num_blocks,
                 prewarm_seconds=prewarm_seconds,
-                refused_kernels=ops.refused,
+                refused_kernels=pooled.refused_kernels,
                 traces=pooled.traces,
                 ranks=models.rank_stats,
                 memory_budget=models.budget.parts,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from mlx_paged.cli import engine_options, load_model, memory_line
+from mlx_paged.cli import engine_options, load_model
 from mlx_paged.engine.engine import Engine
 from mlx_paged.generate.flags import make_parser
 from mlx_paged.generate.jobs import Job, add_all, make_job, one_line, params_of, prompt_specs
@@ -94,8 +94,6 @@ def _prepare(
         prewarm=not args.no_prewarm,
         **engine_options(args),
     )
-    if args.verbose:
-        print(memory_line(engine.memory_budget), file=sys.stderr)
     return engine, jobs, add_all(engine, jobs), answered
 
 
@@ -114,6 +112,8 @@ def _run(
     if answered and args.verbose:
         text = f"{len(answered)} of {total} prompts are answered in {args.output}"
         print(text, file=sys.stderr)
+    if jobs and args.verbose:
+        print(engine.memory_budget.line, file=sys.stderr)
     with results_file(args.output, answered) as write:
         try:
             for result in _finished(engine, jobs, ids, streams=is_single, shows=args.verbose):

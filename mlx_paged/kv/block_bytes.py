@@ -65,6 +65,12 @@ def write_blocks(pool: KVPool, blocks: Int32Array, group: int, data: Any) -> Non
     mx.async_eval(pool.handles())  # type: ignore[no-untyped-call]
 
 
+def bytes_of(staged: mx.array, start: int, count: int) -> npt.NDArray[np.uint8]:
+    """Some rows of a copy of blocks, when it is there."""
+    content: npt.NDArray[np.uint8] = np.asarray(staged)
+    return content[start : start + count].reshape(-1)
+
+
 def _rows(cache: mx.array) -> mx.array:
     """``[num_blocks, elements of a block]``, a view of an array of the pool."""
     return cache.transpose(1, 0, 2, 3).reshape(cache.shape[1], -1)

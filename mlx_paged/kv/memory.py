@@ -119,6 +119,14 @@ class MemoryBudget:
         pool, step = self.pool + other.pool, max(self.step, other.step)
         return MemoryBudget(self.weights + other.weights, pool, self.cache, step)
 
+    @property
+    def line(self) -> str:
+        """What a command says at its start, and how to change it."""
+        can_change = "--kv-memory changes"
+        if self.cache is not None:
+            can_change = "--kv-memory and --cache-limit change"
+        return f"memory: {self}; {can_change} it"
+
     def __str__(self) -> str:
         parts = " + ".join(f"{name} {size / 1e9:.2f}" for name, size in self.parts.items())
         total = sum(self.parts.values()) / 1e9

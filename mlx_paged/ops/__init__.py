@@ -16,22 +16,24 @@ from mlx_paged._ext import (
     take_from_pool as take_from_pool,
     view_as as view_as,
 )
-from mlx_paged.ops.metal_kernels import (
+from mlx_paged.ops.dispatch import (
+    append_kv as append_kv,
+    copies_in_place as copies_in_place,
+    kernel_for as kernel_for,
+    serves_chunks as serves_chunks,
+    takes_attention as takes_attention,
+    writes_in_place as writes_in_place,
+)
+from mlx_paged.ops.dispatch import (
     are_switched_off as are_switched_off,
     is_device_error as is_device_error,
     refused as refused,
 )
 from mlx_paged.ops.paged import (
-    append_kv as append_kv,
-    copies_in_place as copies_in_place,
     copy_blocks as copy_blocks,
     install_in_mlx as install_in_mlx,
-    kernel_for as kernel_for,
     paged_attention as paged_attention,
     paged_attention_varlen as paged_attention_varlen,
-    serves_chunks as serves_chunks,
-    takes_attention as takes_attention,
     uninstall_from_mlx as uninstall_from_mlx,
     write_kv as write_kv,
-    writes_in_place as writes_in_place,
 )

@@ -17,112 +17,15 @@ writes. Both raise ValueError.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_paged import _ext
 from mlx_paged.arguments import MAX_INT32, integer
-from mlx_paged.ops import fallback, metal_kernels
+from mlx_paged.ops import dispatch, fallback
 from mlx_paged.ops.arguments import Cache, checked
-from mlx_paged.ops.formats import dims_of
-
-Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
-Tagged = TypeVar("Tagged", bound=mx.array)
-
-
-def kernel_for(
-    stream: Stream | None = None, head_dim: int = 64, v_head_dim: int = 64
-) -> Literal["native", "reference"]:
-    """Whether a stream or device runs the compiled kernel ("native") or plain MLX ("reference").
-
-    CPUs have a kernel for all head dimensions. GPUs have one if this build has Metal, the variable
-    MLX_PAGED_METAL is not 0, and the head dimensions are multiples of 4 up to 576; plain MLX also
-    computes what the GPU's compiler refuses. Within one of MLX's function transformations (grad,
-    vjp, jvp, vmap, compile) the answer is "reference": plain MLX has derivatives.
-    """
-    if _ext.is_transforming():
-        return "reference"
-    return _kernel_on(stream, head_dim, v_head_dim)
-
-
-def _kernel_on(
-    stream: Stream | None, head_dim: int = 64, v_head_dim: int = 64
-) -> Literal["native", "reference"]:
-    if _device(stream) == mx.cpu:
-        return "native"
-    metal = metal_kernels.are_on() and not _ext.metal.unsupported(head_dim, v_head_dim)
-    return "native" if metal else "reference"
-
-
-def _device(stream: Stream | None) -> mx.Device | mx.DeviceType:
-    if stream is None:
-        return mx.default_device()
-    return stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
-
-
-def serves_chunks(dtype: mx.Dtype, head_dim: int, v_head_dim: int) -> bool:
-    """Whether the GPU's kernel for chunks takes pools of this dtype with these head dimensions."""
-    return metal_kernels.are_on() and _ext.metal.serves_chunks(dtype, head_dim, v_head_dim)
-
-
-def takes_attention(
-    q: mx.array,
-    k_cache: mx.array,
-    v_cache: mx.array,
-    columns: int,
-    tokens: int | None,
-    stream: Stream | None = None,
-    **options: Any,
-) -> bool:
-    """False if the GPU's compiler refuses a kernel of such a call, one layer's, so that plain MLX
-    computes it. :func:`mlx_paged.ops.metal_kernels.take_attention` has the arguments."""
-    dims = k_cache.shape[-1], dims_of(v_cache)
-    if _device(stream) == mx.cpu or _kernel_on(stream, *dims) == "reference":
-        return True
-    return metal_kernels.take_attention(q, k_cache, v_cache, columns, tokens, **options)
-
-
-def writes_in_place(
-    k: mx.array,
-    k_cache: mx.array,
-    v_cache: mx.array,
-    slot_mapping: mx.array,
-    scaled: bool = False,
-    stream: Stream | None = None,
-) -> bool:
-    """Whether ``write_kv`` with these arguments writes in place; `scaled`: with scales."""
-    if not _is_native(stream, k_cache, v_cache, slot_mapping):
-        return False
-    is_cpu = _device(stream) == mx.cpu
-    return is_cpu or metal_kernels.take_writes(k.dtype, k_cache, v_cache, scaled)
-
-
-def copies_in_place(
-    k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, stream: Stream | None = None
-) -> bool:
-    """Whether ``copy_blocks`` with these arguments copies in place; arrays of any width."""
-    if not is_compiled(stream, block_pairs):
-        return False
-    return _device(stream) == mx.cpu or metal_kernels.take_copies(k_cache, v_cache)
-
-
-def append_kv(
-    kind: type[Tagged],
-    k: mx.array,
-    v: mx.array,
-    k_cache: mx.array,
-    v_cache: mx.array,
-    slot_mapping: mx.array,
-    *read: Any,
-) -> tuple[mx.array, mx.array, Tagged, Tagged] | None:
-    """``write_kv`` and ``gather_blocks`` in one call: see ``mlx_paged._ext.append_kv``. None where
-    the device does not write in place."""
-    arrays = k_cache, v_cache, slot_mapping
-    on_gpu = mx.default_device() != mx.cpu and k.dtype == k_cache.dtype
-    if on_gpu and not writes_in_place(k, *arrays):
-        return None
-    return _ext.append_kv(kind, k, v, *arrays, *read)
+from mlx_paged.ops.dispatch import Stream
 
 
 def paged_attention(
@@ -229,7 +132,7 @@ def paged_attention(
         *arrays, **options, check_tables=check_tables, stream=stream
     )
     columns, tokens = block_tables.shape[1], q.shape[2]
-    if not _is_native(stream, k, v, block_tables) or not takes_attention(
+    if not dispatch.is_native(stream, k, v, block_tables) or not dispatch.takes_attention(
         q, k, v, columns, tokens, stream, **options
     ):
         with _on(stream):
@@ -310,8 +213,9 @@ def paged_attention_varlen(
     )
     columns = block_tables.shape[1]
     if 0 not in block_tables.shape and not (
-        _serves_varlen(stream, *arrays[:4])
-        and all(takes_attention(*arrays[:3], columns, n, stream, **options) for n in (1, None))
+        dispatch.serves_varlen(stream, *arrays[:4])
+        and dispatch.takes_attention(*arrays[:3], columns, 1, stream, **options)
+        and dispatch.takes_attention(*arrays[:3], columns, None, stream, **options)
     ):
         with _on(stream):
             rows = fallback.single_tokens(*arrays, cu_seqlens, causal=causal, window=window)
@@ -361,7 +265,7 @@ def write_kv(
     scales = {name: array for name, array in given.items() if array is not None}
     arrays = k, v, k_cache, v_cache, slot_mapping
     written = _ext.write_kv(*arrays, **scales, stream=stream)
-    if writes_in_place(k, k_cache, v_cache, slot_mapping, bool(scales), stream):
+    if dispatch.writes_in_place(k, k_cache, v_cache, slot_mapping, bool(scales), stream):
         return tuple(written)
     with _on(stream):
         return fallback.write_kv(*arrays, **scales)
@@ -386,7 +290,7 @@ def copy_blocks(
         ValueError: as from ``write_kv``.
     """
     copied = _ext.copy_blocks(k_cache, v_cache, block_pairs, stream=stream)
-    if copies_in_place(k_cache, v_cache, block_pairs, stream):
+    if dispatch.copies_in_place(k_cache, v_cache, block_pairs, stream):
         return copied
     with _on(stream):
         return fallback.copy_blocks(k_cache, v_cache, block_pairs)
@@ -401,33 +305,6 @@ def uninstall_from_mlx() -> None:
     """Undo ``install_in_mlx``, if it was called."""
     if getattr(mx.fast, "paged_attention", None) is paged_attention:
         delattr(mx.fast, "paged_attention")
-
-
-def is_compiled(stream: Stream | None, indices: mx.array, *dims: int) -> bool:
-    """Whether the stream computes an op with these indices by the compiled kernel. Plain MLX needs
-    their values: if MLX transforms these too, only the compiled op is possible."""
-    return (kernel_for if _ext.has_values(indices) else _kernel_on)(stream, *dims) == "native"
-
-
-def _is_native(
-    stream: Stream | None, k_cache: mx.array, v_cache: mx.array, indices: mx.array
-) -> bool:
-    """Whether the stream can evaluate the compiled op for these caches."""
-    columns = v_cache.shape[-1]
-    if v_cache.dtype == mx.uint8 and columns % 4 == 0:  # GPUs need whole vectors of pairs, too
-        columns *= 2
-    return is_compiled(stream, indices, k_cache.shape[-1], columns)
-
-
-def _serves_varlen(
-    stream: Stream | None, q: mx.array, k_cache: mx.array, v_cache: mx.array, indices: mx.array
-) -> bool:
-    """Whether the stream can evaluate the compiled op for sequences of different lengths."""
-    if _device(stream) == mx.gpu:
-        fits = k_cache.dtype in (q.dtype, mx.int8)
-        if not fits or not serves_chunks(q.dtype, k_cache.shape[-1], dims_of(v_cache)):
-            return False
-    return _is_native(stream, k_cache, v_cache, indices)
 
 
 def _on(stream: Stream | None) -> AbstractContextManager[object]:

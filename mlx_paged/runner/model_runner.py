@@ -1,22 +1,21 @@
 """One step on the model: lay out the batch, bind the caches, run the model, sample."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import cast
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_paged import ops
 from mlx_paged.attention.forward import Forward
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.block_bytes import read_blocks, write_blocks
+from mlx_paged.kv.block_bytes import bytes_of, read_blocks, write_blocks
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.layer_groups import LayerPlace
@@ -34,6 +33,7 @@ from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.sampler import Sampled, Sampler, Scores, empty_rows, on_host
 from mlx_paged.scheduler.step import DeviceError, SampledToken, Span, Step
 
+Returned = TypeVar("Returned")
 Drafts = dict[int, tuple[int, ...]]  # by request id
 SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Drafts]
 
@@ -46,8 +46,7 @@ class LaunchedStep:
         requests: the requests that get a token.
         sampled: their tokens, which may not be computed yet; None if there are none, or not yet.
         pending: all arrays that the step computes.
-        end: waits until it is known whether the device failed, which it raises; None: on devices
-            whose arrays raise it.
+        end: waits for the device and raises its error; None: its arrays raise it.
         unsampled: arguments of the sampler, which waits until the step before has been read.
     """
 
@@ -64,6 +63,22 @@ class LaunchedStep:
     @property
     def coming(self) -> PendingTokens | None:
         return None if self.sampled is None else PendingTokens(self.requests, self.sampled.tokens)
+
+
+def _telling_errors(method: Callable[..., Returned]) -> Callable[..., Returned]:
+    """Note an error of the device, whoever meets it, as `_begin` does, and raise it as one."""
+
+    @wraps(method)
+    def call(self: "ModelRunner", *args: Any) -> Returned:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            if not ops.is_device_error(error):
+                raise
+            self._error = DeviceError(str(error))
+            raise self._error from error
+
+    return call
 
 
 class ModelRunner:
@@ -142,12 +157,9 @@ class ModelRunner:
     def _trace_seconds(self) -> float:
         return 0.0 if self.compiled is None else self.compiled.traces.seconds
 
+    @_telling_errors
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
-        with self._telling_errors():
-            return self._launch(step, before)
-
-    def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         free_graphs_with_thread()
         if before is not None:
             self.sample_late(before)
@@ -196,7 +208,8 @@ class ModelRunner:
                 self._begin(pending)  # the device computes while masks are made
             self._sample(launched)
         self._begin_last(launched)
-        self._raise_noted()
+        if self._error is not None:
+            raise self._error
         return launched
 
     def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
@@ -215,7 +228,7 @@ class ModelRunner:
                 staged = read_blocks(pool, [b for t in leaving for b in t.blocks], group)
                 for i, stored in enumerate(leaving):
                     stored.payload = partial(
-                        _bytes_of, staged, i * len(stored.blocks), len(stored.blocks)
+                        bytes_of, staged, i * len(stored.blocks), len(stored.blocks)
                     )
         for group in groups:
             coming = [t for t in loads if t.group == group]
@@ -231,16 +244,12 @@ class ModelRunner:
         for states in [t for t in stores if not t.blocks]:
             states.payload = partial(packed, states.payload)
 
+    @_telling_errors
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
-        with self._telling_errors():
-            return self._collect(launched)
-
-    def _collect(self, launched: LaunchedStep) -> list[SampledToken]:
-        self._raise_noted()
-        if launched.unsampled is not None:
-            self._sample(launched)
-            self._begin_last(launched)
+        if self._error is not None:
+            raise self._error
+        self.sample_late(launched)
         mx.eval(launched.pending)
         if launched.end is not None:
             launched.end()
@@ -301,25 +310,10 @@ class ModelRunner:
         except Exception as error:
             self._error = error
 
-    @contextmanager
-    def _telling_errors(self) -> Iterator[None]:
-        """Note an error of the device, whoever meets it, as `_begin` does, and raise it as one."""
-        try:
-            yield
-        except Exception as error:
-            if not ops.is_device_error(error):
-                raise
-            self._error = DeviceError(str(error))
-            raise self._error from error
-
     def _begin_last(self, launched: LaunchedStep) -> None:
         """Begin to evaluate what is left of a step."""
         self._begin(launched.pending)
         launched.end = ops.metal.end_of_work()
-
-    def _raise_noted(self) -> None:
-        if self._error is not None:
-            raise self._error
 
     def _fill(self, snapshot: Snapshot, request: Request) -> None:
         """Copy a request's current states into a snapshot."""
@@ -400,12 +394,6 @@ class ModelRunner:
         with attention_hook(), self.cpu_layers.diverted():
             logits: mx.array = self.model(inputs, cache=self.caches)
         return logits
-
-
-def _bytes_of(staged: mx.array, start: int, count: int) -> npt.NDArray[np.uint8]:
-    """Some rows of a copy of blocks, when it is there."""
-    content: npt.NDArray[np.uint8] = np.asarray(staged)
-    return content[start : start + count].reshape(-1)
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

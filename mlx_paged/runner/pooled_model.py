@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlx_paged import ops
 from mlx_paged.arguments import (
     MAX_INT32,
     integer,
@@ -156,6 +157,7 @@ class PooledModel:
         budget: what the model takes of the memory.
         traces: of the compiled decodes; None: decodes are not compiled.
         prewarm_seconds: that the GPU's pipelines took; None: none was compiled yet.
+        refused_kernels: by kernel, what the GPU's compiler says against it.
     """
 
     def __init__(
@@ -183,6 +185,7 @@ class PooledModel:
         self.budget = self._budget(measured)
         self.traces = self.runner.compile_decodes(config.compile, config.max_running)
         self.prewarm_seconds: float | None = None
+        self.refused_kernels = ops.refused
 
     def _budget(self, measured: MeasuredModel) -> MemoryBudget:
         config = self.config

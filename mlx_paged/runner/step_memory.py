@@ -47,6 +47,7 @@ def _experts(model: nn.Module) -> int:
     """How many experts compute a token."""
     args: Any = getattr(model, "args", None)
     text = getattr(args, "text_config", None) or {}
+    text = text if isinstance(text, dict) else vars(text)
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-    found = (getattr(args, name, None) or dict(text).get(name) for name in names)
+    found = (getattr(args, name, None) or text.get(name) for name in names)
     return next((int(count) for count in found if count), 8)

@@ -18,7 +18,7 @@ from huggingface_hub import scan_cache_dir, snapshot_download
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlx_paged.cli import NUM_DRAFTS, load_with_config, memory_line
+from mlx_paged.cli import NUM_DRAFTS, load_with_config
 from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.service import EngineService
 from mlx_paged.kv.memory import default_kv_memory, spare_memory
@@ -185,7 +185,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     elif places > 1:
         options["kv_memory"] = default_kv_memory() // places
     engine = Engine(model, tokenizer, prewarm=None, **options)
-    logging.info("%s: %s", path, memory_line(engine.memory_budget))
+    logging.info("%s: %s", path, engine.memory_budget.line)
     engine.grammars.warm_up()
     positions = args.max_context or _positions(config)
     room = min(positions or 1 << 62, engine.manager.allocator.num_blocks * args.kv_block_size)

@@ -9,7 +9,7 @@ import pytest
 from mlx_paged import Engine, ops
 from mlx_paged.attention import forward
 from mlx_paged.attention.prewarm import prewarm
-from mlx_paged.ops import metal_kernels
+from mlx_paged.ops import dispatch
 from mlx_paged.runner.model_probe import probe
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.server.metrics import engine_metrics
@@ -28,7 +28,7 @@ ATTENTION = KERNELS[:3]
 @pytest.fixture(autouse=True)
 def asked_again() -> Iterator[None]:
     yield
-    for answers in (metal_kernels.forget, forward._forced_path.cache_clear):
+    for answers in (dispatch.forget, forward._forced_path.cache_clear):
         answers()
 
 
@@ -97,7 +97,7 @@ def test_latent_writes_may_be_refused(monkeypatch):
 
 
 def test_a_variable_switches_all_kernels_off(monkeypatch):
-    monkeypatch.setenv(metal_kernels.VARIABLE, "0")
+    monkeypatch.setenv(dispatch.VARIABLE, "0")
     half = HalfModel("llama", num_hidden_layers=2)
     gpu = RefusingGPU(monkeypatch)
     engine, num_ties = complete(half)

@@ -10,7 +10,7 @@ import pytest
 from mlx_paged import _ext, ops
 from mlx_paged.attention import forward
 from mlx_paged.attention.forward import path_counts
-from mlx_paged.ops import metal_kernels, paged
+from mlx_paged.ops import dispatch, paged
 from mlx_paged.ops.formats import dims_of
 from tests.support.engine.emulated_gpu import LONG_CHUNK
 from tests.support.ops.metal_runner import MetalRunner
@@ -35,14 +35,14 @@ class RefusingGPU:
         submodule = {name: getattr(_ext.metal, name) for name in dir(_ext.metal)}
         submodule |= {"has_metal": lambda: True, "refusal": self._refusal}
         self.metal = SimpleNamespace(**submodule)
-        for module in (paged, metal_kernels):
+        for module in (paged, dispatch):
             monkeypatch.setattr(module, "_ext", self)
         monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
         monkeypatch.setattr(ops, "pool_zeros", lambda shape, dtype, **_: mx.zeros(shape, dtype))
         monkeypatch.setattr(forward, "LONG_CHUNK", LONG_CHUNK)
         monkeypatch.setattr(forward, "HEADS_OF_MLX", range(65))
         path_counts.clear()
-        metal_kernels.forget()
+        dispatch.forget()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_ext, name)
@@ -79,5 +79,5 @@ class RefusingGPU:
         return MESSAGE if launch["kernel"].startswith(self._refused) else ""
 
     def _is_taken(self, call: dict[str, Any]) -> bool:
-        is_off = metal_kernels.are_switched_off()
+        is_off = dispatch.are_switched_off()
         return not is_off and not any(map(self._refusal, call["launches"]))

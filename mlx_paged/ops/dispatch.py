@@ -1,19 +1,23 @@
-"""Which Metal kernels the GPU's compiler takes: calls of the others are computed in plain MLX.
+"""Where a call of an op is computed: by a compiled kernel, or by plain MLX. Dimension letters as in
+:mod:`mlx_paged.ops.paged`.
 
-Each question is about one kind of calls. The first time it compiles their pipelines, on arrays of
-zeros, and the answer is kept. Dimension letters as in :mod:`mlx_paged.ops.paged`.
+A GPU's compiler may refuse a kernel. The first question about one kind of calls compiles their
+pipelines, on arrays of zeros, and the answer is kept.
 """
 
 import logging
 import os
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 
 from mlx_paged import _ext
 from mlx_paged.ops.formats import dims_of, format_of
+
+Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
+Tagged = TypeVar("Tagged", bound=mx.array)
 
 VARIABLE = "MLX_PAGED_METAL"  # 0: no kernel of this package runs on a GPU
 
@@ -27,6 +31,127 @@ _Rows = tuple[tuple[int, ...], mx.Dtype]  # of a block: shape and type
 
 refused: dict[str, str] = {}
 """By kernel: what the compiler said."""
+
+
+def kernel_for(
+    stream: Stream | None = None, head_dim: int = 64, v_head_dim: int = 64
+) -> Literal["native", "reference"]:
+    """Whether a stream or device runs the compiled kernel ("native") or plain MLX ("reference").
+
+    CPUs have a kernel for all head dimensions. GPUs have one if this build has Metal, the variable
+    MLX_PAGED_METAL is not 0, and the head dimensions are multiples of 4 up to 576; plain MLX also
+    computes what the GPU's compiler refuses. Within one of MLX's function transformations (grad,
+    vjp, jvp, vmap, compile) the answer is "reference": plain MLX has derivatives.
+    """
+    if _ext.is_transforming():
+        return "reference"
+    return kernel_on(stream, head_dim, v_head_dim)
+
+
+def kernel_on(
+    stream: Stream | None, head_dim: int = 64, v_head_dim: int = 64
+) -> Literal["native", "reference"]:
+    if device_of(stream) == mx.cpu:
+        return "native"
+    metal = are_on() and not _ext.metal.unsupported(head_dim, v_head_dim)
+    return "native" if metal else "reference"
+
+
+def device_of(stream: Stream | None) -> mx.Device | mx.DeviceType:
+    if stream is None:
+        return mx.default_device()
+    return stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
+
+
+def serves_chunks(dtype: mx.Dtype, head_dim: int, v_head_dim: int) -> bool:
+    """Whether the GPU's kernel for chunks takes pools of this dtype with these head dimensions."""
+    return are_on() and _ext.metal.serves_chunks(dtype, head_dim, v_head_dim)
+
+
+def takes_attention(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    columns: int,
+    tokens: int | None,
+    stream: Stream | None = None,
+    **options: Any,
+) -> bool:
+    """False if the GPU's compiler refuses a kernel of such a call, one layer's, so that plain MLX
+    computes it. :func:`take_attention` has the arguments."""
+    dims = k_cache.shape[-1], dims_of(v_cache)
+    if device_of(stream) == mx.cpu or kernel_on(stream, *dims) == "reference":
+        return True
+    return take_attention(q, k_cache, v_cache, columns, tokens, **options)
+
+
+def writes_in_place(
+    k: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    slot_mapping: mx.array,
+    scaled: bool = False,
+    stream: Stream | None = None,
+) -> bool:
+    """Whether ``write_kv`` with these arguments writes in place; `scaled`: with scales."""
+    if not is_native(stream, k_cache, v_cache, slot_mapping):
+        return False
+    is_cpu = device_of(stream) == mx.cpu
+    return is_cpu or take_writes(k.dtype, k_cache, v_cache, scaled)
+
+
+def copies_in_place(
+    k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, stream: Stream | None = None
+) -> bool:
+    """Whether ``copy_blocks`` with these arguments copies in place; arrays of any width."""
+    if not is_compiled(stream, block_pairs):
+        return False
+    return device_of(stream) == mx.cpu or take_copies(k_cache, v_cache)
+
+
+def append_kv(
+    kind: type[Tagged],
+    k: mx.array,
+    v: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    slot_mapping: mx.array,
+    *read: Any,
+) -> tuple[mx.array, mx.array, Tagged, Tagged] | None:
+    """``write_kv`` and ``gather_blocks`` in one call: see ``mlx_paged._ext.append_kv``. None where
+    the device does not write in place."""
+    arrays = k_cache, v_cache, slot_mapping
+    on_gpu = mx.default_device() != mx.cpu and k.dtype == k_cache.dtype
+    if on_gpu and not writes_in_place(k, *arrays):
+        return None
+    return _ext.append_kv(kind, k, v, *arrays, *read)
+
+
+def is_compiled(stream: Stream | None, indices: mx.array, *dims: int) -> bool:
+    """Whether the stream computes an op with these indices by the compiled kernel. Plain MLX needs
+    their values: if MLX transforms these too, only the compiled op is possible."""
+    return (kernel_for if _ext.has_values(indices) else kernel_on)(stream, *dims) == "native"
+
+
+def is_native(
+    stream: Stream | None, k_cache: mx.array, v_cache: mx.array, indices: mx.array
+) -> bool:
+    """Whether the stream can evaluate the compiled op for these caches."""
+    columns = v_cache.shape[-1]
+    if v_cache.dtype == mx.uint8 and columns % 4 == 0:  # GPUs need whole vectors of pairs, too
+        columns *= 2
+    return is_compiled(stream, indices, k_cache.shape[-1], columns)
+
+
+def serves_varlen(
+    stream: Stream | None, q: mx.array, k_cache: mx.array, v_cache: mx.array, indices: mx.array
+) -> bool:
+    """Whether the stream can evaluate the compiled op for sequences of different lengths."""
+    if device_of(stream) == mx.gpu:
+        fits = k_cache.dtype in (q.dtype, mx.int8)
+        if not fits or not serves_chunks(q.dtype, k_cache.shape[-1], dims_of(v_cache)):
+            return False
+    return is_native(stream, k_cache, v_cache, indices)
 
 
 def are_on() -> bool:
