@@ -11,12 +11,11 @@ import mlx.nn as nn
 from mlx_lm.models import gemma3_text, llama, qwen3_5, qwen3_moe
 
 from mlx_paged.attention import forward
-from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.memory import CACHE_SHARE
 from mlx_paged.runner.step_memory import step_bytes
 from mlx_paged.scheduler.scheduler import Scheduler
 from tests.gpu_memory.allocator import NO_LIMIT, Allocator
-from tests.gpu_memory.engine_steps import BLOCK_SIZE, StepArrays, metals_ops, steps_of
+from tests.gpu_memory.engine_steps import StepArrays, metals_ops, steps_of
 from tests.gpu_memory.replay import Device
 
 GB = 1e9
@@ -68,14 +67,15 @@ def replayed(
 ) -> list[Allocator]:
     """What an allocator with each of these limits did for the steps of one engine."""
     longest, max_stall = WORKLOADS[workload]
-    blocks = BlockAllocator(100_000, BLOCK_SIZE)
     allocators = [Allocator(limit) for limit in limits]
     devices = [Device(allocator, seed) for allocator in allocators]
     exact = patch.object(forward, "even_length", int)
     with metals_ops(), nullcontext() if even_lengths else exact:
-        arrays = StepArrays(model, blocks)
+        arrays = StepArrays(model, 100_000)
         options = {"max_stall": max_stall, "few_sizes": few_sizes}
-        scheduler = Scheduler(blocks, 32, 512, rewinds=not arrays.profile.recurrent, **options)
+        scheduler = Scheduler(
+            arrays.blocks, 32, 512, rewinds=not arrays.profile.recurrent, **options
+        )
         for step in steps_of(scheduler, seed, num_steps, longest):
             computed = arrays.ops(step)
             for device in devices:
@@ -86,7 +86,7 @@ def replayed(
 def promised(model: nn.Module) -> int:
     """Bytes of the arrays of a step."""
     with metals_ops():
-        profile = StepArrays(model, BlockAllocator(8, BLOCK_SIZE)).profile
+        profile = StepArrays(model, 1000).profile
     return step_bytes(model, profile, 512, 32)
 
 

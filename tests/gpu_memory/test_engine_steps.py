@@ -4,12 +4,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
-from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.request import Request
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
 from tests.gpu_memory.allocator import NO_LIMIT, Allocator
-from tests.gpu_memory.engine_steps import BLOCK_SIZE, Op, StepArrays, metals_ops
+from tests.gpu_memory.engine_steps import Op, StepArrays, metals_ops
 from tests.gpu_memory.replay import Device
 from tests.gpu_memory.report import MODELS, made, promised, replayed
 
@@ -52,11 +51,11 @@ def test_an_array_lives_until_the_command_buffer_that_reads_it_is_complete():
 
 def test_a_step_of_a_model_allocates_each_layers_output_once(model):
     """Among the arrays of a step are the outputs of all linear layers, at their widths."""
-    blocks = BlockAllocator(100, BLOCK_SIZE)
-    scheduler = Scheduler(blocks, 4, 512)
-    scheduler.add(Request(0, [1] * 500, SamplingParams(max_tokens=5), seed=0))
     with metals_ops():
-        ops, results = StepArrays(model, blocks).ops(scheduler.schedule())
+        arrays = StepArrays(model, 100)
+        scheduler = Scheduler(arrays.blocks, 4, 512)
+        scheduler.add(Request(0, [1] * 500, SamplingParams(max_tokens=5), seed=0))
+        ops, results = arrays.ops(scheduler.schedule())
     made = [op.outputs[0][1] for op in ops if op.name == "Matmul"]
     kv, others = [512, 512], [2048, 2048, 8192, 8192, 2048]
     of_all = [500 * width for width in kv + others + kv]  # of the last layer only K and V
