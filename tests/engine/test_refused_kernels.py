@@ -139,13 +139,13 @@ def test_ragged_steps_need_few_pipelines(monkeypatch):
 
 
 def test_a_chunk_and_a_decode_are_computed_before_the_first_request(monkeypatch):
-    model, computed, launch = tiny_model("jamba"), [], ModelRunner._launch
+    model, computed, launch = tiny_model("jamba"), [], ModelRunner.launch
 
     def noted(runner, step, before):
         computed.append([(len(span), span.samples) for span in step.spans])
         return launch(runner, step, before)
 
-    monkeypatch.setattr(ModelRunner, "_launch", noted)
+    monkeypatch.setattr(ModelRunner, "launch", noted)
     RefusingGPU(monkeypatch)
     engine = Engine(model, block_size=8, num_blocks=128, prefill_chunk=40)
     assert computed == [[(40, False)], [(1, True)]]

@@ -52,12 +52,12 @@ class MetalQueue:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let engines run on this queue."""
-        launch = ModelRunner._launch
+        launch = ModelRunner.launch
 
         def launched(runner: ModelRunner, step: Step, before: LaunchedStep | None) -> LaunchedStep:
             return self._launched(runner, step, launch(runner, step, before))
 
-        monkeypatch.setattr(ModelRunner, "_launch", launched)
+        monkeypatch.setattr(ModelRunner, "launch", launched)
         monkeypatch.setattr(mx, "async_eval", self._encoding(mx.async_eval))
         monkeypatch.setattr(mx, "synchronize", self._synchronized(mx.synchronize))
         monkeypatch.setattr(ops.metal, "end_of_work", self.end_of_work)
