@@ -7,7 +7,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_paged import Engine
-from mlx_paged.cli import memory_line
 from mlx_paged.kv.memory import MemoryBudget, default_cache_limit
 from tests.support.fake_macs import GB, NO_LIMIT, FakeMac, fake_mac
 from tests.support.models.tiny_models import tiny_model
@@ -93,9 +92,9 @@ def test_the_budget_has_the_weights_the_pools_and_the_snapshots(mac, llama):
 
 
 def test_the_line_at_the_start_has_the_parts_their_sum_and_the_flags(mac):
-    line = memory_line(MemoryBudget(700_000_000, 6_750_000_000, 1_150_000_000, 400_000_000))
+    line = MemoryBudget(700_000_000, 6_750_000_000, 1_150_000_000, 400_000_000).line
     assert line == (
         "memory: weights 0.70 + pool 6.75 + cache 1.15 + step 0.40 = 9.00 of 17.18 GB; "
         "--kv-memory and --cache-limit change it"
     )
-    assert memory_line(MemoryBudget(1, 2, None, 3)).endswith("; --kv-memory changes it")
+    assert MemoryBudget(1, 2, None, 3).line.endswith("; --kv-memory changes it")
