@@ -132,6 +132,7 @@ def engine_flags(max_stall_ms: float = 0) -> list[Flag]:
     milliseconds = MILLISECONDS_OR_NONE if max_stall_ms else MILLISECONDS
     return [
         ("--kv-memory", MEMORY, None, "GB", "of the KV pool (default: what the device can spare)"),
+        ("--cache-limit", MEMORY, None, "GB", "of freed buffers that MLX keeps (default: a tenth)"),
         ("--kv-bits", _kv_bits, None, "8|8,4", "bits of stored keys and values (default: all)"),
         *((flag, _only(n), n, "N", f"only {n}") for flag, n in QUANTIZATION.items()),
         ("--max-stall-ms", milliseconds, max_stall_ms or None, "MS", stall),
@@ -180,6 +181,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "model_files": [path for path in model_files if path is not None],
         "kv_memory": None if args.kv_memory is None else int(args.kv_memory * GB),
+        "cache_limit": None if args.cache_limit is None else int(args.cache_limit * GB),
         "prefix_cache": not args.no_prefix_cache,
         "max_stall_ms": args.max_stall_ms or None,
         "draft_model": None if args.draft_model is None else _draft_model(args.draft_model),

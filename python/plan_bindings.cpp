@@ -28,6 +28,7 @@ nb::dict describe(const LaunchPlan& plan) {
   }
   nb::dict launch;
   launch["kernel"] = plan.kernel;
+  launch["instantiation"] = plan.instantiation;
   launch["source"] = library_source(plan);
   launch["library"] = library_name(plan);
   launch["pipeline"] = plan.pipeline_name();
@@ -39,6 +40,35 @@ nb::dict describe(const LaunchPlan& plan) {
   launch["params"] =
       nb::make_tuple(plan.params_index, nb::bytes(plan.params.data(), plan.params.size()));
   return launch;
+}
+
+// See `end_of_work`, of the default stream; None if there is nothing to wait for.
+nb::object end_of_default_stream() {
+  const mx::Device device = mx::default_device();
+  if (device == mx::Device::cpu) {
+    return nb::none();
+  }
+  const std::function<void()> wait = end_of_work(mx::default_stream(device));
+  return wait ? nb::cpp_function([wait] {
+    nb::gil_scoped_release released;
+    wait();
+  })
+              : nb::none();
+}
+
+// Of a launch that `describe` returned.
+std::string refusal_of(const nb::dict& launch) {
+  LaunchPlan plan;
+  plan.kernel = nb::cast<std::string>(launch["kernel"]);
+  plan.instantiation = nb::cast<std::string>(launch["instantiation"]);
+  plan.threadgroup = nb::cast<std::array<uint32_t, 3>>(launch["threadgroup"]);
+  for (const auto& [index, value] : nb::cast<nb::dict>(launch["constants"])) {
+    using Type = FunctionConstant::Type;
+    plan.constants.push_back({nb::cast<int>(index),
+                              nb::isinstance<nb::bool_>(value) ? Type::kBool : Type::kInt,
+                              nb::cast<int>(value)});
+  }
+  return refusal(plan);
 }
 
 nb::dict describe(const LaunchPlans& plans, const Arrays& inputs, nb::list outputs) {
@@ -107,6 +137,14 @@ void bind_plans(nb::module_& m) {
             "Why the Metal kernels do not support these head dimensions; empty if they do.");
   metal.def("serves_chunks", &has_matrix_kernel, "dtype"_a, "head_dim"_a, "value_dim"_a,
             "Whether the kernel for chunks computes pools of this dtype with these dimensions.");
+  metal.def("end_of_work", &end_of_default_stream,
+            "Mark the end of what the default stream was given. Returns a function that waits for "
+            "it, on the same thread, and raises RuntimeError if the GPU failed meanwhile; None on "
+            "devices whose arrays raise by themselves.");
+  metal.def("num_command_buffers", &num_command_buffers,
+            "Command buffers with work of this package since the process began.");
+  metal.def("refusal", &refusal_of, "launch"_a,
+            "Compile a launch's pipeline; the compiler's message if it refuses, else nothing.");
   metal.attr("MOST_ROWS") = kMaxSharedRows;
   def_attention(metal, "plan_attention", &describe_attention,
                 "The launches of paged_attention; with cu_seqlens, q is [T, H, 1, D].");

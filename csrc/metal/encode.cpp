@@ -1,5 +1,9 @@
+#include <atomic>
+#include <exception>
 #include <optional>
 #include <stdexcept>
+#include <thread>
+#include <utility>
 
 #include "csrc/metal/plans.h"
 #include "mlx/allocator.h"
@@ -8,6 +12,15 @@
 namespace mlx_paged {
 
 namespace {
+
+std::atomic<size_t> command_buffers = 0;
+
+// Counts the command buffer that is open, unless it is the one that this thread has counted last.
+void count_buffer(const mx::metal::CommandEncoder& encoder) {
+  static thread_local const void* last = nullptr;
+  const void* current = encoder.get_command_buffer();
+  command_buffers += current != std::exchange(last, current);
+}
 
 // The specialised pipeline. It is compiled at its first use, and later found by name.
 MTL::ComputePipelineState* pipeline(mx::metal::Device& device, const LaunchPlan& plan) {
@@ -70,13 +83,43 @@ void bind(mx::metal::CommandEncoder& encoder, const BufferBinding& binding, cons
 
 bool has_metal() { return true; }
 
+size_t num_command_buffers() { return command_buffers; }
+
 void register_pool_read(const mx::array& pool, mx::Stream stream) {
   register_pool(mx::metal::get_command_encoder(stream), pool, 0);
+}
+
+std::string refusal(const LaunchPlan& plan) {
+  try {
+    pipeline(mx::metal::device(mx::Device::gpu), plan);
+    return "";
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+// As MLX's synchronize, in two halves.
+std::function<void()> end_of_work(mx::Stream stream) {
+  const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
+  auto& encoder = mx::metal::get_command_encoder(stream);
+  const auto buffer = NS::RetainPtr(encoder.get_command_buffer());
+  encoder.end_encoding();
+  encoder.commit();
+  return [&encoder, buffer, thread = std::this_thread::get_id()] {
+    const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
+    buffer->waitUntilCompleted();
+    if (thread == std::this_thread::get_id()) {  // whose encoder it is
+      encoder.end_encoding();
+      encoder.barrier();  // opens the next one, which throws the error of an earlier command buffer
+      encoder.end_encoding();
+    }
+  };
 }
 
 void encode(const LaunchPlans& plans, const Arrays& inputs, Arrays& outputs, mx::Stream stream) {
   auto& device = mx::metal::device(stream.device);
   auto& encoder = mx::metal::get_command_encoder(stream);
+  count_buffer(encoder);
   Arrays scratch;
   for (const size_t bytes : plans.scratch_bytes) {
     scratch.emplace_back(mx::Shape{static_cast<int>(bytes / sizeof(float))}, mx::float32, nullptr,

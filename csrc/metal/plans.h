@@ -2,6 +2,7 @@
 // encodes them on MLX's Metal stream. No launch has an empty grid.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,19 @@ void encode(const LaunchPlans& plans, const Arrays& inputs, Arrays& outputs, mx:
 
 // Makes every later write to the pool wait for the next read that this op encodes.
 void register_pool_read(const mx::array& pool, mx::Stream stream);
+
+// Compiles a launch's pipeline, unless MLX has it. Returns the compiler's message if it refuses the
+// pipeline or its threadgroup, else nothing.
+std::string refusal(const LaunchPlan& plan);
+
+// Commits what a stream was given so far. The function that is returned waits until the completion
+// handlers of these command buffers have run, and throws the error of one that failed: a GPU
+// signals MLX's events before, so arrays that MLX calls available may hold anything. Both belong to
+// the stream's thread. Empty where no GPU of Apple computes the stream.
+std::function<void()> end_of_work(mx::Stream stream);
+
+// Command buffers in which `encode` has encoded something since the process began.
+size_t num_command_buffers();
 
 // Whether this build can encode launches.
 bool has_metal();

@@ -45,10 +45,12 @@ path_counts: Counter[str] = Counter()  # how often each path was called since th
 def max_paged_queries() -> int:
     """How many tokens of a sequence take the paged op in every layer, as the default device and the
     environment decide. Callers ask once and keep the answer."""
-    path = _forced_path()
-    if path is None:
-        return ANY_NUMBER if mx.default_device() == mx.cpu else FEW_QUERIES
-    return ANY_NUMBER if path == "paged" else 0
+    path, on_cpu = _forced_path(), mx.default_device() == mx.cpu
+    if path is None and on_cpu:
+        return ANY_NUMBER
+    if path == "gather" or (not on_cpu and ops.are_switched_off()):
+        return 0
+    return FEW_QUERIES if path is None else ANY_NUMBER
 
 
 def max_paged_queries_of(shape: KVShape, in_every_layer: int) -> int:
@@ -79,6 +81,13 @@ def causal_mask(queries: mx.array, num_keys: int, window: int | None, first: int
     keys = mx.arange(first, num_keys)
     mask = keys <= queries
     return mask if window is None else mask & (keys > queries - window)
+
+
+def even_length(num_blocks: int) -> int:
+    """As many blocks or up to a quarter more: few different numbers. Of arrays that grow from chunk
+    to chunk, none could take the memory of an earlier one."""
+    step = max(1, (1 << (num_blocks - 1).bit_length()) // 8)
+    return -(-num_blocks // step) * step
 
 
 class GatheredKeys(NamedTuple):
@@ -117,7 +126,9 @@ class Chunk:
                 first = max(0, self.start - window + 1) // block_size * block_size
                 queries = mx.arange(self.start, self.stop)[:, None]
                 mask = causal_mask(queries, self.stop, window, first)
-            runs = head_runs(self.block_ids[first // block_size :], n_kv_heads)
+            start, last = first // block_size, self.block_ids.size - 1
+            columns = mx.minimum(mx.arange(start, start + even_length(last + 1 - start)), last)
+            runs = head_runs(self.block_ids[columns], n_kv_heads)
             self._keys[kind] = GatheredKeys(runs, self.stop - first, mask)
         return self._keys[kind]
 
@@ -239,7 +250,7 @@ class LayerView(AttendingCache):
             query = query._replace(q=q, rotary=None)
         if query.window != self.window:  # the mask is another layer's
             query = query._replace(window=narrowest(query.window, self.window))
-        limit = self._max_paged_queries if q.dtype == self.shape.dtype else self._few_queries
+        limit = self._limit(query, forward.block_tables.shape[1])
         if forward.columns > max(FEW_QUERIES, limit):
             return self._row_by_row(query)
         if forward.cu_seqlens is not None:
@@ -247,6 +258,23 @@ class LayerView(AttendingCache):
         if forward.columns <= limit:
             return self.through_tables(query, forward.block_tables, forward.context_lens)
         return self.gathered_rows(query, forward.block_tables, forward.context_lens)
+
+    def _limit(self, query: Query, columns: int) -> int:
+        """Tokens of a sequence up to which the paged op attends: MLX's own attention also computes
+        what the GPU's compiler refuses."""
+        q, limit = query.q, self._few_queries
+        if q.dtype == self.shape.dtype:
+            limit = self._max_paged_queries
+        if not limit or self._few_queries != FEW_QUERIES:
+            return limit
+        pool, layer = self.pool, self.layer
+        call = q, pool.k[layer], pool.v[layer], columns
+        options: dict[str, Any] = {"window": query.window, "sinks": query.sinks}
+        if not ops.takes_attention(*call, 1, **options):
+            return 0
+        if limit > FEW_QUERIES and not ops.takes_attention(*call, None, **options):
+            return FEW_QUERIES
+        return limit
 
     def _ragged(self, query: Query, cu_seqlens: mx.array, limit: int) -> mx.array:
         """Short sequences by the paged op, all at once; each of the others by MLX's attention."""

@@ -8,18 +8,18 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from tqdm import tqdm
 
 from mlx_paged import ops
+from mlx_paged.attention.forward import max_paged_queries
 from mlx_paged.kv.block_bytes import read_blocks, write_blocks
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.layer_groups import PoolPlan
 from mlx_paged.kv.pool import KVPool, as_int32
 from mlx_paged.kv.shapes import KVShape
+from mlx_paged.ops.dispatch import LENGTHS, LONG_CONTEXT
 
 NUM_BLOCKS = 2
-LENGTHS = *range(1, ops.metal.MOST_ROWS + 1), 8, 64
-"""Tokens of a sequence: a decode, drafts, a chunk whose threadgroups are full."""
-LONG_CONTEXT = 8192  # tokens of a context that is split over threadgroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,17 @@ def prewarm(
     block_size: int,
     plan: PoolPlan | None = None,
     has_disk: bool = False,
+    only_ragged: bool = False,
 ) -> float | None:
     """Dispatch every pipeline once: attention of single tokens, of chunks and of both together,
     with whole and with split contexts; writes and copies.
 
-    A pipeline is compiled at its first dispatch, which takes tenths of a second on a GPU.
+    A pipeline is compiled at its first dispatch, which takes tenths of a second on a GPU. Plain MLX
+    computes what the compiler refuses. A progress bar is shown on stderr if that is a terminal.
 
     Args:
         block_size: tokens in a block, unless the plan has others for a layer's shape.
+        only_ragged: every forward has a row for each token, so chunks come in ragged batches alone.
         has_disk: whether blocks will come from a disk: to write them is a pipeline of its own.
 
     Returns:
@@ -55,13 +58,13 @@ def prewarm(
         return None
     started = time.perf_counter()
     sizes = {} if plan is None else {array.shape: array.block_size for array in plan.arrays}
-    for kind in kinds:
+    for kind in tqdm(kinds, desc="GPU kernels", unit="layer kind", leave=False, disable=None):
         if ops.kernel_for(None, kind.shape.head_dim, kind.shape.v_head_dim) == "native":
-            _dispatch(kind, sizes.get(kind.shape, block_size), has_disk)
+            _dispatch(kind, sizes.get(kind.shape, block_size), has_disk, only_ragged)
     return time.perf_counter() - started
 
 
-def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool) -> None:
+def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool, only_ragged: bool) -> None:
     shape = kind.shape
     pool = KVPool([shape], NUM_BLOCKS, block_size)
     k, v = (mx.zeros((1, shape.n_kv_heads, dim), shape.dtype) for dim in shape.row_dims)
@@ -69,6 +72,9 @@ def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool) -> None:
     pool.copy_blocks([BlockCopy(0, 1)])
     if has_disk:
         write_blocks(pool, np.zeros(1, np.int32), 0, read_blocks(pool, [0], 0))
+    mx.eval(pool.handles())
+    if not max_paged_queries():  # attention is MLX's own
+        return
     sinks = mx.zeros((kind.num_heads,), kind.q_dtype) if kind.has_sinks else None
     options: dict[str, Any] = {"scale": 1.0, "window": kind.window, "sinks": sinks}
     scales = {name: arrays[0] for name, arrays in pool.scales.items()}
@@ -83,12 +89,14 @@ def _dispatch(kind: AttentionKind, block_size: int, has_disk: bool) -> None:
             dispatched.update(pipelines)
 
     in_chunks = ops.serves_chunks(kind.q_dtype, shape.head_dim, shape.v_head_dim)
-    for num_blocks, length in product(columns, LENGTHS):
+    in_chunks &= bool(scales) or kind.q_dtype == shape.dtype
+    lengths = (1, LENGTHS[-1])[: 1 + in_chunks] if only_ragged else LENGTHS
+    for num_blocks, length in product(columns, lengths):
         q = mx.zeros((1, kind.num_heads, length, shape.head_dim), kind.q_dtype)
         tables = mx.zeros((1, num_blocks), mx.int32)
         arrays = {"block_tables": tables, "context_lens": mx.ones((1,), mx.int32)}
-        dispatch(ops.paged_attention, q, **arrays)
-        if in_chunks and (scales or kind.q_dtype == shape.dtype):
+        if length == 1 or not only_ragged:
+            dispatch(ops.paged_attention, q, **arrays)
+        if in_chunks:
             arrays["cu_seqlens"] = as_int32([0, length])
             dispatch(ops.paged_attention_varlen, q.transpose(2, 1, 0, 3), **arrays)
-    mx.eval(pool.handles())

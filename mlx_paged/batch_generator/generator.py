@@ -135,7 +135,7 @@ class BatchGenerator:
         return self._engine.manager.blocks_in_use * self._engine.manager.pool.block_bytes
 
     def close(self) -> None:
-        """Release MLX's wired limit. Sequences stay as they are."""
+        """Restore MLX's limits of memory. Sequences stay as they are."""
         self._engine.close(self.stream)
 
     def __del__(self) -> None:

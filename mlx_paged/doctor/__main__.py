@@ -11,12 +11,12 @@ from pathlib import Path
 
 from mlx_paged.cli import Parser
 from mlx_paged.doctor.findings import Check, page, run_check
-from mlx_paged.doctor.kernels import check_kernels, compare
+from mlx_paged.doctor.kernels import check_kernels, chosen, compare
 from mlx_paged.doctor.machine import check_machine
 from mlx_paged.doctor.sources import check_sources
 from mlx_paged.doctor.speed import check_speed
 from mlx_paged.doctor.tokens import check_order, check_tokens
-from mlx_paged.doctor.variants import all_variants
+from mlx_paged.doctor.variants import KINDS, all_variants
 
 FAILED = 1
 INTERRUPTED = 130
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="check a sample, in a few seconds")
     parser.add_argument("--json", metavar="FILE", help="also write all findings to this file")
     texts = "; ".join(f"{name}: {check.__doc__}" for name, check in CHECKS.items())
-    only = f"one check, or one variant of a kernel as the page names it ({texts})"
+    kinds = f"one kind of variants ({', '.join(KINDS)})"
+    only = f"one check ({texts}), {kinds}, or one variant of a kernel as the page names it"
     parser.add_argument("--only", metavar="NAME", help=only)
     args = parser.parse_args(argv)
     checks = _chosen(args.only)
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ok = all(found.ok for found in results)
     if args.json is not None:
         findings = {found.name: {"ok": found.ok, **asdict(found)} for found in results}
-        report = {"ok": ok, "quick": args.quick, "checks": findings}
+        num_wrong = sum(found.num_wrong for found in results)
+        report = {"ok": ok, "num_wrong": num_wrong, "quick": args.quick, "checks": findings}
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0 if ok else FAILED
 
@@ -71,6 +73,8 @@ def _chosen(only: str | None) -> dict[str, Check]:
         return CHECKS
     if only in CHECKS:
         return {only: CHECKS[only]}
+    if only in KINDS:
+        return {"kernels": lambda found, quick: compare(chosen(quick, only), found)}
     variants = [variant for variant in all_variants() if variant.name == only]
     return {"kernels": lambda found, _: compare(variants, found)} if variants else {}
 

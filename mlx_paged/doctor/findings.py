@@ -22,6 +22,8 @@ class Findings:
     failures: list[str] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    num_wrong: int = 0  # failures that are wrong numbers
+    verdict: str = ""  # what the page's first line says of it
 
     @property
     def ok(self) -> bool:
@@ -64,8 +66,10 @@ def message(error: Exception) -> str:
 
 
 def page(checks: list[Findings], quick: bool) -> str:
+    """What an issue needs; its first line is the verdict."""
     failed = [found.name for found in checks if not found.ok]
     verdict = f"FAILED: {', '.join(failed)}" if failed else "all checks are ok"
     seconds = sum(found.seconds for found in checks)
-    head = f"mlx_paged.doctor{' --quick' if quick else ''}: {verdict} ({seconds:.0f} s)"
+    parts = [f"mlx_paged.doctor{' --quick' if quick else ''}: {verdict} ({seconds:.0f} s)"]
+    head = "; ".join([*parts, *(found.verdict for found in checks if found.verdict)])
     return "\n".join([head, *(found.text() for found in checks)])

@@ -1,5 +1,11 @@
 """Compares every variant of the kernels with float64."""
 
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -7,9 +13,10 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.doctor import float64
-from mlx_paged.doctor.findings import Findings, message
+from mlx_paged.doctor.findings import MAX_MESSAGE_LINES, Findings, message
 from mlx_paged.doctor.variants import (
     DTYPES,
+    KINDS,
     QUICK_STEP,
     Variant,
     all_variants,
@@ -18,39 +25,104 @@ from mlx_paged.doctor.variants import (
 )
 from mlx_paged.kv.blocks import BlockCopy
 from mlx_paged.kv.pool import KVPool, as_int32
+from mlx_paged.ops.dispatch import VARIABLE as SWITCH
 from mlx_paged.ops.formats import dequantized, quantized
 
 SUMS = 32 * 2.0**-23  # relative error that sums and functions of float32 may leave in a row
 TF32 = 2.0**-8  # relative error where plain MLX multiplies float32 matrices with 11 bits on a GPU
-MAX_FAILURES = 40  # the check ends then: a source that does not compile fails in many variants
+MAX_FAILURES = 10  # of a kind of variants, which ends then
+MOST_SECONDS = 1200  # that a process may take for one kind: a GPU that hangs answers nobody
 
 COMMAND = "python -m mlx_paged.doctor --only"
 
 
 def check_kernels(found: Findings, quick: bool) -> None:
     """every variant of the kernels against float64"""
-    compare(all_variants()[:: QUICK_STEP if quick else 1], found)
+    if mx.default_device() == mx.Device(mx.cpu):
+        compare(chosen(quick), found)
+    else:
+        compare_apart(quick, found)
+
+
+def chosen(quick: bool, kind: str | None = None) -> list[Variant]:
+    """The variants of a check, or those of one kind among them."""
+    variants = all_variants()[:: QUICK_STEP if quick else 1]
+    return [variant for variant in variants if kind in (None, variant.kind)]
+
+
+def compare_apart(quick: bool, found: Findings) -> None:
+    """Compare each kind in a process of its own: whatever happens there, the others are judged."""
+    found.numbers |= {"kinds": {}, "refused": {}}
+    for kind in found.progress(KINDS, "kind"):
+        of_kind = _in_process(kind, quick)
+        failures, numbers = of_kind["failures"], of_kind["numbers"]
+        found.failures += failures
+        found.num_wrong += of_kind["num_wrong"]
+        found.numbers["kinds"][kind] = numbers
+        found.numbers["refused"] |= numbers.get("refused", {})
+        done = f"{numbers.get('run', 0)} of {len(chosen(quick, kind))} variants run"
+        found.lines.append(f"{kind}: {'FAILED' if failures else 'ok'}, {done}")
+    _tell_refused(found)
+
+
+def _in_process(kind: str, quick: bool) -> dict[str, Any]:
+    """What another process finds out about a kind."""
+    nothing: dict[str, Any] = {"failures": [], "numbers": {}, "num_wrong": 0}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "mlx_paged.doctor", "--only", kind, "--json", str(path)]
+        try:
+            done = subprocess.run(
+                [*command, *["--quick"] * quick],
+                capture_output=True,
+                text=True,
+                timeout=MOST_SECONDS,
+            )
+            text = path.read_text() if path.exists() else ""
+        except subprocess.TimeoutExpired:
+            return nothing | {"failures": [f"{kind}: no answer in {MOST_SECONDS} s"]}
+    if not text:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return nothing | {"failures": [f"{kind}: ended with status {done.returncode}: {last}"]}
+    found: dict[str, Any] = json.loads(text)["checks"]["kernels"]
+    return found
+
+
+def _tell_refused(found: Findings) -> None:
+    """Say which kernels the GPU's compiler refuses: no failure, because plain MLX is right, too."""
+    refused = found.numbers["refused"]
+    for kernel, text in refused.items():
+        short = "\n  ".join(text.strip().splitlines()[:MAX_MESSAGE_LINES])
+        found.lines.append(f"REFUSED by the compiler, so plain MLX runs: {kernel}: {short}")
+    if refused:
+        found.verdict = f"{len(refused)} kernels are refused"
 
 
 def compare(variants: list[Variant], found: Findings) -> None:
     """Run each variant on the default device; a wrong one is a failure."""
     worst = {variant.dtype: (0.0, "none") for variant in variants}
+    num_failed: Counter[str] = Counter()
     num_run = 0
     for variant in found.progress(variants, "variant"):
+        if num_failed[variant.kind] == MAX_FAILURES:
+            continue
         try:
             error, allowed = error_of(variant), tolerance(variant)
             num_run += 1
             if np.isfinite(error):
                 worst[variant.dtype] = max(worst[variant.dtype], (error, variant.name))
             reason = "" if error <= allowed else f"error {error:.2g}, tolerance {allowed:.2g}"
+            found.num_wrong += bool(reason)
         except Exception as raised:
             reason = message(raised)
         if reason:
             found.failures.append(f"{variant.name}: {reason}\n  repeat: {COMMAND} {variant.name}")
-            if len(found.failures) == MAX_FAILURES:
-                found.failures.append(f"gave up after {MAX_FAILURES} failures")
-                break
+            num_failed[variant.kind] += 1
+            if num_failed[variant.kind] == MAX_FAILURES:
+                found.failures.append(f"gave up on {variant.kind} after {MAX_FAILURES} failures")
     found.numbers |= {"variants": len(variants), "run": num_run, "kernels": kernels_in_use()}
+    found.numbers["refused"] = dict(ops.refused)
+    _tell_refused(found)
     found.lines.append(f"{num_run} of {len(variants)} variants run, on {kernels_in_use()}")
     found.lines.append(
         "largest relative error of an output row; tolerance: eps / 2 of the output's dtype"
@@ -68,11 +140,13 @@ def kernels_in_use() -> str:
         return f"the CPU kernels ({ops.cpu_features()})"
     if ops.kernel_for() == "native":
         return "the Metal kernels"
+    if ops.are_switched_off():
+        return f"plain MLX ({SWITCH} is 0)"
     return "plain MLX (this build has no kernels for this GPU)"
 
 
 def _tolerance_of(dtype: str) -> float:
-    sums = TF32 if ops.kernel_for() == "reference" else SUMS
+    sums = TF32 if ops.kernel_for() == "reference" or ops.refused else SUMS
     return float(mx.finfo(DTYPES.get(dtype, mx.float16)).eps) / 2 + sums
 
 

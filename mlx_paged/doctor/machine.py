@@ -13,7 +13,7 @@ from mlx_paged.attention.forward import ANY_NUMBER, VARIABLE, max_paged_queries
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.kernels import kernels_in_use
 from mlx_paged.drop_in.patch import TESTED_VERSIONS
-from mlx_paged.kv.memory import default_kv_memory, device_memory, memory_in_use
+from mlx_paged.kv.memory import default_cache_limit, default_kv_memory, device_memory, memory_in_use
 
 GB = 1e9
 LIMITS = ("max_recommended_working_set_size", "max_buffer_length")
@@ -26,6 +26,7 @@ def check_machine(found: Findings, quick: bool) -> None:
     limits = {name.replace("_", " "): int(device[name]) for name in LIMITS if name in device}
     limits |= {"memory": device_memory(), "in use": memory_in_use()}
     limits["default pool"] = default_kv_memory()
+    limits |= {"cache limit": cache} if (cache := default_cache_limit(None, 0)) else {}
     found.numbers |= {
         "mlx_paged": _version("mlx-paged"),
         "mlx": mlx_version,
@@ -40,6 +41,8 @@ def check_machine(found: Findings, quick: bool) -> None:
     }
     for name, value in found.numbers.items():
         found.lines.append(f"{name}: {_text(value)}")
+    system = f"{device.get('device_name', 'CPU')}, {platform.platform()}"
+    found.verdict = f"mlx_paged {_version('mlx-paged')}, mlx {mlx_version}, {system}"
     # A development build of mlx has a suffix after these three numbers.
     if mlx_version.split(".")[:3] != built_with["mlx"].split("."):
         found.failures.append(

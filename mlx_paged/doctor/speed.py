@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
@@ -44,6 +45,12 @@ def check_speed(found: Findings, quick: bool) -> None:
         share = 100 * rates["mlx_paged"] / rates["read"]
         found.lines.append(f"{name}: {text}; mlx_paged is at {share:.0f} % of the read")
     parts = host_parts(20 if quick else 60)
+    first, buffers = parts.pop("first_start_s"), parts.pop("command_buffers")
+    found.numbers |= {"first_start_s": first, "command_buffers_a_step": buffers}
+    found.verdict = f"decode at {share:.0f} % of a read, step {parts['tick_ms']:.2f} ms"
+    if not on_cpu:
+        found.verdict += f" with {buffers:.1f} command buffers"
+        found.lines.append(f"{found.verdict}; first start: {first:.1f} s")
     found.numbers["step_ms"] = parts
     text = ", ".join(f"{name.removesuffix('_ms')} {ms:.2f}" for name, ms in parts.items())
     found.lines.append(f"a decode step of {NUM_ROWS} requests, demo model, in ms: {text}")
@@ -91,16 +98,35 @@ def decode_rates(batch: int, context: int, most_bytes: int, rounds: int) -> dict
 
 
 def host_parts(num_steps: int) -> dict[str, float]:
-    """Medians of the parts of a decode step, in milliseconds."""
+    """Medians of the parts of a decode step, and of MLX's `async_eval` within its launch, in
+    milliseconds; command buffers of a step; seconds to compile pipelines."""
     model, _ = load_model()
     engine = Engine(model, num_blocks=1024, max_running=NUM_ROWS)
     for first in range(NUM_ROWS):
         engine.add_request([first + 1] * 8, max_tokens=num_steps + 8)
-    while engine.has_work:
-        engine.step()
+    num_buffers, seconds = ops.metal.num_command_buffers(), list[float]()
+    with patch.object(mx, "async_eval", timed(mx.async_eval, seconds)):
+        while engine.has_work:
+            engine.step()
+    num_buffers = ops.metal.num_command_buffers() - num_buffers
     ticks = [tick for tick in engine.ticks if not tick.has_prompt_tokens and tick.decode_tokens]
     parts = "tick_ms", *PARTS
-    return {part: round(median(getattr(tick, part) for tick in ticks), 4) for part in parts}
+    found = {part: round(median(getattr(tick, part) for tick in ticks), 4) for part in parts}
+    found["async_eval_ms"] = round(1000 * median(seconds), 4)
+    found["command_buffers"] = num_buffers / engine.stats.steps
+    return found | {"first_start_s": engine.stats.prewarm_seconds or 0.0}
+
+
+def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+    """The function, which notes how long each call takes."""
+
+    def call(*args: Any) -> Any:
+        started = time.perf_counter()
+        result = function(*args)
+        seconds.append(time.perf_counter() - started)
+        return result
+
+    return call
 
 
 class MemoryReader:

@@ -67,6 +67,7 @@ class Play:
         self.tokens = 0
         self.ties = 0
         self.wrong: list[str] = []
+        self.num_wrong = 0  # requests with a wrong token
 
     def run(self) -> None:
         """Complete all prompts and NUM_FORKS forks; compare each with mlx-lm."""
@@ -108,6 +109,7 @@ class Play:
             if row[want[first]] - row[got[first]] < TIE * np.ptp(row):
                 self.ties += 1
             else:
+                self.num_wrong += 1
                 self.wrong.append(
                     f"request {name}, prompt of {len(prompt)} tokens: token {first} begins"
                     f" {got[first : first + 4]}, mlx-lm's {want[first : first + 4]}"
@@ -147,6 +149,7 @@ def _report(found: Findings, play: Play, engine: Engine, events: Sequence[str]) 
     numbers = {"tokens": play.tokens, "ties": play.ties, "steps": engine.stats.steps, **counts}
     found.numbers.setdefault("plays", []).append(numbers)
     found.failures += play.wrong
+    found.num_wrong += play.num_wrong
     found.failures += [f"the engine met no {name}" for name, number in counts.items() if not number]
     found.lines.append(
         ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in numbers.items())
@@ -175,6 +178,7 @@ def rewrite_pool(found: Findings, rounds: int) -> None:
     found.numbers["rewritten"] = rounds
     found.lines.append(f"pool rewritten {rounds} times while it was read")
     if wrong:
+        found.num_wrong += len(wrong)
         found.failures.append(f"rounds {wrong[:8]} read what other rounds wrote")
     mx.synchronize()
     before = mx.get_active_memory()

@@ -28,6 +28,9 @@ CONTEXTS = (1, 70, 33)
 LONG_CONTEXTS = (700, 3, 290)
 """Context lengths; the Metal kernels split long ones and merge the parts."""
 
+KINDS = "decode", "chunk", "split", "write", "quantized-write", "copy", "quantized-copy"
+"""What a variant is one of: each kind has kernels of its own."""
+
 QUICK_STEP = 11
 """A quick check takes every so many-th variant. No number of values above is a multiple of it."""
 
@@ -50,6 +53,14 @@ class Variant:
         if self.op != "attention":
             return name
         return f"{name}-group{self.group}-tokens{self.tokens}-{self.option}"
+
+    @property
+    def kind(self) -> str:
+        if self.op != "attention":
+            return f"quantized-{self.op}" if self.dtype in QUANTIZED else self.op
+        if self.option.startswith("long"):
+            return "split"
+        return "chunk" if self.tokens > 1 else "decode"
 
     @property
     def shape(self) -> KVShape:

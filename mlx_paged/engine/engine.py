@@ -17,7 +17,8 @@ from mlx_paged.engine.models import EngineModels
 from mlx_paged.engine.one_thread import exclusive
 from mlx_paged.engine.text import Tokenizer
 from mlx_paged.engine.waiting_calls import WaitingCalls
-from mlx_paged.kv.memory import hold_wired_limit
+from mlx_paged.kv.limits import hold_limits
+from mlx_paged.kv.memory import MemoryBudget, gpu_memory
 from mlx_paged.kv_disk.opening import open_tier
 from mlx_paged.metrics.recorder import PhaseTimes, RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats, KVReads
@@ -47,6 +48,8 @@ class Engine(WaitingCalls):
         kv_bits: 8 to store K/V with 8 bits an element, "8,4" to store keys with 8 and values with
             4 bits; docs/kv-quantization.md has the differences. Default: as the model computes it.
         max_kv_tokens: if neither is given, the pool has room for no more than these tokens.
+        cache_limit: bytes of freed buffers that MLX keeps on a GPU while the engine lives. Default:
+            a tenth of the GPU's memory; less if `kv_memory` or `num_blocks` asks for a small pool.
         max_running: the largest number of requests that are computed together.
         prefill_chunk: the largest number of prompt tokens in a step, beside the running requests.
         max_stall_ms: the longest time of a step while streams run, so that a long prompt does not
@@ -102,6 +105,7 @@ class Engine(WaitingCalls):
         num_blocks: int | None = None,
         kv_bits: int | str | None = None,
         max_kv_tokens: int | None = None,
+        cache_limit: int | None = None,
         max_running: int = 32,
         prefill_chunk: int = 512,
         max_stall_ms: float | None = None,
@@ -138,7 +142,8 @@ class Engine(WaitingCalls):
         if kv_disk is not None:
             limit = int(kv_disk_gb * 10**9)
             open_disk = partial(open_tier, kv_disk, limit, model_files, model, tokenizer, pooled)
-        self._unwire = hold_wired_limit(self)  # before the disk, whose lock a failure would keep
+        # Before the disk, whose lock a failure would keep.
+        self._release = hold_limits(self, models.budget.cache)
         scheduler = Scheduler(
             pooled.allocator,
             config.max_running,
@@ -152,6 +157,7 @@ class Engine(WaitingCalls):
             max_snapshots=pooled.max_snapshots,
             drafter=models.drafter,
             open_tier=open_disk,
+            few_sizes=gpu_memory() is not None,
         )
         layers = zip(profiled.windows, profiled.shapes, strict=True)
         sizes = [(window, shape.token_bytes) for window, shape in layers if shape is not None]
@@ -163,8 +169,10 @@ class Engine(WaitingCalls):
                 pooled.pool.block_bytes,
                 pooled.pool.num_blocks,
                 prewarm_seconds=prewarm_seconds,
+                refused_kernels=pooled.refused_kernels,
                 traces=pooled.traces,
                 ranks=models.rank_stats,
+                memory_budget=models.budget.parts,
             ),
             tokenizer=tokenizer,
             vocab_size=getattr(getattr(model, "args", None), "vocab_size", None),
@@ -181,6 +189,11 @@ class Engine(WaitingCalls):
         """The model's pool of K/V blocks and their allocator."""
         return self._models.pooled
 
+    @property
+    def memory_budget(self) -> MemoryBudget:
+        """What the engine takes of the device's memory at most."""
+        return self._models.budget
+
     @exclusive
     def warm_up(self) -> None:
         """Compile the GPU pipelines, and trace the decodes for the thread that calls this."""
@@ -188,8 +201,8 @@ class Engine(WaitingCalls):
 
     @exclusive
     def close(self, stream: Any = None) -> None:
-        """Release MLX's wired limit now, not only when the engine is collected, and with `kv_disk`
-        write what is cached and give up the directory. The engine can go on.
+        """Restore MLX's limits of memory now, not only when the engine is collected, and with
+        `kv_disk` write what is cached and give up the directory. The engine can go on.
 
         Args:
             stream: computes the steps, if it is not the default stream.
@@ -199,12 +212,12 @@ class Engine(WaitingCalls):
             while self._pipeline.copy_when_idle():
                 pass
             self.scheduler.leave_disk()
-        if self._unwire is not None:
-            unwire, self._unwire = self._unwire, None
+        if self._release is not None:
+            release, self._release = self._release, None
             try:
                 mx.synchronize(stream)
             finally:  # also after an error of the device
-                unwire()
+                release()
 
     @exclusive
     def copy_when_idle(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.nn as nn
 
 from mlx_paged.engine.config import DRAFTERS, EngineConfig
+from mlx_paged.kv.memory import MemoryBudget
 from mlx_paged.metrics.recorder import PhaseTimes
 from mlx_paged.runner.draft_model import DraftModel, can_draft, probed_draft
 from mlx_paged.runner.model_runner import ModelRunner
@@ -59,6 +60,12 @@ class EngineModels:
         for each in models:
             each.warm_up()
         return sum(each.prewarm_seconds or 0.0 for each in models) or None
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """What both models take of the memory."""
+        budget, drafter = self.pooled.budget, self.drafter
+        return budget.beside(drafter.pooled.budget) if isinstance(drafter, DraftModel) else budget
 
     @property
     def rank_stats(self) -> dict[str, Any] | None:

@@ -10,9 +10,17 @@ from typing import Generic
 
 from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Fault, LaunchedT, Runner, SampledToken, Step, StepResult
+from mlx_paged.scheduler.step import (
+    DeviceError,
+    Fault,
+    LaunchedT,
+    Runner,
+    SampledToken,
+    Step,
+    StepResult,
+)
 
-MAX_FAULTS = 3  # failed steps of a request before it ends, even if it never ran alone
+MAX_FAULTS = 3  # failed steps of a request before it ends, if none shows that it is the cause
 MOST_FORCED = 256  # forced tokens that a request gets at once, so that its reader's inbox has room
 
 
@@ -104,7 +112,7 @@ class StepPipeline(Generic[LaunchedT]):
             return []
         for request in alive:
             request.num_faults += 1
-        was_alone = len(fault.requests) == 1
+        was_alone = len(fault.requests) == 1 and not isinstance(fault.error, DeviceError)
         return [r for r in alive if was_alone or r.num_faults >= MAX_FAULTS]
 
     def _launch(

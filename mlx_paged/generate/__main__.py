@@ -112,6 +112,8 @@ def _run(
     if answered and args.verbose:
         text = f"{len(answered)} of {total} prompts are answered in {args.output}"
         print(text, file=sys.stderr)
+    if jobs and args.verbose:
+        print(engine.memory_budget.line, file=sys.stderr)
     with results_file(args.output, answered) as write:
         try:
             for result in _finished(engine, jobs, ids, streams=is_single, shows=args.verbose):

@@ -65,6 +65,12 @@ def write_blocks(pool: KVPool, blocks: Int32Array, group: int, data: Any) -> Non
     mx.async_eval(pool.handles())  # type: ignore[no-untyped-call]
 
 
+def bytes_of(staged: mx.array, start: int, count: int) -> npt.NDArray[np.uint8]:
+    """Some rows of a copy of blocks, when it is there."""
+    content: npt.NDArray[np.uint8] = np.asarray(staged)
+    return content[start : start + count].reshape(-1)
+
+
 def _rows(cache: mx.array) -> mx.array:
     """``[num_blocks, elements of a block]``, a view of an array of the pool."""
     return cache.transpose(1, 0, 2, 3).reshape(cache.shape[1], -1)
@@ -85,11 +91,12 @@ def _written(cache: mx.array, blocks: Int32Array, staged: mx.array, start: int) 
     else:  # copies nothing
         data = staged.view(dtype)[:, start // dtype.size : stop // dtype.size]
     width = gcd(data.shape[1], ROW_LENGTH)
-    if width > 1 and ops.kernel_for(None, width // 2, width // 2) == "native":
-        cells = _rows(cache).view(dtype).reshape(num_blocks, -1, 1, width).transpose(1, 0, 2, 3)
-        k, v = mx.split(data.reshape(len(blocks), -1, width), 2, axis=-1)
-        k_cells, v_cells = mx.split(cells, 2, axis=-1)
-        written = ops.write_kv(k, v, k_cells, v_cells, as_int32(blocks))
+    cells = _rows(cache).view(dtype).reshape(num_blocks, -1, 1, width).transpose(1, 0, 2, 3)
+    rows, slots = data.reshape(len(blocks), -1, width), as_int32(blocks)
+    k_cells, v_cells = mx.split(cells, [width // 2], axis=-1)
+    if width > 1 and ops.writes_in_place(rows, k_cells, v_cells, slots):
+        k, v = mx.split(rows, 2, axis=-1)
+        written = ops.write_kv(k, v, k_cells, v_cells, slots)
         handle: mx.array = mx.depends([cache], list(written))[0]
         return handle
     changed, chosen = mx.array(_rows(cache)), np.flatnonzero(blocks >= 0)

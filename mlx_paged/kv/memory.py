@@ -1,9 +1,10 @@
-"""How large a pool can be, and how large it is by default."""
+"""What the memory of a device is for: how large a pool can be and is by default, and the rest."""
 
 import os
 import threading
-from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary, finalize
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
@@ -19,6 +20,10 @@ GPU_SHARE = 0.85
 """Pools are sized so that all arrays together fill this part of the working set that Metal
 recommends. From 0.95 of it on, MLX releases cached buffers at every allocation that the cache
 cannot serve. The tenth between is for the arrays of a step and for that cache."""
+ROOM = 4 * 10**9
+"""Bytes of the working set that a default pool leaves to a step, MLX's cache and other programs,
+unless that would take more than half of what can be spared."""
+CACHE_SHARE = 0.1  # default limit of MLX's cache, as a part of the device's memory
 NUM_EMPTY_BLOCKS = 1 << 16
 SNAPSHOT_SHARE = 4  # default: snapshots of recurrent states take at most 1/4 of the pool's memory
 SNAPSHOTS_PER_REQUEST = 4  # default, for each request that can run: a chat leaves two a turn
@@ -37,11 +42,15 @@ def working_set() -> int | None:
     return None if size is None else int(size)
 
 
-def device_memory() -> int:
-    """Bytes that the default device can hold: on a Mac's GPU the working set, on another GPU its
-    memory, on a CPU all memory."""
+def gpu_memory() -> int | None:
+    """Bytes that a GPU can hold: a Mac's the working set, another one its memory; None on a CPU."""
     of_gpu = mx.device_info().get("total_memory")  # MLX's CUDA backend says this
-    return working_set() or int(of_gpu or 0) or physical_memory()
+    return working_set() or int(of_gpu or 0) or None
+
+
+def device_memory() -> int:
+    """Bytes that the default device can hold, on a CPU all memory."""
+    return gpu_memory() or physical_memory()
 
 
 def memory_in_use() -> int:
@@ -65,11 +74,63 @@ def spare_memory() -> int:
 
 
 def default_kv_memory() -> int:
-    """Bytes of a pool that is allocated at once: on a GPU all spare memory, on a CPU a quarter of
-    the memory but at most HOST_LIMIT."""
-    if working_set() is None:
+    """Bytes of a pool that is allocated at once: on a GPU the spare memory, but for `ROOM`, on a
+    CPU a quarter of the memory but at most HOST_LIMIT."""
+    recommended = working_set()
+    if recommended is None:
         return min(physical_memory() // 4, HOST_LIMIT)
-    return spare_memory()
+    spare = spare_memory()
+    return max(spare // 2, min(spare, recommended - ROOM - memory_in_use()))
+
+
+def default_cache_limit(pool: int | None, step: int) -> int | None:
+    """Bytes of freed buffers that MLX keeps: a part of the device's memory. Beside a pool of a size
+    that was asked for, half of that, but what a step takes. On a CPU None: nothing is limited."""
+    size = gpu_memory()
+    if size is None:
+        return None
+    limit = int(CACHE_SHARE * size)
+    return limit if pool is None else min(limit, max(pool // 2, step))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBudget:
+    """What an engine's memory is for, in bytes.
+
+    Attributes:
+        weights: of the models.
+        pool: K/V, and snapshots of recurrent states.
+        cache: MLX's limit for freed buffers; None on a CPU, where nothing limits them.
+        step: the arrays of a step at most.
+    """
+
+    weights: int
+    pool: int
+    cache: int | None
+    step: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        cache = {} if self.cache is None else {"cache": self.cache}
+        return {"weights": self.weights, "pool": self.pool, **cache, "step": self.step}
+
+    def beside(self, other: "MemoryBudget") -> "MemoryBudget":
+        """Of this model and of another one, which compute one after the other."""
+        pool, step = self.pool + other.pool, max(self.step, other.step)
+        return MemoryBudget(self.weights + other.weights, pool, self.cache, step)
+
+    @property
+    def line(self) -> str:
+        """What a command says at its start, and how to change it."""
+        can_change = "--kv-memory changes"
+        if self.cache is not None:
+            can_change = "--kv-memory and --cache-limit change"
+        return f"memory: {self}; {can_change} it"
+
+    def __str__(self) -> str:
+        parts = " + ".join(f"{name} {size / 1e9:.2f}" for name, size in self.parts.items())
+        total = sum(self.parts.values()) / 1e9
+        return f"{parts} = {total:.2f} of {device_memory() / 1e9:.2f} GB"
 
 
 def longest_pool(shapes: Sequence[KVShape], block_size: int) -> int:
@@ -142,45 +203,3 @@ def promise_snapshots(allocator: BlockAllocator, state_bytes: int) -> None:
     """While `allocator` lives, count the memory of all snapshots that it may keep as in use."""
     with _lock:
         _with_snapshots[allocator] = state_bytes
-
-
-class _WiredLimit:
-    """MLX's wired limit, one for the process, and the number of its holders. The garbage collector
-    may release a holder during :meth:`hold` on the same thread: the lock is reentrant, and the new
-    holder is counted before the limit changes."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._holders = 0
-        self._before: int | None = None  # the limit to restore; None: it is not raised
-
-    def hold(self, recommended: int) -> None:
-        with self._lock:
-            self._holders += 1
-            if self._before is None:
-                self._before = mx.set_wired_limit(recommended)
-
-    def release(self) -> None:
-        with self._lock:
-            self._holders -= 1
-            if self._holders == 0 and self._before is not None:
-                try:
-                    mx.synchronize()  # do not lower the limit while the device computes
-                finally:
-                    mx.set_wired_limit(self._before)
-                    self._before = None
-
-
-_limit = _WiredLimit()
-
-
-def hold_wired_limit(owner: object) -> Callable[[], object] | None:
-    """Raise MLX's wired limit to what Metal recommends, until `owner` dies or the returned function
-    is called; the last of several owners restores it. On a CPU do nothing; return None."""
-    recommended = working_set()
-    if recommended is None:
-        return None
-    _limit.hold(recommended)
-    release = finalize(owner, _limit.release)
-    release.atexit = False
-    return release

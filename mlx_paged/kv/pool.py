@@ -1,6 +1,7 @@
 """The K/V arrays of each layer, which all sequences share."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -117,14 +118,17 @@ class KVPool:
         has the shapes. In latent layers these are the latents and the rotary keys."""
         scales: Any = {name: arrays[layer] for name, arrays in self.scales.items()}
         targets = self.write_targets(layer)
-        self._replace(layer, ops.write_kv(k, v, *targets, slot_mapping, **scales), slot_mapping)
+        written = ops.write_kv(k, v, *targets, slot_mapping, **scales)
+        self._replace(layer, written, lambda: ops.writes_in_place(k, *targets, slot_mapping))
 
     def write_stored(self, layer: int, rows: Sequence[mx.array], slot_mapping: mx.array) -> None:
         """As `write`, with rows of all arrays of :meth:`targets`, which are not rounded again."""
         k, v, *scales = self.targets(layer)
         written = ops.write_kv(rows[0], rows[1], k, v, slot_mapping)
         more = _pair(ops.write_kv, *rows[2:], *scales, slot_mapping)
-        self._replace(layer, written + more, slot_mapping)
+        self._replace(
+            layer, written + more, lambda: ops.writes_in_place(rows[0], k, v, slot_mapping)
+        )
 
     def targets(self, layer: int) -> tuple[mx.array, ...]:
         """All arrays that a write changes: `write_targets`, then the scales."""
@@ -144,13 +148,15 @@ class KVPool:
         self.k[layer], self.v[layer], keys, values = found
         return keys, values
 
-    def _replace(self, layer: int, written: tuple[mx.array, ...], indices: mx.array) -> None:
-        """Take the handles that an op with these indices has returned."""
+    def _replace(
+        self, layer: int, written: tuple[mx.array, ...], is_in_place: Callable[[], bool]
+    ) -> None:
+        """Take the handles that an op has returned, which edits in place or not."""
         shape = self.shapes[layer]
         if not shape.latent:
             for handles, handle in zip(self._stored, written, strict=True):
                 handles[layer] = handle
-        elif ops.is_compiled(None, indices, *shape.row_dims):  # written in place
+        elif is_in_place():
             self.set_keys(layer, mx.depends([self.k[layer]], list(written))[0])
         else:
             self.set_keys(layer, mx.concatenate(list(written), axis=-1))
@@ -175,7 +181,8 @@ class KVPool:
                 k, v, *scales = self.targets(layer)
                 copied = ops.copy_blocks(k, v, uploaded[groups])
                 more = _pair(ops.copy_blocks, *scales, uploaded[groups])
-                self._replace(layer, copied + more, uploaded[groups])
+                in_place = partial(ops.copies_in_place, k, v, uploaded[groups])
+                self._replace(layer, copied + more, in_place)
 
     def read(
         self, layer: int, gather: Callable[[mx.array], mx.array], *, as_written: bool = False

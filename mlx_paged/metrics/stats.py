@@ -113,8 +113,11 @@ class EngineStats:
     prefill_seconds: float = 0.0  # of the steps with prompt tokens
     decode_seconds: float = 0.0  # of the steps with decodes; some steps have both
     prewarm_seconds: float | None = None  # None: nothing was compiled
+    # By Metal kernel that the GPU's compiler refuses: its message. Plain MLX runs in its place.
+    refused_kernels: dict[str, str] = field(default_factory=dict)
     traces: Traces | None = None  # None: decodes are not compiled
     ranks: dict[str, Any] | None = None  # of a run under mlx.launch; None: one process
+    memory_budget: dict[str, int] = field(default_factory=dict)  # bytes at most, by their use
     ttfts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TTFTS))
 
     @property

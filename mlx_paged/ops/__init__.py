@@ -2,7 +2,6 @@
 
 from mlx_paged._ext import (
     BUILT_WITH as BUILT_WITH,
-    append_kv as append_kv,
     clear_compiled as clear_compiled,
     cpu_features as cpu_features,
     gather_blocks as gather_blocks,
@@ -17,14 +16,24 @@ from mlx_paged._ext import (
     take_from_pool as take_from_pool,
     view_as as view_as,
 )
+from mlx_paged.ops.dispatch import (
+    append_kv as append_kv,
+    copies_in_place as copies_in_place,
+    kernel_for as kernel_for,
+    serves_chunks as serves_chunks,
+    takes_attention as takes_attention,
+    writes_in_place as writes_in_place,
+)
+from mlx_paged.ops.dispatch import (
+    are_switched_off as are_switched_off,
+    is_device_error as is_device_error,
+    refused as refused,
+)
 from mlx_paged.ops.paged import (
     copy_blocks as copy_blocks,
     install_in_mlx as install_in_mlx,
-    is_compiled as is_compiled,
-    kernel_for as kernel_for,
     paged_attention as paged_attention,
     paged_attention_varlen as paged_attention_varlen,
-    serves_chunks as serves_chunks,
     uninstall_from_mlx as uninstall_from_mlx,
     write_kv as write_kv,
 )

@@ -17,52 +17,15 @@ writes. Both raise ValueError.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 
 from mlx_paged import _ext
 from mlx_paged.arguments import MAX_INT32, integer
-from mlx_paged.ops import fallback
+from mlx_paged.ops import dispatch, fallback
 from mlx_paged.ops.arguments import Cache, checked
-from mlx_paged.ops.formats import dims_of
-
-Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
-
-
-def kernel_for(
-    stream: Stream | None = None, head_dim: int = 64, v_head_dim: int = 64
-) -> Literal["native", "reference"]:
-    """Whether a stream or device runs the compiled kernel ("native") or plain MLX ("reference").
-
-    CPUs have a kernel for all head dimensions. GPUs have one if this build has Metal and the head
-    dimensions are multiples of 4 up to 576. Within one of MLX's function transformations (grad,
-    vjp, jvp, vmap, compile) the answer is "reference": plain MLX has derivatives.
-    """
-    if _ext.is_transforming():
-        return "reference"
-    return _kernel_on(stream, head_dim, v_head_dim)
-
-
-def _kernel_on(
-    stream: Stream | None, head_dim: int = 64, v_head_dim: int = 64
-) -> Literal["native", "reference"]:
-    if _device(stream) == mx.cpu:
-        return "native"
-    metal = _ext.metal.has_metal() and not _ext.metal.unsupported(head_dim, v_head_dim)
-    return "native" if metal else "reference"
-
-
-def _device(stream: Stream | None) -> mx.Device | mx.DeviceType:
-    if stream is None:
-        return mx.default_device()
-    return stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
-
-
-def serves_chunks(dtype: mx.Dtype, head_dim: int, v_head_dim: int) -> bool:
-    """Whether the GPU's kernel for chunks takes pools of this dtype with these head dimensions."""
-    metal = _ext.metal
-    return metal.has_metal() and metal.serves_chunks(dtype, head_dim, v_head_dim)
+from mlx_paged.ops.dispatch import Stream
 
 
 def paged_attention(
@@ -168,7 +131,10 @@ def paged_attention(
     result = _ext.paged_attention(  # validates, computes nothing
         *arrays, **options, check_tables=check_tables, stream=stream
     )
-    if not _is_native(stream, k, v, block_tables):
+    columns, tokens = block_tables.shape[1], q.shape[2]
+    if not dispatch.is_native(stream, k, v, block_tables) or not dispatch.takes_attention(
+        q, k, v, columns, tokens, stream, **options
+    ):
         with _on(stream):
             result = fallback.paged_attention(*arrays, **options)
     return result
@@ -245,7 +211,12 @@ def paged_attention_varlen(
         check_tables=check_tables,
         stream=stream,
     )
-    if 0 not in block_tables.shape and not _serves_varlen(stream, *arrays[:4]):
+    columns = block_tables.shape[1]
+    if 0 not in block_tables.shape and not (
+        dispatch.serves_varlen(stream, *arrays[:4])
+        and dispatch.takes_attention(*arrays[:3], columns, 1, stream, **options)
+        and dispatch.takes_attention(*arrays[:3], columns, None, stream, **options)
+    ):
         with _on(stream):
             rows = fallback.single_tokens(*arrays, cu_seqlens, causal=causal, window=window)
             options |= {role: [array] for role, array in scales.items()}
@@ -294,7 +265,7 @@ def write_kv(
     scales = {name: array for name, array in given.items() if array is not None}
     arrays = k, v, k_cache, v_cache, slot_mapping
     written = _ext.write_kv(*arrays, **scales, stream=stream)
-    if _is_native(stream, k_cache, v_cache, slot_mapping):
+    if dispatch.writes_in_place(k, k_cache, v_cache, slot_mapping, bool(scales), stream):
         return tuple(written)
     with _on(stream):
         return fallback.write_kv(*arrays, **scales)
@@ -319,7 +290,7 @@ def copy_blocks(
         ValueError: as from ``write_kv``.
     """
     copied = _ext.copy_blocks(k_cache, v_cache, block_pairs, stream=stream)
-    if is_compiled(stream, block_pairs):  # of arrays of any width
+    if dispatch.copies_in_place(k_cache, v_cache, block_pairs, stream):
         return copied
     with _on(stream):
         return fallback.copy_blocks(k_cache, v_cache, block_pairs)
@@ -334,33 +305,6 @@ def uninstall_from_mlx() -> None:
     """Undo ``install_in_mlx``, if it was called."""
     if getattr(mx.fast, "paged_attention", None) is paged_attention:
         delattr(mx.fast, "paged_attention")
-
-
-def is_compiled(stream: Stream | None, indices: mx.array, *dims: int) -> bool:
-    """Whether the stream computes an op with these indices by the compiled kernel. Plain MLX needs
-    their values: if MLX transforms these too, only the compiled op is possible."""
-    return (kernel_for if _ext.has_values(indices) else _kernel_on)(stream, *dims) == "native"
-
-
-def _is_native(
-    stream: Stream | None, k_cache: mx.array, v_cache: mx.array, indices: mx.array
-) -> bool:
-    """Whether the stream can evaluate the compiled op for these caches."""
-    columns = v_cache.shape[-1]
-    if v_cache.dtype == mx.uint8 and columns % 4 == 0:  # GPUs need whole vectors of pairs, too
-        columns *= 2
-    return is_compiled(stream, indices, k_cache.shape[-1], columns)
-
-
-def _serves_varlen(
-    stream: Stream | None, q: mx.array, k_cache: mx.array, v_cache: mx.array, indices: mx.array
-) -> bool:
-    """Whether the stream can evaluate the compiled op for sequences of different lengths."""
-    if _device(stream) == mx.gpu:
-        fits = k_cache.dtype in (q.dtype, mx.int8)
-        if not fits or not serves_chunks(q.dtype, k_cache.shape[-1], dims_of(v_cache)):
-            return False
-    return _is_native(stream, k_cache, v_cache, indices)
 
 
 def _on(stream: Stream | None) -> AbstractContextManager[object]:

@@ -3,19 +3,19 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import cast
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 from mlx_lm.models.cache import ArraysCache
 
+from mlx_paged import ops
 from mlx_paged.attention.forward import Forward
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.block_bytes import read_blocks, write_blocks
+from mlx_paged.kv.block_bytes import bytes_of, read_blocks, write_blocks
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.layer_groups import LayerPlace
@@ -31,8 +31,9 @@ from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_ca
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.sampler import Sampled, Sampler, Scores, empty_rows, on_host
-from mlx_paged.scheduler.step import SampledToken, Span, Step
+from mlx_paged.scheduler.step import DeviceError, SampledToken, Span, Step
 
+Returned = TypeVar("Returned")
 Drafts = dict[int, tuple[int, ...]]  # by request id
 SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Drafts]
 
@@ -45,12 +46,14 @@ class LaunchedStep:
         requests: the requests that get a token.
         sampled: their tokens, which may not be computed yet; None if there are none, or not yet.
         pending: all arrays that the step computes.
+        end: waits for the device and raises its error; None: its arrays raise it.
         unsampled: arguments of the sampler, which waits until the step before has been read.
     """
 
     requests: list[Request]
     sampled: Sampled | None
     pending: list[mx.array] = field(default_factory=list)
+    end: Callable[[], None] | None = None
     unsampled: SamplerArguments | None = None
 
     @property
@@ -60,6 +63,22 @@ class LaunchedStep:
     @property
     def coming(self) -> PendingTokens | None:
         return None if self.sampled is None else PendingTokens(self.requests, self.sampled.tokens)
+
+
+def _telling_errors(method: Callable[..., Returned]) -> Callable[..., Returned]:
+    """Note an error of the device, whoever meets it, as `_begin` does, and raise it as one."""
+
+    @wraps(method)
+    def call(self: "ModelRunner", *args: Any) -> Returned:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            if not ops.is_device_error(error):
+                raise
+            self._error = DeviceError(str(error))
+            raise self._error from error
+
+    return call
 
 
 class ModelRunner:
@@ -100,7 +119,7 @@ class ModelRunner:
         self.logit_rows = LogitRows.of(model)
         self.last_layer = LastLayer.of(model) if profile.last_layer_narrows else None
         self.cpu_layers = CPULayers(model, cpu_linear)
-        self._begins_each = begins_each
+        self.begins_each = begins_each
         self._make_sampler = make_sampler
         self.sampler = make_sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
@@ -138,6 +157,7 @@ class ModelRunner:
     def _trace_seconds(self) -> float:
         return 0.0 if self.compiled is None else self.compiled.traces.seconds
 
+    @_telling_errors
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
         free_graphs_with_thread()
@@ -156,7 +176,7 @@ class ModelRunner:
         lengths: list[Int32Array] = []
         for spans, batch in self._batches(step.spans, coming):
             rows, scores = self._forward(batch)
-            if self._begins_each:
+            if self.begins_each:
                 states = self.states.arrays(batch.seq_ids)
                 self._begin([*self.pool.handles(), *states, *[rows] * bool(batch.sampled)])
             if self._is_recurrent:
@@ -187,8 +207,9 @@ class ModelRunner:
                 pending.append(args[0])
                 self._begin(pending)  # the device computes while masks are made
             self._sample(launched)
-        self._begin(pending)
-        self._raise_noted()
+        self._begin_last(launched)
+        if self._error is not None:
+            raise self._error
         return launched
 
     def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
@@ -207,7 +228,7 @@ class ModelRunner:
                 staged = read_blocks(pool, [b for t in leaving for b in t.blocks], group)
                 for i, stored in enumerate(leaving):
                     stored.payload = partial(
-                        _bytes_of, staged, i * len(stored.blocks), len(stored.blocks)
+                        bytes_of, staged, i * len(stored.blocks), len(stored.blocks)
                     )
         for group in groups:
             coming = [t for t in loads if t.group == group]
@@ -223,12 +244,15 @@ class ModelRunner:
         for states in [t for t in stores if not t.blocks]:
             states.payload = partial(packed, states.payload)
 
+    @_telling_errors
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
-        self._raise_noted()
-        if launched.unsampled is not None:
-            self._sample(launched)
+        if self._error is not None:
+            raise self._error
+        self.sample_late(launched)
         mx.eval(launched.pending)
+        if launched.end is not None:
+            launched.end()
         if launched.sampled is None:
             return []
         tokens, logprobs, tops = on_host(launched.sampled)
@@ -241,7 +265,7 @@ class ModelRunner:
         read."""
         if launched.unsampled is not None:
             self._sample(launched)
-            self._begin(launched.pending)  # before the step that follows it
+            self._begin_last(launched)  # before the step that follows it
 
     def _sample(self, launched: LaunchedStep) -> bool:
         """Choose a step's tokens, lazily; False if the sampler does not know enough yet."""
@@ -286,9 +310,10 @@ class ModelRunner:
         except Exception as error:
             self._error = error
 
-    def _raise_noted(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _begin_last(self, launched: LaunchedStep) -> None:
+        """Begin to evaluate what is left of a step."""
+        self._begin(launched.pending)
+        launched.end = ops.metal.end_of_work()
 
     def _fill(self, snapshot: Snapshot, request: Request) -> None:
         """Copy a request's current states into a snapshot."""
@@ -369,12 +394,6 @@ class ModelRunner:
         with attention_hook(), self.cpu_layers.diverted():
             logits: mx.array = self.model(inputs, cache=self.caches)
         return logits
-
-
-def _bytes_of(staged: mx.array, start: int, count: int) -> npt.NDArray[np.uint8]:
-    """Some rows of a copy of blocks, when it is there."""
-    content: npt.NDArray[np.uint8] = np.asarray(staged)
-    return content[start : start + count].reshape(-1)
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

@@ -1,13 +1,17 @@
 """One model on one pool: an engine, its draft model and each rank hold one of these."""
 
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
+from mlx_paged import ops
 from mlx_paged.arguments import (
     MAX_INT32,
     integer,
@@ -17,20 +21,30 @@ from mlx_paged.arguments import (
     require_flags,
     require_paths,
 )
+from mlx_paged.attention.forward import LONG_CHUNK
 from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.blocks import ceil_div
+from mlx_paged.kv.blocks import OutOfBlocksError, ceil_div
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
 from mlx_paged.kv.memory import (
+    MemoryBudget,
+    default_cache_limit,
     default_kv_memory,
+    gpu_memory,
     num_blocks_for,
     num_snapshots_for,
     promise_snapshots,
 )
 from mlx_paged.kv.pool import KVPool
 from mlx_paged.ops.formats import KVBits
-from mlx_paged.runner.model_probe import ModelProfile, probe
+from mlx_paged.request import Request
+from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.step_memory import step_bytes
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.step import Span, Step
+
+NOBODY = -1  # id of a request that no caller made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +60,7 @@ class PoolConfig:
     num_blocks: int | None  # of all layers
     kv_bits: KVBits
     max_kv_tokens: int | None
+    cache_limit: int | None
     max_running: int
     prefill_chunk: int  # tokens of a sequence that a step computes at most
     prefix_cache: bool
@@ -60,7 +75,8 @@ class PoolConfig:
             self._take(name, optional_integer, 1)
         for name in ("max_running", "prefill_chunk"):
             self._take(name, integer, 1)
-        self._take("snapshot_memory", optional_integer, 0)
+        for name in ("cache_limit", "snapshot_memory"):
+            self._take(name, optional_integer, 0)
         require_flags("Engine", prefix_cache=self.prefix_cache)
         require_choices("Engine", compile=self.compile, cpu_linear=self.cpu_linear)
         require_paths("Engine", kv_disk=self.kv_disk)
@@ -138,8 +154,10 @@ class PooledModel:
         make_allocator: :class:`BlockAllocator` or a function with its arguments.
 
     Attributes:
+        budget: what the model takes of the memory.
         traces: of the compiled decodes; None: decodes are not compiled.
         prewarm_seconds: that the GPU's pipelines took; None: none was compiled yet.
+        refused_kernels: by kernel, what the GPU's compiler says against it.
     """
 
     def __init__(
@@ -164,15 +182,52 @@ class PooledModel:
             self.pool,
             cpu_linear=config.cpu_linear,
         )
+        self.budget = self._budget(measured)
         self.traces = self.runner.compile_decodes(config.compile, config.max_running)
         self.prewarm_seconds: float | None = None
+        self.refused_kernels = ops.refused
+
+    def _budget(self, measured: MeasuredModel) -> MemoryBudget:
+        config = self.config
+        step = step_bytes(measured.model, self.profile, config.prefill_chunk, config.max_running)
+        pool = self.pool.nbytes + self.max_snapshots * self.profile.state_bytes
+        is_asked = config.kv_memory is not None or config.num_blocks is not None
+        cache = config.cache_limit
+        if cache is None or gpu_memory() is None:
+            cache = default_cache_limit(pool if is_asked else None, step)
+        weights = sum(each.nbytes for _, each in tree_flatten(measured.model.parameters()))
+        return MemoryBudget(weights, pool, cache, step)
 
     def warm_up(self) -> None:
-        """Trace the decodes for the thread that calls this, and compile the GPU's pipelines."""
+        """Trace the decodes for the thread that calls this, and compile the GPU's pipelines: those
+        of this package, and in one process those of MLX that its first steps need."""
         self.runner.warm_up()
         if self.prewarm_seconds is None:
             kinds, has_disk = self.profile.attentions, self.config.kv_disk is not None
-            self.prewarm_seconds = prewarm(kinds, self.config.block_size, self.plan, has_disk)
+            only_ragged = self.profile.batching is Batching.MIXED
+            self.prewarm_seconds = prewarm(
+                kinds, self.config.block_size, self.plan, has_disk, only_ragged
+            )
+            if self.prewarm_seconds is not None and not self.runner.begins_each:
+                started = time.perf_counter()
+                self._compute_once()
+                self.prewarm_seconds += time.perf_counter() - started
+
+    def _compute_once(self) -> None:
+        """Compute a chunk and a decode of nobody's request: MLX compiles its own pipelines."""
+        size = min(LONG_CHUNK, self.config.prefill_chunk)
+        request = Request(NOBODY, [0] * (size + 1), SamplingParams(max_tokens=1), seed=0)
+        allocator, runner = self.allocator, self.runner
+        with suppress(OutOfBlocksError):
+            allocator.admit(NOBODY, size + 1)
+            for start, stop in ((0, size), (size, size + 1)):
+                allocator.make_writable(NOBODY, start, stop)
+                step = Step()
+                step.add(Span(request, start, stop, samples=stop > size))
+                runner.collect(runner.launch(step, None))
+        if NOBODY in allocator:
+            allocator.free(NOBODY)
+        runner.drop(request)
 
     @property
     def k(self) -> list[mx.array]:

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_paged import ops
 from mlx_paged.request import Request
 from mlx_paged.sampling.columns import (
     PENALTIES,
@@ -178,6 +179,8 @@ def row_by_row(
         try:
             made[row] = call(slice(row, row + 1), callee)
         except Exception as error:
+            if ops.is_device_error(error):  # of no row
+                raise
             errors[row] = error.with_traceback(None)  # it references every caller
     if not made:
         return array

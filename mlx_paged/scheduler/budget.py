@@ -19,12 +19,14 @@ class ChunkBudget:
         # there is no bound.
         max_stall: float | None,
         learns: bool = False,  # whether others than the bound need predictions
+        few_sizes: bool = False,  # whether the rows of steps have few different numbers
     ) -> None:
         self.prefill_chunk = prefill_chunk
         self.max_stall = max_stall
         self.cost = CostModel()  # predicts the time of a step
         # Whether `cost` follows the times of steps.
         self.learns = learns or max_stall is not None
+        self.few_sizes = few_sizes
         self.pauses = False  # whether it does so for a stall bound only
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -41,15 +43,27 @@ class ChunkBudget:
         """How many prompt tokens of `request` the step can still compute."""
         limit = self.prefill_chunk if step.max_chunk_tokens is None else step.max_chunk_tokens
         wanted = min(request.num_pending, limit - step.work.chunk_tokens)
-        if self.max_stall is None or step.work.decode_rows == 0 or wanted <= 0:
+        if self.max_stall is not None and step.work.decode_rows > 0 and wanted > 0:
+            wanted = self.cost.chunk_within(
+                self.max_stall,
+                step.work,
+                start=request.num_computed,
+                wanted=wanted,
+                minimum=max(0, MIN_CHUNK - step.work.chunk_tokens),
+            )
+        return self._evened(step, request, wanted)
+
+    def _evened(self, step: Step, request: Request, wanted: int) -> int:
+        """Up to an eighth of the step's prompt tokens fewer, if the prompt goes on after them, so
+        that the step's rows are a multiple of 64, or of less if they are few. Arrays of many
+        different sizes could not take each other's memory."""
+        chunk = step.work.chunk_tokens + wanted
+        rows = step.work.decode_rows + chunk
+        fewer = rows % max(8, min(64, (1 << rows.bit_length()) // 16))
+        is_too_few = 8 * fewer > chunk or chunk - fewer < MIN_CHUNK
+        if not self.few_sizes or wanted in (0, request.num_pending) or is_too_few:
             return wanted
-        return self.cost.chunk_within(
-            self.max_stall,
-            step.work,
-            start=request.num_computed,
-            wanted=wanted,
-            minimum=max(0, MIN_CHUNK - step.work.chunk_tokens),
-        )
+        return max(0, wanted - fewer)
 
     def can_start(self, step: Step, request: Request, block_size: int | None) -> bool:
         """Whether the step can compute enough of a waiting request, and none of its blocks is

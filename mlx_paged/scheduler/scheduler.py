@@ -34,13 +34,15 @@ class Scheduler(Places):
         # Predicted seconds of a step with running streams at most; None: no such bound.
         max_stall: float | None = None,
         drafter: Drafter | None = None,  # guesses tokens that decodes compute ahead where that pays
+        few_sizes: bool = False,  # whether the rows of steps with chunks have few different numbers
         # Opens a store of K/V on a disk, if prefixes are shared.
         open_tier: Callable[[PredictSeconds], KVDiskTier] | None = None,
         **options: Any,  # further arguments of :class:`Places`
     ) -> None:
         super().__init__(allocator, max_running, **options)
         asks_disk = open_tier is not None and self.prefix_cache
-        self.budget = ChunkBudget(prefill_chunk, max_stall, drafter is not None or asks_disk)
+        learns = drafter is not None or asks_disk
+        self.budget = ChunkBudget(prefill_chunk, max_stall, learns, few_sizes)
         self.speculation = None if drafter is None else Speculation(drafter, allocator, self.budget)
         self._overtook: list[Request] = []  # in the latest step with a long prompt
         if open_tier is not None and asks_disk:  # last: an open disk is locked

@@ -149,6 +149,10 @@ class Launched(Protocol):
 LaunchedT = TypeVar("LaunchedT", bound=Launched)
 
 
+class DeviceError(RuntimeError):
+    """The device failed while it computed a step, perhaps without a request's fault."""
+
+
 class Runner(Protocol[LaunchedT]):
     """Computes steps: the model, or a fake one in tests."""
 

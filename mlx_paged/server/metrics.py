@@ -78,15 +78,17 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
     vllm = "As in vLLM."
     config = GAUGE("vllm:cache_config_info", vllm, labels=["block_size", "num_gpu_blocks"])
     config.add_metric([str(stats.block_size), str(allocator.num_blocks)], 1)
-    compiling = stats.prewarm_seconds or 0.0
+    compiling, refused = stats.prewarm_seconds or 0.0, dict.fromkeys(stats.refused_kernels, 1.0)
     rows: list[tuple[Any, ...]] = [
         *((GAUGE, name, text, read(engine)) for name, (text, read) in GAUGES.items()),
         *((COUNTER, name, text, getattr(stats, name)) for name, text in COUNTERS.items()),
         (COUNTER, "kv_blocks_touched", "Blocks that attention had to read.", stats.blocks_touched),
         (COUNTER, "step_seconds", "Time of all steps.", stats.seconds),
         (COUNTER, "prewarm_seconds", "Time to compile pipelines.", compiling),
+        (GAUGE, "memory_budget_bytes", "Bytes at most by their use.", stats.memory_budget, "use"),
         (GAUGE, "kv_blocks_referenced", "Blocks by number of holders.", referenced, "references"),
         (COUNTER, "tick_seconds", "Time by part of the step.", parts, "part"),
+        (GAUGE, "refused_kernels", "1 for each refused by the compiler.", refused, "kernel"),
         (COUNTER, "spikes", "Spikes by first cause.", ticks.causes, "cause"),
         (GAUGE, "vllm:num_requests_running", vllm, {model: len(engine.scheduler.running)}, MODEL),
         (GAUGE, "vllm:num_requests_waiting", vllm, {model: engine.scheduler.num_waiting}, MODEL),

@@ -185,6 +185,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     elif places > 1:
         options["kv_memory"] = default_kv_memory() // places
     engine = Engine(model, tokenizer, prewarm=None, **options)
+    logging.info("%s: %s", path, engine.memory_budget.line)
     engine.grammars.warm_up()
     positions = args.max_context or _positions(config)
     room = min(positions or 1 << 62, engine.manager.allocator.num_blocks * args.kv_block_size)

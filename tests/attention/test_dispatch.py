@@ -18,6 +18,7 @@ from mlx_paged.attention.forward import (
     Forward,
     LayerView,
     causal_mask,
+    even_length,
     max_paged_queries,
     max_paged_queries_of,
     path_counts,
@@ -245,6 +246,23 @@ def test_layers_share_what_a_chunk_is_gathered_by(window):
     assert chunk.keys(window, 2, BLOCK) is first
     assert chunk.keys(window, 4, BLOCK).runs.shape[0] == 4
     assert chunk.keys(chunk.stop, 2, BLOCK) is chunk.keys(None, 2, BLOCK)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_number_of_gathered_blocks_is_even_and_the_added_ones_are_the_last_again(window):
+    chunk = Chunk(0, 100, 44, mx.arange(7, 43))  # 36 blocks of 4 tokens
+    keys = chunk.keys(window, 2, BLOCK)
+    first = 0 if window is None else 61 // BLOCK
+    blocks = [*range(7 + first, 43)]
+    added = [42] * (even_length(36 - first) - len(blocks))
+    assert added and keys.runs[0].tolist() == [2 * block for block in blocks + added]
+    assert keys.num_keys == 144 - BLOCK * first
+
+
+def test_even_lengths_are_few_and_at_most_a_quarter_more():
+    lengths = [even_length(count) for count in range(1, 4097)]
+    assert all(count <= each <= 1.25 * count for count, each in enumerate(lengths, start=1))
+    assert len(set(lengths)) == 8 + 4 * 9
 
 
 def test_an_engine_gathers_long_chunks_on_a_gpu(monkeypatch):

@@ -136,7 +136,7 @@ def test_a_draft_models_pipelines_are_compiled_too(monkeypatch, tmp_path):
     own, drafts = seen
     assert own[3] and not drafts[3], "no draft's block comes from the disk"
     assert own[0] != drafts[0] and own[2] == engine.manager.plan != drafts[2]
-    assert engine.stats.prewarm_seconds == 1.0
+    assert engine.stats.prewarm_seconds > 1.0  # with the first steps of both
     engine.warm_up()
     engine.close()
     assert len(seen) == 2

@@ -1,6 +1,7 @@
 """The doctor's variants, its float64 attention, and kernels that it must find wrong."""
 
 import json
+import subprocess
 from dataclasses import fields
 
 import mlx.core as mx
@@ -196,8 +197,53 @@ class TestWrongKernels:
         monkeypatch.setattr(ops, "paged_attention", None)
         found = Findings("kernels")
         kernels.compare([DECODE] * 100, found)
-        assert found.failures[-1] == f"gave up after {kernels.MAX_FAILURES} failures"
+        assert found.failures[-1] == f"gave up on decode after {kernels.MAX_FAILURES} failures"
         assert len(found.failures) == kernels.MAX_FAILURES + 1
+
+    def test_a_kind_that_fails_does_not_end_the_others(self, monkeypatch):
+        monkeypatch.setattr(ops, "paged_attention", None)
+        found, copy = Findings("kernels"), kernels.chosen(True, "copy")[:1]
+        kernels.compare([DECODE] * 20 + copy, found)
+        assert found.numbers["run"] == 1 and found.num_wrong == 0
+
+    def test_each_kind_is_judged_in_a_process_of_its_own(self, monkeypatch):
+        """What happens to the others changes nothing."""
+        real = subprocess.run
+
+        def run(command, **options):
+            kind = command[command.index("--only") + 1]
+            if kind == "decode":
+                return subprocess.CompletedProcess(command, -11, "", "the device is lost\n")
+            if kind == "chunk":
+                raise subprocess.TimeoutExpired(command, 1)
+            return real(command, **options)
+
+        monkeypatch.setattr(kernels, "KINDS", ("decode", "chunk", "copy"))
+        monkeypatch.setattr(subprocess, "run", run)
+        monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+        found = Findings("kernels")
+        kernels.check_kernels(found, True)
+        assert found.failures == [
+            "decode: ended with status -11: the device is lost",
+            f"chunk: no answer in {kernels.MOST_SECONDS} s",
+        ]
+        count = len(kernels.chosen(True, "copy"))
+        assert found.lines[-1] == f"copy: ok, {count} of {count} variants run"
+        assert found.lines[0].startswith("decode: FAILED, 0 of ") and found.num_wrong == 0
+
+    def test_a_refused_kernel_is_named_and_is_no_failure(self, monkeypatch):
+        monkeypatch.setitem(ops.refused, "write_kv_half", "line 3: no such type")
+        found = Findings("kernels")
+        kernels.compare([DECODE], found)
+        assert found.ok and found.verdict == "1 kernels are refused"
+        assert "write_kv_half: line 3: no such type" in found.text()
+
+    def test_a_wrong_number_is_counted(self, monkeypatch):
+        right = ops.paged_attention
+        monkeypatch.setattr(ops, "paged_attention", lambda *a, **o: -right(*a, **o))
+        found = Findings("kernels")
+        kernels.compare([DECODE], found)
+        assert found.num_wrong == 1
 
     def test_the_command_of_a_failure_repeats_it(self, monkeypatch, capsys):
         assert doctor.main(["--only", DECODE.name]) == 0

@@ -5,14 +5,29 @@ MLX tells of a device's error once: to the next one who gives the device work or
 
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_paged import Engine
+from mlx_paged import Engine, SamplingParams, ops
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
+from tests.support.engine.batch_generators import (
+    PROMPTS as BATCH_PROMPTS,
+)
+from tests.support.engine.batch_generators import (
+    model as batch_model,
+)
+from tests.support.engine.batch_generators import (
+    paged,
+    tokens_of,
+)
+from tests.support.engine.batch_generators import (
+    run as generate_all,
+)
+from tests.support.engine.metal_queue import BUFFERS, MESSAGE, MetalQueue
 from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 RNG = np.random.default_rng(5)
@@ -105,3 +120,80 @@ def test_a_snapshot_that_a_request_leaves_may_be_what_the_device_refuses(monkeyp
 
     monkeypatch.setattr(ModelRunner, "drop", watched)
     assert run("jamba")[1] == expected and told_in_drop == ["async_eval"]
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, seed: int) -> MetalQueue:
+    """A queue on which a random buffer of a random launch fails."""
+    random = Random(seed)
+    queue = MetalQueue(random.randint(1, 8), random.choice([0, 1, BUFFERS - 1]), seed)
+    queue.install(monkeypatch)
+    return queue
+
+
+@pytest.mark.sampled(50)
+@pytest.mark.parametrize("lookahead", [True, False])
+@pytest.mark.parametrize("seed", range(500))
+def test_no_token_of_a_failed_step_leaves_the_engine(monkeypatch, seed, lookahead):
+    expected = solo("llama")
+    queue = fails_at(monkeypatch, seed)
+    engine, found = run("llama", lookahead)
+    assert found == expected
+    assert (queue.failures, queue.told, engine.stats.faults) == (1, 1, 1)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("seed", range(40))
+def test_no_token_of_a_failed_step_leaves_a_batch_generator(monkeypatch, seed):
+    expected = [solo_greedy(batch_model(), prompt, 6) for prompt in BATCH_PROMPTS]
+    queue = fails_at(monkeypatch, seed)
+    generator = paged()
+    uids = generator.insert(BATCH_PROMPTS, [6] * len(BATCH_PROMPTS))
+    tokens = tokens_of(generate_all(generator)[1])
+    assert [tokens[uid] for uid in uids] == expected
+    assert (queue.failures, queue.told) == (1, 1)
+
+
+def test_a_step_that_is_read_when_its_event_is_signalled_gives_wrong_tokens(monkeypatch):
+    """What the tests above would find."""
+    expected, num_wrong = solo("llama"), 0
+    for seed in range(12):
+        with monkeypatch.context() as patch:
+            fails_at(patch, seed)
+            patch.setattr(ops.metal, "end_of_work", lambda: None)
+            num_wrong += run("llama")[1] != expected
+    assert num_wrong > 0
+
+
+def test_a_request_alone_outlives_one_failure_but_not_each(monkeypatch):
+    model, prompt = tiny_model("llama"), PROMPTS[0]
+    expected = solo_greedy(model, prompt, 4)
+    with monkeypatch.context() as patch:
+        MetalQueue(2, 0, seed=0).install(patch)
+        (done,) = Engine(model, num_blocks=16).generate([prompt], max_tokens=4)
+    assert done.error is None and done.tokens == expected
+
+    def fail() -> None:
+        raise RuntimeError(MESSAGE)
+
+    monkeypatch.setattr(ops.metal, "end_of_work", lambda: fail)
+    (done,) = Engine(model, num_blocks=16).generate([prompt], max_tokens=4)
+    assert done.error.startswith("DeviceError: ") and not done.tokens
+
+
+def test_a_callers_function_that_meets_the_error_does_not_hide_it(monkeypatch):
+    """The step under way may be what failed."""
+    expected = solo("llama")
+    device = FailingDevice(monkeypatch, 3, "eval")
+    evaluate = mx.eval
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        evaluate(mx.zeros(1))
+        return logits
+
+    engine = Engine(tiny_model("llama"), block_size=4, num_blocks=96, prefill_chunk=64)
+    done = engine.generate(
+        PROMPTS,
+        [SamplingParams(max_tokens=count, logits_processors=[processor]) for count in NUM_TOKENS],
+    )
+    assert [each.error for each in done] == [None] * 3
+    assert [each.tokens for each in done] == expected and device.told == ["eval"]

@@ -11,7 +11,7 @@ from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
 
 INTEGERS = (
     *("block_size", "kv_memory", "num_blocks", "max_kv_tokens", "max_running", "prefill_chunk"),
-    *("seed", "snapshot_memory"),
+    *("seed", "snapshot_memory", "cache_limit"),
 )
 """Arguments of an engine."""
 PROMPT = [5, 9, 77, 3, 21, 64, 8]

@@ -39,10 +39,10 @@ def test_one_prompt_shows_what_mlx_lm_shows_and_more(run, demo, expected, capsys
     shown = re.sub(r"\d+\.\d+", "#", capsys.readouterr().out)
     result = run("--prompt", FUNCTION, "--max-tokens", 24)
     told = re.sub(r"\d+\.\d+", "#", result.err).splitlines()
-    added = [line for line in told if line.startswith(("First token:", "K/V:"))]
+    added = [line for line in told if line.startswith(("First token:", "K/V:", "memory:"))]
     theirs = shown.replace(f"{expected(FUNCTION, 24)}\n", "").splitlines()
     assert [line for line in told if line not in added] == theirs
-    assert len(added) == 2
+    assert len(added) == 3
     assert result.status == 0 and result.out == f"{expected(FUNCTION, 24)}\n"
 
 
@@ -407,7 +407,9 @@ def test_the_command_runs_the_demo_model_on_a_prompt_from_stdin(expected):
         timeout=TIMEOUT,
     )
     assert done.returncode == 0 and done.stdout == f"{expected(LONG, 24)}\n"
-    assert done.stderr.startswith(f"{RULE}\n{RULE}\nPrompt: ")
+    memory, _, rest = done.stderr.partition("\n")
+    assert memory.startswith("memory: weights 0.00 + pool 0.05 + ")
+    assert rest.startswith(f"{RULE}\n{RULE}\nPrompt: ")
 
 
 @pytest.mark.slow

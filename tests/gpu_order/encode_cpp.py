@@ -84,15 +84,23 @@ class EncoderScript:
         """An op of MLX's own that reads a pool."""
         self._words += ["read", buffer, elements]
 
+    def add(self, word: str) -> None:
+        """A word of ``mlx_encoder/driver.cpp``."""
+        self._words += [word]
+
     def end(self) -> None:
         """The rest goes to another command encoder."""
         self._words += ["end"]
 
-    def run(self) -> list[Encoded]:
+    def lines(self) -> list[str]:
+        """What the encoder prints."""
         words = " ".join(map(str, [*self._words, "end"]))
         out = subprocess.run([_driver()], input=words, text=True, check=True, capture_output=True)
+        return out.stdout.splitlines()
+
+    def run(self) -> list[Encoded]:
         encoders = [Encoded()]
-        for line in out.stdout.splitlines():
+        for line in self.lines()[:-1]:
             name, *rest = line.split()
             if name == "end":
                 encoders[-1].waits_for = [int(number) for number in rest]

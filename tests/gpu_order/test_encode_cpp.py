@@ -285,3 +285,29 @@ class TestReadsByMLX:
             assert mx.array_equal(
                 _ext.take_from_pool(rows, indices), mx.take(rows, indices, axis=0)
             )
+
+
+class TestEndOfWork:
+    """``end_of_work`` is MLX's ``CommandEncoder::synchronize`` in two halves."""
+
+    @pytest.mark.parametrize("told", ["opened", "raised"])
+    def test_it_waits_for_a_buffer_of_its_own_then_asks_for_the_error(self, told):
+        script = EncoderScript()
+        if told == "raised":
+            script.add("fail")
+        script.add("finish")
+        seen = ("commit", "launched", "completed", "opened", "raised")
+        assert [line for line in script.lines() if line in seen] == [
+            "commit",
+            "launched",
+            "completed",
+            told,
+        ]
+
+    def test_buffers_are_counted_once(self):
+        case, script = random_case([5]), EncoderScript()
+        for _ in range(3):
+            script.op(attention(case), {})
+            script.op(attention(case), {})
+            script.add("commit")
+        assert script.lines()[-1] == "buffers 3"

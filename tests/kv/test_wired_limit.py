@@ -6,11 +6,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.generate import generation_stream, wired_limit
 
-import mlx_paged.kv.memory as wired_limit_module
+import mlx_paged.kv.limits as limits_module
 from mlx_paged import BatchGenerator, Engine, EngineService
-from mlx_paged.kv.memory import hold_wired_limit
+from mlx_paged.kv.limits import hold_limits
 from tests.support import TIMEOUT
-from tests.support.fake_macs import FakeMac, fake_mac
+from tests.support.fake_macs import GB, FakeMac, fake_mac
 from tests.support.models.tiny_models import tiny_model
 
 BEFORE = 12345
@@ -115,7 +115,7 @@ def test_it_is_restored_where_the_device_fails(mac, monkeypatch):
         raise RuntimeError("device error")
 
     owner = Owner()
-    release = hold_wired_limit(owner)
+    release = hold_limits(owner, GB)
     monkeypatch.setattr(mx, "synchronize", fail)
     with pytest.raises(RuntimeError, match="device error"):
         release()
@@ -136,8 +136,8 @@ def test_it_is_restored_where_an_engine_is_closed_on_a_device_that_fails(mac, ll
 def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
     """The garbage collector runs at any moment."""
     owners = [Owner()]
-    hold_wired_limit(owners[0])
-    limit = wired_limit_module._limit
+    hold_limits(owners[0], GB)
+    limit = limits_module._limits
     lock = limit._lock
 
     class CollectingLock:
@@ -150,7 +150,7 @@ def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
 
     monkeypatch.setattr(limit, "_lock", CollectingLock())
     owner = Owner()
-    hold_wired_limit(owner)
+    hold_limits(owner, GB)
     assert not owners and mac.wired == mac.working_set
     del owner
     assert mac.wired == BEFORE

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import ops
-from mlx_paged.ops import fallback, paged
+from mlx_paged.ops import dispatch, fallback, paged
 from tests.support.ops.paged_cases import (
     FLOAT32_ERROR,
     answer_by,
@@ -111,7 +111,7 @@ class TestKernelChoice:
     def test_gpus_copy_blocks_of_any_width(self, monkeypatch):
         """Those of scales have one or two columns."""
         monkeypatch.setattr(paged._ext.metal, "has_metal", lambda: True)
-        monkeypatch.setattr(paged, "_device", lambda stream: mx.gpu)
+        monkeypatch.setattr(dispatch, "device_of", lambda stream: mx.gpu)
         monkeypatch.setattr(paged.fallback, "copy_blocks", lambda *arrays: 1 / 0)
         scales = [mx.zeros((4, 2, 8, columns), mx.float16).swapaxes(0, 1) for columns in (1, 2)]
         mx.eval(scales)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlx_paged import ops
-from mlx_paged.ops import paged
+from mlx_paged.ops import dispatch
 from tests.support.ops.paged_cases import TOLERANCE, answer_by, as_numpy, primitives, worst_error
 from tests.support.ops.ragged_cases import LENGTHS, Ragged, ragged_case
 
@@ -24,7 +24,7 @@ def kernel(request, monkeypatch):
     """The kernel; plain MLX; the dense op, as on a GPU without a kernel for chunks."""
     answer_by(monkeypatch, lambda *_: "reference" if request.param == "reference" else "native")
     if request.param == "single tokens":
-        monkeypatch.setattr(paged, "_serves_varlen", lambda *_: False)
+        monkeypatch.setattr(dispatch, "serves_varlen", lambda *_: False)
     return request.param
 
 
@@ -39,15 +39,15 @@ def kernel(request, monkeypatch):
     ],
 )
 def test_gpus_have_a_kernel_for_some_pools(q_dtype, dtype, dims, is_served, monkeypatch):
-    monkeypatch.setattr(paged._ext.metal, "has_metal", lambda: True)
+    monkeypatch.setattr(dispatch._ext.metal, "has_metal", lambda: True)
     q = mx.zeros((1, 2, dims[0]), q_dtype)
     k, v = (mx.zeros((2, 1, 4, dim), dtype) for dim in dims)
     arrays = q, k, v, mx.zeros((1, 1), mx.int32)
-    assert paged._serves_varlen(mx.gpu, *arrays) == is_served
-    assert paged._serves_varlen(mx.cpu, *arrays)
+    assert dispatch.serves_varlen(mx.gpu, *arrays) == is_served
+    assert dispatch.serves_varlen(mx.cpu, *arrays)
     assert ops.serves_chunks(dtype, *dims) == (is_served or q_dtype != dtype)
-    monkeypatch.setattr(paged._ext.metal, "has_metal", lambda: False)
-    assert not paged._serves_varlen(mx.gpu, *arrays) and not ops.serves_chunks(dtype, *dims)
+    monkeypatch.setattr(dispatch._ext.metal, "has_metal", lambda: False)
+    assert not dispatch.serves_varlen(mx.gpu, *arrays) and not ops.serves_chunks(dtype, *dims)
 
 
 def assert_like_float64(case: Ragged, **overrides: Any) -> None:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "engine": {
         *("runner", "metrics", "scheduler", "attention", "sampling", "kv_disk", "kv", *REQUESTS)
     },
-    "cli": {"ops", "runner", "scheduler"},
+    "cli": {"kv", "ops", "runner", "scheduler"},
     "__main__": {"cli"},
     "runner": {"sampling", "metrics", "scheduler", "attention", "kv", "ops", *REQUESTS},
     "sampling": {"ops", *REQUESTS},

@@ -7,6 +7,7 @@ from mlx_paged.engine.core import EngineCore
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.metrics.stats import EngineStats
 from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.budget import MIN_CHUNK
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import SampledToken, Step
@@ -48,10 +49,14 @@ class FakeMachine:
 
 
 def make_engine(
-    max_stall: float | None, lookahead: bool = False, prefill_chunk: int = 512
+    max_stall: float | None,
+    lookahead: bool = False,
+    prefill_chunk: int = 512,
+    few_sizes: bool = False,
 ) -> tuple[EngineCore, FakeClock]:
     clock = FakeClock()
-    scheduler = Scheduler(BlockAllocator(8000, 16), 16, prefill_chunk, max_stall=max_stall)
+    options = {"max_stall": max_stall, "few_sizes": few_sizes}
+    scheduler = Scheduler(BlockAllocator(8000, 16), 16, prefill_chunk, **options)
     stats = EngineStats(16, 1, 8000)
     machine = FakeMachine(clock)
     return EngineCore(scheduler, machine, stats, lookahead=lookahead, clock=clock), clock
@@ -79,10 +84,11 @@ def run_streams_and_a_long_prompt(
             last[output.request_id] = clock.now
 
 
+@pytest.mark.parametrize("few_sizes", [False, True])
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("bound", [0.03, 0.06])
-def test_streams_wait_no_longer_than_the_bound_and_one_minimal_chunk(bound, lookahead):
-    engine, clock = make_engine(bound, lookahead)
+def test_streams_wait_no_longer_than_the_bound_and_one_minimal_chunk(bound, lookahead, few_sizes):
+    engine, clock = make_engine(bound, lookahead, few_sizes=few_sizes)
     gaps, _ = run_streams_and_a_long_prompt(engine, clock)
     minimal = MIN_CHUNK * (TOKEN + 6000 * CONTEXT)
     assert max(gaps) <= bound * 1.05 + minimal
@@ -94,8 +100,9 @@ def test_without_a_bound_streams_wait_for_whole_chunks():
     assert max(gaps) > 0.1
 
 
-def test_a_prompt_advances_even_if_streams_alone_break_the_bound():
-    engine, clock = make_engine(max_stall=1e-3)
+@pytest.mark.parametrize("few_sizes", [False, True])
+def test_a_prompt_advances_even_if_streams_alone_break_the_bound(few_sizes):
+    engine, clock = make_engine(max_stall=1e-3, few_sizes=few_sizes)
     gaps, ttft = run_streams_and_a_long_prompt(engine, clock)
     assert len(gaps) >= 8 * 6000 // 512, "the streams ended before the prompt was computed"
     steps = -(-6000 // MIN_CHUNK)
@@ -125,6 +132,52 @@ def test_a_slower_machine_gets_smaller_chunks():
         gaps.append(clock.now - before)
     minimal = 2 * MIN_CHUNK * (TOKEN + 6000 * CONTEXT)
     assert max(gaps) <= 0.06 * 1.05 + minimal
+
+
+def rows_of_chunks(engine: EngineCore, clock: FakeClock) -> list[tuple[int, int]]:
+    """Decode rows and prompt tokens of each step before the long prompt's last."""
+    seen = []
+    schedule = engine.scheduler.schedule
+
+    def noted() -> Step:
+        step = schedule()
+        if any(not span.samples for span in step.spans):
+            seen.append((step.work.decode_rows, step.work.chunk_tokens))
+        return step
+
+    engine.scheduler.schedule = noted
+    run_streams_and_a_long_prompt(engine, clock)
+    return seen
+
+
+@pytest.mark.parametrize("bound", [None, 0.03, 0.06])
+def test_rows_of_a_step_have_few_sizes_where_that_is_asked_for(bound):
+    seen = rows_of_chunks(*make_engine(bound, few_sizes=True))
+    for decodes, chunk in seen:
+        rows = decodes + chunk
+        spare = rows % max(8, min(64, (1 << rows.bit_length()) // 16))
+        assert spare == 0 or 8 * spare > chunk or chunk - spare < MIN_CHUNK
+    before = rows_of_chunks(*make_engine(bound))
+    assert len(seen) <= 1.1 * len(before)
+    sizes, others = ({sum(rows) for rows in each if rows[0]} for each in (seen, before))
+    assert sizes == {512} if bound is None else len(sizes) < len(others)
+
+
+def test_small_chunks_stay_as_they_are_and_nothing_fills_a_rounded_step():
+    scheduler = Scheduler(BlockAllocator(8000, 16), 16, 100, few_sizes=True)
+    for number, length in enumerate((3, 3, 3, 500, 500)):
+        params = SamplingParams(max_tokens=50)
+        scheduler.add(Request(number, [number] * length, params, seed=0))
+    first = scheduler.schedule()
+    assert [len(span) for span in first.spans] == [3, 3, 3, 87]
+    for span in first.spans:
+        span.request.tokens += [7] * span.samples
+    assert [len(span) for span in scheduler.schedule().spans] == [1, 1, 1, 93]
+    scheduler.budget.prefill_chunk = 17
+    for span in first.spans:
+        span.request.tokens += [7] * span.samples
+    third = scheduler.schedule()
+    assert [len(span) for span in third.spans] == [1, 1, 1, 17]  # 16 rows would be 4 tokens fewer
 
 
 @pytest.mark.parametrize("lookahead", [False, True])

@@ -32,6 +32,8 @@ def test_metrics_tell_what_the_engine_counted():
     for name in ("cow_clones", "evictions", "decode_tokens", "prefix_hit_tokens", "kv_bytes_read"):
         assert found[f"mlx_paged_{name}_total",] == getattr(stats, name)
     assert found["mlx_paged_kv_blocks_touched_total",] == stats.blocks_touched
+    budget = engine.memory_budget.parts
+    assert {use: found["mlx_paged_memory_budget_bytes", use] for use in budget} == budget
     assert stats.cow_clones and stats.prefix_hit_tokens and stats.kv_bytes_read
     num_prefills = sum(tick.has_prompt_tokens for tick in ticks)
     assert found["mlx_paged_prefill_chunk_seconds_count",] == num_prefills > 0

@@ -102,6 +102,7 @@ def test_a_choice_that_does_not_exist_is_answered_with_those_that_do(capsys, fla
         (["--prompt-cache-bytes", "2MB"], "kv_memory", 2_000_000),
         (["--prompt-cache-bytes", "2MB", "--kv-memory", "0.5"], "kv_memory", 500_000_000),
         ([], "kv_memory", None),
+        (["--cache-limit", "0.5"], "cache_limit", 500_000_000),
         (["--prompt-cache-size", "0"], "prefix_cache", False),
         (["--no-prefix-cache"], "prefix_cache", False),
         ([], "prefix_cache", True),

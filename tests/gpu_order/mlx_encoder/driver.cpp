@@ -7,6 +7,9 @@
 //   encode                         the op
 //   read BUFFER ELEMENTS           an op of MLX's own that reads memory of a pool
 //   end                            of the command encoder
+//   finish                         wait for the end of all this
+//   fail                           a command buffer fails before the next "finish" ends
+//   commit                         the command buffer
 #include <iostream>
 #include <map>
 #include <string>
@@ -67,6 +70,16 @@ void read(std::istream& in) {
   encoder.dispatch_threads({1, 1, 1}, {1, 1, 1});
 }
 
+void finish() {
+  const auto wait = end_of_work(kStream);
+  std::cout << "launched\n";
+  try {
+    wait();
+  } catch (const std::runtime_error&) {
+    std::cout << "raised\n";
+  }
+}
+
 void run(std::istream& in) {
   LaunchPlans plans;
   std::vector<mx::array> inputs, outputs;
@@ -86,6 +99,12 @@ void run(std::istream& in) {
       outputs.clear();
     } else if (word == "read") {
       read(in);
+    } else if (word == "finish") {
+      finish();
+    } else if (word == "fail") {
+      mx::metal::get_command_encoder(kStream).fails = true;
+    } else if (word == "commit") {
+      mx::metal::get_command_encoder(kStream).commit();
     } else if (word == "end") {
       mx::metal::get_command_encoder(kStream).end_encoding();
     } else {
@@ -98,4 +117,7 @@ void run(std::istream& in) {
 
 }  // namespace mlx_paged
 
-int main() { mlx_paged::run(std::cin); }
+int main() {
+  mlx_paged::run(std::cin);
+  std::cout << "buffers " << mlx_paged::num_command_buffers() << "\n";
+}

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_paged import ops
-from mlx_paged.ops import paged
+from mlx_paged.ops import dispatch
 from tests.support.ops.numpy_reference import paged_attention_numpy
 
 LAYOUTS = {"HNSD": (0, 1, 2, 3), "NHSD": (1, 0, 2, 3), "NSHD": (1, 2, 0, 3)}
@@ -251,7 +251,7 @@ MANY_OPTIONS = ("window_21", "sinks", "softcap", "alibi", "float_mask", "partial
 def answer_by(monkeypatch: Any, kernel_for: Callable[..., str]) -> None:
     """Let `kernel_for` say which kernel answers, for the ops and for whoever asks them."""
     monkeypatch.setattr(ops, "kernel_for", kernel_for)
-    monkeypatch.setattr(paged, "kernel_for", kernel_for)
+    monkeypatch.setattr(dispatch, "kernel_for", kernel_for)
 
 
 def hide_blocks(case: Case) -> None:

@@ -8,14 +8,38 @@
 #include <iostream>
 #include <map>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "mlx/array.h"
 
+namespace NS {
+
+template <typename T>
+T* RetainPtr(T* object) {
+  return object;
+}
+template <typename T>
+T* TransferPtr(T* object) {
+  return object;
+}
+struct AutoreleasePool {
+  static AutoreleasePool* alloc() {
+    static AutoreleasePool pool;
+    return &pool;
+  }
+  AutoreleasePool* init() { return this; }
+};
+
+}  // namespace NS
+
 namespace MTL {
 
+struct CommandBuffer {
+  void waitUntilCompleted() const { std::cout << "completed\n"; }
+};
 class Buffer;
 class Library;
 struct ComputePipelineState {
@@ -80,6 +104,21 @@ class CommandEncoder {
   void dispatch_threadgroups(MTL::Size, MTL::Size) { dispatch(); }
   void dispatch_threads(MTL::Size, MTL::Size) { dispatch(); }
 
+  const MTL::CommandBuffer* get_command_buffer() const { return &buffers_[num_committed_ % 2]; }
+  void commit() {
+    ++num_committed_;
+    std::cout << "commit\n";
+  }
+
+  // Opens an encoder, which is when MLX throws the error of an earlier command buffer.
+  void barrier() {
+    if (fails) {
+      throw std::runtime_error("[METAL] Command buffer execution failed");
+    }
+    std::cout << "opened\n";
+  }
+  bool fails = false;
+
   // Prints the numbers of the earlier encoders that this one waits for.
   void end_encoding() {
     for (const array& t : temporaries_) {
@@ -133,6 +172,8 @@ class CommandEncoder {
     bound_.clear();
   }
 
+  MTL::CommandBuffer buffers_[2];
+  int num_committed_ = 0;
   std::map<int, const void*> bound_;
   std::map<const void*, int> prev_ce_outputs_;
   std::vector<array> temporaries_;

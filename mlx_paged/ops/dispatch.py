@@ -1,0 +1,280 @@
+"""Where a call of an op is computed: by a compiled kernel, or by plain MLX. Dimension letters as in
+:mod:`mlx_paged.ops.paged`.
+
+A GPU's compiler may refuse a kernel. The first question about one kind of calls compiles their
+pipelines, on arrays of zeros, and the answer is kept.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, TypeVar
+
+import mlx.core as mx
+
+from mlx_paged import _ext
+from mlx_paged.ops.formats import dims_of, format_of
+
+Stream = mx.Stream | mx.ThreadLocalStream | mx.Device | mx.DeviceType
+Tagged = TypeVar("Tagged", bound=mx.array)
+
+VARIABLE = "MLX_PAGED_METAL"  # 0: no kernel of this package runs on a GPU
+
+LENGTHS = *range(1, _ext.metal.MOST_ROWS + 1), 8, 64
+"""Tokens of a sequence: a decode, drafts, a chunk whose threadgroups are full. Calls of other
+lengths have the pipelines of the next length, or of the last one."""
+
+SHORT_CONTEXT, LONG_CONTEXT = 512, 8192  # tokens; longer contexts may be split over threadgroups
+
+_Rows = tuple[tuple[int, ...], mx.Dtype]  # of a block: shape and type
+
+refused: dict[str, str] = {}
+"""By kernel: what the compiler said."""
+
+
+def kernel_for(
+    stream: Stream | None = None, head_dim: int = 64, v_head_dim: int = 64
+) -> Literal["native", "reference"]:
+    """Whether a stream or device runs the compiled kernel ("native") or plain MLX ("reference").
+
+    CPUs have a kernel for all head dimensions. GPUs have one if this build has Metal, the variable
+    MLX_PAGED_METAL is not 0, and the head dimensions are multiples of 4 up to 576; plain MLX also
+    computes what the GPU's compiler refuses. Within one of MLX's function transformations (grad,
+    vjp, jvp, vmap, compile) the answer is "reference": plain MLX has derivatives.
+    """
+    if _ext.is_transforming():
+        return "reference"
+    return kernel_on(stream, head_dim, v_head_dim)
+
+
+def kernel_on(
+    stream: Stream | None, head_dim: int = 64, v_head_dim: int = 64
+) -> Literal["native", "reference"]:
+    if device_of(stream) == mx.cpu:
+        return "native"
+    metal = are_on() and not _ext.metal.unsupported(head_dim, v_head_dim)
+    return "native" if metal else "reference"
+
+
+def device_of(stream: Stream | None) -> mx.Device | mx.DeviceType:
+    if stream is None:
+        return mx.default_device()
+    return stream if isinstance(stream, mx.Device | mx.DeviceType) else stream.device
+
+
+def serves_chunks(dtype: mx.Dtype, head_dim: int, v_head_dim: int) -> bool:
+    """Whether the GPU's kernel for chunks takes pools of this dtype with these head dimensions."""
+    return are_on() and _ext.metal.serves_chunks(dtype, head_dim, v_head_dim)
+
+
+def takes_attention(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    columns: int,
+    tokens: int | None,
+    stream: Stream | None = None,
+    **options: Any,
+) -> bool:
+    """False if the GPU's compiler refuses a kernel of such a call, one layer's, so that plain MLX
+    computes it. :func:`take_attention` has the arguments."""
+    dims = k_cache.shape[-1], dims_of(v_cache)
+    if device_of(stream) == mx.cpu or kernel_on(stream, *dims) == "reference":
+        return True
+    return take_attention(q, k_cache, v_cache, columns, tokens, **options)
+
+
+def writes_in_place(
+    k: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    slot_mapping: mx.array,
+    scaled: bool = False,
+    stream: Stream | None = None,
+) -> bool:
+    """Whether ``write_kv`` with these arguments writes in place; `scaled`: with scales."""
+    if not is_native(stream, k_cache, v_cache, slot_mapping):
+        return False
+    is_cpu = device_of(stream) == mx.cpu
+    return is_cpu or take_writes(k.dtype, k_cache, v_cache, scaled)
+
+
+def copies_in_place(
+    k_cache: mx.array, v_cache: mx.array, block_pairs: mx.array, stream: Stream | None = None
+) -> bool:
+    """Whether ``copy_blocks`` with these arguments copies in place; arrays of any width."""
+    if not is_compiled(stream, block_pairs):
+        return False
+    return device_of(stream) == mx.cpu or take_copies(k_cache, v_cache)
+
+
+def append_kv(
+    kind: type[Tagged],
+    k: mx.array,
+    v: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    slot_mapping: mx.array,
+    *read: Any,
+) -> tuple[mx.array, mx.array, Tagged, Tagged] | None:
+    """``write_kv`` and ``gather_blocks`` in one call: see ``mlx_paged._ext.append_kv``. None where
+    the device does not write in place."""
+    arrays = k_cache, v_cache, slot_mapping
+    on_gpu = mx.default_device() != mx.cpu and k.dtype == k_cache.dtype
+    if on_gpu and not writes_in_place(k, *arrays):
+        return None
+    return _ext.append_kv(kind, k, v, *arrays, *read)
+
+
+def is_compiled(stream: Stream | None, indices: mx.array, *dims: int) -> bool:
+    """Whether the stream computes an op with these indices by the compiled kernel. Plain MLX needs
+    their values: if MLX transforms these too, only the compiled op is possible."""
+    return (kernel_for if _ext.has_values(indices) else kernel_on)(stream, *dims) == "native"
+
+
+def is_native(
+    stream: Stream | None, k_cache: mx.array, v_cache: mx.array, indices: mx.array
+) -> bool:
+    """Whether the stream can evaluate the compiled op for these caches."""
+    columns = v_cache.shape[-1]
+    if v_cache.dtype == mx.uint8 and columns % 4 == 0:  # GPUs need whole vectors of pairs, too
+        columns *= 2
+    return is_compiled(stream, indices, k_cache.shape[-1], columns)
+
+
+def serves_varlen(
+    stream: Stream | None, q: mx.array, k_cache: mx.array, v_cache: mx.array, indices: mx.array
+) -> bool:
+    """Whether the stream can evaluate the compiled op for sequences of different lengths."""
+    if device_of(stream) == mx.gpu:
+        fits = k_cache.dtype in (q.dtype, mx.int8)
+        if not fits or not serves_chunks(q.dtype, k_cache.shape[-1], dims_of(v_cache)):
+            return False
+    return is_native(stream, k_cache, v_cache, indices)
+
+
+def are_on() -> bool:
+    """Whether this build has the kernels, and the environment lets them run."""
+    return _ext.metal.has_metal() and not are_switched_off()
+
+
+@cache
+def are_switched_off() -> bool:
+    """Whether the environment forbids them."""
+    return os.environ.get(VARIABLE) == "0"
+
+
+def take_attention(
+    q: mx.array,
+    k_cache: mx.array,
+    v_cache: mx.array,
+    columns: int,
+    tokens: int | None,
+    *,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    **others: Any,
+) -> bool:
+    """Whether the GPU takes attention of `q`, so many `tokens` of each sequence, over tables of
+    `columns` blocks. With None the sequences have different numbers of tokens. The `others` are
+    options of no model's layer, and taken where a call without them is."""
+    length = (
+        LENGTHS[-1] if tokens is None else min(n for n in LENGTHS if n >= min(tokens, LENGTHS[-1]))
+    )
+    options = window is not None, sinks is not None, softcap is not None, causal
+    caches = *k_cache.shape[::2], k_cache.dtype, v_cache.dtype, dims_of(v_cache)
+    is_long = columns * k_cache.shape[2] > SHORT_CONTEXT
+    shape = q.shape[1], length, q.shape[3]
+    return _take_attention(shape, q.dtype, caches, is_long, tokens is None, options)
+
+
+@cache
+def _take_attention(
+    shape: tuple[int, int, int],
+    dtype: mx.Dtype,
+    caches: tuple[int, int, mx.Dtype, mx.Dtype, int],
+    is_long: bool,
+    ragged: bool,
+    options: tuple[bool, bool, bool, bool],
+) -> bool:
+    (heads, length, head_dim), (slots, size, k_dtype, v_dtype, v_dim) = shape, caches
+    k = _zeros((slots, 1, size, head_dim), k_dtype)
+    is_latent = slots == 1 and k_dtype == v_dtype and v_dim < head_dim
+    v_columns = v_dim // 2 if v_dtype == mx.uint8 else v_dim
+    v = k[..., :v_dim] if is_latent else _zeros((slots, 1, size, v_columns), v_dtype)
+    given: dict[str, Any] = {"scale": 1.0, "causal": options[3], **_scales(k, v)}
+    for name, is_given, value in zip(
+        ("window", "sinks", "softcap"), options, (1, _zeros((heads,), dtype), 1.0), strict=False
+    ):
+        given[name] = value if is_given else None
+    q = _zeros((1, heads, length, head_dim), dtype)
+    if ragged:
+        q, given["cu_seqlens"] = q.transpose(2, 1, 0, 3), mx.array([0, length], mx.int32)
+    tables = [_zeros((1, n), mx.int32) for n in (1, -(-LONG_CONTEXT // size))[: 1 + is_long]]
+    lens, plan = _zeros((1,), mx.int32), _ext.metal.plan_attention
+    return all([_compile(plan, q, k, v, table, lens, **given) for table in tables])
+
+
+def take_writes(dtype: mx.Dtype, k_cache: mx.array, v_cache: mx.array, scaled: bool) -> bool:
+    """Whether the GPU takes writes of rows of this dtype to these caches; `scaled` quantizes."""
+    keys, values = ((cache.shape[2:], cache.dtype) for cache in (k_cache, v_cache))
+    return _take_writes(dtype, keys, values, scaled)
+
+
+@cache
+def _take_writes(dtype: mx.Dtype, keys: _Rows, values: _Rows, scaled: bool) -> bool:
+    caches = [_zeros((1, 1, *shape), form) for shape, form in (keys, values)]
+    rows = [_zeros((1, 1, dims_of(c) if scaled else c.shape[3]), dtype) for c in caches]
+    slots, scales = _zeros((1,), mx.int32), _scales(*caches) if scaled else {}
+    return _compile(_ext.metal.plan_write_kv, *rows, *caches, slots, **scales)
+
+
+def take_copies(k_cache: mx.array, v_cache: mx.array) -> bool:
+    """Whether the GPU takes copies of blocks in these caches."""
+    return _take_copies(k_cache.dtype, k_cache.shape[3], v_cache.dtype, v_cache.shape[3])
+
+
+@cache
+def _take_copies(k_dtype: mx.Dtype, k_columns: int, v_dtype: mx.Dtype, v_columns: int) -> bool:
+    caches = _zeros((1, 1, 1, k_columns), k_dtype), _zeros((1, 1, 1, v_columns), v_dtype)
+    return _compile(_ext.metal.plan_copy_blocks, *caches, _zeros((1, 2), mx.int32))
+
+
+def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    return mx.zeros(shape, dtype, stream=mx.cpu)
+
+
+def _scales(k_cache: mx.array, v_cache: mx.array) -> dict[str, mx.array]:
+    """Scales of quantized caches; none of others."""
+    return {
+        name: _zeros((*cache.shape[:3], format_of(cache).scale_columns(dims_of(cache))), mx.float16)
+        for name, cache in (("k_scales", k_cache), ("v_scales", v_cache))
+        if not mx.issubdtype(cache.dtype, mx.floating)
+    }
+
+
+def _compile(plan: Callable[..., dict[str, Any]], *arrays: mx.array, **options: Any) -> bool:
+    """Compile the pipelines of a call, each by itself. The first refusal of a kernel is logged."""
+    is_taken = True
+    for launch in plan(*arrays, **options)["launches"]:
+        if message := _ext.metal.refusal(launch):
+            is_taken, kernel = False, launch["kernel"]
+            if kernel not in refused:
+                refused[kernel] = message
+                logging.warning("%s: plain MLX instead, the compiler says: %s", kernel, message)
+    return is_taken
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether MLX tells of a command buffer that failed: to whoever asks next, and only once."""
+    return isinstance(error, RuntimeError) and str(error).startswith("[METAL] Command buffer")
+
+
+def forget() -> None:
+    """Ask the compiler and the environment again from now on."""
+    refused.clear()
+    for answers in (are_switched_off, _take_attention, _take_writes, _take_copies):
+        answers.cache_clear()

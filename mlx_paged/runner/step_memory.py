@@ -1,0 +1,53 @@
+"""How much memory the arrays of a step take at most, as the widths of a model's layers say."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from mlx_paged.runner.model_probe import ModelProfile
+
+COPIES = 3  # arrays as wide as a linear layer's output that come of it, that output included
+SCORES = 4  # arrays of a row of logits in float32 that the sampler makes
+STEPS = 2  # the step that is encoded, and the one before it
+LONG_PROMPT = 1 << 14  # tokens; where keys are gathered, a longer prompt takes more
+
+IN_FLIGHT = 12
+"""MLX waits while more than ten command buffers are under way. The outputs of the last one wait."""
+
+ELEMENTS = 50 << 20
+"""The op with which the inputs of a command buffer have more elements is its last one."""
+
+
+def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running: int) -> int:
+    """Bytes of the arrays that are alive at once while a step computes `chunk` tokens of prompts
+    beside `max_running` sequences: all of two steps, or what the command buffers bind that may be
+    under way."""
+    widths = vocab = 0
+    for name, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+        weight = getattr(layer, "weight", None)
+        if not isinstance(weight, mx.array) or weight.ndim < 2:
+            continue
+        if isinstance(layer, nn.Embedding | nn.QuantizedEmbedding) or "head" in name:
+            vocab = max(vocab, weight.shape[0])
+            continue
+        is_switch = isinstance(layer, SwitchLinear | QuantizedSwitchLinear)
+        widths += weight.shape[-2] * (_experts(model) if is_switch else 1)
+    shapes = [shape for shape in profile.shapes if shape is not None]
+    item = max((shape.dtype.size for shape in shapes), default=4)
+    gathered = max((LONG_PROMPT * shape.token_bytes // item for shape in shapes), default=0)
+    arrays = COPIES * (chunk + max_running) * widths + len(shapes) * gathered
+    alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + gathered))
+    return alive * item + 4 * SCORES * max_running * vocab
+
+
+def _experts(model: nn.Module) -> int:
+    """How many experts compute a token."""
+    args: Any = getattr(model, "args", None)
+    text = getattr(args, "text_config", None) or {}
+    text = text if isinstance(text, dict) else vars(text)
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    found = (getattr(args, name, None) or text.get(name) for name in names)
+    return next((int(count) for count in found if count), 8)

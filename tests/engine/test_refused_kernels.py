@@ -1,0 +1,156 @@
+"""What the GPU's compiler refuses is computed in plain MLX, and is named."""
+
+import logging
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from mlx_paged import Engine, ops
+from mlx_paged.attention import forward
+from mlx_paged.attention.prewarm import prewarm
+from mlx_paged.ops import dispatch
+from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.server.metrics import engine_metrics
+from tests.support.engine.emulated_gpu import LONG_CHUNK, HalfModel
+from tests.support.engine.refusing_gpu import MESSAGE, RefusingGPU
+from tests.support.models.tiny_models import VOCAB, solo_greedy, tiny_model
+from tests.support.ops.numpy_quantization import quantized_mlx_lm
+
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 37, 61)]
+LONG = np.random.default_rng(0).integers(0, VOCAB, 530).tolist()
+NUM_TOKENS = 5
+KERNELS = "paged_attention", "matrix_attention", "merge_splits", "write_kv", "copy_blocks"
+ATTENTION = KERNELS[:3]
+
+
+@pytest.fixture(autouse=True)
+def asked_again() -> Iterator[None]:
+    yield
+    for answers in (dispatch.forget, forward._forced_path.cache_clear):
+        answers()
+
+
+def complete(half: HalfModel, kv_bits=None, prompts=PROMPTS, prewarm=True) -> tuple[Engine, int]:
+    """An engine after it has answered with a fork; and the near ties where its tokens differ from
+    mlx-lm's."""
+    engine = Engine(
+        half.model,
+        block_size=8,
+        num_blocks=128,
+        prefill_chunk=2 * LONG_CHUNK,
+        kv_bits=kv_bits,
+        prewarm=prewarm,
+    )
+    tokens: dict[int, list[int]] = {}
+    ids = [engine.add_request(prompt, max_tokens=NUM_TOKENS) for prompt in prompts]
+    child, prefix = None, []
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).append(output.token)
+            if child is None and len(tokens.get(ids[0], ())) == 2:
+                child = engine.fork(ids[0], max_tokens=3)
+                prefix = list(engine.request(child).tokens)
+    told = [*zip(prompts, (tokens[i] for i in ids), strict=True), (prefix, tokens[child])]
+    assert engine.stats.faults == 0 and engine.stats.cow_clones > 0
+    return engine, sum(not half.check(*each) for each in told)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_each_kernel_may_be_refused(kernel, monkeypatch, caplog):
+    half = HalfModel("llama", num_hidden_layers=2)
+    gpu = RefusingGPU(monkeypatch, kernel)
+    with caplog.at_level(logging.WARNING):
+        prompts = [PROMPTS[0], LONG] if kernel == "merge_splits" else PROMPTS
+        engine, num_ties = complete(half, prompts=prompts)
+    ran = {k for k in KERNELS if any(n.startswith(k) for n in gpu.runner.trace.kernels)}
+    assert kernel not in ran and {"write_kv", "copy_blocks"} - {kernel} <= ran
+    assert num_ties <= 1
+    refused = engine.stats.refused_kernels
+    assert refused and all(name.startswith(kernel) for name in refused)
+    assert set(refused.values()) == {MESSAGE}
+    assert engine.metrics()["refused_kernels"] == refused
+    assert sum(MESSAGE in record.getMessage() for record in caplog.records) == len(refused)
+    families = {f.name: f for f in engine_metrics(engine, "tiny")}
+    samples = families["mlx_paged_refused_kernels"].samples
+    assert {sample.labels["kernel"] for sample in samples} == set(refused)
+
+
+@pytest.mark.parametrize("kv_bits", [8, "8,4"])
+def test_quantized_writes_may_be_refused(kv_bits, monkeypatch):
+    half = HalfModel("llama", num_hidden_layers=2, head_dim=32)
+    gpu = RefusingGPU(monkeypatch, "write_quantized")
+    with quantized_mlx_lm(kv_bits):
+        engine, num_ties = complete(half, kv_bits)
+    assert num_ties <= 1 and engine.stats.refused_kernels
+    names = gpu.runner.trace.kernels
+    assert any(name.startswith("matrix_attention_k8") for name in names)
+    assert not any(name.startswith("write_quantized") for name in names)
+
+
+def test_latent_writes_may_be_refused(monkeypatch):
+    half = HalfModel("deepseek_v3", num_hidden_layers=2, first_k_dense_replace=2)
+    RefusingGPU(monkeypatch, "write_kv")
+    engine, num_ties = complete(half)
+    assert num_ties <= 1 and engine.stats.refused_kernels
+
+
+def test_a_variable_switches_all_kernels_off(monkeypatch):
+    monkeypatch.setenv(dispatch.VARIABLE, "0")
+    half = HalfModel("llama", num_hidden_layers=2)
+    gpu = RefusingGPU(monkeypatch)
+    engine, num_ties = complete(half)
+    assert num_ties <= 1 and not gpu.runner.trace.kernels
+    assert not engine.stats.refused_kernels and forward.path_counts["paged"] == 0
+    assert ops.kernel_for() == "reference"
+
+
+def test_gathering_compiles_no_attention(monkeypatch):
+    half = HalfModel("llama", num_hidden_layers=2)
+    kinds = probe(half.model).attentions
+    gpu = RefusingGPU(monkeypatch)
+    kernels = gpu.runner.trace.kernels
+    prewarm(kinds, 8)
+    assert any(name.startswith(ATTENTION) for name in kernels)
+    kernels.clear()
+    monkeypatch.setenv(forward.VARIABLE, "gather")
+    forward._forced_path.cache_clear()
+    prewarm(kinds, 8)
+    assert kernels and not any(name.startswith(ATTENTION) for name in kernels)
+
+
+def test_ragged_steps_need_few_pipelines(monkeypatch):
+    """Those that an engine dispatches, and no others."""
+    half = HalfModel("llama", num_hidden_layers=2)
+    gpu = RefusingGPU(monkeypatch)
+    pipelines = gpu.runner.trace.pipelines
+    kinds = probe(half.model).attentions
+    prewarm(kinds, 8)
+    num_all = len(set(pipelines))
+    pipelines.clear()
+    prewarm(kinds, 8, only_ragged=True)
+    warmed = set(pipelines)
+    assert len(warmed) < num_all
+    pipelines.clear()
+    engine, _ = complete(half, prompts=[PROMPTS[0], PROMPTS[1], LONG], prewarm=False)
+    engine.generate([LONG + PROMPTS[0]], max_tokens=1)  # a short chunk after a long prefix
+    assert set(pipelines) == warmed
+
+
+def test_a_chunk_and_a_decode_are_computed_before_the_first_request(monkeypatch):
+    model, computed, launch = tiny_model("jamba"), [], ModelRunner.launch
+
+    def noted(runner, step, before):
+        computed.append([(len(span), span.samples) for span in step.spans])
+        return launch(runner, step, before)
+
+    monkeypatch.setattr(ModelRunner, "launch", noted)
+    RefusingGPU(monkeypatch)
+    engine = Engine(model, block_size=8, num_blocks=128, prefill_chunk=40)
+    assert computed == [[(40, False)], [(1, True)]]
+    assert engine.stats.prewarm_seconds > 0 and engine.stats.steps == 0
+    engine.manager.check_integrity()
+    assert engine.manager.blocks_in_use == 0
+    (done,) = engine.generate(PROMPTS[:1], max_tokens=NUM_TOKENS)
+    assert done.tokens == solo_greedy(model, PROMPTS[0], NUM_TOKENS)

@@ -1,0 +1,83 @@
+"""The steps of an engine on the model of MLX's allocator: what they take is bounded."""
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models import llama
+
+from mlx_paged.request import Request
+from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.scheduler import Scheduler
+from tests.gpu_memory.allocator import NO_LIMIT, Allocator
+from tests.gpu_memory.engine_steps import Op, StepArrays, metals_ops
+from tests.gpu_memory.replay import Device
+from tests.gpu_memory.report import MODELS, made, promised, replayed
+
+NUM_STEPS = 500
+MIB = 2**20
+
+
+def small() -> llama.Model:
+    """The widths of a 1B model, in two layers."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64}
+    args = llama.ModelArgs("llama", vocab_size=32_000, rms_norm_eps=1e-5, **sizes, **heads)
+    model = llama.Model(args)
+    model.set_dtype(mx.float16)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> llama.Model:
+    return small()
+
+
+def test_an_array_lives_until_the_command_buffer_that_reads_it_is_complete():
+    """`b` takes nobody's memory, `c` takes b's, and the result outlives the step by one step."""
+    size = 4 * MIB
+    step = [
+        Op("constants", [], [("a", size, size)]),
+        Op("Matmul", ["a"], [("b", size, size)]),
+        Op("Reshape", ["b"], [("view", size, size)]),
+        Op("Negative", ["view"], [("c", size, size)]),
+    ]
+    allocator = Allocator()
+    device = Device(allocator)
+    device.run(step, {"c"})
+    assert (allocator.num_new, allocator.active) == (2, 2 * size)
+    for _ in range(20):
+        device.run(step, {"c"})
+    assert allocator.active <= 13 * size
+
+
+def test_a_step_of_a_model_allocates_each_layers_output_once(model):
+    """Among the arrays of a step are the outputs of all linear layers, at their widths."""
+    with metals_ops():
+        arrays = StepArrays(model, 100)
+        scheduler = Scheduler(arrays.blocks, 4, 512)
+        scheduler.add(Request(0, [1] * 500, SamplingParams(max_tokens=5), seed=0))
+        ops, results = arrays.ops(scheduler.schedule())
+    made = [op.outputs[0][1] for op in ops if op.name == "Matmul"]
+    kv, others = [512, 512], [2048, 2048, 8192, 8192, 2048]
+    of_all = [500 * width for width in kv + others + kv]  # of the last layer only K and V
+    assert sorted(made) == sorted([*of_all, *others, 32_000])
+    assert results <= {name for op in ops for name, *_ in op.outputs}
+
+
+def test_memory_is_bounded_for_many_steps_of_arbitrary_arrivals(model):
+    """The limit is that of a small pool that was asked for. Without a limit, with rows and lengths
+    of any size, the cache grows far beyond it; few sizes alone help less."""
+    step = promised(model)
+    held, unbounded = replayed(model, "long prompts", NUM_STEPS, [step, NO_LIMIT])
+    exact = {"few_sizes": False, "even_lengths": False}
+    [before] = replayed(model, "long prompts", NUM_STEPS, [NO_LIMIT], **exact)
+    assert held.peak_active <= step
+    assert held.peak <= 2 * step < before.peak
+    assert 2 * unbounded.peak < before.peak
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_step_takes_is_promised_for_models_of_each_kind(name):
+    """The widths are those of the real models, in eight layers."""
+    model = made(name, layers=8)
+    [found] = replayed(model, "long prompts", 15, [NO_LIMIT])
+    assert 0.1 * promised(model) < found.peak_active <= promised(model)

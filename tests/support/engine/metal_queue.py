@@ -1,0 +1,130 @@
+"""A Metal queue as MLX's sources show it, for engines that compute on a CPU.
+
+mlx/backend/metal/device.cpp, event.cpp and array.cpp of 0.32.2 to 0.32.4:
+
+- A command buffer signals its events when its commands end. Its completion handler runs later, and
+  handlers run in the order of the buffers. A handler notes a failure in its encoder's error.
+- To open an encoder raises that error once, and clears it.
+- ``array::wait`` raises nothing if the event was signalled before it looks.
+- ``CommandEncoder::synchronize`` waits until all handlers have run, then raises the error.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_paged import ops
+from mlx_paged.kv.pool import as_int32
+from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
+from mlx_paged.scheduler.step import Step
+from tests.support.models.tiny_models import VOCAB
+
+MESSAGE = "[METAL] Command buffer execution failed: planted."
+BUFFERS = 3  # that the work of a step fills
+
+
+class MetalQueue:
+    """Fails once, in one command buffer of one launch: its tokens are wrong, its K/V is garbage.
+
+    Args:
+        at: which launch fails.
+        buffer: which of its buffers.
+        seed: decides how late handlers run.
+
+    Attributes:
+        failures: command buffers that failed.
+        told: how often an error was raised.
+    """
+
+    def __init__(self, at: int, buffer: int, seed: int) -> None:
+        self.failures = self.told = 0
+        self._at, self._buffer = at, buffer
+        self._random = Random(seed)
+        self._buffers: list[bool] = []  # whether each of those that were committed failed
+        self._num_handled = 0
+        self._error: str | None = None
+        self._launches = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let engines run on this queue."""
+        launch = ModelRunner.launch
+
+        def launched(runner: ModelRunner, step: Step, before: LaunchedStep | None) -> LaunchedStep:
+            return self._launched(runner, step, launch(runner, step, before))
+
+        monkeypatch.setattr(ModelRunner, "launch", launched)
+        monkeypatch.setattr(mx, "async_eval", self._encoding(mx.async_eval))
+        monkeypatch.setattr(mx, "synchronize", self._synchronized(mx.synchronize))
+        monkeypatch.setattr(ops.metal, "end_of_work", self.end_of_work)
+
+    def end_of_work(self) -> Callable[[], None]:
+        """As ``csrc/metal/encode.cpp``."""
+        self._buffers.append(False)
+        count = len(self._buffers)
+
+        def wait() -> None:
+            self._handle(count)
+            self._check()
+
+        return wait
+
+    def _launched(self, runner: ModelRunner, step: Step, launched: LaunchedStep) -> LaunchedStep:
+        self._launches += 1
+        if self._launches != self._at:
+            return launched
+        # The last buffers are those of the step's own work and the one that marks its end.
+        self._buffers[-1 - BUFFERS + self._buffer] = True
+        self.failures += 1
+        spoil(runner, step)
+        if launched.sampled is None:
+            return launched
+        wrong = (launched.sampled.tokens + 1) % VOCAB
+        return replace(launched, sampled=replace(launched.sampled, tokens=wrong))
+
+    def _encoding(self, function: Callable[..., None]) -> Callable[..., None]:
+        def encode(*args: Any) -> None:
+            self._handle(self._random.randint(self._num_handled, len(self._buffers)))
+            self._check()
+            function(*args)
+            self._buffers += [False] * BUFFERS
+
+        return encode
+
+    def _synchronized(self, function: Callable[..., None]) -> Callable[..., None]:
+        def synchronize(*args: Any) -> None:
+            function(*args)
+            self._handle(len(self._buffers))
+            self._check()
+
+        return synchronize
+
+    def _handle(self, count: int) -> None:
+        """Run the handlers of the first `count` buffers, as far as they have not run yet."""
+        for has_failed in self._buffers[self._num_handled : count]:
+            if has_failed and self._error is None:
+                self._error = MESSAGE
+        self._num_handled = max(self._num_handled, count)
+
+    def _check(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            self.told += 1
+            raise RuntimeError(error)
+
+
+def spoil(runner: ModelRunner, step: Step) -> None:
+    """Write garbage to every slot of the blocks that a step's requests hold."""
+    pool, allocator = runner.pool, runner.allocator
+    for layer, shape in enumerate(pool.shapes):
+        size = pool.k[layer].shape[2]
+        blocks = np.unique(np.concatenate([allocator.table(s.request.id) for s in step.spans]))
+        slots = (blocks[:, None] * size + np.arange(size)).reshape(-1)
+        rows = [
+            mx.full((slots.size, shape.n_kv_heads, dim), 3.0, shape.dtype) for dim in shape.row_dims
+        ]
+        pool.write(layer, *rows, as_int32(slots.astype(np.int32)))
