@@ -51,7 +51,7 @@ def answers(directory, float32, prompts, tmp_path_factory, request) -> list[list
     before it, so it would say the same. For two chats mlx-lm says them itself.
     """
     begin = time.perf_counter()
-    engine = Engine(*float32, num_blocks=400, max_running=1)
+    engine = Engine(*float32, num_blocks=400, max_running=16)
     limit = mlx_lm_answers.LIMIT
     completions = engine.generate(prompts, max_tokens=limit, temperature=0.0)
     proposed = [completion.tokens for completion in completions]
