@@ -75,14 +75,32 @@ def takes_attention(
     columns: int,
     tokens: int | None,
     stream: Stream | None = None,
-    **options: Any,
+    *,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    softcap: float | None = None,
+    causal: bool = True,
+    **others: Any,
 ) -> bool:
-    """False if the GPU's compiler refuses a kernel of such a call, one layer's, so that plain MLX
-    computes it. :func:`take_attention` has the arguments."""
-    dims = k_cache.shape[-1], dims_of(v_cache)
+    """False if the GPU's compiler refuses a kernel of such a call, so that plain MLX computes it.
+
+    Args:
+        k_cache, v_cache: one layer's.
+        columns: blocks of a table.
+        tokens: of each sequence; None: the sequences have different numbers of tokens.
+        others: options of no model's layer, which are taken where a call without them is.
+    """
+    value_dim = dims_of(v_cache)
+    dims = k_cache.shape[-1], value_dim
     if device_of(stream) == mx.cpu or kernel_on(stream, *dims) == "reference":
         return True
-    return take_attention(q, k_cache, v_cache, columns, tokens, **options)
+    most = LENGTHS[-1]
+    length = most if tokens is None else min(n for n in LENGTHS if n >= min(tokens, most))
+    options = window is not None, sinks is not None, softcap is not None, causal
+    caches = *k_cache.shape[::2], k_cache.dtype, v_cache.dtype, value_dim
+    is_long = columns * k_cache.shape[2] > SHORT_CONTEXT
+    shape = q.shape[1], length, q.shape[3]
+    return _take_attention(shape, q.dtype, caches, is_long, tokens is None, options)
 
 
 def writes_in_place(
@@ -163,32 +181,6 @@ def are_on() -> bool:
 def are_switched_off() -> bool:
     """Whether the environment forbids them."""
     return os.environ.get(VARIABLE) == "0"
-
-
-def take_attention(
-    q: mx.array,
-    k_cache: mx.array,
-    v_cache: mx.array,
-    columns: int,
-    tokens: int | None,
-    *,
-    window: int | None = None,
-    sinks: mx.array | None = None,
-    softcap: float | None = None,
-    causal: bool = True,
-    **others: Any,
-) -> bool:
-    """Whether the GPU takes attention of `q`, so many `tokens` of each sequence, over tables of
-    `columns` blocks. With None the sequences have different numbers of tokens. The `others` are
-    options of no model's layer, and taken where a call without them is."""
-    length = (
-        LENGTHS[-1] if tokens is None else min(n for n in LENGTHS if n >= min(tokens, LENGTHS[-1]))
-    )
-    options = window is not None, sinks is not None, softcap is not None, causal
-    caches = *k_cache.shape[::2], k_cache.dtype, v_cache.dtype, dims_of(v_cache)
-    is_long = columns * k_cache.shape[2] > SHORT_CONTEXT
-    shape = q.shape[1], length, q.shape[3]
-    return _take_attention(shape, q.dtype, caches, is_long, tokens is None, options)
 
 
 @cache
