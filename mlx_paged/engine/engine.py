@@ -198,6 +198,7 @@ class Engine(WaitingCalls):
     def warm_up(self) -> None:
         """Compile the GPU pipelines, and trace the decodes for the thread that calls this."""
         self.stats.prewarm_seconds = self._models.warm_up()
+        self.stats.memory_budget = self.memory_budget.parts
 
     @exclusive
     def close(self, stream: Any = None) -> None:
