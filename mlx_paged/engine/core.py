@@ -1,5 +1,6 @@
 """EngineCore: requests in, tokens out, over any runner. Knows no mlx."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -60,6 +61,7 @@ class EngineCore:
         self.ticks = instruments.log
         self.tokenizer = tokenizer
         self.lookahead = lookahead
+        self._thread: int | None = None  # that called `step` last
         self.ready: list[TokenOutput] = []
         self.grammars = Grammars(tokenizer, vocab_size)
         self._encode = PromptEncoder(tokenizer, vocab_size)
@@ -272,7 +274,10 @@ class EngineCore:
         """
         if not self.ready:
             with deferred_interrupts():
-                self._advance(ahead=self.lookahead and not self._beams)
+                # Only the thread that launches a step can know whether a GPU fails in it.
+                thread, self._thread = self._thread, threading.get_ident()
+                is_same = thread in (None, self._thread)
+                self._advance(ahead=self.lookahead and is_same and not self._beams)
         outputs, self.ready = self.ready, []
         return outputs
 
