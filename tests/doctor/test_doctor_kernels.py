@@ -10,7 +10,7 @@ import pytest
 
 from mlx_paged import ops
 from mlx_paged.doctor import __main__ as doctor
-from mlx_paged.doctor import float64, kernels
+from mlx_paged.doctor import apart, float64, kernels
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.variants import (
     BLOCK_SIZES,
