@@ -43,7 +43,7 @@ def check_memory(found: Findings, quick: bool) -> None:
     found.lines.append(f"promised: {parts}; together {most / MB:.1f}")
     if during - before > most:
         found.failures.append(
-            f"the engine holds {(during - before) / MB:.1f} MB: expected at most {most / MB:.1f}"
+            f"the engine holds {(during - before) / MB:.1f} MB: expected at most {most / MB:.1f} MB"
         )
 
 

@@ -99,8 +99,9 @@ class StepPipeline(Generic[LaunchedT]):
         forced = grammar.forced[:MOST_FORCED]  # the next choice brings the others
         return [SampledToken(request, token, 0.0, ((token, 0.0),)) for token in forced]
 
-    def recover(self, fault: Fault) -> list[Request]:
-        """Start again after a failure; return the requests that end because of it."""
+    def recover(self, fault: Fault, blames: bool = True) -> list[Request]:
+        """Start again after a failure; return the requests that end because of it: none if it
+        `blames` none."""
         self._under_way, self._known = None, []
         try:
             self.runner.recover(fault.error)
@@ -108,7 +109,8 @@ class StepPipeline(Generic[LaunchedT]):
             raise error from fault.error
         alive = [request for request in fault.requests if not request.finish_reason]
         self._scheduler.recover(alive)
-        if not isinstance(fault.error, Exception):  # no request causes a KeyboardInterrupt
+        # No request causes a KeyboardInterrupt.
+        if not blames or not isinstance(fault.error, Exception):
             return []
         for request in alive:
             request.num_faults += 1

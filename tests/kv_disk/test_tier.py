@@ -78,12 +78,12 @@ def test_copies_in_which_a_gpu_fails_are_not_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ops.metal, "end_of_work", lambda: wait)
     engine = make_engine(model, tmp_path)
-    assert [c.tokens for c in engine.generate(prompts, GREEDY)] == expected
+    assert [c.tokens for c in engine.generate(prompts, **GREEDY)] == expected
     fails, stored = True, engine.metrics()["kv_disk"]["records"]
     assert not engine.copy_when_idle()
     fails = False
     assert engine.metrics()["kv_disk"]["records"] == stored
-    assert [c.tokens for c in engine.generate(prompts, GREEDY)] == expected
+    assert [c.tokens for c in engine.generate(prompts, **GREEDY)] == expected
     engine.manager.check_integrity()
     engine.close()
     after = outputs(model, prompts, tmp_path)
