@@ -145,7 +145,9 @@ def error_of(variant: Variant) -> float:
     options = {n: to_numpy(x) if isinstance(x, mx.array) else x for n, x in options.items()}
     want = float64.attention(*map(to_numpy, arrays), **options)
     if weights:
-        out_error, error = (float64.worst_row(to_numpy(a), b) for a, b in zip(got, want, strict=True))
+        out_error, error = (
+            float64.worst_row(to_numpy(a), b) for a, b in zip(got, want, strict=True)
+        )
         # The weights are float32 and have its tolerance.
         scaled = error * tolerance(variant) / _tolerance_of("float32")
         return float(np.max([out_error, scaled]))  # NaN if one of them is

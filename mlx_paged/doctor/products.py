@@ -36,7 +36,9 @@ def check_products(found: Findings, quick: bool) -> None:
         found.lines.append(f"{dtype}: {text}; tolerance {allowed:.1e}")
         wrong = [name for name, error in errors.items() if not error <= allowed]
         found.num_wrong += len(wrong)
-        found.failures += [f"MLX's {name} in {dtype} is wrong: {errors[name]:.2g}" for name in wrong]
+        found.failures += [
+            f"MLX's {name} in {dtype} is wrong: {errors[name]:.2g}" for name in wrong
+        ]
     if uses_units() and VARIABLE not in os.environ:
         without = found_apart(found.name, quick, **{VARIABLE: WITHOUT_UNITS})
         found.numbers["without matrix units"] = without.numbers
