@@ -2,7 +2,6 @@
 #include <exception>
 #include <optional>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "csrc/metal/plans.h"
@@ -14,6 +13,13 @@ namespace mlx_paged {
 namespace {
 
 std::atomic<size_t> command_buffers = 0;
+
+// The number of this thread. The system gives the id of a thread that has ended to a later one.
+size_t thread_number() {
+  static std::atomic<size_t> last = 0;
+  static thread_local const size_t number = ++last;
+  return number;
+}
 
 // Counts the command buffer that is open, unless it is the one that this thread has counted last.
 void count_buffer(const mx::metal::CommandEncoder& encoder) {
@@ -98,21 +104,23 @@ std::string refusal(const LaunchPlan& plan) {
   }
 }
 
-// As MLX's synchronize, in two halves.
+// As MLX's synchronize, in two halves. A thread has its own encoders, and only they know of errors.
 std::function<void()> end_of_work(mx::Stream stream) {
   const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
   auto& encoder = mx::metal::get_command_encoder(stream);
   const auto buffer = NS::RetainPtr(encoder.get_command_buffer());
   encoder.end_encoding();
   encoder.commit();
-  return [&encoder, buffer, thread = std::this_thread::get_id()] {
+  return [stream, buffer, thread = thread_number()] {
     const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
     buffer->waitUntilCompleted();
-    if (thread == std::this_thread::get_id()) {  // whose encoder it is
-      encoder.end_encoding();
-      encoder.barrier();  // opens the next one, which throws the error of an earlier command buffer
-      encoder.end_encoding();
+    if (thread != thread_number()) {
+      throw std::runtime_error("[METAL] Command buffer of another thread: its status is unknown.");
     }
+    auto& encoder = mx::metal::get_command_encoder(stream);
+    encoder.end_encoding();
+    encoder.barrier();  // opens the next one, which throws the error of an earlier command buffer
+    encoder.end_encoding();
   };
 }
 

@@ -9,10 +9,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import mlx.core as mx
+
 from mlx_paged.cli import Parser
-from mlx_paged.doctor.findings import Check, page, run_check
+from mlx_paged.doctor.apart import found_apart
+from mlx_paged.doctor.findings import Check, Findings, page, run_check
 from mlx_paged.doctor.kernels import check_kernels, chosen, compare
 from mlx_paged.doctor.machine import check_machine
+from mlx_paged.doctor.memory import check_memory
+from mlx_paged.doctor.products import check_products
 from mlx_paged.doctor.sources import check_sources
 from mlx_paged.doctor.speed import check_speed
 from mlx_paged.doctor.tokens import check_order, check_tokens
@@ -24,10 +29,14 @@ CHECKS: dict[str, Check] = {
     "machine": check_machine,
     "kernels": check_kernels,
     "sources": check_sources,
+    "products": check_products,
     "tokens": check_tokens,
     "order": check_order,
+    "memory": check_memory,
     "speed": check_speed,
 }
+APART = {"products", "tokens", "order", "memory", "speed"}
+"""On a GPU each of these has a process of its own; the kernels have one for each kind."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,24 +56,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not checks:
         names = ", ".join(CHECKS)
         parser.error(f"argument --only: expected {names} or a variant, got {args.only!r}")
-    if args.json is not None:  # a path that cannot be written fails before the work
-        try:
-            Path(args.json).open("a", encoding="utf-8").close()
-        except OSError as error:
-            parser.error(f"argument --json: {error}")
+    results = list[Findings]()
+    try:  # a path that cannot be written fails before the work
+        _write(args.json, results, args.quick)
+    except OSError as error:
+        parser.error(f"argument --json: {error}")
+    is_apart = args.only is None and mx.default_device() != mx.Device(mx.cpu)
     try:
-        results = [run_check(name, check, args.quick) for name, check in checks.items()]
+        for name, check in checks.items():
+            apart = is_apart and name in APART
+            found = found_apart(name, args.quick) if apart else run_check(name, check, args.quick)
+            results.append(found)
+            _write(args.json, results, args.quick)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     print(page(results, args.quick))
-    ok = all(found.ok for found in results)
-    if args.json is not None:
-        findings = {found.name: {"ok": found.ok, **asdict(found)} for found in results}
-        num_wrong = sum(found.num_wrong for found in results)
-        report = {"ok": ok, "num_wrong": num_wrong, "quick": args.quick, "checks": findings}
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0 if ok else FAILED
+    return 0 if all(found.ok for found in results) else FAILED
+
+
+def _write(path: str | None, results: Sequence[Findings], quick: bool) -> None:
+    """Write what was found so far."""
+    if path is None:
+        return
+    findings = {found.name: {"ok": found.ok, **asdict(found)} for found in results}
+    ok = bool(results) and all(found.ok for found in results)
+    num_wrong = sum(found.num_wrong for found in results)
+    report = {"ok": ok, "num_wrong": num_wrong, "quick": quick, "checks": findings}
+    Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def _chosen(only: str | None) -> dict[str, Check]:

@@ -80,3 +80,10 @@ def _rotated(query: Array, angles: Array) -> Array:
     cosine, sine = np.cos(angles), np.sin(angles)
     turned = first * cosine - second * sine, first * sine + second * cosine
     return np.concatenate((*turned, rest), axis=-1)
+
+
+def worst_row(got: Array, want: Array) -> float:
+    """Relative error of the worst row. Rows that must be zero have no error or an infinite one."""
+    size, difference = np.linalg.norm(want, axis=-1), np.linalg.norm(got - want, axis=-1)
+    of_zero = np.where(difference == 0, 0.0, np.inf) + 0 * difference
+    return float(np.where(size > 0, difference / np.where(size > 0, size, 1), of_zero).max())

@@ -1,11 +1,6 @@
 """Compares every variant of the kernels with float64."""
 
-import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +8,7 @@ import numpy as np
 
 from mlx_paged import ops
 from mlx_paged.doctor import float64
+from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.findings import MAX_MESSAGE_LINES, Findings, message
 from mlx_paged.doctor.variants import (
     DTYPES,
@@ -31,7 +27,6 @@ from mlx_paged.ops.formats import dequantized, quantized
 SUMS = 32 * 2.0**-23  # relative error that sums and functions of float32 may leave in a row
 TF32 = 2.0**-8  # relative error where plain MLX multiplies float32 matrices with 11 bits on a GPU
 MAX_FAILURES = 10  # of a kind of variants, which ends then
-MOST_SECONDS = 1200  # that a process may take for one kind: a GPU that hangs answers nobody
 
 COMMAND = "python -m mlx_paged.doctor --only"
 
@@ -54,38 +49,15 @@ def compare_apart(quick: bool, found: Findings) -> None:
     """Compare each kind in a process of its own: whatever happens there, the others are judged."""
     found.numbers |= {"kinds": {}, "refused": {}}
     for kind in found.progress(KINDS, "kind"):
-        of_kind = _in_process(kind, quick)
-        failures, numbers = of_kind["failures"], of_kind["numbers"]
-        found.failures += failures
-        found.num_wrong += of_kind["num_wrong"]
+        of_kind = found_apart(kind, quick)
+        numbers = of_kind.numbers
+        found.failures += of_kind.failures
+        found.num_wrong += of_kind.num_wrong
         found.numbers["kinds"][kind] = numbers
         found.numbers["refused"] |= numbers.get("refused", {})
         done = f"{numbers.get('run', 0)} of {len(chosen(quick, kind))} variants run"
-        found.lines.append(f"{kind}: {'FAILED' if failures else 'ok'}, {done}")
+        found.lines.append(f"{kind}: {'ok' if of_kind.ok else 'FAILED'}, {done}")
     _tell_refused(found)
-
-
-def _in_process(kind: str, quick: bool) -> dict[str, Any]:
-    """What another process finds out about a kind."""
-    nothing: dict[str, Any] = {"failures": [], "numbers": {}, "num_wrong": 0}
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "mlx_paged.doctor", "--only", kind, "--json", str(path)]
-        try:
-            done = subprocess.run(
-                [*command, *["--quick"] * quick],
-                capture_output=True,
-                text=True,
-                timeout=MOST_SECONDS,
-            )
-            text = path.read_text() if path.exists() else ""
-        except subprocess.TimeoutExpired:
-            return nothing | {"failures": [f"{kind}: no answer in {MOST_SECONDS} s"]}
-    if not text:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return nothing | {"failures": [f"{kind}: ended with status {done.returncode}: {last}"]}
-    found: dict[str, Any] = json.loads(text)["checks"]["kernels"]
-    return found
 
 
 def _tell_refused(found: Findings) -> None:
@@ -173,11 +145,13 @@ def error_of(variant: Variant) -> float:
     options = {n: to_numpy(x) if isinstance(x, mx.array) else x for n, x in options.items()}
     want = float64.attention(*map(to_numpy, arrays), **options)
     if weights:
-        out_error, error = (_worst_row(to_numpy(a), b) for a, b in zip(got, want, strict=True))
+        out_error, error = (
+            float64.worst_row(to_numpy(a), b) for a, b in zip(got, want, strict=True)
+        )
         # The weights are float32 and have its tolerance.
         scaled = error * tolerance(variant) / _tolerance_of("float32")
         return float(np.max([out_error, scaled]))  # NaN if one of them is
-    return _worst_row(to_numpy(got), want[0])
+    return float64.worst_row(to_numpy(got), want[0])
 
 
 def to_numpy(array: mx.array) -> float64.Array:
@@ -185,13 +159,6 @@ def to_numpy(array: mx.array) -> float64.Array:
     if mx.issubdtype(array.dtype, mx.floating):
         return np.array(array.astype(mx.float32)).astype(np.float64)
     return np.array(array)
-
-
-def _worst_row(got: float64.Array, want: float64.Array) -> float:
-    """Rows that must be zero have no error or an infinite one."""
-    size, difference = np.linalg.norm(want, axis=-1), np.linalg.norm(got - want, axis=-1)
-    of_zero = np.where(difference == 0, 0.0, np.inf) + 0 * difference
-    return float(np.where(size > 0, difference / np.where(size > 0, size, 1), of_zero).max())
 
 
 def _edit_error(variant: Variant) -> float:

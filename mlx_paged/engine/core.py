@@ -1,5 +1,6 @@
 """EngineCore: requests in, tokens out, over any runner. Knows no mlx."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Fault, Runner, SampledToken
+from mlx_paged.scheduler.step import DeviceError, Fault, Runner, SampledToken
 
 
 class EngineCore:
@@ -60,6 +61,7 @@ class EngineCore:
         self.ticks = instruments.log
         self.tokenizer = tokenizer
         self.lookahead = lookahead
+        self._thread: int | None = None  # that called `step` last
         self.ready: list[TokenOutput] = []
         self.grammars = Grammars(tokenizer, vocab_size)
         self._encode = PromptEncoder(tokenizer, vocab_size)
@@ -272,7 +274,11 @@ class EngineCore:
         """
         if not self.ready:
             with deferred_interrupts():
-                self._advance(ahead=self.lookahead and not self._beams)
+                # Only the thread that launches a step can know whether a GPU fails in it.
+                thread, self._thread = self._thread, threading.get_ident()
+                is_same = thread in (None, self._thread)
+                ahead = self.lookahead and is_same and not self._beams
+                self._advance(ahead, blames=is_same)
         outputs, self.ready = self.ready, []
         return outputs
 
@@ -307,7 +313,8 @@ class EngineCore:
             while self._pipeline.busy:
                 self._advance(ahead=False)
 
-    def _advance(self, ahead: bool) -> None:
+    def _advance(self, ahead: bool, blames: bool = True) -> None:
+        """Finish a step; `blames`: an error of the device counts against its requests."""
         self._recorder.begin()
         result = self._pipeline.advance(ahead)
         self._recorder.results_ready()
@@ -320,8 +327,8 @@ class EngineCore:
                     for forced in self._pipeline.forced_after(choice):
                         self._append(forced)
                         self.stats.generation_tokens += 1
-            if result.fault is not None:
-                self._recover(result.fault)
+            if (fault := result.fault) is not None:
+                self._recover(fault, blames or not isinstance(fault.error, DeviceError))
         finally:
             self._recorder.end(result)
 
@@ -357,9 +364,9 @@ class EngineCore:
             output = replace(output, completion=self._finish(request, reason))
         self.ready.append(output)
 
-    def _recover(self, fault: Fault) -> None:
+    def _recover(self, fault: Fault, blames: bool) -> None:
         self.stats.faults += 1
-        for request in self._pipeline.recover(fault):
+        for request in self._pipeline.recover(fault, blames):
             self._fail(request, fault.error)
         if not isinstance(fault.error, Exception):
             raise fault.error

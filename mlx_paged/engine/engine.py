@@ -198,6 +198,7 @@ class Engine(WaitingCalls):
     def warm_up(self) -> None:
         """Compile the GPU pipelines, and trace the decodes for the thread that calls this."""
         self.stats.prewarm_seconds = self._models.warm_up()
+        self.stats.memory_budget = self.memory_budget.parts
 
     @exclusive
     def close(self, stream: Any = None) -> None:
@@ -207,8 +208,8 @@ class Engine(WaitingCalls):
         Args:
             stream: computes the steps, if it is not the default stream.
         """
+        self._settle()  # or an error of the step under way would be told here
         if self.scheduler.tier is not None:
-            self._settle()
             while self._pipeline.copy_when_idle():
                 pass
             self.scheduler.leave_disk()

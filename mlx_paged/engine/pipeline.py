@@ -99,8 +99,9 @@ class StepPipeline(Generic[LaunchedT]):
         forced = grammar.forced[:MOST_FORCED]  # the next choice brings the others
         return [SampledToken(request, token, 0.0, ((token, 0.0),)) for token in forced]
 
-    def recover(self, fault: Fault) -> list[Request]:
-        """Start again after a failure; return the requests that end because of it."""
+    def recover(self, fault: Fault, blames: bool = True) -> list[Request]:
+        """Start again after a failure; return the requests that end because of it: none if it
+        `blames` none."""
         self._under_way, self._known = None, []
         try:
             self.runner.recover(fault.error)
@@ -108,7 +109,8 @@ class StepPipeline(Generic[LaunchedT]):
             raise error from fault.error
         alive = [request for request in fault.requests if not request.finish_reason]
         self._scheduler.recover(alive)
-        if not isinstance(fault.error, Exception):  # no request causes a KeyboardInterrupt
+        # No request causes a KeyboardInterrupt.
+        if not blames or not isinstance(fault.error, Exception):
             return []
         for request in alive:
             request.num_faults += 1
@@ -124,12 +126,13 @@ class StepPipeline(Generic[LaunchedT]):
         result.schedule_seconds += scheduled - started
         try:
             if step.stores or step.loads:
-                self.runner.transfer(step.stores, step.loads)
+                step.copied = [self.runner.transfer(step.stores, step.loads)]
             if not step.spans:
                 if before is None:
                     self._put(step)
                 else:  # the copies may hold K/V of the step before, and are right if that step is
                     before.step.stores += step.stores
+                    before.step.copied += step.copied
                 assert not step.copies, "copies without a step that performs them"
                 return None
             launched = self.runner.launch(step, before.launched if before else None)
@@ -178,7 +181,11 @@ class StepPipeline(Generic[LaunchedT]):
             result.choices = self._scheduler.speculation.accept(current.step, result.choices)
             self._last = {choice.request.id: choice for choice in result.choices}
         committing = self._clock()
-        self._put(current.step)
+        try:
+            self._put(current.step)
+        except Exception as error:  # of the copies; the step itself is right
+            later = self._under_way.step.everyone if self._under_way else []
+            result.fault = result.fault or Fault(later, error)
         self._scheduler.commit(current.step)
         own_seconds = result.seconds - current.step.extra_seconds
         self._scheduler.budget.observe(current.step.work, own_seconds)
@@ -191,16 +198,18 @@ class StepPipeline(Generic[LaunchedT]):
             return False
         step = Step(stores=tier.copies_when_idle())
         try:
-            self.runner.transfer(step.stores, ())
+            step.copied = [self.runner.transfer(step.stores, ())]
+            self._put(step)
         except Exception as error:  # of no request; any of the K/V may be wrong
             self.recover(Fault([], error))
             return False
-        self._put(step)
         return tier.has_more()
 
     def _put(self, step: Step) -> None:
         """Give the tier what a step has copied."""
         if step.stores and self._scheduler.tier is not None:
+            for wait in filter(None, step.copied):
+                wait()
             self._scheduler.tier.put(step.stores)
 
 

@@ -23,6 +23,9 @@ cannot serve. The tenth between is for the arrays of a step and for that cache."
 ROOM = 4 * 10**9
 """Bytes of the working set that a default pool leaves to a step, MLX's cache and other programs,
 unless that would take more than half of what can be spared."""
+COPIED = 6
+"""On a GPU plain MLX copies what it writes to while an earlier step reads it, and gathers the keys
+that it attends to. All steps under way hold at most so many times the pool of these arrays."""
 CACHE_SHARE = 0.1  # default limit of MLX's cache, as a part of the device's memory
 NUM_EMPTY_BLOCKS = 1 << 16
 SNAPSHOT_SHARE = 4  # default: snapshots of recurrent states take at most 1/4 of the pool's memory
@@ -74,13 +77,14 @@ def spare_memory() -> int:
 
 
 def default_kv_memory() -> int:
-    """Bytes of a pool that is allocated at once: on a GPU the spare memory, but for `ROOM`, on a
-    CPU a quarter of the memory but at most HOST_LIMIT."""
+    """Bytes of a pool that is allocated at once: on a GPU the spare memory, but for `ROOM` and for
+    what plain MLX copies of it; on a CPU a quarter of the memory but at most HOST_LIMIT."""
     recommended = working_set()
     if recommended is None:
         return min(physical_memory() // 4, HOST_LIMIT)
     spare = spare_memory()
-    return max(spare // 2, min(spare, recommended - ROOM - memory_in_use()))
+    largest = max(spare // 2, min(spare, recommended - ROOM - memory_in_use()))
+    return largest // (1 + COPIED) if ops.are_switched_off() or ops.refused else largest
 
 
 def default_cache_limit(pool: int | None, step: int) -> int | None:
@@ -102,22 +106,26 @@ class MemoryBudget:
         pool: K/V, and snapshots of recurrent states.
         cache: MLX's limit for freed buffers; None on a CPU, where nothing limits them.
         step: the arrays of a step at most.
+        copies: of the pool, where plain MLX writes to it or reads it on a GPU.
     """
 
     weights: int
     pool: int
     cache: int | None
     step: int
+    copies: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
         cache = {} if self.cache is None else {"cache": self.cache}
-        return {"weights": self.weights, "pool": self.pool, **cache, "step": self.step}
+        copies = {"copies": self.copies} if self.copies else {}
+        return {"weights": self.weights, "pool": self.pool, **cache, "step": self.step, **copies}
 
     def beside(self, other: "MemoryBudget") -> "MemoryBudget":
         """Of this model and of another one, which compute one after the other."""
         pool, step = self.pool + other.pool, max(self.step, other.step)
-        return MemoryBudget(self.weights + other.weights, pool, self.cache, step)
+        copies = self.copies + other.copies
+        return MemoryBudget(self.weights + other.weights, pool, self.cache, step, copies)
 
     @property
     def line(self) -> str:

@@ -212,13 +212,23 @@ class ModelRunner:
             raise self._error
         return launched
 
-    def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
+    def transfer(
+        self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]
+    ) -> Callable[[], None] | None:
         """Start to copy blocks out of the pool, and then others into it: groups share arrays."""
         try:
             self._transfer(stores, loads)
         except Exception as error:  # perhaps of the step under way; see `_begin`
             self._error = error
             raise
+        end = ops.metal.end_of_work() if stores else None
+        return None if end is None else partial(self._wait, end)
+
+    @_telling_errors
+    def _wait(self, end: Callable[[], None]) -> None:
+        if self._error is not None:
+            raise self._error
+        end()
 
     def _transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
         pool, groups = self.pool, range(len(self.allocator.groups))

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any
 
@@ -27,6 +27,7 @@ from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError, ceil_div
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
 from mlx_paged.kv.memory import (
+    COPIED,
     MemoryBudget,
     default_cache_limit,
     default_kv_memory,
@@ -154,7 +155,6 @@ class PooledModel:
         make_allocator: :class:`BlockAllocator` or a function with its arguments.
 
     Attributes:
-        budget: what the model takes of the memory.
         traces: of the compiled decodes; None: decodes are not compiled.
         prewarm_seconds: that the GPU's pipelines took; None: none was compiled yet.
         refused_kernels: by kernel, what the GPU's compiler says against it.
@@ -182,12 +182,23 @@ class PooledModel:
             self.pool,
             cpu_linear=config.cpu_linear,
         )
-        self.budget = self._budget(measured)
+        self._budget = self._promised(measured)
         self.traces = self.runner.compile_decodes(config.compile, config.max_running)
         self.prewarm_seconds: float | None = None
         self.refused_kernels = ops.refused
 
-    def _budget(self, measured: MeasuredModel) -> MemoryBudget:
+    @property
+    def budget(self) -> MemoryBudget:
+        """What the model takes of the memory, as far as the GPU's compiler has been asked."""
+        copies = gpu_memory() is not None and (bool(ops.refused) or not self._has_kernels)
+        return replace(self._budget, copies=COPIED * self.pool.nbytes) if copies else self._budget
+
+    @property
+    def _has_kernels(self) -> bool:
+        shapes = (kind.shape for kind in self.profile.attentions)
+        return all(ops.kernel_for(None, s.head_dim, s.v_head_dim) == "native" for s in shapes)
+
+    def _promised(self, measured: MeasuredModel) -> MemoryBudget:
         config = self.config
         step = step_bytes(measured.model, self.profile, config.prefill_chunk, config.max_running)
         pool = self.pool.nbytes + self.max_snapshots * self.profile.state_bytes

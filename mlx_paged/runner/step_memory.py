@@ -40,7 +40,8 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
     gathered = max((LONG_PROMPT * shape.token_bytes // item for shape in shapes), default=0)
     arrays = COPIES * (chunk + max_running) * widths + len(shapes) * gathered
     alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + gathered))
-    return alive * item + 4 * SCORES * max_running * vocab
+    states = STEPS * max_running * profile.state_bytes
+    return alive * item + states + 4 * SCORES * max_running * vocab
 
 
 def _experts(model: nn.Module) -> int:

@@ -1,7 +1,7 @@
 """What one forward pass of the model computes, and what the engine asks of the runner that computes
 it. Knows no mlx."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import NamedTuple, Protocol, TypeVar
@@ -82,6 +82,8 @@ class Step:
     spans: list[Span] = field(default_factory=list)
     # Blocks to copy out of the pool before anything in it changes.
     stores: list[BlockTransfer] = field(default_factory=list)
+    # What waits until they are copied, once they are being copied.
+    copied: list[Callable[[], None] | None] = field(default_factory=list)
     # Blocks to write into the pool after that, before all else.
     loads: list[BlockTransfer] = field(default_factory=list)
     # Block copies to perform before any K/V is written.
@@ -160,8 +162,11 @@ class Runner(Protocol[LaunchedT]):
         """Start a step. Input tokens that are not known yet come from `before`. Recurrent states
         are restored before the spans are computed; the spans' snapshots are filled after them."""
 
-    def transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
-        """Start to copy blocks out of the pool, then to write others, before any later step."""
+    def transfer(
+        self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]
+    ) -> Callable[[], None] | None:
+        """Start to copy blocks out of the pool, then to write others, before any later step.
+        Returns what waits for the copies, and raises if they may be wrong; None: nothing must."""
 
     def collect(self, launched: LaunchedT) -> list[SampledToken]:
         """Wait for a step; return one token for each of its requests, in order."""

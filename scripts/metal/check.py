@@ -1,9 +1,9 @@
 """Checks the Metal sources and launches for what Apple's compiler and MLX's encoder refuse.
 
-    python -m scripts.metal.check [PATH ...]
+    python -m scripts.metal.check [--one-in N --seed TEXT] [PATH ...]
 
 Without paths it checks every launch that an engine can reach (scripts/metal/reachable.py) and the
-source of each. Paths are sources as MLX gets them, as scripts.metal.sources writes them, or folders
+source of each; with --one-in those of one in N kinds of layers, which the seed chooses. Paths are sources as MLX gets them, as scripts.metal.sources writes them, or folders
 of such files. Prints a line for each finding, then the numbers of sources, plans and rules. Exits
 with 1 if there are findings.
 """
@@ -13,9 +13,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from random import Random
 
 import mlx.core as mx
 
+from mlx_paged.cli import COUNT
 from scripts.metal.reachable import BLOCK_SIZES, architectures, kinds_of, reachable_calls
 from scripts.metal.sources import DTYPES
 from tests.metal_emulator.apple_rules import (
@@ -51,11 +53,16 @@ def check_sources(sources: Mapping[str, str]) -> list[Finding]:
 
 
 def check_reachable(
-    dtypes: Sequence[mx.Dtype] = DTYPES, block_sizes: Sequence[int] = BLOCK_SIZES
+    dtypes: Sequence[mx.Dtype] = DTYPES,
+    block_sizes: Sequence[int] = BLOCK_SIZES,
+    one_in: int = 1,
+    seed: str = "",
 ) -> tuple[list[Finding], str]:
-    """The findings in all that an engine can reach, and how much that is."""
+    """The findings in all that an engine can reach, or in one of so many kinds of layers, and how
+    much that is."""
     served = list(architectures())
     kinds = kinds_of(served)
+    kinds = Random(seed).sample(sorted(kinds, key=repr), -(-len(kinds) // one_in))
     findings: set[Finding] = set()
     sources: dict[str, str] = {}
     pipelines: set[str] = set()
@@ -83,13 +90,15 @@ def read_sources(paths: Iterable[Path]) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts.metal.check", description=__doc__)
     parser.add_argument("paths", type=Path, nargs="*", metavar="PATH")
-    paths = parser.parse_args().paths
+    parser.add_argument("--one-in", type=COUNT, default=1, metavar="N")
+    parser.add_argument("--seed", default="", metavar="TEXT")
+    args = parser.parse_args()
     mx.set_default_device(mx.Device(mx.cpu))
-    if paths:
-        sources = read_sources(paths)
+    if args.paths:
+        sources = read_sources(args.paths)
         findings, size = check_sources(sources), f"{len(sources)} sources"
     else:
-        findings, size = check_reachable()
+        findings, size = check_reachable(one_in=args.one_in, seed=args.seed)
     for finding in findings:
         print(finding)
     print(f"{len(findings)} findings: {size}, {len(RULES)} rules")

@@ -228,6 +228,7 @@ def test_decodes_gather_no_context():
             engine.step()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("block_size", [1, 8, 32], ids="block{}".format)
 def test_blocks_and_kernels_change_nothing(block_size, models, monkeypatch):
     model = models("deepseek_v3")

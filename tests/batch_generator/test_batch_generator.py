@@ -35,6 +35,7 @@ MIXED_ROWS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, MIXED_ROWS], ids=["greedy", "mixed rows"])
 @pytest.mark.parametrize("lookahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("batch", [2, 32], ids="batch{}".format)

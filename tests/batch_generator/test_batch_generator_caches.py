@@ -21,7 +21,7 @@ from tests.support.models.architectures import VOCAB, build
 from tests.support.models.tiny_models import solo_greedy
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "lfm2", "deepseek_v3"])
 @pytest.mark.parametrize("end", ["length", "stop"])
 def test_caches_of_ended_and_running_sequences_go_on_in_mlx_lm(model_type, end):

@@ -94,6 +94,7 @@ def test_a_machine_that_distorts_times_is_named_once_a_cause(
         assert line.startswith(word)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("own_is_faster", [False, True])
 def test_a_linear_layer_is_rated_by_the_faster_of_both_kernels(monkeypatch, own_is_faster):
     """As if one kernel took a tenth of the other's second."""

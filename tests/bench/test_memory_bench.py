@@ -47,6 +47,7 @@ def test_samples_hold_the_prompt_once(num_prompt, blocks, clones, capsys):
     assert samples["mlx_lm_bytes"] == 3 * 256 * TOKEN_BYTES  # mlx-lm's caches grow by 256
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("num_prompt", "n", "max_tokens", "block_size", "least", "clones"),
     [

@@ -14,6 +14,7 @@ LAYERS |= {"gemma3n": (8, 2)}  # five of its layers share the K/V of others
 """Layers with a window and without."""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_mlx_lm_holds_a_window_and_whole_sequences(name):
     windowed, full = LAYERS[name]
@@ -27,6 +28,7 @@ def test_mlx_lm_holds_a_window_and_whole_sequences(name):
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_an_engine_holds_is_whole_blocks_of_all_tokens_at_most(name):
     row = compare(windowed_model(name, 24), num_tokens=301, chunk=64, size=8)

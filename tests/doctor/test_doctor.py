@@ -15,7 +15,7 @@ from mlx_paged.doctor import __main__ as doctor
 from mlx_paged.doctor import machine, sources
 from mlx_paged.doctor.findings import Findings, run_check
 
-NAMES = ["machine", "kernels", "sources", "tokens", "order", "speed"]
+NAMES = ["machine", "kernels", "sources", "products", "tokens", "order", "memory", "speed"]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_paged import ops
 from mlx_paged.doctor import __main__ as doctor
-from mlx_paged.doctor import float64, kernels
+from mlx_paged.doctor import apart, float64, kernels
 from mlx_paged.doctor.findings import Findings
 from mlx_paged.doctor.variants import (
     BLOCK_SIZES,
@@ -225,7 +225,7 @@ class TestWrongKernels:
         kernels.check_kernels(found, True)
         assert found.failures == [
             "decode: ended with status -11: the device is lost",
-            f"chunk: no answer in {kernels.MOST_SECONDS} s",
+            f"chunk: no answer in {apart.MOST_SECONDS} s",
         ]
         count = len(kernels.chosen(True, "copy"))
         assert found.lines[-1] == f"copy: ok, {count} of {count} variants run"

@@ -144,7 +144,7 @@ def test_values_without_columns_stay_in_mlx_lms_cache():
         assert mx.array_equal(found, keys) and values.shape == (1, 1, 3, 0)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("steps", [(5,), (1,), (5, 6, 1, 1), (40, 1), (3, 1, 30), (WINDOW,)])
@@ -236,6 +236,7 @@ def test_operations_are_those_of_mlx_lm(operation, is_fresh):
     assert isinstance(paged, stock.KVCache) and other.offset == 13
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle", "state", "keys", "slice", "repeat"])
 def test_a_copy_never_shows_later_writes(name, way):

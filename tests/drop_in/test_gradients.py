@@ -64,6 +64,7 @@ def compare(model, run) -> list:
     return caches[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "is_inside", [False, True], ids=["constant prefix", "prefix with gradient"]
 )
@@ -85,6 +86,7 @@ def test_a_text_after_a_prefix(name, is_inside):
     compare(model, run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "is_inside", [False, True], ids=["constant prefix", "prefix with gradient"]
 )
@@ -224,6 +226,7 @@ def slopes(arrays, direction, **options) -> np.ndarray:
     return (ends[0] - ends[1]) / 2e-5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("argument", range(5), ids=["q", "k", "v", "k_cache", "v_cache"])
 def test_derivatives_are_those_of_finite_differences(arrays, argument, options):

@@ -158,7 +158,7 @@ def test_memory_follows_use_over_a_thousand_requests(kind, memory, compactions):
     assert held_bytes() - before < 1000
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", HEADS_AND_DIMS)
 def test_kept_caches_hold_what_mlx_lms_hold(kind, memory, compactions):
     for i, kept in enumerate(histories(kind, new_pool(kind), 100, is_stock=True)):
@@ -247,6 +247,7 @@ def test_a_state_keeps_its_content_and_its_pool_until_it_is_deleted(llama):
     check_integrity(pool)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("columns", [1, 40])
 def test_a_pool_may_shrink_within_a_forward(llama, columns):
     """Between two layers, and between a layer's write and its attention."""
@@ -272,6 +273,7 @@ def test_a_pool_may_shrink_within_a_forward(llama, columns):
         assert same(contents(cache), contents(expected))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("nth", range(1, 7))
 def test_memory_that_runs_out_while_a_pool_shrinks_loses_nothing(llama, monkeypatch, nth):
     long, cache = [filled(llama, PROMPT * 10)], filled(llama)
@@ -295,6 +297,7 @@ def test_memory_that_runs_out_while_a_pool_shrinks_loses_nothing(llama, monkeypa
     check_integrity(pool)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["collector", "thread"])
 def test_a_deletion_at_any_moment_leaves_the_work_to_the_next_step(llama, way):
     long, cache = [filled(llama, PROMPT * 10)], filled(llama)

@@ -78,7 +78,7 @@ def test_without_the_hook_the_caches_work_through_gathered_arrays(model_type, mo
     assert not path_counts
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("draft_seed", [0, 1], ids=["all accepted", "all rejected"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 def test_speculative_decoding_gives_the_greedy_tokens(model_type, draft_seed):
@@ -91,6 +91,7 @@ def test_speculative_decoding_gives_the_greedy_tokens(model_type, draft_seed):
     assert [int(token) for token, *_ in steps] == solo_greedy(model, PROMPT, 20)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("cut", [0, 3, 17], ids=["whole", "in a block", "over blocks"])
 def test_forks_diverge_and_copy_one_block_each(llama, cut):
     """Deep copies of a cache go their own ways; the original is not touched."""

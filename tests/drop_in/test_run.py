@@ -136,6 +136,7 @@ def test_options_reach_the_program(run):
     assert run(*RUN, "--block-size", "8", "tool.py", MODEL, tool=tool).stdout == "8\n"
 
 
+@pytest.mark.slow
 def test_child_processes_are_patched_too(run):
     """By spawn and by subprocess; not if they do not import mlx-lm or are another Python."""
     lines = run(*RUN, "tool.py", tool=CHILD).stdout.splitlines()

@@ -227,6 +227,7 @@ def test_a_cache_of_another_pool_is_copied_once_for_all_layers(llama):
         assert mx.array_equal(mx.array(k[1:2]), mx.array(source.keys_and_values()[0]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", ["merge", "state"])
 def test_a_copy_is_not_overtaken_by_writes_to_its_source(llama, way):
     """Also if nobody has evaluated it by then."""

@@ -139,6 +139,7 @@ def test_a_batch_holds_no_more_than_its_rows(model):
         assert copy.deepcopy(c).nbytes == c.nbytes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_tokens", [WINDOW - 1, 23, 301])
 def test_a_loaded_cache_brings_one_window(model, tmp_path, num_tokens):
     file = str(tmp_path / "cache.safetensors")
@@ -162,6 +163,7 @@ def test_rotated_caches_of_mlx_lm_are_taken_over(model, rows):
         assert mx.allclose(a, b, atol=1e-3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("stored", "asked"), [(30, 30), (20, 30), (30, 20), (6, 4), (6, 30)], ids=str
 )
@@ -178,6 +180,7 @@ def test_the_prompt_cache_of_the_server_finds_what_stock_caches_give(model, stor
         assert_continues(model, found[0], [*rests[0], 5], found[1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_tokens", [WINDOW - 1, WINDOW, 30])
 def test_rewinding_is_refused_where_mlx_lm_refuses_it(model, num_tokens):
     caches = filled(model, TEXT[:num_tokens]), stock_filled(model, TEXT[:num_tokens])
@@ -189,6 +192,7 @@ def test_rewinding_is_refused_where_mlx_lm_refuses_it(model, num_tokens):
     assert_continues(model, caches[0], [3, 1], caches[1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("draft_seed", [0, 1], ids=["all accepted", "all rejected"])
 def test_speculative_decoding_is_that_of_stock_caches(model, draft_seed):
     draft, tokens = windowed(num_hidden_layers=3, seed=draft_seed), []
@@ -201,6 +205,7 @@ def test_speculative_decoding_is_that_of_stock_caches(model, draft_seed):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "mimo_v2_flash"])
 @pytest.mark.parametrize("is_hooked", [True, False])
 def test_what_was_let_go_is_not_read(name, is_hooked, monkeypatch):

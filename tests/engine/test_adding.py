@@ -84,7 +84,7 @@ BAD_CALLS = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     BAD_CALLS,
@@ -98,6 +98,7 @@ def test_a_bad_argument_adds_nothing(model, engine, name, options, message):
     assert_only_the_parent_is_there(model, engine, parent)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -156,6 +157,7 @@ FAILURES = [(name, "the tokenizer") for name in ADDERS] + [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "part"), FAILURES)
 @pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
 def test_a_failure_half_way_adds_nothing(model, engine, monkeypatch, name, part, error):
@@ -199,7 +201,7 @@ NO_PROMPTS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("prompt", "message"), NO_PROMPTS.values(), ids=NO_PROMPTS)
 @pytest.mark.parametrize("name", ADDERS)
 def test_what_is_no_prompt_is_named(model, engine, name, prompt, message):

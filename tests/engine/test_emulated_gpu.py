@@ -31,6 +31,7 @@ def families(metal) -> Counter[str]:
     return Counter(next(n for n in names if kernel.startswith(n)) for kernel in metal.trace.kernels)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("prefill_chunk", [LONG_CHUNK - 8, 2 * LONG_CHUNK])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 def test_mixed_steps_give_mlx_lms_tokens(model_type, prefill_chunk, monkeypatch):
@@ -46,6 +47,7 @@ def test_mixed_steps_give_mlx_lms_tokens(model_type, prefill_chunk, monkeypatch)
         assert (path_counts["gather"] > 0) == (prefill_chunk >= LONG_CHUNK)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv_bits", BITS)
 def test_quantized_pools_give_mlx_lms_tokens_over_what_numpy_quantizes(kv_bits, monkeypatch):
     half = HalfModel("llama", num_hidden_layers=2, head_dim=32)
@@ -73,6 +75,7 @@ def test_a_preempted_request_gives_mlx_lms_tokens(monkeypatch):
     assert all([half.check(p, c.tokens) for p, c in zip(prompts, done, strict=True)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kv_bits", [None, *BITS])
 def test_forks_give_mlx_lms_tokens(kv_bits, monkeypatch):
     half = half_model("llama")
@@ -96,6 +99,7 @@ def test_forks_give_mlx_lms_tokens(kv_bits, monkeypatch):
     assert ("copy_blocks_uchar" in metal.trace.kernels) == (kv_bits is not None)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 def test_blocks_from_a_disk_give_mlx_lms_tokens(model_type, tmp_path, monkeypatch):
     half = half_model(model_type)
@@ -110,6 +114,7 @@ def test_blocks_from_a_disk_give_mlx_lms_tokens(model_type, tmp_path, monkeypatc
         engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("context", "decode_launches"), [(40, 2), (600, 3)])
 def test_a_step_takes_few_launches_a_layer(context, decode_launches, monkeypatch):
     """The write of K/V, and attention: a kernel for decodes, one for chunks, and a merge of splits

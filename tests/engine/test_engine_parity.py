@@ -41,6 +41,7 @@ BATCHING = {
 }
 
 
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_every_architecture_generates_what_mlx_lm_generates_alone(model_type):
     model = tiny_model(model_type)
@@ -83,6 +84,7 @@ def test_requests_that_arrive_at_different_times(llama):
     assert_drained(engine)
 
 
+@pytest.mark.slow
 def test_64_prompts_through_a_pool_that_holds_a_quarter_of_their_kv(llama):
     model, _ = llama
     prompts = make_prompts(np.random.default_rng(1).integers(1, 60, 64), seed=2)

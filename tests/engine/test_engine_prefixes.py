@@ -33,6 +33,7 @@ def computed(engine: Engine, prompt: list[int], **options):
     return completion, engine.stats.prompt_tokens - before
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_generated", range(5, 14))
 def test_the_second_turn_of_a_chat_computes_only_what_is_new(model, engine, num_generated):
     """And the last token of the first turn, whose K/V nobody had needed until then."""

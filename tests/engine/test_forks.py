@@ -45,6 +45,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
 # Samples
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("max_running", [32, 3])
 def test_samples_draw_what_the_same_seeds_draw_alone(model, max_running):
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=100)
@@ -92,6 +93,7 @@ def test_several_prompts_with_several_completions_each(model, engine):
     assert groups[1][2].tokens == solo.tokens
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model_type", ["llama", "jamba"])
 @pytest.mark.parametrize("steps", [0, 1, 2, 6])
 def test_aborting_the_first_sample_leaves_the_others(model_type, steps):
@@ -116,6 +118,7 @@ def test_samples_survive_a_pool_too_small_for_all(model):
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("model_type", ["jamba", "mamba2", "gemma3_text"])
 def test_samples_of_other_kinds_of_models(model_type):
     model = tiny_model(model_type)
@@ -282,6 +285,7 @@ def plain_beam_search(model, prompt, num_beams, max_tokens, length_penalty, stop
     return sorted(score, key=lambda entry: -entry[0])[:num_beams]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_beams", [1, 2, 4])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0])
 @pytest.mark.parametrize("num_stop", [0, 12])

@@ -221,6 +221,7 @@ def test_a_preempted_request_goes_on_from_its_last_state(jamba, make_engine):
         assert_as_alone(jamba, prompt, completion)
 
 
+@pytest.mark.sampled(2)
 def test_a_pool_that_holds_few_prompts_changes_no_token(jamba, make_engine):
     engine = make_engine(num_blocks=16, max_running=4)
     prompts = [SYSTEM[: 8 * (i % 4)] + text(7 + 5 * (i % 6)) for i in range(16)]

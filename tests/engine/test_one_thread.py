@@ -1,10 +1,12 @@
 """An engine serves one thread at a time: another one is refused, one after the other is fine."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 
 import pytest
 
-from mlx_paged import Engine
+from mlx_paged import Engine, ops
 from tests.support import TIMEOUT
 from tests.support.models.tiny_models import solo_greedy, tiny_model
 
@@ -61,6 +63,7 @@ def elsewhere(function):
     return returned[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_second_thread_is_refused_while_the_first_is_inside(model, engine, call):
     gate, done = Gate(), []
@@ -125,3 +128,31 @@ def test_a_thread_that_saw_the_engine_free_is_refused_if_a_service_came_first(en
     with pytest.raises(RuntimeError, match="another thread uses the engine"):
         engine.step()
     assert occupancy.thread == threading.get_ident() + 1
+
+
+def test_threads_that_take_turns_lose_no_error_of_a_gpu(model, monkeypatch):
+    """Only the thread that launched a step can ask for its errors: see csrc/metal/encode.cpp."""
+
+    def end_of_work():
+        thread = threading.get_ident()
+
+        def wait():
+            if threading.get_ident() != thread:
+                raise RuntimeError("[METAL] Command buffer of another thread: planted")
+
+        return wait
+
+    monkeypatch.setattr(ops.metal, "end_of_work", end_of_work)
+    engine = Engine(model, block_size=4, num_blocks=64, prefill_chunk=16)
+    for prompt in (PROMPT, OTHER):
+        engine.add_request(prompt, max_tokens=12)
+    done = {}
+    with ThreadPoolExecutor(1) as here, ThreadPoolExecutor(1) as there:
+        for thread in cycle((here, here, there, there, here, there)):
+            if not engine.has_work:
+                break
+            for output in thread.submit(engine.step).result(TIMEOUT):
+                if output.completion is not None:
+                    done[output.request_id] = output.completion.tokens
+    assert list(map(done.get, range(2))) == [solo_greedy(model, p, 12) for p in (PROMPT, OTHER)]
+    assert engine.stats.faults > 0

@@ -59,6 +59,7 @@ def salts_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_prefixes, "root_hash", lambda salt: b"")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plant", [loads_not_written, copied_too_late, salts_not_hashed])
 def test_a_defect_of_the_disk_tier_is_noticed(plant, monkeypatch):
     plant(monkeypatch)

@@ -140,6 +140,7 @@ SAMPLING = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", SAMPLING, ids=str)
 def test_tokens_and_logprobs_are_those_without_drafts(options):
     model = tiny_model("llama")
@@ -278,6 +279,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(architecture, temperatur
     draft_model._allocator.check_integrity()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_blocks", [200, 24], ids=["roomy", "preempting"])
 def test_another_model_costs_steps_but_changes_no_token(num_blocks):
     model, other = tiny_model("llama"), tiny_model("qwen2")

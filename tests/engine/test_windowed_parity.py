@@ -94,7 +94,7 @@ def change_windows(monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int 
     monkeypatch.setattr(LayerView, "through_tables", through_tables)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_window_of_one_token_less_is_noticed_by(scenario, monkeypatch):
     change_windows(monkeypatch, lambda window: window - 1)

@@ -89,6 +89,7 @@ def test_a_line_that_fails_on_the_way_is_reported_and_the_others_are_finished(
     assert finished["finish_reason"] == "length" and len(finished["tokens"]) == 4
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -343,7 +343,7 @@ def test_a_long_prompt_is_computed_in_chunks(run, demo, tmp_path):
     assert stats["generation_tokens"] == 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("chunk", [7, 64, 512], ids="chunk{}".format)
 @pytest.mark.parametrize("block_size", [8, 16, 32], ids="block{}".format)
 def test_block_size_and_chunk_change_no_text(run, demo, expected, tmp_path, block_size, chunk):

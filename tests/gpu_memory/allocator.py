@@ -97,10 +97,10 @@ class Allocator:
         else:
             self.reused += found
         self.active += found
-        if self.cache.size > self.cache_limit:
-            self.cache.release(self.cache.size - self.cache_limit)
         self.peak_active = max(self.peak_active, self.active)
         self.peak = max(self.peak, self.active + self.cache.size)
+        if self.cache.size > self.cache_limit:
+            self.cache.release(self.cache.size - self.cache_limit)
         return found
 
     def free(self, size: int) -> None:

@@ -62,6 +62,7 @@ def judged(script: Callable[[], Engine], change: Change) -> tuple[Report, Counte
     return backend.finish(), tracer.counts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_compiled_steps_are_ordered(script):
     report, counts = judged(script, unregistered())

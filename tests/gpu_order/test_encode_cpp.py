@@ -304,6 +304,12 @@ class TestEndOfWork:
             told,
         ]
 
+    def test_another_thread_waits_but_cannot_know_of_an_error(self):
+        script = EncoderScript()
+        script.add("finish_elsewhere")
+        seen = ("completed", "opened", "raised")
+        assert [line for line in script.lines() if line in seen] == ["completed", "raised"]
+
     def test_buffers_are_counted_once(self):
         case, script = random_case([5]), EncoderScript()
         for _ in range(3):

@@ -76,6 +76,7 @@ def test_a_small_model_on_a_large_mac_gets_no_more_slots_than_int32_can_number(m
         BlockAllocator(num_blocks + 1, BLOCK)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MACS)
 def test_the_default_leaves_room_below_the_limit_from_which_mlx_gives_memory_back(
     monkeypatch, name
@@ -88,6 +89,7 @@ def test_the_default_leaves_room_below_the_limit_from_which_mlx_gives_memory_bac
     assert MARGINS[name] <= room <= 1.05 * MARGINS[name]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "gigabytes"), [("M1, 8 GB", 0.18), ("M4 Pro, 24 GB", 8.68), ("M3 Ultra, 512 GB", 346)]
 )
@@ -139,6 +141,7 @@ def counted() -> int:
 
 
 class TestSeveralEngines:
+    @pytest.mark.sampled(3)
     def test_the_second_gets_what_the_first_left(self, mac, llama):
         leave(mac, 8 * MIB)
         Engine(llama, num_blocks=1)  # what a trace of the model leaves is in use from now on
@@ -148,6 +151,7 @@ class TestSeveralEngines:
         assert left < 8 * MIB and pool_bytes(first) <= 3 * MIB
         assert pool_bytes(second) <= left < pool_bytes(second) + 4 * second.manager.pool.block_bytes
 
+    @pytest.mark.sampled(3)
     def test_where_nothing_is_left_an_error_says_so(self, mac, llama):
         leave(mac, 8 * MIB)
         first = Engine(llama)
@@ -188,6 +192,7 @@ class TestSeveralEngines:
 
 
 class TestTooMuch:
+    @pytest.mark.sampled(3)
     def test_more_than_is_left_is_refused(self, mac):
         mac.others = 3 * GB
         in_use = memory_in_use()
@@ -207,6 +212,7 @@ class TestTooMuch:
         with pytest.raises(ValueError, match=f"expected at most {left - GB} bytes"):
             num_blocks_for(LLAMA_8B, BLOCK, left - GB + 1, reserved=GB)
 
+    @pytest.mark.sampled(3)
     def test_paged_caches_are_refused_more_than_the_device_holds(self, mac, llama):
         make_prompt_cache(llama, kv_memory=mac.working_set)
         most = mac.working_set
@@ -239,7 +245,7 @@ LAYERS = {
 class TestLongArrays:
     """A single layer, whose keys are as long as Metal lets an array be."""
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(9)
     @pytest.mark.parametrize("kind", LAYERS)
     def test_bound_the_default(self, mac, kind):
         shape, token_bytes = LAYERS[kind]
@@ -247,10 +253,11 @@ class TestLongArrays:
         num_blocks = num_blocks_for([shape], BLOCK, None)
         assert num_blocks == GB // (BLOCK * token_bytes)
 
+    @pytest.mark.sampled(3)
     def test_do_not_matter_where_memory_ends_before(self, mac):
         assert num_blocks_for(LLAMA_8B, BLOCK, None) == default_kv_memory() // LLAMA_8B_BLOCK
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(9)
     @pytest.mark.parametrize("kind", LAYERS)
     def test_are_refused(self, mac, kind):
         shape, token_bytes = LAYERS[kind]
@@ -263,6 +270,7 @@ class TestLongArrays:
         with pytest.raises(ValueError, match=message):
             num_blocks_for([shape], BLOCK, most + 1)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("kv_memory", [None, MIB])
     def test_bound_a_pool_that_grows(self, m1, kv_memory):
         m1.longest_buffer = 10 * 2 * BLOCK * 16 * 4  # ten blocks of 2 heads of 16 float32

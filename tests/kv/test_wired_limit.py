@@ -86,6 +86,7 @@ def test_it_is_raised_in_a_service(mac, llama):
     assert mac.wired == BEFORE
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["closed", "collected"])
 def test_a_batch_generator_restores_it_when_its_stream_is_done(mac, llama, how):
     generator = BatchGenerator(llama, num_blocks=32)

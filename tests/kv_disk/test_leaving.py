@@ -149,6 +149,7 @@ def test_an_error_of_a_copy_in_an_idle_engine_is_of_no_later_request(tmp_path, m
     engine.close()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_copied_after_a_step_is_kept_if_that_step_is_right(fails, tmp_path, monkeypatch):
     """A step without tokens copies what the step under way has still to compute."""

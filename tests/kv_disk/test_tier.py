@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_paged import ops
 from mlx_paged.kv.block_bytes import Staging
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv_disk import tier
@@ -63,6 +64,30 @@ def test_what_preempted_requests_lost_comes_back_from_the_disk(tmp_path):
         engine.close()
     assert found[0] == found[1]
     assert metrics["hits"] > 0, "nothing was read although no prompt was known before"
+
+
+def test_copies_in_which_a_gpu_fails_are_not_written(tmp_path, monkeypatch):
+    """MLX may show such a copy as done before it knows of the error."""
+    model, prompts = tiny_models.tiny_model("llama"), [tokens_of(0), tokens_of(1)]
+    expected = outputs(model, prompts)[0]
+    fails = False
+
+    def wait():
+        if fails:
+            raise RuntimeError("[METAL] Command buffer execution failed: planted.")
+
+    monkeypatch.setattr(ops.metal, "end_of_work", lambda: wait)
+    engine = make_engine(model, tmp_path)
+    assert [c.tokens for c in engine.generate(prompts, **GREEDY)] == expected
+    fails, stored = True, engine.metrics()["kv_disk"]["records"]
+    assert not engine.copy_when_idle()
+    fails = False
+    assert engine.metrics()["kv_disk"]["records"] == stored
+    assert [c.tokens for c in engine.generate(prompts, **GREEDY)] == expected
+    engine.manager.check_integrity()
+    engine.close()
+    after = outputs(model, prompts, tmp_path)
+    assert after[:2] == (expected, [48, 48])
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ def test_every_rule_has_a_mistake() -> None:
     assert {*SOURCES, "absent-argument"} == SOURCE_RULES.keys()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(19)
 @pytest.mark.parametrize(("rule", "text", "words"), MISTAKES)
 def test_a_mistake_is_found(rule: str, text: str, words: str) -> None:
     found = find(rule, text)

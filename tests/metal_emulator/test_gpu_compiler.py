@@ -29,6 +29,7 @@ def test_registers_hold_what_a_lane_keeps() -> None:
     assert (few.spilled, many.spilled) == (0, 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kernel", "threads", "vectors"),
     [("sdpa_vector", 1024, 2), ("sdpa_vector_2pass_1", 128, 2 * 4)],

@@ -73,6 +73,7 @@ def test_one_pass(case: Case, mode: Mode, seed: int | None) -> None:
     assert_right(problem, out)
 
 
+@pytest.mark.sampled(4)
 @every_order
 @pytest.mark.parametrize("case", TWO_PASS, ids=str)
 def test_two_pass(case: Case, mode: Mode, seed: int | None) -> None:
@@ -81,6 +82,7 @@ def test_two_pass(case: Case, mode: Mode, seed: int | None) -> None:
     assert_right(problem, out)
 
 
+@pytest.mark.sampled(2)
 @every_order
 @pytest.mark.parametrize("case", GROUPED, ids=str)
 def test_grouped_heads(case: Case, mode: Mode, seed: int | None) -> None:

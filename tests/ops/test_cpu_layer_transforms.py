@@ -88,7 +88,7 @@ class TestDerivatives:
             for g, w in zip(got, want, strict=True):
                 assert_close(g, w)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(5)
     def test_by_the_last_argument(self, case):
         ours, theirs, shapes = CASES[case]
         *others, last = arrays(shapes)

@@ -193,7 +193,7 @@ def not_diverted():
     }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", not_diverted())
 def test_what_the_ops_do_not_take_is_left_to_mlx(calls, model, case):
     call = not_diverted()[case]

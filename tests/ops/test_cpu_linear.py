@@ -81,6 +81,7 @@ def test_against_float64(shape, dtype):
         assert bits_of(alone) == bits_of(got[rows - 1 :])  # whatever the other rows are
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -356,6 +357,7 @@ def test_options_and_environment_turn_it_off(monkeypatch):
         assert server_flags.engine_options(server_flags.parse(flags))["cpu_linear"] is option
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text", "mixtral"])
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_an_engine_has_mlx_lm_s_tokens(name, bits, monkeypatch):

@@ -75,7 +75,7 @@ def assert_matches_float64(metal: MetalRunner, case: Case) -> None:
 
 
 class TestAttention:
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(24)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("block_size", [3, 8, 16, 32], ids="S{}".format)
     def test_block_sizes(self, metal, dtype, block_size):
@@ -101,10 +101,12 @@ class TestAttention:
         case = latent_case([45, 0, 16], rank, rope, num_heads=num_heads, dtype=dtype)
         assert_matches_float64(metal, case)
 
+    @pytest.mark.sampled(2)
     def test_values_apart_from_wide_keys(self, metal):
         case = random_case([45, 7], num_heads=6, head_dim=320, v_head_dim=516)
         assert_matches_float64(metal, case)
 
+    @pytest.mark.sampled(2)
     def test_wide_values_of_narrow_keys(self, metal):
         assert_matches_float64(metal, random_case([45], head_dim=64, v_head_dim=320))
 
@@ -122,7 +124,7 @@ class TestAttention:
         assert worst_error(out, want) < FLOAT32_ERROR
         assert worst_error(attn, want_attn) < FLOAT32_ERROR
 
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(10)
     @pytest.mark.parametrize(
         ("num_heads", "num_kv_heads", "rows"),
         [(2, 2, 1), (8, 2, 4), (7, 1, 4), (8, 1, 4), (3, 1, 4)],
@@ -142,7 +144,7 @@ class TestAttention:
         case.options["window"] = 64
         assert_matches_float64(metal, case)
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(15)
     @pytest.mark.parametrize("option", OPTIONS)
     def test_every_option(self, metal, option):
         case = random_case([1, 45, 0, 17], num_tokens=2, head_dim=32, options=[option])
@@ -161,7 +163,7 @@ class TestAttention:
         )
         assert_matches_float64(any_metal, case)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize("q_dtype", TOLERANCE, ids=str)
     def test_queries_of_another_dtype(self, metal, q_dtype):
         assert_matches_float64(metal, random_case([45], dtype=mx.bfloat16, q_dtype=q_dtype))
@@ -201,14 +203,14 @@ class TestAttention:
         assert_matches_float64(any_metal, case)
         assert any_metal.trace.kernels[1:] == [f"merge_splits_{METAL_TYPES[dtype]}_v64"]
 
-    @pytest.mark.sampled(6)
+    @pytest.mark.sampled(12)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     def test_a_long_context_is_split_beside_many_short_ones(self, any_metal, dtype):
         case = random_case([1, 0, 2000] + [3] * 13, num_heads=4, num_kv_heads=1, dtype=dtype)
         assert_matches_float64(any_metal, case)
         assert len(any_metal.trace.kernels) == 2
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(12)
     @pytest.mark.parametrize("options", [[], ["window_21"], ["sinks"]], ids=str)
     @pytest.mark.parametrize("num_tokens", [1, 3], ids="L{}".format)
     def test_splits_without_keys_store_nothing_and_are_not_read(self, metal, options, num_tokens):
@@ -230,6 +232,7 @@ class TestAttention:
         assert_matches_float64(metal, case)
         assert len(metal.trace.kernels) == 2
 
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize("option", ["sinks", "window_21", "float_mask"])
     def test_options_of_split_contexts(self, any_metal, option):
         case = random_case([4097, 0], num_heads=2, num_kv_heads=1, options=[option])
@@ -244,6 +247,7 @@ class TestAttention:
         hide_blocks(case)
         assert_matches_float64(metal, case)
 
+    @pytest.mark.sampled(5)
     @pytest.mark.parametrize(
         ("head_dim", "block_size"), [(64, 16), (64, 4), (128, 24), (128, 5), (256, 8)]
     )
@@ -280,7 +284,7 @@ class TestAttention:
 
 
 class TestPool:
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("v_head_dim", [64, 32, 96], ids="Dv{}".format)
     @pytest.mark.parametrize("given", ["rows", "tokens", "sequence"])
@@ -306,6 +310,7 @@ class TestPool:
         np.testing.assert_array_equal(as_numpy(v_cache), want_v)
         assert any_metal.trace.kernels[0].startswith("write_kv_")
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("v_head_dim", [32, 96], ids="Dv{}".format)
     def test_blocks_are_copied_in_order(self, metal, dtype, v_head_dim):

@@ -110,6 +110,7 @@ class TestOneLength:
         )
         assert_matches_float64(any_metal, case)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("num_tokens", [3, 9])
     @pytest.mark.parametrize("option", OPTIONS)
     def test_options(self, metal, option, num_tokens):
@@ -153,7 +154,7 @@ class TestOneLength:
 
 
 class TestDifferentLengths:
-    @pytest.mark.sampled(8)
+    @pytest.mark.sampled(18)
     @pytest.mark.parametrize("num_decodes", [0, 1])
     @pytest.mark.parametrize("lengths", [LENGTHS["mixed"], [1, 2, 20], [1, 9]], ids=str)
     @pytest.mark.parametrize("heads", [(4, 2), (7, 1), (40, 1)], ids=str)
@@ -163,7 +164,7 @@ class TestDifferentLengths:
         )
         assert_matches_float64(metal, case, num_decodes=num_decodes)
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize("lengths", [LENGTHS["empty_first"], LENGTHS["all_new"]], ids=str)
     def test_chunks_alone(self, any_metal, lengths):
         assert_matches_float64(any_metal, ragged_case(lengths, head_dim=32, dtype=mx.bfloat16))
@@ -262,7 +263,7 @@ class TestDifferentLengths:
         case = ragged_case([1, 1, 5], latent=(512, 64), num_heads=16, dtype=mx.float16)
         assert_matches_float64(metal, case, num_decodes=2)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(8)
     @pytest.mark.parametrize("befores", [(40, 3), (700, 3)], ids=["whole", "split"])
     @pytest.mark.parametrize(
         "begins", [[0, 1, 99], [-5, 1, 6], [0, 9, -3], [2**31 - 1, -(2**31), 6]], ids=str
@@ -280,7 +281,7 @@ class TestDifferentLengths:
 
 
 class TestNonfinite:
-    @pytest.mark.sampled(5)
+    @pytest.mark.sampled(11)
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize("option", [(), ("window_21",)], ids=str)
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)

@@ -110,6 +110,7 @@ def assert_matches(metal: MetalRunner, case: Case, *, as_cpu: bool = False) -> N
 
 
 class TestPoison:
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
     def test_it_shows_in_the_rows_that_read_it(self, metal, spoil, contexts):
@@ -133,7 +134,7 @@ class TestPoison:
         with np.errstate(all="ignore"):
             assert_same(attend(case)[1], case.expected()[1], FLOAT32_ERROR)
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(8)
     @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
     def test_in_other_dtypes(self, metal, spoil, dtype):
@@ -141,6 +142,7 @@ class TestPoison:
         spoil(case)
         assert_matches(metal, case)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("option", ["window_21", "sinks", "bool_mask", "float_mask", "softcap"])
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
     def test_with_options(self, metal, spoil, option):

@@ -160,7 +160,7 @@ def test_reads_with_options(kv_bits, num_tokens, options):
     assert_like_float64(kv_bits, *case, kernel or "paged_attention")
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(16)
 @every_format
 @pytest.mark.parametrize("spoil", [hide_blocks, leave_range])
 @pytest.mark.parametrize("num_tokens", [1, 20], ids=lambda n: f"L{n}")
@@ -192,6 +192,7 @@ def test_infinite_scales_do_not_reach_rows_that_do_not_see_them(kv_bits):
     assert np.isnan(out[:, :, -1]).all()
 
 
+@pytest.mark.sampled(5)
 @every_format
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_sequences_of_different_lengths(kv_bits, lengths):
@@ -223,7 +224,7 @@ SCALES = 17, 18
 """Buffer indices."""
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @every_format
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("group", [1, 8])
@@ -247,7 +248,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @every_format
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 4, 8])

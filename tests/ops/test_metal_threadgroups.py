@@ -50,6 +50,7 @@ def test_a_lane_holds_at_most_20_elements_of_a_key_or_value(head_dim, v_head_dim
     assert 4 <= lines[VALUES].load_instructions <= 4 * 5
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("group", "dim"), [(1, 64), (4, 64), (2, 128), (4, 128), (1, 256), (2, 256), (1, 512)]
 )

@@ -123,6 +123,7 @@ def test_pools_may_be_columns_of_wider_ones(metal, dtype):
     copied(MetalRunner(Mode.RACE), pool(dtype), columns_of(pool(dtype), 8, DIM + 8))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("first", "is_whole"), [(0, 1), (4, 1), (1, 0), (2, 0)])
 def test_queries_load_whole_vectors_where_they_can(metal, first, is_whole):
     case = random_case([16], num_heads=1, num_kv_heads=1, head_dim=DIM, dtype=mx.float16)

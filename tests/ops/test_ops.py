@@ -278,6 +278,7 @@ class TestLayouts:
         got, _ = attend(case, kernel)
         assert mx.array_equal(got, want)
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_no_layout_copies_the_pool(self, layout):
         pool = with_layout(mx.zeros((4, 512, 16, 64)), layout)

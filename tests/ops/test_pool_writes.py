@@ -247,6 +247,7 @@ class TestSharedBuffers:
             assert mx.array_equal(cache[1, :, 2, 1], rows[0])
             assert cache.sum().item() == rows.sum().item()
 
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_memory_does_not_grow(self, layout):
         """With the first handle alive, over a chain of lazy writes and copies."""

@@ -84,6 +84,7 @@ def room_of(module: Path) -> str:
     return Path(module.parts[0]).stem
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("module", modules(), ids=str)
 def test_a_module_imports_only_what_its_room_may(module):
     assert rooms_imported_by(module) <= MAY_IMPORT[room_of(module)]

@@ -189,6 +189,7 @@ def run(monkeypatch, capsys):
     return call
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "error"), [("float32", 1e-5), ("bfloat16", 0.1), ("4bit", 0.02)])
 def test_a_directory_computes_what_the_original_does(original, made, name, error):
     """The file has no quantized weights: `4bit` has them as the file's numbers in float16."""

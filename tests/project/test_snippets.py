@@ -53,6 +53,7 @@ def no_network(*arguments: object) -> None:
     raise OSError("a snippet has no network")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_python_runs(document: Path, monkeypatch, tmp_path, capsys):
     """In the order of the document; later snippets see the names of earlier ones."""

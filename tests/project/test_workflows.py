@@ -25,6 +25,7 @@ def test_the_workflows_are_valid():
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [("runs-on: macos-15", "run-on: macos-15"), ("- run: pytest -q", "- runs: pytest -q")],

@@ -37,12 +37,13 @@ def prompts(count: int, length: int = 5) -> list[list[int]]:
     return np.random.default_rng(1).integers(0, VOCAB, (count, length)).tolist()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_tokens_logprobs_and_bytes_are_those_of_plain_decodes(name):
     assert compare(build(name)).startswith("same")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kv_bits", [8, "8,4"])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_quantized_pools_too(name, kv_bits):
@@ -190,6 +191,7 @@ def failing_trace(monkeypatch, num_rows: int) -> None:
     monkeypatch.setattr(PagedLayerCache, "update_and_fetch", update)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prewarm", [True, False])
 def test_a_bucket_that_cannot_be_traced_is_computed_plainly(monkeypatch, caplog, prewarm):
     expected, done = course(build("llama"), False)

@@ -83,7 +83,7 @@ def masked_greedy(prompt, source, max_tokens):
     return found[:max_tokens]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source)[:40])
 def test_greedy_output_is_mask_then_argmax_on_mlx_lms_logits(source):
     engine = make_engine()
@@ -135,6 +135,7 @@ def make_engine_like(engine, fast_forward):
     return other
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_finished_outputs_of_random_schemas_validate(seed):
     schemas = [random_schema(index) for index in range(10 * seed, 10 * seed + 10)]

@@ -151,6 +151,7 @@ def test_some_token_always_passes():
         assert set(draws(row, 20, temperature=FLAT, **strictest)) == {mx.argmax(row).item()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5], ids="T={}".format)
 def test_draws_follow_the_softmax_at_the_temperature(temperature):
     row = random_logits(rows=1, vocab=32, seed=4)
@@ -183,6 +184,7 @@ def xtc_mixture(row: mx.array, options: dict[str, Any]) -> np.ndarray:
     return mixture
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("streams", ["one seed, many tokens", "many seeds, one token"])
 def test_xtc_acts_on_as_many_tokens_as_its_probability_says(streams):
     row, n = random_logits(rows=1, seed=18)[0], 20_000
@@ -297,6 +299,7 @@ def test_a_tiny_temperature_is_greedy(temperature):
         assert set(draws(row, 20, temperature=temperature)) == {mx.argmax(row).item()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.001}, {"top_p": 0.9, "top_k": 8}],
@@ -330,6 +333,7 @@ def test_a_vocabulary_of_one_token(options):
     assert sampled.tokens.tolist() == [0] and sampled.logprobs.tolist() == [0.0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=DTYPE_IDS[1:])
 def test_half_precision_logits_are_filtered_in_float32(dtype):
     """Sums in half precision would give another nucleus."""
@@ -339,6 +343,7 @@ def test_half_precision_logits_are_filtered_in_float32(dtype):
     assert set(drawn) == mlx_lm_survivors(logprobs, top_p=0.8)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=DTYPE_IDS[1:])
 def test_half_precision_logits_are_drawn_in_float32(dtype):
     """A cumulated sum in half precision could not tell 4,000 equally likely tokens apart."""

@@ -71,6 +71,7 @@ def relative_error(model: CostModel, machine: Machine, work: StepWork) -> float:
     return abs(model.predict(work) / machine.true_seconds(work) - 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prompts", [0.3, 0.02])
 @pytest.mark.parametrize("seed", range(4))
 def test_predictions_converge_through_noise_and_pauses(seed, prompts):
@@ -81,6 +82,7 @@ def test_predictions_converge_through_noise_and_pauses(seed, prompts):
     assert max(errors) < 0.12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prompts", [0.3, 0.02])
 @pytest.mark.parametrize("seed", range(4))
 def test_chosen_chunks_use_the_bound_and_keep_to_it(seed, prompts):

@@ -293,6 +293,7 @@ for line in connection.getresponse():
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stopped", [False, True], ids=["reading", "reading no more"])
 def test_clients_killed_in_the_middle_of_their_streams_leave_nothing(server, stopped):
     """No handler of a client runs after SIGKILL: only the kernel closes the connection."""

@@ -159,6 +159,7 @@ DEEP = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("field", DEEP)
 def test_deep_nesting_is_a_mistake_of_the_client(server, field):
     """Whether llguidance gives up, or Python while it reads or writes JSON."""
@@ -171,6 +172,7 @@ def test_deep_nesting_is_a_mistake_of_the_client(server, field):
             assert status == 400 and answer["error"]["message"], depth
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called_if_it_must_be(server, choice, stream):
@@ -327,6 +329,7 @@ def test_system_blocks_and_tool_results_reach_the_template(claude):
     assert message.content[0].text == solo(prompt, 9)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("system", "roles", "prompt"),
     [

@@ -7,12 +7,13 @@
 //   encode                         the op
 //   read BUFFER ELEMENTS           an op of MLX's own that reads memory of a pool
 //   end                            of the command encoder
-//   finish                         wait for the end of all this
+//   finish                         wait for the end of all this; finish_elsewhere: on another thread
 //   fail                           a command buffer fails before the next "finish" ends
 //   commit                         the command buffer
 #include <iostream>
 #include <map>
 #include <string>
+#include <thread>
 
 #include "csrc/metal/plans.h"
 #include "mlx/backend/metal/device.h"
@@ -70,14 +71,17 @@ void read(std::istream& in) {
   encoder.dispatch_threads({1, 1, 1}, {1, 1, 1});
 }
 
-void finish() {
+void finish(bool on_another_thread) {
   const auto wait = end_of_work(kStream);
   std::cout << "launched\n";
-  try {
-    wait();
-  } catch (const std::runtime_error&) {
-    std::cout << "raised\n";
-  }
+  const auto tell = [&wait] {
+    try {
+      wait();
+    } catch (const std::runtime_error&) {
+      std::cout << "raised\n";
+    }
+  };
+  on_another_thread ? std::thread(tell).join() : tell();
 }
 
 void run(std::istream& in) {
@@ -99,8 +103,8 @@ void run(std::istream& in) {
       outputs.clear();
     } else if (word == "read") {
       read(in);
-    } else if (word == "finish") {
-      finish();
+    } else if (word == "finish" || word == "finish_elsewhere") {
+      finish(word == "finish_elsewhere");
     } else if (word == "fail") {
       mx::metal::get_command_encoder(kStream).fails = true;
     } else if (word == "commit") {

@@ -92,8 +92,8 @@ class FaultyRunner:
         self._under_way.remove(current)
         return self.inner.collect(launched)
 
-    def transfer(self, stores: Any, loads: Any) -> None:
-        self.inner.transfer(stores, loads)
+    def transfer(self, stores: Any, loads: Any) -> Any:
+        return self.inner.transfer(stores, loads)
 
     def drop(self, request: Request) -> None:
         self.inner.drop(request)

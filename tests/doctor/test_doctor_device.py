@@ -1,0 +1,109 @@
+"""The doctor's checks of MLX's own products and of memory, and checks in processes of their own."""
+
+import json
+import subprocess
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from mlx_paged.doctor import __main__ as doctor
+from mlx_paged.doctor import apart, memory, products
+from mlx_paged.doctor.findings import Findings, run_check
+from mlx_paged.engine.engine import Engine
+
+
+class TestProducts:
+    def test_wrong_attention_of_mlx_is_a_wrong_number(self, monkeypatch):
+        right = mx.fast.scaled_dot_product_attention
+        monkeypatch.setattr(
+            mx.fast, "scaled_dot_product_attention", lambda *a, **o: right(*a, **o) * 1.2
+        )
+        found = run_check("products", products.check_products, True)
+        assert found.num_wrong == len(found.failures) == len(products.TOLERANCES)
+        assert "MLX's attention in mlx.core.float16 is wrong: 0.2" in found.text()
+
+    @pytest.mark.parametrize(
+        ("architecture", "uses"),
+        [("applegpu_g17s", True), ("applegpu_g16s", False), ("applegpu_g13d", False), ("", False)],
+    )
+    def test_an_m5_is_checked_without_its_matrix_units_too(self, architecture, uses, monkeypatch):
+        ran = []
+
+        def found_apart(name, quick, **environment):
+            ran.append((name, environment))
+            return Findings(name, failures=["planted"])
+
+        monkeypatch.delenv(products.VARIABLE, raising=False)
+        monkeypatch.setattr(products, "found_apart", found_apart)
+        monkeypatch.setattr(products, "errors_of", lambda dtype, *sizes: {"product": 0.0})
+        monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+        found = run_check("products", products.check_products, True)
+        assert ran == [("products", {products.VARIABLE: "applegpu_g16s"})] * uses
+        assert found.ok and found.text().endswith("without matrix units: FAILED") == uses
+
+
+class TestMemory:
+    def test_an_engine_that_takes_more_than_it_promises_fails(self, monkeypatch):
+        promised = Engine.memory_budget.fget
+        monkeypatch.setattr(
+            Engine,
+            "memory_budget",
+            property(lambda engine: replace(promised(engine), pool=0, weights=0, step=1)),
+        )
+        found = run_check("memory", memory.check_memory, True)
+        assert "MB: expected at most 0.0 MB" in found.failures[0]
+
+
+class TestProcesses:
+    @pytest.fixture
+    def on_a_gpu(self, monkeypatch):
+        monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+
+    def test_on_a_gpu_a_check_that_ends_its_process_fails_alone(
+        self, on_a_gpu, monkeypatch, tmp_path, capsys
+    ):
+        def run(command, **options):
+            name = command[command.index("--only") + 1]
+            if name != "order":
+                report = {"checks": {name: {"ok": True, "name": name, "lines": ["was here"]}}}
+                with open(command[command.index("--json") + 1], "w") as file:
+                    json.dump(report, file)
+            return subprocess.CompletedProcess(command, -6, "", "abort\n")
+
+        monkeypatch.setattr(subprocess, "run", run)
+        ran = []
+        monkeypatch.setattr(
+            doctor, "CHECKS", {name: lambda *a: ran.append(a) for name in doctor.CHECKS}
+        )
+        path = tmp_path / "report.json"
+        assert doctor.main(["--json", str(path)]) == 1
+        out = capsys.readouterr().out
+        assert out.startswith("mlx_paged.doctor: FAILED: order (")
+        assert "order: ended with status -6: abort" in out and out.count("was here") == 4
+        assert [found.name for found, _ in ran] == ["machine", "kernels", "sources"]
+        report = json.loads(path.read_text())
+        assert not report["ok"] and report["checks"]["tokens"]["ok"]
+
+    def test_the_report_has_what_was_found_before_the_end(self, monkeypatch, tmp_path):
+        path = tmp_path / "report.json"
+
+        def interrupted(found, quick):
+            assert json.loads(path.read_text())["checks"].keys() == {"first"}
+            raise KeyboardInterrupt
+
+        def first(found, quick):
+            assert json.loads(path.read_text()) == {
+                "ok": False,
+                "num_wrong": 0,
+                "quick": False,
+                "checks": {},
+            }
+
+        monkeypatch.setattr(doctor, "CHECKS", {"first": first, "second": interrupted})
+        assert doctor.main(["--json", str(path)]) == 130
+        assert json.loads(path.read_text())["checks"]["first"]["ok"]
+
+    def test_a_process_gets_its_variables_and_its_answer_is_read(self):
+        found = apart.found_apart("machine", True, MLX_PAGED_ATTENTION="gather")
+        assert "gathered blocks, MLX's attention" in found.numbers["attention"]
