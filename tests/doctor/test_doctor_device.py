@@ -49,7 +49,7 @@ class TestMemory:
         monkeypatch.setattr(
             Engine,
             "memory_budget",
-            property(lambda engine: replace(promised(engine), pool=0, weights=0, step=1)),
+            property(lambda engine: replace(promised(engine), pool=0, weights=0, step=1, copies=0)),
         )
         found = run_check("memory", memory.check_memory, True)
         assert "MB: expected at most 0.0 MB" in found.failures[0]
