@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_paged.engine.config import DRAFTERS, EngineConfig
 from mlx_paged.kv.memory import MemoryBudget
 from mlx_paged.metrics.recorder import PhaseTimes
+from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.draft_model import DraftModel, can_draft, probed_draft
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
@@ -26,6 +27,7 @@ class EngineModels:
     drafter: Drafter | None
 
     @classmethod
+    @telling_errors()
     def of(
         cls, model: nn.Module, config: EngineConfig, phases: PhaseTimes | None
     ) -> "EngineModels":
@@ -53,6 +55,7 @@ class EngineModels:
             drafter = DRAFTERS[config.speculate]()
         return cls(pooled, runner, drafter)
 
+    @telling_errors()
     def warm_up(self) -> float | None:
         """Warm up both models. Returns seconds of the GPU's pipelines; None if there are none."""
         drafter = self.drafter
