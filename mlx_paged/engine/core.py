@@ -23,7 +23,7 @@ from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import Fault, Runner, SampledToken
+from mlx_paged.scheduler.step import DeviceError, Fault, Runner, SampledToken
 
 
 class EngineCore:
@@ -36,6 +36,7 @@ class EngineCore:
     Attributes:
         ticks: the latest steps, newest last.
         ready: outputs that the next :meth:`step` returns.
+        device_faults: steps that the device failed in, since the latest token.
         grammars: compiled ones. Any thread may compile more, before it adds a request.
     """
 
@@ -61,6 +62,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self.lookahead = lookahead
         self.ready: list[TokenOutput] = []
+        self.device_faults = 0
         self.grammars = Grammars(tokenizer, vocab_size)
         self._encode = PromptEncoder(tokenizer, vocab_size)
         self._clock = clock
@@ -342,6 +344,7 @@ class EngineCore:
             return  # it ended earlier in this very step
         if choice.error is not None:
             return self._fail(request, choice.error)
+        self.device_faults = 0
         self.scheduler.clear(request)
         if request.synchronous:
             search = self._beams[request.id]
@@ -359,6 +362,7 @@ class EngineCore:
 
     def _recover(self, fault: Fault) -> None:
         self.stats.faults += 1
+        self.device_faults += isinstance(fault.error, DeviceError)
         for request in self._pipeline.recover(fault):
             self._fail(request, fault.error)
         if not isinstance(fault.error, Exception):

@@ -284,6 +284,7 @@ class ModelRunner:
             mx.synchronize()
         except Exception as another:  # of another step under way
             noted(another)
+        mx.clear_cache()  # memory may be short
         self.pool.reset_handles()
         self.states.clear()
         self._copied, self._loaded, self.error = [], [], None

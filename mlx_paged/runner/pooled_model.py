@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any
@@ -216,29 +215,34 @@ class PooledModel:
         if self.prewarm_seconds is None:
             kinds, has_disk = self.profile.attentions, self.config.kv_disk is not None
             only_ragged = self.profile.batching is Batching.MIXED
-            self.prewarm_seconds = prewarm(
-                kinds, self.config.block_size, self.plan, has_disk, only_ragged
-            )
-            if self.prewarm_seconds is not None and not self.runner.begins_each:
+            seconds = prewarm(kinds, self.config.block_size, self.plan, has_disk, only_ragged)
+            if seconds is not None and not self.runner.begins_each:
                 started = time.perf_counter()
                 self._compute_once()
-                self.prewarm_seconds += time.perf_counter() - started
+                seconds += time.perf_counter() - started
+            self.prewarm_seconds = seconds
 
     def _compute_once(self) -> None:
         """Compute a chunk and a decode of nobody's request: MLX compiles its own pipelines."""
         size = min(LONG_CHUNK, self.config.prefill_chunk)
         request = Request(NOBODY, [0] * (size + 1), SamplingParams(max_tokens=1), seed=0)
         allocator, runner = self.allocator, self.runner
-        with suppress(OutOfBlocksError):
+        try:
             allocator.admit(NOBODY, size + 1)
             for start, stop in ((0, size), (size, size + 1)):
                 allocator.make_writable(NOBODY, start, stop)
                 step = Step()
                 step.add(Span(request, start, stop, samples=stop > size))
                 runner.collect(runner.launch(step, None))
-        if NOBODY in allocator:
-            allocator.free(NOBODY)
-        runner.drop(request)
+        except OutOfBlocksError:
+            pass
+        except Exception:
+            runner.recover()
+            raise
+        finally:
+            if NOBODY in allocator:
+                allocator.free(NOBODY)
+            runner.drop(request)
 
     @property
     def k(self) -> list[mx.array]:
