@@ -25,17 +25,19 @@ from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError, ceil_div
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
+from mlx_paged.kv.limits import hold_limits
 from mlx_paged.kv.memory import (
     COPIED,
     MemoryBudget,
     default_cache_limit,
     default_kv_memory,
     gpu_memory,
+    memory_in_use,
     num_blocks_for,
     num_snapshots_for,
     promise_snapshots,
 )
-from mlx_paged.kv.pool import KVPool
+from mlx_paged.kv.pool import KVPool, planned_block_bytes
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
@@ -137,13 +139,33 @@ class MeasuredModel:
             num_blocks = config.num_blocks * plan.width
             return cls(model, config, profile, plan, max_snapshots, num_blocks)
         reserved, kv_memory = max_snapshots * profile.state_bytes, config.kv_memory
+        step = step_bytes(model, profile, config.prefill_chunk, config.max_running)
+        cache = config.cache_limit
+        if cache is None:
+            cache = default_cache_limit(None, step) or 0
+        others = step + cache
         if beside is not None:
-            both = max(0, default_kv_memory() - reserved) if kv_memory is None else kv_memory
+            both = max(0, default_kv_memory(others) - reserved) if kv_memory is None else kv_memory
             kv_memory = int(both * _share(profile, beside))
-        num_blocks = num_blocks_for(plan, block_size, kv_memory, reserved)
+        num_blocks = num_blocks_for(plan, block_size, kv_memory, reserved, others)
         if config.kv_memory is None and config.max_kv_tokens is not None:
             num_blocks = min(num_blocks, plan.width * ceil_div(config.max_kv_tokens, block_size))
         return cls(model, config, profile, plan, max_snapshots, num_blocks)
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """What it will take of the memory, as long as there is no pool."""
+        config, profile = self.config, self.profile
+        step = step_bytes(self.model, profile, config.prefill_chunk, config.max_running)
+        pool = self.num_blocks * planned_block_bytes(self.plan.arrays)
+        pool += self.max_snapshots * profile.state_bytes
+        is_asked = config.kv_memory is not None or config.num_blocks is not None
+        weights = sum(each.nbytes for _, each in tree_flatten(self.model.parameters()))
+        cache = config.cache_limit
+        if cache is None or gpu_memory() is None:
+            others = memory_in_use() + pool + step
+            cache = default_cache_limit(pool if is_asked else None, step, others)
+        return MemoryBudget(weights, pool, cache, step)
 
 
 class PooledModel:
@@ -155,6 +177,7 @@ class PooledModel:
 
     Attributes:
         traces: of the compiled decodes; None: decodes are not compiled.
+        limits: of MLX's memory, held while the pool lives; None on a CPU.
         prewarm_seconds: that the GPU's pipelines took; None: none was compiled yet.
         refused_kernels: by kernel, what the GPU's compiler says against it.
     """
@@ -171,7 +194,10 @@ class PooledModel:
         self.allocator = make_allocator(
             num_blocks, block_size, self.plan.groups, config.prefill_chunk
         )
-        self.pool = KVPool((), num_blocks, block_size, self.plan, capacity=num_blocks)
+        self._budget = measured.budget
+        self.limits = hold_limits(self._budget.cache)
+        holder = self.limits and self.limits.holder
+        self.pool = KVPool((), num_blocks, block_size, self.plan, num_blocks, holder)
         promise_snapshots(self.allocator, self.profile.state_bytes)
         self.runner = make_runner(
             measured.model,
@@ -181,7 +207,6 @@ class PooledModel:
             self.pool,
             cpu_linear=config.cpu_linear,
         )
-        self._budget = self._promised(measured)
         self.traces = self.runner.compile_decodes(config.compile, config.max_running)
         self.prewarm_seconds: float | None = None
         self.refused_kernels = ops.refused
@@ -196,17 +221,6 @@ class PooledModel:
     def _has_kernels(self) -> bool:
         shapes = (kind.shape for kind in self.profile.attentions)
         return all(ops.kernel_for(None, s.head_dim, s.v_head_dim) == "native" for s in shapes)
-
-    def _promised(self, measured: MeasuredModel) -> MemoryBudget:
-        config = self.config
-        step = step_bytes(measured.model, self.profile, config.prefill_chunk, config.max_running)
-        pool = self.pool.nbytes + self.max_snapshots * self.profile.state_bytes
-        is_asked = config.kv_memory is not None or config.num_blocks is not None
-        cache = config.cache_limit
-        if cache is None or gpu_memory() is None:
-            cache = default_cache_limit(pool if is_asked else None, step)
-        weights = sum(each.nbytes for _, each in tree_flatten(measured.model.parameters()))
-        return MemoryBudget(weights, pool, cache, step)
 
     def warm_up(self) -> None:
         """Trace the decodes for the thread that calls this, and compile the GPU's pipelines: those
