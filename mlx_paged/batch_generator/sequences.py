@@ -14,10 +14,12 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_paged.arguments import integer, require
 from mlx_paged.kv.pool import as_int32
 from mlx_paged.request import Request
+from mlx_paged.runner.device_errors import ended
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import leaves
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.sampling_params import SamplingParams
+from mlx_paged.scheduler.step import DeviceError
 
 Caches = list[Any]  # mlx-lm's caches, one for each layer
 
@@ -30,7 +32,8 @@ class Response(GenerationBatch.Response):
         token: its next token.
         logprobs: ``[vocab]``, the log-probabilities for this token.
         finish_reason: "stop", "length", or "error" if a processor or sampler raised or the model
-            failed; `token` and `logprobs` then have no meaning. None while the sequence continues.
+            failed; `token` is then the last known one again, which a loop of mlx-lm's would append,
+            and `logprobs` are NaN. None while the sequence continues.
         all_tokens: of an ended sequence: its prompt and its generated tokens.
         prompt_cache: of an ended sequence: mlx-lm's caches of `all_tokens`. The first access makes
             them, which costs a copy. Access them in the thread of the generator.
@@ -95,10 +98,20 @@ def contiguous_caches(
 ) -> Caches:
     """mlx-lm's caches of exactly `tokens`, with which the request's begin, evaluated. K/V in the
     pool is copied. The model computes the rest, `chunk` tokens at once: the newest token, or all
-    tokens if the pool has no longer what these caches keep."""
+    tokens if the pool has no longer what these caches keep, or may be wrong."""
+    make = partial(_contiguous_caches, runner, request, tokens, chunk)
+    try:
+        return ended(make)
+    except DeviceError:  # what was copied may be wrong
+        return ended(make)
+
+
+def _contiguous_caches(
+    runner: ModelRunner, request: Request, tokens: Sequence[int], chunk: int
+) -> Caches:
     caches: Caches = make_prompt_cache(runner.model)
     start = min(request.num_computed, len(tokens))
-    if start and _has_lost(runner, request, start, caches):
+    if start and (runner.error or _has_lost(runner, request, start, caches)):
         start = 0
     if start:
         _copy(runner, request, start, caches)

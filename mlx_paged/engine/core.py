@@ -37,6 +37,7 @@ class EngineCore:
     Attributes:
         ticks: the latest steps, newest last.
         ready: outputs that the next :meth:`step` returns.
+        device_faults: steps that the device failed in, since the latest token.
         grammars: compiled ones. Any thread may compile more, before it adds a request.
     """
 
@@ -63,6 +64,7 @@ class EngineCore:
         self.lookahead = lookahead
         self._thread: int | None = None  # that called `step` last
         self.ready: list[TokenOutput] = []
+        self.device_faults = 0
         self.grammars = Grammars(tokenizer, vocab_size)
         self._encode = PromptEncoder(tokenizer, vocab_size)
         self._clock = clock
@@ -349,6 +351,7 @@ class EngineCore:
             return  # it ended earlier in this very step
         if choice.error is not None:
             return self._fail(request, choice.error)
+        self.device_faults = 0
         self.scheduler.clear(request)
         if request.synchronous:
             search = self._beams[request.id]
@@ -366,6 +369,7 @@ class EngineCore:
 
     def _recover(self, fault: Fault, blames: bool) -> None:
         self.stats.faults += 1
+        self.device_faults += blames and isinstance(fault.error, DeviceError)
         for request in self._pipeline.recover(fault, blames):
             self._fail(request, fault.error)
         if not isinstance(fault.error, Exception):

@@ -17,12 +17,12 @@ from mlx_paged.engine.models import EngineModels
 from mlx_paged.engine.one_thread import exclusive
 from mlx_paged.engine.text import Tokenizer
 from mlx_paged.engine.waiting_calls import WaitingCalls
-from mlx_paged.kv.limits import hold_limits
 from mlx_paged.kv.memory import MemoryBudget, gpu_memory
 from mlx_paged.kv_disk.opening import open_tier
 from mlx_paged.metrics.recorder import PhaseTimes, RecorderConfig, TickWriter
 from mlx_paged.metrics.stats import EngineStats, KVReads
 from mlx_paged.metrics.tick_log import TickLog
+from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.model_probe import Batching, require_model
 from mlx_paged.runner.pooled_model import PooledModel
 from mlx_paged.scheduler.policies import Policy, PreemptionPolicy
@@ -142,8 +142,6 @@ class Engine(WaitingCalls):
         if kv_disk is not None:
             limit = int(kv_disk_gb * 10**9)
             open_disk = partial(open_tier, kv_disk, limit, model_files, model, tokenizer, pooled)
-        # Before the disk, whose lock a failure would keep.
-        self._release = hold_limits(self, models.budget.cache)
         scheduler = Scheduler(
             pooled.allocator,
             config.max_running,
@@ -183,6 +181,8 @@ class Engine(WaitingCalls):
             instruments=RecorderConfig(log, KVReads(sizes, config.block_size), phases, writer),
         )
         self.prewarm = prewarm
+        # The last attribute: these die after the arrays of a step under way.
+        self._holders = [each.holder for each in models.limits]
 
     @property
     def manager(self) -> PooledModel:
@@ -213,12 +213,14 @@ class Engine(WaitingCalls):
             while self._pipeline.copy_when_idle():
                 pass
             self.scheduler.leave_disk()
-        if self._release is not None:
-            release, self._release = self._release, None
+        limits = self._models.limits
+        if any(each.release.alive for each in limits):
             try:
-                mx.synchronize(stream)
+                with telling_errors():
+                    mx.synchronize(stream)
             finally:  # also after an error of the device
-                release()
+                for each in limits:
+                    each.release()
 
     @exclusive
     def copy_when_idle(self) -> bool:

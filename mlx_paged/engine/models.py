@@ -1,14 +1,16 @@
 """The model of an engine on its pool, and what drafts for it."""
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import mlx.nn as nn
 
 from mlx_paged.engine.config import DRAFTERS, EngineConfig
+from mlx_paged.kv.limits import HeldLimits
 from mlx_paged.kv.memory import MemoryBudget
 from mlx_paged.metrics.recorder import PhaseTimes
+from mlx_paged.runner.device_errors import telling_errors
 from mlx_paged.runner.draft_model import DraftModel, can_draft, probed_draft
 from mlx_paged.runner.model_runner import ModelRunner
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
@@ -26,6 +28,7 @@ class EngineModels:
     drafter: Drafter | None
 
     @classmethod
+    @telling_errors()
     def of(
         cls, model: nn.Module, config: EngineConfig, phases: PhaseTimes | None
     ) -> "EngineModels":
@@ -53,19 +56,28 @@ class EngineModels:
             drafter = DRAFTERS[config.speculate]()
         return cls(pooled, runner, drafter)
 
+    @property
+    def both(self) -> list[PooledModel]:
+        """The model, and the draft model if there is one."""
+        drafter = self.drafter
+        return [self.pooled, *([drafter.pooled] if isinstance(drafter, DraftModel) else [])]
+
+    @property
+    def limits(self) -> list[HeldLimits]:
+        """Those that both pools hold."""
+        return [each.limits for each in self.both if each.limits is not None]
+
+    @telling_errors()
     def warm_up(self) -> float | None:
         """Warm up both models. Returns seconds of the GPU's pipelines; None if there are none."""
-        drafter = self.drafter
-        models = [self.pooled, *([drafter.pooled] if isinstance(drafter, DraftModel) else [])]
-        for each in models:
+        for each in self.both:
             each.warm_up()
-        return sum(each.prewarm_seconds or 0.0 for each in models) or None
+        return sum(each.prewarm_seconds or 0.0 for each in self.both) or None
 
     @property
     def budget(self) -> MemoryBudget:
         """What both models take of the memory."""
-        budget, drafter = self.pooled.budget, self.drafter
-        return budget.beside(drafter.pooled.budget) if isinstance(drafter, DraftModel) else budget
+        return reduce(MemoryBudget.beside, [each.budget for each in self.both])
 
     @property
     def rank_stats(self) -> dict[str, Any] | None:

@@ -108,13 +108,14 @@ class StepPipeline(Generic[LaunchedT]):
         except Exception as error:
             raise error from fault.error
         alive = [request for request in fault.requests if not request.finish_reason]
-        self._scheduler.recover(alive)
+        is_devices = blames and isinstance(fault.error, DeviceError)
+        self._scheduler.recover(alive, halve=is_devices)
         # No request causes a KeyboardInterrupt.
         if not blames or not isinstance(fault.error, Exception):
             return []
         for request in alive:
             request.num_faults += 1
-        was_alone = len(fault.requests) == 1 and not isinstance(fault.error, DeviceError)
+        was_alone = len(fault.requests) == 1 and not is_devices
         return [r for r in alive if was_alone or r.num_faults >= MAX_FAULTS]
 
     def _launch(

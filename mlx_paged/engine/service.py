@@ -18,8 +18,12 @@ from mlx_paged.engine.text import Prompt
 from mlx_paged.engine.ticket import Inbox, Ticket
 from mlx_paged.runner.ranks import LeadingRunner
 from mlx_paged.sampling_params import GRAMMARS, SamplingParams
+from mlx_paged.scheduler.step import DeviceError
 
 T = TypeVar("T")
+
+MOST_DEVICE_FAULTS = 10
+"""A service fails after so many steps that the device failed in, without a token between them."""
 
 _idle_streams: list[mx.Stream] = []  # of services that have ended
 
@@ -235,6 +239,9 @@ class EngineService:
                 del self._open[output.request_id]
             elif not has_room:
                 self._abort(output.request_id)
+        if self._engine.device_faults >= MOST_DEVICE_FAULTS:
+            failed = f"failed in {self._engine.device_faults} steps without a token between them"
+            raise DeviceError(f"[EngineService] the device {failed}: expected a working one")
 
     def _ticket(self, request_id: int) -> Ticket:
         if request_id in self._open:

@@ -1,10 +1,10 @@
 """MLX's limits of wired and of cached memory, held while engines live."""
 
 import threading
-from collections.abc import Callable
 from weakref import finalize
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_paged.kv.memory import working_set
 
@@ -37,12 +37,13 @@ class _Limits:
                 return
             wired, cached = self._before
             self._before = None
-            mx.set_cache_limit(cached)
-            if wired is not None:
-                try:
-                    mx.synchronize()  # do not lower the limit while the device computes
-                finally:
+            try:
+                mx.synchronize()  # do not lower the limit while the device computes
+            finally:
+                mx.set_cache_limit(cached)
+                if wired is not None:
                     mx.set_wired_limit(wired)
+                mx.clear_cache()
 
     def _follow(self) -> None:
         if self._before is not None and self._cache != (largest := max(self._asked)):
@@ -53,13 +54,21 @@ class _Limits:
 _limits = _Limits()
 
 
-def hold_limits(owner: object, cache: int | None) -> Callable[[], object] | None:
-    """Raise MLX's wired limit to what Metal recommends, and let MLX keep at most `cache` bytes of
-    freed buffers, until `owner` dies or the returned function is called; the last of several owners
-    restores both. Where `cache` is None, on a CPU, do nothing; return None."""
-    if cache is None:
-        return None
-    _limits.hold(cache)
-    release = finalize(owner, _limits.release, cache)
-    release.atexit = False
-    return release
+class HeldLimits:
+    """MLX's wired limit is what Metal recommends, and MLX keeps at most `cache` bytes of freed
+    buffers, until `holder` dies or :attr:`release` is called; the last one restores both. When
+    `holder` dies, MLX gives back what it keeps: an owner has it as the last attribute, which dies
+    after the owner's arrays. The garbage collector, which has an order of its own, knows no array
+    of numpy."""
+
+    def __init__(self, cache: int) -> None:
+        _limits.hold(cache)
+        self.holder = np.empty(0)
+        self.release = finalize(self.holder, _limits.release, cache)
+        for each in (self.release, finalize(self.holder, lambda: mx.clear_cache())):
+            each.atexit = False
+
+
+def hold_limits(cache: int | None) -> HeldLimits | None:
+    """Where `cache` is None, on a CPU, do nothing; return None."""
+    return None if cache is None else HeldLimits(cache)

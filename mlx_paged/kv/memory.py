@@ -18,15 +18,18 @@ from mlx_paged.kv.shapes import KVShape
 HOST_LIMIT = 1 << 29  # bytes of the largest default pool on a CPU
 GPU_SHARE = 0.85
 """Pools are sized so that all arrays together fill this part of the working set that Metal
-recommends. From 0.95 of it on, MLX releases cached buffers at every allocation that the cache
-cannot serve. The tenth between is for the arrays of a step and for that cache."""
+recommends."""
 ROOM = 4 * 10**9
 """Bytes of the working set that a default pool leaves to a step, MLX's cache and other programs,
 unless that would take more than half of what can be spared."""
+RECLAIM_SHARE = 0.95
+"""Part of the working set from which on MLX releases what it caches. All that an engine takes by
+default is less, unless its pool would then be less than half of what can be spared."""
 COPIED = 6
 """On a GPU plain MLX copies what it writes to while an earlier step reads it, and gathers the keys
 that it attends to. All steps under way hold at most so many times the pool of these arrays."""
 CACHE_SHARE = 0.1  # default limit of MLX's cache, as a part of the device's memory
+LONG_PROMPT = 1 << 14  # tokens; a step takes more where keys of a longer prompt are gathered
 NUM_EMPTY_BLOCKS = 1 << 16
 SNAPSHOT_SHARE = 4  # default: snapshots of recurrent states take at most 1/4 of the pool's memory
 SNAPSHOTS_PER_REQUEST = 4  # default, for each request that can run: a chat leaves two a turn
@@ -76,24 +79,28 @@ def spare_memory() -> int:
     return max(0, limit - memory_in_use())
 
 
-def default_kv_memory() -> int:
-    """Bytes of a pool that is allocated at once: on a GPU the spare memory, but for `ROOM` and for
-    what plain MLX copies of it; on a CPU a quarter of the memory but at most HOST_LIMIT."""
+def default_kv_memory(beside: int = 0) -> int:
+    """Bytes of a pool that is allocated at once: on a GPU the spare memory, but for `ROOM`, for
+    `beside`, bytes of a step and of MLX's cache, and for what plain MLX copies of the pool; on a
+    CPU a quarter of the memory but at most HOST_LIMIT."""
     recommended = working_set()
     if recommended is None:
         return min(physical_memory() // 4, HOST_LIMIT)
     spare = spare_memory()
-    largest = max(spare // 2, min(spare, recommended - ROOM - memory_in_use()))
+    room = min(recommended - ROOM, int(RECLAIM_SHARE * recommended) - beside) - memory_in_use()
+    largest = max(spare // 2, min(spare, room))
     return largest // (1 + COPIED) if ops.are_switched_off() or ops.refused else largest
 
 
-def default_cache_limit(pool: int | None, step: int) -> int | None:
-    """Bytes of freed buffers that MLX keeps: a part of the device's memory. Beside a pool of a size
-    that was asked for, half of that, but what a step takes. On a CPU None: nothing is limited."""
+def default_cache_limit(pool: int | None, step: int, beside: int = 0) -> int | None:
+    """Bytes of freed buffers that MLX keeps: a part of the device's memory, or what `beside`, bytes
+    of all else, leaves, but half of that part. Beside a pool of a size that was asked for, half of
+    that, but what a step takes. On a CPU None: nothing is limited."""
     size = gpu_memory()
     if size is None:
         return None
     limit = int(CACHE_SHARE * size)
+    limit = max(limit // 2, min(limit, int(RECLAIM_SHARE * size) - beside))
     return limit if pool is None else min(limit, max(pool // 2, step))
 
 
@@ -124,8 +131,9 @@ class MemoryBudget:
     def beside(self, other: "MemoryBudget") -> "MemoryBudget":
         """Of this model and of another one, which compute one after the other."""
         pool, step = self.pool + other.pool, max(self.step, other.step)
-        copies = self.copies + other.copies
-        return MemoryBudget(self.weights + other.weights, pool, self.cache, step, copies)
+        copies, caches = self.copies + other.copies, (self.cache, other.cache)
+        cache = max((each for each in caches if each is not None), default=None)
+        return MemoryBudget(self.weights + other.weights, pool, cache, step, copies)
 
     @property
     def line(self) -> str:
@@ -133,7 +141,11 @@ class MemoryBudget:
         can_change = "--kv-memory changes"
         if self.cache is not None:
             can_change = "--kv-memory and --cache-limit change"
-        return f"memory: {self}; {can_change} it"
+        limit = "memory" if working_set() is None else "working set"
+        is_too_much = sum(self.parts.values()) > device_memory()
+        too_much = f"; this exceeds the {limit}: expect swapping" * is_too_much
+        prompts = f"for prompts of up to {LONG_PROMPT:,} tokens"
+        return f"memory: {self} {prompts}; {can_change} it{too_much}"
 
     def __str__(self) -> str:
         parts = " + ".join(f"{name} {size / 1e9:.2f}" for name, size in self.parts.items())
@@ -154,6 +166,7 @@ def num_blocks_for(
     # The budget; None: the default less `reserved`, limited by `longest_pool`.
     kv_memory: int | None,
     reserved: int = 0,  # bytes that snapshots are going to take
+    beside: int = 0,  # see `default_kv_memory`
 ) -> int:
     """How many blocks the budget in bytes holds. The caller evaluates the weights before. Raises
     ValueError if it holds no block, or if the device cannot hold the budget."""
@@ -163,7 +176,8 @@ def num_blocks_for(
     max_blocks = min(longest, default=0)
     if kv_memory is not None:
         _check_held(kv_memory, max_blocks * one_block, reserved)
-    budget = max(0, default_kv_memory() - reserved) if kv_memory is None else kv_memory
+    default = max(0, default_kv_memory(beside) - reserved)
+    budget = default if kv_memory is None else kv_memory
     if one_block == 0:  # only recurrent layers: blocks just count tokens
         return NUM_EMPTY_BLOCKS
     if budget < smallest:

@@ -44,8 +44,9 @@ class KVPool:
         block_size: int,
         plan: PoolPlan | None = None,
         capacity: int = 0,
+        limits: object = None,
     ) -> None:
-        """Make the arrays: a pair for each shape, or those of a plan."""
+        """Make the arrays: a pair for each shape, or those of a plan. `limits` outlives them."""
         arrays = [ArrayPlan(shape, block_size, i, {0}) for i, shape in enumerate(shapes)]
         self._arrays = arrays if plan is None else list(plan.arrays)
         self.shapes = tuple(array.shape for array in self._arrays)
@@ -78,6 +79,7 @@ class KVPool:
                 scales.append(self._array(array, form.scale_columns(dims), mx.float16))
         mx.eval(self._stored)
         self._first = [list(handles) for handles in self._stored]
+        self._limits = limits  # the last attribute
 
     def _array(
         self,

@@ -249,10 +249,11 @@ def _scales(k_cache: mx.array, v_cache: mx.array) -> dict[str, mx.array]:
 
 
 def _compile(plan: Callable[..., dict[str, Any]], *arrays: mx.array, **options: Any) -> bool:
-    """Compile the pipelines of a call, each by itself. The first refusal of a kernel is logged."""
+    """Compile the pipelines of a call, each by itself. A refusal counts if asking again gives one,
+    too. The first one of a kernel is logged."""
     is_taken = True
     for launch in plan(*arrays, **options)["launches"]:
-        if message := _ext.metal.refusal(launch):
+        if _ext.metal.refusal(launch) and (message := _ext.metal.refusal(launch)):
             is_taken, kernel = False, launch["kernel"]
             if kernel not in refused:
                 refused[kernel] = message

@@ -11,7 +11,7 @@ from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import Batching, ModelProfile
 from mlx_paged.runner.model_runner import LaunchedStep
 from mlx_paged.runner.pooled_model import MeasuredModel, PooledModel, probed
-from mlx_paged.scheduler.step import Span, Step
+from mlx_paged.scheduler.step import DeviceError, Span, Step
 
 FIRST_GUESS = 0.6  # share of right drafts before the first one
 RATE = 0.1  # rate at which this share follows the latest drafts
@@ -82,6 +82,8 @@ class DraftModel:
         try:
             by_id = {r.id: depth for r, depth in zip(requests, depths, strict=True)}
             drafts = self._drafts(by_id, requests)
+        except DeviceError as error:  # of any model: the engine recovers from it
+            logging.warning("no drafts of this step: %s", error)
         except Exception as error:
             logging.warning("the draft model failed, and no more drafts are made: %s", error)
             self._has_failed = True

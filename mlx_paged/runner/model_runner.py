@@ -1,10 +1,10 @@
 """One step on the model: lay out the batch, bind the caches, run the model, sample."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,14 +26,14 @@ from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
 from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread, weakly
+from mlx_paged.runner.device_errors import note_errors_on, noted, telling_errors
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
 from mlx_paged.sampling.sampler import Sampled, Sampler, Scores, empty_rows, on_host
-from mlx_paged.scheduler.step import DeviceError, SampledToken, Span, Step
+from mlx_paged.scheduler.step import SampledToken, Span, Step
 
-Returned = TypeVar("Returned")
 Drafts = dict[int, tuple[int, ...]]  # by request id
 SamplerArguments = tuple[mx.array, list[Request], mx.array, Int32Array, Scores | None, Drafts]
 
@@ -65,22 +65,6 @@ class LaunchedStep:
         return None if self.sampled is None else PendingTokens(self.requests, self.sampled.tokens)
 
 
-def _telling_errors(method: Callable[..., Returned]) -> Callable[..., Returned]:
-    """Note an error of the device, whoever meets it, as `_begin` does, and raise it as one."""
-
-    @wraps(method)
-    def call(self: "ModelRunner", *args: Any) -> Returned:
-        try:
-            return method(self, *args)
-        except Exception as error:
-            if not ops.is_device_error(error):
-                raise
-            self._error = DeviceError(str(error))
-            raise self._error from error
-
-    return call
-
-
 class ModelRunner:
     """Runs steps on an mlx-lm model whose K/V lives in `pool`.
 
@@ -94,6 +78,7 @@ class ModelRunner:
     Attributes:
         compiled: computes the steps that only decode; None: as all other steps.
         why_plain: why it is None.
+        error: that was noted, until recovery; the steps under way may be wrong.
     """
 
     def __init__(
@@ -124,7 +109,8 @@ class ModelRunner:
         self.sampler = make_sampler()
         self._copied: list[mx.array] = []  # snapshots' states, evaluated with the next step
         self._loaded: list[mx.array] = []  # what transfers read from, until the next step is read
-        self._error: Exception | None = None  # noted by `_begin`, until recovery
+        self.error: Exception | None = None
+        note_errors_on(self)
         self.compiled: CompiledDecode | None = None
         self.why_plain = self._untraceable = profile.untraceable
         self._tables = BatchTables.of_groups(allocator)
@@ -157,7 +143,7 @@ class ModelRunner:
     def _trace_seconds(self) -> float:
         return 0.0 if self.compiled is None else self.compiled.traces.seconds
 
-    @_telling_errors
+    @telling_errors()
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
         free_graphs_with_thread()
@@ -208,10 +194,11 @@ class ModelRunner:
                 self._begin(pending)  # the device computes while masks are made
             self._sample(launched)
         self._begin_last(launched)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return launched
 
+    @telling_errors()
     def transfer(
         self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]
     ) -> Callable[[], None] | None:
@@ -219,15 +206,15 @@ class ModelRunner:
         try:
             self._transfer(stores, loads)
         except Exception as error:  # perhaps of the step under way; see `_begin`
-            self._error = error
+            self.error = noted(error)
             raise
         end = ops.metal.end_of_work() if stores else None
         return None if end is None else partial(self._wait, end)
 
-    @_telling_errors
+    @telling_errors()
     def _wait(self, end: Callable[[], None]) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         end()
 
     def _transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
@@ -254,11 +241,11 @@ class ModelRunner:
         for states in [t for t in stores if not t.blocks]:
             states.payload = partial(packed, states.payload)
 
-    @_telling_errors
+    @telling_errors()
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         self.sample_late(launched)
         mx.eval(launched.pending)
         if launched.end is not None:
@@ -303,11 +290,14 @@ class ModelRunner:
 
     def recover(self, error: BaseException | None = None) -> None:
         """Give up the steps under way: reset the pool's handles and forget every state."""
-        with suppress(Exception):  # another step under way may raise, too
+        try:
             mx.synchronize()
+        except Exception as another:  # of another step under way
+            noted(another)
+        mx.clear_cache()  # memory may be short
         self.pool.reset_handles()
         self.states.clear()
-        self._copied, self._loaded, self._error = [], [], None
+        self._copied, self._loaded, self.error = [], [], None
         self.sampler = self._make_sampler()
         padded = self.compiled is not None
         self._tables = BatchTables.of_groups(self.allocator, padded)
@@ -318,7 +308,7 @@ class ModelRunner:
         try:
             mx.async_eval(arrays)  # type: ignore[no-untyped-call]
         except Exception as error:
-            self._error = error
+            self.error = noted(error)
 
     def _begin_last(self, launched: LaunchedStep) -> None:
         """Begin to evaluate what is left of a step."""

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import Any
@@ -26,17 +25,19 @@ from mlx_paged.attention.prewarm import prewarm
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError, ceil_div
 from mlx_paged.kv.layer_groups import PoolPlan, plan_pool
+from mlx_paged.kv.limits import hold_limits
 from mlx_paged.kv.memory import (
     COPIED,
     MemoryBudget,
     default_cache_limit,
     default_kv_memory,
     gpu_memory,
+    memory_in_use,
     num_blocks_for,
     num_snapshots_for,
     promise_snapshots,
 )
-from mlx_paged.kv.pool import KVPool
+from mlx_paged.kv.pool import KVPool, planned_block_bytes
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import Batching, ModelProfile, probe
@@ -138,13 +139,33 @@ class MeasuredModel:
             num_blocks = config.num_blocks * plan.width
             return cls(model, config, profile, plan, max_snapshots, num_blocks)
         reserved, kv_memory = max_snapshots * profile.state_bytes, config.kv_memory
+        step = step_bytes(model, profile, config.prefill_chunk, config.max_running)
+        cache = config.cache_limit
+        if cache is None:
+            cache = default_cache_limit(None, step) or 0
+        others = step + cache
         if beside is not None:
-            both = max(0, default_kv_memory() - reserved) if kv_memory is None else kv_memory
+            both = max(0, default_kv_memory(others) - reserved) if kv_memory is None else kv_memory
             kv_memory = int(both * _share(profile, beside))
-        num_blocks = num_blocks_for(plan, block_size, kv_memory, reserved)
+        num_blocks = num_blocks_for(plan, block_size, kv_memory, reserved, others)
         if config.kv_memory is None and config.max_kv_tokens is not None:
             num_blocks = min(num_blocks, plan.width * ceil_div(config.max_kv_tokens, block_size))
         return cls(model, config, profile, plan, max_snapshots, num_blocks)
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """What it will take of the memory, as long as there is no pool."""
+        config, profile = self.config, self.profile
+        step = step_bytes(self.model, profile, config.prefill_chunk, config.max_running)
+        pool = self.num_blocks * planned_block_bytes(self.plan.arrays)
+        pool += self.max_snapshots * profile.state_bytes
+        is_asked = config.kv_memory is not None or config.num_blocks is not None
+        weights = sum(each.nbytes for _, each in tree_flatten(self.model.parameters()))
+        cache = config.cache_limit
+        if cache is None or gpu_memory() is None:
+            others = memory_in_use() + pool + step
+            cache = default_cache_limit(pool if is_asked else None, step, others)
+        return MemoryBudget(weights, pool, cache, step)
 
 
 class PooledModel:
@@ -156,6 +177,7 @@ class PooledModel:
 
     Attributes:
         traces: of the compiled decodes; None: decodes are not compiled.
+        limits: of MLX's memory, held while the pool lives; None on a CPU.
         prewarm_seconds: that the GPU's pipelines took; None: none was compiled yet.
         refused_kernels: by kernel, what the GPU's compiler says against it.
     """
@@ -172,7 +194,10 @@ class PooledModel:
         self.allocator = make_allocator(
             num_blocks, block_size, self.plan.groups, config.prefill_chunk
         )
-        self.pool = KVPool((), num_blocks, block_size, self.plan, capacity=num_blocks)
+        self._budget = measured.budget
+        self.limits = hold_limits(self._budget.cache)
+        holder = self.limits and self.limits.holder
+        self.pool = KVPool((), num_blocks, block_size, self.plan, num_blocks, holder)
         promise_snapshots(self.allocator, self.profile.state_bytes)
         self.runner = make_runner(
             measured.model,
@@ -182,7 +207,6 @@ class PooledModel:
             self.pool,
             cpu_linear=config.cpu_linear,
         )
-        self._budget = self._promised(measured)
         self.traces = self.runner.compile_decodes(config.compile, config.max_running)
         self.prewarm_seconds: float | None = None
         self.refused_kernels = ops.refused
@@ -198,17 +222,6 @@ class PooledModel:
         shapes = (kind.shape for kind in self.profile.attentions)
         return all(ops.kernel_for(None, s.head_dim, s.v_head_dim) == "native" for s in shapes)
 
-    def _promised(self, measured: MeasuredModel) -> MemoryBudget:
-        config = self.config
-        step = step_bytes(measured.model, self.profile, config.prefill_chunk, config.max_running)
-        pool = self.pool.nbytes + self.max_snapshots * self.profile.state_bytes
-        is_asked = config.kv_memory is not None or config.num_blocks is not None
-        cache = config.cache_limit
-        if cache is None or gpu_memory() is None:
-            cache = default_cache_limit(pool if is_asked else None, step)
-        weights = sum(each.nbytes for _, each in tree_flatten(measured.model.parameters()))
-        return MemoryBudget(weights, pool, cache, step)
-
     def warm_up(self) -> None:
         """Trace the decodes for the thread that calls this, and compile the GPU's pipelines: those
         of this package, and in one process those of MLX that its first steps need."""
@@ -216,29 +229,34 @@ class PooledModel:
         if self.prewarm_seconds is None:
             kinds, has_disk = self.profile.attentions, self.config.kv_disk is not None
             only_ragged = self.profile.batching is Batching.MIXED
-            self.prewarm_seconds = prewarm(
-                kinds, self.config.block_size, self.plan, has_disk, only_ragged
-            )
-            if self.prewarm_seconds is not None and not self.runner.begins_each:
+            seconds = prewarm(kinds, self.config.block_size, self.plan, has_disk, only_ragged)
+            if seconds is not None and not self.runner.begins_each:
                 started = time.perf_counter()
                 self._compute_once()
-                self.prewarm_seconds += time.perf_counter() - started
+                seconds += time.perf_counter() - started
+            self.prewarm_seconds = seconds
 
     def _compute_once(self) -> None:
         """Compute a chunk and a decode of nobody's request: MLX compiles its own pipelines."""
         size = min(LONG_CHUNK, self.config.prefill_chunk)
         request = Request(NOBODY, [0] * (size + 1), SamplingParams(max_tokens=1), seed=0)
         allocator, runner = self.allocator, self.runner
-        with suppress(OutOfBlocksError):
+        try:
             allocator.admit(NOBODY, size + 1)
             for start, stop in ((0, size), (size, size + 1)):
                 allocator.make_writable(NOBODY, start, stop)
                 step = Step()
                 step.add(Span(request, start, stop, samples=stop > size))
                 runner.collect(runner.launch(step, None))
-        if NOBODY in allocator:
-            allocator.free(NOBODY)
-        runner.drop(request)
+        except OutOfBlocksError:
+            pass
+        except Exception:
+            runner.recover()
+            raise
+        finally:
+            if NOBODY in allocator:
+                allocator.free(NOBODY)
+            runner.drop(request)
 
     @property
     def k(self) -> list[mx.array]:

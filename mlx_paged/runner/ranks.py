@@ -22,7 +22,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.limits import hold_limits
 from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.outputs import describe
 from mlx_paged.request import Request
@@ -293,7 +292,6 @@ def _follow(
                 follower = _Follower(measured, group)
                 pooled = follower.pooled
                 pooled.warm_up()
-                hold_limits(link, pooled.budget.cache)
                 answer = pooled.pool.nbytes, pooled.runner.why_plain
                 link.send(Kind.ANSWER, json.dumps(answer).encode())
                 del pooled

@@ -7,12 +7,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlx_paged.kv.memory import LONG_PROMPT
 from mlx_paged.runner.model_probe import ModelProfile
 
 COPIES = 3  # arrays as wide as a linear layer's output that come of it, that output included
 SCORES = 4  # arrays of a row of logits in float32 that the sampler makes
 STEPS = 2  # the step that is encoded, and the one before it
-LONG_PROMPT = 1 << 14  # tokens; where keys are gathered, a longer prompt takes more
 
 IN_FLIGHT = 12
 """MLX waits while more than ten command buffers are under way. The outputs of the last one wait."""

@@ -36,7 +36,8 @@ class Places:
         max_snapshots: int = 0,
     ) -> None:
         self.allocator = allocator
-        self.max_running = max_running
+        self._most_running = max_running
+        self._may_run: float = max_running  # at present: fewer after an error of the device
         self.prefix_cache = prefix_cache and (rewinds or max_snapshots > 0)
         self.victims = victims
         self.watermark = watermark
@@ -51,6 +52,11 @@ class Places:
         self.running: dict[int, Request] = {}  # by id, oldest admission first
         self.parked: dict[int, Request] = {}  # by id, oldest first
         self._isolated: dict[int, Request] = {}
+
+    @property
+    def max_running(self) -> int:
+        """How many requests may run at present."""
+        return int(self._may_run)
 
     @property
     def num_waiting(self) -> int:

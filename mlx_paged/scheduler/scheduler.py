@@ -1,6 +1,6 @@
 """Which tokens a step computes: decodes first, then prefill chunks. Knows no mlx."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_paged.kv.allocator import BlockAllocator
@@ -9,9 +9,13 @@ from mlx_paged.kv_disk.tier import KVDiskTier
 from mlx_paged.request import Request
 from mlx_paged.scheduler.budget import ChunkBudget
 from mlx_paged.scheduler.places import Places
+from mlx_paged.scheduler.policies import choose_preempted
 from mlx_paged.scheduler.speculation import Drafter, Speculation
 from mlx_paged.scheduler.step import Span, Step, sort_by_pending
 from mlx_paged.scheduler.turns import Turn, is_overtaken
+
+REGAIN = 1 / 64
+"""By how much a step raises the number of requests that may run, after the device has failed."""
 
 PredictSeconds = Callable[[int, int], float]  # of a prompt's tokens ``[start, stop)``
 
@@ -111,10 +115,13 @@ class Scheduler(Places):
         if self._isolated.pop(request.id, None) is not None:
             request.num_faults = 0
 
-    def recover(self, failed: Iterable[Request]) -> None:
+    def recover(self, failed: Sequence[Request], halve: bool = False) -> None:
         """Start over after a failed step, when all K/V may be wrong: compute all sequences again.
         The `failed` requests run one at a time until each has a token, so that the next failure
-        shows which request causes it."""
+        shows which request causes it. If `halve`, half as many may run together for some time: the
+        same batch may run out of memory again."""
+        if halve and len(failed) > 1:
+            self._may_run = max(1, min(self.max_running, len(failed)) // 2)
         for request in list(self.running.values()):
             self._preempt(request)
         while self.parked:
@@ -144,6 +151,7 @@ class Scheduler(Places):
     # What is computed
 
     def _schedule_all(self, step: Step) -> None:
+        self._may_run = min(self._most_running, self._may_run + REGAIN)
         decodes, step.prompts, exhausted = sort_by_pending(self.running.values())
         for request in exhausted:
             self._leave_running(request)
@@ -236,6 +244,8 @@ class Scheduler(Places):
         if request.is_exhausted:
             return
         if request.id not in self.running:
+            while len(self.running) >= self.max_running:
+                self._preempt(choose_preempted(list(self.running.values()), self.victims))
             while not self._enter(step, request, spare=0):
                 self._make_room(step)
         step.requests.add(request.id)  # it may preempt any other request, but not itself

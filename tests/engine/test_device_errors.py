@@ -5,12 +5,14 @@ MLX tells of a device's error once: to the next one who gives the device work or
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from random import Random
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import Engine, SamplingParams, ops
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
@@ -73,20 +75,23 @@ class FailingDevice:
         return ask
 
 
-def run(model_type: str, lookahead: bool = True) -> tuple[Engine, list[list[int]]]:
-    engine = Engine(
-        tiny_model(model_type), block_size=4, num_blocks=96, prefill_chunk=64, lookahead=lookahead
-    )
-    ids = [
-        engine.add_request(prompt, max_tokens=count)
-        for prompt, count in zip(PROMPTS, NUM_TOKENS, strict=True)
-    ]
-    done = {}
-    while engine.has_work:
-        done |= {o.request_id: o.completion for o in engine.step() if o.completion is not None}
+def run(
+    model_type: str, lookahead: bool = True, num_engines: int = 1
+) -> tuple[list[Engine], list[list[int]]]:
+    """Engines that take turns, and the tokens of each one's requests."""
+    size = {"block_size": 4, "num_blocks": 96, "prefill_chunk": 64}
+    model, done, ids = tiny_model(model_type), {}, []
+    engines = [Engine(model, lookahead=lookahead, **size) for _ in range(num_engines)]
+    for engine in engines:
+        for prompt, count in zip(PROMPTS, NUM_TOKENS, strict=True):
+            ids.append((engine, engine.add_request(prompt, max_tokens=count)))
+    while any(engine.has_work for engine in engines):
+        for engine in engines:
+            outputs = engine.step() if engine.has_work else []
+            done |= {(engine, o.request_id): o.completion for o in outputs if o.completion}
     assert [done[i].error for i in ids] == [None] * len(ids)
-    assert engine.manager.blocks_in_use == 0
-    return engine, [done[i].tokens for i in ids]
+    assert all(engine.manager.blocks_in_use == 0 for engine in engines)
+    return engines, [done[i].tokens for i in ids]
 
 
 def solo(model_type: str) -> list[list[int]]:
@@ -103,7 +108,7 @@ def solo(model_type: str) -> list[list[int]]:
 def test_a_failed_step_is_computed_again(monkeypatch, model_type, at, lookahead, tells):
     expected = solo(model_type)
     device = FailingDevice(monkeypatch, at, tells)
-    engine, found = run(model_type, lookahead)
+    (engine,), found = run(model_type, lookahead)
     assert found == expected and device.told == [tells] and engine.stats.faults == 1
 
 
@@ -136,9 +141,36 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, seed: int) -> MetalQueue:
 def test_no_token_of_a_failed_step_leaves_the_engine(monkeypatch, seed, lookahead):
     expected = solo("llama")
     queue = fails_at(monkeypatch, seed)
-    engine, found = run("llama", lookahead)
+    (engine,), found = run("llama", lookahead)
     assert found == expected
     assert (queue.failures, queue.told, engine.stats.faults) == (1, 1, 1)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("seed", range(40))
+def test_two_engines_on_one_stream_are_both_told(monkeypatch, seed):
+    """The one that meets the error may not be the one whose step failed."""
+    expected = solo("llama")
+    queue = fails_at(monkeypatch, seed)
+    engines, found = run("llama", num_engines=2)
+    assert found == 2 * expected and (queue.failures, queue.told) == (1, 1)
+    assert [engine.stats.faults for engine in engines] == [1, 1]
+
+
+def test_an_engine_that_is_made_meanwhile_does_not_hide_the_error(monkeypatch):
+    expected, model = solo("llama"), tiny_model("llama")
+    engine = Engine(model, block_size=4, num_blocks=96, prefill_chunk=64)
+    device = FailingDevice(monkeypatch, 0, "eval")
+    ids = [engine.add_request(p, max_tokens=n) for p, n in zip(PROMPTS, NUM_TOKENS, strict=True)]
+    engine.step()
+    launched, device._has_failed = engine._pipeline._under_way.launched, True
+    launched.sampled = replace(launched.sampled, tokens=(launched.sampled.tokens + 1) % VOCAB)
+    with pytest.raises(RuntimeError, match="Command buffer"):
+        Engine(model, num_blocks=8)
+    done = {i: engine.request(i) for i in ids}
+    while engine.has_work:
+        engine.step()
+    assert [done[i].generated for i in ids] == expected and device.told == ["eval"]
 
 
 @pytest.mark.sampled(8)
@@ -151,6 +183,53 @@ def test_no_token_of_a_failed_step_leaves_a_batch_generator(monkeypatch, seed):
     tokens = tokens_of(generate_all(generator)[1])
     assert [tokens[uid] for uid in uids] == expected
     assert (queue.failures, queue.told) == (1, 1)
+
+
+@lru_cache
+def expected_caches(uid: int) -> tuple[list[int], list[tuple[mx.array, mx.array]]]:
+    """All tokens of a sequence of a batch generator, and mlx-lm's K/V of them."""
+    tokens = BATCH_PROMPTS[uid] + solo_greedy(batch_model(), BATCH_PROMPTS[uid], 6)
+    caches = make_prompt_cache(batch_model())
+    batch_model()(mx.array([tokens]), cache=caches)
+    return tokens, [cache.state for cache in caches]
+
+
+def check_caches(uid: int, caches: list[Any], tokens: list[int]) -> None:
+    known, states = expected_caches(uid)
+    assert list(tokens) == known[: len(tokens)]
+    for cache, state in zip(caches, states, strict=True) if tokens else ():
+        assert cache.offset == len(tokens)
+        for found, want in zip(cache.state[:2], state[:2], strict=True):
+            assert mx.allclose(*[kv[:, :, : len(tokens)] for kv in (found, want)], atol=1e-4)
+
+
+def generate_with_caches() -> None:
+    """Take all caches after each step; check them and the tokens."""
+    generator = paged()
+    uids = generator.insert(BATCH_PROMPTS, [6] * len(BATCH_PROMPTS))
+    while responses := generator.next_generated():
+        for uid, (caches, tokens) in generator.extract_cache(uids).items():
+            check_caches(uid, caches, tokens)
+        for ended in [r for r in responses if r.finish_reason]:
+            check_caches(ended.uid, ended.prompt_cache, ended.all_tokens)
+            assert ended.all_tokens == expected_caches(ended.uid)[0]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seed", range(40))
+def test_no_kv_of_a_failed_step_leaves_a_batch_generator(monkeypatch, seed):
+    list(map(expected_caches, range(len(BATCH_PROMPTS))))
+    queue = fails_at(monkeypatch, seed)
+    generate_with_caches()
+    assert (queue.failures, queue.told) == (1, 1)
+
+
+@pytest.mark.parametrize("at", [2, 5, 6, 8])
+def test_who_takes_caches_does_not_hide_the_error(monkeypatch, at):
+    list(map(expected_caches, range(len(BATCH_PROMPTS))))
+    device = FailingDevice(monkeypatch, at, "eval")
+    generate_with_caches()
+    assert device.told == ["eval"]
 
 
 def test_a_step_that_is_read_when_its_event_is_signalled_gives_wrong_tokens(monkeypatch):

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,3 +155,17 @@ def test_a_chunk_and_a_decode_are_computed_before_the_first_request(monkeypatch)
     assert engine.manager.blocks_in_use == 0
     (done,) = engine.generate(PROMPTS[:1], max_tokens=NUM_TOKENS)
     assert done.tokens == solo_greedy(model, PROMPTS[0], NUM_TOKENS)
+
+
+def test_a_refusal_that_does_not_last_is_forgotten(monkeypatch):
+    half = HalfModel("llama", num_hidden_layers=2)
+    gpu, asked = RefusingGPU(monkeypatch), set()
+
+    def refuses_once(launch: dict[str, Any]) -> str:
+        is_first = launch["pipeline"] not in asked
+        asked.add(launch["pipeline"])
+        return MESSAGE if is_first else ""
+
+    gpu.metal.refusal = refuses_once
+    engine, _ = complete(half, prewarm=False)
+    assert asked and not engine.stats.refused_kernels

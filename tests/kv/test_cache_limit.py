@@ -6,8 +6,13 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_paged import Engine
-from mlx_paged.kv.memory import MemoryBudget, default_cache_limit
+from mlx_paged import BatchGenerator, Engine, ops
+from mlx_paged.kv.memory import (
+    RECLAIM_SHARE,
+    MemoryBudget,
+    default_cache_limit,
+    memory_in_use,
+)
 from tests.support.fake_macs import GB, NO_LIMIT, FakeMac, fake_mac
 from tests.support.models.tiny_models import tiny_model
 
@@ -31,6 +36,60 @@ def test_a_tenth_of_the_working_set_while_an_engine_lives(mac, llama):
     del engine
     gc.collect()
     assert mac.cached == [NO_LIMIT, int(0.1 * mac.working_set), NO_LIMIT]
+
+
+class TestWhatMLXKeeps:
+    """What is freed while the former limit holds stays in MLX's cache, unless that is cleared."""
+
+    @pytest.fixture
+    def kept(self, mac, monkeypatch) -> list[int]:
+        """Bytes of pools that are there each time that MLX's cache is cleared."""
+        found: list[int] = []
+        before = ops.reserved_bytes()
+        monkeypatch.setattr(mx, "clear_cache", lambda: found.append(ops.reserved_bytes() - before))
+        return found
+
+    @pytest.mark.parametrize("ending", ["dropped", "closed", "under way", "in a cycle"])
+    def test_the_pool_is_gone_when_the_cache_is_cleared(self, kept, llama, ending):
+        engine = Engine(llama, num_blocks=32)
+        engine.add_request([1, 2, 3], max_tokens=9)
+        engine.step()
+        if ending == "in a cycle":
+            engine.manager.pool.k.append(engine.manager.pool)
+        if ending != "under way":
+            engine._settle()
+        if ending == "closed":
+            engine.close()
+            assert kept == [engine.manager.pool.nbytes]
+        del engine
+        gc.collect()
+        assert kept[-1] == 0
+
+    def test_a_batch_generator_gives_its_pool_back(self, kept, llama):
+        generator = BatchGenerator(llama, num_blocks=32)
+        generator.insert([[1, 2, 3]], [3])
+        generator.next()
+        del generator
+        gc.collect()
+        assert kept[0] > kept[-1] == 0
+
+    def test_a_draft_models_pool_is_gone_too(self, kept, llama):
+        Engine(llama, num_blocks=32, draft_model=llama)
+        gc.collect()
+        assert kept[-1] == 0
+
+
+def test_the_limits_are_held_before_the_pool_is_made(mac, llama, monkeypatch):
+    """And so before kernels are compiled and a first step runs."""
+    limits, zeros = [], ops.pool_zeros
+
+    def made(*shape, **options) -> mx.array:
+        limits.append(mac.cached[-1])
+        return zeros(*shape, **options)
+
+    monkeypatch.setattr(ops, "pool_zeros", made)
+    Engine(llama, num_blocks=32)
+    assert limits and max(limits) < NO_LIMIT
 
 
 def test_a_pool_of_an_asked_size_needs_half_of_it_but_a_steps_arrays(mac):
@@ -94,7 +153,32 @@ def test_the_budget_has_the_weights_the_pools_and_the_snapshots(mac, llama):
 def test_the_line_at_the_start_has_the_parts_their_sum_and_the_flags(mac):
     line = MemoryBudget(700_000_000, 6_750_000_000, 1_150_000_000, 400_000_000).line
     assert line == (
-        "memory: weights 0.70 + pool 6.75 + cache 1.15 + step 0.40 = 9.00 of 17.18 GB; "
-        "--kv-memory and --cache-limit change it"
+        "memory: weights 0.70 + pool 6.75 + cache 1.15 + step 0.40 = 9.00 of 17.18 GB for prompts "
+        "of up to 16,384 tokens; --kv-memory and --cache-limit change it"
     )
     assert MemoryBudget(1, 2, None, 3).line.endswith("; --kv-memory changes it")
+    too_much = MemoryBudget(1, mac.working_set, None, 3).line
+    assert too_much.endswith(" it; this exceeds the working set: expect swapping")
+
+
+@pytest.mark.parametrize("max_running", [1, 32, 256])
+@pytest.mark.parametrize("model_type", ["llama", "jamba"])
+def test_what_an_engine_takes_by_default_is_less_than_mlx_may_hold(
+    monkeypatch, model_type, max_running
+):
+    """The states of running requests count."""
+    mac = fake_mac(monkeypatch, "M3 Ultra, 512 GB")
+    model = tiny_model(model_type)
+    mx.eval(model.parameters())
+    mac.others = int(0.85 * mac.working_set) - memory_in_use() - 900 * MIB
+    budget = Engine(model, max_running=max_running).memory_budget
+    held = mac.others + sum(budget.parts.values())
+    assert budget.pool > 400 * MIB and held <= RECLAIM_SHARE * mac.working_set
+    assert "swapping" not in budget.line
+
+
+def test_where_the_default_exceeds_the_working_set_the_line_says_so(mac, llama):
+    mac.working_set = mx.get_active_memory() + 16 * MIB
+    budget = Engine(llama, prefill_chunk=1 << 14).memory_budget
+    assert budget.cache == int(0.1 * mac.working_set) // 2 < budget.step
+    assert budget.line.endswith(" it; this exceeds the working set: expect swapping")

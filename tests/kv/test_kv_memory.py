@@ -1,6 +1,7 @@
 """How large pools are by default, and which are refused, on Macs of several sizes."""
 
 import re
+from unittest import mock
 
 import mlx.core as mx
 import pytest
@@ -14,9 +15,16 @@ from mlx_paged.kv import memory
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv.layer_groups import plan_pool
-from mlx_paged.kv.memory import default_kv_memory, memory_in_use, physical_memory, spare_memory
+from mlx_paged.kv.memory import (
+    MemoryBudget,
+    default_kv_memory,
+    memory_in_use,
+    physical_memory,
+    spare_memory,
+)
 from mlx_paged.kv.shapes import KVShape
 from mlx_paged.runner.model_probe import probe
+from tests.gpu_memory import report
 from tests.support.documents import ROOT
 from tests.support.fake_macs import GB, MACS, FakeMac, fake_mac
 from tests.support.models.tiny_models import tiny_model
@@ -112,17 +120,36 @@ MACS_OF_THE_TABLE = {
 """Recommended working sets by the memory in GB."""
 
 
+LLAMA_1B = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+LLAMA_1B |= {"head_dim": 64, "tie_word_embeddings": True}
+MODELS_OF_THE_TABLE = ((0.7, "llama 1B"), (4.5, "llama 8B"))  # GB of weights in 4 bits
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, int]:
+    """Bytes of a step of each model in the table."""
+    model_class, args, config = report.MODELS["llama 8B"]
+    with mock.patch.dict(report.MODELS, {"llama 1B": (model_class, args, config | LLAMA_1B)}):
+        return {name: report.promised(report.made(name)) for _, name in MODELS_OF_THE_TABLE}
+
+
 @pytest.mark.parametrize("size", MACS_OF_THE_TABLE)
-def test_the_document_has_the_default_pools_of_macs(monkeypatch, size):
+def test_the_document_has_the_default_pools_of_macs(monkeypatch, size, steps):
     mac = fake_mac(monkeypatch, "M1, 8 GB")
     mac.working_set = MACS_OF_THE_TABLE[size]
-    found = [mac.working_set / GB]
-    for weights in (0.7 * GB, 4.5 * GB):
-        mac.others = int(weights) - memory_in_use() + mac.others
-        found.append(default_kv_memory() / GB)
-    found.append(memory.default_cache_limit(None, 0) / GB)
-    row = " | ".join(f"{each:.2f}" for each in found)
-    assert f"| {size} | {row} |\n" in (ROOT / "docs/on-a-mac.md").read_text()
+    cells = [f"{mac.working_set / GB:.2f}"]
+    for weights, name in MODELS_OF_THE_TABLE:
+        step = steps[name]
+        mac.others = int(weights * GB) - memory_in_use() + mac.others
+        pool = default_kv_memory(step + memory.default_cache_limit(None, step))
+        cache = memory.default_cache_limit(None, step, memory_in_use() + pool + step)
+        budget = MemoryBudget(int(weights * GB), pool, cache, step)
+        parts = budget.parts.values()
+        cells += [" + ".join(f"{part / GB:.2f}" for part in parts), f"{sum(parts) / GB:.2f}"]
+        assert ("swapping" in budget.line) == (sum(parts) > mac.working_set)
+        assert sum(parts) <= 0.95 * mac.working_set or pool == spare_memory() // 2
+    row = f"| {size} | {' | '.join(cells)} |"
+    assert row in (ROOT / "docs/on-a-mac.md").read_text().splitlines(), row
 
 
 def test_weights_that_are_not_computed_yet_count(m1, llama):
@@ -149,7 +176,8 @@ class TestSeveralEngines:
         left = default_kv_memory()
         second = Engine(llama)
         assert left < 8 * MIB and pool_bytes(first) <= 3 * MIB
-        assert pool_bytes(second) <= left < pool_bytes(second) + 4 * second.manager.pool.block_bytes
+        assert left // 2 < pool_bytes(second) + 4 * second.manager.pool.block_bytes
+        assert pool_bytes(second) <= left  # a step has the other half, or less
 
     @pytest.mark.sampled(3)
     def test_where_nothing_is_left_an_error_says_so(self, mac, llama):

@@ -16,10 +16,6 @@ from tests.support.models.tiny_models import tiny_model
 BEFORE = 12345
 
 
-class Owner:
-    """Something that can die."""
-
-
 @pytest.fixture(scope="module")
 def llama():
     return tiny_model("llama")
@@ -115,11 +111,10 @@ def test_it_is_restored_where_the_device_fails(mac, monkeypatch):
     def fail(stream=None) -> None:
         raise RuntimeError("device error")
 
-    owner = Owner()
-    release = hold_limits(owner, GB)
+    held = hold_limits(GB)
     monkeypatch.setattr(mx, "synchronize", fail)
     with pytest.raises(RuntimeError, match="device error"):
-        release()
+        held.release()
     assert mac.wired == BEFORE
 
 
@@ -136,8 +131,7 @@ def test_it_is_restored_where_an_engine_is_closed_on_a_device_that_fails(mac, ll
 
 def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
     """The garbage collector runs at any moment."""
-    owners = [Owner()]
-    hold_limits(owners[0], GB)
+    owners = [hold_limits(GB)]
     limit = limits_module._limits
     lock = limit._lock
 
@@ -150,8 +144,7 @@ def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
             lock.release()
 
     monkeypatch.setattr(limit, "_lock", CollectingLock())
-    owner = Owner()
-    hold_limits(owner, GB)
+    owner = hold_limits(GB)
     assert not owners and mac.wired == mac.working_set
     del owner
     assert mac.wired == BEFORE

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 from mlx.utils import tree_map
 
-from mlx_paged.engine import engine as engine_module
 from mlx_paged.kv_disk import opening
 from mlx_paged.kv_disk.packs import PackFiles
+from mlx_paged.runner import pooled_model
 from tests.support.engine.disk_engines import make_engine, outputs, tokens_of
 from tests.support.models import tiny_models
 
@@ -86,7 +86,7 @@ def test_two_engines_do_not_share_a_directory(tmp_path):
     make_engine(model, link).close()
 
 
-@pytest.mark.parametrize("failing", [(opening, "identity"), (engine_module, "hold_limits")])
+@pytest.mark.parametrize("failing", [(opening, "identity"), (pooled_model, "hold_limits")])
 def test_an_engine_that_cannot_be_made_leaves_the_directory(failing, tmp_path):
     model = tiny_models.tiny_model("llama")
     with (
