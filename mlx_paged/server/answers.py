@@ -5,12 +5,13 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import quote
 
 from mlx_lm.server import get_system_fingerprint
 from starlette.datastructures import State
@@ -21,11 +22,13 @@ from mlx_paged.engine.engine import Engine
 from mlx_paged.engine.ticket import Ticket
 from mlx_paged.outputs import TokenOutput
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server import messages, prompts
+from mlx_paged.server import prompts, thinking
 from mlx_paged.server.choices import CompletionChoice, Delta
+from mlx_paged.server.fields import Fields
 from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt
-from mlx_paged.server.request_body import Fields, Refusal, refusing
+from mlx_paged.server.request_body import Refusal, refusing
+from mlx_paged.server.request_log import record_of
 
 COMMENT_AFTER_S = 0.08
 COMMENT_EVERY_S = 1.0
@@ -40,11 +43,31 @@ class Answer:
     state: State  # of Starlette's application
     path: str  # of the model
     fields: Fields
-    headers: dict[str, str]
     arrived: float  # by time.monotonic
     threads: Executor | None  # that encode the prompt; None: those of the event loop
+    failure: str = ""  # of a stream that ended badly
+    first_seconds: float | None = None  # from the arrival to the first token
+    ignored: list[str] = field(default_factory=list)  # fields without effect
     prompts: list[Prompt] = field(default_factory=list)
     choices: list[CompletionChoice] = field(default_factory=list)
+    names: ClassVar[Mapping[str, str]] = {}  # what fields of chat completions are called
+
+    @property
+    def headers(self) -> dict[str, str]:
+        told = ", ".join(map(quote, sorted(self.ignored)))[:1000]
+        return {"x-ignored-fields": told} if told else {}
+
+    def ignore(self, names: Iterable[str]) -> None:
+        """Tell the client and the log of fields without effect. Raises Refusal if none may be."""
+        names = [self.names.get(name, name) for name in names]
+        self.ignored += names
+        if names and self.state.args.strict_fields:
+            unknown = ", ".join(names)
+            raise Refusal(400, f"{unknown}: unknown, expected only known fields"[:1000])
+        for name in set(names) - self.state.seen:
+            if len(self.state.seen) < 1000:
+                self.state.seen.add(name)
+                logging.warning("requests have the field %.80r, which is ignored", name)
 
     @cached_property
     def head(self) -> dict[str, Any]:
@@ -64,12 +87,26 @@ class Answer:
         work = asyncio.ensure_future(answer)
         gone = asyncio.ensure_future(_until_gone(receive))
         gone.add_done_callback(lambda _: work.cancel())
+        record = record_of(scope)
         try:
             await work
         except asyncio.CancelledError:
-            logging.info("a client disconnected before the end of its answer")
+            record.reason = "the client disconnected before the end of its answer"
         finally:
             gone.cancel()
+            record.reason = record.reason or self.failure
+            record.parts += self._told()
+
+    def _told(self) -> list[str]:
+        """What the log tells of the answer."""
+        if not self.choices:
+            return []
+        usage, seconds = Answer._usage(self), self.first_seconds
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        tokens = f"{usage['prompt_tokens']} tokens in, {cached} cached"
+        first = [] if seconds is None else [f"first after {seconds:.3f} s"]
+        model = f"model {self.fields['model']!r:.80}"
+        return [model, f"{tokens}, {usage['completion_tokens']} out", *first]
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the whole answer when all completions have ended."""
@@ -115,6 +152,7 @@ class Answer:
             if not is_open:
                 raise
             comments.cancel()
+            self.failure = str(error)
             await write(self._error_event(error), more_body=False)
         finally:
             comments.cancel()
@@ -141,6 +179,7 @@ class Answer:
         fields = self.fields
         count = fields["best_of"] * len(fields.get("prompt", [0]))
         async with self.state.models.use(self.path, count) as model:
+            self.ignore(thinking.template_args(model, fields)[1])
             with refusing():
                 run = asyncio.get_running_loop().run_in_executor
                 params = await run(self.threads, self._read, model)
@@ -156,7 +195,9 @@ class Answer:
                 async for index, output in _outputs(tickets):
                     choice = self.choices[index]
                     if not choice.num_tokens:
-                        self.state.metrics.ttft.observe(time.monotonic() - self.arrived)
+                        seconds = time.monotonic() - self.arrived
+                        self.first_seconds = self.first_seconds or seconds
+                        self.state.metrics.ttft.observe(seconds)
                     delta = choice.add(output)
                     if choice.is_cut and choice.completion is None:
                         tickets[index].abort()
@@ -210,72 +251,15 @@ class Answer:
     def _usage(self) -> dict[str, Any]:
         prompt = sum(len(prompt.tokens) for prompt in self.prompts)
         generated = sum(choice.num_tokens for choice in self.choices)
+        thoughts = sum(choice.num_thoughts for choice in self.choices)
         cached = sum(choice.num_cached for choice in self.choices[:: self.fields["best_of"]])
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": thoughts},
         }
-
-
-class MessageAnswer(Answer):
-    """An answer of Anthropic's Messages API."""
-
-    @cached_property
-    def head(self) -> dict[str, Any]:
-        own = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-        return own | {"model": self.fields["model"]}
-
-    def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
-        delta = whole[0]
-        content = messages.Blocks.of(delta.text, delta.reasoning, delta.tool_calls)
-        return self.head | {"content": content} | self._end() | {"usage": self._usage()}
-
-    async def _events(self) -> AsyncGenerator[bytes]:
-        blocks, is_begun = messages.Blocks(), False
-        async with aclosing(self._pieces()) as pieces:
-            async for _, delta in pieces:
-                if not is_begun:
-                    is_begun, none = True, {"stop_reason": None, "stop_sequence": None}
-                    begun = self.head | {"content": [], "usage": self._usage()} | none
-                    yield messages.event({"type": "message_start", "message": begun})
-                parts = messages.Blocks.of(delta.text, delta.reasoning, delta.tool_calls)
-                yield b"".join(blocks.events(parts))
-        yield b"".join(blocks.end())
-        end = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
-        yield messages.event(end) + messages.event({"type": "message_stop"})
-
-    def _error_event(self, error: Refusal) -> bytes:
-        return messages.event(messages.error_json(error))
-
-    def _end(self) -> dict[str, Any]:
-        (choice,) = self.choices
-        if choice.stop_string is not None:
-            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
-        reason = messages.REASONS.get(choice.finish_reason or "")
-        return {"stop_reason": reason, "stop_sequence": None}
-
-    def _usage(self) -> dict[str, Any]:
-        usage = super()._usage()
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return {
-            "input_tokens": usage["prompt_tokens"] - cached,
-            "output_tokens": usage["completion_tokens"],
-            "cache_read_input_tokens": cached,
-            "cache_creation_input_tokens": 0,
-        }
-
-
-async def count_tokens(answer: Answer) -> int:
-    """Tokens of the prompt of `answer`, which is not computed."""
-    args = answer.state.args
-    run = asyncio.get_running_loop().run_in_executor
-    async with answer.state.models.use(answer.path, 0) as model:
-        with refusing():
-            given = answer.fields, args.chat_template_args
-            (prompt,) = await run(answer.threads, prompts.encode, model, *given)
-    return len(prompt.tokens)
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -3,14 +3,14 @@
 import argparse
 import asyncio
 import hmac
-import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from datetime import UTC, datetime
+from functools import partial
 from importlib.resources import files
 from typing import Any
-from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,11 +21,14 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_paged.server import messages, request_body
-from mlx_paged.server.answers import Answer, MessageAnswer, count_tokens
+from mlx_paged.server import messages, request_body, responses
+from mlx_paged.server.answers import Answer
+from mlx_paged.server.fields import Fields
+from mlx_paged.server.forms import MessageAnswer, ResponseAnswer, count_tokens
 from mlx_paged.server.metrics import CONTENT_TYPE, ServerMetrics, engine_status
 from mlx_paged.server.models import Models
-from mlx_paged.server.request_body import Fields, Refusal, refusing
+from mlx_paged.server.request_body import Refusal, refusing
+from mlx_paged.server.request_log import logged, record_of
 
 OPEN = {"/", "/health", "/ready"}  # need no key: they tell nothing about requests
 BODY_TIMEOUT_S = 120.0
@@ -33,15 +36,22 @@ LONG_BODY = 1 << 16  # bytes; longer ones are read by one thread
 NUM_THREADS = 32
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 COUNT_TOKENS = messages.PATHS[1]
-CHATS = ("/v1/chat/completions", "/chat/completions")
+
+APIS: dict[str, tuple[type[Answer], Callable[[Fields], Fields] | None]] = {
+    "/v1/completions": (Answer, None),
+    **dict.fromkeys(("/v1/chat/completions", "/chat/completions"), (Answer, dict)),
+    messages.PATHS[0]: (MessageAnswer, partial(messages.as_chat, counts=False)),
+    COUNT_TOKENS: (MessageAnswer, partial(messages.as_chat, counts=True)),
+    responses.PATH: (ResponseAnswer, responses.as_chat),
+}
+"""By path: how an answer is written, and what makes a body for chat completions of a request."""
 
 
 def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     """The ASGI application that serves `models`."""
     app = Starlette(
         routes=[
-            *(Route(path, _complete, methods=["POST"]) for path in ("/v1/completions", *CHATS)),
-            *(Route(path, _complete, methods=["POST"]) for path in messages.PATHS),
+            *(Route(path, _complete, methods=["POST"]) for path in APIS),
             Route("/v1/models", _list_models),
             Route("/v1/models/{name:path}", _list_models),
             *(Route(path, _health) for path in ("/health", "/ready")),
@@ -64,26 +74,26 @@ def make_app(args: argparse.Namespace, models: Models) -> Starlette:
     return app
 
 
-def _refusal(error: Refusal, method: str, path: str) -> Response:
+def _refusal(error: Refusal, request: Request) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.code == "overloaded":
         headers["Retry-After"] = "1"
-    if error.status < 500:
-        reason = " ".join(str(error).split())
-        logging.info("%s %.80r: %d, %.500s", method, path, error.status, reason)
-    is_message = path.startswith(messages.PATHS[0])
-    content = messages.error_json(error) if is_message else error.as_json()
+    record_of(request.scope).reason = str(error)
+    content = messages.error_json(error) if _is_anthropics(request) else error.as_json()
     return JSONResponse(content, error.status, headers)
+
+
+def _is_anthropics(request: Request) -> bool:
+    is_messages = request.url.path.startswith(messages.PATHS[0])
+    return is_messages or "anthropic-version" in request.headers
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     """Answers an error that an endpoint or Starlette's router raises."""
     if not isinstance(error, HTTPException):
         assert isinstance(error, Refusal)
-        return _refusal(error, request.method, request.url.path)
-    path = request.url.path
-    refusal = Refusal(error.status_code, f"{error.detail}: {path}")
-    response = _refusal(refusal, request.method, path)
+        return _refusal(error, request)
+    response = _refusal(Refusal(error.status_code, f"{error.detail}: {request.url.path}"), request)
     response.headers.update(error.headers or {})
     return response
 
@@ -102,6 +112,7 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 
 def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -> ASGIApp:
     """Middleware that refuses requests of others and counts all answers."""
+    root = args.root_path.rstrip("/")
     hosts = args.allowed_hosts or (LOOPBACK if args.host in LOOPBACK else ["*"])
 
     def check(request: Request) -> None:
@@ -126,21 +137,24 @@ def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -
 
         answer = inner
         if scope["type"] == "http":
+            if scope["path"].startswith(f"{root}/"):
+                scope = {**scope, "path": scope["path"].removeprefix(root)}
             try:
                 check(Request(scope))
             except Refusal as error:
-                answer = _refusal(error, scope["method"], scope["path"])
+                answer = _refusal(error, Request(scope))
         await answer(scope, receive, counted)
 
-    return guarded
+    return logged(guarded)
 
 
 def _fields(raw: bytes, path: str, max_samples: int) -> tuple[Fields, list[str]]:
-    """The fields of a body in the form of OpenAI's API, and the names of those that are ignored."""
-    body, is_chat = request_body.parse(raw), path in CHATS
-    if path in messages.PATHS:
-        body, is_chat = messages.as_chat(body, counts=path == COUNT_TOKENS), True
-    return request_body.read(body, is_chat, max_samples)
+    """The fields of a body as :func:`request_body.read` gives them, the body itself as `body`, and
+    the names of fields that are ignored."""
+    body, (_, as_chat) = request_body.parse(raw), APIS[path]
+    chat = as_chat(body) if as_chat else body
+    fields, unknown = request_body.read(chat, as_chat is not None, max_samples)
+    return fields | {"body": body}, unknown
 
 
 async def _complete(request: Request) -> Answer | Response:
@@ -153,18 +167,11 @@ async def _complete(request: Request) -> Answer | Response:
         fields, unknown = await run(threads, _fields, raw, request.url.path, args.max_samples)
         if fields["priority"] and args.policy != "priority":
             raise ValueError("priority: expected 0, for the server runs without --policy priority")
-        if unknown and args.strict_fields:
-            raise ValueError(f"{', '.join(unknown)}: unknown, expected only known fields"[:1000])
-    for name in set(unknown) - state.seen:
-        if len(state.seen) < 1000:
-            state.seen.add(name)
-            logging.warning("requests have the field %.80r, which is ignored", name)
-    headers = {"x-ignored-fields": ", ".join(map(quote, unknown))[:1000]} if unknown else {}
     path = await asyncio.to_thread(models.path, fields["model"])
-    kind = MessageAnswer if request.url.path in messages.PATHS else Answer
-    answer = kind(state, path, fields, headers, arrived, threads)
+    answer = APIS[request.url.path][0](state, path, fields, arrived, threads)
+    answer.ignore(unknown)
     if request.url.path == COUNT_TOKENS:
-        return JSONResponse({"input_tokens": await count_tokens(answer)}, headers=headers)
+        return JSONResponse({"input_tokens": await count_tokens(answer)}, headers=answer.headers)
     return answer
 
 
@@ -186,12 +193,22 @@ async def _body(request: Request, most: int) -> bytes:
 
 async def _list_models(request: Request) -> Response:
     state, name = request.app.state, request.path_params.get("name")
-    entry = {"object": "model", "created": state.created, "owned_by": "mlx_paged"}
-    listed = [{"id": listed} | entry for listed in await asyncio.to_thread(state.models.listed)]
-    if name is None:
-        return JSONResponse({"object": "list", "data": listed})
-    await asyncio.to_thread(state.models.path, name)  # raises a Refusal
-    return JSONResponse({"id": name} | entry)
+    is_anthropics = _is_anthropics(request)
+
+    def entry(name: str) -> dict[str, Any]:
+        if is_anthropics:
+            since = datetime.fromtimestamp(state.created, UTC).isoformat()
+            return {"type": "model", "id": name, "display_name": name, "created_at": since}
+        own = {"object": "model", "created": state.created, "owned_by": "mlx_paged"}
+        return {"id": name} | own
+
+    if name is not None:
+        await asyncio.to_thread(state.models.path, name)  # raises a Refusal
+        return JSONResponse(entry(name))
+    listed = await asyncio.to_thread(state.models.listed)
+    ends = {"has_more": False, "first_id": listed[0], "last_id": listed[-1]}
+    others = ends if is_anthropics else {"object": "list"}
+    return JSONResponse({"data": [entry(each) for each in listed]} | others)
 
 
 async def _health(request: Request) -> Response:

@@ -12,9 +12,10 @@ from mlx_lm.server import ToolCallFormatter
 from mlx_paged.engine.text import StopStrings
 from mlx_paged.outputs import Completion, TokenOutput
 from mlx_paged.request import FinishReason
+from mlx_paged.server.fields import Fields
 from mlx_paged.server.models import Model
 from mlx_paged.server.prompts import Prompt
-from mlx_paged.server.request_body import Fields, Refusal
+from mlx_paged.server.request_body import Refusal
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class CompletionChoice:
     def __init__(self, index: int, model: Model, fields: Fields, prompt: Prompt) -> None:
         self.index = index
         self.num_tokens = 0  # tokens until the end of the choice
+        self.num_thoughts = 0  # those of them that are reasoning
         self.is_cut = False  # it has ended before its completion, which is to be aborted
         self.completion: Completion | None = None  # None until the last token
         self._fields = fields
@@ -101,6 +103,7 @@ class CompletionChoice:
             return delta
         self.num_tokens += output.token is not None
         self._state, segments = TextStateMachine.split(self._state, output.text)
+        self.num_thoughts += self._state[0] == "reasoning"
         self._read(segments, delta)
         if output.completion is not None and not self.is_cut:
             self._state, rest, state = TextStateMachine.flush(self._state)

@@ -52,6 +52,7 @@ FLAGS: dict[str, tuple[cli.Flag, ...]] = {
         ("--api-key", str, None, "KEY", f"that clients must send (default: ${API_KEY_VARIABLE})"),
         ("--allowed-origins", _names, None, "ORIGINS", "web origins that may call, with commas"),
         ("--allowed-hosts", _names, None, "HOSTS", "names in Host headers (default: loopback's)"),
+        ("--root-path", str, "", "PATH", "under which a proxy serves, with or without it in URLs"),
         ("--ssl-certfile", str, None, "FILE", "certificate of TLS"),
         ("--ssl-keyfile", str, None, "FILE", "private key of TLS"),
         ("--drain-seconds", SECONDS, 30.0, "S", "time for open answers to end after SIGTERM"),

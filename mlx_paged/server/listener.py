@@ -62,6 +62,7 @@ class Server(uvicorn.Server):
             ws="none",
             lifespan="on",
             log_config=None,
+            access_log=False,  # request_log.py writes it
             server_header=False,
             proxy_headers=False,
             limit_concurrency=_limit_files(args.max_connections),

@@ -1,19 +1,17 @@
 """Anthropic's Messages API on the machinery of chat completions. Imports no mlx."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mlx_paged.server.constraints import require
-from mlx_paged.server.request_body import ContextExceeded, Fields, Refusal
+from mlx_paged.server.fields import OWN, Fields
+from mlx_paged.server.request_body import ContextExceeded, Refusal
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
-OWN = {"messages", "system", "stop_sequences", "tools", "tool_choice", "output_config"}
-OWN |= {"output_format"}
-"""Fields that bodies for chat completions have in another form, or not at all."""
-
-LABELS = {"metadata", "service_tier", "cache_control", "anthropic_version", "betas", "thinking"}
-"""Fields that ask for nothing here: prefixes are always cached, and models reason as they do."""
+NAMES = {"reasoning_effort": "output_config.effort", "thinking_budget": "thinking.budget_tokens"}
+NAMES |= {"enable_thinking": "thinking.type"}
+"""How fields of chat completions about thinking are called here."""
 
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 KINDS |= {413: "request_too_large", 503: "overloaded_error"}
@@ -53,20 +51,20 @@ def as_chat(body: Fields, counts: bool) -> Fields:
     Raises:
         ValueError: a field cannot be obeyed.
     """
-    chat = {name: value for name, value in body.items() if name not in OWN | LABELS}
+    chat = {name: value for name, value in body.items() if name not in OWN["messages"]}
     if body.get("n", 1) != 1:
         raise ValueError(f"n: expected 1, got {str(body['n'])[:80]}")
     if not counts and body.get("max_tokens") is None:
         raise ValueError("max_tokens: expected an integer >= 1, got nothing")
-    messages = _list(body.get("messages"), "messages")
-    turns = [turn for message in messages for turn in _turns(message)]
-    chat["messages"] = _folded(_system(body.get("system")), turns)
+    messages = objects(body.get("messages"), "messages")
+    turns = (turn for message in messages for turn in _turns(message))
+    chat["messages"] = folded(_system(body.get("system")), turns)
     if [turn["role"] for turn in chat["messages"][-1:]] == ["assistant"]:
         chat["continue_final_message"] = True
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     if body.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in _list(body["tools"], "tools")]
+        chat["tools"] = [_tool(tool) for tool in objects(body["tools"], "tools")]
     choice = body.get("tool_choice") or {}
     require(isinstance(choice, dict), "tool_choice", "an object", choice)
     if choice.get("disable_parallel_tool_use"):
@@ -77,18 +75,34 @@ def as_chat(body: Fields, counts: bool) -> Fields:
         if str(choice.get("type")) not in choices:
             raise ValueError(f"tool_choice: expected one of {', '.join(choices)}")
         chat["tool_choice"] = choices[choice["type"]]
-    config = body.get("output_config")
-    wanted = body.get("output_format") or (config.get("format") if isinstance(config, dict) else {})
+    config = body.get("output_config") or {}
+    require(isinstance(config, dict), "output_config", "an object", config)
+    wanted = body.get("output_format") or config.get("format")
     if wanted:
         is_schema = isinstance(wanted, dict) and wanted.get("type") == "json_schema"
         if not is_schema:
             raise ValueError("output_config: expected a format of the type json_schema")
         schema = {"schema": wanted.get("schema")}
         chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    others = {f"output_config.{k}": v for k, v in config.items() if k not in ("format", "effort")}
+    asked = others | _thought(body.get("thinking") or {})
+    asked["reasoning_effort"] = config.get("effort")
+    return chat | {name: value for name, value in asked.items() if value is not None}
+
+
+def _thought(thinking: Any) -> Fields:
+    kind = thinking.get("type") if isinstance(thinking, dict) else thinking
+    if thinking and kind not in ("adaptive", "disabled", "enabled"):
+        raise ValueError(f"thinking: expected adaptive, disabled or enabled, got {str(kind)!r:.80}")
+    own = {"type", "budget_tokens"}
+    chat = {f"thinking.{name}": x for name, x in thinking.items() if name not in own}
+    chat["thinking_budget"] = thinking.get("budget_tokens")
+    chat["enable_thinking"] = None if kind in (None, "adaptive") else kind == "enabled"
     return chat
 
 
-def _list(value: Any, name: str) -> list[dict[str, Any]]:
+def objects(value: Any, name: str) -> list[dict[str, Any]]:
+    """The value, if it is a list of objects. Raises ValueError, which names the field, if not."""
     is_list = isinstance(value, list) and value and all(isinstance(x, dict) for x in value)
     require(is_list, name, "a list of objects", value)
     return list(value)
@@ -101,11 +115,11 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function | {"parameters": tool.get("input_schema")}}
 
 
-def _text(content: Any, name: str) -> str:
+def text_of(content: Any, name: str) -> str:
     """The text of a string or of blocks of text."""
     if content is None or isinstance(content, str):
         return content or ""
-    blocks = _list(content, name) if content else []
+    blocks = objects(content, name) if content else []
     for block in blocks:
         if block.get("type") != "text" or not isinstance(block.get("text"), str):
             raise ValueError(
@@ -115,12 +129,12 @@ def _text(content: Any, name: str) -> str:
 
 
 def _system(content: Any) -> str:
-    if isinstance(content, list) and content and _text(content[:1], "system").startswith(BILLING):
+    if isinstance(content, list) and content and text_of(content[:1], "system").startswith(BILLING):
         content = content[1:]
-    return _text(content, "system")
+    return text_of(content, "system")
 
 
-def _folded(system: str, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def folded(system: str, turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """A chat with at most one turn of the system, at its beginning. Later ones become text of the
     user's turn beside them, for templates refuse them, and they refuse two turns of a user. No turn
     moves, so that a longer chat has the same prefix."""
@@ -144,21 +158,24 @@ def _turns(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if role not in ("user", "assistant", "system"):
         raise ValueError(f"messages: expected the role user, assistant or system, got {role!r:.80}")
     is_blocks = isinstance(content, list)
-    blocks = _list(content, "content") if is_blocks else [{"type": "text", "text": content}]
-    texts, calls = [], []
+    blocks = objects(content, "content") if is_blocks else [{"type": "text", "text": content}]
+    texts, calls, thoughts = list[str](), list[Fields](), dict[str, Any]()
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_result" and role == "user":
-            result = _text(block.get("content"), "tool_result")
+            failed = "Error: " if block.get("is_error") else ""
+            result = failed + text_of(block.get("content"), "tool_result")
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind not in ("thinking", "redacted_thinking") or role != "assistant":
-            texts.append(_text([block], "messages"))
+        elif kind == "thinking" and role == "assistant":
+            thoughts["reasoning_content"] = str(block.get("thinking"))
+        elif kind != "redacted_thinking" or role != "assistant":
+            texts.append(text_of([block], "messages"))
     if texts or calls:
-        text = "".join(texts)
-        yield {"role": role, "content": text} | ({"tool_calls": calls} if calls else {})
+        more = thoughts | ({"tool_calls": calls} if calls else {})
+        yield {"role": role, "content": "".join(texts)} | more
 
 
 class Blocks:

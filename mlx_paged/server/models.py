@@ -26,6 +26,7 @@ from mlx_paged.outputs import describe
 from mlx_paged.runner.ranks import joined, rank
 from mlx_paged.server.flags import engine_options
 from mlx_paged.server.request_body import Refusal
+from mlx_paged.server.templates import Abilities, tried
 
 T = TypeVar("T")
 
@@ -45,6 +46,7 @@ class Model:
     max_context: int | None  # tokens of prompt and completion; None: as many as the pool holds
     max_prompt: int  # tokens; a longer prompt cannot fit
     longest_token: int  # bytes
+    abilities: Abilities  # of its chat template
     taken: int = 0  # completions that run or wait
     last_used: float = field(default_factory=time.monotonic)  # when `taken` changed
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -190,6 +192,9 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
     positions = args.max_context or _positions(config)
     room = min(positions or 1 << 62, engine.manager.allocator.num_blocks * args.kv_block_size)
     longest = max(len(token.encode()) for token in tokenizer.get_vocab())
+    abilities = tried(tokenizer)
+    if abilities.tools_problem:
+        logging.warning("%s takes no tools: %s", path, abilities.tools_problem)
     newline = tokenizer.encode("\n", add_special_tokens=False)
     return Model(
         name=path,
@@ -200,6 +205,7 @@ def _make(path: str, args: argparse.Namespace, places: int) -> Model:
         max_context=positions,
         max_prompt=room,
         longest_token=longest,
+        abilities=abilities,
     )
 
 

@@ -9,9 +9,11 @@ from mlx_lm.server import convert_chat, process_message_content
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_paged.sampling_params import SamplingParams
-from mlx_paged.server import constraints
+from mlx_paged.server import constraints, thinking
+from mlx_paged.server.constraints import require
+from mlx_paged.server.fields import SAMPLING, Fields
 from mlx_paged.server.models import Model
-from mlx_paged.server.request_body import SAMPLING, ContextExceeded, Fields
+from mlx_paged.server.request_body import ContextExceeded
 
 
 class Prompt(NamedTuple):
@@ -26,16 +28,18 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
     """The prompts of a request; `template_args` are defaults for the chat template. Raises
     ValueError if no prompt can be made of the request, ContextExceeded if it is too long."""
     tokenizer = model.tokenizer
+    if fields.get("tools") and model.abilities.tools_problem:
+        raise ValueError(f"tools: expected none, for {model.abilities.tools_problem}")
     try:
         if "messages" not in fields:
             return [_of_text(model, prompt, fields) for prompt in fields["prompt"]]
         if not tokenizer.has_chat_template:
-            if fields["continue_final_message"] or fields["tools"]:
-                name = "tools" if fields["tools"] else "continue_final_message"
-                raise ValueError(f"{name}: expected nothing, for the model has no chat template")
+            name, is_free = "continue_final_message", not fields["continue_final_message"]
+            require(is_free, name, "nothing, for the model has no chat template", True)
             text = convert_chat(fields["messages"], fields["role_mapping"])
             return [Prompt(_tokens(model, text, fields), "", "normal")]
-        text = _rendered(tokenizer, fields, template_args | fields["chat_template_kwargs"])
+        own, _ = thinking.template_args(model, fields)
+        text = _rendered(tokenizer, fields, template_args | own | fields["chat_template_kwargs"])
         tokens = _tokens(model, text, fields, add_special_tokens=False)
         return [Prompt(tokens, "", _first_state(tokenizer, tokens))]
     except ContextExceeded:
@@ -64,6 +68,10 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
             logits[:, mx.array(sorted(ends))] = -mx.inf
         return logits
 
+    processors: list[thinking.Processor] = [forbid_ends] if least and ends else []
+    budget, in_thought = fields.get("thinking_budget"), prompt.state == "reasoning"
+    if budget is not None and model.tokenizer.has_thinking:
+        processors.append(thinking.limit(model, num_prompt, in_thought, budget))
     options |= _constraint(model, prompt, fields)
     return SamplingParams(
         max_tokens=most,
@@ -71,7 +79,7 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
         logit_bias=fields["logit_bias"],
         logprobs=fields["top_logprobs"],
         stop_token_ids=stop_ids,
-        logits_processors=(forbid_ends,) if least and ends else (),
+        logits_processors=tuple(processors),
         **options,
     )
 

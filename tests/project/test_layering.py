@@ -50,7 +50,8 @@ NO_MLX = [
     *("kv.stateful_prefix_cache", "generate.prompts_file", "runner.plan"),
     *("engine.beams", "engine.core", "engine.pipeline", "engine.text", "engine.ticket"),
     *("engine.waiting_calls", "sampling.grammar"),
-    *("server.constraints", "server.messages", "server.request_body"),
+    *("server.constraints", "server.fields", "server.messages", "server.request_body"),
+    "server.responses",
 ]
 """Modules that import where there is no mlx; ``room.*`` names all modules of a room."""
 

@@ -14,6 +14,10 @@ TOOLS = """{% if tools %}<|im_start|>system
 You can call these functions: {{ tools | tojson }}
 Call one with <tool_call>{"name": tool_call.name, "arguments": {...}}</tool_call><|im_end|>
 {% endif %}"""
+CALLS = (
+    "(('<tool_call>' + (message.tool_calls[0].function | tojson) + '</tool_call>')"
+    " if message.tool_calls else '')"
+)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -37,8 +41,10 @@ ASKED = [{"role": "user", "content": "How will the weather be in Lima in the nex
 
 @pytest.fixture(scope="module")
 def openai_client(directory, float32):
-    """The model's own template, with a part in front that tells it the tools of a request."""
-    template = TOOLS + float32[1].chat_template
+    """The model's own template, with a part in front that tells it the tools of a request, and with
+    the calls of earlier turns."""
+    content = "message['content']"
+    template = TOOLS + float32[1].chat_template.replace(content, f"{content} + {CALLS}")
     flags = ("--model", str(directory / "float32"), "--kv-memory", "0.2")
     with live(*flags, "--chat-template", template) as server:
         yield client(server)

@@ -148,6 +148,7 @@ def call_tools(tool_server, monkeypatch):
     def ask(parse, stream=False, **options):
         model = only_model(tool_server)
         monkeypatch.setattr(model, "machines", model.machines | {True: COMMENT})
+        monkeypatch.setattr(model, "abilities", model.abilities._replace(tools_problem=None))
         monkeypatch.setattr(type(model.tokenizer), "tool_parser", property(lambda self: parse))
         marker = property(lambda self: "# ")
         monkeypatch.setattr(type(model.tokenizer), "tool_call_start", marker)

@@ -1,0 +1,168 @@
+"""What becomes of each field of a request: tables. Does not import mlx."""
+
+from collections.abc import Callable
+from typing import Any
+
+from mlx_paged.arguments import is_count
+from mlx_paged.server import constraints
+
+Fields = dict[str, Any]
+Rule = tuple[Any, Callable[[Any], bool], str]
+"""A field's default, the check of its value, and what that expects."""
+
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold", "seed"),
+    *("repetition_penalty", "repetition_context_size", "presence_penalty"),
+    *("presence_context_size", "frequency_penalty", "frequency_context_size", "ignore_eos"),
+)
+"""Fields that are options of SamplingParams, which checks them."""
+
+LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key", "num_draft_tokens"}
+LABELS |= {"client_metadata", "prompt_cache_options", "prompt_cache_retention", "cache_control"}
+LABELS |= {"anthropic_version", "betas"}
+"""Fields that ask for nothing that would change an answer of this server."""
+
+ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("adapters", "draft_model"), ("default_model",)),
+    **dict.fromkeys(("suffix", "grammar"), ("",)),
+    **dict.fromkeys(("functions", "bad_words", "documents", "logits_processors"), ([],)),
+    **dict.fromkeys(("use_beam_search", "include_stop_str_in_output"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "length_penalty": (1,),
+    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "chat_template", "audio", "prediction"), ()),
+    **dict.fromkeys(("web_search_options", "moderation"), ()),
+    **dict.fromkeys(("previous_response_id", "conversation", "prompt"), ()),
+    "background": (False,),
+}
+"""Fields that are refused unless their value is one of these, which ask for nothing."""
+
+OWN: dict[str, set[str]] = {
+    "messages": {
+        *("messages", "system", "stop_sequences", "tools", "tool_choice", "output_config"),
+        *("output_format", "thinking"),
+    },
+    "responses": {
+        *("input", "instructions", "max_output_tokens", "include", "reasoning", "text", "tools"),
+        "tool_choice",
+    },
+}
+"""Fields of the other APIs that bodies for chat completions have in another form, or not at all."""
+
+ASIDE: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default", "standard_only"),
+    "truncation": ("disabled",),
+    "speed": ("standard",),
+    "verbosity": ("medium",),
+    **dict.fromkeys(("access_programs", "background_options", "image", "max_tool_calls"), ()),
+    **dict.fromkeys(("container", "context_management", "diagnostics", "inference_geo"), ()),
+    **dict.fromkeys(("user_profile_id", "workspace_id"), ()),
+}
+"""Fields that change no answer. Values other than these are ignored as unknown fields are."""
+
+CONSTRAINTS = {"response_format", "structured_outputs", *(f"guided_{k}" for k in constraints.KINDS)}
+"""Fields that :func:`constraints.of_fields` reads."""
+
+PART = 1 << 16  # items of a list that are checked before other threads may run
+
+USAGE = ("include_usage", "continuous_usage_stats")
+
+_BOOL = (lambda value: isinstance(value, bool), "true or false")
+_TEXT = (lambda value: isinstance(value, str), "a string")
+_OBJECT = (lambda value: isinstance(value, dict), "an object")
+_COUNT = (is_count, "an integer >= 0")
+_POSITIVE = (lambda value: is_count(value, 1), "an integer >= 1")
+
+
+def is_list(kind: type, value: object) -> bool:
+    if not isinstance(value, list):
+        return False
+    parts = (value[i : i + PART] for i in range(0, len(value), PART))
+    return all(set(map(type, part)) <= {kind} for part in parts)
+
+
+def named_tool(choice: Any) -> str | None:
+    """The function that a `tool_choice` names."""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+BOTH: dict[str, Rule] = {
+    "model": ("default_model", *_TEXT),
+    "stream": (False, *_BOOL),
+    "stream_options": (
+        {},
+        lambda value: isinstance(value, dict) and all(k in USAGE or not value[k] for k in value),
+        "an object with include_usage or continuous_usage_stats",
+    ),
+    "n": (1, *_POSITIVE),
+    "max_tokens": (None, *_POSITIVE),
+    "max_completion_tokens": (None, *_POSITIVE),
+    "min_tokens": (0, *_COUNT),
+    "stop": (
+        [],
+        lambda value: bool(value) if isinstance(value, str) else is_list(str, value) and all(value),
+        "a non-empty string or a list of them",
+    ),
+    "stop_token_ids": ([], lambda value: is_list(int, value), "a list of token ids"),
+    "priority": (0, lambda value: type(value) is int, "an integer"),
+    "cache_salt": ("", *_TEXT),
+    "logit_bias": ({}, *_OBJECT),
+    "logprobs": (
+        False,
+        lambda value: is_count(value) or isinstance(value, bool),
+        "true or a count",
+    ),
+    "top_logprobs": (0, lambda value: is_count(value) and value <= 20, "from 0 to 20"),
+}
+CHAT: dict[str, Rule] = {
+    "messages": (None, lambda value: bool(value) and is_list(dict, value), "a list of objects"),
+    "tools": ([], lambda value: is_list(dict, value), "a list of objects"),
+    "tool_choice": (
+        "auto",
+        lambda value: value in ("auto", "none", "required") or named_tool(value) is not None,
+        "auto, none, required or a function's name in OpenAI's form",
+    ),
+    "parallel_tool_calls": (True, *_BOOL),
+    "chat_template_kwargs": ({}, *_OBJECT),
+    "reasoning_effort": (None, *_TEXT),
+    "enable_thinking": (None, *_BOOL),
+    "thinking_budget": (None, *_COUNT),
+    "role_mapping": ({}, *_OBJECT),
+    "continue_final_message": (False, *_BOOL),
+    "add_generation_prompt": (None, *_BOOL),
+}
+TEXT: dict[str, Rule] = {
+    "prompt": (None, lambda value: isinstance(value, str | list), "text or token ids"),
+    "echo": (False, *_BOOL),
+    "best_of": (None, *_POSITIVE),
+}
+
+
+API_OF = {"chat": CHAT, "completions": TEXT, "messages": CHAT, "responses": CHAT}
+"""By API: rules beside :data:`BOTH`."""
+
+
+def all_fields() -> set[str]:
+    """Every field that a table names."""
+    tables = BOTH, CHAT, TEXT, SAMPLING, LABELS, ONLY, ASIDE, CONSTRAINTS, *OWN.values()
+    return {name for table in tables for name in table}
+
+
+def treatment(api: str, name: str) -> str:
+    """What an API of :data:`API_OF` does with a field, for the documentation."""
+    if (api, name) == ("responses", "messages"):
+        return "refused"
+    if name in OWN.get(api, ()) or name in BOTH or name in API_OF[api]:
+        return "obeyed"
+    if name in SAMPLING or name in CONSTRAINTS:
+        return "obeyed"
+    if name in LABELS:
+        return "changes no answer"
+    unless = " or ".join(repr(x) for x in ONLY.get(name, ASIDE.get(name, ())))
+    what = "refused" if name in ONLY else "ignored by name"
+    return f"{what}, unless {unless}" if unless else what

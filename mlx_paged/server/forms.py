@@ -1,0 +1,117 @@
+"""Answers in the forms of Anthropic's Messages API and OpenAI's Responses API."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from functools import cached_property
+from itertools import chain
+from typing import Any
+
+from mlx_paged.server import messages, prompts, responses
+from mlx_paged.server.answers import Answer
+from mlx_paged.server.choices import Delta
+from mlx_paged.server.request_body import Refusal, refusing
+
+
+class MessageAnswer(Answer):
+    """An answer of Anthropic's Messages API."""
+
+    names = messages.NAMES
+
+    @cached_property
+    def head(self) -> dict[str, Any]:
+        own = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        return own | {"model": self.fields["model"]}
+
+    def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
+        delta = whole[0]
+        content = messages.Blocks.of(delta.text, delta.reasoning, delta.tool_calls)
+        return self.head | {"content": content} | self._end() | {"usage": self._usage()}
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        blocks, is_begun = messages.Blocks(), False
+        async with aclosing(self._pieces()) as pieces:
+            async for _, delta in pieces:
+                if not is_begun:
+                    is_begun, none = True, {"stop_reason": None, "stop_sequence": None}
+                    begun = self.head | {"content": [], "usage": self._usage()} | none
+                    yield messages.event({"type": "message_start", "message": begun})
+                parts = messages.Blocks.of(delta.text, delta.reasoning, delta.tool_calls)
+                yield b"".join(blocks.events(parts))
+        yield b"".join(blocks.end())
+        end = {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
+        yield messages.event(end) + messages.event({"type": "message_stop"})
+
+    def _error_event(self, error: Refusal) -> bytes:
+        return messages.event(messages.error_json(error))
+
+    def _end(self) -> dict[str, Any]:
+        (choice,) = self.choices
+        if choice.stop_string is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": choice.stop_string}
+        reason = messages.REASONS.get(choice.finish_reason or "")
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "output_tokens": usage["completion_tokens"],
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+        }
+
+
+class ResponseAnswer(Answer):
+    """An answer of OpenAI's Responses API."""
+
+    names = responses.NAMES
+
+    @cached_property
+    def items(self) -> responses.Items:
+        return responses.Items(self.fields["body"])
+
+    def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
+        for _ in chain(self._new(whole[0]), self._end()):
+            pass
+        return self.items.response
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        async with aclosing(self._pieces()) as pieces:
+            async for _, delta in pieces:
+                yield b"".join(self._new(delta))
+        yield b"".join(self._end())
+
+    def _error_event(self, error: Refusal) -> bytes:
+        return b"".join(self.items.fail(error))
+
+    def _new(self, delta: Delta) -> Iterator[bytes]:
+        return self.items.add(delta.text, delta.reasoning, delta.tool_calls, delta.logprobs)
+
+    def _end(self) -> Iterator[bytes]:
+        (choice,) = self.choices
+        return self.items.end(choice.finish_reason != "length", self._usage())
+
+    def _usage(self) -> dict[str, Any]:
+        usage = super()._usage()
+        details = usage["prompt_tokens_details"] | {"cache_write_tokens": 0}
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": details,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+async def count_tokens(answer: Answer) -> int:
+    """Tokens of the prompt of `answer`, which is not computed."""
+    args = answer.state.args
+    run = asyncio.get_running_loop().run_in_executor
+    async with answer.state.models.use(answer.path, 0) as model:
+        with refusing():
+            given = answer.fields, args.chat_template_args
+            (prompt,) = await run(answer.threads, prompts.encode, model, *given)
+    return len(prompt.tokens)

@@ -1,0 +1,64 @@
+"""One line of the log for each request, when it ends."""
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+GONE = 499  # as proxies write it: the client did not wait for its answer
+LONGEST_ID = 128
+
+
+@dataclass
+class Record:
+    """What is known of a request."""
+
+    id: str
+    status: int = GONE
+    reason: str = ""  # of a refusal or a failure
+    parts: list[str] = field(default_factory=list)  # what else the line tells
+
+
+def record_of(scope: Scope) -> Record:
+    """The record of a request that :func:`logged` has begun."""
+    record: Record = scope["state"]["record"]
+    return record
+
+
+def logged(inner: ASGIApp) -> ASGIApp:
+    """Middleware that gives each request its id, the client's own in `X-Request-Id` if it may be
+    one, and writes its line."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await inner(scope, receive, send)
+            return
+        given, begun = Request(scope).headers.get("x-request-id", ""), time.monotonic()
+        is_good = given.isascii() and given.isprintable() and 0 < len(given) <= LONGEST_ID
+        record = Record(given if is_good else uuid.uuid4().hex)
+        scope.setdefault("state", {})["record"] = record
+        names = (b"x-request-id", b"request-id")  # for clients of OpenAI and of Anthropic
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                own = [(name, record.id.encode()) for name in names]
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
+            await send(message)
+
+        try:
+            await inner(scope, receive, marked)
+        except Exception:
+            record.status = 500
+            raise
+        finally:
+            reason = " ".join(record.reason.split())[:500]
+            told = [reason] if reason else []
+            told += [*record.parts, f"{time.monotonic() - begun:.3f} s", f"id {record.id}"]
+            asked = scope["method"], scope["path"]
+            logging.info("%s %.80r: %d, %s", *asked, record.status, ", ".join(told))
+
+    return answer

@@ -1,0 +1,244 @@
+"""OpenAI's Responses API on the machinery of chat completions. Imports no mlx."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from mlx_paged.server.constraints import require
+from mlx_paged.server.fields import OWN, Fields
+from mlx_paged.server.messages import event, folded, objects, text_of
+from mlx_paged.server.request_body import Refusal
+
+PATH = "/v1/responses"
+
+NAMES = {"reasoning_effort": "reasoning.effort"}
+"""How fields of chat completions about thinking are called here."""
+
+ECHOED: Fields = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "temperature", "top_p", "reasoning")),
+    **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {}},
+    **{"text": {"format": {"type": "text"}}},
+}
+"""Fields of a request that its answer repeats, and what is repeated of those that are not given."""
+
+SEAL = "mlx_paged:"
+"""How `encrypted_content` of our own begins; the reasoning follows as it is."""
+
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+TEXTS |= {"reasoning_text": "text"}
+"""Kinds of content parts that are text, and where that is."""
+
+
+def as_chat(body: Fields) -> Fields:
+    """The body for chat completions that asks for the same; unknown fields stay as they are, and
+    names with a dot tell of unknown parts.
+
+    Raises:
+        ValueError: a field cannot be obeyed.
+    """
+    chat = {name: value for name, value in body.items() if name not in OWN["responses"]}
+    require(body.get("n", 1) == 1, "n", "1", body.get("n"))
+    require("messages" not in body, "messages", "nothing, but items in input", "some")
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    instructions = _text(body.get("instructions"), "instructions")
+    chat["messages"] = folded(instructions, _turns(objects(items, "input")))
+    for part in body.get("include") or ():
+        if part == "message.output_text.logprobs":
+            chat["logprobs"] = True
+        elif part != "reasoning.encrypted_content":
+            chat[f"include.{part}"] = True
+    asked = {"max_tokens": body.get("max_output_tokens")}
+    asked |= _thought(body) | _format(body) | _tools(body)
+    return chat | {name: value for name, value in asked.items() if value is not None}
+
+
+def _thought(body: Fields) -> Fields:
+    wanted = body.get("reasoning") or {}
+    require(isinstance(wanted, dict), "reasoning", "an object", wanted)
+    others = {f"reasoning.{name}": x for name, x in wanted.items() if name != "effort"}
+    return others | {"reasoning_effort": wanted.get("effort")}
+
+
+def _format(body: Fields) -> Fields:
+    text = body.get("text") or {}
+    require(isinstance(text, dict), "text", "an object", text)
+    chat = {f"text.{name}": value for name, value in text.items() if name != "format"}
+    wanted = text.get("format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        wanted = {"type": "json_schema", "json_schema": wanted}
+    return chat | {"response_format": wanted}
+
+
+def _tools(body: Fields) -> Fields:
+    """Functions are offered to the model; tools of other kinds, which run elsewhere, are not."""
+    chat: Fields = {"tools": []}
+    for tool in objects(body["tools"], "tools") if body.get("tools") else ():
+        if tool.get("type") == "function":
+            function = {k: tool[k] for k in ("name", "description", "parameters") if k in tool}
+            chat["tools"].append({"type": "function", "function": function})
+            if tool.get("strict"):
+                chat["tools.strict"] = True
+        else:
+            chat[f"tools.{tool.get('type')}"] = True
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return chat | {"tool_choice": choice}
+
+
+def _text(content: Any, name: str) -> str:
+    """The text of a string or of parts that are text."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else part
+        if str(kind) not in TEXTS:
+            raise ValueError(f"{name}: expected text, got a part of the type {str(kind)!r:.80}")
+    given = [{"type": "text", "text": part.get(TEXTS[part["type"]])} for part in parts]
+    return text_of(given, name)
+
+
+def _turns(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The items as messages of a chat: what the assistant thinks, says and calls is one message."""
+    said, empty = dict[str, Any](), {"role": "assistant", "content": ""}
+    for item in items:
+        kind, role = item.get("type", "message"), item.get("role")
+        is_said = kind in ("reasoning", "function_call") or (kind, role) == ("message", "assistant")
+        ends = {"message": ("content",), "reasoning": ("content", "tool_calls")}
+        if said and (not is_said or any(said.get(name) for name in ends.get(kind, ()))):
+            yield empty | said
+            said = {}
+        if kind == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            call = {"id": item.get("call_id"), "type": "function", "function": function}
+            said.setdefault("tool_calls", []).append(call)
+        elif kind == "reasoning":
+            sealed = str(item.get("encrypted_content") or "")
+            own = sealed.removeprefix(SEAL) if sealed.startswith(SEAL) else ""
+            if thought := _text(item.get("content"), "input") or own:
+                said["reasoning_content"] = thought
+        elif kind == "function_call_output":
+            result = _text(item.get("output"), "input")
+            yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": result}
+        elif kind == "message" and role == "assistant":
+            said["content"] = _text(item.get("content"), "input")
+        else:
+            expected = "messages, reasoning, function_call or function_call_output"
+            require(kind == "message", "input", expected, kind)
+            roles = {"user": "user", "system": "system", "developer": "system"}
+            require(role in roles, "input", f"the role assistant, {', '.join(roles)}", role)
+            yield {"role": roles[str(role)], "content": _text(item.get("content"), "input")}
+    if said:
+        yield empty | said
+
+
+class Items:
+    """A response and its output items, and the events that tell of them."""
+
+    def __init__(self, body: Fields) -> None:
+        given = {name: value for name in ECHOED if (value := body.get(name)) is not None}
+        own = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time()}
+        self._sealed = "reasoning.encrypted_content" in (body.get("include") or ())
+        self._numbers = count()
+        self._open: dict[str, Any] = {}  # the item that has begun
+        self._is_begun = False
+        self.response: Fields = own | {"status": "in_progress", "store": False} | ECHOED | given
+        self.response |= {"model": body.get("model") or "default_model", "output": []}
+        self.response |= {"error": None, "incomplete_details": None, "usage": None}
+
+    def begin(self) -> Iterator[bytes]:
+        """The events before all others; nothing if they have been made."""
+        if not self._is_begun:
+            self._is_begun = True
+            yield self._event("created", response=self.response)
+            yield self._event("in_progress", response=self.response)
+
+    def add(
+        self,
+        text: str,
+        reasoning: str,
+        tool_calls: list[dict[str, Any]],
+        logprobs: list[dict[str, Any]],
+    ) -> Iterator[bytes]:
+        """The events of a piece of an answer, or of all of it."""
+        yield from self.begin()
+        if reasoning:
+            yield from self._part("reasoning", reasoning, [])
+        if text or logprobs:
+            yield from self._part("message", text, logprobs)
+        for call in tool_calls:
+            yield from self._close()
+            function = call["function"]
+            named = {"call_id": call["id"], "name": function["name"]}
+            yield self._start("function_call", "fc", named | {"arguments": ""})
+            yield self._at("function_call_arguments.delta", delta=function["arguments"])
+            self._open["arguments"] = function["arguments"]
+            yield self._at("function_call_arguments.done", **function)
+
+    def end(self, is_whole: bool, usage: dict[str, Any]) -> Iterator[bytes]:
+        """The events after all others."""
+        status = "completed" if is_whole else "incomplete"
+        yield from self.begin()
+        yield from self._close(status)
+        reason = None if is_whole else {"reason": "max_output_tokens"}
+        self.response |= {"status": status, "incomplete_details": reason, "usage": usage}
+        yield self._event(status, response=self.response)
+
+    def fail(self, error: Refusal) -> Iterator[bytes]:
+        yield from self.begin()
+        told = {"code": error.code or "server_error", "message": str(error)}
+        self.response |= {"status": "failed", "error": told}
+        yield self._event("failed", response=self.response)
+
+    def _part(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[bytes]:
+        is_message = kind == "message"
+        name = "output_text" if is_message else "reasoning_text"
+        if self._open.get("type") != kind:
+            yield from self._close()
+            own: Fields = {"role": "assistant"} if is_message else {"summary": []}
+            yield self._start(kind, "msg" if is_message else "rs", own | {"content": []})
+            part: Fields = {"type": name, "text": ""}
+            part |= {"annotations": [], "logprobs": []} if is_message else {}
+            yield self._at("content_part.added", content_index=0, part=part)
+            self._open["content"].append(part)
+        (part,) = self._open["content"]
+        part["text"] += text
+        told: Fields = {"delta": text}
+        if is_message:
+            part["logprobs"] += logprobs
+            told["logprobs"] = logprobs
+        yield self._at(f"{name}.delta", content_index=0, **told)
+
+    def _start(self, kind: str, prefix: str, own: Fields) -> bytes:
+        self._open = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress"}
+        self._open |= own
+        self.response["output"].append(self._open)
+        return self._event("output_item.added", output_index=self._index, item=self._open)
+
+    def _close(self, status: str = "completed") -> Iterator[bytes]:
+        """The events that end the open item, if one is open."""
+        item, self._open = self._open, {}
+        for part in item.get("content", ()):
+            at = {"item_id": item["id"], "output_index": self._index, "content_index": 0}
+            told = {name: part[name] for name in ("text", "logprobs") if name in part}
+            yield self._event(f"{part['type']}.done", **at, **told)
+            yield self._event("content_part.done", **at, part=part)
+            if item["type"] == "reasoning" and self._sealed:
+                item["encrypted_content"] = SEAL + part["text"]
+        if item:
+            item["status"] = status
+            yield self._event("output_item.done", output_index=self._index, item=item)
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"]) - 1
+
+    def _at(self, kind: str, **content: Any) -> bytes:
+        """An event of the open item."""
+        return self._event(kind, item_id=self._open["id"], output_index=self._index, **content)
+
+    def _event(self, kind: str, **content: Any) -> bytes:
+        number = {"sequence_number": next(self._numbers)}
+        return event({"type": f"response.{kind}"} | number | content)

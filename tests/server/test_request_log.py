@@ -1,0 +1,86 @@
+"""Each request has an id and one line in the log."""
+
+import logging
+import re
+
+import pytest
+
+from tests.support.commands.server_harness import (
+    CODE,
+    MODEL,
+    client,
+    exchange,
+    live,
+    post,
+    wait_until,
+)
+
+BODY = {"prompt": CODE, "max_tokens": 3}
+pytest_plugins = ["tests.support.commands.server_fixtures"]
+
+
+@pytest.fixture
+def lines(caplog):
+    """The log's lines about requests of completions, once `count` are there."""
+    caplog.set_level(logging.INFO)
+
+    def found(count=1):
+        def now():
+            return [text for text in caplog.messages if text.startswith("POST ")]
+
+        wait_until(lambda: len(now()) >= count)
+        assert len(now()) == count
+        return now()
+
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_tells_what_an_answer_took(server, lines, stream):
+    with client(server) as made:
+        options = {"model": MODEL, "stream": stream, "extra_headers": {"X-Request-Id": "mine-1"}}
+        answer = made.completions.create(**BODY, **options)
+        if stream:
+            list(answer)
+        else:
+            assert answer._request_id == "mine-1"
+    (line,) = lines()
+    assert re.fullmatch(
+        r"POST '/v1/completions': 200, model 'default_model', \d+ tokens in, \d+ cached, 3 out, "
+        r"first after \d+\.\d{3} s, \d+\.\d{3} s, id mine-1",
+        line,
+    )
+
+
+@pytest.mark.parametrize("given", ["", "a" * 129, "caf\xe9", "a\tb"])
+def test_an_id_that_cannot_be_one_is_replaced(server, lines, given):
+    _, headers, _ = post(server, BODY, headers={"X-Request-Id": given})
+    assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
+    assert headers["request-id"] == headers["x-request-id"]
+    assert lines()[0].endswith(f"id {headers['x-request-id']}")
+
+
+def test_refusals_have_ids_and_reasons(server, lines):
+    status, headers, _ = post(server, BODY | {"n": 0}, headers={"X-Request-Id": "r"})
+    assert (status, headers["x-request-id"]) == (400, "r")
+    (line,) = lines()
+    assert re.fullmatch(r"POST '/v1/completions': 400, n: expected .*, \d\.\d+ s, id r", line)
+
+
+def test_a_client_that_goes_away_has_a_line(server, lines):
+    with client(server) as made:
+        options = {"prompt": CODE, "max_tokens": 1500, "logit_bias": {"1791": -100}}
+        stream = made.completions.create(model=MODEL, stream=True, **options)
+        next(iter(stream))
+        stream.close()
+    (line,) = lines()
+    assert "200, the client disconnected before the end of its answer, model" in line
+
+
+def test_paths_may_have_the_root_of_a_proxy():
+    with live("--root-path", "/llm/") as server:
+        for path in ("/llm/v1/completions", "/v1/completions"):
+            assert post(server, BODY, path)[0] == 200
+        assert post(server, BODY, "/other/v1/completions")[0] == 404
+        assert post(server, BODY, "/llmv1/completions")[0] == 404
+        assert exchange(server, "GET", "/llm/health")[0] == 200

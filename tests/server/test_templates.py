@@ -1,0 +1,91 @@
+"""A chat template is tried when its model is loaded."""
+
+import logging
+
+import pytest
+from mlx_lm.tool_parsers import json_tools
+
+from mlx_paged.server.templates import Abilities, tried
+from tests.support.commands.server_harness import demo, live, post
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+BODY = {"messages": [{"role": "user", "content": "def f"}], "max_tokens": 4}
+TURNS = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+    "CALLS{% endfor %}\n{% endfor %}"
+)
+GOOD = (
+    '<tool_call>\n{"name": "{{ call.function.name }}", '
+    '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+)
+CALLS = {
+    "good": (GOOD, None),
+    "other name": (GOOD.replace("call.function.name", "'other'"), "is read as {'name': 'other'"),
+    "other arguments": (GOOD.replace(" | tojson", ".values() | list | tojson"), "is read as"),
+    "no JSON": (GOOD.replace('"name"', "name"), "is not read: JSONDecodeError"),
+    "no marks": (GOOD.replace("tool_call>", "call>"), "is not read"),
+    "fails": ("{{ raise_exception('no calls') }}", "is not read: TemplateError"),
+}
+
+
+@pytest.fixture
+def tokenizer():
+    """The demo model's, which knows a format of tool calls meanwhile."""
+    tokenizer = demo()[1]
+    before = tokenizer.chat_template, dict(vars(tokenizer))
+    vars(tokenizer).update(
+        has_chat_template=True,
+        _tool_parser=json_tools.parse_tool_call,
+        _tool_call_start=json_tools.tool_call_start,
+        _tool_call_end=json_tools.tool_call_end,
+    )
+    yield tokenizer
+    tokenizer.chat_template = before[0]
+    vars(tokenizer).update(before[1])
+
+
+@pytest.mark.parametrize(("call", "problem"), CALLS.values(), ids=CALLS)
+def test_a_call_that_is_not_read_as_it_is_written_is_a_problem(tokenizer, call, problem):
+    tokenizer.chat_template = TURNS.replace("CALLS", call)
+    found = tried(tokenizer).tools_problem
+    assert found is None if problem is None else problem in found
+
+
+def test_what_a_template_takes_is_found_by_trying(tokenizer):
+    tokenizer.chat_template = "{# enable_thinking #}" + TURNS
+    assert tried(tokenizer)[:2] == (None, False)
+    tokenizer.chat_template = TURNS + "{{ thinking }}{{ reasoning_effort }}"
+    assert tried(tokenizer)[:2] == ("thinking", True)
+    tokenizer.chat_template = TURNS + "{% if enable_thinking %}<think>{% endif %}"
+    assert tried(tokenizer)[:2] == ("enable_thinking", False)
+    tokenizer.chat_template = "{{ raise_exception('x') }}"
+    assert tried(tokenizer)[:2] == (None, False)
+    vars(tokenizer)["has_chat_template"] = False
+    assert tried(tokenizer) == Abilities()
+
+
+def test_a_template_that_ignores_tools_is_told_at_load_and_refuses_them(caplog):
+    caplog.set_level(logging.WARNING)
+    with live("--chat-template", "{% for m in messages %}{{ m.content }}{% endfor %}") as server:
+        (line,) = [text for text in caplog.messages if "takes no tools" in text]
+        assert line.endswith("the chat template of the model ignores tools")
+        status, _, answer = post(server, BODY | {"tools": [TOOL]}, "/v1/chat/completions")
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        assert "the chat template of the model ignores tools" in answer["error"]["message"]
+        fields = {"tools": [TOOL], "tool_choice": "none"}
+        assert post(server, BODY | fields, "/v1/chat/completions")[0] == 200
+
+
+def test_a_template_without_a_known_parser_refuses_tools():
+    with live("--chat-template", TURNS) as server:
+        status, _, answer = post(server, BODY | {"tools": [TOOL]}, "/v1/chat/completions")
+        assert status == 400 and "no parser is known" in answer["error"]["message"]
+
+
+def test_a_template_whose_calls_are_read_takes_tools():
+    named = TURNS.replace("CALLS", GOOD).replace("call", "tool_call").replace("tool_tool_", "tool_")
+    named = named.replace("call.function.name", "call.function['name']") + "{# tool_call.name #}"
+    with live("--chat-template", named) as server:
+        status, _, answer = post(server, BODY | {"tools": [TOOL]}, "/v1/chat/completions")
+        assert status == 200, answer
