@@ -10,8 +10,8 @@ inline void copy_part(device T* to, const device T* from) {
 }
 
 // Copies of whole blocks (source, destination), in order. Grid in threads: (max(k_vectors,
-// v_vectors), KV heads, block_size). A thread moves the same place of every pair, so a block may
-// be the destination of one pair and the source of a later one.
+// v_vectors), KV heads, block_size * pairs / pairs_each). A thread moves the same place of its
+// pairs, so a block may be the destination of one of these and the source of a later one.
 template <typename T>
 [[kernel]] void copy_blocks(
     const device int* block_pairs [[buffer(0)]],
@@ -22,10 +22,11 @@ template <typename T>
   const int vector = int(position.x);
   const int first = WHOLE_VECTORS ? VECTOR * vector : vector;
   const long head = long(position.y);
-  const long offset = long(position.z);
+  const long offset = long(position.z) % p.block_size;
+  const int begin = int(position.z) / p.block_size * p.pairs_each;
   device T* k = k_cache + head * p.k_strides[0] + offset * p.k_strides[2] + first;
   device T* v = v_cache + head * p.v_strides[0] + offset * p.v_strides[2] + first;
-  for (int pair = 0; pair < p.num_pairs; pair++) {
+  for (int pair = begin; pair < begin + p.pairs_each; pair++) {
     const int from = block_pairs[pair * p.pairs_strides[0]];
     const int to = block_pairs[pair * p.pairs_strides[0] + p.pairs_strides[1]];
     const bool is_valid = from >= 0 && from < p.num_blocks && to >= 0 && to < p.num_blocks;

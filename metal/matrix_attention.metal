@@ -28,11 +28,6 @@ inline float score_in_log2(float qk, constant AttentionParams& p) {
                      : qk * (p.scale * LOG2E);
 }
 
-// Whether a row with these keys attends to a key.
-inline bool is_attended(uint place, int key, KeyRange keys) {
-  return place != NOWHERE && key >= keys.first && key < keys.stop;
-}
-
 // Maximum and sum over the threads of a row, which are neighbouring lanes.
 template <int TEAM>
 inline float team_max(float value) {
@@ -103,6 +98,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   threadgroup float of_keys[IS_QUANTIZED ? KEYS : 1];  // scales
   threadgroup vec<half, 2> of_values[IS_QUANTIZED ? KEYS * GROUPS : 1];
   threadgroup int are_spoiled[SIMDGROUPS];  // values of a simdgroup's threads
+  threadgroup uint marks[ROWS * mark_words(DV)];
 
   const int simdgroup = int(simdgroup_index);
   const int lane = int(lane_index);
@@ -154,7 +150,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   threadgroup vec<T, VECTOR>* rows = staged + FIRST_ROW;
   const threadgroup T* query_part = reinterpret_cast<const threadgroup T*>(staged) +
       row_part * OWN_ROWS * EDGE * K_STRIDE;
-  const threadgroup T* value_rows = reinterpret_cast<const threadgroup T*>(rows);
+  threadgroup T* value_rows = reinterpret_cast<threadgroup T*>(rows);
   const threadgroup T* key_rows = value_rows + key_part * OWN_KEYS * EDGE * K_STRIDE;
   const int value_stride = VALUES_IN_KEYS ? K_STRIDE : V_STRIDE;
   threadgroup float* score_part = scores +
@@ -171,6 +167,9 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
   stage_queries<T, D, ROWS>(q, tile, head_slot, thread_index, staged, p);
   if (thread_index < KEYS) {
     note_place<K, V>(first_block, first_key, thread_index, k_places, v_places, numbers, p);
+  }
+  for (int i = thread_index; i < ROWS * mark_words(DV); i += THREADS) {
+    marks[i] = 0;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   vec<K, VECTOR> keys_ahead[own_vectors(KEYS, D)];
@@ -311,43 +310,33 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     }
     const bool is_spoiled = !all_seen &&
         (are_spoiled[0] | are_spoiled[1] | are_spoiled[2] | are_spoiled[3]) != 0;
-    if (!is_spoiled) {
-      for (int k = 0; k < KEYS; k += EDGE) {
-        simdgroup_matrix<float, 8, 8> weights[ROW_MATRICES];
-        UNROLL
-        for (int r = 0; r < ROW_MATRICES; r++) {
-          simdgroup_load(weights[r], scores + r * EDGE * S_STRIDE + k, S_STRIDE);
-        }
-        UNROLL
-        for (int c = 0; c < OWN_COLUMNS; c++) {
-          const int column = (c * SIMDGROUPS + simdgroup) * EDGE;
-          if (DV % (SIMDGROUPS * EDGE) == 0 || column < DV) {
-            simdgroup_matrix<T, 8, 8> value;
-            if (D >= 128) {
-              simdgroup_barrier(mem_flags::mem_none);
-            }
-            simdgroup_load(value, value_rows + k * value_stride + column, value_stride);
-            UNROLL
-            for (int r = 0; r < ROW_MATRICES; r++) {
-              const int i = r * OWN_COLUMNS + c;
-              simdgroup_multiply_accumulate(outputs[i], weights[r], value, outputs[i]);
-            }
-          }
-        }
-      }
-    } else {
-      // A product of matrices would turn NaN in a value into NaN for rows that do not see it.
+    if (is_spoiled) {
+      // Products of matrices would show it to rows that do not see it, too.
+      mark_outputs<DV, KEYS, TEAM>(value_rows, value_stride, scores + team_row * S_STRIDE, places,
+                                   base, seen, team_lane, marks + team_row * mark_words(DV));
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      clear_spoiled<DV, KEYS>(value_rows, value_stride, thread_index);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    for (int k = 0; k < KEYS; k += EDGE) {
+      simdgroup_matrix<float, 8, 8> weights[ROW_MATRICES];
       UNROLL
-      for (int i = 0; i < ROW_MATRICES * OWN_COLUMNS; i++) {
-        const int row = i / OWN_COLUMNS * EDGE + matrix_row;
-        const int column = (i % OWN_COLUMNS * SIMDGROUPS + simdgroup) * EDGE + matrix_column;
-        const KeyRange of_row = keys_of_row(tile, tile.first_row + row, context, p);
-        for (int k = 0; column < DV && k < KEYS; k++) {
-          if (is_attended(places[k], base + k, of_row)) {
-            const float weight = scores[row * S_STRIDE + k];
-            const threadgroup T* value = value_rows + k * value_stride + column;
-            outputs[i].thread_elements()[0] += weight * float(value[0]);
-            outputs[i].thread_elements()[1] += weight * float(value[1]);
+      for (int r = 0; r < ROW_MATRICES; r++) {
+        simdgroup_load(weights[r], scores + r * EDGE * S_STRIDE + k, S_STRIDE);
+      }
+      UNROLL
+      for (int c = 0; c < OWN_COLUMNS; c++) {
+        const int column = (c * SIMDGROUPS + simdgroup) * EDGE;
+        if (DV % (SIMDGROUPS * EDGE) == 0 || column < DV) {
+          simdgroup_matrix<T, 8, 8> value;
+          if (D >= 128) {
+            simdgroup_barrier(mem_flags::mem_none);
+          }
+          simdgroup_load(value, value_rows + k * value_stride + column, value_stride);
+          UNROLL
+          for (int r = 0; r < ROW_MATRICES; r++) {
+            const int i = r * OWN_COLUMNS + c;
+            simdgroup_multiply_accumulate(outputs[i], weights[r], value, outputs[i]);
           }
         }
       }
@@ -380,8 +369,9 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
     const int column = (i % OWN_COLUMNS * SIMDGROUPS + simdgroup) * EDGE + matrix_column;
     if (tile_row < num_rows && column < DV) {
       const int row = tile.first_row + tile_row;
-      const float first = outputs[i].thread_elements()[0] * factors[tile_row];
-      const float second = outputs[i].thread_elements()[1] * factors[tile_row];
+      const uint own = marks[tile_row * mark_words(DV) + column / WORD] >> (2 * (column % WORD));
+      const float first = (outputs[i].thread_elements()[0] + marked(own)) * factors[tile_row];
+      const float second = (outputs[i].thread_elements()[1] + marked(own >> 2)) * factors[tile_row];
       if (SPLIT) {
         const long partial = row_index(tile, row, head_slot, p) * p.num_splits + split;
         partial_out[partial * DV + column] = first;

@@ -73,8 +73,9 @@ struct CopyParams {
   MLX_PAGED_INT64 k_strides[3];  // of KV head, block, slot
   MLX_PAGED_INT64 v_strides[3];
   MLX_PAGED_INT64 pairs_strides[2];
-  int num_pairs;   // P
+  int pairs_each;  // that a thread copies: one, or all if their order counts
   int num_blocks;  // N
+  int block_size;  // S
   int k_vectors;   // of a row; elements if these are moved one by one
   int v_vectors;
 };

@@ -35,7 +35,7 @@ inline RowTile ragged_tile(int index, const device int* cu_seqlens, constant Att
   // Wrong values may fall: the last tokens are not those of the last sequence, too.
   const int before = low < p.num_sequences ? 0 : cu_seqlens[low - 1];
   result.first_token = clamp(max(cu_seqlens[low], before), 0, p.num_tokens);
-  const int end = low < p.num_sequences ? cu_seqlens[low + 1] : p.num_tokens;
+  const int end = low < p.num_sequences ? cu_seqlens[low + 1] : int(p.num_tokens);
   result.num_tokens = clamp(end, result.first_token, p.num_tokens) - result.first_token;
   result.first_row = (tile - tile_start<ROWS>(low, cu_seqlens, p)) * ROWS;
   return result;

@@ -156,3 +156,58 @@ inline void note_spoiled(thread vec<T, VECTOR> (&own)[COUNT], int simdgroup, int
     are_spoiled[simdgroup] = are_finite ? 0 : 1;
   }
 }
+
+// Whether a row with these keys attends to a key.
+inline bool is_attended(uint place, int key, KeyRange keys) {
+  return place != NOWHERE && key >= keys.first && key < keys.stop;
+}
+
+// How an output is marked that gets +inf, -inf or, as both, NaN.
+inline uint mark_of(float value) {
+  return (value < INFINITY ? 0 : 1) | (value > -INFINITY ? 0 : 2);
+}
+
+// What the lowest mark of a word adds to its output.
+inline float marked(uint word) {
+  return ((word & 1) != 0 ? INFINITY : 0.0f) - ((word & 2) != 0 ? INFINITY : 0.0f);
+}
+
+constant constexpr int WORD = 16;  // marks in a word
+
+// Words of a row's marks.
+constexpr int mark_words(int value_dim) { return (value_dim + WORD - 1) / WORD; }
+
+// Marks the outputs of a row that get what is not finite of some values. Each thread of a team has
+// other words.
+template <int DIM, int KEYS, int TEAM, typename T>
+inline void mark_outputs(const threadgroup T* values, int stride, const threadgroup float* weights,
+                         const threadgroup uint* places, int base, KeyRange seen, int team_lane,
+                         threadgroup uint* marks) {
+  NO_UNROLL
+  for (int word = team_lane; word < mark_words(DIM); word += TEAM) {
+    uint found = marks[word];
+    NO_UNROLL
+    for (int key = 0; key < KEYS; key++) {
+      if (is_attended(places[key], base + key, seen)) {
+        NO_UNROLL
+        for (int i = 0; i < min(WORD, DIM - word * WORD); i++) {
+          const float value = float(values[key * stride + word * WORD + i]);
+          found |= mark_of(weights[key] * value) << (2 * i);
+        }
+      }
+    }
+    marks[word] = found;
+  }
+}
+
+// Puts zeros in the place of what is not finite of some values.
+template <int DIM, int KEYS, typename T>
+inline void clear_spoiled(threadgroup T* values, int stride, int thread_index) {
+  NO_UNROLL
+  for (int i = thread_index; i < KEYS * DIM; i += THREADS) {
+    const int place = i / DIM * stride + i % DIM;
+    if (mark_of(float(values[place])) != 0) {
+      values[place] = T(0);
+    }
+  }
+}

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <optional>
+#include <unordered_set>
 
 #include "csrc/metal/arrays.h"
 #include "csrc/metal/plans.h"
@@ -28,6 +29,26 @@ std::optional<LaunchPlan> pool_plan(const char* kernel, const std::string& type,
   const uint32_t x = std::min(plan.grid[0], kThreads);
   plan.threadgroup = {x, std::min(plan.grid[1], std::max(1u, kThreads / x)), 1};
   return plan;
+}
+
+// Whether the host knows that pairs (source, destination) may be copied in any order: no block is
+// the destination of one and in another one.
+bool have_no_order(const mx::array& pairs) {
+  if (pairs.status() != mx::array::Status::available) {
+    return false;
+  }
+  const auto block = [&](int pair, int side) {
+    return pairs.data<int32_t>()[pair * pairs.strides(0) + side * pairs.strides(1)];
+  };
+  std::unordered_set<int32_t> destinations;
+  for (int pair = 0; pair < pairs.shape(0); ++pair) {
+    destinations.insert(block(pair, 1));
+  }
+  bool are_apart = destinations.size() == static_cast<size_t>(pairs.shape(0));
+  for (int pair = 0; pair < pairs.shape(0); ++pair) {
+    are_apart &= destinations.count(block(pair, 0)) == 0;
+  }
+  return are_apart;
 }
 
 }  // namespace
@@ -79,7 +100,8 @@ LaunchPlans plan_write_kv(const Arrays& inputs) {
 LaunchPlans plan_copy_blocks(const Arrays& inputs) {
   using Role = BufferBinding::Role;
   const mx::array &k_cache = inputs[0], &v_cache = inputs[1], &pairs = inputs[2];
-  const int depth = pairs.shape(0) > 0 ? k_cache.shape(2) : 0;
+  const int num_pairs = pairs.shape(0), pairs_each = have_no_order(pairs) ? 1 : num_pairs;
+  const int depth = num_pairs > 0 ? num_pairs / pairs_each * k_cache.shape(2) : 0;
   const bool is_whole = k_cache.shape(3) % kVector == 0 && v_cache.shape(3) % kVector == 0;
   const int each = is_whole ? kVector : 1;
   const int width = std::max(k_cache.shape(3), v_cache.shape(3)) / each;
@@ -96,8 +118,9 @@ LaunchPlans plan_copy_blocks(const Arrays& inputs) {
   copy_strides(k_cache, p.k_strides);
   copy_strides(v_cache, p.v_strides);
   copy_strides(pairs, p.pairs_strides);
-  p.num_pairs = pairs.shape(0);
+  p.pairs_each = pairs_each;
   p.num_blocks = k_cache.shape(1);
+  p.block_size = k_cache.shape(2);
   p.k_vectors = k_cache.shape(3) / each;
   p.v_vectors = v_cache.shape(3) / each;
   plan->set_params(1, p);

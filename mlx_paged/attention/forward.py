@@ -1,6 +1,7 @@
 """One forward, and how one layer attends in it: through block tables or over gathered blocks."""
 
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -31,11 +32,16 @@ FEW_QUERIES = 8
 """On a GPU, chunks of up to so many tokens of a sequence take the paged op in every layer."""
 
 LONG_CHUNK = 256
-"""On a GPU, chunks from so many tokens on are gathered in layers that MLX's fast kernel takes: the
-only one that uses all matrix units of every GPU."""
+"""On a GPU, chunks from so many tokens on may be gathered: only MLX's own attention uses all matrix
+units of every GPU."""
 
 HEADS_OF_MLX = 64, 72, 80, 96, 128
-"""The head dimensions of that kernel; other heads get their scores in memory."""
+"""The head dimensions of MLX's fast kernel. Other heads get their scores in memory, which pays on a
+GPU with matrix units of its own: there products are three to four times as fast, elsewhere as fast
+as those of this package's kernel."""
+
+SCORES = 1 << 25
+"""So many scores are in memory at once."""
 
 ANY_NUMBER = 2**31
 
@@ -59,8 +65,19 @@ def max_paged_queries_of(shape: KVShape, in_every_layer: int) -> int:
     dims = shape.head_dim, shape.v_head_dim
     if in_every_layer != FEW_QUERIES or not ops.serves_chunks(shape.dtype, *dims):
         return in_every_layer
-    is_fused = shape.head_dim == shape.v_head_dim and shape.head_dim in HEADS_OF_MLX
-    return LONG_CHUNK - 1 if is_fused else ANY_NUMBER
+    return LONG_CHUNK - 1 if is_fused(shape) or has_matrix_units() else ANY_NUMBER
+
+
+def is_fused(shape: KVShape) -> bool:
+    """Whether MLX's fast kernel takes layers of this shape."""
+    return shape.head_dim == shape.v_head_dim and shape.head_dim in HEADS_OF_MLX
+
+
+@cache
+def has_matrix_units() -> bool:
+    """Whether the GPU has matrix units that MLX uses: the M5 is the first one."""
+    name = re.fullmatch(r"applegpu_g(\d+)(.)", str(mx.device_info().get("architecture")))
+    return name is not None and int(name[1]) >= (18 if name[2] == "p" else 17)
 
 
 @cache
@@ -351,8 +368,24 @@ class LayerView(AttendingCache):
 
     def gathered_chunk(self, query: Query, chunk: Chunk) -> mx.array:
         """Causal attention of one chunk's queries ``[1, H, L, D]`` over its sequence, by MLX's own
-        attention; only blocks within the window are gathered."""
+        attention; only blocks within the window are gathered. Some queries after the others where
+        their scores are in memory."""
         path_counts["gather"] += 1
         keys = chunk.keys(query.window, self.shape.n_kv_heads, self._block_size)
         k, v = self.pool.gather(self.layer, keys.runs, keys.num_keys)
-        return mlx_attention(query.q, k, v, scale=query.scale, mask=keys.mask, sinks=query.sinks)
+        (_, heads, length, _), mask, parts = query.q.shape, keys.mask, []
+        rows = length if is_fused(self.shape) else max(32, SCORES // (heads * keys.num_keys))
+        for first in range(0, length, rows):
+            end = min(first + rows, length)
+            seen = keys.num_keys - (length - end)
+            parts.append(
+                mlx_attention(
+                    query.q[:, :, first:end],
+                    k[:, :, :seen],
+                    v[:, :, :seen],
+                    scale=query.scale,
+                    mask=mask if isinstance(mask, str) else mask[first:end, :seen],
+                    sinks=query.sinks,
+                )
+            )
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

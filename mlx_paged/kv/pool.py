@@ -178,7 +178,8 @@ class KVPool:
             groups = frozenset(array.groups)
             if groups not in uploaded:
                 pairs = [(copy.src, copy.dst) for copy in copies if copy.group in groups]
-                uploaded[groups] = mx.array(pairs, mx.int32).reshape(-1, 2)
+                # Not a result of an op: a GPU's launch depends on the values.
+                uploaded[groups] = mx.array(np.array(pairs, np.int32).reshape(-1, 2))
             if uploaded[groups].size:
                 k, v, *scales = self.targets(layer)
                 copied = ops.copy_blocks(k, v, uploaded[groups])

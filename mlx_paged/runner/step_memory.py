@@ -7,11 +7,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlx_paged.attention.forward import SCORES, has_matrix_units, is_fused
 from mlx_paged.kv.memory import LONG_PROMPT
 from mlx_paged.runner.model_probe import ModelProfile
 
-COPIES = 3  # arrays as wide as a linear layer's output that come of it, that output included
-SCORES = 4  # arrays of a row of logits in float32 that the sampler makes
+COPIES = 3  # arrays as wide as a product's output that come of it, that output included
+OF_LOGITS = 4  # arrays of a row of logits in float32 that the sampler makes
 STEPS = 2  # the step that is encoded, and the one before it
 
 IN_FLIGHT = 12
@@ -38,10 +39,11 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
     shapes = [shape for shape in profile.shapes if shape is not None]
     item = max((shape.dtype.size for shape in shapes), default=4)
     gathered = max((LONG_PROMPT * shape.token_bytes // item for shape in shapes), default=0)
-    arrays = COPIES * (chunk + max_running) * widths + len(shapes) * gathered
+    scores = SCORES * sum(not is_fused(shape) for shape in shapes if has_matrix_units())
+    arrays = COPIES * ((chunk + max_running) * widths + scores) + len(shapes) * gathered
     alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + gathered))
     states = STEPS * max_running * profile.state_bytes
-    return alive * item + states + 4 * SCORES * max_running * vocab
+    return alive * item + states + 4 * OF_LOGITS * max_running * vocab
 
 
 def _experts(model: nn.Module) -> int:

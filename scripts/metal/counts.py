@@ -20,6 +20,8 @@ import mlx.core as mx
 from tqdm import tqdm
 
 from scripts.metal.anchors import SIZES, anchors
+from scripts.metal.chunks import rows as chunk_rows
+from scripts.metal.chunks import with_chunks
 from scripts.metal.launches import ROOT, TILE, Row, Work, decode_limits, paged, ragged
 from scripts.metal.llama import Llama, llama_row
 from scripts.metal.model import REDUCTION, SHUFFLE, TITLE, is_modelled, model_line, model_section
@@ -265,7 +267,8 @@ def document(found: Sequence[Row]) -> str:
     """The whole file."""
     lines = [*tables(found)]
     lines += summary([*printed("\n".join(lines).splitlines())])
-    return "\n".join([HEADER.rstrip("\n"), *lines, model_section(found)])
+    text = "\n".join([HEADER.rstrip("\n"), *lines, model_section(found)])
+    return with_chunks(text, [*chunk_rows()])
 
 
 def with_ours(text: str, found: Sequence[Row]) -> str:

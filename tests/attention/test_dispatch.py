@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from mlx_paged import Engine, ops
+from mlx_paged.attention import forward
 from mlx_paged.attention.forward import (
     ANY_NUMBER,
     FEW_QUERIES,
@@ -19,11 +20,12 @@ from mlx_paged.attention.forward import (
     LayerView,
     causal_mask,
     even_length,
+    has_matrix_units,
     max_paged_queries,
     max_paged_queries_of,
     path_counts,
 )
-from mlx_paged.attention.sdpa_hook import Query
+from mlx_paged.attention.sdpa_hook import Query, mlx_attention
 from mlx_paged.drop_in.caches import make_prompt_cache
 from mlx_paged.drop_in.padded_batch import PaddedBatch, PaddedSpans
 from mlx_paged.drop_in.patch import patched_mlx_lm
@@ -164,6 +166,31 @@ def test_the_environment_overrides_the_device(path, expected, on_a_gpu):
         assert max_paged_queries() == expected
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """Says which one MLX finds."""
+
+    def set_architecture(name: str) -> None:
+        has_matrix_units.cache_clear()
+        monkeypatch.setattr(mx, "device_info", lambda: {"architecture": name})
+
+    yield set_architecture
+    has_matrix_units.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "has_units"),
+    [
+        *[("applegpu_g16s", False), ("applegpu_g17g", True), ("applegpu_g18p", True)],
+        *[("applegpu_g17p", False), ("x86_64", False), ("sm_90", False)],
+    ],
+)
+def test_which_gpus_have_matrix_units(name, has_units, gpu):
+    """Those that MLX uses: the GPU of an M5 is a g17, and `p` stands for phones."""
+    gpu(name)
+    assert has_matrix_units() == has_units
+
+
 FEW_KV = KVShape(2, 64, 64, mx.float16)
 """What the kernel for chunks takes, and MLX's own, too."""
 
@@ -179,9 +206,14 @@ FEW_KV = KVShape(2, 64, 64, mx.float16)
     ],
 )
 def test_on_a_gpu_the_kernel_for_chunks_takes_those_that_mlx_has_no_better_one_for(
-    shape, is_served, most, monkeypatch
+    shape, is_served, most, gpu, monkeypatch
 ):
+    """The matrix units of an M5 make MLX's own better for all heads."""
     monkeypatch.setattr(ops, "serves_chunks", lambda *_: is_served)
+    gpu("applegpu_g16s")
+    assert max_paged_queries_of(shape, FEW_QUERIES) == most
+    gpu("applegpu_g17s")
+    most = LONG_CHUNK - 1 if is_served else most
     assert max_paged_queries_of(shape, FEW_QUERIES) == most
     for forced in (0, ANY_NUMBER):
         assert max_paged_queries_of(shape, forced) == forced
@@ -235,6 +267,22 @@ def test_short_sequences_share_one_op_and_long_ones_are_gathered(limit, counts, 
     out = view.attend(query)
     assert path_counts == counts
     assert worst_error(out, expected) <= TOLERANCE[out.dtype]
+
+
+@pytest.mark.parametrize("options", [(), ("window_21",), ("sinks",)], ids=str)
+def test_some_queries_at_a_time_attend_where_mlx_has_scores_in_memory(options, monkeypatch):
+    case = random_case([90], num_tokens=70, head_dim=48, block_size=BLOCK, options=options)
+    sizes = []
+
+    def attend(q, k, v, **given):
+        sizes.append((q.shape[2], k.shape[2]))
+        return mlx_attention(q, k, v, **given)
+
+    monkeypatch.setattr(forward, "mlx_attention", attend)
+    monkeypatch.setattr(forward, "SCORES", 4 * 33 * 90)
+    chunk = Chunk(0, 20, 70, case.block_tables[0, : -(-90 // BLOCK)])
+    assert_like_float64(attended(case, 0, [chunk]), case)
+    assert sizes == [(33, 53), (33, 86), (4, 90)]
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -37,6 +37,9 @@ _WAIT = re.compile(r"\ss_waitcnt .*vmcnt\((\d+)\)")
 _LABEL = re.compile(r"(?:\.LBB|; %bb\.)\d")
 _LOOP = re.compile(r"(?:in|This|This Inner) Loop")
 _OUTERMOST_HEADER = re.compile(r"Loop Header: Depth=1\b")
+_INSTRUCTION = re.compile(
+    r"\t(?!s_waitcnt|s_nop|s_clause|buffer_gl\d_inv)(?:[a-z]+_\w+|; (?:simdgroup|matrix) \w+)\b"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +52,15 @@ class GpuCode:
         bytes_in_flight: the most that a simdgroup has asked for in a loop and not yet waited for.
         dependent_loads: the longest chain of loads from device memory in one pass of a loop, each
             of which needs what the one before it has loaded.
+        loop_instructions: of the longest loop in the code, with all of its branches and without what
+            waits; what one lane tells another and a product of matrices are one each.
     """
 
     registers: int
     spilled: int
     bytes_in_flight: int
     dependent_loads: int
+    loop_instructions: int
 
 
 def gpu_code(
@@ -83,6 +89,7 @@ def gpu_code(
         spilled=_number("vgpr_spill_count", assembly),
         bytes_in_flight=LANES * _bytes_in_flight(assembly),
         dependent_loads=dependent_loads(intermediate),
+        loop_instructions=_loop_instructions(assembly),
     )
 
 
@@ -118,6 +125,11 @@ def _bytes_in_flight(assembly: str) -> int:
                 under_way = under_way[max(0, len(under_way) - int(wait[1])) :]
             most = max(most, sum(under_way))
     return most
+
+
+def _loop_instructions(assembly: str) -> int:
+    loops = _loops(assembly.splitlines())
+    return max((sum(map(bool, map(_INSTRUCTION.match, loop))) for loop in loops), default=0)
 
 
 def _loops(lines: Sequence[str]) -> list[list[str]]:

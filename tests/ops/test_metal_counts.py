@@ -2,6 +2,7 @@
 
 import pytest
 
+from scripts.metal import chunks
 from scripts.metal.anchors import Choice, contiguous, mlx_choice
 from scripts.metal.counts import DOCUMENT, line, rows, with_ours
 from scripts.metal.launches import Work, decode_limits, paged, ragged
@@ -43,6 +44,17 @@ def test_the_document_compares_the_rows_that_it_has() -> None:
     """And has nothing that the script would not write."""
     text = DOCUMENT.read_text()
     assert with_ours(text, []) == text
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("dtype", chunks.DTYPES)
+@pytest.mark.parametrize("head_dim", chunks.HEAD_DIMS)
+def test_the_document_has_the_counts_of_chunks(head_dim: int, dtype: str) -> None:
+    """And in no case a lane needs more registers than it has."""
+    row = chunks.ours(head_dim, dtype)
+    assert str(row) in DOCUMENT.read_text().splitlines(), "run python -m scripts.metal.chunks"
+    assert row.spills == 0
+    assert head_dim != 128 or row.step <= 620
 
 
 @pytest.mark.slow

@@ -34,6 +34,14 @@ WAYS = {
     "undefined behaviour": (Mode.UBSAN, None),
 }
 
+PAIRS = {
+    "chained": [[0, 1], [1, 2], [-1, 3], [4, 6], [6, 4], [3, -1], [5, 0]],
+    "of one source later": [[4, 3], [5, 4]],
+    "of one destination": [[0, 3], [1, 3]],
+    "apart": [[0, 1], [0, 2], [-1, 3], [0, 6], [5, 4]],
+}
+"""Copies of blocks in a pool of six, whose order counts unless they are apart."""
+
 METAL_TYPES = {mx.float32: "float", mx.float16: "half", mx.bfloat16: "bfloat"}
 
 
@@ -313,19 +321,22 @@ class TestPool:
     @pytest.mark.sampled(3)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("v_head_dim", [32, 96], ids="Dv{}".format)
-    def test_blocks_are_copied_in_order(self, metal, dtype, v_head_dim):
+    @pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+    def test_blocks_are_copied_in_order(self, metal, dtype, v_head_dim, pairs):
+        """By threads of each pair where no order counts."""
         rng = np.random.default_rng(0)
         k_cache, v_cache = (
             with_layout(mx.array(rng.standard_normal((2, 6, 3, dim))).astype(dtype), "NHSD")
             for dim in (64, v_head_dim)
         )
-        pairs = np.array([[0, 1], [1, 2], [-1, 3], [4, 6], [6, 4], [3, -1], [5, 0]], np.int32)
         want_k, want_v = as_numpy(k_cache), as_numpy(v_cache)
         copy_blocks_numpy(want_k, want_v, pairs)
-        metal.copy_blocks(k_cache, v_cache, mx.array(pairs))
+        metal.copy_blocks(k_cache, v_cache, mx.array(pairs, mx.int32))
         np.testing.assert_array_equal(as_numpy(k_cache), want_k)
         np.testing.assert_array_equal(as_numpy(v_cache), want_v)
         assert metal.trace.kernels[0].startswith("copy_blocks_")
+        depth = len(pairs) if pairs is PAIRS["apart"] else 1
+        assert metal.trace.stats[0].threadgroups == 3 * depth
 
 
 class TestPlans:

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from test_metal_nonfinite import SPOILS, assert_same
+from test_metal_nonfinite import SPOILS, assert_same, slot_of
 
 from mlx_paged import _ext
 from tests.metal_emulator import LaunchStats, Mode
@@ -33,6 +33,15 @@ KEYS, VALUES, TABLES = 1, 2, 3
 BOTH = [mx.float16, mx.bfloat16]
 OPTIONS = ["non_causal", "window_1", "window_21", "non_causal_window", "sinks", "softcap"]
 MOST_MEMORY = 32 << 10
+WEIGHTLESS = 18
+TAIL = {
+    10: {0: np.inf, 3: -np.inf},
+    13: {0: -np.inf, -1: np.inf, 17: np.nan},
+    15: {3: np.nan, 16: -np.inf},
+    WEIGHTLESS: {1: np.inf, -2: -np.inf},
+    23: {-3: np.inf},
+}
+"""By position: columns of a value, and what is there."""
 
 
 @pytest.fixture(params=WAYS)
@@ -292,6 +301,41 @@ class TestNonfinite:
         with np.errstate(all="ignore"):
             want = case.expected()[0]
         assert_same(run(metal, case), want, 2 * TOLERANCE[dtype])
+
+    @pytest.mark.sampled(4)
+    @pytest.mark.parametrize("dtype", BOTH, ids=str)
+    @pytest.mark.parametrize("before", [0, 600], ids=["whole", "split"])
+    @pytest.mark.parametrize("dims", [40, 64, 128, 256, (24, 72)], ids=str)
+    def test_values_that_some_rows_of_a_tile_see(self, any_metal, dims, before, dtype):
+        """Where the first and the last columns meet infinities of both signs, their sum, NaN and an
+        infinity of no weight; in the other columns nothing shows."""
+        head_dim, v_head_dim = dims if isinstance(dims, tuple) else (dims, dims)
+        sizes = {"head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype}
+        case = by_matrices([before + 24], 17, **sizes)
+        for position, spoils in TAIL.items():
+            block, slot = slot_of(case, 0, before + position)
+            for column, value in spoils.items():
+                case.v_cache[:, block, slot, column] = value
+        block, slot = slot_of(case, 0, before + WEIGHTLESS)
+        case.k_cache[:, block, slot, 5] = -mx.inf
+        case.q[..., 5] = mx.abs(case.q[..., 5])
+        with np.errstate(all="ignore"):
+            want = case.expected()[0]
+        assert {*np.isfinite(want).all(axis=(0, 1, 2))} == {True, False}
+        assert_same(run(any_metal, case), want, 2 * TOLERANCE[dtype])
+
+    @pytest.mark.sampled(2)
+    @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+    def test_latents_that_some_rows_of_a_tile_see(self, any_metal, value):
+        """A latent is a key and a value."""
+        case = latent_case([40, 3], 64, 16, num_heads=4, num_tokens=9, dtype=mx.float16)
+        block, slot = slot_of(case, 0, 36)
+        case.k_cache[0, block, slot, 21] = value
+        case.v_cache = case.k_cache[..., :64]
+        with np.errstate(all="ignore"):
+            want = case.expected()[0]
+        assert np.isfinite(want[0, :, :5]).all() and np.isnan(want[0, :, 5:, 21]).all()
+        assert_same(run(any_metal, case), want, 2 * TOLERANCE[mx.float16])
 
     def test_a_value_that_has_left_the_window_of_later_rows_does_not_reach_them(self, metal):
         """It is in a block of keys of which every row sees those at the end."""
