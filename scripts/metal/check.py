@@ -3,9 +3,10 @@
     python -m scripts.metal.check [--one-in N --seed TEXT] [PATH ...]
 
 Without paths it checks every launch that an engine can reach (scripts/metal/reachable.py) and the
-source of each; with --one-in those of one in N kinds of layers, which the seed chooses. Paths are sources as MLX gets them, as scripts.metal.sources writes them, or folders
-of such files. Prints a line for each finding, then the numbers of sources, plans and rules. Exits
-with 1 if there are findings.
+source of each; with --one-in those of one in N kinds of layers, which the seed chooses. Paths are
+sources as MLX gets them, as scripts.metal.sources writes them, or folders of such files. Prints a
+line for each finding, then the numbers of sources, plans and rules. Exits with 1 if there are
+findings.
 """
 
 import argparse
