@@ -7,8 +7,9 @@
 //   encode                         the op
 //   read BUFFER ELEMENTS           an op of MLX's own that reads memory of a pool
 //   end                            of the command encoder
-//   finish                         wait for the end of all this; finish_elsewhere: on another
-//   thread fail                           a command buffer fails before the next "finish" ends
+//   finish                         wait for the end of all this
+//   finish_elsewhere               on another thread
+//   fail                           a command buffer fails before the next "finish" ends
 //   commit                         the command buffer
 #include <iostream>
 #include <map>
