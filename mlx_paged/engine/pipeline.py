@@ -128,7 +128,7 @@ class StepPipeline(Generic[LaunchedT]):
                 self.runner.transfer(step.stores, step.loads)
             if not step.spans:
                 if before is None:
-                    self._put(step)
+                    self._put_alone(step)
                 else:  # the copies may hold K/V of the step before, and are right if that step is
                     before.step.stores += step.stores
                 assert not step.copies, "copies without a step that performs them"
@@ -193,11 +193,17 @@ class StepPipeline(Generic[LaunchedT]):
         step = Step(stores=tier.copies_when_idle())
         try:
             self.runner.transfer(step.stores, ())
+            self._put_alone(step)
         except Exception as error:  # of no request; any of the K/V may be wrong
             self.recover(Fault([], error))
             return False
-        self._put(step)
         return tier.has_more()
+
+    def _put_alone(self, step: Step) -> None:
+        """Wait until what was copied is right, then put it."""
+        if step.stores:
+            self.runner.collect(self.runner.launch(Step(), None))
+        self._put(step)
 
     def _put(self, step: Step) -> None:
         """Give the tier what a step has copied."""
