@@ -33,7 +33,7 @@ class Response(GenerationBatch.Response):
         logprobs: ``[vocab]``, the log-probabilities for this token.
         finish_reason: "stop", "length", or "error" if a processor or sampler raised or the model
             failed; `token` is then the last known one again, which a loop of mlx-lm's would append,
-            and `logprobs` are NaN. None while the sequence continues.
+            and `logprobs` have no meaning. None while the sequence continues.
         all_tokens: of an ended sequence: its prompt and its generated tokens.
         prompt_cache: of an ended sequence: mlx-lm's caches of `all_tokens`. The first access makes
             them, which costs a copy. Access them in the thread of the generator.

@@ -26,9 +26,10 @@ CONNECT_S = 60.0
 GREETING_S = 5.0  # for a client to say who it is
 HEADER = struct.Struct("<BI")
 
-Kind = IntEnum("Kind", "BEAT PLAN MEASURE MAKE ANSWER FAILURE FAREWELL")
-"""What a frame carries: nothing; a step; two questions and their answers; the text of an error that
-ends the rank; nothing, because rank 0 has ended as it should."""
+Kind = IntEnum("Kind", "BEAT PLAN COLLECT MEASURE MAKE ANSWER FAILURE FAREWELL")
+"""What a frame carries: nothing; a step; three questions, the first of which is whether the oldest
+step under way has ended, and their answers; the text of an error that ends the rank; nothing,
+because rank 0 has ended as it should."""
 
 
 class LostRank(ConnectionError):

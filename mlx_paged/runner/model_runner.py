@@ -260,8 +260,7 @@ class ModelRunner:
     def sample_late(self, launched: LaunchedStep) -> None:
         """Choose the tokens of a step whose sampler had to wait until the step before it was
         read."""
-        if launched.unsampled is not None:
-            self._sample(launched)
+        if launched.unsampled is not None and self._sample(launched):
             self._begin_last(launched)  # before the step that follows it
 
     def _sample(self, launched: LaunchedStep) -> bool:

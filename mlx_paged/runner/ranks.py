@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -32,7 +33,7 @@ from mlx_paged.runner.plan import MirroredAllocator, PlanReader, PlanWriter
 from mlx_paged.runner.pooled_model import MeasuredModel, PoolConfig, PooledModel, probed
 from mlx_paged.runner.skip_unsampled import attached_to
 from mlx_paged.sampling.sampler import Sampled, Sampler
-from mlx_paged.scheduler.step import Step
+from mlx_paged.scheduler.step import SampledToken, Step
 
 ANSWER_S = 1.0  # for a server's answers to go out before the process ends
 HEADS = "num_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads"
@@ -195,7 +196,7 @@ class LeadingRunner:
         self.ranks, self.runner = ranks, runner
         self.stats: dict[str, Any] = {"count": ranks.group.size(), "plans": 0, "plan_bytes": 0}
         self.stats |= {"most_plan_bytes": 0, "plan_seconds": 0.0, "kv_pool_bytes": shares}
-        self.transfer, self.collect = runner.transfer, runner.collect
+        self.transfer = runner.transfer
         self._writer = PlanWriter(runner.allocator)
 
     @property
@@ -218,6 +219,13 @@ class LeadingRunner:
             assert before is not None and before.sampled is not None
             before = _shared(before, before.sampled.tokens, self.ranks.group)
         return self.runner.launch(step, before)
+
+    def collect(self, launched: LaunchedStep) -> list[SampledToken]:
+        """Read a step's tokens when all ranks have computed it: one that fails makes all wrong."""
+        self.ranks.send(Kind.COLLECT)
+        tokens = self.runner.collect(launched)
+        self.ranks.answers()
+        return tokens
 
     def drop(self, request: Request) -> None:
         self._writer.drop(request)
@@ -250,16 +258,20 @@ class _Follower:
         self._group = group
         self._reader = PlanReader(cast(MirroredAllocator, self.pooled.allocator))
         self._before: LaunchedStep | None = None
+        self._under_way: deque[LaunchedStep] = deque()
 
     def follow(self, message: bytes) -> None:
-        """Launch the step of a plan; then wait for the step before."""
+        """Launch the step of a plan."""
         runner, before = self.pooled.runner, self._before
         step, awaits, calls = self._reader.read(message)
         for request, child in calls:
             runner.drop(request) if child is None else runner.fork(request, child)
         self._before = runner.launch(step, _shared(before, None, self._group) if awaits else None)
-        if before is not None:
-            runner.collect(before)
+        self._under_way.append(self._before)
+
+    def collect(self) -> None:
+        """Wait for the oldest step under way."""
+        self.pooled.runner.collect(self._under_way.popleft())
 
 
 def _mirrored(*args: Any) -> MirroredAllocator:
@@ -281,6 +293,10 @@ def _follow(
             if kind == Kind.PLAN:
                 assert follower is not None
                 follower.follow(content)
+            elif kind == Kind.COLLECT:
+                assert follower is not None
+                follower.collect()
+                link.send(Kind.ANSWER, b"null")
             elif kind == Kind.MEASURE:
                 follower = None  # an engine before gives its memory back
                 config = PoolConfig(**json.loads(content))

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily as COUNTER
 from prometheus_client.core import GaugeMetricFamily as GAUGE
@@ -173,6 +174,9 @@ class ServerMetrics:
         """The engines' metrics, for the registry."""
         is_up = self._models.is_healthy
         found = [_family(GAUGE, "up", "1 while completions can be computed.", is_up)]
+        held = {"active": mx.get_active_memory(), "cached": mx.get_cache_memory()}
+        held |= {"peak": mx.get_peak_memory()}
+        found.append(_family(GAUGE, "mlx_memory_bytes", "Bytes that MLX holds.", held, "kind"))
         for model in list(self._models.loaded.values()):
             with suppress(RuntimeError):  # its engine has stopped
                 found += model.service.call(partial(engine_metrics, model=model.name))

@@ -175,7 +175,7 @@ def test_a_processor_that_raises_ends_its_own_sequence_with_an_error():
     assert [response.token for response in good] == expected[:3]
     assert last.finish_reason == "error" and last.error == "ZeroDivisionError: no such grammar"
     assert last.prompt_cache is None and last.all_tokens == PROMPTS[0] + expected[:3]
-    assert last.logprobs[last.token].item() is not None
+    assert last.token == expected[2] and last.logprobs[last.token].item() is not None
     del good, last
     assert_drained_after(tokens, generator)
 

@@ -23,7 +23,7 @@ from tests.support import TIMEOUT
 from tests.support.engine import rank_runs
 from tests.support.engine.rank_runs import model_of, two_ranks
 from tests.support.models import architectures
-from tests.support.models.tiny_models import tiny_model
+from tests.support.models.tiny_models import solo_greedy, tiny_model
 
 SCRIPT = "-m", rank_runs.__name__
 
@@ -113,6 +113,44 @@ def test_a_step_that_fails_ends_all_ranks_with_one_error(rank):
     assert f"mlx_paged: error: {reason}: every request ends" in first[1]
     assert (first[1] + second[1]).count("mlx_paged: error:") == 1
     assert "Traceback" not in first[1]
+    assert first[2] == second[2] == 1
+
+
+GARBAGE = """
+import sys, time
+import mlx.core as mx
+from mlx_paged import Engine
+from mlx_paged.runner import ranks
+from mlx_paged.runner.model_runner import ModelRunner
+from tests.support.engine.metal_queue import MESSAGE
+from tests.support.engine.rank_runs import model_of
+launch, calls = ModelRunner.launch, []
+def end():
+    time.sleep(1)  # before the handlers run
+    raise RuntimeError(MESSAGE)
+def failing(self, step, before):
+    calls.append(step)
+    fails = len(calls) == 20 and ranks.rank() == int(sys.argv[1])
+    if fails:
+        self.pool.replace_handles([mx.full(h.shape, 3.0, h.dtype) for h in self.pool.handles()])
+    launched = launch(self, step, before)
+    if fails:
+        launched.end = end
+    return launched
+ModelRunner.launch = failing
+engine = Engine(ranks.joined(model_of("llama")), num_blocks=64, lookahead=sys.argv[2] == "True")
+for output in engine.stream([1, 2, 3], max_tokens=100):
+    print(output.token, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "lookahead"), [(0, True), (1, True), (1, False)])
+def test_no_token_of_a_step_that_fails_on_any_rank_leaves_rank_0(rank, lookahead):
+    first, second = ended(two_ranks(["-c", GARBAGE, str(rank), str(lookahead)]))
+    tokens = [int(line) for line in first[0].split()]
+    assert tokens == solo_greedy(model_of("llama"), [1, 2, 3], 19), first[1] + second[1]
+    assert "mlx_paged: error:" in first[1] and "planted" in first[1]
     assert first[2] == second[2] == 1
 
 

@@ -34,6 +34,8 @@ def test_metrics_tell_what_the_engine_counted():
     assert found["mlx_paged_kv_blocks_touched_total",] == stats.blocks_touched
     budget = engine.memory_budget.parts
     assert {use: found["mlx_paged_memory_budget_bytes", use] for use in budget} == budget
+    held = {kind: found["mlx_paged_mlx_memory_bytes", kind] for kind in ("active", "cached")}
+    assert 0 < sum(held.values()) <= found["mlx_paged_mlx_memory_bytes", "peak"] + held["cached"]
     assert stats.cow_clones and stats.prefix_hit_tokens and stats.kv_bytes_read
     num_prefills = sum(tick.has_prompt_tokens for tick in ticks)
     assert found["mlx_paged_prefill_chunk_seconds_count",] == num_prefills > 0

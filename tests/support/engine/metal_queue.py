@@ -37,6 +37,7 @@ class MetalQueue:
         seed: decides how late handlers run.
 
     Attributes:
+        launches: how many steps were launched.
         failures: command buffers that failed.
         told: how often an error was raised.
     """
@@ -48,7 +49,7 @@ class MetalQueue:
         self._buffers: list[bool] = []  # whether each of those that were committed failed
         self._num_handled = 0
         self._error: str | None = None
-        self._launches = 0
+        self.launches = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let engines run on this queue."""
@@ -74,8 +75,8 @@ class MetalQueue:
         return wait
 
     def _launched(self, runner: ModelRunner, step: Step, launched: LaunchedStep) -> LaunchedStep:
-        self._launches += 1
-        if self._launches != self._at:
+        self.launches += bool(step.spans)
+        if not step.spans or self.launches != self._at:
             return launched
         # The last buffers are those of the step's own work and the one that marks its end.
         self._buffers[-1 - BUFFERS + self._buffer] = True
