@@ -198,6 +198,7 @@ class LeadingRunner:
         self.stats |= {"most_plan_bytes": 0, "plan_seconds": 0.0, "kv_pool_bytes": shares}
         self.transfer = runner.transfer
         self._writer = PlanWriter(runner.allocator)
+        self._error: BaseException | None = None  # of a launch: the others wait for that step
 
     @property
     def why_plain(self) -> str | None:
@@ -218,10 +219,16 @@ class LeadingRunner:
         if awaits:
             assert before is not None and before.sampled is not None
             before = _shared(before, before.sampled.tokens, self.ranks.group)
-        return self.runner.launch(step, before)
+        try:
+            return self.runner.launch(step, before)
+        except BaseException as error:
+            self._error = error
+            raise
 
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Read a step's tokens when all ranks have computed it: one that fails makes all wrong."""
+        if self._error is not None:
+            raise self._error
         self.ranks.send(Kind.COLLECT)
         tokens = self.runner.collect(launched)
         self.ranks.answers()
