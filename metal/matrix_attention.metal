@@ -163,7 +163,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
 
   // Asked for in this order: entries of the table, queries, the first keys.
   const int first_key = begin + thread_index;
-  const int first_block = thread_index < KEYS ? block_of(first_key, first_key, end, table, p) : -1;
+  const int first_block = thread_index < KEYS ? block_of(first_key, begin, end, table, p) : -1;
   stage_queries<T, D, ROWS>(q, tile, head_slot, thread_index, staged, p);
   if (thread_index < KEYS) {
     note_place<K, V>(first_block, first_key, thread_index, k_places, v_places, numbers, p);
@@ -215,7 +215,7 @@ template <typename K, typename V, typename T, int D, int DV, int ROWS>
       load_rows<DV, KEYS>(v_head, v_places + half_of_places, thread_index, values_ahead);
     }
     const int next_key = base + KEYS + thread_index;
-    const int next_block = thread_index < KEYS ? block_of(next_key, next_key, end, table, p) : -1;
+    const int next_block = thread_index < KEYS ? block_of(next_key, begin, end, table, p) : -1;
     simdgroup_matrix<float, 8, 8> products[OWN_ROWS * OWN_KEYS];
     UNROLL
     for (int i = 0; i < OWN_ROWS * OWN_KEYS; i++) {
