@@ -75,7 +75,7 @@ class Row:
     @property
     def step(self) -> int:
         """Instructions of a step whose values are finite."""
-        return self.code.loop_instructions - self.rare
+        return int(self.code.loop_instructions) - self.rare
 
     def __str__(self) -> str:
         products = self.rows * self.keys * 2 * self.head_dim // EDGE**3 // (THREADS // 32)
