@@ -373,7 +373,8 @@ class LayerView(AttendingCache):
         path_counts["gather"] += 1
         keys = chunk.keys(query.window, self.shape.n_kv_heads, self._block_size)
         k, v = self.pool.gather(self.layer, keys.runs, keys.num_keys)
-        (_, heads, length, _), mask, parts = query.q.shape, keys.mask, []
+        (_, heads, length, _), mask = query.q.shape, keys.mask
+        parts: list[mx.array] = []
         rows = length if is_fused(self.shape) else max(32, SCORES // (heads * keys.num_keys))
         for first in range(0, length, rows):
             end = min(first + rows, length)

@@ -50,7 +50,8 @@ heads of 256. All have threadgroups of {THREADS} threads.
 A value that is NaN or infinite reaches only rows that see it. In a step of which some rows do not
 see all keys, and only if there is such a value, a short loop marks the outputs that it reaches, and
 zeros take its place. What the marks stand for is added after the last step. A branch that adds
-such values to the outputs itself would be longer than the rest of the loop, and spill.
+such values to the outputs itself makes the loop some 5,000 instructions longer. Then 18 registers
+spill at D 128 and 8 at D 256; in bfloat16 26 and 9.
 
 | D | type | kernel | rows | keys | registers | spills | in flight | step | spoiled | products |
 |--:|---|---|--:|--:|--:|--:|--:|--:|--:|--:|

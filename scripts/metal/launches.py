@@ -196,6 +196,7 @@ def worst(codes: Sequence[GpuCode]) -> GpuCode:
         spilled=max(code.spilled for code in codes),
         bytes_in_flight=min(code.bytes_in_flight for code in codes),
         dependent_loads=max(code.dependent_loads for code in codes),
+        loop_instructions=max(code.loop_instructions for code in codes),
     )
 
 

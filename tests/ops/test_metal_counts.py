@@ -54,7 +54,6 @@ def test_the_document_has_the_counts_of_chunks(head_dim: int, dtype: str) -> Non
     row = chunks.ours(head_dim, dtype)
     assert str(row) in DOCUMENT.read_text().splitlines(), "run python -m scripts.metal.chunks"
     assert row.spills == 0
-    assert head_dim != 128 or row.step <= 620
 
 
 @pytest.mark.slow
