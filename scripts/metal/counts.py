@@ -71,10 +71,9 @@ REASONS = {
     "exp": "the merge rescales partial results",
     "mul64": "a threadgroup looks for its rows of the pool once, and has fewer keys; by matrices "
     "16 are of addresses in threadgroup memory, which have 32 bits on a GPU",
-    "barriers": "eight simdgroups wait once for their queries and once before they merge. If each "
-    "stored partial results, the kernel would move 1.26 of K/V at D 128, groups of 4 and 4,096 "
-    "keys, where MLX's moves 1.10. In the kernel of matrices four simdgroups share what they "
-    "stage, with four barriers a step. If each had keys of its own, 0.25 barriers a tile would "
+    "barriers": "four simdgroups wait once for their queries and once before they merge. In the "
+    "kernel of matrices they share what they stage, with four barriers a step. If each had keys of "
+    "its own, 0.25 barriers a tile would "
     "remain, but registers rise from 82 to 89 at D 64 and from 102 to 140 at D 128. With three "
     "barriers a step they rise to 85 and 133, and threadgroup memory to 1.7 and 1.8 times as much",
     "registers": "a lane keeps the outputs of up to four query heads, so that K/V is read once, "
@@ -131,9 +130,9 @@ of keys, 4 sums and 4 of a query; values take less, and maxima wait in threadgro
 takes twice as many registers, to ask for loads early; if 12 simdgroups have to fit on a scheduler
 it takes 68 and spills none. 48 registers would leave none for addresses and counters.
 
-The simdgroups of a threadgroup merge through threadgroup memory of their own each. At D 128 and
-groups of four that is 17,680 bytes (9,488 if they took turns), so that three threadgroups fit into
-60 KiB. Registers allow two today. A Mac has to time it.
+The four simdgroups of a threadgroup merge through threadgroup memory of their own each. At D 128
+and groups of four that is 9,360 bytes, so that six threadgroups fit into 60 KiB. Registers allow
+fewer. A Mac has to time it.
 
 Of MLX's kernels, those are counted that MLX 0.32.4 launches. Its host code takes two passes where
 KV heads are fewer than query heads and there are 4,096 keys or more, on a Max or an Ultra from
