@@ -64,7 +64,7 @@ def test_refusals_have_ids_and_reasons(server, lines):
     status, headers, _ = post(server, BODY | {"n": 0}, headers={"X-Request-Id": "r"})
     assert (status, headers["x-request-id"]) == (400, "r")
     (line,) = lines()
-    assert re.fullmatch(r"POST '/v1/completions': 400, n: expected .*, \d\.\d+ s, id r", line)
+    assert re.fullmatch(r"POST '/v1/completions': 400, n: expected .*, \d+\.\d+ s, id r", line)
 
 
 def test_a_client_that_goes_away_has_a_line(server, lines):
