@@ -208,8 +208,8 @@ class Engine(WaitingCalls):
         Args:
             stream: computes the steps, if it is not the default stream.
         """
-        self._settle()  # or an error of the step under way would be told here
         if self.scheduler.tier is not None:
+            self._settle()
             while self._pipeline.copy_when_idle():
                 pass
             self.scheduler.leave_disk()
