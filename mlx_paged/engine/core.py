@@ -271,16 +271,13 @@ class EngineCore:
     @exclusive
     def step(self) -> list[TokenOutput]:
         """Compute one step; return its tokens: of each request one, its right drafts, forced ones.
-
-        Ctrl-C takes effect after the step; the next call then returns the outputs.
-        """
+        Ctrl-C takes effect after the step; the next call then returns the outputs."""
         if not self.ready:
             with deferred_interrupts():
                 # Only the thread that launches a step can know whether a GPU fails in it.
                 thread, self._thread = self._thread, threading.get_ident()
                 is_same = thread in (None, self._thread)
-                ahead = self.lookahead and is_same and not self._beams
-                self._advance(ahead, blames=is_same)
+                self._advance(self.lookahead and is_same and not self._beams, blames=is_same)
         outputs, self.ready = self.ready, []
         return outputs
 
@@ -316,7 +313,6 @@ class EngineCore:
                 self._advance(ahead=False)
 
     def _advance(self, ahead: bool, blames: bool = True) -> None:
-        """Finish a step; `blames`: an error of the device counts against its requests."""
         self._recorder.begin()
         result = self._pipeline.advance(ahead)
         self._recorder.results_ready()

@@ -52,7 +52,7 @@ class GpuCode:
         bytes_in_flight: the most that a simdgroup has asked for in a loop and not yet waited for.
         dependent_loads: the longest chain of loads from device memory in one pass of a loop, each
             of which needs what the one before it has loaded.
-        loop_instructions: of the longest loop in the code, with all of its branches and without what
+        loop_instructions: of the longest loop in the code, with all of its branches and without
             waits; what one lane tells another and a product of matrices are one each.
     """
 
