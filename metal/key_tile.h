@@ -73,8 +73,8 @@ inline float exchange(float first, float second, bool has_bit, ushort bit) {
   return kept + simd_shuffle_xor(given, bit);
 }
 
-// Adds up sums over lanes whose places differ in some bits, from `first` on: then a lane has the
-// one sum, as its first, whose number these bits of its place are.
+// The first sum becomes one of all, which one it is depends on the lane's place among COUNT * first
+// lanes: ...
 template <int COUNT>
 inline void exchange_all(thread float (&sums)[COUNT], int place, int first) {
   UNROLL
