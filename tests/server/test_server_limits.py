@@ -266,7 +266,12 @@ def test_fields_that_change_no_answer_are_ignored_and_named(server):
 def test_the_log_has_the_reason_of_a_refusal(server, caplog, body, path, line):
     caplog.set_level("INFO")
     post(server, body, path)
-    (found,) = [message for message in caplog.messages if message.startswith("POST ")]
+
+    def told():
+        return [message for message in caplog.messages if message.startswith("POST ")]
+
+    wait_until(told)  # the line comes after the answer
+    (found,) = told()
     assert line in found and "\n" not in found
 
 
