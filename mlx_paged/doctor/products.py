@@ -9,6 +9,7 @@ import os
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged.attention.forward import has_matrix_units
 from mlx_paged.doctor import float64
 from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.findings import Findings
@@ -18,7 +19,6 @@ SIZES_ON_CPU = 16, 512, 2  # where MLX computes 4 bits some thousand times slowe
 HEAD_DIM, GROUP, BITS = 128, 64, 4
 VARIABLE = "MLX_METAL_GPU_ARCH"  # the GPU for which MLX chooses its kernels
 WITHOUT_UNITS = "applegpu_g16s"  # an M4 Max
-FIRST_WITH_UNITS = 17  # generation
 TOLERANCES = {mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6}
 """Largest relative error of a row, where sums are float32. MLX's CPU backend sums 4 bits and
 weights of attention in the dtype: there eight times as much is right."""
@@ -39,17 +39,11 @@ def check_products(found: Findings, quick: bool) -> None:
         found.failures += [
             f"MLX's {name} in {dtype} is wrong: {errors[name]:.2g}" for name in wrong
         ]
-    if uses_units() and VARIABLE not in os.environ:
+    if has_matrix_units() and VARIABLE not in os.environ:
         without = found_apart(found.name, quick, **{VARIABLE: WITHOUT_UNITS})
         found.numbers["without matrix units"] = without.numbers
         state = "ok" if without.ok else "FAILED"
         found.lines.append(f"with {VARIABLE}={WITHOUT_UNITS}, without matrix units: {state}")
-
-
-def uses_units() -> bool:
-    """Whether MLX may compute products by the matrix units of this GPU."""
-    generation = str(mx.device_info().get("architecture", "")).removeprefix("applegpu_g")[:-1]
-    return generation.isdigit() and int(generation) >= FIRST_WITH_UNITS
 
 
 def errors_of(dtype: mx.Dtype, rows: int, width: int, heads: int) -> dict[str, float]:

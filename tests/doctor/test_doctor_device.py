@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
+from mlx_paged.attention.forward import has_matrix_units
 from mlx_paged.doctor import __main__ as doctor
 from mlx_paged.doctor import apart, memory, products
 from mlx_paged.doctor.findings import Findings, run_check
@@ -38,6 +39,7 @@ class TestProducts:
         monkeypatch.setattr(products, "found_apart", found_apart)
         monkeypatch.setattr(products, "errors_of", lambda dtype, *sizes: {"product": 0.0})
         monkeypatch.setattr(mx, "device_info", lambda: {"architecture": architecture})
+        monkeypatch.setattr(products, "has_matrix_units", has_matrix_units.__wrapped__)
         found = run_check("products", products.check_products, True)
         assert ran == [("products", {products.VARIABLE: "applegpu_g16s"})] * uses
         assert found.ok and found.text().endswith("without matrix units: FAILED") == uses
