@@ -8,9 +8,11 @@ from mlx.utils import tree_flatten
 
 from mlx_paged import BatchGenerator, Engine, ops
 from mlx_paged.kv.memory import (
+    COPIED,
     RECLAIM_SHARE,
     MemoryBudget,
     default_cache_limit,
+    default_kv_memory,
     memory_in_use,
 )
 from tests.support.fake_macs import GB, NO_LIMIT, FakeMac, fake_mac
@@ -148,6 +150,15 @@ def test_the_budget_has_the_weights_the_pools_and_the_snapshots(mac, llama):
         snapshots = pooled.max_snapshots * pooled.profile.state_bytes
         assert budget.pool == (2 if others else 1) * pooled.pool.nbytes + snapshots
         assert budget.parts == engine.stats.memory_budget
+
+
+def test_where_plain_mlx_computes_its_copies_count(mac, llama, monkeypatch):
+    """An NVIDIA H200 held up to 5.5 times the pool of them."""
+    full, engine = default_kv_memory(), Engine(llama, num_blocks=32)
+    assert engine.memory_budget.copies == 0
+    monkeypatch.setitem(ops.refused, "write_kv_float", "planted")
+    assert engine.memory_budget.copies == COPIED * engine.manager.pool.nbytes
+    assert default_kv_memory() == pytest.approx(full / (1 + COPIED), rel=0.01)
 
 
 def test_the_line_at_the_start_has_the_parts_their_sum_and_the_flags(mac):
