@@ -24,7 +24,7 @@ from mlx_paged.request import FinishReason, Request
 from mlx_paged.sampling.grammar import Grammars
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
-from mlx_paged.scheduler.step import DeviceError, Fault, Runner, SampledToken
+from mlx_paged.scheduler.step import Fault, Runner, SampledToken
 
 
 class EngineCore:
@@ -277,7 +277,7 @@ class EngineCore:
                 # Only the thread that launches a step can know whether a GPU fails in it.
                 thread, self._thread = self._thread, threading.get_ident()
                 is_same = thread in (None, self._thread)
-                self._advance(self.lookahead and is_same and not self._beams, blames=is_same)
+                self._advance(ahead=self.lookahead and is_same and not self._beams)
         outputs, self.ready = self.ready, []
         return outputs
 
@@ -312,7 +312,7 @@ class EngineCore:
             while self._pipeline.busy:
                 self._advance(ahead=False)
 
-    def _advance(self, ahead: bool, blames: bool = True) -> None:
+    def _advance(self, ahead: bool) -> None:
         self._recorder.begin()
         result = self._pipeline.advance(ahead)
         self._recorder.results_ready()
@@ -325,8 +325,8 @@ class EngineCore:
                     for forced in self._pipeline.forced_after(choice):
                         self._append(forced)
                         self.stats.generation_tokens += 1
-            if (fault := result.fault) is not None:
-                self._recover(fault, blames or not isinstance(fault.error, DeviceError))
+            if result.fault is not None:
+                self._recover(result.fault)
         finally:
             self._recorder.end(result)
 
@@ -363,10 +363,10 @@ class EngineCore:
             output = replace(output, completion=self._finish(request, reason))
         self.ready.append(output)
 
-    def _recover(self, fault: Fault, blames: bool) -> None:
+    def _recover(self, fault: Fault) -> None:
         self.stats.faults += 1
-        self.device_faults += blames and isinstance(fault.error, DeviceError)
-        for request in self._pipeline.recover(fault, blames):
+        self.device_faults += fault.is_devices
+        for request in self._pipeline.recover(fault):
             self._fail(request, fault.error)
         if not isinstance(fault.error, Exception):
             raise fault.error

@@ -11,13 +11,13 @@ from typing import Generic
 from mlx_paged.request import Request
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import (
-    DeviceError,
     Fault,
     LaunchedT,
     Runner,
     SampledToken,
     Step,
     StepResult,
+    UnknownEndError,
 )
 
 MAX_FAULTS = 3  # failed steps of a request before it ends, if none shows that it is the cause
@@ -99,23 +99,21 @@ class StepPipeline(Generic[LaunchedT]):
         forced = grammar.forced[:MOST_FORCED]  # the next choice brings the others
         return [SampledToken(request, token, 0.0, ((token, 0.0),)) for token in forced]
 
-    def recover(self, fault: Fault, blames: bool = True) -> list[Request]:
-        """Start again after a failure; return the requests that end because of it: none if it
-        `blames` none."""
+    def recover(self, fault: Fault) -> list[Request]:
+        """Start again after a failure; return the requests that end because of it."""
         self._under_way, self._known = None, []
         try:
             self.runner.recover(fault.error)
         except Exception as error:
             raise error from fault.error
         alive = [request for request in fault.requests if not request.finish_reason]
-        is_devices = blames and isinstance(fault.error, DeviceError)
-        self._scheduler.recover(alive, halve=is_devices)
-        # No request causes a KeyboardInterrupt.
-        if not blames or not isinstance(fault.error, Exception):
+        self._scheduler.recover(alive, halve=fault.is_devices)
+        # No request causes a KeyboardInterrupt, or what another thread alone can know.
+        if isinstance(fault.error, UnknownEndError) or not isinstance(fault.error, Exception):
             return []
         for request in alive:
             request.num_faults += 1
-        was_alone = len(fault.requests) == 1 and not is_devices
+        was_alone = len(fault.requests) == 1 and not fault.is_devices
         return [r for r in alive if was_alone or r.num_faults >= MAX_FAULTS]
 
     def _launch(

@@ -27,6 +27,7 @@ from mlx_paged.ops.dispatch import (
 from mlx_paged.ops.dispatch import (
     are_switched_off as are_switched_off,
     is_device_error as is_device_error,
+    is_of_another_thread as is_of_another_thread,
     refused as refused,
 )
 from mlx_paged.ops.paged import (

@@ -4,11 +4,11 @@ all runners on the stream may be wrong."""
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import RLock
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 from weakref import WeakSet
 
 from mlx_paged import ops
-from mlx_paged.scheduler.step import DeviceError
+from mlx_paged.scheduler.step import DeviceError, UnknownEndError
 
 Returned = TypeVar("Returned")
 
@@ -33,11 +33,20 @@ def noted(error: Exception) -> Exception:
     """An error. If it is a new one of the device, it is noted on everyone."""
     if not ops.is_device_error(error) or isinstance(error, DeviceError):
         return error
+    if ops.is_of_another_thread(error):
+        return UnknownEndError(str(error))
     told = DeviceError(str(error))
     with _lock:
         for runner in _marked:
             runner.error = told
     return told
+
+
+def raise_noted(error: Exception) -> NoReturn:
+    """Raise an error, one of the device as such."""
+    if (told := noted(error)) is error:
+        raise error
+    raise told from error
 
 
 @contextmanager
@@ -46,9 +55,19 @@ def telling_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (told := noted(error)) is error:
-            raise
-        raise told from error
+        raise_noted(error)
+
+
+def waiting(runner: Marked, end: Callable[[], None]) -> Callable[[], None]:
+    """What waits for the end of work of `runner`'s, and raises if the work may be wrong."""
+
+    @telling_errors()
+    def wait() -> None:
+        if runner.error is not None:
+            raise runner.error
+        end()
+
+    return wait
 
 
 @telling_errors()

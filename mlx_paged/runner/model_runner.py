@@ -26,7 +26,7 @@ from mlx_paged.ops.cpu_layers import CPULayers
 from mlx_paged.request import Request
 from mlx_paged.runner.batch import Batch, BatchTables, Layout, PendingTokens
 from mlx_paged.runner.compiled_decode import CompiledDecode, free_graphs_with_thread, weakly
-from mlx_paged.runner.device_errors import note_errors_on, noted, telling_errors
+from mlx_paged.runner.device_errors import note_errors_on, noted, raise_noted, waiting
 from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
@@ -143,9 +143,14 @@ class ModelRunner:
     def _trace_seconds(self) -> float:
         return 0.0 if self.compiled is None else self.compiled.traces.seconds
 
-    @telling_errors()
     def launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         """Build a step's graph and start it on the device, without waiting for it."""
+        try:
+            return self._launch(step, before)
+        except Exception as error:
+            raise_noted(error)
+
+    def _launch(self, step: Step, before: LaunchedStep | None) -> LaunchedStep:
         free_graphs_with_thread()
         if before is not None:
             self.sample_late(before)
@@ -198,24 +203,17 @@ class ModelRunner:
             raise self.error
         return launched
 
-    @telling_errors()
     def transfer(
         self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]
     ) -> Callable[[], None] | None:
         """Start to copy blocks out of the pool, and then others into it: groups share arrays."""
         try:
             self._transfer(stores, loads)
+            end = ops.metal.end_of_work() if stores else None
         except Exception as error:  # perhaps of the step under way; see `_begin`
-            self.error = noted(error)
-            raise
-        end = ops.metal.end_of_work() if stores else None
-        return None if end is None else partial(self._wait, end)
-
-    @telling_errors()
-    def _wait(self, end: Callable[[], None]) -> None:
-        if self.error is not None:
-            raise self.error
-        end()
+            self.error = error
+            raise_noted(error)
+        return None if end is None else waiting(self, end)
 
     def _transfer(self, stores: Sequence[BlockTransfer], loads: Sequence[BlockTransfer]) -> None:
         pool, groups = self.pool, range(len(self.allocator.groups))
@@ -241,15 +239,17 @@ class ModelRunner:
         for states in [t for t in stores if not t.blocks]:
             states.payload = partial(packed, states.payload)
 
-    @telling_errors()
     def collect(self, launched: LaunchedStep) -> list[SampledToken]:
         """Wait for a step and read its tokens."""
-        if self.error is not None:
-            raise self.error
-        self.sample_late(launched)
-        mx.eval(launched.pending)
-        if launched.end is not None:
-            launched.end()
+        try:
+            if self.error is not None:
+                raise self.error
+            self.sample_late(launched)
+            mx.eval(launched.pending)
+            if launched.end is not None:
+                launched.end()
+        except Exception as error:
+            raise_noted(error)
         if launched.sampled is None:
             return []
         tokens, logprobs, tops = on_host(launched.sampled)

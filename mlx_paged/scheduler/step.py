@@ -155,6 +155,10 @@ class DeviceError(RuntimeError):
     """The device failed while it computed a step, perhaps without a request's fault."""
 
 
+class UnknownEndError(DeviceError):
+    """Another thread launched the step, and only it can know whether the device failed in it."""
+
+
 class Runner(Protocol[LaunchedT]):
     """Computes steps: the model, or a fake one in tests."""
 
@@ -188,6 +192,12 @@ class Fault:
 
     requests: list[Request]
     error: BaseException
+
+    @property
+    def is_devices(self) -> bool:
+        """Whether the device is known to have failed."""
+        error = self.error
+        return isinstance(error, DeviceError) and not isinstance(error, UnknownEndError)
 
 
 @dataclass(slots=True)

@@ -143,7 +143,7 @@ def test_threads_that_take_turns_lose_no_error_of_a_gpu(model, monkeypatch):
         return wait
 
     monkeypatch.setattr(ops.metal, "end_of_work", end_of_work)
-    engine = Engine(model, block_size=4, num_blocks=64, prefill_chunk=16)
+    engine, other = (Engine(model, block_size=4, num_blocks=64, prefill_chunk=16) for _ in "ab")
     for prompt in (PROMPT, OTHER):
         engine.add_request(prompt, max_tokens=12)
     done = {}
@@ -156,3 +156,5 @@ def test_threads_that_take_turns_lose_no_error_of_a_gpu(model, monkeypatch):
                     done[output.request_id] = output.completion.tokens
     assert list(map(done.get, range(2))) == [solo_greedy(model, p, 12) for p in (PROMPT, OTHER)]
     assert engine.stats.faults > 0
+    assert other.manager.runner.error is None
+    assert engine.device_faults == 0 and engine.scheduler.max_running == 32
