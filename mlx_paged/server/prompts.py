@@ -28,7 +28,9 @@ def encode(model: Model, fields: Fields, template_args: dict[str, Any]) -> list[
     """The prompts of a request; `template_args` are defaults for the chat template. Raises
     ValueError if no prompt can be made of the request, ContextExceeded if it is too long."""
     tokenizer = model.tokenizer
-    if fields.get("tools") and model.abilities.tools_problem:
+    # A grammar makes the model call a tool that must be called, whatever its template does.
+    may_call = fields.get("tools") and fields["tool_choice"] == "auto"
+    if may_call and model.abilities.tools_problem:
         raise ValueError(f"tools: expected none, for {model.abilities.tools_problem}")
     try:
         if "messages" not in fields:
