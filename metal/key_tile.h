@@ -1,9 +1,17 @@
 // A tile of 32 keys: how the lanes of a simdgroup share its scores and its values.
 
-// Bytes of the pool for which a lane asks for eight rows before it uses the first: more would need
-// too many registers. No condition is on a load: keys that nobody sees have the place of a key that
-// is seen.
-constexpr int room(int rows) { return rows == 1 ? 128 : rows < 4 ? 64 : 32; }
+// A lane asks for 64 bytes of keys or values before it uses the first: more would need too many
+// registers. No condition is on a load: keys that nobody sees have the place of a key that is seen.
+
+// Keys that a lane asks for at once, of each of which it gets so many bytes.
+constexpr int key_steps(int bytes, int rows) {
+  return bytes <= 12 ? 8 : rows * bytes <= 64 && bytes < 64 ? 4 : 2;
+}
+
+// Values that a lane asks for at once.
+constexpr int value_steps(int bytes, int rows) {
+  return bytes <= 4 ? 16 : bytes <= (rows == 1 ? 16 : 8) ? 8 : 4;
+}
 
 // Lanes that share a key: none holds more than three vectors of it, or five for a single row.
 constexpr int key_lanes(int vectors, int rows) {
@@ -65,15 +73,33 @@ inline float exchange(float first, float second, bool has_bit, ushort bit) {
   return kept + simd_shuffle_xor(given, bit);
 }
 
+// Adds up sums over lanes whose places differ in some bits, from `first` on: then a lane has the
+// one sum, as its first, whose number these bits of its place are.
+template <int COUNT>
+inline void exchange_all(thread float (&sums)[COUNT], int place, int first) {
+  UNROLL
+  for (int apart = COUNT / 2; apart > 0; apart /= 2) {
+    UNROLL
+    for (int i = 0; i < COUNT / 2; i++) {
+      if (i < apart) {
+        const int bit = apart * first;
+        sums[i] = exchange(sums[i], sums[i + apart], (place & bit) != 0, ushort(bit));
+      }
+    }
+  }
+}
+
 // The products of the queries with the first `count` keys of a tile: lane i gets those of key i.
+// Of the keys that it has asked for, a lane multiplies some at once: more would need too many
+// registers for elements as floats.
 template <int D, int SHARE, int VECTORS, typename T, typename Q, int ROWS>
 inline void multiply_keys(const device T* head, uint own_offset, uint stride, int count, int lane,
                           const threadgroup vec<Q, VECTOR>* queries,
                           thread float (&products)[ROWS]) {
-  constexpr int BYTES = VECTORS * int(sizeof(vec<T, VECTOR>));
-  constexpr bool HAS_ROOM = 8 * BYTES <= room(SHARE == LANES || ROWS == 4 ? ROWS : 2);
-  constexpr int MOST = HAS_ROOM ? 8 : ROWS * BYTES <= 64 && BYTES < 64 ? 4 : 2;
+  constexpr int MOST = key_steps(VECTORS * int(sizeof(vec<T, VECTOR>)), ROWS);
   constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
+  constexpr int AT_ONCE = ROWS == 4 && STEPS > 2 ? 2 : STEPS;
+  constexpr int ROUNDS = STEPS / AT_ONCE;
   const int place = lane % SHARE;
   NO_UNROLL
   for (int step = 0; step < min(SHARE, count); step += STEPS) {
@@ -84,32 +110,35 @@ inline void multiply_keys(const device T* head, uint own_offset, uint stride, in
     for (int i = 0; i < STEPS; i++) {
       load_row<D, SHARE>(head, offsets[i], place, keys[i]);
     }
+    float sums[ROWS][ROUNDS];
     UNROLL
-    for (int r = 0; r < ROWS; r++) {
-      float sums[STEPS] = {0.0f};
+    for (int i = 0; i < ROUNDS; i++) {
+      // Else a compiler keeps all queries in registers, as floats.
+      simdgroup_barrier(mem_flags::mem_threadgroup);
       UNROLL
-      for (int c = 0; c < VECTORS; c++) {
-        const int vector = r * VECTORS * SHARE + own_vector<SHARE, VECTORS>(place, c);
-        const float4 query = float4(queries[vector]);
+      for (int r = 0; r < ROWS; r++) {
+        float own_sums[AT_ONCE] = {0.0f};
         UNROLL
-        for (int i = 0; i < STEPS; i++) {
-          sums[i] += dot(query, float4(keys[i][c]));
-        }
-      }
-      UNROLL
-      for (int apart = STEPS / 2; apart > 0; apart /= 2) {
-        UNROLL
-        for (int i = 0; i < STEPS / 2; i++) {
-          if (i < apart) {
-            sums[i] = exchange(sums[i], sums[i + apart], (place & apart) != 0, ushort(apart));
+        for (int c = 0; c < VECTORS; c++) {
+          const int vector = r * VECTORS * SHARE + own_vector<SHARE, VECTORS>(place, c);
+          const float4 query = float4(queries[vector]);
+          UNROLL
+          for (int j = 0; j < AT_ONCE; j++) {
+            own_sums[j] += dot(query, float4(keys[j * ROUNDS + i][c]));
           }
         }
+        exchange_all(own_sums, place, ROUNDS);
+        sums[r][i] = own_sums[0];
       }
+    }
+    UNROLL
+    for (int r = 0; r < ROWS; r++) {
+      exchange_all(sums[r], place, 1);
       UNROLL
       for (int bit = STEPS; bit < SHARE; bit *= 2) {
-        sums[0] += simd_shuffle_xor(sums[0], ushort(bit));
+        sums[r][0] += simd_shuffle_xor(sums[r][0], ushort(bit));
       }
-      products[r] = place / STEPS == step / STEPS ? sums[0] : products[r];
+      products[r] = place / STEPS == step / STEPS ? sums[r][0] : products[r];
     }
   }
 }
@@ -122,8 +151,8 @@ inline void add_values(const device T* head, uint own_offset, uint stride, int c
                        thread float4 (&sums)[ROWS][VECTORS]) {
   constexpr int GROUPS = scale_groups(DV, is_pair<T>());
   constexpr int TEAMS = LANES / SHARE;  // that take a key each
-  constexpr int BYTES = VECTORS * int(sizeof(vec<T, VECTOR>));
-  constexpr int STEPS = SHARE >= 8 && 8 * BYTES <= room(ROWS) ? 8 : 4;
+  constexpr int MOST = value_steps(VECTORS * int(sizeof(vec<T, VECTOR>)), ROWS);
+  constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
   const int team = lane / SHARE;
   const int place = lane % SHARE;
   NO_UNROLL

@@ -70,11 +70,13 @@ template <typename Q, int DV>
 
   // Simdgroups share the outputs of the splits.
   float4 weighted[VECTORS];
+  UNROLL
   for (int c = 0; c < VECTORS; c++) {
     weighted[c] = float4(0.0f);
   }
   for (int split = begin + int(simdgroup); split < end; split += SIMDGROUPS) {
     const float scale = rescale(sums[2 * split], total_max);
+    UNROLL
     for (int c = 0; c < VECTORS; c++) {
       const int vector = int(lane) + c * LANES;
       if (vector < DV / VECTOR) {
@@ -82,10 +84,14 @@ template <typename Q, int DV>
       }
     }
   }
+  UNROLL
   for (int c = 0; c < VECTORS; c++) {
     const int vector = int(lane) + c * LANES;
-    for (int i = 0; vector < DV / VECTOR && i < VECTOR; i++) {
-      shared_out[int(simdgroup) * DV + vector * VECTOR + i] = weighted[c][i];
+    if (vector < DV / VECTOR) {
+      UNROLL
+      for (int i = 0; i < VECTOR; i++) {
+        shared_out[int(simdgroup) * DV + vector * VECTOR + i] = weighted[c][i];
+      }
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

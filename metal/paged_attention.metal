@@ -8,7 +8,7 @@
 // - Output: the lanes share the columns of the values.
 // At the end the simdgroups are merged; a second kernel merges the splits.
 
-constant constexpr int SIMDGROUPS = 8;
+constant constexpr int SIMDGROUPS = 4;
 constant constexpr int THREADS = SIMDGROUPS * LANES;
 
 // Grid: (KV heads * row tiles, sequences, splits) threadgroups of THREADS. With a mapping, query
@@ -41,7 +41,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   constexpr int K_VECTORS = (D / VECTOR + K_LANES - 1) / K_LANES;  // of a key that a lane holds
   constexpr int V_VECTORS = (DV / VECTOR + V_LANES - 1) / V_LANES;
   constexpr int OUT_VECTORS = DV / VECTOR;
-  // Vectors that a simdgroup has to itself: of all at most 16 KiB, or 18 for values of more than 512
+  // Vectors that a simdgroup has to itself: of all at most 8 KiB, or 9 for values of more than 512
   // elements.
   constexpr int SHARED = ROWS * OUT_VECTORS > LANES ? ROWS * OUT_VECTORS : LANES;
   constexpr int K_STRIDE = K_LANES * K_VECTORS;

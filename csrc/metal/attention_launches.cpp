@@ -10,7 +10,9 @@ namespace mlx_paged {
 namespace {
 
 constexpr int kSplitKeys = 512;
+constexpr int kMostSplitKeys = 2048;
 constexpr int kManyThreadgroups = 128;
+constexpr int kPlentyOfThreadgroups = 1024;
 constexpr int kTile = 32;  // keys that a simdgroup of the kernels takes at once
 constexpr int64_t kMaxPartialBytes = 64 << 20;
 
@@ -194,9 +196,15 @@ Splits split_keys(const AttentionInputs& in, const AttentionOptions& options, in
   if (options.return_attn || max_keys <= kSplitKeys) {
     return {1, max_keys};
   }
-  // Halves where these would be too few threadgroups for a large GPU.
-  const bool are_few = int64_t{threadgroups} * ceil_div(max_keys, kSplitKeys) < kManyThreadgroups;
-  const int least = are_few ? kSplitKeys / 2 : kSplitKeys;
+  const auto num_threadgroups = [&](int keys) {
+    return int64_t{threadgroups} * ceil_div(max_keys, keys);
+  };
+  // Halves where these would be too few threadgroups for a large GPU. More where they are plenty:
+  // each begins with loads that wait for each other, and its results have to be merged.
+  int least = num_threadgroups(kSplitKeys) < kManyThreadgroups ? kSplitKeys / 2 : kSplitKeys;
+  while (least < kMostSplitKeys && num_threadgroups(least) > kPlentyOfThreadgroups) {
+    least *= 2;
+  }
   const int64_t row_bytes = (int64_t{value_dim(in.v_cache)} + 2) * sizeof(float);
   const int64_t affordable = kMaxPartialBytes / (num_rows(in) * row_bytes);
   const int wanted = std::min(ceil_div(max_keys, least), most_splits);
@@ -219,7 +227,7 @@ LaunchPlan attention_launch(const AttentionInputs& in, const AttentionOptions& o
   plan.grid = {static_cast<uint32_t>(g.head_slots * g.row_tiles),
                in.cu_seqlens ? 1u : static_cast<uint32_t>(in.q.shape(0)),
                static_cast<uint32_t>(g.splits.count)};
-  plan.threadgroup = {g.by_matrices ? 128u : 256u, 1, 1};
+  plan.threadgroup = {128, 1, 1};
   plan.set_params(5, attention_params(in, options, g));
   plan.buffers = attention_buffers(in, options, g.splits.count > 1);
   return plan;

@@ -73,10 +73,9 @@ REASONS = {
     "exp": "the merge rescales partial results",
     "mul64": "a threadgroup looks for its rows of the pool once, and has fewer keys; by matrices "
     "16 are of addresses in threadgroup memory, which have 32 bits on a GPU",
-    "barriers": "eight simdgroups wait once for their queries and once before they merge. If each "
-    "stored partial results, the kernel would move 1.26 of K/V at D 128, groups of 4 and 4,096 "
-    "keys, where MLX's moves 1.10. In the kernel of matrices four simdgroups share what they "
-    "stage, with four barriers a step. If each had keys of its own, 0.25 barriers a tile would "
+    "barriers": "four simdgroups wait once for their queries and once before they merge. In the "
+    "kernel of matrices they share what they stage, with four barriers a step. If each had keys of "
+    "its own, 0.25 barriers a tile would "
     "remain, but registers rise from 82 to 89 at D 64 and from 102 to 140 at D 128. With three "
     "barriers a step they rise to 85 and 133, and threadgroup memory to 1.7 and 1.8 times as much",
     "registers": "a lane keeps the outputs of up to four query heads, so that K/V is read once, "
@@ -133,9 +132,28 @@ of keys, 4 sums and 4 of a query; values take less, and maxima wait in threadgro
 takes twice as many registers, to ask for loads early; if 12 simdgroups have to fit on a scheduler
 it takes 68 and spills none. 48 registers would leave none for addresses and counters.
 
-The simdgroups of a threadgroup merge through threadgroup memory of their own each. At D 128 and
-groups of four that is 17,680 bytes (9,488 if they took turns), so that three threadgroups fit into
-60 KiB. Registers allow two today. A Mac has to time it.
+Mesa's compiler for Apple's M1 and M2 (24.3, development) makes this of the decode kernel's LLVM
+code; `asked` are the bytes that a simdgroup asks for before it waits, and the last columns are what
+clang makes of it for RDNA 2 if a lane may have 128 registers:
+
+| type | D | group | registers | spilled | cycles | asked | clang's | spilled |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|
+| float16 | 64 | 4 | 95 | 0 | 1,250 | 2,048 |  |  |
+| bfloat16 | 64 | 4 | 105 | 0 | 1,442 | 2,048 | 99 | 0 |
+| float16 | 128 | 4 | 99 | 0 | 2,227 | 2,048 | 115 | 0 |
+| bfloat16 | 128 | 4 | 109 | 0 | 2,611 | 2,048 | 95 | 0 |
+| float16, 8 bits | 128 | 4 |  |  |  |  | 120 | 0 |
+| float16 | 256 | 2 | 95 | 0 | 2,358 | 2,048 |  |  |
+| bfloat16 | 256 | 2 | 100 | 0 | 2,742 | 2,048 |  |  |
+
+Cycles are of a scheduler, for a tile. Of 104 registers and less an M1 has room for 512 threads a
+core, of 112 for 448. Mesa's compiler is not Apple's: it waits at the end of every block, computes
+no value a second time to save a register, and here each function of a simdgroup is one instruction.
+It knows nothing of the M3 and later chips, and nothing of memory.
+
+The four simdgroups of a threadgroup merge through threadgroup memory of their own each. At D 128
+and groups of four that is 9,360 bytes, so that six threadgroups fit into 60 KiB. Registers allow
+fewer. A Mac has to time it.
 
 Of MLX's kernels, those are counted that MLX 0.32.4 launches. Its host code takes two passes where
 KV heads are fewer than query heads and there are 4,096 keys or more, on a Max or an Ultra from

@@ -391,7 +391,8 @@ class TestPlans:
 
         assert [splits(1, keys) for keys in (512, 528, 4096, 2**15, 2**17)] == [1, 3, 16, 64, 64]
         assert [splits(batch, 4096) for batch in (7, 8)] == [16, 8]  # from 128 threadgroups on
-        assert [splits(batch, 2**15) for batch in (64, 992, 993, 2**15)] == [64, 64, 61, 1]
+        assert [splits(batch, 2**13) for batch in (32, 33, 64, 65)] == [16, 8, 8, 4]
+        assert [splits(batch, 2**15) for batch in (64, 3971, 3972, 2**15)] == [16, 16, 15, 1]
         assert splits(1, 4096, return_attn=True) == 1
 
     def test_pools_beyond_32_bit_offsets_are_refused(self):

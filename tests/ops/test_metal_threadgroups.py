@@ -58,11 +58,11 @@ def test_a_threadgroup_waits_after_its_queries_and_before_it_merges(group, dim):
     """A simdgroup's outputs overwrite its own weights, so that it need not wait for others."""
     stats = one_key(group, dim, dim)
     assert stats.barriers == 2
-    weights = 8 * 32 * 4 * 4
-    outputs = 8 * group * dim * 4
+    weights = 4 * 32 * 4 * 4
+    outputs = 4 * group * dim * 4
     queries = group * dim * 2
     no_scales = 16  # an array may not be empty
-    sums = 8 * group * 2 * 4
+    sums = 4 * group * 2 * 4
     assert stats.threadgroup_bytes == queries + max(weights, outputs) + sums + no_scales
 
 
@@ -70,7 +70,7 @@ def test_a_threadgroup_waits_after_its_queries_and_before_it_merges(group, dim):
     ("group", "head_dim", "most"), [(4, 128, 105), (1, 128, 36), (4, 64, 60), (2, 256, 170)]
 )
 def test_what_a_tile_of_32_keys_costs(group, head_dim, most):
-    """Two tables of keys differ in 256 keys only: a tile of each simdgroup."""
+    """Two tables of keys differ in 256 keys only: two tiles of each simdgroup."""
     few, many = (counted([keys], group, head_dim)[0] for keys in (256, 512))
     tiles = 8
     assert many.simd_ops - few.simd_ops <= most * tiles
