@@ -1,20 +1,245 @@
-"""What today's clients of Anthropic's Messages API send, and what they read."""
+"""Anthropic's Messages API: what today's clients send, and what they read."""
 
 import json
+import re
 
 import pytest
+from jsonschema import validate
+from mlx_lm.tool_parsers import json_tools
 
-from tests.server.test_structured_server import PROMPT, USER, claude, server  # noqa: F401
-from tests.support.commands.server_harness import MODEL, demo, exchange, live, post
+from tests.server.test_structured_server import SCHEMA, TEMPLATE, tool_format
+from tests.support.commands.server_harness import MODEL, TIMEOUT, demo, exchange, live, post, solo
 
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
+USER = [{"role": "user", "content": "def f"}]
+PROMPT = "user: def f\n"
+CLAUDE_TOOLS = [{"name": name, "description": "d", "input_schema": SCHEMA} for name in ("f", "g")]
 
 
-def num_tokens(claude, **options):  # noqa: F811
+@pytest.fixture(scope="module")
+def server():
+    with live("--chat-template", TEMPLATE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    anthropic = pytest.importorskip("anthropic")
+    url = f"http://127.0.0.1:{server.address[1]}"
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=TIMEOUT)
+
+
+@pytest.mark.slow
+def test_a_message_is_what_mlx_lm_gives(claude):
+    message = claude.messages.create(model=MODEL, max_tokens=24, messages=USER)
+    text, tokens, _ = solo(PROMPT, 24)
+    assert [block.text for block in message.content] == [text]
+    assert (message.role, message.stop_reason, message.stop_sequence) == (
+        "assistant",
+        "max_tokens",
+        None,
+    )
+    usage = message.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == len(demo()[1].encode(PROMPT))
+    assert usage.output_tokens == len(tokens) == 24
+
+
+def test_a_stream_gives_the_same_message(claude):
+    whole = claude.messages.create(model=MODEL, max_tokens=24, messages=USER)
+    with claude.messages.stream(model=MODEL, max_tokens=24, messages=USER) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_message()
+    assert final.content[0].text == whole.content[0].text
+    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 24)
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+
+
+def test_a_stop_sequence_is_named(claude):
+    text = solo(PROMPT, 24)[0]
+    stops = ["never in it", text[10:14]]
+    message = claude.messages.create(
+        model=MODEL, max_tokens=24, messages=USER, stop_sequences=stops
+    )
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stops[1])
+    assert message.content[0].text == text[: text.index(stops[1])]
+
+
+def test_system_blocks_and_tool_results_reach_the_template(claude):
+    history = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "def"}, {"type": "text", "text": "!"}],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": ""},
+                {"type": "text", "text": "calling"},
+                {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "42"},
+                {"type": "text", "text": "so?"},
+            ],
+        },
+    ]
+    system = [{"type": "text", "text": "Be short.", "cache_control": {"type": "ephemeral"}}]
+    prompt = "system: Be short.\nuser: def!\nassistant: callingf{'a': 1}\ntool: 42\nuser: so?\n"
+    counted = claude.messages.count_tokens(model=MODEL, system=system, messages=history)
+    assert counted.input_tokens == len(demo()[1].encode(prompt))
+    message = claude.messages.create(model=MODEL, max_tokens=9, system=system, messages=history)
+    assert message.content[0].text == solo(prompt, 9)[0]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("system", "roles", "prompt"),
+    [
+        (None, "sau", "system: 0\nassistant: 1\nuser: 2\n"),
+        ("be", "ssu", "system: be\n\n0\n\n1\nuser: 2\n"),
+        ("be", "usa", "system: be\nuser: 0\n\n1\nassistant: 2"),
+        ("be", "ussua", "system: be\nuser: 0\n\n1\n\n2\n\n3\nassistant: 4"),
+        (None, "uasu", "user: 0\nassistant: 1\nuser: 2\n\n3\n"),
+        (None, "uas", "user: 0\nassistant: 1\nuser: 2\n"),
+        (None, "uuau", "user: 0\nuser: 1\nassistant: 2\nuser: 3\n"),
+    ],
+)
+def test_turns_of_the_system_join_the_turns_beside_them(claude, system, roles, prompt):
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    turns = [{"role": names[role], "content": str(i)} for i, role in enumerate(roles)]
+    options = {} if system is None else {"system": system}
+    counted = claude.messages.count_tokens(model=MODEL, messages=turns, **options)
+    assert counted.input_tokens == len(demo()[1].encode(prompt))
+    message = claude.messages.create(model=MODEL, max_tokens=9, messages=turns, **options)
+    assert message.content[0].text == solo(prompt, 9)[0]
+
+
+def test_a_billing_header_is_not_part_of_the_prompt(claude):
+    blocks = [
+        {"type": "text", "text": f"x-anthropic-billing-header: cc_version=1; cch={i};"}
+        for i in (1, 2)
+    ]
+    kept = {"type": "text", "text": "Be short."}
+    counts = {
+        claude.messages.count_tokens(model=MODEL, system=system, messages=USER).input_tokens
+        for system in ([blocks[0], kept], [blocks[1], kept], "Be short.")
+    }
+    assert counts == {len(demo()[1].encode(f"system: Be short.\n{PROMPT}"))}
+    alone = claude.messages.count_tokens(model=MODEL, system=blocks[:1], messages=USER)
+    assert alone.input_tokens == len(demo()[1].encode(PROMPT))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_full_context_is_told_in_the_words_that_clients_read(server, streams):
+    """Claude Code reads the numbers, and asks again for less."""
+
+    def refused(path, messages, max_tokens):
+        body = {"model": MODEL, "max_tokens": max_tokens, "messages": messages, "stream": streams}
+        status, _, answer = post(server, body, path)
+        assert status == 400
+        return answer["error"]
+
+    many = [{"role": "user", "content": "a b c " * 1500}]
+    count = len(demo()[1].encode(f"user: {many[0]['content']}\n"))
+    assert count > 2048
+    few = len(demo()[1].encode(PROMPT))
+    error = refused("/v1/messages", many, 8)
+    assert error["message"] == f"prompt is too long: {count} tokens > 2047 maximum"
+    error = refused("/v1/messages", USER, 32_000)
+    assert error["type"] == "invalid_request_error"
+    assert error["message"] == (
+        f"input length and `max_tokens` exceed context limit: {few} + 32000 > 2048,"
+        " decrease input length or `max_tokens` and try again"
+    )
+    huge = [{"role": "user", "content": "a" * 1_000_000}]
+    found = re.fullmatch(
+        r"prompt is too long: (\d+) tokens > 2047 maximum",
+        refused("/v1/messages", huge, 8)["message"],
+    )
+    assert 2047 < int(found[1]) <= 1_000_010
+    for messages, total in ((many, count + 8), (USER, few + 32_000)):
+        error = refused("/v1/chat/completions", messages, 8 if messages is many else 32_000)
+        assert error["code"] == "context_length_exceeded"
+        expected = f"maximum context length is 2048 tokens. However, you requested {total} tokens"
+        assert expected in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages/batches", "/v1/messages/x/y"])
+def test_missing_paths_are_told_in_anthropics_form(server, path):
+    status, _, answer = post(server, {}, path)
+    assert (status, answer["type"]) == (404, "error")
+    assert answer["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "g"}])
+@pytest.mark.parametrize("streams", [False, True])
+def test_tools_are_called_through_the_client(server, claude, choice, streams):
+    options = {"tools": CLAUDE_TOOLS, "tool_choice": choice | {"disable_parallel_tool_use": True}}
+    options |= {
+        "model": MODEL,
+        "max_tokens": 200,
+        "messages": USER,
+        "extra_body": {"temperature": 1},
+    }
+    with tool_format(server, json_tools):
+        if streams:
+            with claude.messages.stream(**options) as stream:
+                message = stream.get_final_message()
+        else:
+            message = claude.messages.create(**options)
+    (block,) = message.content
+    assert (block.type, message.stop_reason) == ("tool_use", "tool_use")
+    assert block.name in (("f", "g") if choice["type"] == "any" else ("g",))
+    validate(block.input, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "web_search"),
+        ({"tool_choice": {"type": "all"}}, "tool_choice"),
+        ({"tool_choice": {"type": ["any"]}}, "tool_choice"),
+        ({"n": 2}, "n: expected 1"),
+        ({"output_format": {"type": "xml"}}, "json_schema"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_errors_have_anthropics_form(server, changes, reason):
+    body = {"model": MODEL, "max_tokens": 8, "messages": USER} | changes
+    status, _, answer = post(server, body, "/v1/messages")
+    assert (status, answer["type"]) == (400, "error")
+    assert answer["error"]["type"] == "invalid_request_error"
+    assert reason in answer["error"]["message"]
+
+
+def test_other_methods_are_refused_in_anthropics_form(server):
+    status, _, content = exchange(server, "GET", "/v1/messages")
+    answer = json.loads(content)
+    assert (status, answer["type"]) == (405, "error")
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_output_format_constrains_a_message(server):
+    body = {"max_tokens": 80, "messages": USER}
+    body |= {"output_format": {"type": "json_schema", "schema": SCHEMA}}
+    status, _, answer = post(server, body, "/v1/messages")
+    assert (status, answer["stop_reason"]) == (200, "end_turn")
+    validate(json.loads(answer["content"][0]["text"]), SCHEMA)
+
+
+def num_tokens(claude, **options):
     return claude.messages.count_tokens(model=MODEL, **options).input_tokens
 
 
-def test_a_result_that_is_an_error_says_so(claude):  # noqa: F811
+def test_a_result_that_is_an_error_says_so(claude):
     call = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "no file", "is_error": True}
     turns = [*USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
@@ -32,7 +257,7 @@ def test_thoughts_of_earlier_turns_reach_templates_that_take_them():
     assert answer["input_tokens"] == len(demo()[1].encode("|def f\nhm|yes\n|def f\n"))
 
 
-def test_models_have_the_form_of_the_client(server, claude):  # noqa: F811
+def test_models_have_the_form_of_the_client(server, claude):
     (model,) = claude.models.list()
     assert claude.models.retrieve(model.id) == model
     assert model.type == "model" and model.display_name == model.id
@@ -69,7 +294,7 @@ def test_a_missing_key_is_an_authentication_error():
     ],
     ids=str,
 )
-def test_what_this_model_cannot_do_is_named(server, fields, ignored):  # noqa: F811
+def test_what_this_model_cannot_do_is_named(server, fields, ignored):
     """The demo model never thinks."""
     body = {"max_tokens": 1, "messages": USER} | fields
     status, headers, answer = post(server, body, "/v1/messages")
@@ -87,7 +312,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("fields", "message"), MISTAKES, ids=str)
-def test_mistakes_about_thinking_are_refused(server, fields, message):  # noqa: F811
+def test_mistakes_about_thinking_are_refused(server, fields, message):
     body = {"max_tokens": 1, "messages": USER} | fields
     status, _, answer = post(server, body, "/v1/messages")
     assert status == 400 and message in answer["error"]["message"]
