@@ -130,7 +130,7 @@ def test_an_engine_gives_mlx_lms_tokens_on_a_forced_path(model_type, path):
     assert set(path_counts) == {path}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
 def test_drop_in_caches_give_mlx_lms_tokens_on_a_forced_path(model_type, path):

@@ -56,6 +56,7 @@ class TestOp:
         answer_by(monkeypatch, lambda *_: request.param)
         return request.param
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (256, 64), (16, 8)], ids=str)
     @pytest.mark.parametrize("num_tokens", [1, 3], ids="L{}".format)
@@ -63,6 +64,7 @@ class TestOp:
         case = latent_case([1, 45, 16, 0], rank, rope, num_tokens=num_tokens, dtype=dtype)
         assert_matches_float64(case, kernel)
 
+    @pytest.mark.slow
     def test_neither_keys_nor_values_are_copied(self):
         case = latent_case([45, 3000], 512, 64, num_blocks=1024)
         mx.eval(*case.arrays)

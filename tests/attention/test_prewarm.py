@@ -55,7 +55,7 @@ def pipelines(call: dict[str, Any]) -> set[str]:
     return {launch["pipeline"] for launch in call["launches"]}
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("block_size", [8, 16, 512], ids="S{}".format)
 @pytest.mark.parametrize("latent", [False, True], ids=["", "latent"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256], ids="D{}".format)

@@ -43,7 +43,7 @@ def test_each_layer_has_its_own_window(windows):
     assert probe(windowed(*windows)).windows == windows
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("lookahead", [True, False])
 @pytest.mark.parametrize("prefill_chunk", [5, 16, 64])
 @pytest.mark.parametrize(
@@ -72,6 +72,7 @@ def test_what_is_given_up_is_never_read_again(windows, prefill_chunk, lookahead)
     assert engine.manager.blocks_in_use == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_full", [0, 1])
 def test_a_long_generation_holds_no_more_than_its_window(num_full):
     model = windowed(WINDOW, *[None] * num_full)

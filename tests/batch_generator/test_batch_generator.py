@@ -35,7 +35,7 @@ MIXED_ROWS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [{}, MIXED_ROWS], ids=["greedy", "mixed rows"])
 @pytest.mark.parametrize("lookahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("batch", [2, 32], ids="batch{}".format)
@@ -127,6 +127,7 @@ def test_a_prompt_is_told_to_be_computed_before_its_first_token_comes():
     assert sorted(told) == list(range(len(PROMPTS)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("calls", range(1, 12))
 def test_a_removed_sequence_is_not_heard_of_again_and_leaves_no_block(calls):
     generator = paged(max_tokens=9)

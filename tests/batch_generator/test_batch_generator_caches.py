@@ -21,7 +21,7 @@ from tests.support.models.architectures import VOCAB, build
 from tests.support.models.tiny_models import solo_greedy
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "lfm2", "deepseek_v3"])
 @pytest.mark.parametrize("end", ["length", "stop"])
 def test_caches_of_ended_and_running_sequences_go_on_in_mlx_lm(model_type, end):
@@ -55,6 +55,7 @@ def test_caches_of_ended_and_running_sequences_go_on_in_mlx_lm(model_type, end):
     assert expected[1] == [r.token for r in responses if r.uid == 1] + rest
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["llama", "lfm2"])
 @pytest.mark.parametrize("step_size", [8, 512])
 def test_the_caches_at_the_end_of_a_segment_hold_just_that(step_size, model_type):

@@ -55,6 +55,7 @@ def test_both_kinds_of_batches_hold_the_same_after_every_call(model):
                 assert np.array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_call_alone():
     mx.eval(mx.ones(1 << 24) + 1)  # a higher peak, before
     kept = []

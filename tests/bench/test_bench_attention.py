@@ -141,6 +141,7 @@ def test_ctrl_c_leaves_what_was_measured(capsys, monkeypatch):
     assert outputs.err == ["interrupted after 1 of 3 cases"]
 
 
+@pytest.mark.slow
 def test_a_wrong_answer_ends_the_bench(monkeypatch, capsys):
     monkeypatch.setattr("bench.paged_attention.timing._difference", lambda *_: float("nan"))
     with pytest.raises(SystemExit, match="the paged op is nan from MLX's attention"):

@@ -94,7 +94,7 @@ def test_a_machine_that_distorts_times_is_named_once_a_cause(
         assert line.startswith(word)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("own_is_faster", [False, True])
 def test_a_linear_layer_is_rated_by_the_faster_of_both_kernels(monkeypatch, own_is_faster):
     """As if one kernel took a tenth of the other's second."""
@@ -133,6 +133,7 @@ def test_the_stall_bench_compares_four_engines_in_as_many_rounds(capsys):
     assert outputs.result["max_gap_ratio"] > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "num_steps"),
     # A gap a stream for each chunk; one or two more for what is under way when the prompt arrives,

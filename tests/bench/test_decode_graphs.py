@@ -19,6 +19,7 @@ def run(capsys, *options):
     return result[options[0]]
 
 
+@pytest.mark.slow
 def test_graphs_are_compared_at_each_number_of_rows(capsys):
     for found, rows in zip(run(capsys, "graphs", "--rows", "1", "3"), (1, 3), strict=True):
         assert found["rows"] == rows
@@ -34,6 +35,7 @@ def test_whole_steps_of_both_models(capsys):
         assert each["lowest"] <= each["ratio"] <= each["highest"]
 
 
+@pytest.mark.slow
 def test_padding_is_compared_with_batches_that_have_none(capsys, monkeypatch):
     rows, steps = [], decode_graphs.Course.milliseconds
 

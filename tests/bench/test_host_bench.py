@@ -40,7 +40,7 @@ def result_of(bench: Any, options: list[str], capsys: pytest.CaptureFixture[str]
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [[], ["--no-lookahead"]], ids=["ahead", "not ahead"])
 def test_host_cost_covers_every_part_of_every_step(mode, capsys):
     result = result_of(host_cost, [*HOST, *mode], capsys)

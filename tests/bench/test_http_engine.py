@@ -114,6 +114,7 @@ def jobs(arrivals_s, max_tokens=7, samples=1):
     return make_trace(every, arrivals_s)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("api", ["completions", "chat"])
 def test_times_are_those_of_the_clients(api):
     with fake() as (server, url):
@@ -136,6 +137,7 @@ def test_times_are_those_of_the_clients(api):
         assert body["temperature"] == 0 and body["ignore_eos"]
 
 
+@pytest.mark.slow
 def test_requests_are_sent_when_they_are_due_and_wait_for_no_other():
     arrivals = [0.0, 0.25, 0.5]
     with fake(dict.fromkeys(range(3), "together")) as (server, url):
@@ -170,6 +172,7 @@ def test_samples_are_streams_of_their_own():
     assert len(server.asked) == len(WARM_UP) + 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [("status", "status 503: "), ("event", "lost"), ("break", "a stream broke off")],
@@ -191,6 +194,7 @@ def test_a_key_of_the_environment_is_sent(monkeypatch):
     assert all(headers["Authorization"] == "Bearer secret" for *_, headers in server.asked)
 
 
+@pytest.mark.slow
 def test_equal_tokens_are_equal_words_and_every_round_has_others():
     with fake() as (server, url):
         endpoint, trace = Endpoint(url, "completions", None), jobs([0.0, 0.1])
@@ -208,6 +212,7 @@ def run_main(capsys, *options):
     return lines, json.loads(last), status
 
 
+@pytest.mark.slow
 def test_urls_stand_side_by_side_with_their_ratio_and_a_report(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     with fake() as (_, one), fake({0: "status"}) as (_, other):
@@ -227,6 +232,7 @@ def test_urls_stand_side_by_side_with_their_ratio_and_a_report(capsys, tmp_path)
     assert page.count('src="data:image/png;base64,') == 1  # latency: there are no steps to draw
 
 
+@pytest.mark.slow
 def test_ctrl_c_writes_what_was_measured_so_far(capsys):
     with fake({6: "interrupt"}) as (_, url):
         _, result, status = run_main(capsys, "--url", url, "--requests=40", "--request-rate=5")
@@ -280,6 +286,7 @@ def own_server():
             process.terminate()
 
 
+@pytest.mark.slow
 def test_our_server_gives_each_stream_the_text_of_mlx_lm(own_server):
     endpoint = Endpoint(own_server, "completions", None)
     trace = make_trace([Job(0, tuple(range(i, 3 * i + 4)), 12) for i in range(6)], [0.0] * 6)

@@ -56,7 +56,7 @@ def jobs_of(lengths, vocab_size=VOCAB, max_tokens=6):
     return [Job(0, tuple(draw(vocab_size, size=n).tolist()), max_tokens) for n in lengths]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [

@@ -29,6 +29,7 @@ def test_equal_blocks_after_unequal_ones_are_distinct():
     assert memory.distinct_blocks([[1, 2, 3, 4], [5, 6, 3, 4]], 2) == 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("num_prompt", "blocks", "clones"),
     # Three samples end with 8 tokens of their own that are kept.
@@ -81,6 +82,7 @@ def test_beams_hold_the_prompt_once_and_copy_where_they_part(capsys):
     assert beams["mlx_lm_bytes"] is None and beams["distinct_blocks"] is None
 
 
+@pytest.mark.slow
 def test_requests_share_the_prefix_that_they_have_in_common(capsys):
     _, result = run(capsys, "--prompt-tokens=600")  # more than a step's: the others come after it
     prefixes = result["prefixes"]
@@ -89,6 +91,7 @@ def test_requests_share_the_prefix_that_they_have_in_common(capsys):
     assert prefixes["copies_bytes"] > 2 * prefixes["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_the_same_arguments_count_the_same(capsys):
     assert run(capsys, "--prompt-tokens=33") == run(capsys, "--prompt-tokens=33")
 

@@ -47,6 +47,7 @@ def trace_of(num_requests=5, samples=1):
     return make_trace(short, [0.0] * num_requests)
 
 
+@pytest.mark.slow
 def test_a_disk_ends_with_its_engine(model):
     trace = trace_of()
     server = make_server("mlx_paged_disk", model, limits_for(trace))
@@ -71,7 +72,7 @@ def play(name, model, trace, limits=None, source=None):
     return run
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INSTALLED)
 def test_every_engine_gives_each_stream_the_tokens_of_its_prompt_alone(name, model):
     trace = trace_of(samples=2)
@@ -126,6 +127,7 @@ def test_a_job_with_more_samples_than_a_batch_holds_is_a_batch(model):
     assert all(stream.is_done for stream in run.streams)
 
 
+@pytest.mark.slow
 def test_counts_of_two_runs_by_step_are_the_same_even_when_blocks_run_out(model):
     jobs = [Job(0, tuple(range(i, i + 12)), 30, samples=2) for i in range(6)]
     trace = make_trace(jobs, [0.05 * i for i in range(6)])

@@ -14,7 +14,7 @@ LAYERS |= {"gemma3n": (8, 2)}  # five of its layers share the K/V of others
 """Layers with a window and without."""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_mlx_lm_holds_a_window_and_whole_sequences(name):
     windowed, full = LAYERS[name]

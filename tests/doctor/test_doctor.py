@@ -198,12 +198,14 @@ def found_with_xcrun(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str)
 
 
 class TestSources:
+    @pytest.mark.slow
     def test_without_xcode_nothing_is_compiled(self, monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", str(tmp_path))
         found = run_check("sources", sources.check_sources, True)
         assert found.ok and found.numbers["compiled"] == 0
         assert "none compiled: no `xcrun` here" in found.text()
 
+    @pytest.mark.slow
     def test_an_xcode_without_a_compiler_compiles_nothing(self, monkeypatch, tmp_path):
         found = found_with_xcrun(
             monkeypatch,
@@ -214,6 +216,7 @@ class TestSources:
         assert found.ok and found.numbers["compiled"] == 0
         assert "--version`: error: cannot execute tool 'metal'" in found.text()
 
+    @pytest.mark.slow
     def test_a_source_that_xcode_refuses_is_named(self, monkeypatch, tmp_path):
         found = found_with_xcrun(
             monkeypatch,

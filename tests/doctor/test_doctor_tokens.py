@@ -13,6 +13,7 @@ from mlx_paged.doctor.findings import Findings, run_check
 from mlx_paged.engine.engine import Engine
 
 
+@pytest.mark.slow
 def test_a_wrong_attention_gives_wrong_tokens(monkeypatch):
     right = ops.paged_attention
 
@@ -26,6 +27,7 @@ def test_a_wrong_attention_gives_wrong_tokens(monkeypatch):
     assert all(", mlx-lm's [" in failure for failure in found.failures)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_not_copied_give_wrong_tokens(monkeypatch):
     monkeypatch.setattr(ops, "copy_blocks", lambda k, v, pairs: (k, v))
     found = run_check("order", tokens.check_order, True)
@@ -65,6 +67,7 @@ def test_only_ties_may_differ(got, error, ties, wrong, play):
     assert all(part in whole for part, whole in zip(wrong, play.wrong, strict=True))
 
 
+@pytest.mark.slow
 def test_an_engine_without_preemptions_is_no_proof(monkeypatch):
     def roomy(*arguments: Any, num_blocks: int, **options: Any) -> Engine:
         return Engine(*arguments, num_blocks=1000, **options)

@@ -38,7 +38,7 @@ def root_mean_square_error(model, tokenizer, **options):
     return np.sqrt(np.square(np.stack([found[uid] for uid in uids]) - np.stack(alone)).mean())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"prefill_batch_size": 2, "prefill_step_size": 8, "completion_batch_size": 3}],

@@ -116,6 +116,7 @@ def test_admission_and_completion_copy_nothing(llama, monkeypatch):
     check_integrity(pool)
 
 
+@pytest.mark.slow
 def test_given_caches_are_extended_by_the_batch_and_stay_as_they_are():
     model, tokenizer = load_model()
     heads = ["def add(a, b):", "class Stack:\n    def"]
@@ -232,6 +233,7 @@ def test_layers_may_be_padded_differently(llama):
     assert mx.array_equal(mx.array(batch[1].keys_and_values()[0]), keys)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_left_padding_is_written_nowhere(model_type):
     model = tiny_model(model_type)
@@ -275,7 +277,7 @@ def assert_same(cache, plain) -> None:
             assert np.all((before == row[:first]) | (before == 0))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("seed", range(12))
 def test_any_sequence_of_operations_is_that_on_plain_rows(seed, window):

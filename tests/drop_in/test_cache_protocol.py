@@ -144,7 +144,7 @@ def test_values_without_columns_stay_in_mlx_lms_cache():
         assert mx.array_equal(found, keys) and values.shape == (1, 1, 3, 0)
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("steps", [(5,), (1,), (5, 6, 1, 1), (40, 1), (3, 1, 30), (WINDOW,)])
@@ -215,6 +215,7 @@ OPERATIONS = (
 )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_fresh", [False, True], ids=["used", "fresh"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations_are_those_of_mlx_lm(operation, is_fresh):
@@ -236,7 +237,7 @@ def test_operations_are_those_of_mlx_lm(operation, is_fresh):
     assert isinstance(paged, stock.KVCache) and other.offset == 13
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("way", ["copy", "deepcopy", "pickle", "state", "keys", "slice", "repeat"])
 def test_a_copy_never_shows_later_writes(name, way):
@@ -290,7 +291,7 @@ def test_evaluated_arrays_may_be_read_by_another_thread():
     assert blocks_in_use(paged.layer.pool) == -(-paged.offset // BLOCK)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKE)
 def test_a_pickle_needs_only_mlx_lm(name, tmp_path):
     paged, plain = pair(name)

@@ -64,7 +64,7 @@ def compare(model, run) -> list:
     return caches[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "is_inside", [False, True], ids=["constant prefix", "prefix with gradient"]
 )
@@ -86,7 +86,7 @@ def test_a_text_after_a_prefix(name, is_inside):
     compare(model, run)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "is_inside", [False, True], ids=["constant prefix", "prefix with gradient"]
 )
@@ -110,6 +110,7 @@ def test_texts_after_copies_of_one_prefix(name, is_inside):
     compare(model, run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_long_text_in_chunks(name):
     """One gradient for each chunk, as trainers with little memory compute it."""
@@ -126,6 +127,7 @@ def test_a_long_text_in_chunks(name):
     compare(model, run)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS[:3])
 @pytest.mark.parametrize("trained", ["q_proj", "v_proj"])
 def test_most_parameters_are_frozen(name, trained):
@@ -226,7 +228,7 @@ def slopes(arrays, direction, **options) -> np.ndarray:
     return (ends[0] - ends[1]) / 2e-5
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("argument", range(5), ids=["q", "k", "v", "k_cache", "v_cache"])
 def test_derivatives_are_those_of_finite_differences(arrays, argument, options):

@@ -95,6 +95,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NUM_LAYERS)
 def test_decodes_attend_in_place_and_have_mlx_lms_logits(name, models):
     model = models(name)
@@ -106,6 +107,7 @@ def test_decodes_attend_in_place_and_have_mlx_lms_logits(name, models):
     assert [layer.shape for layer in layers] == [LATENT] * NUM_LAYERS[name]
 
 
+@pytest.mark.slow
 def test_a_ragged_batch_attends_in_place_and_has_each_rows_logits(model):
     batch = merged([filled(model, prompt) for prompt in PROMPTS])
     path_counts.clear()
@@ -118,6 +120,7 @@ def test_a_ragged_batch_attends_in_place_and_has_each_rows_logits(model):
     check_integrity(pool)
 
 
+@pytest.mark.slow
 def test_decodes_gather_no_context():
     """One gathered latent would take as much as a decode may."""
     model = build("deepseek_v3", max_position_embeddings=8192)
@@ -157,6 +160,7 @@ class TestReads:
         together = decoded(model, batch, TOKENS)
         assert_close(together[1], solo(model, 1))
 
+    @pytest.mark.slow
     def test_a_saved_cache(self, model, cache, expected, tmp_path):
         file = str(tmp_path / "cache.safetensors")
         stock.save_prompt_cache(file, cache)
@@ -234,6 +238,7 @@ def test_a_layer_keeps_its_widths(model):
         cache.update_and_fetch(keys, values)
 
 
+@pytest.mark.slow
 def test_the_layers_that_pick_tokens_by_an_indexer_have_mlx_lms_tokens(models):
     model = models("deepseek_v32")
     texts = [greedy(model, p, stock_make_prompt_cache(model), NUM_DECODES) for p in PROMPTS[:2]]

@@ -158,7 +158,7 @@ def test_memory_follows_use_over_a_thousand_requests(kind, memory, compactions):
     assert held_bytes() - before < 1000
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HEADS_AND_DIMS)
 def test_kept_caches_hold_what_mlx_lms_hold(kind, memory, compactions):
     for i, kept in enumerate(histories(kind, new_pool(kind), 100, is_stock=True)):
@@ -191,6 +191,7 @@ def test_growing_copies_nothing():
     assert mx.array_equal(cache.keys_and_values()[0], mx.concatenate([keys, keys], axis=2))
 
 
+@pytest.mark.slow
 def test_an_idle_process_holds_nothing(llama):
     gc.collect()
     before = held_bytes()
@@ -200,6 +201,7 @@ def test_an_idle_process_holds_nothing(llama):
     assert held_bytes() - before < 1000
 
 
+@pytest.mark.slow
 def test_an_lru_prompt_cache_counts_what_the_pool_holds(llama):
     cache = stock.LRUPromptCache(max_size=3)
     prompts = [PROMPT[:20] + np.roll(PROMPT * 20, n).tolist() for n in range(4)]
@@ -218,6 +220,7 @@ def test_an_lru_prompt_cache_counts_what_the_pool_holds(llama):
     assert pool.nbytes <= 1.5 * live + STEP * block_bytes
 
 
+@pytest.mark.slow
 def test_what_was_read_before_the_pool_shrinks_stays(llama):
     long, cache = filled(llama, PROMPT * 10), filled(llama)
     pool, expected, handles = pool_of(cache), contents(cache), [c.keys_and_values() for c in cache]
@@ -247,7 +250,7 @@ def test_a_state_keeps_its_content_and_its_pool_until_it_is_deleted(llama):
     check_integrity(pool)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [1, 40])
 def test_a_pool_may_shrink_within_a_forward(llama, columns):
     """Between two layers, and between a layer's write and its attention."""
@@ -273,7 +276,7 @@ def test_a_pool_may_shrink_within_a_forward(llama, columns):
         assert same(contents(cache), contents(expected))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("nth", range(1, 7))
 def test_memory_that_runs_out_while_a_pool_shrinks_loses_nothing(llama, monkeypatch, nth):
     long, cache = [filled(llama, PROMPT * 10)], filled(llama)

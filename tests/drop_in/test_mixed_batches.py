@@ -22,7 +22,7 @@ from tests.support.models.tiny_models import VOCAB, tiny_model
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (5, 40, 17)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 @pytest.mark.parametrize("kinds", ["SP", "PS", "SSP", "PSS"])
 @pytest.mark.parametrize("way", ["merge", "extend"])
@@ -49,7 +49,7 @@ def test_stock_and_paged_caches_share_a_batch(model_type, kinds, way):
         assert mx.allclose(row, model(mx.array([[*prompt, 7]]))[0, -1:], atol=1e-4)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_patched_first", [True, False])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_a_batch_that_runs_takes_caches_of_the_other_kind(model_type, is_patched_first):

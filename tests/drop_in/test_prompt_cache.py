@@ -49,7 +49,7 @@ def llama():
     return tiny_model("llama")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(21)
 @pytest.mark.parametrize("prefill_step_size", [2048, 13, 1])
 @pytest.mark.parametrize("model_type", KERNEL_MODELS + GATHER_MODELS)
 def test_generation_is_that_of_stock_caches(model_type, prefill_step_size):
@@ -68,6 +68,7 @@ def test_generation_is_that_of_stock_caches(model_type, prefill_step_size):
     assert bool(path_counts) == (model_type in KERNEL_MODELS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt_oss"])
 def test_without_the_hook_the_caches_work_through_gathered_arrays(model_type, monkeypatch):
     model = tiny_model(model_type)
@@ -78,7 +79,7 @@ def test_without_the_hook_the_caches_work_through_gathered_arrays(model_type, mo
     assert not path_counts
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_seed", [0, 1], ids=["all accepted", "all rejected"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 def test_speculative_decoding_gives_the_greedy_tokens(model_type, draft_seed):
@@ -91,7 +92,7 @@ def test_speculative_decoding_gives_the_greedy_tokens(model_type, draft_seed):
     assert [int(token) for token, *_ in steps] == solo_greedy(model, PROMPT, 20)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 3, 17], ids=["whole", "in a block", "over blocks"])
 def test_forks_diverge_and_copy_one_block_each(llama, cut):
     """Deep copies of a cache go their own ways; the original is not touched."""
@@ -116,6 +117,7 @@ def test_deep_copies_of_the_layers_one_by_one_are_one_fork_each(llama):
     assert same(contents(cache), contents(stock_filled(llama)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("stored", "asked", "left"),
     [(41, 41, 0), (30, 41, 11), (41, 30, 1)],

@@ -81,6 +81,7 @@ def test_the_limit_binds_in_any_order(name, seed):
     assert most > 1  # the limit is not too strict either
 
 
+@pytest.mark.slow
 def test_entries_that_share_their_blocks_fit_together():
     model = tiny_model("llama")
     trunk = filled(model, SHARED)
@@ -95,6 +96,7 @@ def test_entries_that_share_their_blocks_fit_together():
     assert one < bytes_held(lru) <= lru.nbytes < one * 2
 
 
+@pytest.mark.slow
 def test_an_entry_counts_whole_when_its_sharers_have_gone():
     model = tiny_model("llama")
     trunk = filled(model, SHARED)

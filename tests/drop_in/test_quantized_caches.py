@@ -46,7 +46,7 @@ def assert_same(a, b):
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @every_format
 @pytest.mark.parametrize("is_hooked", [True, False])
 def test_tokens_are_those_of_mlx_lm_over_the_same_values(model, kv_bits, is_hooked):
@@ -131,7 +131,7 @@ def test_blocks_keep_their_elements_when_the_pool_grows_and_shrinks(kv_bits):
     assert_same(stored(cache), before)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @every_format
 def test_saved_caches_go_on(model, kv_bits, tmp_path):
     file = str(tmp_path / "cache.safetensors")

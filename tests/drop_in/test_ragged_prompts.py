@@ -90,13 +90,14 @@ def test_rows_have_the_states_of_their_own_tokens(name):
         assert max(errors(model)) < TOLERANCE
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", RIGHT_IN_MLX_LM)
 def test_others_are_batched_as_mlx_lm_does_it(name):
     with patched_mlx_lm(block_size=4):
         assert max(errors(build(name))) < TOLERANCE
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("scope", [nullcontext, patched_mlx_lm])
 def test_what_stays_wrong_is_wrong_in_mlx_lm(name, scope):

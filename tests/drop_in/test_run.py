@@ -174,7 +174,7 @@ def test_ctrl_c_reaches_the_program_alone(run, tmp_path):
     assert ends[0] == ends[1] and ends[0][1] == -signal.SIGINT
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

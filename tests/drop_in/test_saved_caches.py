@@ -83,7 +83,7 @@ def runs(tmp_path_factory):
     return run
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", ["paged", "stock"])
 @pytest.mark.parametrize("saver", ["paged", "stock"])
 def test_what_one_process_saved_another_continues(runs, saver, loader):
@@ -107,7 +107,7 @@ def test_files_name_mlx_lms_classes_and_have_its_arrays(runs, model_type):
 # In this process
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3", "jamba"])
 def test_a_loaded_cache_is_mlx_lms_own_and_continues(model_type, file):
     model = tiny_model(model_type)
@@ -146,7 +146,7 @@ def test_a_window_layer_is_saved_as_its_last_window(windowed, file):
         assert (plain.offset, plain.keys.shape[2]) == (len(PROMPT), kept)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("num_tokens", [WINDOW - 1, WINDOW, WINDOW + 1, len(PROMPT)])
 @pytest.mark.parametrize("num_more", [1, 5, WINDOW + 3])
 def test_windows_of_any_length_go_on(windowed, file, num_tokens, num_more):
@@ -198,7 +198,7 @@ def batched(model, tails, caches, num_tokens: int = WINDOW + 4) -> list[list[int
     return list(tokens.values())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1], ids=["loaded first", "new first"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 def test_caches_of_mlx_lm_join_a_batch_of_paged_ones(model_type, file, order):
@@ -218,6 +218,7 @@ def test_caches_of_mlx_lm_join_a_batch_of_paged_ones(model_type, file, order):
     assert same(contents(rotated), before)
 
 
+@pytest.mark.slow
 def test_a_batch_of_equal_lengths_may_have_states(file):
     model = tiny_model("jamba")
     stock.save_prompt_cache(file, filled(model))

@@ -151,6 +151,7 @@ def test_a_first_prompt_beyond_the_limit_is_refused(llama):
         filled(llama, PROMPT, kv_memory=2 * 3 * BLOCK * 2 * 2 * 16 * 4)
 
 
+@pytest.mark.slow
 def test_threads_that_share_a_model_do_not_share_a_pool(llama):
     expected = greedy(llama, PROMPT, stock_make_prompt_cache(llama), 20)
     results: list[list[int]] = []
@@ -227,7 +228,7 @@ def test_a_cache_of_another_pool_is_copied_once_for_all_layers(llama):
         assert mx.array_equal(mx.array(k[1:2]), mx.array(source.keys_and_values()[0]))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["merge", "state"])
 def test_a_copy_is_not_overtaken_by_writes_to_its_source(llama, way):
     """Also if nobody has evaluated it by then."""

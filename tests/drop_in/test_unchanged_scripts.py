@@ -54,7 +54,7 @@ def _restored(monkeypatch):
     unpatch_mlx_lm()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [WITH_FUNCTIONS, WITH_THE_COMMAND], ids=["functions", "command"])
 def test_a_script_prints_the_same(script, capsys, monkeypatch):
     printed = []

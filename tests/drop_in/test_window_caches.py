@@ -68,7 +68,7 @@ def assert_continues(model, cache, tokens, expected, num_tokens: int = 20) -> No
         assert token == stock_token and mx.allclose(found, wanted, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(
     ("window", "prefill_step_size"), [(WINDOW, 7), (WINDOW, 2048), (64, 50), (64, 2048)]
 )
@@ -87,7 +87,7 @@ def test_a_long_prompt_in_chunks_is_that_of_stock_caches(name, window, prefill_s
         check_integrity(c.layer.pool)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_ragged_batches_join_and_leave(name):
     model = windowed(name)
@@ -107,7 +107,7 @@ def test_ragged_batches_join_and_leave(name):
         assert found == greedy(model, prompt, stock_make_prompt_cache(model), len(found))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [3, WINDOW - 1, WINDOW, 30])
 def test_copies_go_on_alone(model, before):
     cache, plain = filled(model, TEXT[: before - 2]), stock_filled(model, TEXT[: before - 2])
@@ -192,7 +192,7 @@ def test_rewinding_is_refused_where_mlx_lm_refuses_it(model, num_tokens):
     assert_continues(model, caches[0], [3, 1], caches[1])
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("draft_seed", [0, 1], ids=["all accepted", "all rejected"])
 def test_speculative_decoding_is_that_of_stock_caches(model, draft_seed):
     draft, tokens = windowed(num_hidden_layers=3, seed=draft_seed), []
@@ -205,7 +205,7 @@ def test_speculative_decoding_is_that_of_stock_caches(model, draft_seed):
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "mimo_v2_flash"])
 @pytest.mark.parametrize("is_hooked", [True, False])
 def test_what_was_let_go_is_not_read(name, is_hooked, monkeypatch):

@@ -84,7 +84,7 @@ BAD_CALLS = [
 ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     BAD_CALLS,
@@ -98,7 +98,7 @@ def test_a_bad_argument_adds_nothing(model, engine, name, options, message):
     assert_only_the_parent_is_there(model, engine, parent)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -157,7 +157,7 @@ FAILURES = [(name, "the tokenizer") for name in ADDERS] + [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("name", "part"), FAILURES)
 @pytest.mark.parametrize("error", [Failure, KeyboardInterrupt])
 def test_a_failure_half_way_adds_nothing(model, engine, monkeypatch, name, part, error):
@@ -201,7 +201,7 @@ NO_PROMPTS = {
 }
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("prompt", "message"), NO_PROMPTS.values(), ids=NO_PROMPTS)
 @pytest.mark.parametrize("name", ADDERS)
 def test_what_is_no_prompt_is_named(model, engine, name, prompt, message):
@@ -224,12 +224,14 @@ PROMPTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_integers_of_all_kinds_are_token_ids(model, engine, prompt):
     (completion,) = engine.generate([prompt], max_tokens=4)
     assert completion.tokens == solo_greedy(model, PROMPT, 4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 def test_the_tokens_of_one_prompt_are_one_prompt(model, engine, prompt):
     expected = solo_greedy(model, PROMPT, 4)

@@ -123,6 +123,7 @@ def test_enough_beams_find_the_best_of_all_sequences(penalty, seed):
     assert_same(group.best, everything)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("penalty", PENALTIES)
 @pytest.mark.parametrize("num_beams", [1, 2, 4])
 def test_stopping_at_the_bound_saves_steps_and_changes_no_answer(penalty, num_beams):

@@ -99,7 +99,7 @@ def solo(model_type: str) -> list[list[int]]:
     return [solo_greedy(model, *request) for request in zip(PROMPTS, NUM_TOKENS, strict=True)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("model_type", ["llama", "jamba"])
 @pytest.mark.parametrize("at", [1, 3, 4, 7])
 @pytest.mark.parametrize(

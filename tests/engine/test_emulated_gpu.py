@@ -47,7 +47,7 @@ def test_mixed_steps_give_mlx_lms_tokens(model_type, prefill_chunk, monkeypatch)
         assert (path_counts["gather"] > 0) == (prefill_chunk >= LONG_CHUNK)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", BITS)
 def test_quantized_pools_give_mlx_lms_tokens_over_what_numpy_quantizes(kv_bits, monkeypatch):
     half = HalfModel("llama", num_hidden_layers=2, head_dim=32)
@@ -75,7 +75,7 @@ def test_a_preempted_request_gives_mlx_lms_tokens(monkeypatch):
     assert all([half.check(p, c.tokens) for p, c in zip(prompts, done, strict=True)])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_bits", [None, *BITS])
 def test_forks_give_mlx_lms_tokens(kv_bits, monkeypatch):
     half = half_model("llama")
@@ -99,7 +99,7 @@ def test_forks_give_mlx_lms_tokens(kv_bits, monkeypatch):
     assert ("copy_blocks_uchar" in metal.trace.kernels) == (kv_bits is not None)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
 def test_blocks_from_a_disk_give_mlx_lms_tokens(model_type, tmp_path, monkeypatch):
     half = half_model(model_type)

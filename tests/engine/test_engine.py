@@ -205,6 +205,7 @@ def test_statistics_count_what_happened(engine):
     assert 0 < stats["ttft_median_s"] <= stats["ttft_max_s"] <= stats["seconds"]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_from_step_to_step(model):
     engine = Engine(model, block_size=16, num_blocks=512, prefill_chunk=64, max_running=4)
     for _ in range(4):

@@ -33,7 +33,7 @@ def computed(engine: Engine, prompt: list[int], **options):
     return completion, engine.stats.prompt_tokens - before
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("num_generated", range(5, 14))
 def test_the_second_turn_of_a_chat_computes_only_what_is_new(model, engine, num_generated):
     """And the last token of the first turn, whose K/V nobody had needed until then."""
@@ -62,6 +62,7 @@ def test_running_requests_share_what_they_have_computed(model, engine):
     assert engine.abort(first) is not None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunk", [16, 32, 512])
 def test_requests_that_come_together_compute_what_they_share_once(model, chunk):
     engine = Engine(model, block_size=BLOCK, num_blocks=64, prefill_chunk=chunk)
@@ -93,6 +94,7 @@ def test_tenants_share_nothing(model, engine):
     assert other.tokens == same.tokens == solo_greedy(model, SYSTEM, 6)
 
 
+@pytest.mark.slow
 def test_a_preempted_request_finds_its_own_prefix_again(model):
     engine = Engine(model, block_size=BLOCK, num_blocks=14, prefill_chunk=32)
     prompts = [text(30), text(30)]

@@ -57,7 +57,7 @@ def test_closing_a_stream_that_was_never_read_frees_its_blocks(engine):
     assert_nothing_is_left(engine)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_read", [0, 2])
 def test_a_stream_that_nobody_refers_to_aborts_its_request(engine, num_read):
     stream = engine.stream(PROMPT, max_tokens=50)

@@ -55,6 +55,7 @@ def raise_at(step: int, error: BaseException):
     return processor
 
 
+@pytest.mark.slow
 def test_a_device_that_fails_twice_loses_nothing(engine, expected, monkeypatch):
     """MLX raises once more when recovery waits for the step that was launched meanwhile."""
     ids = [engine.add_request(prompt, max_tokens=12) for prompt in PROMPTS]
@@ -80,6 +81,7 @@ def test_a_device_that_fails_twice_loses_nothing(engine, expected, monkeypatch):
     assert [done[i].tokens for i in ids] == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lookahead", [True, False])
 @pytest.mark.parametrize("at", [0, 1, 5])
 def test_a_raising_processor_ends_its_request_alone(engine, expected, at, lookahead):
@@ -108,7 +110,7 @@ def fill_from(step: int, value: float):
     return processor
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("lookahead", [True, False])
 @pytest.mark.parametrize("at", [0, 1, 5])
 @pytest.mark.parametrize("value", [mx.nan, -mx.inf])
@@ -181,6 +183,7 @@ class Saboteur:
         monkeypatch.setattr(engine.runner, "_forward", sabotaged)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lookahead", [True, False])
 @pytest.mark.parametrize("at", [1, 3, 8])
 def test_a_step_that_fails_once_costs_no_token(engine, expected, monkeypatch, at, lookahead):

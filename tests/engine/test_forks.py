@@ -45,7 +45,7 @@ def assert_nothing_is_held(engine: Engine) -> None:
 # Samples
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("max_running", [32, 3])
 def test_samples_draw_what_the_same_seeds_draw_alone(model, max_running):
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=100)
@@ -93,7 +93,7 @@ def test_several_prompts_with_several_completions_each(model, engine):
     assert groups[1][2].tokens == solo.tokens
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("model_type", ["llama", "jamba"])
 @pytest.mark.parametrize("steps", [0, 1, 2, 6])
 def test_aborting_the_first_sample_leaves_the_others(model_type, steps):
@@ -140,6 +140,7 @@ def run_until(engine: Engine, request_id: int, num_tokens: int) -> None:
         seen += sum(output.request_id == request_id for output in engine.step())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["llama", "jamba"])
 def test_a_fork_of_a_running_request_goes_on_like_its_parent(model_type):
     model = tiny_model(model_type)
@@ -172,6 +173,7 @@ def test_a_fork_moves_no_block_and_its_first_write_copies_one(model):
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["llama", "mamba2"])
 def test_branches_from_an_ended_request_that_was_kept(model_type):
     model = tiny_model(model_type)
@@ -194,6 +196,7 @@ def test_branches_from_an_ended_request_that_was_kept(model_type):
         engine.fork(root)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["llama", "mamba2"])
 def test_a_branch_may_begin_right_where_a_stop_token_ended_its_parent(model_type):
     """The step under way has computed that token's K/V, or state, by then."""
@@ -212,6 +215,7 @@ def test_a_branch_may_begin_right_where_a_stop_token_ended_its_parent(model_type
     assert_nothing_is_held(engine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_kept", [37, 9])
 def test_a_kept_request_gives_its_blocks_to_those_that_need_them(model, num_kept):
     """At once, or when those that run have grown."""

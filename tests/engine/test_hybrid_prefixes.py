@@ -71,7 +71,7 @@ def num_snapshots(engine: Engine) -> int:
     return len(engine.manager.allocator.snapshots)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", HYBRID + WINDOWED + STATE_ONLY)
 def test_every_turn_of_a_chat_computes_only_what_is_new(name, lookahead):
     """And the last token of the turn before, which nobody had computed."""
@@ -89,7 +89,7 @@ def test_every_turn_of_a_chat_computes_only_what_is_new(name, lookahead):
         history = prompt
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("num_prompt", range(17, 26))
 @pytest.mark.parametrize("num_generated", [1, 2, 8])
 def test_a_turn_goes_on_from_any_place_in_a_block(jamba, make_engine, num_prompt, num_generated):
@@ -122,6 +122,7 @@ def test_a_turn_that_ended_by_a_stop_token_is_known(jamba, make_engine):
     assert second.cached_prompt_tokens == len(history) - (not engine.lookahead)
 
 
+@pytest.mark.sampled(2)
 def test_a_system_prompt_is_known_to_the_next_request_and_better_to_those_after(jamba, make_engine):
     """The first to share it finds the end of a chunk, and leaves a state where the texts part."""
     engine = make_engine()
@@ -140,6 +141,7 @@ def test_a_system_prompt_is_known_to_the_next_request_and_better_to_those_after(
     engine.manager.check_integrity()
 
 
+@pytest.mark.sampled(2)
 def test_a_miss_has_a_reason(make_engine):
     engine = make_engine()
     prompt = SYSTEM + text(30)
@@ -203,6 +205,7 @@ def test_nothing_from_before_a_failed_step_is_known(jamba, make_engine):
     assert completed(engine, SYSTEM)[0].cached_prompt_tokens == LAST_BLOCK
 
 
+@pytest.mark.sampled(2)
 def test_a_preempted_request_goes_on_from_its_last_state(jamba, make_engine):
     engine = make_engine(num_blocks=14)
     launch, starts = engine.runner.launch, []
@@ -221,7 +224,7 @@ def test_a_preempted_request_goes_on_from_its_last_state(jamba, make_engine):
         assert_as_alone(jamba, prompt, completion)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 def test_a_pool_that_holds_few_prompts_changes_no_token(jamba, make_engine):
     engine = make_engine(num_blocks=16, max_running=4)
     prompts = [SYSTEM[: 8 * (i % 4)] + text(7 + 5 * (i % 6)) for i in range(16)]
@@ -268,6 +271,7 @@ class TestTheBound:
         states = [leaf.cache for leaf in cache if hasattr(leaf, "cache")]
         return sum(array.nbytes for state in states for array in state)
 
+    @pytest.mark.sampled(2)
     def test_is_a_number_of_bytes(self, jamba, make_engine):
         engine = make_engine(snapshot_memory=3 * self.state_bytes(jamba) + 1)
         seen = set()

@@ -30,6 +30,7 @@ def test_nothing_grows(loaded, tmp_path):
         assert grown(first, last) == [], name
 
 
+@pytest.mark.slow
 def test_a_pool_is_free_as_soon_as_its_engine_is_dropped(loaded):
     gc.collect()
     before = ops.reserved_bytes()
@@ -93,6 +94,7 @@ thread.join()
         subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT)
 
 
+@pytest.mark.slow
 def test_a_directory_of_a_dropped_engine_is_free(loaded, tmp_path):
     for _ in range(2):
         engine = Engine(*loaded, kv_disk=tmp_path, **ROOM)

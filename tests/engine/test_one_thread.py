@@ -63,7 +63,7 @@ def elsewhere(function):
     return returned[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_second_thread_is_refused_while_the_first_is_inside(model, engine, call):
     gate, done = Gate(), []

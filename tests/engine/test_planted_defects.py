@@ -367,7 +367,7 @@ DEFECTS = (
 )
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_noticed(monkeypatch, plant):
     plant(monkeypatch)

@@ -51,6 +51,7 @@ def test_many_threads_get_what_mlx_lm_gives_each_prompt_alone(serve):
         assert done.result(TIMEOUT) == expected[number::8]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["llama", "jamba"])
 def test_an_engine_moves_to_the_services_thread_and_back(model_type):
     engine = Engine(model(model_type), block_size=4, num_blocks=64)
@@ -188,6 +189,7 @@ def run(coroutine):
     return asyncio.run(bounded())
 
 
+@pytest.mark.slow
 def test_tasks_read_without_a_thread_each(serve):
     service = serve()
     threads = threading.active_count()

@@ -148,6 +148,7 @@ def test_a_service_can_be_closed_before_it_was_started_and_then_not_be_started(e
         service.start()
 
 
+@pytest.mark.slow
 def test_a_closed_service_is_let_go(engine):
     service = EngineService(engine).start()
     service.close()

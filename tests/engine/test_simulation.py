@@ -86,6 +86,7 @@ def test_the_last_line_is_one_json_object(capsys):
     assert json.loads(last)["schedules"] == 3
 
 
+@pytest.mark.slow
 def test_a_failure_comes_with_the_command_that_repeats_it(capsys, monkeypatch):
     monkeypatch.setattr(FakePool, "copy", lambda pool, copies: None)
     assert main(["--schedules", "40", "--seed", "7"]) == 1

@@ -41,7 +41,7 @@ def prompts(count: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(3, 30))] for _ in range(count)]
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -63,7 +63,7 @@ def test_the_tokens_are_mlx_lms(architecture, share, temperature):
     assert engine.scheduler.allocator.blocks_in_use == 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "penalty",
     [
@@ -179,6 +179,7 @@ def test_a_small_pool_preempts_and_shares_as_without_drafts():
     assert [c.tokens for c in again] == [c.tokens for c in done]
 
 
+@pytest.mark.slow
 def test_forks_and_samples_continue_beside_drafts():
     model = tiny_model("llama")
     engine, solo = engine_with(model, 0.6), MlxLmSolo(model, VOCAB)
@@ -263,7 +264,7 @@ def check_alone(model, asked, params, done) -> None:
         assert first is None or expected.margins[first] < 1e-4, (completion, expected)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "deepseek_v3"])
 def test_a_model_that_drafts_for_itself_is_always_right(architecture, temperature):
@@ -279,7 +280,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(architecture, temperatur
     draft_model._allocator.check_integrity()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_blocks", [200, 24], ids=["roomy", "preempting"])
 def test_another_model_costs_steps_but_changes_no_token(num_blocks):
     model, other = tiny_model("llama"), tiny_model("qwen2")

@@ -64,6 +64,7 @@ def stream_all(stream: TextStream, tokens: Sequence[int]) -> list[str]:
     return [*segments, stream.finish()]
 
 
+@pytest.mark.slow
 @given(pieces=PIECES, stops=STOPS, lag=st.integers(0, 3))
 @settings(max_examples=500, deadline=None)
 def test_the_text_ends_before_the_first_complete_stop_string_however_it_is_cut(pieces, stops, lag):
@@ -74,6 +75,7 @@ def test_the_text_ends_before_the_first_complete_stop_string_however_it_is_cut(p
     assert stream.stopped == (expected != "".join(pieces))
 
 
+@pytest.mark.slow
 @given(pieces=PIECES, stop=st.text("ab", min_size=1, max_size=5))
 @settings(max_examples=300, deadline=None)
 def test_a_single_stop_string_splits_the_text(pieces, stop):
@@ -81,6 +83,7 @@ def test_a_single_stop_string_splits_the_text(pieces, stop):
     assert "".join(stream_all(stream, range(len(pieces)))) == "".join(pieces).split(stop)[0]
 
 
+@pytest.mark.slow
 @given(pieces=PIECES, stops=STOPS)
 @settings(max_examples=300, deadline=None)
 def test_no_more_is_held_back_than_the_beginning_of_a_stop_string(pieces, stops):

@@ -27,7 +27,7 @@ SAMPLE = [Case(name, *SIZES[7 * i % len(SIZES)]) for i, name in enumerate(NAMES)
 """A case of each architecture. Together they have all windows, chunks and block sizes."""
 
 
-@pytest.mark.sampled(28)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES.__getitem__)
 def test_windows_change_nothing(number):
     case = SAMPLE[number]
@@ -94,7 +94,7 @@ def change_windows(monkeypatch: pytest.MonkeyPatch, change: Callable[[int], int 
     monkeypatch.setattr(LayerView, "through_tables", through_tables)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_window_of_one_token_less_is_noticed_by(scenario, monkeypatch):
     change_windows(monkeypatch, lambda window: window - 1)
@@ -103,6 +103,7 @@ def test_a_window_of_one_token_less_is_noticed_by(scenario, monkeypatch):
         getattr(scenarios, scenario)()
 
 
+@pytest.mark.slow
 def test_blocks_that_are_released_one_token_too_early_are_noticed(monkeypatch):
     # A sequence keeps a token more than its window. Blocks go when another one is full: at that
     # position this window begins with a block.

@@ -119,6 +119,7 @@ def test_requests_of_one_run_are_sampled_independently(run, tmp_path):
     assert len({entry["text"] for entry in read_jsonl(output)}) == 3
 
 
+@pytest.mark.slow
 def test_a_line_with_a_seed_gets_its_text_in_any_company(run, tmp_path):
     line = {"prompt": FUNCTION, "seed": 3, "temp": 0.9, "top_p": 0.95, "max_tokens": 24}
     output = tmp_path / "results.jsonl"

@@ -61,7 +61,7 @@ def test_a_killed_run_leaves_what_was_finished(killed, expected, prompts, output
     assert [record["text"] for record in records] == [expected(CLASS, 3), expected(LONG, 9)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [[], ["--temp", 1, "--seed", 3, "--n", 2], ["--beams", 2], ["--n", 1, "--best-of", 3]],

@@ -73,7 +73,7 @@ def before(encoded: list[Encoded]) -> list[set[int]]:
     return found
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_the_model_waits_and_counts_as_encode_cpp_makes_mlx_wait_and_count(seed, monkeypatch):
     both, backend, ended = BothBooks(seed), Backend(), []

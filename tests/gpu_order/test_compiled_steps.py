@@ -70,6 +70,7 @@ def test_compiled_steps_are_ordered(script):
     assert counts["compiled steps"] > 5
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 def test_attention_that_does_not_register_the_pool_is_found(script):
     report, _ = judged(script, ATTENTION)

@@ -80,6 +80,7 @@ def pairs(report: Report) -> set[tuple[str, str]]:
     return {(hazard.first.op.name, hazard.second.op.name) for hazard in report.hazards}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("script", HAZARDS, ids=lambda script: script.__name__)
 def test_attention_that_does_not_register_the_pool_is_found(script):
     report = judged(script, ATTENTION)

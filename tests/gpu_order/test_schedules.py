@@ -61,6 +61,7 @@ def trace_of_mlx(waits: bool) -> list[Event]:
     return trace
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("max_ops", [0, 7, 40])
 @pytest.mark.parametrize("waits", [False, True])
 def test_mlx_s_own_cache_is_clean(waits, max_ops):

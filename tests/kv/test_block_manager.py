@@ -310,6 +310,7 @@ def prefill(manager: KVBlockManager, num_layers: int = LAYERS, num_tokens: int =
     next(manager.prefill_into_kv(0, mx.arange(2), 2, lambda tokens, start: kv))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("value", [True, 1.0, math.nan, "1", None, mx.array(1)], ids=repr)
 @pytest.mark.parametrize(
     ("name", "call"),

@@ -75,6 +75,7 @@ def pool_bytes(engine: Engine) -> int:
     return engine.manager.pool.nbytes
 
 
+@pytest.mark.slow
 def test_a_small_model_on_a_large_mac_gets_no_more_slots_than_int32_can_number(monkeypatch):
     fake_mac(monkeypatch, "M3 Ultra, 512 GB")
     shapes = [KVShape(1, 8, 8, mx.bfloat16)]
@@ -84,7 +85,7 @@ def test_a_small_model_on_a_large_mac_gets_no_more_slots_than_int32_can_number(m
         BlockAllocator(num_blocks + 1, BLOCK)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MACS)
 def test_the_default_leaves_room_below_the_limit_from_which_mlx_gives_memory_back(
     monkeypatch, name
@@ -97,7 +98,7 @@ def test_the_default_leaves_room_below_the_limit_from_which_mlx_gives_memory_bac
     assert MARGINS[name] <= room <= 1.05 * MARGINS[name]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gigabytes"), [("M1, 8 GB", 0.18), ("M4 Pro, 24 GB", 8.68), ("M3 Ultra, 512 GB", 346)]
 )
@@ -152,6 +153,7 @@ def test_the_document_has_the_default_pools_of_macs(monkeypatch, size, steps):
     assert row in (ROOT / "docs/on-a-mac.md").read_text().splitlines(), row
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_computed_yet_count(m1, llama):
     others = llama.parameters()
     llama.update(tree_map(lambda weight: weight + 1, others))
@@ -168,7 +170,7 @@ def counted() -> int:
 
 
 class TestSeveralEngines:
-    @pytest.mark.sampled(3)
+    @pytest.mark.slow
     def test_the_second_gets_what_the_first_left(self, mac, llama):
         leave(mac, 8 * MIB)
         Engine(llama, num_blocks=1)  # what a trace of the model leaves is in use from now on
@@ -179,7 +181,7 @@ class TestSeveralEngines:
         assert left // 2 < pool_bytes(second) + 4 * second.manager.pool.block_bytes
         assert pool_bytes(second) <= left  # a step has the other half, or less
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.slow
     def test_where_nothing_is_left_an_error_says_so(self, mac, llama):
         leave(mac, 8 * MIB)
         first = Engine(llama)
@@ -194,6 +196,7 @@ class TestSeveralEngines:
         leave(mac, 8 * MIB)
         assert pool_bytes(Engine(llama)) == size
 
+    @pytest.mark.slow
     def test_paged_caches_get_what_an_engine_left(self, m1, llama):
         leave(m1, 8 * MIB)
         engine = Engine(llama)
@@ -205,6 +208,7 @@ class TestSeveralEngines:
         assert spare_memory() >= size
         llama(mx.zeros((1, 200), mx.int32), cache=make_prompt_cache(llama))
 
+    @pytest.mark.slow
     def test_snapshots_count_before_they_are_taken(self, m1, jamba):
         in_use = memory_in_use()
         engine = Engine(jamba, num_blocks=64, block_size=BLOCK, max_running=2)
@@ -220,7 +224,7 @@ class TestSeveralEngines:
 
 
 class TestTooMuch:
-    @pytest.mark.sampled(3)
+    @pytest.mark.slow
     def test_more_than_is_left_is_refused(self, mac):
         mac.others = 3 * GB
         in_use = memory_in_use()
@@ -240,7 +244,7 @@ class TestTooMuch:
         with pytest.raises(ValueError, match=f"expected at most {left - GB} bytes"):
             num_blocks_for(LLAMA_8B, BLOCK, left - GB + 1, reserved=GB)
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.slow
     def test_paged_caches_are_refused_more_than_the_device_holds(self, mac, llama):
         make_prompt_cache(llama, kv_memory=mac.working_set)
         most = mac.working_set
@@ -273,7 +277,7 @@ LAYERS = {
 class TestLongArrays:
     """A single layer, whose keys are as long as Metal lets an array be."""
 
-    @pytest.mark.sampled(9)
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", LAYERS)
     def test_bound_the_default(self, mac, kind):
         shape, token_bytes = LAYERS[kind]
@@ -281,11 +285,11 @@ class TestLongArrays:
         num_blocks = num_blocks_for([shape], BLOCK, None)
         assert num_blocks == GB // (BLOCK * token_bytes)
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.slow
     def test_do_not_matter_where_memory_ends_before(self, mac):
         assert num_blocks_for(LLAMA_8B, BLOCK, None) == default_kv_memory() // LLAMA_8B_BLOCK
 
-    @pytest.mark.sampled(9)
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", LAYERS)
     def test_are_refused(self, mac, kind):
         shape, token_bytes = LAYERS[kind]
@@ -298,7 +302,7 @@ class TestLongArrays:
         with pytest.raises(ValueError, match=message):
             num_blocks_for([shape], BLOCK, most + 1)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.slow
     @pytest.mark.parametrize("kv_memory", [None, MIB])
     def test_bound_a_pool_that_grows(self, m1, kv_memory):
         m1.longest_buffer = 10 * 2 * BLOCK * 16 * 4  # ten blocks of 2 heads of 16 float32

@@ -107,6 +107,7 @@ def grown(allocator: BlockAllocator, seq_id: int, tokens: list[int], chunk: int)
 
 
 class TestSequences:
+    @pytest.mark.slow
     @settings(max_examples=150, deadline=None)
     @given(
         num_tokens=st.integers(1, 90),

@@ -107,6 +107,7 @@ class TestWhatIsFound:
         finished(allocator, list(range(11)), 11)
         assert admitted(allocator, [*range(11), 99]).num_cached == 11
 
+    @pytest.mark.slow
     @given(
         texts=st.lists(
             st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=20), st.integers(1, 20)),

@@ -32,6 +32,7 @@ def make_engine(llama) -> Engine:
     return Engine(llama, num_blocks=32)
 
 
+@pytest.mark.slow
 def test_it_is_raised_while_an_engine_lives(mac, llama):
     engine = make_engine(llama)
     engine.generate([[1, 2, 3]], max_tokens=3)
@@ -41,6 +42,7 @@ def test_it_is_raised_while_an_engine_lives(mac, llama):
     assert mac.calls == [mac.working_set, ("synchronize", None), BEFORE]
 
 
+@pytest.mark.slow
 def test_the_last_of_several_engines_restores_it(mac, llama):
     first, second = make_engine(llama), make_engine(llama)
     third = make_engine(llama)
@@ -52,6 +54,7 @@ def test_the_last_of_several_engines_restores_it(mac, llama):
     assert mac.wired == BEFORE
 
 
+@pytest.mark.slow
 def test_an_engine_made_later_raises_it_again(mac, llama):
     make_engine(llama).close()
     assert mac.wired == BEFORE
@@ -61,6 +64,7 @@ def test_an_engine_made_later_raises_it_again(mac, llama):
     assert mac.wired == BEFORE
 
 
+@pytest.mark.slow
 def test_a_closed_engine_goes_on_and_gives_nothing_back_twice(mac, llama):
     engine, other = make_engine(llama), make_engine(llama)
     engine.close()
@@ -73,6 +77,7 @@ def test_a_closed_engine_goes_on_and_gives_nothing_back_twice(mac, llama):
     assert mac.wired == BEFORE
 
 
+@pytest.mark.slow
 def test_it_is_raised_in_a_service(mac, llama):
     with EngineService(make_engine(llama)) as service:
         service.submit([1, 2, 3], max_tokens=3).result()
@@ -82,7 +87,7 @@ def test_it_is_raised_in_a_service(mac, llama):
     assert mac.wired == BEFORE
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["closed", "collected"])
 def test_a_batch_generator_restores_it_when_its_stream_is_done(mac, llama, how):
     generator = BatchGenerator(llama, num_blocks=32)
@@ -97,6 +102,7 @@ def test_a_batch_generator_restores_it_when_its_stream_is_done(mac, llama, how):
     assert mac.calls[-1] == mac.wired == BEFORE and mac.calls.count(BEFORE) == 1
 
 
+@pytest.mark.slow
 def test_mlx_lms_own_limit_within_leaves_it_raised(mac, llama):
     engine = make_engine(llama)
     with wired_limit(llama):
@@ -107,6 +113,7 @@ def test_mlx_lms_own_limit_within_leaves_it_raised(mac, llama):
     assert mac.wired == BEFORE
 
 
+@pytest.mark.slow
 def test_it_is_restored_where_the_device_fails(mac, monkeypatch):
     def fail(stream=None) -> None:
         raise RuntimeError("device error")
@@ -118,6 +125,7 @@ def test_it_is_restored_where_the_device_fails(mac, monkeypatch):
     assert mac.wired == BEFORE
 
 
+@pytest.mark.slow
 def test_it_is_restored_where_an_engine_is_closed_on_a_device_that_fails(mac, llama, monkeypatch):
     def fail(stream=None) -> None:
         raise RuntimeError("device error")
@@ -129,6 +137,7 @@ def test_it_is_restored_where_an_engine_is_closed_on_a_device_that_fails(mac, ll
     assert mac.wired == BEFORE
 
 
+@pytest.mark.slow
 def test_a_holder_may_die_while_another_begins(mac, monkeypatch):
     """The garbage collector runs at any moment."""
     owners = [hold_limits(GB)]

@@ -19,6 +19,7 @@ from tests.support.engine.disk_engines import GREEDY, SIZE, make_engine, outputs
 from tests.support.models import tiny_models
 
 
+@pytest.mark.slow
 def test_blocks_leave_for_the_disk_before_others_take_their_memory(tmp_path):
     model, prompts = tiny_models.tiny_model("llama"), [tokens_of(seed) for seed in range(6)]
     expected = outputs(model, prompts * 2)[0]
@@ -32,6 +33,7 @@ def test_blocks_leave_for_the_disk_before_others_take_their_memory(tmp_path):
     assert sum(sizes) == len(unique) * record
 
 
+@pytest.mark.slow
 def test_a_block_that_is_used_again_is_written_at_once(tmp_path):
     engine = make_engine(tiny_models.tiny_model("llama"), tmp_path)
     for tail in range(2):
@@ -41,6 +43,7 @@ def test_a_block_that_is_used_again_is_written_at_once(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_an_idle_service_writes(tmp_path):
     engine = make_engine(tiny_models.tiny_model("llama"), tmp_path)
     with EngineService(engine) as service:
@@ -52,6 +55,7 @@ def test_an_idle_service_writes(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_what_leaves_a_block_is_copied_before_another_group_fills_it(tmp_path):
     model = tiny_models.tiny_model("gpt_oss")
     engine = make_engine(model, tmp_path)
@@ -69,6 +73,7 @@ def test_what_leaves_a_block_is_copied_before_another_group_fills_it(tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_failed_copy_ends_the_step_under_way(tmp_path, monkeypatch):
     """The error may be of the device, and so of that step."""
     engine = make_engine(tiny_models.tiny_model("llama"), tmp_path)
@@ -79,6 +84,7 @@ def test_a_failed_copy_ends_the_step_under_way(tmp_path, monkeypatch):
         engine.runner.collect(LaunchedStep([], None))
 
 
+@pytest.mark.slow
 def test_blocks_of_a_request_that_ended_by_a_stop_token_are_written_too(tmp_path):
     """The next step is under way when it ends, and nobody else reads that step."""
     model = tiny_models.tiny_model("llama")
@@ -101,6 +107,7 @@ def test_blocks_are_written_while_a_request_is_open(tmp_path):
     assert outputs(model, [tokens_of(0)], tmp_path)[1] == [48]
 
 
+@pytest.mark.slow
 def test_a_step_copies_a_limited_number_of_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(tier, "LEAVING_BYTES", 3000)
     model = tiny_models.tiny_model("llama")
@@ -115,6 +122,7 @@ def test_a_step_copies_a_limited_number_of_bytes(tmp_path, monkeypatch):
     engine.close()
 
 
+@pytest.mark.slow
 def test_blocks_leave_a_nearly_full_pool_early_and_a_few_in_each_step(tmp_path, monkeypatch):
     monkeypatch.setattr(tier, "EARLY_BYTES", 1)
     engine = make_engine(tiny_models.tiny_model("llama"), tmp_path, num_blocks=30)
@@ -136,6 +144,7 @@ def test_blocks_leave_a_nearly_full_pool_early_and_a_few_in_each_step(tmp_path, 
     engine.close()
 
 
+@pytest.mark.slow
 def test_an_error_of_a_copy_in_an_idle_engine_is_of_no_later_request(tmp_path, monkeypatch):
     model = tiny_models.tiny_model("llama")
     (expected,), *_ = outputs(model, [tokens_of(0)])
@@ -149,7 +158,7 @@ def test_an_error_of_a_copy_in_an_idle_engine_is_of_no_later_request(tmp_path, m
     engine.close()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_copied_after_a_step_is_kept_if_that_step_is_right(fails, tmp_path, monkeypatch):
     """A step without tokens copies what the step under way has still to compute."""
@@ -168,6 +177,7 @@ def test_what_is_copied_after_a_step_is_kept_if_that_step_is_right(fails, tmp_pa
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_second_use_copies_a_few_blocks_in_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(tier, "EARLY_BYTES", 1)
     engine = make_engine(tiny_models.tiny_model("llama"), tmp_path)

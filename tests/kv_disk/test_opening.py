@@ -13,7 +13,7 @@ from tests.support.engine.disk_engines import make_engine, outputs, tokens_of
 from tests.support.models import tiny_models
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["weights", "tokenizer", "block_size", "salt", "options"])
 def test_nothing_is_found_by_who_must_not_find_it(change, tmp_path):
     model, prompts = tiny_models.tiny_model("llama"), [tokens_of(0)]

@@ -99,6 +99,7 @@ def test_equal_keys_are_written_once(tmp_path):
     assert the_pack(tmp_path).stat().st_size == size
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_anywhere_in_a_record_is_noticed(tmp_path):
     filled(tmp_path, count=1, size=SIZE)
     path = the_pack(tmp_path)

@@ -19,7 +19,7 @@ from tests.support.engine.disk_engines import GREEDY, SIZE, make_engine, outputs
 from tests.support.models import tiny_models
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_type",
     ["llama", "gpt_oss", "gemma3_text", "deepseek_v3", "jamba", "mamba2"],
@@ -218,6 +218,7 @@ def test_no_disk_after_the_prefix_cache_was_reset(tmp_path):
     make_engine(model, tmp_path).close()
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_load_is_not_used_again_before_the_transfer_is_done(tmp_path):
     engine = make_engine(tiny_models.tiny_model("llama"), tmp_path)
     (size,) = engine.scheduler.tier._entry_bytes
@@ -236,6 +237,7 @@ def test_the_memory_of_a_load_is_not_used_again_before_the_transfer_is_done(tmp_
     engine.close()
 
 
+@pytest.mark.slow
 def test_the_first_token_after_a_load_does_not_wait_for_another_step(tmp_path):
     model, prompt = tiny_models.tiny_model("llama"), tokens_of(0, 48)
     expected, *_ = outputs(model, [prompt], tmp_path)

@@ -29,7 +29,7 @@ def test_every_rule_has_a_mistake() -> None:
     assert {*SOURCES, "absent-argument"} == SOURCE_RULES.keys()
 
 
-@pytest.mark.sampled(19)
+@pytest.mark.sampled(38)
 @pytest.mark.parametrize(("rule", "text", "words"), MISTAKES)
 def test_a_mistake_is_found(rule: str, text: str, words: str) -> None:
     found = find(rule, text)
@@ -39,6 +39,7 @@ def test_a_mistake_is_found(rule: str, text: str, words: str) -> None:
         assert file == "bad.metal" and int(line) > PROLOGUE.count("\n")
 
 
+@pytest.mark.slow
 def test_a_source_without_the_standard_library() -> None:
     found = check_source("kernel void f() {}\n", "bad.metal")
     assert [str(each) for each in found] == [
@@ -46,18 +47,19 @@ def test_a_source_without_the_standard_library() -> None:
     ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("body", ABSENT)
 def test_an_absent_argument_that_is_read(body: str) -> None:
     assert len(find("absent-argument", f"{OPTIONAL}  {body}\n}}\n")) == 1
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("body", PRESENT)
 def test_an_argument_behind_its_constant(body: str) -> None:
     assert find("absent-argument", f"{OPTIONAL}  {body}\n}}\n") == []
 
 
+@pytest.mark.slow
 def test_mistakes_of_all_rules_are_reported_together() -> None:
     text = SOURCES["goto"][0][0] + SOURCES["constant-index"][0][0]
     found = check_source(PROLOGUE + text, "bad.metal")

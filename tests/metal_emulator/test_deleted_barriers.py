@@ -36,7 +36,7 @@ def without_barrier(line_number: int) -> str:
     return SOURCE.read_text().replace(f'#include "{KERNELS / HEADER.name}"', header)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "line_number"), barriers())
 def test_deleted_barrier(kernel: str, line_number: int) -> None:
     only = ["sdpa_vector_float_128"]

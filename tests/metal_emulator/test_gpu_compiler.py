@@ -13,7 +13,7 @@ SOURCE = Path(__file__).with_name("gpu_compiler.metal").read_text()
 LANES = 32
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "chain"), [("gather_0", 1), ("gather_1", 2), ("gather_2", 3), ("ahead", 1)]
 )
@@ -29,7 +29,7 @@ def test_registers_hold_what_a_lane_keeps() -> None:
     assert (few.spilled, many.spilled) == (0, 0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "threads", "vectors"),
     [("sdpa_vector", 1024, 2), ("sdpa_vector_2pass_1", 128, 2 * 4)],

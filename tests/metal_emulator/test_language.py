@@ -28,7 +28,7 @@ def run_single(kernel: str, out: NDArray[Any], *more: NDArray[Any], mode: Mode =
     library(mode).launch(kernel, grid=ONE, threadgroup=ONE, buffers=buffers)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "dtype", ["float32", "float16", "uint16", "int32", "uint32", "int64", "bool", "uint8"]
 )
@@ -45,7 +45,7 @@ def test_dtypes(dtype: str) -> None:
     np.testing.assert_array_equal(out, values)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @every_mode
 def test_every_operation_rounds(dtype: mx.Dtype, mode: Mode) -> None:

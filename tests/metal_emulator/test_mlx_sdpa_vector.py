@@ -73,7 +73,7 @@ def test_one_pass(case: Case, mode: Mode, seed: int | None) -> None:
     assert_right(problem, out)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @every_order
 @pytest.mark.parametrize("case", TWO_PASS, ids=str)
 def test_two_pass(case: Case, mode: Mode, seed: int | None) -> None:
@@ -82,7 +82,7 @@ def test_two_pass(case: Case, mode: Mode, seed: int | None) -> None:
     assert_right(problem, out)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @every_order
 @pytest.mark.parametrize("case", GROUPED, ids=str)
 def test_grouped_heads(case: Case, mode: Mode, seed: int | None) -> None:
@@ -91,6 +91,7 @@ def test_grouped_heads(case: Case, mode: Mode, seed: int | None) -> None:
     assert_right(problem, out)
 
 
+@pytest.mark.slow
 def test_bytes_of_keys() -> None:
     """Each kernel loads the keys as often as its algorithm says."""
     case = Case(FLOAT16, 2, 8, 1, 1, 190)

@@ -114,7 +114,7 @@ def run(problem: Problem, mode: Mode, seed: int | None) -> tuple[Any, LaunchStat
     return out, result.stats
 
 
-@pytest.mark.sampled(25)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "seed"),
     [(Mode.FAST, None), (Mode.FAST, 1), (Mode.FAST, 2), (Mode.RACE, None)],

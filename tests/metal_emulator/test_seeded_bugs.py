@@ -64,7 +64,7 @@ def run(kernel: str, mode: Mode, **options: Any) -> list[Finding]:
     )
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("mode", Mode, ids=lambda mode: mode.value)
 @pytest.mark.parametrize("kernel", EXPECTED)
 def test_findings(kernel: str, mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:

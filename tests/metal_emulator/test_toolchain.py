@@ -36,6 +36,7 @@ def test_the_message_names_the_packages(monkeypatch: pytest.MonkeyPatch) -> None
         assert raised.type is outcome
 
 
+@pytest.mark.slow
 def test_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_runtime()  # which may go to the other directory
     monkeypatch.setenv("METAL_EMULATOR_CACHE", str(tmp_path))

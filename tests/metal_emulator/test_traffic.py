@@ -41,6 +41,7 @@ def run(
     return result.stats
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("type_name", "bytes_each"),
     [("float", 4), ("half", 2), ("char", 1), ("float4", 16), ("half4", 8)],
@@ -112,6 +113,7 @@ def test_each_pass_of_a_loop_is_an_instruction() -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", [Mode.FAST, Mode.RACE])
 def test_reductions_and_barriers(mode: Mode) -> None:
     arrays = np.zeros(THREADS, np.float32), np.zeros(THREADS, np.float32)

@@ -27,12 +27,13 @@ def test_every_mistake_and_nothing_else() -> None:
     assert {n: words for n, words in expected.items() if words not in found[n]} == {}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["language", "mlx_sdpa_vector", "seeded_bugs"])
 def test_sources_that_are_right(name: str) -> None:
     assert typecheck(HERE / f"{name}.metal", [mlx_include_dir()]) == []
 
 
+@pytest.mark.slow
 def test_mistake_in_the_use_of_an_mlx_template() -> None:
     """Its line is in MLX's header, but the mistake is ours."""
     source = """

@@ -36,6 +36,7 @@ def busy_engine(model: Any, **options: Any) -> Engine:
     return engine
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lookahead", [False, True])
 def test_what_does_not_depend_on_time_is_the_same_in_every_run(model, lookahead):
     first, second = (busy_engine(model, lookahead=lookahead) for _ in range(2))
@@ -124,6 +125,7 @@ def test_an_engine_that_did_nothing_has_metrics(model):
     assert found["ticks"] == 0 and found["cow_clones_per_token"] == 0 and found["spikes"] == []
 
 
+@pytest.mark.slow
 def test_an_engine_that_is_gone_leaves_no_callback(model):
     gc.collect()
     callbacks = list(gc.callbacks)

@@ -29,6 +29,7 @@ def slow_collections(clock) -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_collections")
 def test_a_collection_is_counted_on_its_thread(clock):
     pauses = GcPauses(clock)
@@ -40,6 +41,7 @@ def test_a_collection_is_counted_on_its_thread(clock):
     assert (pauses.seconds, pauses.elsewhere) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_collections")
 def test_the_thread_that_watches_is_the_one_that_matters(clock):
     pauses = GcPauses(clock)
@@ -54,6 +56,7 @@ def test_the_thread_that_watches_is_the_one_that_matters(clock):
     assert (pauses.seconds, pauses.elsewhere) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("slow_collections")
 def test_the_working_clock_stands_still_meanwhile(clock):
     pauses = GcPauses(clock)

@@ -112,7 +112,7 @@ def test_a_stall_while_a_prompt_is_computed_is_put_down_to_it(core, stall, name)
     assert only_spike(core)["causes"] == ["prefill"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["launch", "collect"])
 def test_a_collection_is_a_spike_wherever_it_happens(core, clock, name):
     def spend(phase: str, info: dict[str, int]) -> None:

@@ -62,7 +62,7 @@ class Attention:
         return [bits[a:b] for a, b in pairwise(begins)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
@@ -70,6 +70,7 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, shape, options):
     check_rows(LENGTH, SPANS, shape, dtype, options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"window": 600}], ids=str)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_where_contexts_are_split(dtype, options):

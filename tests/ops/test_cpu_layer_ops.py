@@ -111,6 +111,7 @@ OFFSETS = [5, mx.array(7), mx.array([0, 3, 70000, 11]), mx.array([9, 1, 2, 3], m
 @pytest.mark.parametrize("offset", OFFSETS, ids=["int", "scalar", "int32", "int64"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestRope:
+    @pytest.mark.sampled(2)
     def test_against_float64(self, dtype, offset, dims, traditional):
         x = random(4, 3, 5, 64, dtype=dtype)
         frequencies = layers.rope_frequencies(dims, BASE)

@@ -118,6 +118,7 @@ class TestVmap:
         assert_close(got, mx.fast.rms_norm(x, None, 0.1) * weights.T[:, None])
 
 
+@pytest.mark.slow
 def test_compiled_for_other_shapes():
     compiled = mx.compile(lambda a, b: layers.silu(a, b) + 1, shapeless=True)
     for rows in (2, 5):

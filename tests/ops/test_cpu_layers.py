@@ -80,6 +80,7 @@ def test_an_engine_s_steps_run_on_the_fused_layers(calls, model):
     assert_restored()
 
 
+@pytest.mark.slow
 def test_gelu_is_diverted_too(calls):
     model = tiny_model("gemma3_text")
     want = solo_greedy(model, PROMPTS[1], 6)
@@ -193,7 +194,7 @@ def not_diverted():
     }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", not_diverted())
 def test_what_the_ops_do_not_take_is_left_to_mlx(calls, model, case):
     call = not_diverted()[case]
@@ -217,6 +218,7 @@ def test_a_mistake_in_a_model_is_reported_as_by_mlx(calls, model):
             mx.fast.rms_norm(x, mx.ones(3), 1e-5)
 
 
+@pytest.mark.slow
 def test_what_compile_traces_meanwhile_can_be_differentiated_later(calls, model):
     compiled = mx.compile(lambda x: nn.silu(x) * 2, shapeless=True)
     x = mx.array([0.5, -1.0, 2.0])

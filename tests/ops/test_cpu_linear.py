@@ -68,6 +68,7 @@ def check_plain(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> 
     return got
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(64, 48), (33, 7), (1, 1), (1031, 17), (1056, 33), (1200, 33)])
 def test_against_float64(shape, dtype):
@@ -81,7 +82,7 @@ def test_against_float64(shape, dtype):
         assert bits_of(alone) == bits_of(got[rows - 1 :])  # whatever the other rows are
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [4, 8])
@@ -135,6 +136,7 @@ def test_x_of_any_number_of_axes(shape):
     np.testing.assert_allclose(_ext.layers.linear(x, weight), x @ weight.T, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_transforms_are_those_of_mlx_s_own_products():
     x, weight = random(2, 128), random(8, 128)
     packed, scales, offsets = mx.quantize(weight, 32, 4)

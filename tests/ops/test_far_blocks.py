@@ -51,6 +51,7 @@ READ = """
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("use", [WRITE, READ], ids=["write_kv", "paged_attention"])
 def test_a_far_block_of_a_pool_on_a_cpu(use):
     # In a process of its own, which a wrong offset ends.

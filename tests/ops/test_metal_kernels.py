@@ -90,17 +90,17 @@ class TestAttention:
         contexts = sorted({1, block_size - 1, block_size, block_size + 1, 45})
         assert_matches_float64(metal, random_case(contexts, block_size=block_size, dtype=dtype))
 
-    @pytest.mark.sampled(9)
+    @pytest.mark.slow
     @pytest.mark.parametrize("head_dim", [12, 32, 64, 80, 96, 128, 256], ids="D{}".format)
     def test_head_dims(self, metal, head_dim):
         assert_matches_float64(metal, random_case([45, 7], head_dim=head_dim, dtype=mx.float16))
 
-    @pytest.mark.sampled(4)
+    @pytest.mark.slow
     @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 128), (192, 128), (40, 64)])
     def test_values_of_another_width(self, metal, head_dim, v_head_dim):
         assert_matches_float64(metal, random_case([45], head_dim=head_dim, v_head_dim=v_head_dim))
 
-    @pytest.mark.sampled(16)
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize(
         ("rank", "rope", "num_heads"), [(512, 64, 1), (512, 64, 3), (256, 64, 3), (16, 8, 7)]
@@ -109,16 +109,16 @@ class TestAttention:
         case = latent_case([45, 0, 16], rank, rope, num_heads=num_heads, dtype=dtype)
         assert_matches_float64(metal, case)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.slow
     def test_values_apart_from_wide_keys(self, metal):
         case = random_case([45, 7], num_heads=6, head_dim=320, v_head_dim=516)
         assert_matches_float64(metal, case)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.slow
     def test_wide_values_of_narrow_keys(self, metal):
         assert_matches_float64(metal, random_case([45], head_dim=64, v_head_dim=320))
 
-    @pytest.mark.sampled(9)
+    @pytest.mark.slow
     @pytest.mark.parametrize("option", ["sinks", "window_21", "float_mask"])
     def test_latents_of_split_contexts(self, any_metal, option):
         case = latent_case([4097, 0], 512, 64, num_heads=3, options=[option])
@@ -132,7 +132,7 @@ class TestAttention:
         assert worst_error(out, want) < FLOAT32_ERROR
         assert worst_error(attn, want_attn) < FLOAT32_ERROR
 
-    @pytest.mark.sampled(10)
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("num_heads", "num_kv_heads", "rows"),
         [(2, 2, 1), (8, 2, 4), (7, 1, 4), (8, 1, 4), (3, 1, 4)],
@@ -158,7 +158,7 @@ class TestAttention:
         case = random_case([1, 45, 0, 17], num_tokens=2, head_dim=32, options=[option])
         assert_matches_float64(metal, case)
 
-    @pytest.mark.sampled(9)
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     def test_all_options_together(self, any_metal, dtype):
         case = random_case(
@@ -171,7 +171,7 @@ class TestAttention:
         )
         assert_matches_float64(any_metal, case)
 
-    @pytest.mark.sampled(6)
+    @pytest.mark.slow
     @pytest.mark.parametrize("q_dtype", TOLERANCE, ids=str)
     def test_queries_of_another_dtype(self, metal, q_dtype):
         assert_matches_float64(metal, random_case([45], dtype=mx.bfloat16, q_dtype=q_dtype))
@@ -202,7 +202,7 @@ class TestAttention:
         assert worst_error(out, want) < FLOAT32_ERROR
         assert worst_error(attn, want_attn) < FLOAT32_ERROR
 
-    @pytest.mark.sampled(66)
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("group", [1, 4, 7, 8], ids="G{}".format)
     @pytest.mark.parametrize("contexts", [[4097], [1, 15, 4097, 16, 17]], ids=["one", "several"])
@@ -211,7 +211,7 @@ class TestAttention:
         assert_matches_float64(any_metal, case)
         assert any_metal.trace.kernels[1:] == [f"merge_splits_{METAL_TYPES[dtype]}_v64"]
 
-    @pytest.mark.sampled(12)
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     def test_a_long_context_is_split_beside_many_short_ones(self, any_metal, dtype):
         case = random_case([1, 0, 2000] + [3] * 13, num_heads=4, num_kv_heads=1, dtype=dtype)
@@ -228,6 +228,7 @@ class TestAttention:
         assert_matches_float64(metal, case)
         assert len(metal.trace.kernels) == 2
 
+    @pytest.mark.sampled(2)
     def test_splits_of_rows_that_see_beyond_their_position(self, metal):
         case = random_case([513, 1025, 3], num_tokens=2)
         case.options["causal"] = False
@@ -240,7 +241,7 @@ class TestAttention:
         assert_matches_float64(metal, case)
         assert len(metal.trace.kernels) == 2
 
-    @pytest.mark.sampled(6)
+    @pytest.mark.slow
     @pytest.mark.parametrize("option", ["sinks", "window_21", "float_mask"])
     def test_options_of_split_contexts(self, any_metal, option):
         case = random_case([4097, 0], num_heads=2, num_kv_heads=1, options=[option])
@@ -255,7 +256,7 @@ class TestAttention:
         hide_blocks(case)
         assert_matches_float64(metal, case)
 
-    @pytest.mark.sampled(5)
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("head_dim", "block_size"), [(64, 16), (64, 4), (128, 24), (128, 5), (256, 8)]
     )
@@ -292,7 +293,7 @@ class TestAttention:
 
 
 class TestPool:
-    @pytest.mark.sampled(6)
+    @pytest.mark.sampled(18)
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     @pytest.mark.parametrize("v_head_dim", [64, 32, 96], ids="Dv{}".format)
     @pytest.mark.parametrize("given", ["rows", "tokens", "sequence"])
@@ -340,7 +341,7 @@ class TestPool:
 
 
 class TestPlans:
-    @pytest.mark.sampled(3)
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
     def test_address_spaces_and_types_are_right(self, dtype):
         require_emulator()
@@ -415,6 +416,7 @@ class TestPlans:
         assert "head dimension of 580" in _ext.metal.unsupported(580, 64)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
 def test_an_engine_runs_on_the_metal_kernels(model_type, monkeypatch):
     """Greedy tokens of a tiny model whose every paged op runs in the emulator are mlx-lm's own."""

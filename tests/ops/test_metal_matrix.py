@@ -84,7 +84,7 @@ class TestOneLength:
         """Two have 9 and 8 of 17 matrices."""
         assert_matches_float64(metal, by_matrices([40], num_tokens=2, head_dim=136))
 
-    @pytest.mark.sampled(12)
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "dims",
         [8, 16, 32, 64, 80, 96, 112, 128, 192, 256, (192, 128), (64, 96), (320, 256), (64, 512)],
@@ -95,7 +95,7 @@ class TestOneLength:
         case = by_matrices([45, 10], head_dim=head_dim, v_head_dim=v_head_dim)
         assert_matches_float64(metal, case)
 
-    @pytest.mark.sampled(42)
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize(
         ("group", "num_tokens", "rows"),
@@ -108,7 +108,7 @@ class TestOneLength:
         assert_matches_float64(any_metal, case)
         assert any_metal.trace.kernels[0].endswith(f"_r{rows}")
 
-    @pytest.mark.sampled(16)
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", BOTH, ids=str)
     @pytest.mark.parametrize(
         ("rank", "rope", "num_tokens"), [(512, 64, 1), (256, 64, 2), (64, 16, 5)]
@@ -119,7 +119,7 @@ class TestOneLength:
         )
         assert_matches_float64(any_metal, case)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("num_tokens", [3, 9])
     @pytest.mark.parametrize("option", OPTIONS)
     def test_options(self, metal, option, num_tokens):
@@ -233,7 +233,7 @@ class TestDifferentLengths:
         assert matrix.threadgroups == (tiles + 128) * (1024 // tiles)
         assert decodes.threadgroups == 128 * 6
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.slow
     @pytest.mark.parametrize("length", [5, 12])
     @pytest.mark.parametrize("heads", [(8, 2), (4, 1), (28, 4)], ids=str)
     def test_all_launches_store_as_many_splits_as_there_is_room_for(self, heads, length):
@@ -257,7 +257,7 @@ class TestDifferentLengths:
         case = ragged_case([1, 5], befores=(600, 34_000), dtype=mx.float16, **sizes)
         assert_matches_float64(metal, case, num_decodes=1)
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.slow
     @pytest.mark.parametrize("before", [3, 700], ids=["whole", "split"])
     @pytest.mark.parametrize("begins", [[0, 1, 4], [0, 0, 43]], ids=str)
     def test_rows_after_the_last_sequence_are_zeros(self, metal, begins, before):
@@ -272,7 +272,7 @@ class TestDifferentLengths:
         case = ragged_case([1, 1, 5], latent=(512, 64), num_heads=16, dtype=mx.float16)
         assert_matches_float64(metal, case, num_decodes=2)
 
-    @pytest.mark.sampled(8)
+    @pytest.mark.slow
     @pytest.mark.parametrize("befores", [(40, 3), (700, 3)], ids=["whole", "split"])
     @pytest.mark.parametrize(
         "begins", [[0, 1, 99], [-5, 1, 6], [0, 9, -3], [2**31 - 1, -(2**31), 6]], ids=str
@@ -392,6 +392,7 @@ class TestTraffic:
         case = by_matrices([32], 32, num_heads=4, head_dim=64)
         assert self.stats(case).loaded_bytes[KEYS] == (16 + 32) * 2 * 64 * 2
 
+    @pytest.mark.slow
     def test_values_that_are_columns_of_the_keys_are_not_loaded(self):
         case = latent_case([300, 20], 64, 16, num_heads=8, dtype=mx.float16)
         stats = self.stats(case)
@@ -409,6 +410,7 @@ class TestTraffic:
         case = by_matrices([320], 8, num_heads=num_heads, num_kv_heads=1, head_dim=head_dim)
         assert self.stats(case).barriers == 4 * 320 // keys + others
 
+    @pytest.mark.slow
     def test_32_rows_of_128_elements_take_at_most_16_kib(self):
         case = by_matrices([45], 64, head_dim=128)
         assert self.stats(case).threadgroup_bytes <= 16 << 10

@@ -110,7 +110,7 @@ def assert_matches(metal: MetalRunner, case: Case, *, as_cpu: bool = False) -> N
 
 
 class TestPoison:
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
     def test_it_shows_in_the_rows_that_read_it(self, metal, spoil, contexts):
@@ -120,6 +120,7 @@ class TestPoison:
         assert_matches(metal, case)
         assert ("merge_splits_float_v64" in metal.trace.kernels) == (contexts[0] == SPLIT)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
     def test_as_in_the_cpu_op(self, metal, spoil, contexts):
@@ -134,7 +135,7 @@ class TestPoison:
         with np.errstate(all="ignore"):
             assert_same(attend(case)[1], case.expected()[1], FLOAT32_ERROR)
 
-    @pytest.mark.sampled(8)
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
     def test_in_other_dtypes(self, metal, spoil, dtype):
@@ -142,7 +143,7 @@ class TestPoison:
         spoil(case)
         assert_matches(metal, case)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("option", ["window_21", "sinks", "bool_mask", "float_mask", "softcap"])
     @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
     def test_with_options(self, metal, spoil, option):
@@ -167,6 +168,7 @@ def mask_of(case: Case, value: float, seen: int) -> mx.array:
 
 
 class TestLowestMasks:
+    @pytest.mark.sampled(3)
     @pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
     @pytest.mark.parametrize("value", [*LOWEST.values(), -2.5e38, -1e38])
     @pytest.mark.parametrize("seen", [0, 1, 20])

@@ -103,12 +103,14 @@ def test_every_name_has_a_precedent(used):
     assert used == named().keys()
 
 
+@pytest.mark.slow
 def test_a_new_name_is_found():
     require_emulator()
     source = SOURCES["copy_blocks_half"].replace("bool is_valid", "static bool x = simd_any(true)")
     assert {"static", "simd_any"} <= constructs(source)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", named())
 def test_the_precedent_has_the_name(name):
     row = named()[name]

@@ -93,6 +93,7 @@ def test_rows_need_not_be_contiguous(kv_bits):
     assert_written_as_on_the_cpu([x.T, x.T], kv_bits)
 
 
+@pytest.mark.sampled(2)
 @every_format
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
 def test_blocks_are_copied_with_their_scales(kv_bits, dims):
@@ -124,7 +125,7 @@ def assert_like_float64(kv_bits, case, expected, kernel, metal=None):
 DIMS = [(64, 64), (128, 128), (96, 96), (20, 8), (192, 128), (256, 256), (64, 200)]
 
 
-@pytest.mark.sampled(42)
+@pytest.mark.slow
 @every_format
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
@@ -149,7 +150,7 @@ def test_reads_of_the_matrix_kernel(kv_bits, dtype, num_tokens, dims):
         assert_like_float64(kv_bits, *case, "matrix_attention")
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.slow
 @every_format
 @pytest.mark.parametrize("num_tokens", [1, 3], ids=lambda n: f"L{n}")
 @pytest.mark.parametrize("options", [("bool_mask",), MANY_OPTIONS, ("non_causal",)], ids=str)
@@ -192,7 +193,7 @@ def test_infinite_scales_do_not_reach_rows_that_do_not_see_them(kv_bits):
     assert np.isnan(out[:, :, -1]).all()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @every_format
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_sequences_of_different_lengths(kv_bits, lengths):

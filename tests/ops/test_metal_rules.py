@@ -26,7 +26,7 @@ def test_every_architecture():
     print(size)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("context", [5, 500], ids=["whole", "split"])
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_of_attention(option, context):

@@ -38,7 +38,7 @@ class TestSources:
         indices = Counter(index for file in files for index in DECLARED.findall(file.read_text()))
         assert set(indices.values()) == {1}
 
-    @pytest.mark.sampled(4)
+    @pytest.mark.sampled(12)
     @pytest.mark.parametrize("kernel", LAUNCHES)
     def test_a_kernel_can_reach_every_constant_of_its_source(self, kernel):
         """What it cannot reach would make pipelines that differ in nothing but their names."""
@@ -64,7 +64,7 @@ class TestWrittenFiles:
     def test_each_is_the_source_of_its_kernel(self, files):
         assert files == {f"{kernel}.metal": each["source"] for kernel, each in LAUNCHES.items()}
 
-    @pytest.mark.sampled(15)
+    @pytest.mark.sampled(45)
     @pytest.mark.parametrize("kernel", LAUNCHES)
     def test_each_compiles_alone(self, files, kernel):
         require_emulator()
@@ -78,6 +78,7 @@ class TestNames:
         by_name = {each["library"]: each["source"] for each in LAUNCHES.values()}
         assert len(by_name) == len(set(by_name.values())) == len(LAUNCHES)
 
+    @pytest.mark.slow
     def test_pipelines_with_other_constants_have_other_names(self, tmp_path):
         """Negative ones too, which no plan has so far."""
         compiler = shutil.which("c++")

@@ -41,7 +41,7 @@ def one_key(group: int, head_dim: int, v_head_dim: int) -> LaunchStats:
     return stats
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(576, 64), (64, 576), (320, 320), (256, 256)])
 def test_a_lane_holds_at_most_20_elements_of_a_key_or_value(head_dim, v_head_dim):
     """Four with each load. It asks for four keys at once, here four times for the same one."""
@@ -80,6 +80,7 @@ def test_what_a_tile_of_32_keys_costs(group, head_dim, most):
         assert loaded == 256 * head_dim * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_merge_loads_each_live_partial_result_once(head_dim):
     """Sequences of 2 and 8 splits; also where a simdgroup has more lanes than a row has vectors."""

@@ -47,7 +47,7 @@ def keys_in_tiles(contexts: list[int], seen: list[int]) -> int:
     return sum(-(-n // TILE) * TILE - (n - keys) // TILE * TILE for n, keys in pairs)
 
 
-@pytest.mark.sampled(14)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "head_dim"),
     [(1, 128), (2, 128), (3, 128), (4, 128), (4, 64), (8, 128), (8, 64)],
@@ -80,7 +80,7 @@ def test_values_that_are_columns_of_the_keys_are_the_same_memory(contexts, rank,
         assert unique.per_launch == unique.per_threadgroup == live * row
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_tokens", [1, 3, 4], ids="L{}".format)
 def test_blocks_outside_the_window_are_not_loaded(contexts, num_tokens):
     """Neither they nor their entries in the block table, which may be any number."""

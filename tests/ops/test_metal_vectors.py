@@ -176,6 +176,7 @@ def spread(array: mx.array) -> mx.array:
     return memory[..., ::2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("layout", ["every second", "one for all"])
 @pytest.mark.parametrize(

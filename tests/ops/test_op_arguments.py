@@ -174,6 +174,7 @@ class TestKernelChoice:
 
 
 class TestErrors:
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize(
         ("argument", "value", "message"),
         [
@@ -253,6 +254,7 @@ class TestDataSafety:
     def unevaluated(values):
         return mx.array(np.array(values, np.int32)) + mx.zeros((), mx.int32)
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("stranger", [-1, -(2**31), 10**6, 2**31 - 1])
     @pytest.mark.parametrize("num_tokens", [1, 5], ids="L{}".format)
     def test_blocks_outside_the_pool_are_not_attended(self, stranger, num_tokens, kernel):

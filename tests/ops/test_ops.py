@@ -102,7 +102,7 @@ class TestAttention:
         want[:, 3] = 0
         assert worst_error(out, want) < FLOAT32_ERROR
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(6)
     @pytest.mark.parametrize("context", [1, 15, 16, 17, 45, 4097], ids="ctx{}".format)
     @pytest.mark.parametrize("num_tokens", [1, 2, 50], ids="L{}".format)
     @pytest.mark.parametrize("causal", [True, False], ids=["causal", "non_causal"])
@@ -112,7 +112,7 @@ class TestAttention:
         case.options["causal"] = causal
         assert_matches_float64(case)
 
-    @pytest.mark.sampled(3)
+    @pytest.mark.sampled(9)
     @pytest.mark.parametrize("num_tokens", [1, 5], ids="L{}".format)
     @pytest.mark.parametrize("option", OPTIONS)
     def test_every_option(self, option, num_tokens, kernel):
@@ -286,6 +286,7 @@ class TestLayouts:
         with memory_limit(pool.nbytes // 16):
             mx.eval(ops.paged_attention(q, [pool], [pool], tables, lens))
 
+    @pytest.mark.slow
     def test_rows_of_queries_are_not_copied(self):
         """[T, H, 1, D] as a model makes it: a transposed [T, 1, H, D]."""
         q = mx.random.normal((8192, 1, 8, 64)).transpose(0, 2, 1, 3)

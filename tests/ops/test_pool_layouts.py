@@ -66,6 +66,7 @@ class TestLastAxis:
         dense = memory(*sparse.shape)
         return OPS[op](*((sparse, dense) if argument == "k_cache" else (dense, sparse)))
 
+    @pytest.mark.sampled(2)
     @pytest.mark.parametrize("argument", ["k_cache", "v_cache"])
     @pytest.mark.parametrize("view", SPARSE_VIEWS)
     @pytest.mark.parametrize("is_evaluated", [True, False])

@@ -341,6 +341,7 @@ class TestPipelining:
         assert peak < self.POOL_BYTES // 64
         assert active < 2**16
 
+    @pytest.mark.slow
     def test_functional_scatter_does_copy(self, decoder):
         """The bound above would notice. Readers hold the old handles, as steps in flight do."""
         readers: list[mx.array] = []
@@ -352,6 +353,7 @@ class TestPipelining:
         peak, _ = self.growth(decoder, write, num_steps=5)
         assert peak >= self.POOL_BYTES
 
+    @pytest.mark.slow
     def test_tokens_equal_step_by_step_functional_writes(self, decoder):
         tokens = self.decode(decoder, *self.pools(), ops.write_kv, range(12))
         k, v = self.pools()

@@ -135,7 +135,7 @@ def assert_like_float64(case, expected, kernel, rows_kernel="PagedAttention"):
     assert mx.array_equal(alone, out)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(24)
 @every_format
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 40], ids=lambda n: f"L{n}")
 @pytest.mark.parametrize("group", [1, 4])

@@ -63,6 +63,7 @@ def test_sequences_of_any_length_are_right(lengths, block_size, kernel):
     assert_like_float64(ragged_case(lengths, block_size=block_size))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [("non_causal",), ("window_1",), ("window_21", "sinks"), ("non_causal_window",), ("softcap",)],
@@ -79,6 +80,7 @@ def test_every_dtype_is_right(dtype, q_dtype, kernel):
     assert_like_float64(ragged_case([1, 12], dtype=dtype, q_dtype=q_dtype))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", ["HNSD", "NSHD"])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (8, 1)], ids=str)
 def test_groups_and_pool_layouts_are_right(layout, heads, kernel):

@@ -345,7 +345,7 @@ class TestThreads:
         assert (few.pop("threads"), many.pop("threads")) == (1, 5)
         assert all(np.array_equal(few[case], many[case]) for case in few)
 
-    @pytest.mark.sampled(2)
+    @pytest.mark.sampled(4)
     @pytest.mark.parametrize("value", ["0", "1025", "2.0", ""])
     def test_a_bad_number_is_refused(self, value):
         child = run_child(MLX_PAGED_NUM_THREADS=value)

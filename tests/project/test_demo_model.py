@@ -118,12 +118,14 @@ def test_unseen_python_is_expected(demo):
     assert nats_per_token(model, tokens) < 3.6 < frequencies_alone
 
 
+@pytest.mark.slow
 def test_order_matters(demo):
     model, tokenizer = demo
     tokens = tokenizer.encode(UNSEEN)
     assert nats_per_token(model, sorted(tokens)) > 2 * nats_per_token(model, tokens)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("prompt", ["def read_file(path):", "class Stack:"])
 def test_greedy_text_looks_like_python(demo, prompt):
     text = mlx_lm.generate(*demo, prompt, max_tokens=64)
@@ -154,7 +156,7 @@ def test_a_context_of_2048_tokens_works(demo):
     assert cache[0].offset == 2048
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["def read_file(path):", "class Stack:", "def main():"])
 def test_greedy_choices_are_no_near_ties(demo, prompt):
     """Sums in another order move a logit by about 1e-5; the choice must not depend on that."""
@@ -251,6 +253,7 @@ def test_training_writes_a_checkpoint_that_loads(train, tmp_path, capsys):
     assert nats_per_token(model, tokenizer.encode(UNSEEN)) == pytest.approx(math.log(300), rel=0.2)
 
 
+@pytest.mark.slow
 def test_training_is_repeatable(train, tmp_path):
     runs = [tmp_path / "first", tmp_path / "second"]
     for out in runs:
@@ -259,10 +262,12 @@ def test_training_is_repeatable(train, tmp_path):
     assert all(mx.array_equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(train, tmp_path):
     assert train(tmp_path / "model", steps=60)["val_loss"] < 0.7 * math.log(300)
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_greedy_choices_are_near_ties(
     train, train_demo, tmp_path, monkeypatch
 ):

@@ -193,6 +193,7 @@ def sources(*folders: str) -> str:
     return "\n".join(path.read_text() for path in files if path.suffix in suffixes)
 
 
+@pytest.mark.slow
 def test_identifiers_and_variables_occur_in_the_sources():
     product = ("mlx_paged", "bench", "scripts", "csrc", "metal", "python")
     words = set(re.findall(r"\w+", sources(*product, "tests")))

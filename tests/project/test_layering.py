@@ -85,7 +85,7 @@ def room_of(module: Path) -> str:
     return Path(module.parts[0]).stem
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("module", modules(), ids=str)
 def test_a_module_imports_only_what_its_room_may(module):
     assert rooms_imported_by(module) <= MAY_IMPORT[room_of(module)]
@@ -104,6 +104,7 @@ def test_the_rule_has_no_circle():
     assert_no_circle(MAY_IMPORT)
 
 
+@pytest.mark.slow
 def test_no_files_import_each_other_in_a_circle():
     names = {module: ".".join(module.with_suffix("").parts) for module in modules()}
     assert_no_circle(
@@ -111,6 +112,7 @@ def test_no_files_import_each_other_in_a_circle():
     )
 
 
+@pytest.mark.slow
 def test_bookkeeping_imports_without_mlx():
     names = []
     for pattern in NO_MLX:

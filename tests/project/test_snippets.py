@@ -127,7 +127,7 @@ def run(words: list[str]) -> str:
     return output.getvalue()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'(mlx_paged|scripts):RuntimeWarning")
 @pytest.mark.parametrize("name", RUN)
 def test_commands_run(name, workplace):

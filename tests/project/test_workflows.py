@@ -20,12 +20,13 @@ def check(*files: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_workflows_are_valid():
     done = check(*WORKFLOWS.glob("*.yml"))
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [("runs-on: macos-15", "run-on: macos-15"), ("- run: pytest -q", "- runs: pytest -q")],

@@ -147,14 +147,14 @@ def test_ragged_prompts_decode_together(served):
         assert_greedy(served, prompt, completion)
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(391)
 @one_in_four
 def test_chunked_prompts_arrive_while_others_decode(served):
     for prompt, completion in run(served.engine(), {0: [MIDDLE], 3: [SHORT, LONG]}):
         assert_greedy(served, prompt, completion)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(117)
 @one_in_four
 def test_the_last_layer_computes_sampled_tokens_alone(served, monkeypatch):
     monkeypatch.setattr(model_runner, "WORTH_SKIPPING", 1)
@@ -162,7 +162,7 @@ def test_the_last_layer_computes_sampled_tokens_alone(served, monkeypatch):
         assert_greedy(served, prompt, completion)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(70)
 @one_in_four
 def test_no_block_is_read_after_it_was_freed(served):
     engine = served.engine(lookahead=False, prefix_cache=False)
@@ -183,7 +183,7 @@ def test_that_arrival_makes_mixed_steps():
     assert sum(mixed) >= 3
 
 
-@pytest.mark.sampled(17)
+@pytest.mark.sampled(323)
 @one_in_four
 def test_samples_of_one_prompt_part_ways(served):
     engine = served.engine()
@@ -194,7 +194,7 @@ def test_samples_of_one_prompt_part_ways(served):
     assert engine.stats.prompt_tokens == len(MIDDLE), "the prompt was computed more than once"
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(24)
 @one_in_four
 def test_prefixes_are_shared(served):
     engine = served.engine()
@@ -205,7 +205,7 @@ def test_prefixes_are_shared(served):
     assert completion.cached_prompt_tokens == 2 * BLOCK_SIZE
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(54)
 @one_in_four
 def test_drafts_change_neither_tokens_nor_logits(served, monkeypatch):
     def three(speculation, likely):  # not as many as this machine's speed makes worthwhile
@@ -226,7 +226,7 @@ def test_drafts_change_neither_tokens_nor_logits(served, monkeypatch):
         assert engine.stats.drafts > engine.stats.accepted_drafts > 1
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(70)
 @one_in_four
 def test_a_disturbed_cache_is_noticed(served):
     decodes, prefixes = TABLE[served.name][2], TABLE[served.name][4]

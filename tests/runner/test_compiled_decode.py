@@ -37,7 +37,7 @@ def prompts(count: int, length: int = 5) -> list[list[int]]:
     return np.random.default_rng(1).integers(0, VOCAB, (count, length)).tolist()
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_tokens_logprobs_and_bytes_are_those_of_plain_decodes(name):
     assert compare(build(name)).startswith("same")
@@ -77,6 +77,7 @@ def test_padding_is_a_sixteenth_at_most():
     assert [column_bucket(width) for width in (1, 32, 33, 128, 129)] == [32, 32, 128, 128, 512]
 
 
+@pytest.mark.slow
 def test_requests_join_and_leave_without_a_trace():
     before, after = joins_and_leaves(150)
     assert before == after > 0
@@ -191,7 +192,7 @@ def failing_trace(monkeypatch, num_rows: int) -> None:
     monkeypatch.setattr(PagedLayerCache, "update_and_fetch", update)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("prewarm", [True, False])
 def test_a_bucket_that_cannot_be_traced_is_computed_plainly(monkeypatch, caplog, prewarm):
     expected, done = course(build("llama"), False)
@@ -245,6 +246,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chosen", [[0, 0, 0], [0, 1, 1], [1, 2, 2], [0, 5, 3, 1], [4, 0, 2]])
 def test_options_change_nothing_but_their_rows(chosen):
     found = []

@@ -34,6 +34,7 @@ def completed(engine: Engine, prompts: list[list[int]]) -> list[tuple[list[int],
     return [(done[i].tokens, done[i].logprobs) for i in ids]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
 def test_drafts_are_rows_of_a_compiled_step(monkeypatch, caplog, name):
     def three(speculation, likely):  # not as many as this machine's speed makes worthwhile

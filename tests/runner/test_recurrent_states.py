@@ -1,6 +1,7 @@
 """States that grow with a text's first tokens: sequences that do not fit together yet."""
 
 import numpy as np
+import pytest
 
 from mlx_paged import Engine
 from tests.support.models.architectures import build
@@ -9,6 +10,7 @@ from tests.support.models.tiny_models import solo_greedy
 LENGTHS = (1, 2, 9, 3, 1, 21)
 
 
+@pytest.mark.slow
 def test_texts_shorter_than_the_model_looks_back_fail_no_step():
     model = build("longcat_flash_ngram")
     rng = np.random.default_rng(3)

@@ -176,7 +176,7 @@ def test_another_request_in_a_row_brings_its_own_parameters(model):
     assert done[greedy].tokens == solo_greedy(model, second, 12)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("blocks", [14, 200], ids=["preempted", "at ease"])
 def test_what_is_kept_between_steps_changes_no_token(model, options, blocks):

@@ -83,7 +83,7 @@ def masked_greedy(prompt, source, max_tokens):
     return found[:max_tokens]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source)[:40])
 def test_greedy_output_is_mask_then_argmax_on_mlx_lms_logits(source):
     engine = make_engine()
@@ -150,6 +150,7 @@ def test_finished_outputs_of_random_schemas_validate(seed):
     assert sum(c.finish_reason == "stop" for c in done) >= 8
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("lookahead", [True, False])
 def test_a_batch_survives_preemption_and_forks(lookahead):
     """16 rows, 8 sources, a pool that is too small, children of running requests."""

@@ -127,7 +127,7 @@ def assert_drawn_from(tokens: list[int], probs: np.ndarray) -> None:
     assert statistic < chi_square_bound(int(used.sum()) - 1)
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", FILTERS.values(), ids=FILTERS)
 @pytest.mark.parametrize("spread", [2.0, 8.0], ids=["flat", "peaked"])
 def test_exactly_the_tokens_that_pass_mlx_lms_filters_are_drawn(spread, options):
@@ -151,7 +151,7 @@ def test_some_token_always_passes():
         assert set(draws(row, 20, temperature=FLAT, **strictest)) == {mx.argmax(row).item()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5], ids="T={}".format)
 def test_draws_follow_the_softmax_at_the_temperature(temperature):
     row = random_logits(rows=1, vocab=32, seed=4)
@@ -184,7 +184,7 @@ def xtc_mixture(row: mx.array, options: dict[str, Any]) -> np.ndarray:
     return mixture
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("streams", ["one seed, many tokens", "many seeds, one token"])
 def test_xtc_acts_on_as_many_tokens_as_its_probability_says(streams):
     row, n = random_logits(rows=1, seed=18)[0], 20_000
@@ -204,6 +204,7 @@ def test_xtc_leaves_the_most_likely_token_of_a_greedy_row():
     assert sample(logits, requests).tokens.tolist() == mx.argmax(logits, axis=-1).tolist()
 
 
+@pytest.mark.slow
 def test_successive_tokens_of_one_request_are_drawn_independently():
     row = random_logits(rows=1, vocab=4, spread=0.5, seed=6)
     steps = [request(seed=11, num_generated=n, temperature=1.0) for n in range(6001)]
@@ -213,6 +214,7 @@ def test_successive_tokens_of_one_request_are_drawn_independently():
     assert_drawn_from(pairs.tolist(), np.outer(probs, probs).ravel())
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_keeps_its_tail():
     """150,000 equally likely tokens: float32 sums lose neither the first nor the last of them."""
     vocab = 150_000
@@ -299,7 +301,7 @@ def test_a_tiny_temperature_is_greedy(temperature):
         assert set(draws(row, 20, temperature=temperature)) == {mx.argmax(row).item()}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "options",
     [{}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.001}, {"top_p": 0.9, "top_k": 8}],
@@ -333,7 +335,7 @@ def test_a_vocabulary_of_one_token(options):
     assert sampled.tokens.tolist() == [0] and sampled.logprobs.tolist() == [0.0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=DTYPE_IDS[1:])
 def test_half_precision_logits_are_filtered_in_float32(dtype):
     """Sums in half precision would give another nucleus."""
@@ -343,7 +345,7 @@ def test_half_precision_logits_are_filtered_in_float32(dtype):
     assert set(drawn) == mlx_lm_survivors(logprobs, top_p=0.8)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=DTYPE_IDS[1:])
 def test_half_precision_logits_are_drawn_in_float32(dtype):
     """A cumulated sum in half precision could not tell 4,000 equally likely tokens apart."""

@@ -71,7 +71,7 @@ def relative_error(model: CostModel, machine: Machine, work: StepWork) -> float:
     return abs(model.predict(work) / machine.true_seconds(work) - 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("prompts", [0.3, 0.02])
 @pytest.mark.parametrize("seed", range(4))
 def test_predictions_converge_through_noise_and_pauses(seed, prompts):
@@ -82,7 +82,7 @@ def test_predictions_converge_through_noise_and_pauses(seed, prompts):
     assert max(errors) < 0.12
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("prompts", [0.3, 0.02])
 @pytest.mark.parametrize("seed", range(4))
 def test_chosen_chunks_use_the_bound_and_keep_to_it(seed, prompts):
@@ -102,6 +102,7 @@ def test_without_noise_the_costs_are_found():
         assert relative_error(model, machine, work) < 1e-3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("factor", [2.0, 0.5, 1.25])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_change_of_speed_is_followed_within_fifty_steps(seed, factor):
@@ -150,6 +151,7 @@ def test_chunk_costs_follow_a_change_of_speed_seen_in_decodes_alone():
     assert relative_error(model, machine, chunk) < 0.1
 
 
+@pytest.mark.slow
 def test_chunk_costs_stay_known_through_a_long_time_of_decoding():
     model, machine = trained(300)
     deque(serve(model, machine, 5000, prompts=0), maxlen=0)

@@ -257,6 +257,7 @@ def speed_of_copying(drafter: NgramDrafter | None, of_row: float, constant: floa
     return tokens / seconds
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("constant", "of_row", "least"),
     [(0.020, 0.00005, 3.0), (0.0075, 0.00047, 1.05), (0.005, 0.003, 0.96)],

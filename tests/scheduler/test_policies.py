@@ -56,6 +56,7 @@ def pop(queue: WaitingQueue) -> Request:
     return request
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("policy", Policy)
 def test_any_pushes_pops_and_removals_leave_the_order_of_the_policy(policy, seed):

@@ -140,6 +140,7 @@ def test_who_overtakes_leaves_a_place_to_the_first_one():
     assert len(scheduler.waiting) == 1
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_short", [1, 9])
 def test_a_long_prompt_does_not_starve_behind_a_flood_of_short_ones(num_short, share):
     """After the steps of its patience it gets half of each step, and the others the other half."""

@@ -49,7 +49,7 @@ def accepts(tokenizer, grammar, text):
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("end", ["<|end|>", "</t>", "</think>", "<|end|>so<|sep|>"])
 @pytest.mark.parametrize(("options", "right", "wrong"), OTHERS, ids=lambda v: str(v)[:40])
 def test_the_answer_follows_the_reasoning(tokenizer, end, options, right, wrong):

@@ -183,6 +183,7 @@ def test_tool_calls_come_as_the_client_expects_them(call_tools, stream):
     assert texts_of(said) == text.replace(f"# {comment}\n", "")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "parse",
@@ -202,6 +203,7 @@ def test_no_tool_is_called_that_was_not_offered(call_tools, options):
     assert reason == "length"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_without_parallel_tool_calls_the_first_one_ends_the_answer(call_tools, stream):
     options = {"max_tokens": 64, "stream": stream, "parallel_tool_calls": False}
@@ -346,6 +348,7 @@ def test_stop_tokens_end_the_text(server):
     assert text.startswith(answer["choices"][0]["text"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_of_several_prompts_gets_its_choices(openai_client, stream):
     prompts = [CODE, "import os\n", "class Stack:\n"]

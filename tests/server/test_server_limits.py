@@ -78,6 +78,7 @@ BAD_BODIES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("body", "message"), BAD_BODIES.values(), ids=BAD_BODIES)
 def test_a_malformed_request_is_answered_with_what_is_wrong(server, body, message):
     is_chat = isinstance(body, dict) and "messages" in body

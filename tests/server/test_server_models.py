@@ -59,6 +59,7 @@ def test_the_model_of_a_request_is_loaded_in_place_of_another(other):
         assert ask(server, "no/such-model")[0] == ask(server, "/nowhere")[0] == 404
 
 
+@pytest.mark.slow
 def test_a_model_is_kept_until_its_answers_have_ended(other):
     with live() as server, client(server) as own:
         stream = own.completions.create(
@@ -70,6 +71,7 @@ def test_a_model_is_kept_until_its_answers_have_ended(other):
         assert [*server.models.loaded] == [other]
 
 
+@pytest.mark.slow
 def test_two_models_may_be_held_and_share_the_memory(other):
     with live("--max-models", "2") as server:
         blocks = metric(server, "mlx_paged_kv_blocks")
@@ -88,6 +90,7 @@ def test_no_other_model_is_loaded_if_none_may_be(other):
         assert ask(server, other)[0] == 404 and ask(server, None)[0] == 200
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_stay_usable(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with live() as server:
@@ -96,6 +99,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_stay_usable(tmp
         assert ask(server, None)[0] == 200
 
 
+@pytest.mark.slow
 def test_an_idle_model_is_unloaded_and_loaded_again():
     with live("--idle-seconds", "0.3") as server:
         assert ask(server, None)[0] == 200
@@ -109,6 +113,7 @@ def test_an_idle_model_is_unloaded_and_loaded_again():
         assert ask(server, None, max_tokens=300, ignore_eos=True)[0] == 200
 
 
+@pytest.mark.slow
 def test_the_context_is_what_the_model_has_positions_for():
     with live() as server:
         status, _, answer = ask(server, None, max_tokens=2048)
@@ -209,6 +214,7 @@ def test_the_page_needs_nothing_from_elsewhere():
             assert name.decode() in model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", [b"", BEGUN, BEGUN + b"Content-Length: 9\r\n\r\n{"])
 def test_a_request_that_does_not_come_in_time_is_given_up(monkeypatch, first):
     """Bytes that trickle in do not prolong the time of a head or of a body."""

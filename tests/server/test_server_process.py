@@ -212,6 +212,7 @@ def test_what_cannot_be_served_is_reported_in_one_line(server, tmp_path, capsys)
         assert threading.active_count() == threads
 
 
+@pytest.mark.slow
 def test_a_server_that_is_open_to_others_without_a_key_warns(caplog):
     with live("--host", "0.0.0.0"):
         assert "0.0.0.0 is open to others" in caplog.text

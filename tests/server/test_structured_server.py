@@ -96,6 +96,7 @@ def test_openai_parses_an_answer_into_a_class(server):
     assert isinstance(parsed.choices[0].message.parsed, Thing)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(
     ("kind", "value", "pattern"),
@@ -173,7 +174,7 @@ def test_deep_nesting_is_a_mistake_of_the_client(server, field):
             assert status == 400 and answer["error"]["message"], depth
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "g"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_tool_is_called_if_it_must_be(server, choice, stream):
@@ -208,6 +209,7 @@ def test_a_format_without_a_grammar_is_refused_by_name(server):
     assert status == 400 and "(pythonic)" in answer["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_schema_that_takes_long_does_not_delay_others(server, monkeypatch):
     """It is compiled in a thread of its own; a stream comes to its end meanwhile."""
     begun, may_end, answers = threading.Event(), threading.Event(), []
