@@ -22,7 +22,7 @@ template <typename T>
   const int vector = int(position.x);
   const int first = WHOLE_VECTORS ? VECTOR * vector : vector;
   const long head = long(position.y);
-  const long offset = long(position.z) % p.block_size;
+  const int offset = int(position.z) % p.block_size;  // a GPU divides 64 bits by many instructions
   const int begin = int(position.z) / p.block_size * p.pairs_each;
   device T* k = k_cache + head * p.k_strides[0] + offset * p.k_strides[2] + first;
   device T* v = v_cache + head * p.v_strides[0] + offset * p.v_strides[2] + first;
