@@ -98,6 +98,7 @@ class layers:
     gelu_approx: Callable[..., mx.array]
     likeliest: Callable[..., mx.array]
     mask: Callable[..., mx.array]
+    hadamard: Callable[..., mx.array]
     linear: Callable[..., mx.array]
     quantized_linear: Callable[..., mx.array]
     is_dense: Callable[[mx.array], bool]

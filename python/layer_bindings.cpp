@@ -41,6 +41,11 @@ constexpr const char* kMaskDoc =
     R"(``x [R, W]`` with -inf where bit ``i % 32`` of ``allowed[r, i // 32]`` is 0. `allowed` is
 ``[R, ceil(W / 32)]`` uint32. This op runs on GPUs too, of several of MLX's operations.)";
 
+constexpr const char* kHadamardDoc =
+    R"(The orthonormal Hadamard transform of the last axis of ``x [..., W]``, W at most 4,096, or of its
+parts if W is no power of two: parts are powers of two, the largest ones first. It is its own
+inverse. This op runs on GPUs too, of MLX's operations.)";
+
 constexpr const char* kLinearDoc =
     R"(``x [..., D] @ weight.T + bias``, rounded once; weight ``[O, D]``, bias ``[O]`` or None, all of
 x's dtype. Sums are float32. A row's result does not depend on the other rows.)";
@@ -92,6 +97,7 @@ void bind_layers(nb::module_& module) {
   m.def("is_dense", &is_dense, "array"_a, kIsDenseDoc);
   m.def("likeliest", &likeliest, "x"_a, "allowed"_a = nb::none(), nb::kw_only(),
         "stream"_a = nb::none(), kLikeliestDoc);
+  m.def("hadamard", &hadamard, "x"_a, nb::kw_only(), "stream"_a = nb::none(), kHadamardDoc);
   m.def("mask", &mask, "x"_a, "allowed"_a, nb::kw_only(), "stream"_a = nb::none(), kMaskDoc);
 }
 

@@ -342,7 +342,8 @@ class LayerView(AttendingCache):
         """The last L tokens of B sequences, ``q [B, H, L, D]``, by the paged op; with `cu_seqlens`
         the last tokens of each, ``q [T, H, 1, D]``. The arrays are those of the op."""
         path_counts["paged"] += 1
-        arrays = query.q, self.pool.k, self.pool.v, tables, context_lens
+        q = ops.hadamard(query.q) if self.shape.rotates else query.q
+        arrays = q, self.pool.k, self.pool.v, tables, context_lens
         options: dict[str, Any] = {
             "layer_idx": self.layer,
             "scale": query.scale,
@@ -353,8 +354,10 @@ class LayerView(AttendingCache):
         }
         if cu_seqlens is None:
             out: mx.array = ops.paged_attention(*arrays, **options)
-            return out
-        return ops.paged_attention_varlen(*arrays, cu_seqlens, num_decodes=num_decodes, **options)
+        else:
+            options |= {"cu_seqlens": cu_seqlens, "num_decodes": num_decodes}
+            out = ops.paged_attention_varlen(*arrays, **options)
+        return ops.hadamard(out) if self.shape.rotates else out
 
     def gathered_rows(self, query: Query, tables: mx.array, context_lens: mx.array) -> mx.array:
         """As `through_tables`, by MLX's own attention; all blocks of the tables are gathered."""

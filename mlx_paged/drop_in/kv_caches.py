@@ -18,9 +18,10 @@ from mlx_paged.drop_in.shared_pool import PagedSequence
 from mlx_paged.drop_in.stored_arrays import StoredArray
 from mlx_paged.kv.pool import as_int32
 from mlx_paged.kv.shapes import KVShape
-from mlx_paged.ops.formats import dims_of
+from mlx_paged.ops.formats import checked_bits, dims_of
 
 DTYPES = {str(dtype): dtype for dtype in (mx.float32, mx.float16, mx.bfloat16)}
+ROTATED = " rotated"  # behind kv_bits in a saved state
 
 
 class PagedKVCache(PagedCache):
@@ -269,24 +270,27 @@ class _Quantized(PagedKVCache):
 
     @property
     def state(self) -> Any:
-        """kv_bits, the model's type, the number of tokens, the window, and the stored elements and
-        scales of keys and values, ``[1, H_kv, T, C]`` each; None if there are none."""
+        """kv_bits and whether K/V is rotated, the model's type, the number of tokens, the window,
+        and the stored elements and scales of keys and values, ``[1, H_kv, T, C]`` each; None if
+        there are none."""
         shape = self.layer.shape
         if shape is None or not self._is_begun:
-            return [str(self.layer.pool.kv_bits), None, 0, self.window, *[None] * 4]
+            return [f"{self.layer.pool.kv_bits}{ROTATED}", None, 0, self.window, *[None] * 4]
         about = {"layer": ref(self.layer), "starts": self.starts, "dependencies": []}
         reads = [lambda gather, i=i: gather(self.layer.arrays[i]) for i in range(4)]
         arrays = [StoredArray.of(self._gathered(read), role="stored", **about) for read in reads]
-        return [str(shape.kv_bits), str(shape.dtype), self.offset, self.window, *arrays]
+        kind = f"{shape.kv_bits}{ROTATED if shape.rotates else ''}"
+        return [kind, str(shape.dtype), self.offset, self.window, *arrays]
 
     @state.setter
     def state(self, state: Any) -> None:
-        kv_bits, dtype, offset, window, *arrays = state
-        kv_bits = int(kv_bits) if kv_bits == "8" else kv_bits
+        kind, dtype, offset, window, *arrays = state
+        kv_bits = checked_bits("load_prompt_cache", kind.removesuffix(ROTATED))
         shape = None
         if dtype is not None:
             k, v = arrays[:2]
-            shape = KVShape(k.shape[1], dims_of(k), dims_of(v), DTYPES[dtype], kv_bits=kv_bits)
+            plain = KVShape(k.shape[1], dims_of(k), dims_of(v), DTYPES[dtype])
+            shape = plain.quantized("load_prompt_cache", kv_bits, rotates=kind.endswith(ROTATED))
         options = {**self.loose_options, "kv_bits": kv_bits}
         layer = loose_layer(window=window, shape=shape, **options)
         self._is_begun = shape is not None

@@ -102,7 +102,7 @@ class KVBlockManager:
                 f"[KVBlockManager] dtype is {dtype}: expected float32, float16 or bfloat16"
             )
         plain = [KVShape(*dims, dtype) for dims in zip(heads, k_dims, v_dims, strict=True)]
-        shapes = [shape.quantized("KVBlockManager", kv_bits) for shape in plain]
+        shapes = [shape.quantized("KVBlockManager", kv_bits, rotates=False) for shape in plain]
         plan = self.plan = plan_pool(shapes, [None] * n_layers, block_size)
         self.allocator = BlockAllocator(max_blocks, block_size, plan.groups)
         self.pool = KVPool((), max_blocks, block_size, plan, capacity=max_blocks)

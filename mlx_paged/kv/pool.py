@@ -120,6 +120,8 @@ class KVPool:
         has the shapes. In latent layers these are the latents and the rotary keys."""
         scales: Any = {name: arrays[layer] for name, arrays in self.scales.items()}
         targets = self.write_targets(layer)
+        if self.shapes[layer].rotates:
+            k, v = ops.hadamard(k), ops.hadamard(v)
         written = ops.write_kv(k, v, *targets, slot_mapping, **scales)
         self._replace(layer, written, lambda: ops.writes_in_place(k, *targets, slot_mapping))
 
@@ -197,7 +199,8 @@ class KVPool:
             return gather(stored[0]), gather(stored[1])
         k, v, of_k, of_v = map(gather, self.targets(layer))
         dtype = self.shapes[layer].dtype
-        return dequantized(k, of_k, dtype), dequantized(v, of_v, dtype)
+        k, v = dequantized(k, of_k, dtype), dequantized(v, of_v, dtype)
+        return (ops.hadamard(k), ops.hadamard(v)) if self.shapes[layer].rotates else (k, v)
 
     def gather(self, layer: int, runs: mx.array, num_tokens: int) -> tuple[mx.array, mx.array]:
         """One sequence's K and V, contiguous: ``[1, n_kv_heads, num_tokens, head_dim]`` each.

@@ -20,8 +20,11 @@ class KVShape:
     # written are the latent and the rotary key, which fills the other columns.
     latent: bool = False
     kv_bits: KVBits = None  # how the pool stores them; see :mod:`mlx_paged.ops.formats`
+    # Whether they are stored as their Hadamard transforms, which have no outliers. Queries are
+    # transformed, too, and outputs back.
+    rotates: bool = False
 
-    def quantized(self, where: str, kv_bits: KVBits) -> "KVShape":
+    def quantized(self, where: str, kv_bits: KVBits, rotates: bool = True) -> "KVShape":
         """The same layer in a pool with these `kv_bits`. Raises ValueError if such a pool cannot
         hold this layer, or the device cannot use it."""
         kv_bits = checked_bits(where, kv_bits)
@@ -35,7 +38,7 @@ class KVShape:
             problem = f"values have {self.v_head_dim} dimensions, no multiple of {few}"
         if problem:
             raise ValueError(f"[{where}] kv_bits is {kv_bits!r}, but {problem}: expected None")
-        return replace(self, kv_bits=kv_bits)
+        return replace(self, kv_bits=kv_bits, rotates=rotates and kv_bits is not None)
 
     @property
     def formats(self) -> tuple[Format, Format]:

@@ -1,5 +1,6 @@
 """The paged ops. Only this folder imports the compiled module."""
 
+from mlx_paged import _ext
 from mlx_paged._ext import (
     BUILT_WITH as BUILT_WITH,
     clear_compiled as clear_compiled,
@@ -38,3 +39,5 @@ from mlx_paged.ops.paged import (
     uninstall_from_mlx as uninstall_from_mlx,
     write_kv as write_kv,
 )
+
+hadamard = _ext.layers.hadamard

@@ -21,7 +21,13 @@ from tests.support.drop_in.prompt_cache_cases import (
     stock_make_prompt_cache,
 )
 from tests.support.models.tiny_models import tiny_model
-from tests.support.ops.numpy_quantization import BITS, quantized_mlx_lm, rounded
+from tests.support.ops.numpy_quantization import (
+    BITS,
+    quantize,
+    quantized_mlx_lm,
+    rounded,
+    rounded_in_rotation,
+)
 
 MODELS = "llama", "gemma3_text"
 every_format = pytest.mark.parametrize("kv_bits", BITS)
@@ -68,7 +74,9 @@ def test_shown_arrays_are_what_is_stored(model, kv_bits):
         first, (plain[0].keys, plain[0].values), FORMATS[kv_bits], strict=True
     ):
         np.testing.assert_allclose(
-            np.array(mx.array(got)), rounded(np.array(mx.array(exact)), form.bits), atol=0.02
+            np.array(mx.array(got)),
+            rounded_in_rotation(np.array(mx.array(exact)), form.bits),
+            atol=0.02,
         )
         assert got.dtype == exact.dtype and got.shape == exact.shape
     sizes = [sum(layer.nbytes for layer in layers) for layers in (cache, plain)]
@@ -154,6 +162,26 @@ def test_an_empty_cache_can_be_saved(tmp_path):
     loaded = stock.load_prompt_cache(file)
     with attention_hook():
         assert greedy(model, PROMPT, loaded, 12) == expected(model, 8)
+
+
+@every_format
+def test_a_state_that_says_nothing_of_rotation_has_none(model, kv_bits):
+    """As earlier versions saved it. It may be batched with newer ones."""
+    layer, exact = filled(model, kv_bits=kv_bits)[0], filled(model)[0]
+    kind, *about = layer.state[:4]
+    assert kind == f"{kv_bits} rotated"
+    rows = [np.array(mx.array(x)) for x in (exact.keys, exact.values)]
+    bits = [form.bits for form in FORMATS[kv_bits]]
+    elements, scales = zip(*map(quantize, rows, bits), strict=True)
+    state = [str(kv_bits), *about, *map(mx.array, (*elements, *scales))]
+    older = type(layer).from_state(state)
+    assert_same([np.array(mx.array(x)) for x in older.state[4:]], map(np.array, state[4:]))
+    batch = type(layer).merge([older, layer])
+    found = [np.array(mx.array(x)) for x in (batch.keys, batch.values)]
+    for got, want, of in zip(found, rows, bits, strict=True):
+        np.testing.assert_allclose(got[:1], rounded(want, of), atol=2e-3)
+        twice = {8: 0.1, 4: 1.0}[of]  # rounded with and without rotation
+        np.testing.assert_allclose(got[1:], want, atol=twice)
 
 
 @pytest.mark.slow

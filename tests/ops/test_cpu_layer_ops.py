@@ -21,6 +21,7 @@ from tests.support.ops.layer_cases import (
     log_sum_exp,
     random,
 )
+from tests.support.ops.numpy_quantization import hadamard
 
 layers = _ext.layers
 
@@ -198,6 +199,24 @@ class TestActivations:
         x = mx.array(far, dtype)
         got, want = op(x, mx.full(x.shape, 0.5, dtype)), 0.5 * mlx_op(x)
         np.testing.assert_allclose(float64(got), float64(want), rtol=1e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("layout", ["dense", "inner", "strided", "transposed"])
+@pytest.mark.parametrize("width", [1, 2, 7, 16, 64, 80, 96, 128, 192, 576, 4096])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+class TestHadamard:
+    def test_against_float64(self, dtype, width, layout):
+        """Errors are those of sums of the whole row: not of each element's size."""
+        x = laid_out(random(3, 5, width, dtype=dtype, scale=3.0), layout)
+        got, want = float64(layers.hadamard(x)), hadamard(float64(x))
+        step = {mx.float32: 2**-21, mx.float16: 2**-10, mx.bfloat16: 2**-7}[dtype]
+        assert np.abs(got - want).max() <= step * np.abs(want).max()
+
+    def test_twice_is_nothing(self, dtype, width, layout):
+        x = laid_out(random(3, 5, width, dtype=dtype), layout)
+        again = float64(layers.hadamard(layers.hadamard(x)))
+        step = {mx.float32: 2**-20, mx.float16: 2**-8, mx.bfloat16: 2**-5}[dtype]
+        assert np.abs(again - float64(x)).max() <= step * np.abs(float64(x)).max()
 
 
 def test_an_array_that_is_still_needed_is_not_written_over():

@@ -8,6 +8,7 @@ import pytest
 from mlx_lm.models.activations import swiglu
 
 from mlx_paged import _ext
+from tests.support.ops.numpy_quantization import hadamard
 
 layers = _ext.layers
 
@@ -65,6 +66,7 @@ CASES = {
         lambda x: likeliest(mx.where(MASK, x, -mx.inf)),
         [(2, 70)],
     ),
+    "hadamard": (layers.hadamard, lambda x: x @ mx.array(hadamard(np.eye(12))), [(2, 3, 12)]),
     "silu": (layers.silu, nn.silu, [(2, 3, 8)]),
     "swiglu": (layers.silu, swiglu, [(2, 3, 8), (2, 3, 8)]),
     "gelu": (layers.gelu_approx, nn.gelu_approx, [(2, 3, 8)]),

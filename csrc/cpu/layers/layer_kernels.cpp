@@ -1,6 +1,7 @@
 #include "csrc/cpu/layers/layer_kernels.h"
 
 #include <type_traits>
+#include <utility>
 
 #include "csrc/cpu/simd_math.h"
 
@@ -250,9 +251,58 @@ void mask(const void* row, const void* allowed, int32_t width, void* to) {
   });
 }
 
+// The Hadamard transform of each block of 2 * kHalf lanes, without its scale.
+template <int kHalf, size_t... kLane>
+Floats transformed(Floats x, std::index_sequence<kLane...> sequence) {
+  if constexpr (kHalf > 1) {
+    x = transformed<kHalf / 2>(x, sequence);
+  }
+  const Floats other = __builtin_shufflevector(x, x, (kLane ^ kHalf)...);
+  return (lanes() & kHalf) != 0 ? other - x : other + x;
+}
+
+// As `transformed`, of `count` elements, a power of two.
+void transform(float* x, int32_t count) {
+  int32_t half = 1;
+  for (int32_t i = 0; i + kLanes <= count; i += kLanes) {
+    store(x + i, transformed<kLanes / 2>(load(x + i), std::make_index_sequence<kLanes>()));
+    half = kLanes;
+  }
+  for (; half < count; half *= 2) {
+    for (int32_t first = 0; first < count; first += 2 * half) {
+      for (int32_t i = first; i < first + half; ++i) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a + b;
+        x[i + half] = a - b;
+      }
+    }
+  }
+}
+
 template <typename T>
-constexpr LayerKernels kKernelsOf = {rms_norm<T>, activate<T>,  angles<T>,
-                                     rotate<T>,   likeliest<T>, mask<T>};
+void hadamard(const void* row, int32_t width, void* to) {
+  const T* x = static_cast<const T*>(row);
+  T* out = static_cast<T*>(to);
+  float part[kMostTransformed];
+  while (width > 0) {
+    const int32_t count = int32_t{1} << (31 - __builtin_clz(width));
+    for_registers(count, nullptr, [&](int64_t i, int some) {
+      store_up_to(part + i, load_up_to(x + i, some), some);
+    });
+    transform(part, count);
+    const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(count));
+    for_registers(count, nullptr, [&](int64_t i, int some) {
+      store_up_to(out + i, load_up_to(part + i, some) * scale, some);
+    });
+    x += count;
+    out += count;
+    width -= count;
+  }
+}
+
+template <typename T>
+constexpr LayerKernels kKernelsOf = {rms_norm<T>,  activate<T>, angles<T>,  rotate<T>,
+                                     likeliest<T>, mask<T>,     hadamard<T>};
 
 }  // namespace
 

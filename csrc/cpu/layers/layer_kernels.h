@@ -13,6 +13,8 @@ namespace mlx_paged::cpu {
 
 enum class Activation : int32_t { kSilu, kGeluApprox };
 
+constexpr int32_t kMostTransformed = 4096;
+
 // The kernels of one dtype.
 struct LayerKernels {
   // out = x / sqrt(mean(x^2) + eps) * weight over one row of `width`; weight may be null.
@@ -38,6 +40,10 @@ struct LayerKernels {
 
   // out = x; out may be x.
   void (*mask)(const void* x, const void* allowed, int32_t width, void* out);
+
+  // The orthonormal Hadamard transform of each part of a row of at most kMostTransformed elements.
+  // The parts are powers of two, the largest ones first. `out` may be x.
+  void (*hadamard)(const void* x, int32_t width, void* out);
 };
 
 // The kernels of float32, float16 and bfloat16, in the order of DType.

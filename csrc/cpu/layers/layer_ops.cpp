@@ -1,5 +1,6 @@
 #include "csrc/cpu/layers/layer_ops.h"
 
+#include <bit>
 #include <cmath>
 #include <memory>
 #include <numbers>
@@ -215,6 +216,29 @@ struct Mask : RowOp {
   mx::array composed(const Arrays& inputs, mx::Stream s) const { return allowed_of(inputs, s); }
 };
 
+struct Hadamard : RowOp {
+  static constexpr const char* kName = "PagedHadamard";
+
+  auto kernel(const Arrays& inputs, mx::array& out) const {
+    return for_rows(inputs, out, allocate_in_place(inputs, 1, out),
+                    [&kernels = kernels_for(out), width = inputs[0].shape(-1)](
+                        const void* x, const void*, void* to) { kernels.hadamard(x, width, to); });
+  }
+
+  mx::array composed(const Arrays& inputs, mx::Stream s) const {
+    const mx::array& x = inputs[0];
+    Arrays parts;
+    for (int first = 0, width = x.shape(-1); x.size() && first < width;
+         first += parts.back().shape(-1)) {
+      mx::Shape start(x.ndim(), 0), stop = x.shape();
+      start.back() = first;
+      stop.back() = first + static_cast<int>(std::bit_floor(static_cast<unsigned>(width - first)));
+      parts.push_back(mx::hadamard_transform(mx::slice(x, start, stop, s), std::nullopt, s));
+    }
+    return parts.empty() ? x : mx::concatenate(parts, -1, s);
+  }
+};
+
 // The output has x's dtype, or another one.
 template <typename Op>
 mx::array make(Op op, Arrays inputs, mx::StreamOrDevice stream,
@@ -312,6 +336,14 @@ mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice 
   add_allowed("mask", allowed, inputs);
   const mx::Stream on = mx::to_stream(stream);
   return on.device == mx::Device::cpu ? make(Mask{}, inputs, on) : allowed_of(inputs, on);
+}
+
+mx::array hadamard(const mx::array& x, mx::StreamOrDevice stream) {
+  check_floating("hadamard", "x", x);
+  require(x.ndim() >= 1 && x.shape(-1) <= cpu::kMostTransformed, "hadamard", "x has shape ",
+          x.shape(), ": expected at most ", cpu::kMostTransformed, " elements on its last axis");
+  const mx::Stream on = mx::to_stream(stream);
+  return on.device == mx::Device::cpu ? make(Hadamard{}, {x}, on) : Hadamard{}.composed({x}, on);
 }
 
 }  // namespace mlx_paged

@@ -32,4 +32,7 @@ mx::array quantized_linear(const mx::array& x, const mx::array& weight, const mx
 // x [R, W] with -inf where a bit of allowed, [R, ceil(W / 32)] uint32, is 0; on any device.
 mx::array mask(const mx::array& x, const mx::array& allowed, mx::StreamOrDevice stream);
 
+// The Hadamard transform of the rows of x, as of LayerKernels; on any device.
+mx::array hadamard(const mx::array& x, mx::StreamOrDevice stream);
+
 }  // namespace mlx_paged

@@ -59,6 +59,25 @@ def rounded(x: np.ndarray, bits: int) -> Any:
     return restored(*quantize(x, bits))
 
 
+def hadamard(x: np.ndarray) -> Any:
+    """The orthonormal Hadamard transform of the last axis, or of its parts that are powers of two,
+    the largest ones first."""
+    parts, first = [], 0
+    while first < x.shape[-1]:
+        count = 1 << ((x.shape[-1] - first).bit_length() - 1)
+        matrix = np.ones((1, 1))
+        while len(matrix) < count:
+            matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+        parts.append(x[..., first : first + count] @ (matrix / np.sqrt(count)))
+        first += count
+    return np.concatenate(parts, axis=-1)
+
+
+def rounded_in_rotation(x: np.ndarray, bits: int) -> Any:
+    """Rows as the pool of an engine gives them back."""
+    return hadamard(rounded(hadamard(x).astype(np.float32), bits))
+
+
 def noisy(x: np.ndarray, noise: float, rng: np.random.Generator) -> np.ndarray:
     """`x` plus normal numbers of so many times the largest element of each row."""
     added = noise * rng.standard_normal(x.shape) * np.abs(x).max(axis=-1, keepdims=True)
@@ -79,7 +98,7 @@ def quantized_mlx_lm(kv_bits: Any, noise: float = 0.0, seed: int = 0) -> Iterato
             rows = [np.array(x.astype(mx.float32)) for x in (keys, values)]
             arrays = zip(rows, FORMATS[kv_bits], strict=True)
             k, v = (
-                mx.array(rounded(noisy(row, noise, rng), form.bits)).astype(keys.dtype)
+                mx.array(rounded_in_rotation(noisy(row, noise, rng), form.bits)).astype(keys.dtype)
                 for row, form in arrays
             )
             return original(self, k, v)
