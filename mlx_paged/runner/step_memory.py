@@ -15,6 +15,11 @@ COPIES = 3  # arrays as wide as a product's output that come of it, that output 
 OF_LOGITS = 4  # arrays of a row of logits in float32 that the sampler makes
 STEPS = 2  # the step that is encoded, and the one before it
 
+PARTIALS = 1 << 24
+"""Bytes at most of the partial results of one call of attention, whose contexts are split: those of
+`SPLIT_ROWS` rows, or `SPLITS` for each row of up to `LONG_PROMPT` keys if these are more."""
+SPLIT_ROWS, SPLITS = 1 << 15, 8
+
 IN_FLIGHT = 12
 """MLX waits while more than ten command buffers are under way. The outputs of the last one wait."""
 
@@ -40,10 +45,21 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
     item = max((shape.dtype.size for shape in shapes), default=4)
     gathered = max((LONG_PROMPT * shape.token_bytes // item for shape in shapes), default=0)
     scores = SCORES * sum(not is_fused(shape) for shape in shapes if has_matrix_units())
-    arrays = COPIES * ((chunk + max_running) * widths + scores) + len(shapes) * gathered
-    alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + gathered))
+    partials = partial_bytes(profile, chunk + max_running) // item
+    of_attention = len(shapes) * (gathered + partials)
+    arrays = COPIES * ((chunk + max_running) * widths + scores) + of_attention
+    alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + max(gathered, partials)))
     states = STEPS * max_running * profile.state_bytes
     return alive * item + states + 4 * OF_LOGITS * max_running * vocab
+
+
+def partial_bytes(profile: ModelProfile, num_tokens: int) -> int:
+    """Bytes of the partial results of a layer's attention at most, in float32."""
+    rows = (
+        (max(SPLIT_ROWS, SPLITS * num_tokens * kind.num_heads), kind.shape.v_head_dim + 2)
+        for kind in profile.attentions
+    )
+    return max((min(PARTIALS, 4 * count * width) for count, width in rows), default=0)
 
 
 def _experts(model: nn.Module) -> int:

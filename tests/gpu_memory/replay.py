@@ -25,6 +25,7 @@ class Device:
         self._buffers: dict[str, int] = {}
         self._needs: Counter[str] = Counter()  # ops to come and command buffers, by array
         self._results: set[str] = set()
+        self._owner: dict[str, str] = {}  # of the last step: what "State" takes
         self._step = 0
 
     def run(self, step: list[Op], results: set[str]) -> None:
@@ -38,20 +39,22 @@ class Device:
         sizes: dict[str, int] = {}
         for op in step:
             for name, *_ in op.outputs:
-                owner[name] = owner[op.inputs[0]] if op.name in VIEWS else named(name)
+                owners = self._owner if op.name == "State" else owner
+                owner[name] = owners[op.inputs[0]] if op.name in VIEWS else named(name)
             if op.name not in VIEWS:
                 self._needs.update(owner[name] for name in op.inputs)
         kept = {owner[name] for name in results}
         self._needs.update(kept)
         for op in step:
-            sizes |= {owner[name]: count for name, count, _ in op.outputs if op.name not in VIEWS}
+            if op.name == "State" or op.name not in VIEWS:
+                sizes |= {owner[name]: count for name, count, _ in op.outputs}
             if op.name == "constants":
                 self._allocate(op, owner)
             elif op.name not in VIEWS and op.name != "weights":
                 self._encode(op, owner, sizes)
         self._commit(most=MOST_TASKS)
         self._drop(self._results)
-        self._results = kept
+        self._results, self._owner = kept, owner
 
     def _encode(self, op: Op, owner: dict[str, str], sizes: dict[str, int]) -> None:
         inputs = [owner[name] for name in op.inputs]

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gemma3_text, llama, qwen3_moe
+from mlx_lm.models import gemma3_text, llama, qwen3_5, qwen3_moe
 
 from mlx_paged.attention import forward
 from mlx_paged.kv.memory import CACHE_SHARE
@@ -31,9 +31,14 @@ QWEN |= {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151_
 QWEN |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 GEMMA = {"hidden_size": 5376, "intermediate_size": 21_504, "num_hidden_layers": 62}
 GEMMA |= {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
+HYBRID = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}
+HYBRID |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
+HYBRID |= {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "vocab_size": 248_320}
+HYBRID |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama 8B": (llama.Model, llama.ModelArgs, LLAMA | {"tie_word_embeddings": False}),
     "qwen3 30B-A3B": (qwen3_moe.Model, qwen3_moe.ModelArgs, QWEN),
+    "qwen3.5 9B": (qwen3_5.TextModel, qwen3_5.TextModelArgs, HYBRID),
     "gemma3 27B": (gemma3_text.Model, gemma3_text.ModelArgs, GEMMA),
 }
 COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False}

@@ -1,16 +1,25 @@
 """The steps of an engine on the model of MLX's allocator: what they take is bounded."""
 
+from dataclasses import replace
+from random import Random
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
+from mlx_paged.attention.prewarm import AttentionKind
+from mlx_paged.kv.memory import LONG_PROMPT
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.request import Request
+from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.step_memory import partial_bytes
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
 from tests.gpu_memory.allocator import NO_LIMIT, Allocator
-from tests.gpu_memory.engine_steps import Op, StepArrays, metals_ops
+from tests.gpu_memory.engine_steps import Op, StepArrays, metals_ops, scratch_bytes
 from tests.gpu_memory.replay import Device
 from tests.gpu_memory.report import MODELS, made, promised, replayed
+from tests.support.models.tiny_models import tiny_model
 
 NUM_STEPS = 500
 MIB = 2**20
@@ -81,3 +90,20 @@ def test_what_a_step_takes_is_promised_for_models_of_each_kind(name):
     model = made(name, layers=8)
     [found] = replayed(model, "long prompts", 15, [NO_LIMIT])
     assert 0.1 * promised(model) < found.peak_active <= promised(model)
+
+
+@pytest.mark.parametrize("dims", [16, 64, 128, 256])
+def test_partial_results_of_split_contexts_are_counted(dims):
+    """Decodes, chunks and both together, whose contexts have up to 16,384 tokens."""
+    random, of_llama, largest = Random(dims), probe(tiny_model("llama")), 0.0
+    for _ in range(400):
+        shape = KVShape(random.choice([1, 2, 8]), dims, dims, mx.float16)
+        heads, decodes = shape.n_kv_heads * random.choice([1, 4, 8]), random.choice([0, 1, 8, 32])
+        num_tokens = decodes + (chunk := int(2 ** random.uniform(0, 9)))
+        kinds = (AttentionKind(shape, heads, mx.float16, None, False),)
+        profile = replace(of_llama, attentions=kinds)
+        tables = decodes + random.randint(1, min(chunk, 4)), random.randint(1, LONG_PROMPT // 16)
+        size = scratch_bytes((num_tokens, heads, 1, dims), shape, tables, decodes)
+        largest = max(largest, size / partial_bytes(profile, num_tokens))
+        assert size <= partial_bytes(profile, num_tokens)
+    assert largest > 0.5
