@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 
 from mlx_paged import _ext, ops
 from mlx_paged.attention import forward
@@ -73,7 +72,9 @@ def scratch_bytes(
     if num_decodes is not None:
         options = {"cu_seqlens": mx.zeros(tables[0] + 1, mx.int32), "num_decodes": num_decodes}
     others = mx.zeros(tables, mx.int32), mx.zeros(tables[0], mx.int32)
-    return sum(_ext.metal.plan_attention(q, *caches, *others, scale=1.0, **options)["scratch_bytes"])
+    return sum(
+        _ext.metal.plan_attention(q, *caches, *others, scale=1.0, **options)["scratch_bytes"]
+    )
 
 
 @contextmanager
@@ -126,7 +127,6 @@ class StepArrays:
 
     def __init__(self, model: nn.Module, num_blocks: int) -> None:
         self.profile: ModelProfile = probe(model)
-        self._model = model
         windows, recurrent = self.profile.windows, self.profile.recurrent
         plan = plan_pool(self.profile.shapes, windows, BLOCK_SIZE, one_group=recurrent)
         self.blocks = BlockAllocator(num_blocks, BLOCK_SIZE, plan.groups, 512)
@@ -134,7 +134,12 @@ class StepArrays:
         self._runner = ModelRunner(model, self.profile, plan.places, self.blocks, self._pool)
         self._runner.cpu_layers.diverted = nullcontext  # type: ignore[method-assign]
         self._runner._begin = lambda arrays: None  # type: ignore[method-assign]
-        self._weights = dict(tree_flatten(model.parameters()))
+        self._weights = [
+            (module, name, array)
+            for module in model.modules()
+            for name, array in module.items()
+            if isinstance(array, mx.array)
+        ]
         self._names: dict[Place, str] = {}  # of the states after the step before
 
     def ops(self, step: Step) -> tuple[list[Op], set[str]]:
@@ -163,19 +168,21 @@ class StepArrays:
         shapes: dict[Place, mx.array] = {}
 
         def compute(*arrays: mx.array) -> list[mx.array]:
-            weights = zip(self._weights, arrays, strict=False)
-            self._model.update(tree_unflatten([*weights]))
+            for (module, name, _), array in zip(self._weights, arrays, strict=False):
+                module[name] = array
             states = zip(before, arrays[len(self._weights) :], strict=True)
             for (seq_id, layer, index), array in states:
                 held._states[seq_id][layer][index] = array
             pending = self._runner.launch(step, None).pending
             shapes.update(_states(held))
-            return pending + [*shapes.values()]
+            return [*pending, *shapes.values()]
 
         try:
-            mx.export_function(note, compute, *self._weights.values(), *before.values())
+            weights = (array for *_, array in self._weights)
+            mx.export_function(note, compute, *weights, *before.values())
         finally:
-            self._model.update(tree_unflatten([*self._weights.items()]))
+            for module, name, array in self._weights:
+                module[name] = array
             self._pool.reset_handles()
         for seq_id, layer, index in shapes:
             of_layer, array = held._states[seq_id][layer], shapes[seq_id, layer, index]

@@ -24,6 +24,8 @@ WORKLOADS = {  # the longest prompt; seconds of the stall bound
     "long prompts": (16_000, 0.1),
     "no stall bound": (4_000, None),
 }
+COLUMNS = "model", "prompts", "sizes", "limit", "new buffers", "mapped", "reused", "cached"
+COLUMNS += "active", "together", "step"
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256}
 QWEN = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128}
@@ -99,18 +101,20 @@ def main() -> None:
     parser.add_argument("--model", choices=[*MODELS], nargs="*", default=[*MODELS])
     args = parser.parse_args()
     limits = NO_LIMIT, int(CACHE_SHARE * args.working_set * GB)
-    print("| model | prompts | sizes | limit | new buffers | mapped | peak | active | promised |")
+    print("|", " | ".join(COLUMNS), "|")
     for name in args.model:
         model = made(name, args.layers)
+        step = promised(model)
         for workload in WORKLOADS:
             for is_few in (False, True):
                 options = {"few_sizes": is_few, "even_lengths": is_few}
                 found = replayed(model, workload, args.steps, limits, **options)
                 for limit, each in zip(limits, found, strict=True):
-                    sizes = each.mapped, each.peak, each.peak_active, promised(model)
+                    sizes = each.mapped, each.reused, each.peak_cached, each.peak_active, each.peak
                     kind = "few" if is_few else "any", "a tenth" if limit < NO_LIMIT else "none"
                     new = f"{each.num_new / args.steps:.0f}"
-                    row = name, workload, *kind, new, *(f"{size / GB:.1f}" for size in sizes)
+                    sizes_in_gb = (f"{size / GB:.1f}" for size in (*sizes, step))
+                    row = name, workload, *kind, new, *sizes_in_gb
                     print("|", " | ".join(row), "|")
 
 
