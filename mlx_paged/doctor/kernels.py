@@ -12,8 +12,7 @@ from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.findings import MAX_MESSAGE_LINES, Findings, message
 from mlx_paged.doctor.variants import (
     DTYPES,
-    FAINT_KEYS,
-    FAINT_VALUES,
+    FAINT,
     KINDS,
     QUICK_STEP,
     Variant,
@@ -120,8 +119,7 @@ def kernels_in_use() -> str:
 
 def tolerance(dtype: str, is_plain: bool) -> float:
     """Largest relative error of an output row; `is_plain`: of plain MLX."""
-    eps = float(mx.finfo(DTYPES.get(dtype, mx.float16)).eps)
-    return eps / 2 + (TF32 if is_plain else SUMS)
+    return float(mx.finfo(DTYPES.get(dtype, mx.float16)).eps) / 2 + (TF32 if is_plain else SUMS)
 
 
 def error_of(variant: Variant) -> tuple[float, float]:
@@ -140,7 +138,8 @@ def error_of(variant: Variant) -> tuple[float, float]:
     allowed = tolerance("float32" if q.dtype == mx.float32 else variant.dtype, is_plain)
     if scales:
         stored = zip((k, v), scales.values(), strict=True)
-        arrays[1:3] = [_dequantized(*each, mx.float32) for each in stored]
+        with mx.stream(mx.cpu):  # whatever a GPU makes of denormal scales
+            arrays[1:3] = [dequantized(*each, mx.float32) for each in stored]
     weights = options.pop("return_attn", False)
     options = {n: to_numpy(x) if isinstance(x, mx.array) else x for n, x in options.items()}
     want = float64.attention(*map(to_numpy, arrays), **options)
@@ -152,11 +151,6 @@ def error_of(variant: Variant) -> tuple[float, float]:
         scaled = error * allowed / tolerance("float32", is_plain)
         return float(np.max([out_error, scaled])), allowed  # NaN if one of them is
     return float64.worst_row(to_numpy(got), want[0]), allowed
-
-
-def _dequantized(cache: mx.array, scales: mx.array, dtype: mx.Dtype) -> mx.array:
-    """As `dequantized`, whatever a GPU makes of scales that are denormal in float16."""
-    return dequantized(cache, mx.array(np.array(scales).astype(np.float32)), dtype)
 
 
 def to_numpy(array: mx.array) -> float64.Array:
@@ -175,15 +169,15 @@ def _edit_error(variant: Variant) -> float:
     sizes = [(len(slots), shape.n_kv_heads, dim) for dim in shape.row_dims]
     rows = [normal(rng, *each) for each in sizes]
     if shape.kv_bits is not None:
-        for row, (factor, offset) in zip(rows, (FAINT_KEYS, FAINT_VALUES), strict=True):
-            row[0] = row[0] * factor + offset
-    k, v = (mx.array(row).astype(shape.dtype) for row in rows)
+        for numbers, (factor, offset) in zip(rows, FAINT, strict=True):
+            numbers[0] = numbers[0] * factor + offset
+    k, v = (mx.array(numbers).astype(shape.dtype) for numbers in rows)
     pool.write(0, k, v, as_int32(slots))
     want = []
     for row, form in zip((k, v), shape.formats, strict=True):
         if form.has_scales:
             with mx.stream(mx.cpu):
-                row = _dequantized(*quantized(row, form), shape.dtype)
+                row = dequantized(*quantized(row, form), shape.dtype)
         blocks = np.zeros((6 * size, *row.shape[1:]))
         inside = (slots >= 0) & (slots < 6 * size)
         blocks[slots[inside]] = to_numpy(row)[inside]

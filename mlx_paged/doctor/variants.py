@@ -28,8 +28,8 @@ CONTEXTS = (1, 70, 33)
 LONG_CONTEXTS = (700, 3, 290)
 """Context lengths; the Metal kernels split long ones and merge the parts."""
 
-FAINT_KEYS, FAINT_VALUES = (2.0**-10, 0.0), (2.0**-13, 0.006)
-"""Factor and offset of some rows in quantized pools. Their scales are so small that they are
+FAINT = (2.0**-10, 0.0), (2.0**-13, 0.006)
+"""Factors and offsets of some keys and values in quantized pools. The scales of these rows are
 denormal in float16: a GPU could take them for zeros."""
 
 KINDS = "decode", "chunk", "split", "write", "quantized-write", "copy", "quantized-copy"
@@ -125,13 +125,12 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
         poisoned = mx.array(np.where(used, numbers, np.float32(np.nan)))
         return poisoned.astype(shape.dtype).transpose(1, 0, 2, 3)  # a pool's order in memory
 
-    k, of_values = cache(shape.head_dim, -1, FAINT_KEYS), int(contexts.argmin())
+    k, shortest = cache(shape.head_dim, -1, FAINT[0]), int(contexts.argmin())
     v = k[..., : shape.v_head_dim]
-    if not shape.latent:
-        v = cache(shape.v_head_dim, of_values, FAINT_VALUES)
+    v = v if shape.latent else cache(shape.v_head_dim, shortest, FAINT[1])
     sizes = len(contexts), shape.n_kv_heads * variant.group, variant.tokens, columns * block_size
     queries = normal(rng, *sizes[:3], shape.head_dim)
-    queries[-1] /= 1 if shape.kv_bits is None else FAINT_KEYS[0]  # scores as those of others
+    queries[-1] /= 1 if shape.kv_bits is None else FAINT[0][0]  # scores as those of others
     q = mx.array(queries).astype(variant.q_dtype)
     options = OPTIONS[variant.option](rng, sizes, shape)
     options = {n: mx.array(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
