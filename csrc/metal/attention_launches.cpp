@@ -14,7 +14,7 @@ constexpr int kMostSplitKeys = 2048;
 constexpr int kManyThreadgroups = 128;
 constexpr int kPlentyOfThreadgroups = 1024;
 constexpr int kTile = 32;  // keys that a simdgroup of the kernels takes at once
-constexpr int64_t kMaxPartialBytes = 64 << 20;
+constexpr int64_t kMaxPartialBytes = 16 << 20;  // 1024 threadgroups with the most outputs
 
 int64_t num_rows(const AttentionInputs& in) {
   return int64_t{1} * in.q.shape(0) * in.q.shape(1) * in.q.shape(2);

@@ -12,6 +12,7 @@ from mlx_paged.doctor.apart import found_apart
 from mlx_paged.doctor.findings import MAX_MESSAGE_LINES, Findings, message
 from mlx_paged.doctor.variants import (
     DTYPES,
+    FAINT,
     KINDS,
     QUICK_STEP,
     Variant,
@@ -72,17 +73,17 @@ def _tell_refused(found: Findings) -> None:
 
 def compare(variants: list[Variant], found: Findings) -> None:
     """Run each variant on the default device; a wrong one is a failure."""
-    worst = {variant.dtype: (0.0, "none") for variant in variants}
+    worst = {variant.dtype: (0.0, "none", 0.0) for variant in variants}
     num_failed: Counter[str] = Counter()
     num_run = 0
     for variant in found.progress(variants, "variant"):
         if num_failed[variant.kind] == MAX_FAILURES:
             continue
         try:
-            error, allowed = error_of(variant), tolerance(variant)
+            error, allowed = error_of(variant)
             num_run += 1
             if np.isfinite(error):
-                worst[variant.dtype] = max(worst[variant.dtype], (error, variant.name))
+                worst[variant.dtype] = max(worst[variant.dtype], (error, variant.name, allowed))
             reason = "" if error <= allowed else f"error {error:.2g}, tolerance {allowed:.2g}"
             found.num_wrong += bool(reason)
         except Exception as raised:
@@ -100,8 +101,7 @@ def compare(variants: list[Variant], found: Findings) -> None:
         "largest relative error of an output row; tolerance: eps / 2 of the output's dtype"
         f" + {SUMS:.1e} for float32 sums; writes and copies: exact"
     )
-    for dtype, (error, name) in worst.items():
-        allowed = _tolerance_of(dtype)
+    for dtype, (error, name, allowed) in worst.items():
         found.numbers[dtype] = {"worst_error": error, "variant": name, "tolerance": allowed}
         found.lines.append(f"{dtype}: {error:.2e} of {allowed:.2e} ({name})")
 
@@ -117,30 +117,29 @@ def kernels_in_use() -> str:
     return "plain MLX (this build has no kernels for this GPU)"
 
 
-def _tolerance_of(dtype: str) -> float:
-    sums = TF32 if ops.kernel_for() == "reference" or ops.refused else SUMS
-    return float(mx.finfo(DTYPES.get(dtype, mx.float16)).eps) / 2 + sums
+def tolerance(dtype: str, is_plain: bool) -> float:
+    """Largest relative error of an output row; `is_plain`: of plain MLX."""
+    return float(mx.finfo(DTYPES.get(dtype, mx.float16)).eps) / 2 + (TF32 if is_plain else SUMS)
 
 
-def tolerance(variant: Variant) -> float:
-    """Largest relative error of an output row."""
+def error_of(variant: Variant) -> tuple[float, float]:
+    """Relative error of the variant's worst row, and the largest one that is right; NaN if it read
+    what it must not."""
     if variant.op != "attention":
-        return 0.0
-    return _tolerance_of("float32" if variant.q_dtype == mx.float32 else variant.dtype)
-
-
-def error_of(variant: Variant) -> float:
-    """Relative error of the variant's worst row; NaN if it read what it must not."""
-    if variant.op != "attention":
-        return _edit_error(variant)
+        return _edit_error(variant), 0.0
     arrays, options = attention_call(variant)
     q, k, v, tables, lens = arrays
     scales = {name: options.pop(name) for name in ("k_scales", "v_scales") if name in options}
     of_layers: Any = {name: [array] for name, array in scales.items()}
     got = ops.paged_attention(q, [k], [v], tables, lens, **options, **of_layers)
+    is_plain = ops.kernel_for() == "reference" or not ops.takes_attention(
+        q, k, v, tables.shape[1], variant.tokens, **options
+    )
+    allowed = tolerance("float32" if q.dtype == mx.float32 else variant.dtype, is_plain)
     if scales:
         stored = zip((k, v), scales.values(), strict=True)
-        arrays[1:3] = [dequantized(cache, of_cache, mx.float32) for cache, of_cache in stored]
+        with mx.stream(mx.cpu):  # whatever a GPU makes of denormal scales
+            arrays[1:3] = [dequantized(*each, mx.float32) for each in stored]
     weights = options.pop("return_attn", False)
     options = {n: to_numpy(x) if isinstance(x, mx.array) else x for n, x in options.items()}
     want = float64.attention(*map(to_numpy, arrays), **options)
@@ -149,9 +148,9 @@ def error_of(variant: Variant) -> float:
             float64.worst_row(to_numpy(a), b) for a, b in zip(got, want, strict=True)
         )
         # The weights are float32 and have its tolerance.
-        scaled = error * tolerance(variant) / _tolerance_of("float32")
-        return float(np.max([out_error, scaled]))  # NaN if one of them is
-    return float64.worst_row(to_numpy(got), want[0])
+        scaled = error * allowed / tolerance("float32", is_plain)
+        return float(np.max([out_error, scaled])), allowed  # NaN if one of them is
+    return float64.worst_row(to_numpy(got), want[0]), allowed
 
 
 def to_numpy(array: mx.array) -> float64.Array:
@@ -168,12 +167,17 @@ def _edit_error(variant: Variant) -> float:
     slots = rng.permutation(6 * size)[: 5 * size].astype(np.int32)
     slots[3], slots[7] = -1, 6 * size  # skipped
     sizes = [(len(slots), shape.n_kv_heads, dim) for dim in shape.row_dims]
-    k, v = (mx.array(normal(rng, *each)).astype(shape.dtype) for each in sizes)
+    rows = [normal(rng, *each) for each in sizes]
+    if shape.kv_bits is not None:
+        for numbers, (factor, offset) in zip(rows, FAINT, strict=True):
+            numbers[0] = numbers[0] * factor + offset
+    k, v = (mx.array(numbers).astype(shape.dtype) for numbers in rows)
     pool.write(0, k, v, as_int32(slots))
     want = []
     for row, form in zip((k, v), shape.formats, strict=True):
         if form.has_scales:
-            row = dequantized(*quantized(row, form), shape.dtype)
+            with mx.stream(mx.cpu):
+                row = dequantized(*quantized(row, form), shape.dtype)
         blocks = np.zeros((6 * size, *row.shape[1:]))
         inside = (slots >= 0) & (slots < 6 * size)
         blocks[slots[inside]] = to_numpy(row)[inside]

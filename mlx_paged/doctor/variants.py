@@ -28,6 +28,10 @@ CONTEXTS = (1, 70, 33)
 LONG_CONTEXTS = (700, 3, 290)
 """Context lengths; the Metal kernels split long ones and merge the parts."""
 
+FAINT = (2.0**-10, 0.0), (2.0**-13, 0.006)
+"""Factors and offsets of some keys and values in quantized pools. The scales of these rows are
+denormal in float16: a GPU could take them for zeros."""
+
 KINDS = "decode", "chunk", "split", "write", "quantized-write", "copy", "quantized-copy"
 """What a variant is one of: each kind has kernels of its own."""
 
@@ -114,19 +118,25 @@ def attention_call(variant: Variant) -> tuple[list[mx.array], dict[str, Any]]:
         blocks, offsets = np.divmod(np.arange(context), block_size)
         used[table[blocks], 0, offsets] = True
 
-    def cache(dim: int) -> mx.array:
+    def cache(dim: int, sequence: int, faint: tuple[float, float]) -> mx.array:
         numbers = normal(rng, num_blocks, shape.n_kv_heads, block_size, dim)
+        if shape.kv_bits is not None:
+            numbers[tables[sequence]] = numbers[tables[sequence]] * faint[0] + faint[1]
         poisoned = mx.array(np.where(used, numbers, np.float32(np.nan)))
         return poisoned.astype(shape.dtype).transpose(1, 0, 2, 3)  # a pool's order in memory
 
-    k = cache(shape.head_dim)
-    v = k[..., : shape.v_head_dim] if shape.latent else cache(shape.v_head_dim)
+    k, shortest = cache(shape.head_dim, -1, FAINT[0]), int(contexts.argmin())
+    v = k[..., : shape.v_head_dim]
+    v = v if shape.latent else cache(shape.v_head_dim, shortest, FAINT[1])
     sizes = len(contexts), shape.n_kv_heads * variant.group, variant.tokens, columns * block_size
-    q = mx.array(normal(rng, *sizes[:3], shape.head_dim)).astype(variant.q_dtype)
+    queries = normal(rng, *sizes[:3], shape.head_dim)
+    queries[-1] /= 1 if shape.kv_bits is None else FAINT[0][0]  # scores as those of others
+    q = mx.array(queries).astype(variant.q_dtype)
     options = OPTIONS[variant.option](rng, sizes, shape)
     options = {n: mx.array(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
     if shape.kv_bits is not None:
-        (k, of_k), (v, of_v) = map(quantized, (k, v), shape.formats)
+        with mx.stream(mx.cpu):
+            (k, of_k), (v, of_v) = map(quantized, (k, v), shape.formats)
         options |= {"k_scales": of_k, "v_scales": of_v}
     arrays = [q, k, v, mx.array(tables), mx.array(contexts)]
     mx.eval(arrays, options)

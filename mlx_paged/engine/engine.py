@@ -48,8 +48,9 @@ class Engine(WaitingCalls):
         kv_bits: 8 to store K/V with 8 bits an element, "8,4" to store keys with 8 and values with
             4 bits; docs/kv-quantization.md has the differences. Default: as the model computes it.
         max_kv_tokens: if neither is given, the pool has room for no more than these tokens.
-        cache_limit: bytes of freed buffers that MLX keeps on a GPU while the engine lives. Default:
-            a tenth of the GPU's memory; less if `kv_memory` or `num_blocks` asks for a small pool.
+        cache_limit: bytes of freed buffers that MLX keeps on a GPU while the engine lives; less if
+            MLX's limit is. Default: a tenth of the GPU's memory; less if `kv_memory` or
+            `num_blocks` asks for a small pool.
         max_running: the largest number of requests that are computed together.
         prefill_chunk: the largest number of prompt tokens in a step, beside the running requests.
         max_stall_ms: the longest time of a step while streams run, so that a long prompt does not

@@ -11,8 +11,9 @@ from mlx_paged.kv.memory import working_set
 
 class _Limits:
     """MLX's limits, one of each for the process, and the cache limits that their holders ask for:
-    the largest one counts. The garbage collector may release a holder during :meth:`hold` on the
-    same thread: the lock is reentrant, and the new holder is counted before a limit changes."""
+    the largest one counts, but never more than the former limit. The garbage collector may release
+    a holder during :meth:`hold` on the same thread: the lock is reentrant, and the new holder is
+    counted before a limit changes."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -20,7 +21,8 @@ class _Limits:
         self._cache = 0  # the limit of the cache, while `_before` is set
         self._before: tuple[int | None, int] | None = None  # the limits to restore
 
-    def hold(self, cache: int) -> None:
+    def hold(self, cache: int) -> int:
+        """The limit that `cache` gets by itself."""
         with self._lock:
             self._asked.append(cache)
             if self._before is None:
@@ -28,6 +30,7 @@ class _Limits:
                 wired = None if recommended is None else mx.set_wired_limit(recommended)
                 self._before = wired, mx.set_cache_limit(cache)
             self._follow()
+            return min(cache, self._before[1])
 
     def release(self, cache: int) -> None:
         with self._lock:
@@ -46,9 +49,12 @@ class _Limits:
                 mx.clear_cache()
 
     def _follow(self) -> None:
-        if self._before is not None and self._cache != (largest := max(self._asked)):
-            self._cache = largest
-            mx.set_cache_limit(largest)
+        if self._before is None:
+            return
+        limit = min(max(self._asked), self._before[1])
+        if limit != self._cache:
+            self._cache = limit
+            mx.set_cache_limit(limit)
 
 
 _limits = _Limits()
@@ -59,10 +65,10 @@ class HeldLimits:
     buffers, until `holder` dies or :attr:`release` is called; the last one restores both. When
     `holder` dies, MLX gives back what it keeps: an owner has it as the last attribute, which dies
     after the owner's arrays. The garbage collector, which has an order of its own, knows no array
-    of numpy."""
+    of numpy. :attr:`cache` is less than was asked for if the former limit is."""
 
     def __init__(self, cache: int) -> None:
-        _limits.hold(cache)
+        self.cache = _limits.hold(cache)
         self.holder = np.empty(0)
         self.release = finalize(self.holder, _limits.release, cache)
         for each in (self.release, finalize(self.holder, lambda: mx.clear_cache())):

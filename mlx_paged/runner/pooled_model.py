@@ -196,6 +196,8 @@ class PooledModel:
         )
         self._budget = measured.budget
         self.limits = hold_limits(self._budget.cache)
+        if self.limits is not None:
+            self._budget = replace(self._budget, cache=self.limits.cache)
         holder = self.limits and self.limits.holder
         self.pool = KVPool((), num_blocks, block_size, self.plan, num_blocks, holder)
         promise_snapshots(self.allocator, self.profile.state_bytes)

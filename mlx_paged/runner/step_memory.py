@@ -15,6 +15,12 @@ COPIES = 3  # arrays as wide as a product's output that come of it, that output 
 OF_LOGITS = 4  # arrays of a row of logits in float32 that the sampler makes
 STEPS = 2  # the step that is encoded, and the one before it
 
+PARTIALS = 1 << 24
+"""Bytes at most of the partial results of one call of attention, whose contexts are split."""
+SPLIT_ROWS, SPLITS, MOST_SPLITS = 1 << 15, 8, 64
+"""Partial results at most of all rows of chunks; if these are many, of each of them, where contexts
+have up to `LONG_PROMPT` keys; of a decode's row."""
+
 IN_FLIGHT = 12
 """MLX waits while more than ten command buffers are under way. The outputs of the last one wait."""
 
@@ -40,10 +46,22 @@ def step_bytes(model: nn.Module, profile: ModelProfile, chunk: int, max_running:
     item = max((shape.dtype.size for shape in shapes), default=4)
     gathered = max((LONG_PROMPT * shape.token_bytes // item for shape in shapes), default=0)
     scores = SCORES * sum(not is_fused(shape) for shape in shapes if has_matrix_units())
-    arrays = COPIES * ((chunk + max_running) * widths + scores) + len(shapes) * gathered
-    alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + gathered))
+    partials = partial_bytes(profile, chunk, max_running) // item
+    of_attention = len(shapes) * (gathered + partials)
+    arrays = COPIES * ((chunk + max_running) * widths + scores) + of_attention
+    alive = min(STEPS * arrays, IN_FLIGHT * (ELEMENTS + max(gathered, partials)))
     states = STEPS * max_running * profile.state_bytes
     return alive * item + states + 4 * OF_LOGITS * max_running * vocab
+
+
+def partial_bytes(profile: ModelProfile, chunk: int, num_decodes: int) -> int:
+    """Bytes of the partial results of a layer's attention at most, in float32."""
+    found = [0]
+    for kind in profile.attentions:
+        rows = max(SPLIT_ROWS, SPLITS * chunk * kind.num_heads)
+        rows += MOST_SPLITS * num_decodes * kind.num_heads
+        found.append(min(PARTIALS, 4 * rows * (kind.shape.v_head_dim + 2)))
+    return max(found)
 
 
 def _experts(model: nn.Module) -> int:

@@ -47,8 +47,20 @@ OF_QUANTIZED = [
     Variant("write", "kv8v4", "d20", 8),
     Variant("copy", "kv8", "d64", 16),
 ]
+OTHER_QUANTIZED = [
+    Variant("attention", "kv8v4", "d64", 16, 4, 1, "long"),
+    Variant("attention", "kv8", "d256", 32, 1, 5),
+]
 NUM_POOLS = len(DTYPES) * len(HEADS) + len(QUANTIZED) * (len(HEADS) - 1) - 1
 """Formats with head dimensions: latents are not quantized, and no values of 20 to 4 bits."""
+
+
+def flushed(scales: mx.array) -> mx.array:
+    """With zeros in place of denormal numbers, of which there are some."""
+    numbers = np.array(scales)
+    is_denormal = (numbers != 0) & (abs(numbers) < np.finfo(np.float16).smallest_normal)
+    assert is_denormal.any()
+    return mx.array(np.where(is_denormal, np.float16(0), numbers))
 
 
 def failures(variants: list[Variant] = SAMPLE) -> dict[str, str]:
@@ -106,6 +118,30 @@ class TestWrongKernels:
 
         monkeypatch.setattr(ops, "paged_attention", wrong)
         assert list(failures(OF_QUANTIZED)) == [variant.name for variant in OF_QUANTIZED[:2]]
+
+    @pytest.mark.parametrize("which", ["k_scales", "v_scales"])
+    def test_denormal_scales_that_are_read_as_zeros_are_named(self, which, monkeypatch):
+        right = ops.paged_attention
+
+        def wrong(*arrays: object, **options: object) -> object:
+            return right(*arrays, **options | {which: [flushed(options[which][0])]})
+
+        monkeypatch.setattr(ops, "paged_attention", wrong)
+        found = failures(OF_QUANTIZED + OTHER_QUANTIZED)
+        assert list(found) == [v.name for v in OF_QUANTIZED[:2] + OTHER_QUANTIZED]
+
+    @pytest.mark.parametrize("which", [2, 3])
+    def test_denormal_scales_that_are_stored_as_zeros_are_named(self, which, monkeypatch):
+        right = ops.write_kv
+
+        def wrong(*arrays: object, **scales: object) -> list[mx.array]:
+            found = [*right(*arrays, **scales)]
+            found[which] = flushed(found[which])
+            return found
+
+        monkeypatch.setattr(ops, "write_kv", wrong)
+        variants = [OF_QUANTIZED[2], Variant("write", "kv8", "d128", 16)]
+        assert list(failures(variants)) == [variant.name for variant in variants]
 
     @pytest.mark.sampled(2)
     def test_the_metal_kernels_pass_in_the_emulator(self, monkeypatch):
@@ -237,6 +273,18 @@ class TestWrongKernels:
         kernels.compare([DECODE], found)
         assert found.ok and found.verdict == "1 kernels are refused"
         assert "write_kv_half: line 3: no such type" in found.text()
+
+    def test_a_refused_write_allows_no_attention_more(self, monkeypatch):
+        monkeypatch.setitem(ops.refused, "write_kv_half", "planted")
+        right = ops.paged_attention
+        monkeypatch.setattr(ops, "paged_attention", lambda *a, **o: right(*a, **o) * (1 + 1e-5))
+        assert list(failures(SAMPLE[:1])) == [SAMPLE[0].name]
+
+    def test_a_refused_attention_may_round_as_plain_mlx_does(self, monkeypatch):
+        monkeypatch.setattr(ops, "takes_attention", lambda *a, **o: False)
+        right = ops.paged_attention
+        monkeypatch.setattr(ops, "paged_attention", lambda *a, **o: right(*a, **o) * (1 + 1e-5))
+        assert failures(SAMPLE[:1]) == {}
 
     def test_a_wrong_number_is_counted(self, monkeypatch):
         right = ops.paged_attention

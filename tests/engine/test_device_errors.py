@@ -79,7 +79,7 @@ def run(
     model_type: str, lookahead: bool = True, num_engines: int = 1
 ) -> tuple[list[Engine], list[list[int]]]:
     """Engines that take turns, and the tokens of each one's requests."""
-    size = {"block_size": 4, "num_blocks": 96, "prefill_chunk": 64}
+    size = {"block_size": 4, "num_blocks": 96, "prefill_chunk": 64, "prewarm": False}
     model, done, ids = tiny_model(model_type), {}, []
     engines = [Engine(model, lookahead=lookahead, **size) for _ in range(num_engines)]
     for engine in engines:
@@ -159,14 +159,14 @@ def test_two_engines_on_one_stream_are_both_told(monkeypatch, seed):
 
 def test_an_engine_that_is_made_meanwhile_does_not_hide_the_error(monkeypatch):
     expected, model = solo("llama"), tiny_model("llama")
-    engine = Engine(model, block_size=4, num_blocks=96, prefill_chunk=64)
+    engine = Engine(model, block_size=4, num_blocks=96, prefill_chunk=64, prewarm=False)
     device = FailingDevice(monkeypatch, 0, "eval")
     ids = [engine.add_request(p, max_tokens=n) for p, n in zip(PROMPTS, NUM_TOKENS, strict=True)]
     engine.step()
     launched, device._has_failed = engine._pipeline._under_way.launched, True
     launched.sampled = replace(launched.sampled, tokens=(launched.sampled.tokens + 1) % VOCAB)
     with pytest.raises(RuntimeError, match="Command buffer"):
-        Engine(model, num_blocks=8)
+        Engine(model, num_blocks=8, prewarm=False)
     done = {i: engine.request(i) for i in ids}
     while engine.has_work:
         engine.step()
@@ -248,14 +248,14 @@ def test_a_request_alone_outlives_one_failure_but_not_each(monkeypatch):
     expected = solo_greedy(model, prompt, 4)
     with monkeypatch.context() as patch:
         MetalQueue(2, 0, seed=0).install(patch)
-        (done,) = Engine(model, num_blocks=16).generate([prompt], max_tokens=4)
+        (done,) = Engine(model, num_blocks=16, prewarm=False).generate([prompt], max_tokens=4)
     assert done.error is None and done.tokens == expected
 
     def fail() -> None:
         raise RuntimeError(MESSAGE)
 
     monkeypatch.setattr(ops.metal, "end_of_work", lambda: fail)
-    (done,) = Engine(model, num_blocks=16).generate([prompt], max_tokens=4)
+    (done,) = Engine(model, num_blocks=16, prewarm=False).generate([prompt], max_tokens=4)
     assert done.error.startswith("DeviceError: ") and not done.tokens
 
 
@@ -269,7 +269,9 @@ def test_a_callers_function_that_meets_the_error_does_not_hide_it(monkeypatch):
         evaluate(mx.zeros(1))
         return logits
 
-    engine = Engine(tiny_model("llama"), block_size=4, num_blocks=96, prefill_chunk=64)
+    engine = Engine(
+        tiny_model("llama"), block_size=4, num_blocks=96, prefill_chunk=64, prewarm=False
+    )
     done = engine.generate(
         PROMPTS,
         [SamplingParams(max_tokens=count, logits_processors=[processor]) for count in NUM_TOKENS],

@@ -30,7 +30,7 @@ Run = Callable[[], tuple[list[Any], int]]
 
 
 def engine_of(model_type: str, **options: Any) -> Engine:
-    return Engine(tiny_model(model_type), block_size=4, num_blocks=128, **options)
+    return Engine(tiny_model(model_type), block_size=4, num_blocks=128, prewarm=False, **options)
 
 
 def branches() -> tuple[list[Any], int]:

@@ -49,7 +49,9 @@ def test_a_batch_that_is_too_large_for_the_memory_does_not_form_again(
     model = tiny_model(model_type)
     expected = [solo_greedy(model, prompt, 12) for prompt in PROMPTS]
     spans = failing(monkeypatch, lambda runner, step: len(step.spans) > most)
-    engine = Engine(model, block_size=4, num_blocks=96, prefill_chunk=64, lookahead=lookahead)
+    engine = Engine(
+        model, block_size=4, num_blocks=96, prefill_chunk=64, lookahead=lookahead, prewarm=False
+    )
     done = engine.generate(PROMPTS, max_tokens=12)
     assert [each.tokens for each in done] == expected
     assert engine.stats.faults <= 3 and max(spans) > most
@@ -59,7 +61,9 @@ def test_a_batch_that_is_too_large_for_the_memory_does_not_form_again(
 def test_more_run_again_after_some_time(monkeypatch):
     failures = iter([True])
     spans = failing(monkeypatch, lambda *_: len(_[1].spans) > 3 and next(failures, False))
-    engine = Engine(tiny_model("llama"), block_size=4, num_blocks=600, prefill_chunk=64)
+    engine = Engine(
+        tiny_model("llama"), block_size=4, num_blocks=600, prefill_chunk=64, prewarm=False
+    )
     done = engine.generate(PROMPTS[:4], max_tokens=300)
     assert engine.stats.faults == 1 and {len(each.tokens) for each in done} == {300}
     later = spans[spans.index(4) + 10 :]
@@ -68,7 +72,7 @@ def test_more_run_again_after_some_time(monkeypatch):
 
 def test_a_service_ends_when_the_device_is_lost(monkeypatch):
     failing(monkeypatch, lambda *_: True)
-    with EngineService(Engine(tiny_model("llama"), num_blocks=96)) as service:
+    with EngineService(Engine(tiny_model("llama"), num_blocks=96, prewarm=False)) as service:
         few = [service.submit(prompt, max_tokens=4) for prompt in PROMPTS[:2]]
         for ticket in few:
             assert ticket.result(TIMEOUT).error.startswith("DeviceError")
@@ -85,7 +89,7 @@ def test_drafts_go_on_after_an_error_of_the_device(monkeypatch):
     model = tiny_model("llama")
     expected = [solo_greedy(model, prompt, 24) for prompt in PROMPTS]
     monkeypatch.setattr(Speculation, "_depths", every_guess)
-    engine = Engine(model, block_size=4, num_blocks=96, draft_model=model)
+    engine = Engine(model, block_size=4, num_blocks=96, draft_model=model, prewarm=False)
     drafts_before = []
 
     def fails(runner: ModelRunner, step: Step) -> bool:
@@ -120,5 +124,5 @@ def test_recovery_gives_back_what_mlx_has_cached(monkeypatch):
     monkeypatch.setattr("mlx.core.clear_cache", lambda: cleared.append(True))
     failures = iter([True])
     failing(monkeypatch, lambda *_: next(failures, False))
-    Engine(tiny_model("llama"), num_blocks=96).generate([PROMPTS[0]], max_tokens=3)
+    Engine(tiny_model("llama"), num_blocks=96, prewarm=False).generate([PROMPTS[0]], max_tokens=3)
     assert cleared == [True]

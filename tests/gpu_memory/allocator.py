@@ -68,6 +68,7 @@ class Allocator:
         num_new: how many buffers were made.
         peak: the most that was active and cached together.
         peak_active: the most that was active.
+        peak_cached: the most that was cached.
     """
 
     cache_limit: int = NO_LIMIT
@@ -78,6 +79,7 @@ class Allocator:
     num_new: int = 0
     peak: int = 0
     peak_active: int = 0
+    peak_cached: int = 0
 
     def __post_init__(self) -> None:
         self.cache = BufferCache()
@@ -107,3 +109,4 @@ class Allocator:
         self.active -= size
         if self.cache.size < self.cache_limit:
             self.cache.recycle(size)
+            self.peak_cached = max(self.peak_cached, self.cache.size)

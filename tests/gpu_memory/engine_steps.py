@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from random import Random
 from typing import Any
@@ -10,26 +11,31 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 
-from mlx_paged import ops
+from mlx_paged import _ext, ops
 from mlx_paged.attention import forward
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.layer_groups import plan_pool
 from mlx_paged.kv.pool import KVPool
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.request import Request
 from mlx_paged.runner.model_probe import ModelProfile, probe
 from mlx_paged.runner.model_runner import ModelRunner
+from mlx_paged.runner.recurrent_states import RecurrentStates
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
 from mlx_paged.scheduler.step import Step
 
+Place = tuple[int, int, int]
+"""A state's sequence, its layer among the recurrent ones, and which of the layer's arrays it is."""
+
 BLOCK_SIZE = 16
 VIEWS = {
     *("Broadcast", "BroadcastAxes", "Copy", "Depends", "ExpandDims", "Flatten", "Reshape"),
-    *("Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View"),
+    *("Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten", "View", "State"),
 }
-"""Primitives whose outputs lie in the memory of their first input."""
+"""Primitives whose outputs lie in the memory of their first input. "State" is none: its input is a
+result of the step before, a state of a recurrent layer."""
 
 DONATES = {
     *("Abs", "Add", "Divide", "Exp", "Maximum", "Minimum", "Multiply", "Negative", "Sigmoid"),
@@ -52,6 +58,25 @@ def _size(array: tuple[str, Any, Any]) -> tuple[str, int, int]:
     return name, prod(shape), prod(shape) * dtype.size
 
 
+@cache
+def scratch_bytes(
+    queries: tuple[int, ...], shape: KVShape, tables: tuple[int, ...], num_decodes: int | None
+) -> int:
+    """Bytes of the partial results of one call of attention; `num_decodes`: of a ragged batch."""
+    q = mx.zeros(queries, shape.dtype)
+    caches = (
+        mx.zeros((shape.n_kv_heads, 1, BLOCK_SIZE, dim), shape.dtype)
+        for dim in (shape.head_dim, shape.v_head_dim)
+    )
+    options: dict[str, Any] = {}
+    if num_decodes is not None:
+        options = {"cu_seqlens": mx.zeros(tables[0] + 1, mx.int32), "num_decodes": num_decodes}
+    others = mx.zeros(tables, mx.int32), mx.zeros(tables[0], mx.int32)
+    return sum(
+        _ext.metal.plan_attention(q, *caches, *others, scale=1.0, **options)["scratch_bytes"]
+    )
+
+
 @contextmanager
 def metals_ops() -> Iterator[None]:
     """One primitive for each op that is one launch on a GPU, and a GPU's choice of paths."""
@@ -62,9 +87,19 @@ def metals_ops() -> Iterator[None]:
     def write(pool: KVPool, layer: int, k: mx.array, v: mx.array, slots: mx.array) -> None:
         pool.k[layer] = after(pool.k[layer], k, v, slots)
 
-    def through_tables(self: Any, query: Any, tables: mx.array, lens: mx.array, *_: Any) -> Any:
-        out = mx.sin(query.q[..., : self.shape.v_head_dim])
+    def through_tables(
+        self: Any, query: Any, tables: mx.array, lens: mx.array, cu_seqlens: Any = None, *num: int
+    ) -> Any:
+        q, shape = query.q, self.shape
+        of_ragged = None if cu_seqlens is None else num[0]
+        size = scratch_bytes(tuple(q.shape), shape, tuple(tables.shape), of_ragged)
+        scratch = mx.sin(mx.broadcast_to(mx.array(0.0), (max(1, size // 4),)))
+        out = mx.arctan2(q[..., : shape.v_head_dim], scratch[:1].view(q.dtype)[0])
         return after(out, self.pool.k[self.layer], tables, lens)
+
+    def gated_delta(q: Any, k: mx.array, v: mx.array, g: Any, beta: Any, state: Any, _: Any) -> Any:
+        new = mx.arctan2(state, after(k.flatten()[0], q, v, g, beta).astype(state.dtype))
+        return mx.arctan2(v, new.flatten()[0].astype(v.dtype)), new
 
     def attention(q: mx.array, k: mx.array, v: mx.array, *, mask: Any, **_: Any) -> mx.array:
         return after(mx.sin(q[..., : v.shape[-1]]), k, v, mask)
@@ -77,6 +112,7 @@ def metals_ops() -> Iterator[None]:
         patch.object(forward.LayerView, "through_tables", through_tables),
         patch.object(forward, "mlx_attention", attention),
         patch.object(ops, "take_from_pool", lambda rows, runs: mx.take(rows, runs, axis=0)),
+        patch("mlx_lm.models.gated_delta.gated_delta_ops", gated_delta),
         patch("mlx_paged.ops.cpu_layers._DTYPES", ()),  # MLX's own ops choose tokens
         patch.object(ops, "is_transforming", lambda: False),
         patch.object(ops, "serves_chunks", lambda *_: True),
@@ -91,7 +127,6 @@ class StepArrays:
 
     def __init__(self, model: nn.Module, num_blocks: int) -> None:
         self.profile: ModelProfile = probe(model)
-        self._model = model
         windows, recurrent = self.profile.windows, self.profile.recurrent
         plan = plan_pool(self.profile.shapes, windows, BLOCK_SIZE, one_group=recurrent)
         self.blocks = BlockAllocator(num_blocks, BLOCK_SIZE, plan.groups, 512)
@@ -99,12 +134,20 @@ class StepArrays:
         self._runner = ModelRunner(model, self.profile, plan.places, self.blocks, self._pool)
         self._runner.cpu_layers.diverted = nullcontext  # type: ignore[method-assign]
         self._runner._begin = lambda arrays: None  # type: ignore[method-assign]
-        self._weights = dict(tree_flatten(model.parameters()))
+        self._weights = [
+            (module, name, array)
+            for module in model.modules()
+            for name, array in module.items()
+            if isinstance(array, mx.array)
+        ]
+        self._names: dict[Place, str] = {}  # of the states after the step before
 
     def ops(self, step: Step) -> tuple[list[Op], set[str]]:
-        """The ops in the order of evaluation, and the names of the arrays that outlive them."""
+        """The ops in the order of evaluation, and the names of the arrays that outlive them. A name
+        belongs to one step; that of an input of "State" to the step before."""
         found: list[Op] = []
-        results: set[str] = set()
+        inputs: list[tuple[str, int, int]] = []
+        outputs: list[str] = []
 
         def note(entry: dict[str, Any]) -> None:
             if entry["type"] == "primitive":
@@ -114,20 +157,52 @@ class StepArrays:
                 sizes = ((name, array.size, array.nbytes) for name, array in entry["constants"])
                 found.append(Op("constants", [], [*sizes]))
             elif entry["type"] == "inputs":
-                found.append(Op("weights", [], [*map(_size, entry["inputs"])]))
+                inputs.extend(map(_size, entry["inputs"]))
             elif entry["type"] == "outputs":
-                results.update(name for name, *_ in entry["outputs"])
+                outputs.extend(name for name, *_ in entry["outputs"])
 
-        def compute(*weights: mx.array) -> list[mx.array]:
-            self._model.update(tree_unflatten([*zip(self._weights, weights, strict=True)]))
-            return self._runner.launch(step, None).pending
+        held = self._runner.states
+        for ended in [seq_id for seq_id in held._states if seq_id not in self.blocks]:
+            held.drop(ended)
+        before, names = _states(held), self._names
+        shapes: dict[Place, mx.array] = {}
+
+        def compute(*arrays: mx.array) -> list[mx.array]:
+            for (module, name, _), array in zip(self._weights, arrays, strict=False):
+                module[name] = array
+            states = zip(before, arrays[len(self._weights) :], strict=True)
+            for (seq_id, layer, index), array in states:
+                held._states[seq_id][layer][index] = array
+            pending = self._runner.launch(step, None).pending
+            shapes.update(_states(held))
+            return [*pending, *shapes.values()]
 
         try:
-            mx.export_function(note, compute, *self._weights.values())
+            weights = (array for *_, array in self._weights)
+            mx.export_function(note, compute, *weights, *before.values())
         finally:
-            self._model.update(tree_unflatten([*self._weights.items()]))
+            for module, name, array in self._weights:
+                module[name] = array
             self._pool.reset_handles()
-        return found, results
+        for seq_id, layer, index in shapes:
+            of_layer, array = held._states[seq_id][layer], shapes[seq_id, layer, index]
+            of_layer[index] = mx.zeros(array.shape, array.dtype)
+        self._names = dict(zip(shapes, outputs[-len(shapes) :], strict=True)) if shapes else {}
+        of_states = zip(before, inputs[len(self._weights) :], strict=True)
+        first = [Op("weights", [], inputs[: len(self._weights)])]
+        first += [Op("State", [names[place]], [array]) for place, array in of_states]
+        return first + found, set(outputs)
+
+
+def _states(held: RecurrentStates) -> dict[Place, mx.array]:
+    """All arrays of all sequences."""
+    return {
+        (seq_id, i, j): array
+        for seq_id, layers in held._states.items()
+        for i, layer in enumerate(layers)
+        for j, array in enumerate(layer)
+        if array is not None
+    }
 
 
 def steps_of(scheduler: Scheduler, seed: int, num_steps: int, longest: int) -> Iterator[Step]:

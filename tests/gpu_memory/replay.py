@@ -20,11 +20,13 @@ class Device:
         self._random = Random(seed)
         self._tasks: deque[tuple[int, list[str]]] = deque()  # a step, and what it holds
         self._held: list[str] = []
-        self._elements: dict[str, int] = {}  # of the arrays that the open command buffer binds
+        self._bound: set[str] = set()  # inputs of the open command buffer
+        self._elements = 0  # of these
         self._num_ops = 0
         self._buffers: dict[str, int] = {}
         self._needs: Counter[str] = Counter()  # ops to come and command buffers, by array
         self._results: set[str] = set()
+        self._owner: dict[str, str] = {}  # of the last step: what "State" takes
         self._step = 0
 
     def run(self, step: list[Op], results: set[str]) -> None:
@@ -38,20 +40,22 @@ class Device:
         sizes: dict[str, int] = {}
         for op in step:
             for name, *_ in op.outputs:
-                owner[name] = owner[op.inputs[0]] if op.name in VIEWS else named(name)
+                owners = self._owner if op.name == "State" else owner
+                owner[name] = owners[op.inputs[0]] if op.name in VIEWS else named(name)
             if op.name not in VIEWS:
                 self._needs.update(owner[name] for name in op.inputs)
         kept = {owner[name] for name in results}
         self._needs.update(kept)
         for op in step:
-            sizes |= {owner[name]: count for name, count, _ in op.outputs if op.name not in VIEWS}
+            if op.name == "State" or op.name not in VIEWS:
+                sizes.update((owner[name], count) for name, count, _ in op.outputs)
             if op.name == "constants":
                 self._allocate(op, owner)
             elif op.name not in VIEWS and op.name != "weights":
                 self._encode(op, owner, sizes)
         self._commit(most=MOST_TASKS)
         self._drop(self._results)
-        self._results = kept
+        self._results, self._owner = kept, owner
 
     def _encode(self, op: Op, owner: dict[str, str], sizes: dict[str, int]) -> None:
         inputs = [owner[name] for name in op.inputs]
@@ -71,9 +75,12 @@ class Device:
         self._held += bound
         self._needs.update(bound)
         self._drop(each for each in inputs if each != given)
-        self._elements |= {each: sizes[each] for each in inputs}
+        for each in inputs:
+            if each not in self._bound:
+                self._bound.add(each)
+                self._elements += sizes[each]
         self._num_ops += 1
-        if self._num_ops > MOST_OPS or sum(self._elements.values()) >= MOST_ELEMENTS + (1 << 20):
+        if self._num_ops > MOST_OPS or self._elements >= MOST_ELEMENTS + (1 << 20):
             self._commit(most=self._random.randint(1, MOST_TASKS))
 
     def _allocate(self, op: Op, owner: dict[str, str]) -> None:
@@ -83,7 +90,7 @@ class Device:
 
     def _commit(self, most: int) -> None:
         self._tasks.append((self._step, self._held))
-        self._held, self._elements, self._num_ops = [], {}, 0
+        self._held, self._bound, self._elements, self._num_ops = [], set(), 0, 0
         while len(self._tasks) > most:
             self._drop(self._tasks.popleft()[1])
 

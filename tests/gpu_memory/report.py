@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gemma3_text, llama, qwen3_moe
+from mlx_lm.models import gemma3_text, llama, qwen3_5, qwen3_moe
 
 from mlx_paged.attention import forward
 from mlx_paged.kv.memory import CACHE_SHARE
@@ -24,6 +24,8 @@ WORKLOADS = {  # the longest prompt; seconds of the stall bound
     "long prompts": (16_000, 0.1),
     "no stall bound": (4_000, None),
 }
+COLUMNS = "model", "prompts", "sizes", "limit", "new buffers", "mapped", "reused", "cached"
+COLUMNS += "active", "together", "step"
 LLAMA = {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
 LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256}
 QWEN = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "head_dim": 128}
@@ -31,9 +33,14 @@ QWEN |= {"num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151_
 QWEN |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 GEMMA = {"hidden_size": 5376, "intermediate_size": 21_504, "num_hidden_layers": 62}
 GEMMA |= {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}
+HYBRID = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}
+HYBRID |= {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
+HYBRID |= {"linear_num_value_heads": 32, "linear_num_key_heads": 16, "vocab_size": 248_320}
+HYBRID |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama 8B": (llama.Model, llama.ModelArgs, LLAMA | {"tie_word_embeddings": False}),
     "qwen3 30B-A3B": (qwen3_moe.Model, qwen3_moe.ModelArgs, QWEN),
+    "qwen3.5 9B": (qwen3_5.TextModel, qwen3_5.TextModelArgs, HYBRID),
     "gemma3 27B": (gemma3_text.Model, gemma3_text.ModelArgs, GEMMA),
 }
 COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False}
@@ -94,18 +101,20 @@ def main() -> None:
     parser.add_argument("--model", choices=[*MODELS], nargs="*", default=[*MODELS])
     args = parser.parse_args()
     limits = NO_LIMIT, int(CACHE_SHARE * args.working_set * GB)
-    print("| model | prompts | sizes | limit | new buffers | mapped | peak | active | promised |")
+    print("|", " | ".join(COLUMNS), "|")
     for name in args.model:
         model = made(name, args.layers)
+        step = promised(model)
         for workload in WORKLOADS:
             for is_few in (False, True):
                 options = {"few_sizes": is_few, "even_lengths": is_few}
                 found = replayed(model, workload, args.steps, limits, **options)
                 for limit, each in zip(limits, found, strict=True):
-                    sizes = each.mapped, each.peak, each.peak_active, promised(model)
+                    sizes = each.mapped, each.reused, each.peak_cached, each.peak_active, each.peak
                     kind = "few" if is_few else "any", "a tenth" if limit < NO_LIMIT else "none"
                     new = f"{each.num_new / args.steps:.0f}"
-                    row = name, workload, *kind, new, *(f"{size / GB:.1f}" for size in sizes)
+                    sizes_in_gb = (f"{size / GB:.1f}" for size in (*sizes, step))
+                    row = name, workload, *kind, new, *sizes_in_gb
                     print("|", " | ".join(row), "|")
 
 

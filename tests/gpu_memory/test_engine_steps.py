@@ -1,16 +1,26 @@
 """The steps of an engine on the model of MLX's allocator: what they take is bounded."""
 
+from dataclasses import replace
+from random import Random
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
+from mlx_paged.attention.prewarm import AttentionKind
+from mlx_paged.kv.memory import LONG_PROMPT
+from mlx_paged.kv.shapes import KVShape
 from mlx_paged.request import Request
+from mlx_paged.runner.model_probe import probe
+from mlx_paged.runner.step_memory import PARTIALS, partial_bytes
 from mlx_paged.sampling_params import SamplingParams
 from mlx_paged.scheduler.scheduler import Scheduler
+from mlx_paged.scheduler.step import Span, Step
 from tests.gpu_memory.allocator import NO_LIMIT, Allocator
-from tests.gpu_memory.engine_steps import Op, StepArrays, metals_ops
-from tests.gpu_memory.replay import Device
+from tests.gpu_memory.engine_steps import Op, StepArrays, metals_ops, scratch_bytes
+from tests.gpu_memory.replay import MOST_TASKS, Device
 from tests.gpu_memory.report import MODELS, made, promised, replayed
+from tests.support.models.tiny_models import tiny_model
 
 NUM_STEPS = 500
 MIB = 2**20
@@ -75,9 +85,71 @@ def test_memory_is_bounded_for_many_steps_of_arbitrary_arrivals(model):
     assert 2 * unbounded.peak < before.peak
 
 
+def test_a_recurrent_state_is_held_once_until_its_sequence_ends():
+    model = made("qwen3.5 9B", layers=4)
+    requests = [Request(i, [1] * 20, SamplingParams(max_tokens=50), seed=0) for i in range(3)]
+    held = []
+    with metals_ops():
+        arrays, device = StepArrays(model, 100), Device(Allocator())
+        scheduler = Scheduler(arrays.blocks, 4, 512, rewinds=False)
+        for request in requests:
+            scheduler.add(request)
+        for number in range(8):
+            step = scheduler.schedule()
+            device.run(*arrays.ops(step))
+            device._commit(most=0)
+            held.append(device.allocator.active / arrays.profile.state_bytes)
+            scheduler.commit(step)
+            for span in step.spans:
+                span.request.tokens += [1] * span.samples
+            if number == 5:
+                scheduler.complete(requests[0])
+    assert 3 <= min(held[:6]) <= max(held[:6]) < 3.3
+    assert 2 <= min(held[6:]) <= max(held[6:]) < 2.3
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_step_takes_is_promised_for_models_of_each_kind(name):
     """The widths are those of the real models, in eight layers."""
     model = made(name, layers=8)
     [found] = replayed(model, "long prompts", 15, [NO_LIMIT])
     assert 0.1 * promised(model) < found.peak_active <= promised(model)
+
+
+def test_a_step_with_large_partial_results_takes_no_more_than_is_promised(monkeypatch):
+    """Decodes and two chunks with long contexts, while all command buffers complete late."""
+    model = made("llama 8B", layers=4)
+    with metals_ops():
+        arrays, step = StepArrays(model, 36_000), Step()
+        for i in range(34):
+            start, stop = (16_000, 16_001) if i < 32 else (15_900, 16_130)
+            arrays.blocks.admit(i, stop)
+            arrays.blocks.make_writable(i, start, stop)
+            request = Request(i, [0] * stop, SamplingParams(max_tokens=2), seed=0)
+            step.add(Span(request, start, stop, samples=True))
+        computed = arrays.ops(step)
+    largest = max(op.outputs[0][2] for op in computed[0] if op.name == "Sin")
+    assert 0.9 * PARTIALS < largest <= PARTIALS
+    device = Device(Allocator())
+    monkeypatch.setattr(device._random, "randint", lambda *_: MOST_TASKS)
+    for _ in range(3):
+        device.run(*computed)
+    assert 20 * PARTIALS < device.allocator.peak_active < promised(model)
+
+
+@pytest.mark.parametrize("dims", [16, 64, 128, 256])
+def test_partial_results_of_split_contexts_are_counted(dims):
+    """Decodes, chunks and both together, whose contexts have up to 16,384 tokens."""
+    random, of_llama, largest = Random(dims), probe(tiny_model("llama")), 0.0
+    for _ in range(400):
+        shape = KVShape(random.choice([1, 2, 8]), dims, dims, mx.float16)
+        heads, decodes = shape.n_kv_heads * random.choice([1, 4, 8]), random.choice([0, 1, 8, 32])
+        num_tokens = decodes + (chunk := int(2 ** random.uniform(0, 9)))
+        kinds = (AttentionKind(shape, heads, mx.float16, None, False),)
+        profile = replace(of_llama, attentions=kinds)
+        tables = decodes + random.randint(1, min(chunk, 4)), random.randint(1, LONG_PROMPT // 16)
+        size = scratch_bytes((num_tokens, heads, 1, dims), shape, tables, decodes)
+        most = partial_bytes(profile, chunk, decodes)
+        assert size <= most
+        largest = max(largest, size / most)
+    assert largest > 0.5

@@ -116,6 +116,19 @@ def test_the_largest_of_several_counts_until_its_engine_is_gone(mac, llama):
     assert mac.cached == [NO_LIMIT, *(size * MIB for size in (5, 9, 7)), NO_LIMIT]
 
 
+def test_a_smaller_limit_of_the_caller_stays(mac, llama):
+    """Whatever the engines ask for; the budget has it."""
+    mac.cached.append(8 * MIB)
+    engines = [Engine(llama, num_blocks=32, cache_limit=size * MIB) for size in (9, 7, 20)]
+    assert mac.cached[-1] == 8 * MIB
+    assert [engine.memory_budget.cache for engine in engines] == [8 * MIB, 7 * MIB, 8 * MIB]
+    for engine, left in zip(engines[::2], (8, 7), strict=True):
+        engine.close()
+        assert mac.cached[-1] == left * MIB
+    engines[1].close()
+    assert mac.cached[-1] == 8 * MIB
+
+
 def test_another_gpu_has_a_limit_but_wires_nothing(mac, llama, monkeypatch):
     monkeypatch.setattr(mx, "device_info", lambda: {"total_memory": 80 * GB})
     Engine(llama, max_kv_tokens=64).close()
