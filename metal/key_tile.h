@@ -8,9 +8,10 @@ constexpr int key_steps(int bytes, int rows) {
   return bytes <= 12 ? 8 : rows * bytes <= 64 && bytes < 64 ? 4 : 2;
 }
 
-// Values that a lane asks for at once.
-constexpr int value_steps(int bytes, int rows) {
-  return bytes <= 4 ? 16 : bytes <= (rows == 1 ? 16 : 8) ? 8 : 4;
+// Values that a lane asks for at once: with those of its neighbours no more than a block has, so
+// that one place tells all.
+constexpr int value_steps(int bytes, int rows, int lanes) {
+  return bytes <= 4 && lanes == LANES ? 16 : bytes <= (rows == 1 ? 16 : 8) ? 8 : 4;
 }
 
 // Lanes that share a key: none holds more than three vectors of it, or five for a single row.
@@ -98,7 +99,7 @@ inline void multiply_keys(const device T* head, uint own_offset, uint stride, in
                           thread float (&products)[ROWS]) {
   constexpr int MOST = key_steps(VECTORS * int(sizeof(vec<T, VECTOR>)), ROWS);
   constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
-  constexpr int AT_ONCE = ROWS == 4 && STEPS > 2 ? 2 : STEPS;
+  constexpr int AT_ONCE = ROWS > 1 && STEPS > 2 ? 2 : STEPS;
   constexpr int ROUNDS = STEPS / AT_ONCE;
   const int place = lane % SHARE;
   NO_UNROLL
@@ -151,7 +152,7 @@ inline void add_values(const device T* head, uint own_offset, uint stride, int c
                        thread float4 (&sums)[ROWS][VECTORS]) {
   constexpr int GROUPS = scale_groups(DV, is_pair<T>());
   constexpr int TEAMS = LANES / SHARE;  // that take a key each
-  constexpr int MOST = value_steps(VECTORS * int(sizeof(vec<T, VECTOR>)), ROWS);
+  constexpr int MOST = value_steps(VECTORS * int(sizeof(vec<T, VECTOR>)), ROWS, SHARE);
   constexpr int STEPS = SHARE < MOST ? SHARE : MOST;
   const int team = lane / SHARE;
   const int place = lane % SHARE;

@@ -25,6 +25,7 @@ from scripts.metal.chunks import with_chunks
 from scripts.metal.launches import ROOT, TILE, Row, Work, decode_limits, paged, ragged
 from scripts.metal.llama import Llama, llama_row
 from scripts.metal.model import REDUCTION, SHUFFLE, TITLE, is_modelled, model_line, model_section
+from scripts.metal.second import second_text
 
 DOCUMENT = ROOT / "docs" / "metal-counts.md"
 CONTEXTS = (512, 4096, 32768)
@@ -75,9 +76,9 @@ REASONS = {
     "16 are of addresses in threadgroup memory, which have 32 bits on a GPU",
     "barriers": "four simdgroups wait once for their queries and once before they merge. In the "
     "kernel of matrices they share what they stage, with four barriers a step. If each had keys of "
-    "its own, 0.25 barriers a tile would "
-    "remain, but registers rise from 82 to 89 at D 64 and from 102 to 140 at D 128. With three "
-    "barriers a step they rise to 85 and 133, and threadgroup memory to 1.7 and 1.8 times as much",
+    "its own, 0.25 barriers a tile would remain, for 7 more registers at D 64 and 38 more at "
+    "D 128. With three barriers a step they are 3 and 31 more, and threadgroup memory is 1.7 and "
+    "1.8 times as much",
     "registers": "a lane keeps the outputs of up to four query heads, so that K/V is read once, "
     "and has asked for several keys; at D 128 clang can do with 68 of 100; with query heads in a "
     "loop it takes 86, but spills if it may take 80",
@@ -132,24 +133,7 @@ of keys, 4 sums and 4 of a query; values take less, and maxima wait in threadgro
 takes twice as many registers, to ask for loads early; if 12 simdgroups have to fit on a scheduler
 it takes 68 and spills none. 48 registers would leave none for addresses and counters.
 
-Mesa's compiler for Apple's M1 and M2 (24.3, development) makes this of the decode kernel's LLVM
-code; `asked` are the bytes that a simdgroup asks for before it waits, and the last columns are what
-clang makes of it for RDNA 2 if a lane may have 128 registers:
-
-| type | D | group | registers | spilled | cycles | asked | clang's | spilled |
-|---|--:|--:|--:|--:|--:|--:|--:|--:|
-| float16 | 64 | 4 | 95 | 0 | 1,250 | 2,048 |  |  |
-| bfloat16 | 64 | 4 | 105 | 0 | 1,442 | 2,048 | 99 | 0 |
-| float16 | 128 | 4 | 99 | 0 | 2,227 | 2,048 | 115 | 0 |
-| bfloat16 | 128 | 4 | 109 | 0 | 2,611 | 2,048 | 95 | 0 |
-| float16, 8 bits | 128 | 4 |  |  |  |  | 120 | 0 |
-| float16 | 256 | 2 | 95 | 0 | 2,358 | 2,048 |  |  |
-| bfloat16 | 256 | 2 | 100 | 0 | 2,742 | 2,048 |  |  |
-
-Cycles are of a scheduler, for a tile. Of 104 registers and less an M1 has room for 512 threads a
-core, of 112 for 448. Mesa's compiler is not Apple's: it waits at the end of every block, computes
-no value a second time to save a register, and here each function of a simdgroup is one instruction.
-It knows nothing of the M3 and later chips, and nothing of memory.
+{second_text()}
 
 The four simdgroups of a threadgroup merge through threadgroup memory of their own each. At D 128
 and groups of four that is 9,360 bytes, so that six threadgroups fit into 60 KiB. Registers allow
@@ -304,9 +288,11 @@ def with_ours(text: str, found: Sequence[Row]) -> str:
         start, paged, _ = old.partition("| paged |")
         lines.append(new.pop((section, f"{start}| paged"), old) if paged else old)
     assert not new, f"the document has no rows for {list(new)}"
-    tables_end, model_start = (lines.index(title) for title in (SUMMARY, f"## {TITLE}"))
+    tables_end = lines.index(SUMMARY)
+    model = model_section([]).splitlines()
+    model_end = lines.index(model[-1], tables_end) + 1
     those = [*printed(lines)]
-    rest = "\n".join([*lines[: tables_end - 1], *summary(those), "", *lines[model_start:], ""])
+    rest = "\n".join([*lines[: tables_end - 1], *summary(those), *model, *lines[model_end:], ""])
     return HEADER + rest[rest.index("\n## ") :]
 
 

@@ -1,12 +1,16 @@
 """docs/metal-counts.md says what the emulator counts, and paging adds reads of the tables only."""
 
+from math import prod
+
+import mlx.core as mx
 import pytest
 
+from mlx_paged import _ext
 from scripts.metal import chunks
 from scripts.metal.anchors import Choice, contiguous, mlx_choice
 from scripts.metal.counts import DOCUMENT, line, rows, with_ours
 from scripts.metal.launches import Work, decode_limits, paged, ragged
-from tests.metal_emulator import require_emulator
+from tests.metal_emulator import gpu_code, require_emulator
 
 CONTEXT = 512
 SAMPLES = (
@@ -70,6 +74,24 @@ def test_the_limits_that_the_decode_kernel_is_over() -> None:
     found = decode_limits()
     assert {name for name, limit in LIMITS.items() if found[name] > limit} == OVER_LIMITS
     assert found["fewest_registers"] <= 70
+
+
+def registers(dtype: mx.Dtype, head_dim: int) -> int:
+    """Of the decode kernel for groups of four, if a lane has 128."""
+    q = mx.zeros((1, 4, 1, head_dim), dtype)
+    caches = (mx.zeros((1, 1, 16, head_dim), dtype) for _ in range(2))
+    tables, lens = mx.zeros((1, 16), mx.int32), mx.ones((1,), mx.int32)
+    (launch,) = _ext.metal.plan_attention(q, *caches, tables, lens, scale=1.0)["launches"]
+    names = launch["source"], launch["kernel"], prod(launch["threadgroup"]), launch["constants"]
+    code = gpu_code(*names, simdgroups=chunks.FULL_LANE)
+    assert code.spilled == 0
+    return code.registers
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bfloat16_takes_few_more_registers_than_float16(head_dim: int) -> None:
+    """It has no conversion of its own: a compiler may keep all queries as floats."""
+    assert registers(mx.bfloat16, head_dim) <= 1.15 * registers(mx.float16, head_dim)
 
 
 @pytest.mark.parametrize(
