@@ -35,7 +35,7 @@ CHECKS: dict[str, Check] = {
     "memory": check_memory,
     "speed": check_speed,
 }
-APART = {"products", "tokens", "order", "memory", "speed"}
+APART = {"machine", "products", "tokens", "order", "memory", "speed"}
 """On a GPU each of these has a process of its own; the kernels have one for each kind."""
 
 
@@ -64,8 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_apart = args.only is None and mx.default_device() != mx.Device(mx.cpu)
     try:
         for name, check in checks.items():
-            apart = is_apart and name in APART
-            found = found_apart(name, args.quick) if apart else run_check(name, check, args.quick)
+            if is_apart and name in APART:
+                found = found_apart(name, args.quick)
+            else:
+                found = run_check(
+                    name,
+                    check,
+                    args.quick,
+                    lambda found: _write(args.json, [*results, found], args.quick),
+                )
             results.append(found)
             _write(args.json, results, args.quick)
     except KeyboardInterrupt:
@@ -83,7 +90,9 @@ def _write(path: str | None, results: Sequence[Findings], quick: bool) -> None:
     ok = bool(results) and all(found.ok for found in results)
     num_wrong = sum(found.num_wrong for found in results)
     report = {"ok": ok, "num_wrong": num_wrong, "quick": quick, "checks": findings}
-    Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    new = Path(f"{path}.new")  # whoever reads the file finds all of it
+    new.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    new.replace(path)
 
 
 def _chosen(only: str | None) -> dict[str, Check]:

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
 T = TypeVar("T")
 
+SAVED_EVERY_S = 5
 MAX_SHOWN = 8  # failures of a check that the page shows; the JSON file has all
 MAX_MESSAGE_LINES = 6  # lines of an error message that are kept: a compiler's messages are long
 
@@ -47,14 +49,27 @@ Check = Callable[[Findings, bool], None]
 """Writes what it finds; the flag asks for a quick check. Its docstring describes it."""
 
 
-def run_check(name: str, check: Check, quick: bool) -> Findings:
-    """Run a check. An exception is a failure of this check."""
-    found = Findings(name)
+def run_check(
+    name: str, check: Check, quick: bool, save: Callable[[Findings], None] = lambda found: None
+) -> Findings:
+    """Run a check. An exception is a failure of this check. A thread saves what was found so far:
+    a check that hangs may be ended from outside."""
+    found, has_ended = Findings(name), Event()
+
+    def saving() -> None:
+        while not has_ended.wait(SAVED_EVERY_S):
+            save(found)
+
+    saver = Thread(target=saving, daemon=True)
+    saver.start()
     started = time.perf_counter()
     try:
         check(found, quick)
     except Exception as error:
         found.failures.append(message(error))
+    finally:
+        has_ended.set()
+        saver.join()
     found.seconds = time.perf_counter() - started
     return found
 

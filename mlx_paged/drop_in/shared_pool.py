@@ -27,6 +27,7 @@ from mlx_paged.kv.memory import longest_pool, spare_memory
 from mlx_paged.kv.shapes import KVShape, block_bytes
 from mlx_paged.ops.formats import KVBits
 from mlx_paged.runner.compiled_decode import free_graphs_with_thread
+from mlx_paged.runner.device_errors import noted
 
 FEWEST_NEW_BLOCKS = 16
 BLOCK_SIZE = 16
@@ -71,7 +72,10 @@ class PagedSequence:
         if self.is_frozen:
             self.pool.frozen.discard(self)
         elif not _collector.is_running:
-            self.pool.settle()
+            try:
+                self.pool.settle()
+            except Exception as error:  # which Python would only print
+                self.pool.error = noted(error)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedSequence:
         return self.pool.fork(self)
@@ -129,6 +133,7 @@ class SharedPool:
         self.reads: list[mx.array] = []  # of blocks that the next step may write
         self._steps: WeakSet[PaddedBatch] = WeakSet()
         self._thread = 0  # the thread of the latest step, which evaluates
+        self.error: Exception | None = None  # that the next step raises
         self._successor: ref[SharedPool] | None = None
 
     def successor(self) -> SharedPool:
@@ -202,6 +207,9 @@ class SharedPool:
         self, rows: Sequence[PagedSequence], ids: tuple[int, ...], spans: PaddedSpans
     ) -> PaddedBatch:
         self._thread = threading.get_ident()
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
         free_graphs_with_thread()
         self.release_dropped()
         copies: list[BlockCopy] = []

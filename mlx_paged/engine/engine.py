@@ -142,7 +142,8 @@ class Engine(WaitingCalls):
         open_disk = None
         if kv_disk is not None:
             limit = int(kv_disk_gb * 10**9)
-            open_disk = partial(open_tier, kv_disk, limit, model_files, model, tokenizer, pooled)
+            opened = partial(open_tier, kv_disk, limit, model_files, model, tokenizer, pooled)
+            open_disk = telling_errors()(opened)
         scheduler = Scheduler(
             pooled.allocator,
             config.max_running,

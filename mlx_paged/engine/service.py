@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -204,7 +205,10 @@ class EngineService:
     def _serve(self) -> None:
         try:
             if self._engine.prewarm is not False:
-                self._engine.warm_up()
+                try:
+                    self._engine.warm_up()
+                except DeviceError:  # perhaps of another engine's work; the first step recovers
+                    logging.exception("the GPU failed while kernels were compiled")
             while not self._closed or (self._drain and self._engine.has_work):
                 self._answer_calls()
                 self._step()

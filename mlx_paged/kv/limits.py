@@ -18,7 +18,8 @@ class _Limits:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._asked: list[int] = []
-        self._cache = 0  # the limit of the cache, while `_before` is set
+        self._wired: int | None = None  # the limits that are set, while `_before` is
+        self._cache = 0
         self._before: tuple[int | None, int] | None = None  # the limits to restore
 
     def hold(self, cache: int) -> int:
@@ -26,8 +27,8 @@ class _Limits:
         with self._lock:
             self._asked.append(cache)
             if self._before is None:
-                recommended, self._cache = working_set(), cache
-                wired = None if recommended is None else mx.set_wired_limit(recommended)
+                self._wired, self._cache = working_set(), cache
+                wired = None if self._wired is None else mx.set_wired_limit(self._wired)
                 self._before = wired, mx.set_cache_limit(cache)
             self._follow()
             return min(cache, self._before[1])
@@ -44,8 +45,8 @@ class _Limits:
                 mx.synchronize()  # do not lower the limit while the device computes
             finally:
                 mx.set_cache_limit(cached)
-                if wired is not None:
-                    mx.set_wired_limit(wired)
+                if wired is not None and (now := mx.set_wired_limit(wired)) != self._wired:
+                    mx.set_wired_limit(now)  # somebody else's, such as mlx-lm's
                 mx.clear_cache()
 
     def _follow(self) -> None:

@@ -35,11 +35,10 @@ def noted(error: Exception) -> Exception:
         return error
     if ops.is_of_another_thread(error):
         return UnknownEndError(str(error))
-    told = DeviceError(str(error))
     with _lock:
         for runner in _marked:
-            runner.error = told
-    return told
+            runner.error = DeviceError(str(error))  # one each: a raised one holds what raised it
+    return DeviceError(str(error))
 
 
 def raise_noted(error: Exception) -> NoReturn:

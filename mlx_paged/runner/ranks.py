@@ -160,11 +160,13 @@ class Ranks:
             os._exit(1)
 
     def _leave(self) -> None:
-        mx.synchronize()  # a step may be under way, which needs the others
-        self._ending.acquire()
-        for link in self._links:
-            with suppress(LostRank):
-                link.send(Kind.FAREWELL)
+        try:
+            mx.synchronize()  # a step may be under way, which needs the others
+        finally:
+            self._ending.acquire()
+            for link in self._links:
+                with suppress(LostRank):
+                    link.send(Kind.FAREWELL)
 
 
 def _shared(

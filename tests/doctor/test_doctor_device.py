@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import threading
 from dataclasses import replace
 
 import mlx.core as mx
@@ -9,9 +10,10 @@ import pytest
 
 from mlx_paged.attention.forward import has_matrix_units
 from mlx_paged.doctor import __main__ as doctor
-from mlx_paged.doctor import apart, memory, products
+from mlx_paged.doctor import apart, findings, memory, products
 from mlx_paged.doctor.findings import Findings, run_check
 from mlx_paged.engine.engine import Engine
+from tests.support import TIMEOUT
 
 
 class TestProducts:
@@ -67,11 +69,12 @@ class TestProcesses:
     ):
         def run(command, **options):
             name = command[command.index("--only") + 1]
-            if name != "order":
-                report = {"checks": {name: {"ok": True, "name": name, "lines": ["was here"]}}}
-                with open(command[command.index("--json") + 1], "w") as file:
-                    json.dump(report, file)
-            return subprocess.CompletedProcess(command, -6, "", "abort\n")
+            if name == "order":
+                return subprocess.CompletedProcess(command, -6, "", "abort\n")
+            report = {"checks": {name: {"ok": True, "name": name, "lines": ["was here"]}}}
+            with open(command[command.index("--json") + 1], "w") as file:
+                json.dump(report, file)
+            return subprocess.CompletedProcess(command, 0, "", "")
 
         monkeypatch.setattr(subprocess, "run", run)
         ran = []
@@ -82,8 +85,8 @@ class TestProcesses:
         assert doctor.main(["--json", str(path)]) == 1
         out = capsys.readouterr().out
         assert out.startswith("mlx_paged.doctor: FAILED: order (")
-        assert "order: ended with status -6: abort" in out and out.count("was here") == 4
-        assert [found.name for found, _ in ran] == ["machine", "kernels", "sources"]
+        assert "order: ended with status -6: abort" in out and out.count("was here") == 5
+        assert [found.name for found, _ in ran] == ["kernels", "sources"]
         report = json.loads(path.read_text())
         assert not report["ok"] and report["checks"]["tokens"]["ok"]
 
@@ -105,6 +108,33 @@ class TestProcesses:
         monkeypatch.setattr(doctor, "CHECKS", {"first": first, "second": interrupted})
         assert doctor.main(["--json", str(path)]) == 130
         assert json.loads(path.read_text())["checks"]["first"]["ok"]
+
+    def test_what_a_process_found_before_it_hung_counts(self, monkeypatch):
+        """The process is a thread here, and its end from outside an exception."""
+
+        def hangs(found, quick):
+            found.num_wrong = 1
+            found.failures.append("planted: wrong")
+            saved.wait(TIMEOUT)
+            raise KeyboardInterrupt
+
+        def run(command, **options):
+            doctor.main(command[3:])
+            raise subprocess.TimeoutExpired(command, 300)
+
+        def write(path, results, quick):
+            right(path, results, quick)
+            if results:
+                saved.set()
+
+        saved, right = threading.Event(), doctor._write
+        monkeypatch.setattr(doctor, "_write", write)
+        monkeypatch.setattr(doctor, "CHECKS", {"order": hangs})
+        monkeypatch.setattr(findings, "SAVED_EVERY_S", 0.01)
+        monkeypatch.setattr(subprocess, "run", run)
+        found = apart.found_apart("order", False)
+        assert found.num_wrong == 1
+        assert found.failures == ["planted: wrong", "order: no answer in 1200 s"]
 
     def test_a_process_gets_its_variables_and_its_answer_is_read(self):
         found = apart.found_apart("machine", True, MLX_PAGED_ATTENTION="gather")

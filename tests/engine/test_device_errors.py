@@ -15,7 +15,9 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import Engine, SamplingParams, ops
+from mlx_paged.kv_disk import opening
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
+from mlx_paged.scheduler.step import DeviceError
 from tests.support.engine.batch_generators import (
     PROMPTS as BATCH_PROMPTS,
 )
@@ -171,6 +173,18 @@ def test_an_engine_that_is_made_meanwhile_does_not_hide_the_error(monkeypatch):
     while engine.has_work:
         engine.step()
     assert [done[i].generated for i in ids] == expected and device.told == ["eval"]
+
+
+def test_an_engine_that_opens_a_disk_meanwhile_tells_the_error(monkeypatch, tmp_path):
+    def failing(*arguments: Any) -> None:
+        raise RuntimeError(MESSAGE)
+
+    model = tiny_model("llama")
+    engine = Engine(model, num_blocks=96, prewarm=False)
+    monkeypatch.setattr(opening, "Staging", failing)
+    with pytest.raises(DeviceError, match="Command buffer"):
+        Engine(model, num_blocks=8, prewarm=False, kv_disk=tmp_path)
+    assert isinstance(engine.manager.runner.error, DeviceError)
 
 
 @pytest.mark.sampled(8)

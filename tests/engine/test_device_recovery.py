@@ -1,6 +1,8 @@
 """An engine whose device fails goes on: with fewer requests at once, with drafts, or not at all."""
 
+import gc
 from collections.abc import Callable
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -117,6 +119,35 @@ def test_a_first_step_that_fails_leaves_nothing_behind(monkeypatch):
     engine.warm_up()
     assert engine.stats.prewarm_seconds > 1
     assert engine.generate([PROMPTS[0]], max_tokens=3)[0].error is None
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_service_starts_though_the_device_fails_meanwhile(monkeypatch, own):
+    """In its own warm-up, or in another engine's step."""
+    failures = iter([own])
+    failing(monkeypatch, lambda *_: next(failures, False))
+    monkeypatch.setattr(pooled_model, "prewarm", lambda *_: 1.0)
+    model = tiny_model("llama")
+    engine = Engine(model, num_blocks=96, prewarm=None)
+    if not own:
+        engine.manager.runner.error = DeviceError(MESSAGE)
+    with EngineService(engine) as service:
+        done = service.submit(PROMPTS[0], max_tokens=3).result(TIMEOUT)
+    assert done.tokens == solo_greedy(model, PROMPTS[0], 3)
+
+
+def test_an_error_holds_nothing_of_the_engine_that_met_it(monkeypatch):
+    model = tiny_model("llama")
+    idle, failed = (Engine(model, num_blocks=96, prewarm=False) for _ in range(2))
+    failures = iter([True])
+    failing(monkeypatch, lambda *_: next(failures, False))
+    assert failed.generate([PROMPTS[0]], max_tokens=3)[0].error is None
+    assert isinstance(idle.manager.runner.error, DeviceError)
+    pool = ref(failed.manager.pool)
+    del failed
+    gc.collect()
+    assert pool() is None
+    assert idle.generate([PROMPTS[0]], max_tokens=3)[0].error is None
 
 
 def test_recovery_gives_back_what_mlx_has_cached(monkeypatch):

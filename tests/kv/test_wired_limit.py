@@ -113,6 +113,17 @@ def test_mlx_lms_own_limit_within_leaves_it_raised(mac, llama):
     assert mac.wired == BEFORE
 
 
+def test_a_limit_that_somebody_else_has_set_meanwhile_stays(mac, llama):
+    """mlx-lm's was set before and restored within."""
+    others = wired_limit(llama)
+    others.__enter__()
+    engine = make_engine(llama)
+    others.__exit__(None, None, None)
+    assert mac.wired == BEFORE
+    engine.close()
+    assert mac.wired == BEFORE
+
+
 @pytest.mark.slow
 def test_it_is_restored_where_the_device_fails(mac, monkeypatch):
     def fail(stream=None) -> None:

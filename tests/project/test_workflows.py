@@ -1,5 +1,6 @@
 """GitHub accepts the workflows, and what they call is there."""
 
+import json
 import re
 import subprocess
 import sys
@@ -37,6 +38,21 @@ def test_a_mistake_is_found(right, wrong, tmp_path):
     broken = tmp_path / "ci.yml"
     broken.write_text(text.replace(right, wrong))
     assert check(broken).returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("report", "is_right"),
+    [
+        ({"num_wrong": 0, "checks": {"machine": {}, "kernels": {}}}, True),
+        ({"num_wrong": 1, "checks": {"machine": {}, "kernels": {}}}, False),
+        ({"num_wrong": 0, "checks": {}}, False),
+    ],
+)
+def test_a_doctor_that_judged_no_kernel_fails(report, is_right, tmp_path):
+    (line,) = re.findall(r'python -c "(.*doctor\.json.*)"', (WORKFLOWS / "ci.yml").read_text())
+    (tmp_path / "doctor.json").write_text(json.dumps(report))
+    done = subprocess.run([sys.executable, "-c", line], cwd=tmp_path)
+    assert (done.returncode == 0) == is_right
 
 
 def test_the_files_that_they_run_are_there():
