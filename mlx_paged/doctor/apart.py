@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 from mlx_paged.doctor.findings import Findings
 
 MOST_SECONDS = {True: 300, False: 1200}
-"""Of a quick and of a whole check. A GPU that hangs answers nobody; some 1,000 pipelines are compiled
-one after the other."""
+"""Of a quick and of a whole check. A GPU that hangs answers nobody; some 1,000 pipelines are
+compiled one after the other."""
 
 
 def found_apart(only: str, quick: bool, **environment: str) -> Findings:
-    """What another process finds out before its end about a check or a kind of variants, by the name
-    that ``--only`` takes; `environment` are variables for that process."""
+    """What another process finds out before its end about a check or a kind of variants, by the
+    name that ``--only`` takes; `environment` are variables for that process."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         command = [sys.executable, "-m", "mlx_paged.doctor", "--only", only, "--json", str(path)]
