@@ -180,7 +180,7 @@ class Answer:
         count = fields["best_of"] * len(fields.get("prompt", [0]))
         async with self.state.models.use(self.path, count) as model:
             self.ignore(thinking.template_args(model, fields)[1])
-            with refusing():
+            with refusing(self.names):
                 run = asyncio.get_running_loop().run_in_executor
                 params = await run(self.threads, self._read, model)
                 for each in params:

@@ -37,6 +37,9 @@ NUM_THREADS = 32
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 COUNT_TOKENS = messages.PATHS[1]
 
+LENGTHS = {"content-length", "transfer-encoding"}
+"""Of a request with both, a proxy may see another end than this server (RFC 9112, section 6.1)."""
+
 APIS: dict[str, tuple[type[Answer], Callable[[Fields], Fields] | None]] = {
     "/v1/completions": (Answer, None),
     **dict.fromkeys(("/v1/chat/completions", "/chat/completions"), (Answer, dict)),
@@ -78,6 +81,8 @@ def _refusal(error: Refusal, request: Request) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.code == "overloaded":
         headers["Retry-After"] = "1"
+    if {*request.headers.keys()} >= LENGTHS:
+        headers["Connection"] = "close"
     record_of(request.scope).reason = str(error)
     content = messages.error_json(error) if _is_anthropics(request) else error.as_json()
     return JSONResponse(content, error.status, headers)
@@ -125,6 +130,9 @@ def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -
         is_open = args.api_key is None or request.url.path in OPEN
         if not is_open and not any(hmac.compare_digest(k, args.api_key.encode()) for k in given):
             raise Refusal(401, "no valid API key was given", "invalid_api_key")
+        if {*request.headers.keys()} >= LENGTHS:
+            names = " and ".join(sorted(LENGTHS))
+            raise Refusal(400, f"the request has {names}: expected one of them")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method == "POST" and kind != "application/json":
             raise Refusal(415, f"Content-Type is {kind!r}: expected application/json")
@@ -163,7 +171,7 @@ async def _complete(request: Request) -> Answer | Response:
     raw = await _body(request, args.max_request_bytes)
     threads = state.long_bodies if len(raw) > LONG_BODY else None
     run = asyncio.get_running_loop().run_in_executor
-    with refusing():
+    with refusing(APIS[request.url.path][0].names):
         fields, unknown = await run(threads, _fields, raw, request.url.path, args.max_samples)
         if fields["priority"] and args.policy != "priority":
             raise ValueError("priority: expected 0, for the server runs without --policy priority")

@@ -84,7 +84,7 @@ class CompletionChoice:
             return None
         if self.completion.error is not None:
             return Refusal(500, f"the completion failed: {self.completion.error}")
-        return Refusal(503, "the completion was taken back")
+        return Refusal(503, "the completion was taken back: the server stops, or gave it up")
 
     @property
     def mean_logprob(self) -> float:

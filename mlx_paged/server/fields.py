@@ -120,7 +120,11 @@ BOTH: dict[str, Rule] = {
     "top_logprobs": (0, lambda value: is_count(value) and value <= 20, "from 0 to 20"),
 }
 CHAT: dict[str, Rule] = {
-    "messages": (None, lambda value: bool(value) and is_list(dict, value), "a list of objects"),
+    "messages": (
+        None,
+        lambda value: bool(value) and is_list(dict, value),
+        "a list of objects, at least one",
+    ),
     "tools": ([], lambda value: is_list(dict, value), "a list of objects"),
     "tool_choice": (
         "auto",

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,13 +60,18 @@ class ContextExceeded(Refusal):
 
 
 @contextmanager
-def refusing() -> Iterator[None]:
+def refusing(names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Refuse a request with the error that this context raises: a mistake of the request, or
-    something that is not running or too busy."""
+    something that is not running or too busy. `names` has what fields of chat completions are
+    called by the request's API."""
     try:
         yield
     except (ValueError, RecursionError) as error:
-        raise Refusal(400, str(error)) from error
+        message = str(error).removeprefix("[SamplingParams] ")
+        named = NAMED.match(message)
+        if named and named[1] in (names or {}):
+            message = (names or {})[named[1]] + message[named.end(1) :]
+        raise Refusal(400, message) from error
     except RuntimeError as error:
         raise Refusal(503, str(error)) from error
 
@@ -165,6 +170,8 @@ def _check_messages(messages: Any) -> None:
     for message in messages:
         has_role = isinstance(message.get("role"), str)
         require(has_role, "messages", "objects with a role", message)
+        if message["role"] == "developer":  # OpenAI's newer name, which few templates know
+            message["role"] = "system"
         content = message.get("content", "")
         for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
             is_text = isinstance(part, dict) and part.get("type") == "text"

@@ -13,8 +13,9 @@ from mlx_paged.server.request_body import Refusal
 
 PATH = "/v1/responses"
 
-NAMES = {"reasoning_effort": "reasoning.effort"}
-"""How fields of chat completions about thinking are called here."""
+NAMES = {"reasoning_effort": "reasoning.effort", "max_tokens": "max_output_tokens"}
+NAMES |= {"response_format": "text.format", "messages": "input"}
+"""How fields of chat completions are called here."""
 
 ECHOED: Fields = {
     **dict.fromkeys(("instructions", "max_output_tokens", "temperature", "top_p", "reasoning")),
@@ -139,7 +140,8 @@ class Items:
 
     def __init__(self, body: Fields) -> None:
         given = {name: value for name in ECHOED if (value := body.get(name)) is not None}
-        own = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time()}
+        own: Fields = {"id": f"resp_{uuid.uuid4().hex}", "object": "response"}
+        own["created_at"] = int(time.time())
         self._sealed = "reasoning.encrypted_content" in (body.get("include") or ())
         self._numbers = count()
         self._open: dict[str, Any] = {}  # the item that has begun

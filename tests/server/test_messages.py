@@ -306,7 +306,7 @@ def test_what_this_model_cannot_do_is_named(server, fields, ignored):
 MISTAKES = [
     ({"thinking": {"type": "much"}}, "thinking: expected adaptive"),
     ({"thinking": 7}, "thinking: expected adaptive"),
-    ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking_budget: expected"),
+    ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens: expected"),
     ({"output_config": "x"}, "output_config: expected an object"),
 ]
 

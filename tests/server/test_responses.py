@@ -47,6 +47,26 @@ def create(server):
         yield create
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("max_output_tokens", 0, "max_output_tokens"),
+        ("text", {"format": {"type": "bad"}}, "text.format"),
+        ("input", [], "input"),
+    ],
+)
+def test_mistakes_have_the_names_of_this_api(server, field, value, named):
+    body = {"input": "def f", "max_output_tokens": 1} | {field: value}
+    status, _, answer = post(server, body, "/v1/responses")
+    assert (status, answer["error"]["param"]) == (400, named), answer
+    assert answer["error"]["message"].startswith(f"{named}: expected")
+
+
+def test_times_are_whole_seconds(server):
+    _, _, answer = post(server, {"input": "def f", "max_output_tokens": 1}, "/v1/responses")
+    assert isinstance(answer["created_at"], int)
+
+
 def events_of(stream):
     events = list(stream)
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -204,8 +224,8 @@ def test_the_items_of_earlier_turns_reach_the_template(server, create):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-        ({"text": {"format": {"type": "xml"}}}, "response_format"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning": 7}, "reasoning"),
     ],

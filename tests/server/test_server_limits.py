@@ -144,6 +144,16 @@ def test_a_body_without_a_proper_length_is_refused(server, length):
     assert raw_answer(server, head.encode()).startswith(b"HTTP/1.1 400 ")
 
 
+def test_a_body_with_two_lengths_is_refused_and_the_connection_closed(server):
+    """What comes after it may be meant as another request by a proxy."""
+    lengths = f"Content-Length: {len(BODY)}\r\nTransfer-Encoding: chunked\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{JSON}{lengths}\r\n"
+    chunks = f"{len(BODY):x}\r\n{BODY}\r\n0\r\n\r\n"
+    answer = raw_answer(server, (head + chunks).encode()).lower()
+    assert answer.startswith(b"http/1.1 400 ") and answer.count(b"http/1.1") == 1
+    assert b"connection: close" in answer and b"content-length and transfer-encoding" in answer
+
+
 def test_a_body_may_come_in_chunks(server):
     chunks = f"5\r\n{BODY[:5]}\r\n{len(BODY) - 5:x}\r\n{BODY[5:]}\r\n0\r\n\r\n"
     head = f"POST /v1/completions HTTP/1.1\r\n{CLOSE}{JSON}Transfer-Encoding: chunked\r\n\r\n"

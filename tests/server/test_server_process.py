@@ -154,7 +154,7 @@ def test_every_flag_of_mlx_lms_server_is_known_with_its_default(monkeypatch):
         assert (a.default, b.default) == expected, flag
     documented = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
     for flag, (_, default) in OTHER_DEFAULTS.items():
-        assert f"`{flag}` defaults to {default}" in documented
+        assert f"| `{flag}` | {str(default).lower()} by default" in documented
 
 
 @pytest.mark.parametrize(

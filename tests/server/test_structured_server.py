@@ -18,6 +18,7 @@ from tests.support.commands.server_harness import (
     MODEL,
     TIMEOUT,
     client,
+    demo,
     live,
     only_model,
     post,
@@ -250,3 +251,14 @@ def test_sources_that_take_too_long_are_answered(server, monkeypatch):
         found, _, answer = post(server, body, "/v1/chat/completions")
         assert found == status and answer["error"]["message"]
     assert not refusals
+
+
+def test_a_developers_turn_is_a_systems_turn(server):
+    """OpenAI's newer clients call it so."""
+    user = {"role": "user", "content": "def f"}
+    counts = []
+    for role in ("system", "developer"):
+        body = {"messages": [{"role": role, "content": "x"}, user], "max_tokens": 1}
+        _, _, answer = post(server, body, "/v1/chat/completions")
+        counts.append(answer["usage"]["prompt_tokens"])
+    assert counts == [len(demo()[1].encode("system: x\nuser: def f\n"))] * 2
