@@ -176,7 +176,7 @@ class Answer:
 
     async def _pieces(self) -> AsyncGenerator[tuple[CompletionChoice, Delta]]:
         """The choices' new parts as they come. Raises Refusal instead, or after some of them."""
-        fields = self.fields
+        fields, metrics = self.fields, self.state.metrics
         count = fields["best_of"] * len(fields.get("prompt", [0]))
         async with self.state.models.use(self.path, count) as model:
             self.ignore(thinking.template_args(model, fields)[1])
@@ -191,13 +191,13 @@ class Answer:
                 CompletionChoice(index, model, fields, self.prompts[index // fields["best_of"]])
                 for index in range(count)
             ]
+            told = [self.arrived] * count  # when a choice got its latest token
             try:
                 async for index, output in _outputs(tickets):
-                    choice = self.choices[index]
-                    if not choice.num_tokens:
-                        seconds = time.monotonic() - self.arrived
-                        self.first_seconds = self.first_seconds or seconds
-                        self.state.metrics.ttft.observe(seconds)
+                    choice, now = self.choices[index], time.monotonic()
+                    self.first_seconds = self.first_seconds or now - self.arrived
+                    metrics.token(self.path, now - told[index], not choice.num_tokens)
+                    told[index] = now
                     delta = choice.add(output)
                     if choice.is_cut and choice.completion is None:
                         tickets[index].abort()
@@ -210,11 +210,11 @@ class Answer:
                 logging.exception("an answer failed")
                 raise Refusal(500, "the answer could not be made") from error
             finally:
+                now = time.monotonic()
                 for ticket, choice in zip(tickets, self.choices, strict=True):
                     ticket.abort()
-                    self.state.metrics.completions.labels(choice.engine_reason).inc()
-                    if choice.completion is not None:
-                        self.state.metrics.seconds.observe(time.monotonic() - self.arrived)
+                    seconds = None if choice.completion is None else now - self.arrived
+                    metrics.ended(self.path, choice.engine_reason, seconds)
 
     def _read(self, model: Model) -> list[SamplingParams]:
         """Encode the prompts; how the tokens after each are chosen."""

@@ -52,7 +52,7 @@ KV_DISK = {  # by their names in the disk's metrics
 }
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 NUM_SPIKES = 10
 MODEL = "model_name"
 
@@ -69,7 +69,7 @@ def engine_status(engine: Engine) -> dict[str, Any]:
 
 def engine_metrics(engine: Engine, model: str) -> list[Metric]:
     """A copy of the engine's metrics. Call this on the engine's thread. Those with vLLM's names are
-    what routers such as llm-d's read."""
+    what its dashboards, and routers such as llm-d's, read."""
     stats, ticks, allocator = engine.stats, engine.ticks, engine.manager.allocator
     parts = {name.removesuffix("_ms"): ms / 1000 for name, ms in ticks.total_ms.items()}
     del parts["tick"]  # the sum of the others
@@ -94,6 +94,9 @@ def engine_metrics(engine: Engine, model: str) -> list[Metric]:
         (GAUGE, "vllm:num_requests_running", vllm, {model: len(engine.scheduler.running)}, MODEL),
         (GAUGE, "vllm:num_requests_waiting", vllm, {model: engine.scheduler.num_waiting}, MODEL),
         (GAUGE, "vllm:kv_cache_usage_perc", vllm, {model: usage}, MODEL),
+        (COUNTER, "vllm:prompt_tokens", vllm, {model: queries}, MODEL),
+        (COUNTER, "vllm:generation_tokens", vllm, {model: stats.generation_tokens}, MODEL),
+        (COUNTER, "vllm:num_preemptions", vllm, {model: stats.preemptions}, MODEL),
         (COUNTER, "vllm:prefix_cache_queries", vllm, {model: queries}, MODEL),
         (COUNTER, "vllm:prefix_cache_hits", vllm, {model: stats.prefix_hit_tokens}, MODEL),
     ]
@@ -165,7 +168,30 @@ class ServerMetrics:
         times: dict[str, Any] = keep | {"buckets": SECONDS, "unit": "seconds"}
         self.ttft = Histogram("time_to_first_token", f"{since}first token.", **times)
         self.seconds = Histogram("completion", f"{since}end.", **times)
+        named: dict[str, Any] = {"labelnames": [MODEL], "registry": self._registry}
+        self._vllm = {
+            name: Histogram(f"vllm:{name}_seconds", "As in vLLM.", buckets=SECONDS, **named)
+            for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+        }
+        named["labelnames"] = [MODEL, "finished_reason"]
+        self._success = Counter("vllm:request_success", "As in vLLM.", **named)
         self._registry.register(self)
+
+    def token(self, path: str, seconds: float, is_first: bool) -> None:
+        """Note a token of the model at `path`: seconds since the arrival, or since the last one."""
+        if is_first:
+            self.ttft.observe(seconds)
+        name = "time_to_first_token" if is_first else "inter_token_latency"
+        self._vllm[name].labels(self._models.label(path)).observe(seconds)
+
+    def ended(self, path: str, reason: str, seconds: float | None) -> None:
+        """Note the end of a completion; None: the engine was not the one that ended it."""
+        self.completions.labels(reason).inc()
+        if seconds is not None:
+            self.seconds.observe(seconds)
+            label = self._models.label(path)
+            self._vllm["e2e_request_latency"].labels(label).observe(seconds)
+            self._success.labels(label, reason).inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -179,7 +205,8 @@ class ServerMetrics:
         found.append(_family(GAUGE, "mlx_memory_bytes", "Bytes that MLX holds.", held, "kind"))
         for model in list(self._models.loaded.values()):
             with suppress(RuntimeError):  # its engine has stopped
-                found += model.service.call(partial(engine_metrics, model=model.name))
+                label = self._models.label(model.name)
+                found += model.service.call(partial(engine_metrics, model=label))
         return _summed(found)
 
     def describe(self) -> list[Metric]:

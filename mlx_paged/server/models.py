@@ -73,6 +73,10 @@ class Models:
         """Whether completions can be computed."""
         return all(model.service.is_running for model in self.loaded.values())
 
+    def label(self, path: str) -> str:
+        """What metrics call the model at `path`: the name that it is served under."""
+        return str(self.names[0] if path == self.args.model else path)
+
     def start(self) -> None:
         """Load the default model, in the calling thread. Raises ValueError if that fails."""
         if rank() is not None:

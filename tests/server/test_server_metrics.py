@@ -101,3 +101,25 @@ def test_metrics_flags_become_options_of_the_engine():
     args = server_flags.parse(["--profile", "--spike-ms", "7", "--metrics-jsonl", "x"])
     options = server_flags.engine_options(args)
     assert (options["profile"], options["spike_ms"], options["metrics_jsonl"]) == (True, 7, "x")
+
+
+def test_dashboards_of_vllm_find_what_they_read():
+    """With the name that the model is served under."""
+    with live("--served-model-name", "tiny,other") as server:
+        for n in (1, 2):
+            assert post(server, {"prompt": CODE, "max_tokens": 5, "n": n})[0] == 200
+        found, stats = samples(server), only_model(server).service._engine.stats
+    assert found["vllm:time_to_first_token_seconds_count", "tiny"] == 3
+    assert found["vllm:inter_token_latency_seconds_count", "tiny"] == 3 * 4
+    assert found["vllm:e2e_request_latency_seconds_count", "tiny"] == 3
+    assert found["vllm:request_success_total", "length", "tiny"] == 3
+    first, between, whole = (
+        found[f"vllm:{name}_seconds_sum", "tiny"]
+        for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+    )
+    assert 0 < first < first + between <= whole
+    assert found["vllm:generation_tokens_total", "tiny"] == stats.generation_tokens == 15
+    prompts = stats.prompt_tokens + stats.prefix_hit_tokens
+    assert found["vllm:prompt_tokens_total", "tiny"] == prompts
+    assert found["vllm:num_requests_running", "tiny"] == 0
+    assert found["vllm:num_preemptions_total", "tiny"] == 0
