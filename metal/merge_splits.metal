@@ -45,7 +45,7 @@ template <typename Q, int DV>
   if (p.num_sequences > 0) {
     sequence = sequence_of(q_row, cu_seqlens, p.num_sequences);
     tokens_after = cu_seqlens[sequence + 1] - q_row;
-    split_keys = sequence < p.first_sequence ? split_keys : p.keys_per_chunk_split;
+    split_keys = sequence < p.first_sequence ? split_keys : int(p.keys_per_chunk_split);
   }
   const int context = clamp(context_lens[sequence * p.context_stride], 0, p.max_keys);
   const int position = tokens_after > 0 ? context - tokens_after : -1;  // -1: of no sequence

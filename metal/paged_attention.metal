@@ -59,7 +59,7 @@ template <typename K, typename V, typename Q, int D, int DV, int ROWS>
   const int split = int(group_position.z);
   const int thread_index = int(simdgroup) * LANES + int(lane);
 
-  const int kv_head = HAS_MAPPING ? kv_head_mapping[head_slot] : head_slot;
+  const int kv_head = HAS_MAPPING ? int(kv_head_mapping[head_slot]) : head_slot;
   const bool has_keys = kv_head >= 0 && kv_head < p.num_kv_heads;
   const int max_keys = p.max_blocks * BLOCK_SIZE;
   const int context = clamp(context_lens[sequence * p.context_stride], 0, max_keys);
