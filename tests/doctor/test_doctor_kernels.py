@@ -250,7 +250,7 @@ class TestWrongKernels:
             if kind == "decode":
                 return subprocess.CompletedProcess(command, -11, "", "the device is lost\n")
             if kind == "chunk":
-                raise subprocess.TimeoutExpired(command, 1)
+                raise subprocess.TimeoutExpired(command, options["timeout"])
             return real(command, **options)
 
         monkeypatch.setattr(kernels, "KINDS", ("decode", "chunk", "copy"))

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_paged import Engine, SamplingParams, ops
 from mlx_paged.runner.device_errors import waiting
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
-from mlx_paged.scheduler.step import DeviceError
+from mlx_paged.scheduler.step import DeviceError, Step
 from tests.support.engine.batch_generators import (
     PROMPTS as BATCH_PROMPTS,
 )
@@ -291,3 +291,10 @@ def test_who_waits_for_work_hears_of_an_error_that_was_told_before():
     with pytest.raises(DeviceError, match="planted"):
         wait()
     assert ends == [True]
+
+
+def test_every_launch_raises_what_was_noted():
+    runner = Engine(tiny_model("llama"), num_blocks=16, prewarm=False).runner
+    runner.error = DeviceError(MESSAGE)
+    with pytest.raises(DeviceError, match="planted"):
+        runner.launch(Step(), None)
