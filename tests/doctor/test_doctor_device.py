@@ -69,12 +69,12 @@ class TestProcesses:
     ):
         def run(command, **options):
             name = command[command.index("--only") + 1]
-            if name == "order":
-                return subprocess.CompletedProcess(command, -6, "", "abort\n")
-            report = {"checks": {name: {"ok": True, "name": name, "lines": ["was here"]}}}
+            found = {"ok": True, "name": name, "lines": ["was here"]}
             with open(command[command.index("--json") + 1], "w") as file:
-                json.dump(report, file)
-            return subprocess.CompletedProcess(command, 0, "", "")
+                json.dump({"checks": {} if name == "order" else {name: found}}, file)
+            status = -6 if name == "order" else 0
+            return subprocess.CompletedProcess(command, status, "", "abort
+")
 
         monkeypatch.setattr(subprocess, "run", run)
         ran = []

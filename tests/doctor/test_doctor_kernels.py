@@ -56,10 +56,9 @@ NUM_POOLS = len(DTYPES) * len(HEADS) + len(QUANTIZED) * (len(HEADS) - 1) - 1
 
 
 def flushed(scales: mx.array) -> mx.array:
-    """With zeros in place of denormal numbers, of which there are some."""
+    """With zeros in place of denormal numbers."""
     numbers = np.array(scales)
     is_denormal = (numbers != 0) & (abs(numbers) < np.finfo(np.float16).smallest_normal)
-    assert is_denormal.any()
     return mx.array(np.where(is_denormal, np.float16(0), numbers))
 
 
@@ -251,7 +250,7 @@ class TestWrongKernels:
             if kind == "decode":
                 return subprocess.CompletedProcess(command, -11, "", "the device is lost\n")
             if kind == "chunk":
-                raise subprocess.TimeoutExpired(command, 1)
+                raise subprocess.TimeoutExpired(command, options["timeout"])
             return real(command, **options)
 
         monkeypatch.setattr(kernels, "KINDS", ("decode", "chunk", "copy"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +17,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_paged import Engine, SamplingParams, ops
 from mlx_paged.kv_disk import opening
+from mlx_paged.runner.device_errors import waiting
 from mlx_paged.runner.model_runner import LaunchedStep, ModelRunner
-from mlx_paged.scheduler.step import DeviceError
+from mlx_paged.scheduler.step import DeviceError, Step
 from tests.support.engine.batch_generators import (
     PROMPTS as BATCH_PROMPTS,
 )
@@ -292,3 +294,20 @@ def test_a_callers_function_that_meets_the_error_does_not_hide_it(monkeypatch):
     )
     assert [each.error for each in done] == [None] * 3
     assert [each.tokens for each in done] == expected and device.told == ["eval"]
+
+
+def test_who_waits_for_work_hears_of_an_error_that_was_told_before():
+    runner, ends = SimpleNamespace(error=None), []
+    wait = waiting(runner, lambda: ends.append(True))
+    wait()
+    runner.error = DeviceError(MESSAGE)
+    with pytest.raises(DeviceError, match="planted"):
+        wait()
+    assert ends == [True]
+
+
+def test_every_launch_raises_what_was_noted():
+    runner = Engine(tiny_model("llama"), num_blocks=16, prewarm=False).runner
+    runner.error = DeviceError(MESSAGE)
+    with pytest.raises(DeviceError, match="planted"):
+        runner.launch(Step(), None)

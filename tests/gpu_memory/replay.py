@@ -71,6 +71,7 @@ class Device:
         else:
             self._buffers[owner[out]] = self._buffers.pop(given)
             del self._needs[given]
+            self._drop([owner[out]], 0)
         bound = [each for each in dict.fromkeys(inputs) if each != given]
         self._held += bound
         self._needs.update(bound)

@@ -95,9 +95,9 @@ def promised(model: nn.Module) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--working-set", type=float, default=48.0, metavar="GB")
+    parser.add_argument("--working-set", type=float, default=28.99, metavar="GB")
     parser.add_argument("--model", choices=[*MODELS], nargs="*", default=[*MODELS])
     args = parser.parse_args()
     limits = NO_LIMIT, int(CACHE_SHARE * args.working_set * GB)
