@@ -80,8 +80,7 @@ REASONS = {
     "D 128. With three barriers a step they are 3 and 31 more, and threadgroup memory is 1.7 and "
     "1.8 times as much",
     "registers": "a lane keeps the outputs of up to four query heads, so that K/V is read once, "
-    "and has asked for several keys; at D 128 clang can do with 68 of 100; with query heads in a "
-    "loop it takes 86, but spills if it may take 80",
+    "and has asked for several keys; at D 128 clang can do with 70 of 114",
     "launches": "keys are split among threadgroups: in one pass MLX has 8 for all cores",
 }
 """Why this package's kernels are behind in a column. What splits cost is inherent: one pass has too
@@ -127,11 +126,11 @@ operations count once for all lanes of a simdgroup that execute them together.
 simdgroups of 32 lanes, AMD's RDNA 2. Apple's compiler is another one, but all kernels here go
 through the same. Everything else is counted as the kernels run.
 
-At D 128 and groups of four the source of the decode kernel needs at most 48 floats of a lane at
+At D 128 and groups of four the source of the decode kernel needs at most 54 floats of a lane at
 once, two halves counted as one: 16 of outputs, 4 sums of weights, 4 products, and for four keys 16
-of keys, 4 sums and 4 of a query; values take less, and maxima wait in threadgroup memory. Clang
+of keys, 10 sums and 4 of a query; values take less, and maxima wait in threadgroup memory. Clang
 takes twice as many registers, to ask for loads early; if 12 simdgroups have to fit on a scheduler
-it takes 68 and spills none. 48 registers would leave none for addresses and counters.
+it takes 70 and spills none. 54 registers would leave none for addresses and counters.
 
 {second_text()}
 

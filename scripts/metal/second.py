@@ -36,7 +36,7 @@ waits, of keys and of values. Cycles are of a scheduler, for a tile.
 | 8 bits | 256 | 1 | 83 → 86 | 0 | 1,024, 2,048 → 2,048, 2,048 | 2,071 → 2,093 |
 | 8 bits | 256 | 2 | 131 → 108 | 3 + 6 → 0 | 1,024, 2,048 → 2,048, 2,048 | 2,996 → 2,978 |
 
-The queries of 8-bit keys and values are float16. With bfloat16 queries the kernel takes at most
+8-bit keys and values have float16 queries here. With bfloat16 queries the kernel takes at most
 120.5 registers, and spills none.
 
 Groups of eight, and of four at D 256, take the kernel of 8x8 matrices, for which no such figures
@@ -53,9 +53,9 @@ core, with up to 116 for 448, and else for 384. So a core holds four threadgroup
 in bfloat16, and held one before. Each of its simdgroups goes around. It waits for memory some times
 a tile: `waits`. It queues for the tile's bytes, which take bytes / (bandwidth / cores). It queues
 for its cycles on one of {schedulers} schedulers. The shares are those of an exact mean value
-analysis of this closed network. The first is for waits of 400 ns, which [15] saw on an M2 Pro
-("beyond 400"), the second for 800 ns. All chips are taken to have an M1's cores. 100% is what
-memory gives to any kernel: less than its nominal bandwidth.
+analysis of this closed network. The first is for waits of 400 ns: source 15 of the model below saw
+"beyond 400" on an M2 Pro. The second is for 800 ns. All chips are taken to have an M1's cores. 100%
+is what memory gives to any kernel: less than its nominal bandwidth.
 
 | type | kernel | simdgroups | cycles | waits | {chips} |
 |---|---|--:|--:|--:|{rule}
