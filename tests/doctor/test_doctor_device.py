@@ -73,8 +73,7 @@ class TestProcesses:
             with open(command[command.index("--json") + 1], "w") as file:
                 json.dump({"checks": {} if name == "order" else {name: found}}, file)
             status = -6 if name == "order" else 0
-            return subprocess.CompletedProcess(command, status, "", "abort
-")
+            return subprocess.CompletedProcess(command, status, "", "abort\n")
 
         monkeypatch.setattr(subprocess, "run", run)
         ran = []
