@@ -220,7 +220,7 @@ class TestDifferentLengths:
         metal = MetalRunner(Mode.FAST, 3)
         case = ragged_case(
             [1, 33],
-            befores=(2600, 600),
+            befores=(9000, 600),
             num_heads=128,
             num_kv_heads=128,
             head_dim=8,
@@ -231,7 +231,7 @@ class TestDifferentLengths:
         matrix, decodes, _ = metal.trace.stats
         tiles = 128 * (34 // 32 + 1)
         assert matrix.threadgroups == (tiles + 128) * (1024 // tiles)
-        assert decodes.threadgroups == 128 * 6
+        assert decodes.threadgroups == 128 * 5
 
     @pytest.mark.slow
     @pytest.mark.parametrize("length", [5, 12])
