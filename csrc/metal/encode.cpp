@@ -1,5 +1,7 @@
 #include <atomic>
 #include <exception>
+#include <future>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -105,15 +107,18 @@ std::string refusal(const LaunchPlan& plan) {
 }
 
 // As MLX's synchronize, in two halves. A thread has its own encoders, and only they know of errors.
+// The handlers of earlier command buffers have noted theirs when the handler of this one runs.
 std::function<void()> end_of_work(mx::Stream stream) {
   const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
   auto& encoder = mx::metal::get_command_encoder(stream);
   const auto buffer = NS::RetainPtr(encoder.get_command_buffer());
   encoder.end_encoding();
-  encoder.commit();
-  return [stream, buffer, thread = thread_number()] {
+  const auto handler = std::make_shared<std::promise<void>>();
+  encoder.commit([handler] { handler->set_value(); });
+  return [stream, buffer, thread = thread_number(), handled = handler->get_future().share()] {
     const auto pool = NS::TransferPtr(NS::AutoreleasePool::alloc()->init());
     buffer->waitUntilCompleted();
+    handled.wait();
     if (thread != thread_number()) {
       throw std::runtime_error("[METAL] Command buffer of another thread: its status is unknown.");
     }

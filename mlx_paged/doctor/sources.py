@@ -79,6 +79,10 @@ def _compile(folder: Path, kernel: str, source: str) -> str:
     """The first lines of the compiler's message if it refuses the source, else nothing."""
     path = folder / f"{kernel}.metal"
     path.write_text(source)
-    done = subprocess.run([*COMPILE, path], capture_output=True, text=True)
+    command = [*COMPILE, path]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {SECONDS_TO_ANSWER} s"
     lines = (done.stderr or f"exit status {done.returncode}").splitlines()
     return "\n  ".join(lines[:MAX_MESSAGE_LINES]) if done.returncode else ""

@@ -120,7 +120,13 @@ class StepPipeline(Generic[LaunchedT]):
         self, before: _UnderWay[LaunchedT] | None, result: StepResult
     ) -> _UnderWay[LaunchedT] | None:
         started = self._clock()
-        step = self._scheduler.schedule()
+        try:
+            step = self._scheduler.schedule()
+        except Exception as error:
+            if before is None:
+                raise
+            result.fault = Fault([], error)  # the step under way counts first
+            return None
         scheduled = self._clock()
         result.schedule_seconds += scheduled - started
         try:

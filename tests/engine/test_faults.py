@@ -55,6 +55,21 @@ def raise_at(step: int, error: BaseException):
     return processor
 
 
+def test_a_scheduler_that_fails_does_not_lose_the_step_under_way(engine, expected, monkeypatch):
+    ids = [engine.add_request(prompt, max_tokens=12) for prompt in PROMPTS]
+    schedule, calls = engine.scheduler.schedule, []
+
+    def failing():
+        calls.append(engine.stats.faults)
+        if len(calls) == 6:
+            raise ValueError("planted")
+        return schedule()
+
+    monkeypatch.setattr(engine.scheduler, "schedule", failing)
+    done = finish(engine)
+    assert [done[i].tokens for i in ids] == expected and engine.stats.faults == 1
+
+
 @pytest.mark.slow
 def test_a_device_that_fails_twice_loses_nothing(engine, expected, monkeypatch):
     """MLX raises once more when recovery waits for the step that was launched meanwhile."""

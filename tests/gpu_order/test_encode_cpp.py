@@ -296,11 +296,12 @@ class TestEndOfWork:
         if told == "raised":
             script.add("fail")
         script.add("finish")
-        seen = ("commit", "launched", "completed", "opened", "raised")
+        seen = ("commit", "launched", "completed", "handled", "opened", "raised")
         assert [line for line in script.lines() if line in seen] == [
             "commit",
             "launched",
             "completed",
+            "handled",
             told,
         ]
 

@@ -5,7 +5,8 @@ mlx/backend/metal/device.cpp, event.cpp and array.cpp of 0.32.2 to 0.32.4:
 - A command buffer signals its events when its commands end. Its completion handler runs later, and
   handlers run in the order of the buffers. A handler notes a failure in its encoder's error.
 - To open an encoder raises that error once, and clears it.
-- ``array::wait`` raises nothing if the event was signalled before it looks.
+- ``array::wait`` waits for the event, not for the handler. If the handler has run by then,
+  ``array::is_available`` raises the error and clears it.
 - ``CommandEncoder::synchronize`` waits until all handlers have run, then raises the error.
 """
 
@@ -50,6 +51,7 @@ class MetalQueue:
         self._num_handled = 0
         self._error: str | None = None
         self.launches = 0
+        self._fails_next = False
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Let engines run on this queue."""
@@ -60,8 +62,13 @@ class MetalQueue:
 
         monkeypatch.setattr(ModelRunner, "launch", launched)
         monkeypatch.setattr(mx, "async_eval", self._encoding(mx.async_eval))
+        monkeypatch.setattr(mx, "eval", self._waiting(mx.eval))
         monkeypatch.setattr(mx, "synchronize", self._synchronized(mx.synchronize))
         monkeypatch.setattr(ops.metal, "end_of_work", self.end_of_work)
+
+    def fail_next(self) -> None:
+        """Let the work fail that is given next, whoever gives it."""
+        self._fails_next = True
 
     def end_of_work(self) -> Callable[[], None]:
         """As ``csrc/metal/encode.cpp``."""
@@ -92,9 +99,19 @@ class MetalQueue:
             self._handle(self._random.randint(self._num_handled, len(self._buffers)))
             self._check()
             function(*args)
-            self._buffers += [False] * BUFFERS
+            self._buffers += [False] * (BUFFERS - 1) + [self._fails_next]
+            self.failures += self._fails_next
+            self._fails_next = False
 
         return encode
+
+    def _waiting(self, function: Callable[..., None]) -> Callable[..., None]:
+        def wait(*args: Any) -> None:
+            function(*args)
+            self._handle(self._random.randint(self._num_handled, len(self._buffers)))
+            self._check()
+
+        return wait
 
     def _synchronized(self, function: Callable[..., None]) -> Callable[..., None]:
         def synchronize(*args: Any) -> None:
