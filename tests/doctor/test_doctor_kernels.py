@@ -260,7 +260,7 @@ class TestWrongKernels:
         kernels.check_kernels(found, True)
         assert found.failures == [
             "decode: ended with status -11: the device is lost",
-            f"chunk: no answer in {apart.MOST_SECONDS} s",
+            f"chunk: no answer in {apart.MOST_SECONDS[True]} s",
         ]
         count = len(kernels.chosen(True, "copy"))
         assert found.lines[-1] == f"copy: ok, {count} of {count} variants run"
