@@ -79,7 +79,7 @@ def _compile(folder: Path, kernel: str, source: str) -> str:
     """The first lines of the compiler's message if it refuses the source, else nothing."""
     path = folder / f"{kernel}.metal"
     path.write_text(source)
-    command = [*COMPILE, path]
+    command = [*COMPILE, str(path)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER)
     except subprocess.TimeoutExpired:
