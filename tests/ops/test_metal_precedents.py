@@ -26,7 +26,6 @@ FORMS = {
     "private array of structs": r"QueryRow rows\[ROWS\];",
     "private array as an argument, its size deduced": r"thread float \(&\w+\)\[",
     "vector as an argument that alone tells a type": r"const threadgroup vec<Q, VECTOR>\* queries,",
-    "choice between variables in different memories": r"kv_head_mapping\[head_slot\] : head_slot;",
     "reference to a private variable as an argument": r"thread half& own_k,",
     "element type deduced from a vector": r"inline void note_spoiled\(thread vec<T, VECTOR>",
     "struct as a function's result": r"inline KeyRange key_range\(",
