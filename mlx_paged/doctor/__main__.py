@@ -90,9 +90,7 @@ def _write(path: str | None, results: Sequence[Findings], quick: bool) -> None:
     ok = bool(results) and all(found.ok for found in results)
     num_wrong = sum(found.num_wrong for found in results)
     report = {"ok": ok, "num_wrong": num_wrong, "quick": quick, "checks": findings}
-    new = Path(f"{path}.new")  # whoever reads the file finds all of it
-    new.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    new.replace(path)
+    Path(path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def _chosen(only: str | None) -> dict[str, Check]:

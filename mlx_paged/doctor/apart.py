@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,7 +34,9 @@ def found_apart(only: str, quick: bool, **environment: str) -> Findings:
             has_ended = done.returncode in (0, 1)
         except subprocess.TimeoutExpired:
             problem, has_ended = f"no answer in {MOST_SECONDS[quick]} s", False
-        checks = json.loads(path.read_text() if path.exists() else "{}").get("checks")
+        checks = {}
+        with suppress(OSError, ValueError):  # it may have ended while it wrote
+            checks = json.loads(path.read_text())["checks"]
     found = Findings(only, lines=["ran in a process of its own"])
     if checks:
         (known,) = checks.values()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Any, TypeVar
@@ -58,7 +59,8 @@ def run_check(
 
     def saving() -> None:
         while not has_ended.wait(SAVED_EVERY_S):
-            save(found)
+            with suppress(RuntimeError):  # `found` changes meanwhile
+                save(found)
 
     saver = Thread(target=saving, daemon=True)
     saver.start()

@@ -1,4 +1,4 @@
-"""Compares MLX's own products and attention with float64, at the sizes of a model's layers.
+"""Compares MLX's own products, attention and transforms with float64, at a model's sizes.
 
 The first GPUs with matrix units in their cores (NAX) had a compiler that made wrong code for them.
 Where MLX uses these units, the check runs a second time without them.
@@ -9,6 +9,7 @@ import os
 import mlx.core as mx
 import numpy as np
 
+from mlx_paged import ops
 from mlx_paged.attention.forward import has_matrix_units
 from mlx_paged.doctor import float64
 from mlx_paged.doctor.apart import found_apart
@@ -26,7 +27,7 @@ ON_CPU = 8
 
 
 def check_products(found: Findings, quick: bool) -> None:
-    """MLX's own products and attention against float64"""
+    """MLX's own products, attention and transforms against float64"""
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     for dtype, of_sums in TOLERANCES.items():
         allowed = of_sums * (ON_CPU if on_cpu else 1)
@@ -73,5 +74,14 @@ def errors_of(dtype: mx.Dtype, rows: int, width: int, heads: int) -> dict[str, f
             exact(x) @ unpacked.T,
         ),
         "attention": (attend(q, k, v, scale=HEAD_DIM**-0.5, mask="causal"), attended),
+        "Hadamard transform": (ops.hadamard(q), exact(q) @ hadamard_matrix(HEAD_DIM)),
     }
     return {name: float64.worst_row(exact(got), want) for name, (got, want) in cases.items()}
+
+
+def hadamard_matrix(width: int) -> float64.Array:
+    """The orthonormal one of a power of two."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < width:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.sqrt(width)

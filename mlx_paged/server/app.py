@@ -37,8 +37,7 @@ NUM_THREADS = 32
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 COUNT_TOKENS = messages.PATHS[1]
 
-LENGTHS = {"content-length", "transfer-encoding"}
-"""Of a request with both, a proxy may see another end than this server (RFC 9112, section 6.1)."""
+LENGTHS = "content-length", "transfer-encoding"
 
 APIS: dict[str, tuple[type[Answer], Callable[[Fields], Fields] | None]] = {
     "/v1/completions": (Answer, None),
@@ -81,11 +80,16 @@ def _refusal(error: Refusal, request: Request) -> Response:
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.code == "overloaded":
         headers["Retry-After"] = "1"
-    if {*request.headers.keys()} >= LENGTHS:
+    if _has_two_lengths(request):
         headers["Connection"] = "close"
     record_of(request.scope).reason = str(error)
     content = messages.error_json(error) if _is_anthropics(request) else error.as_json()
     return JSONResponse(content, error.status, headers)
+
+
+def _has_two_lengths(request: Request) -> bool:
+    """Of such a request a proxy may see another end than this server (RFC 9112, section 6.1)."""
+    return all(name in request.headers for name in LENGTHS)
 
 
 def _is_anthropics(request: Request) -> bool:
@@ -130,9 +134,8 @@ def _guarded(inner: ASGIApp, args: argparse.Namespace, metrics: ServerMetrics) -
         is_open = args.api_key is None or request.url.path in OPEN
         if not is_open and not any(hmac.compare_digest(k, args.api_key.encode()) for k in given):
             raise Refusal(401, "no valid API key was given", "invalid_api_key")
-        if {*request.headers.keys()} >= LENGTHS:
-            names = " and ".join(sorted(LENGTHS))
-            raise Refusal(400, f"the request has {names}: expected one of them")
+        if _has_two_lengths(request):
+            raise Refusal(400, f"the request has {' and '.join(LENGTHS)}: expected one of them")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method == "POST" and kind != "application/json":
             raise Refusal(415, f"Content-Type is {kind!r}: expected application/json")

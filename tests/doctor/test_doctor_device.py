@@ -4,10 +4,12 @@ import json
 import subprocess
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from mlx_paged import ops
 from mlx_paged.attention.forward import has_matrix_units
 from mlx_paged.doctor import __main__ as doctor
 from mlx_paged.doctor import apart, findings, memory, products
@@ -25,6 +27,13 @@ class TestProducts:
         found = run_check("products", products.check_products, True)
         assert found.num_wrong == len(found.failures) == len(products.TOLERANCES)
         assert "MLX's attention in mlx.core.float16 is wrong: 0.2" in found.text()
+
+    def test_a_wrong_transform_of_mlx_is_a_wrong_number(self, monkeypatch):
+        right = ops.hadamard
+        monkeypatch.setattr(ops, "hadamard", lambda x: right(x) * 1.2)
+        found = run_check("products", products.check_products, True)
+        assert found.num_wrong == len(products.TOLERANCES)
+        assert "MLX's Hadamard transform in mlx.core.bfloat16 is wrong: 0.2" in found.text()
 
     @pytest.mark.parametrize(
         ("architecture", "uses"),
@@ -134,6 +143,28 @@ class TestProcesses:
         found = apart.found_apart("order", False)
         assert found.num_wrong == 1
         assert found.failures == ["planted: wrong", "order: no answer in 1200 s"]
+
+    def test_a_report_that_was_cut_off_is_none(self, monkeypatch):
+        def run(command, **options):
+            Path(command[command.index("--json") + 1]).write_text('{"checks": {"ord')
+            raise subprocess.TimeoutExpired(command, 300)
+
+        monkeypatch.setattr(subprocess, "run", run)
+        found = apart.found_apart("order", True)
+        assert found.failures == ["order: no answer in 300 s"]
+
+    def test_findings_may_change_while_they_are_saved(self, monkeypatch):
+        saved = threading.Event()
+
+        def save(found):
+            saved.set()
+            raise RuntimeError("dictionary changed size during iteration")
+
+        monkeypatch.setattr(findings, "SAVED_EVERY_S", 0.01)
+        unheard = []
+        monkeypatch.setattr(threading, "excepthook", unheard.append)
+        found = run_check("order", lambda found, quick: saved.wait(TIMEOUT), True, save)
+        assert saved.is_set() and found.ok and not unheard
 
     def test_a_process_gets_its_variables_and_its_answer_is_read(self):
         found = apart.found_apart("machine", True, MLX_PAGED_ATTENTION="gather")
