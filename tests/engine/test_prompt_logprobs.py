@@ -147,6 +147,9 @@ def test_steps_have_few_rows_of_logits(llama, monkeypatch):
     assert sum(rows) == sum(len(prompt) - 1 for prompt in PROMPTS + SHARED)
     assert len(rows) <= sum(rows) // MOST_SCORED + 3
     rows.clear()
+    engine.generate([PROMPTS[4][:70]] * 6, max_tokens=1, prompt_logprobs=0)
+    assert len(rows) == 1 + 6 * 69 // MOST_SCORED, "a request waits for blocks that it does not use"
+    rows.clear()
     options = {"prompt_logprobs": 0, "prompt_logprobs_from": 120, "max_tokens": 1}
     engine.reset_prefix_cache()
     before = engine.stats.steps
