@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from mlx_paged.request import FinishReason, Request
+from mlx_paged.request import FinishReason, PromptLogprob, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,11 @@ class Completion:
         logprobs: log-probability of each token, before temperature and filters.
         top_logprobs: for each token the most likely ones, as in :class:`TokenOutput`; empty unless
             requested.
+        prompt_logprobs: for each prompt token its log-probability, its rank and the most likely
+            ones; None for the first, and for tokens before `prompt_logprobs_from`. Empty unless
+            requested.
         ttft_s: seconds from arrival to the first token; None without a token.
+        queue_s: seconds from arrival to the start; None if it had none of its own, as a sample.
         seconds: from arrival to the end.
         cached_prompt_tokens: prompt tokens found in the prefix cache.
         preemptions: how often the request was preempted.
@@ -64,12 +68,14 @@ class Completion:
     beams: tuple[Beam, ...] = ()
     drafts: int = 0
     accepted_drafts: int = 0
+    prompt_logprobs: tuple[PromptLogprob | None, ...] = ()
+    queue_s: float | None = None
 
     @classmethod
     def of(cls, request: Request, text: str) -> "Completion":
         """The completion of a finished request."""
         assert request.finish_reason is not None and request.finish_time is not None
-        first = request.first_token_time
+        first, admitted = request.first_token_time, request.admitted_time
         ended_badly = request.finish_reason is FinishReason.ERROR
         return cls(
             request_id=request.id,
@@ -86,6 +92,8 @@ class Completion:
             prefix_miss=request.prefix_miss,
             drafts=request.num_drafted,
             accepted_drafts=request.num_accepted,
+            prompt_logprobs=tuple(request.prompt_logprobs or ()),
+            queue_s=None if admitted is None else admitted - request.arrival_time,
             error=describe(request.error) if ended_badly and request.error else None,
         )
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from mlx_paged.kv.snapshots import Snapshot
 from mlx_paged.sampling_params import SamplingParams
@@ -17,6 +17,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # cancelled by the caller
     ERROR = "error"  # its logits processor failed or forbade all tokens, or the model failed
+
+
+class PromptLogprob(NamedTuple):
+    """What the model says of a prompt token, given the tokens before it."""
+
+    logprob: float
+    rank: int  # 1: the likeliest token, which greedy decoding takes
+    top: tuple[tuple[int, float], ...]  # the likeliest ones and their log-probabilities, best first
 
 
 class Grammar(Protocol):
@@ -63,10 +71,13 @@ class Request:
     samples: list["Request"] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    # Of each prompt token, as far as known; None: not wanted.
+    prompt_logprobs: list[PromptLogprob | None] | None = None
     grammar: Grammar | None = None  # that its generated tokens follow
     finish_reason: FinishReason | None = None
     error: BaseException | None = None  # that ends it
     arrival_time: float = field(default_factory=time.perf_counter)
+    admitted_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
 
@@ -85,6 +96,23 @@ class Request:
     @property
     def generated(self) -> list[int]:
         return self.tokens[self.num_prompt :]
+
+    def scored(self, start: int, stop: int) -> range:
+        """Those of the positions ``[start, stop)`` whose logits give the log-probability of the
+        prompt token that follows."""
+        if self.prompt_logprobs is None:
+            return range(0)
+        first = max(1, self.params.prompt_logprobs_from) - 1
+        return range(max(start, first), min(stop, self.num_prompt - 1))
+
+    @property
+    def reusable(self) -> list[int]:
+        """The tokens before the first prompt token whose log-probability is still to be computed:
+        all but the last of them may take their K/V from the prefix cache."""
+        known = self.prompt_logprobs or ()
+        lacking = (p + 1 for p in self.scored(0, self.num_prompt) if known[p + 1] is None)
+        first = next(lacking, None)
+        return self.tokens if first is None else self.tokens[:first]
 
     @property
     def num_pending(self) -> int:

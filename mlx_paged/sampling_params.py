@@ -37,6 +37,7 @@ def _field(default: T, is_valid: Callable[[Any], bool], expected: str) -> T:
 
 
 _COUNT: _Range = (is_count, "an integer >= 0")
+_COUNT_OR_NONE: _Range = (lambda x: x is None or is_count(x), "None or an integer >= 0")
 _PROBABILITY: _Range = (lambda x: _is_within(x, 0, 1), "from 0 to 1")
 _DIVISOR: _Range = (lambda x: x is None or _is_within(x, 0), "None, or >= 0 and finite")
 _PENALTY: _Range = (lambda x: x is None or _is_within(x), "None or a finite number")
@@ -91,6 +92,11 @@ class SamplingParams:
         seed: of the request's random stream; None: the engine chooses one. A request with a seed
             draws the same numbers in any batch.
         logprobs: how many of the most likely tokens are reported with each token.
+        prompt_logprobs: how many of the most likely tokens are reported with each prompt token,
+            beside the token's own log-probability, which nothing above changes; None: no prompt
+            token has one. A fork has them for the tokens that are computed for it.
+        prompt_logprobs_from: the first prompt token that has one. Tokens before it may come from
+            the prefix cache, but for the last one; later ones are computed.
         stop: strings that end the request; the text ends before the first of them.
         stop_token_ids: tokens that end the request, in addition to the end-of-sequence tokens.
         ignore_eos: continue after the tokenizer's end-of-sequence tokens.
@@ -124,6 +130,8 @@ class SamplingParams:
     sampler: Callable[..., Any] | None = _field(None, *_CALLABLE)  # noqa: RUF009
     seed: int | None = _field(None, *_SEED)
     logprobs: int = _field(0, *_COUNT)
+    prompt_logprobs: int | None = _field(None, *_COUNT_OR_NONE)
+    prompt_logprobs_from: int = _field(0, *_COUNT)
     stop: tuple[str, ...] = _field((), *_TEXTS)
     stop_token_ids: frozenset[int] = _field(frozenset(), *_TOKEN_IDS)
     ignore_eos: bool = _field(False, *_SWITCH)

@@ -158,6 +158,7 @@ class Engine(WaitingCalls):
             drafter=models.drafter,
             open_tier=open_disk,
             few_sizes=gpu_memory() is not None,
+            scores=models.rank_stats is None,
         )
         layers = zip(profiled.windows, profiled.shapes, strict=True)
         sizes = [(window, shape.token_bytes) for window, shape in layers if shape is not None]

@@ -52,6 +52,8 @@ def check_beams(
             f"[{caller}] temperature, stop or sampler is given: expected none of them, a"
             " beam search takes the likeliest continuations and ends at tokens"
         )
+    wanted = params.prompt_logprobs
+    require(wanted is None, caller, "prompt_logprobs", wanted, "None in a beam search")
     integer(caller, "num_beams", num_beams, 1, max_beams)
     # A larger penalty makes max_tokens ** length_penalty leave the range of floats.
     limit = 1000 / max(1.0, math.log2(params.max_tokens))
@@ -82,6 +84,8 @@ class RequestMaker:
         seed = int(self._rng.integers(2**63)) if seed is None else seed
         request = Request(self._next_id, tokens, params, seed, priority, salt)
         request.grammar = self._grammars.start(params, len(tokens))
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(tokens)
         request.arrival_time = self._clock()
         self._next_id += 1
         return request

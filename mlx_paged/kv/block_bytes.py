@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from mlx_paged import ops
 from mlx_paged.kv.block_tables import Int32Array
+from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.pool import KVPool, as_int32
 
 ROW_LENGTH = 1024  # elements at most of the rows in which blocks are written
@@ -63,6 +64,18 @@ def write_blocks(pool: KVPool, blocks: Int32Array, group: int, data: Any) -> Non
         else:
             handles[layer] = written
     mx.async_eval(pool.handles())  # type: ignore[no-untyped-call]
+
+
+def load_blocks(pool: KVPool, group: int, loads: Sequence[BlockTransfer]) -> None:
+    """Write blocks of a layer group, which are rows of few arrays."""
+    for rows in {id(t.payload[0]): t.payload[0] for t in loads}.values():
+        found = [t for t in loads if t.payload[0] is rows]
+        indices = [t.payload[1] for t in found]
+        if isinstance(rows, np.ndarray):  # which is copied
+            rows, indices = rows[indices], list(range(len(found)))
+        blocks = np.full((rows.shape[0], len(loads[0].blocks)), -1, np.int32)
+        blocks[indices] = [t.blocks for t in found]
+        write_blocks(pool, blocks.reshape(-1), group, rows)
 
 
 def bytes_of(staged: mx.array, start: int, count: int) -> npt.NDArray[np.uint8]:

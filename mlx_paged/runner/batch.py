@@ -166,6 +166,8 @@ class Batch:
         num_sampled_rows: how many rows need logits.
         samples_all: whether every row needs logits, each for one request.
         logits_of: for each of `sampled` the row of logits to draw from; None: its own.
+        scored: requests whose prompt tokens need log-probabilities, with the positions of the
+            tokens before these. Their rows of logits are the last ones.
         seq_ids: the sequence of each span.
     """
 
@@ -176,12 +178,14 @@ class Batch:
         layout: Layout = Layout.ROWS,
         coming: PendingTokens | None = None,
         tables: Sequence[BatchTables] | None = None,
+        scores: bool = False,
     ) -> None:
         """Lay out `spans`: any number for rows, exactly one for a chunk.
 
         Args:
             coming: tokens of the step before that are not known yet.
             tables: the tables of the batch before, which are updated; None: new ones.
+            scores: whether some prompt tokens may need log-probabilities.
         """
         assert layout is Layout.ROWS or len(spans) == 1
         self.layout = layout
@@ -206,7 +210,8 @@ class Batch:
             self.padding = row_bucket(self.num_tokens) - self.num_tokens
         self.positions = mx.array(self._padded(self._positions))
         self.forwards = self._forwards(allocator, tables)
-        self._choose_rows(spans)
+        self.scored: list[tuple[Request, range]] = []
+        self._choose_rows(spans, scores)
         self.tokens = self._known_and_coming(spans, coming)
         if self.padding:
             self.tokens = mx.pad(self.tokens, (0, self.padding))
@@ -287,7 +292,7 @@ class Batch:
         """Which span each token belongs to, ``[T]``."""
         return np.repeat(np.arange(len(self.seq_ids), dtype=np.int32), self._lengths)
 
-    def _choose_rows(self, spans: Sequence[Span]) -> None:
+    def _choose_rows(self, spans: Sequence[Span], scores: bool) -> None:
         """Set which requests get a token, and from which rows of logits."""
         drawing = [span for span in spans if span.samples]
         rows, lengths = self._first_rows + self._lengths - 1, self._stops
@@ -308,6 +313,14 @@ class Batch:
             self.logits_of = as_int32(np.repeat(np.arange(len(drawing), dtype=np.int32), counts))
             lengths = np.repeat(lengths, counts)
         self.sampled_lengths = lengths
+        if scores:
+            found = [span.request.scored(span.start, span.stop) for span in spans]
+            self.scored = [(s.request, each) for s, each in zip(spans, found, strict=True) if each]
+            if self.scored and self.logits_of is None:
+                self.logits_of = mx.arange(len(rows), dtype=mx.int32)
+            offsets = self._first_rows - self._starts
+            of_scored = (np.array(each) + at for each, at in zip(found, offsets, strict=True))
+            rows = np.concatenate([rows, *of_scored]).astype(np.int32)
         self._sampled_rows = rows
         self.num_sampled_rows = len(rows)
         self.samples_all = len(self.sampled) == len(rows) == self.num_tokens

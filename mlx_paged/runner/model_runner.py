@@ -15,7 +15,7 @@ from mlx_paged import ops
 from mlx_paged.attention.forward import Forward
 from mlx_paged.attention.sdpa_hook import attention_hook
 from mlx_paged.kv.allocator import BlockAllocator
-from mlx_paged.kv.block_bytes import bytes_of, read_blocks, write_blocks
+from mlx_paged.kv.block_bytes import bytes_of, load_blocks, read_blocks
 from mlx_paged.kv.block_tables import Int32Array
 from mlx_paged.kv.blocks import BlockTransfer
 from mlx_paged.kv.layer_groups import LayerPlace
@@ -31,6 +31,7 @@ from mlx_paged.runner.layer_cache import PagedLayerCache
 from mlx_paged.runner.model_probe import Batching, ModelProfile, leaves, make_caches
 from mlx_paged.runner.recurrent_states import RecurrentStates, States, arrays_of, packed, unpacked
 from mlx_paged.runner.skip_unsampled import WORTH_SKIPPING, LastLayer, LogitRows
+from mlx_paged.sampling.prompt_scores import PromptScores
 from mlx_paged.sampling.sampler import Sampled, Sampler, Scores, empty_rows, on_host
 from mlx_paged.scheduler.step import SampledToken, Span, Step
 
@@ -47,12 +48,14 @@ class LaunchedStep:
         sampled: their tokens, which may not be computed yet; None if there are none, or not yet.
         pending: all arrays that the step computes.
         end: waits for the device and raises its error; None: its arrays raise it.
+        scores: of prompt tokens.
         unsampled: arguments of the sampler, which waits until the step before has been read.
     """
 
     requests: list[Request]
     sampled: Sampled | None
     pending: list[mx.array] = field(default_factory=list)
+    scores: list[PromptScores] = field(default_factory=list)
     end: Callable[[], None] | None = None
     unsampled: SamplerArguments | None = None
 
@@ -165,7 +168,8 @@ class ModelRunner:
         logits: list[mx.array] = []
         newest: list[mx.array] = []
         lengths: list[Int32Array] = []
-        for spans, batch in self._batches(step.spans, coming):
+        prompt_scores: list[PromptScores] = []
+        for spans, batch in self._batches(step, coming):
             rows, scores = self._forward(batch)
             if self.begins_each:
                 states = self.states.arrays(batch.seq_ids)
@@ -174,6 +178,8 @@ class ModelRunner:
                 for span in spans:
                     for snapshot in span.snapshots:
                         self._fill(snapshot, span.request)
+            if batch.scored:
+                prompt_scores.append(PromptScores(batch.scored, rows))
             if batch.sampled:
                 requests += batch.sampled
                 logits.append(rows if batch.logits_of is None else rows[batch.logits_of])
@@ -188,7 +194,8 @@ class ModelRunner:
             pending += self.states.arrays([request.id for request in step.everyone])
             pending += self._copied
             self._copied = []
-        launched = LaunchedStep(requests, None, pending)
+        pending += [array for each in prompt_scores for array in each.arrays]
+        launched = LaunchedStep(requests, None, pending, prompt_scores)
         if requests:
             drafts = {span.request.id: span.drafts for span in step.spans if span.drafts}
             rows, tokens = _joined(logits), _joined(newest)
@@ -226,15 +233,7 @@ class ModelRunner:
                         bytes_of, staged, i * len(stored.blocks), len(stored.blocks)
                     )
         for group in groups:
-            coming = [t for t in loads if t.group == group]
-            for rows in {id(t.payload[0]): t.payload[0] for t in coming}.values():
-                found = [t for t in coming if t.payload[0] is rows]
-                indices = [t.payload[1] for t in found]
-                if isinstance(rows, np.ndarray):  # which is copied
-                    rows, indices = rows[indices], list(range(len(found)))
-                blocks = np.full((rows.shape[0], len(coming[0].blocks)), -1, np.int32)
-                blocks[indices] = [t.blocks for t in found]
-                write_blocks(pool, blocks.reshape(-1), group, rows)
+            load_blocks(pool, group, [t for t in loads if t.group == group])
         self._loaded += [t.payload[0] for t in loads if isinstance(t.payload[0], mx.array)][:1]
         for states in [t for t in stores if not t.blocks]:
             states.payload = partial(packed, states.payload)
@@ -250,6 +249,8 @@ class ModelRunner:
                 launched.end()
         except Exception as error:
             raise_noted(error)
+        for scores in launched.scores:
+            scores.deliver()
         if launched.sampled is None:
             return []
         tokens, logprobs, tops = on_host(launched.sampled)
@@ -322,18 +323,17 @@ class ModelRunner:
             self._copied += arrays_of(states)
 
     def _batches(
-        self, spans: Sequence[Span], coming: PendingTokens | None
+        self, step: Step, coming: PendingTokens | None
     ) -> list[tuple[Sequence[Span], Batch]]:
         """A step's forwards and their spans: one forward of rows for all tokens that may share it,
         and one for each other chunk. A chunk is cut where a snapshot needs its states."""
-        allocator = self.allocator
-        together, alone = self._shared_and_alone(spans)
+        together, alone = self._shared_and_alone(step.spans)
+        make = partial(Batch, allocator=self.allocator, coming=coming, scores=step.scores)
         batches: list[tuple[Sequence[Span], Batch]] = []
         if together:
-            batch = Batch(together, allocator, coming=coming, tables=self._tables)
-            batches.append((together, batch))
+            batches.append((together, make(together, tables=self._tables)))
         pieces = [piece for span in alone for piece in span.pieces()]
-        return batches + [([p], Batch([p], allocator, Layout.CHUNK, coming)) for p in pieces]
+        return batches + [([p], make([p], layout=Layout.CHUNK)) for p in pieces]
 
     def _shared_and_alone(self, spans: Sequence[Span]) -> tuple[Sequence[Span], Sequence[Span]]:
         """Spans that may share a forward of rows, and spans that each need their own."""

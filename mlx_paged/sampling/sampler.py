@@ -16,7 +16,6 @@ from mlx_paged.sampling.columns import (
     DrawnRows,
     RankFilters,
     SamplingRows,
-    Subset,
     tokens_between,
 )
 from mlx_paged.sampling.grammar import GrammarState, Row, masks_of
@@ -140,7 +139,10 @@ class Sampler:
             chosen = chosen.flatten().astype(mx.float32)
         tops: tuple[mx.array, mx.array] | tuple[None, None] = (None, None)
         if rows.reported is not None:
-            tops = _most_likely(logprobs, rows.reported, rows.num_reported)
+            shape = (len(logprobs), rows.num_reported)
+            found = most_likely(rows.reported.take(logprobs), rows.num_reported)
+            none = mx.zeros(shape, mx.int32), mx.full(shape, -mx.inf)
+            tops = rows.reported.put(none[0], found[0]), rows.reported.put(none[1], found[1])
         return Sampled(tokens, chosen, logprobs, tops[0], tops[1], errors, rows.may_be_empty)
 
     def _compose(self, requests: Sequence[Request], vocab: int, drafts: Drafts = NO_DRAFTS) -> None:
@@ -302,20 +304,15 @@ def _xtc_filtered(
     return after if xtc.ranks is None else _rank_filtered(after, xtc.ranks)
 
 
-def _most_likely(logprobs: mx.array, rows: Subset, count: int) -> tuple[mx.array, mx.array]:
-    """Of `rows`: tokens ``[R, count]`` int32 and log-probabilities float32, most likely first;
-    equally likely tokens are ordered by id."""
-    of_rows = rows.take(logprobs)
-    tokens = mx.argpartition(-of_rows, count - 1, axis=-1)[:, :count]
+def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """Tokens ``[R, count]`` int32 and log-probabilities float32, most likely first; equally likely
+    tokens are ordered by id."""
+    tokens = mx.argpartition(-logprobs, count - 1, axis=-1)[:, :count]
     tokens = mx.sort(tokens, axis=-1)
-    values = mx.take_along_axis(of_rows, tokens, axis=-1)
+    values = mx.take_along_axis(logprobs, tokens, axis=-1)
     order = mx.argsort(-values, axis=-1)
     tokens, values = (mx.take_along_axis(array, order, axis=-1) for array in (tokens, values))
-    shape = (len(logprobs), count)
-    return (
-        rows.put(mx.zeros(shape, mx.int32), tokens.astype(mx.int32)),
-        rows.put(mx.full(shape, -mx.inf), values.astype(mx.float32)),
-    )
+    return tokens.astype(mx.int32), values.astype(mx.float32)
 
 
 def empty_rows(sampled: Sampled, logprobs: Sequence[float]) -> dict[int, Exception]:

@@ -8,6 +8,9 @@ MIN_CHUNK = 16
 """Prompt tokens that each step computes even if it exceeds `max_stall`. So a prompt of P tokens
 takes at most P / MIN_CHUNK steps, besides those in which others overtake it."""
 
+MOST_SCORED = 64
+"""Prompt tokens of a step at most that get a log-probability: each needs a row of logits."""
+
 
 class ChunkBudget:
     """Limits the prompt tokens of a step and, if it has decodes, its predicted time."""
@@ -43,6 +46,8 @@ class ChunkBudget:
         """How many prompt tokens of `request` the step can still compute."""
         limit = self.prefill_chunk if step.max_chunk_tokens is None else step.max_chunk_tokens
         wanted = min(request.num_pending, limit - step.work.chunk_tokens)
+        if request.prompt_logprobs is not None:
+            wanted = _scorable(step, request, wanted)
         if self.max_stall is not None and step.work.decode_rows > 0 and wanted > 0:
             wanted = self.cost.chunk_within(
                 self.max_stall,
@@ -76,6 +81,15 @@ class ChunkBudget:
         if budget < least or block_size is None:
             return budget >= least
         return not is_under_way(request, step, budget, block_size)
+
+
+def _scorable(step: Step, request: Request, wanted: int) -> int:
+    """How many of the `wanted` tokens of a request whose log-probabilities are wanted `step` can
+    still compute."""
+    start, spans = request.num_computed, step.spans
+    room = MOST_SCORED - sum(len(span.request.scored(span.start, span.stop)) for span in spans)
+    rows = request.scored(start, start + wanted)
+    return min(wanted, rows.start - start + room) if rows else wanted
 
 
 def is_under_way(request: Request, step: Step, budget: int, block_size: int) -> bool:

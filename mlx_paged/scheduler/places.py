@@ -1,5 +1,9 @@
 """Who waits, runs and is parked, and the blocks that they hold. Knows no mlx."""
 
+import time
+from collections.abc import Callable
+
+from mlx_paged.arguments import require
 from mlx_paged.kv.allocator import BlockAllocator
 from mlx_paged.kv.blocks import OutOfBlocksError
 from mlx_paged.kv_disk.tier import KVDiskTier
@@ -34,6 +38,8 @@ class Places:
         rewinds: bool = True,
         # How many snapshots of recurrent states are kept; 0: no prefix is shared.
         max_snapshots: int = 0,
+        clock: Callable[[], float] = time.perf_counter,  # the engine's
+        scores: bool = True,  # whether the runner can compute log-probabilities of prompt tokens
     ) -> None:
         self.allocator = allocator
         self._most_running = max_running
@@ -41,6 +47,7 @@ class Places:
         self.prefix_cache = prefix_cache and (rewinds or max_snapshots > 0)
         self.victims = victims
         self.watermark = watermark
+        self._clock, self._scores = clock, scores
         self.rewinds = rewinds
         self._plan: SnapshotPlan | None = None
         if self.prefix_cache and not rewinds:
@@ -68,7 +75,12 @@ class Places:
         return bool(self.num_waiting or self.running)
 
     def check_fits(self, request: Request) -> None:
-        """Raise ValueError if the request needs more blocks than the pool has."""
+        """Raise ValueError if the request needs more blocks than the pool has, or what the runner
+        cannot compute."""
+        wanted = request.params.prompt_logprobs
+        can = self._scores or wanted is None
+        expected = "None, for several processes compute the model"
+        require(can, "add_request", "prompt_logprobs", wanted, expected)
         needed = self.allocator.max_blocks(request.max_kv_tokens)
         if needed > self.allocator.num_blocks:
             raise ValueError(
@@ -133,7 +145,7 @@ class Places:
                 admission = self.allocator.admit(
                     request.id,
                     len(request.tokens),
-                    tokens=request.tokens if self.prefix_cache else None,
+                    tokens=request.reusable if self.prefix_cache else None,
                     salt=request.salt,
                     spare=spare,
                 )
@@ -151,6 +163,7 @@ class Places:
         if request.num_preempted == 0:
             request.num_cached = admission.num_cached
             request.prefix_miss = miss
+            request.admitted_time = self._clock()
         return True
 
     def _make_room(self, step: Step) -> Request:

@@ -236,6 +236,7 @@ class Scheduler(Places):
         forks = tuple(fork for fork in request.samples if not fork.finish_reason)
         request.samples = []
         for fork in forks:
+            fork.prompt_logprobs = request.prompt_logprobs
             self._share(request, fork)
         return forks
 
@@ -250,7 +251,7 @@ class Scheduler(Places):
                 self._make_room(step)
         step.requests.add(request.id)  # it may preempt any other request, but not itself
         if request.num_pending:
-            self._schedule(step, request, self.budget.prefill_chunk)
+            self._schedule(step, request, self.budget.left(step, request))
 
     def _has_place(self, step: Step, besides: int = 0) -> bool:
         """Whether one more may be computed. Prompts that wait for their turn take no place."""
@@ -259,7 +260,8 @@ class Scheduler(Places):
 
     def _admit(self, step: Step, request: Request, spare: int) -> bool:
         """Let a waiting request run, if the step has room for it and `spare` blocks remain."""
-        block_size = self.allocator.block_size if self.prefix_cache else None
+        shares = self.prefix_cache and request.prompt_logprobs is None
+        block_size = self.allocator.block_size if shares else None
         has_room = request.id in self.parked or self.budget.can_start(step, request, block_size)
         if request.num_in_flight or not has_room:
             return False
@@ -277,6 +279,7 @@ class Scheduler(Places):
         if not alive:
             return
         next_sample, *next_sample.samples = alive
+        next_sample.prompt_logprobs = request.prompt_logprobs
         if request.id in self.running and self.rewinds:
             self._share(request, next_sample)
         else:

@@ -98,9 +98,11 @@ class Step:
     # Running requests with several tokens to compute, oldest first.
     prompts: list[Request] = field(default_factory=list)
     max_chunk_tokens: int | None = None  # limit of its chunks; None: the scheduler's budget
+    scores: bool = False  # whether log-probabilities of prompt tokens may be wanted
 
     def add(self, span: Span) -> None:
         self.spans.append(span)
+        self.scores = self.scores or span.request.prompt_logprobs is not None
         self.requests.add(span.request.id)
         self.requests.update(fork.id for fork in span.forks)
         self.prompt_tokens += max(0, min(span.stop, span.request.num_prompt) - span.start)

@@ -114,7 +114,8 @@ class Answer:
         async with aclosing(self._pieces()) as pieces:
             async for choice, delta in pieces:
                 whole.setdefault(choice.index, Delta()).add(delta)
-        await JSONResponse(self._answer(whole), headers=self.headers)(scope, receive, send)
+        answer = await asyncio.to_thread(self._answer, whole)  # it may describe a long prompt
+        await JSONResponse(answer, headers=self.headers)(scope, receive, send)
 
     def _answer(self, whole: dict[int, Delta]) -> dict[str, Any]:
         """The answer of all choices, whose parts `whole` has."""
@@ -213,8 +214,9 @@ class Answer:
                 now = time.monotonic()
                 for ticket, choice in zip(tickets, self.choices, strict=True):
                     ticket.abort()
-                    seconds = None if choice.completion is None else now - self.arrived
-                    metrics.ended(self.path, choice.engine_reason, seconds)
+                    done, reason = choice.completion, choice.engine_reason
+                    times = (None,) if done is None else (now - self.arrived, done.queue_s)
+                    metrics.ended(self.path, reason, *times)
 
     def _read(self, model: Model) -> list[SamplingParams]:
         """Encode the prompts; how the tokens after each are chosen."""

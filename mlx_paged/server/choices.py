@@ -1,7 +1,7 @@
 """One choice of an answer: splits its text into content, reasoning and tool calls."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import fmean
 from typing import Any
@@ -52,7 +52,7 @@ class CompletionChoice:
         self._state = model.machines[tools is not None].make_state(prompt.state)
         self._stop = StopStrings(fields["stop"])
         self._one_call = not fields.get("parallel_tool_calls", True)
-        self._echo = prompt.text
+        self._prompt, self._echo = prompt.tokens, prompt.text
         self._tool_text: str | None = None  # of a call that has begun
         self._num_calls = 0
         self._offset = 0  # characters before the next token of _text_logprobs
@@ -98,6 +98,9 @@ class CompletionChoice:
     def add(self, output: TokenOutput) -> Delta:
         """Add a token. Returns the text and the tool calls that are complete now."""
         delta, self._echo = Delta(self._echo), ""
+        if self._fields["max_tokens"] == 0 and output.token is not None and output.completion:
+            ended = replace(output.completion, finish_reason=FinishReason.LENGTH)
+            output = TokenOutput.last(ended)  # without the token, which the engine needs to end
         self.completion = output.completion
         if self.is_cut:  # tokens that were computed before the abort
             return delta
@@ -113,15 +116,23 @@ class CompletionChoice:
             if not self.is_cut:
                 delta.text += self._stop.rest()
         if self._fields["logprobs"] and output.token is not None:
-            delta.logprobs.append(self._described(output))
+            described = self._described(output.token, output.logprob, output.top_logprobs)
+            delta.logprobs.append(described)
         return delta
 
     def entry(self, delta: Delta) -> dict[str, Any]:
         """The choice, or the new part of it, in the API's form."""
         entry: dict[str, Any] = {"index": self.index, "finish_reason": self.finish_reason}
         if "messages" not in self._fields:
-            logprobs = self._text_logprobs(delta.logprobs) if delta.logprobs else None
-            return entry | {"text": delta.text, "logprobs": logprobs}
+            asked, wants = self._fields["prompt_logprobs"], self._fields["logprobs"]
+            of_tokens = delta.logprobs
+            if self._fields["echo"] and wants and self.completion:
+                of_tokens = self._of_prompt(self.completion) + of_tokens
+            logprobs = self._text_logprobs(of_tokens) if of_tokens else None
+            entry |= {"text": delta.text, "logprobs": logprobs}
+            if asked is None or not self.completion:
+                return entry
+            return entry | {"prompt_logprobs": self._as_in_vllm(self.completion, asked)}
         is_part = self._fields["stream"]
         message: dict[str, Any] = {"role": "assistant"} | ({} if is_part else {"content": None})
         parts = {
@@ -134,6 +145,33 @@ class CompletionChoice:
             entry["logprobs"] = {"content": delta.logprobs}
         return entry | {"delta" if is_part else "message": message}
 
+    def _of_prompt(self, completion: Completion) -> list[dict[str, Any]]:
+        """The entries of the prompt's tokens; the first has no log-probability."""
+        count, entries = self._fields["top_logprobs"], []
+        for token, known in zip(self._prompt, completion.prompt_logprobs, strict=True):
+            logprob, _, top = known or (None, None, ())
+            entries.append(self._described(token, logprob, top[:count]))
+        return entries
+
+    def _as_in_vllm(self, completion: Completion, count: int) -> list[dict[int, Any] | None]:
+        """For each token of the prompt, itself and the likeliest ones by token id."""
+        found: list[dict[int, Any] | None] = []
+        for token, known in zip(self._prompt, completion.prompt_logprobs, strict=True):
+            if known is not None:
+                ranked = [(*pair, rank) for rank, pair in enumerate(known.top[:count], 1)]
+                found.append(
+                    {
+                        each: {"logprob": logprob, "rank": rank, "decoded_token": self._text(each)}
+                        for each, logprob, rank in [(token, known.logprob, known.rank), *ranked]
+                    }
+                )
+            else:
+                found.append(None)
+        return found
+
+    def _text(self, token: int) -> str:
+        return str(self._tokenizer.decode([token]))
+
     def _text_logprobs(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         """The entries in the form for text completions, with mlx-lm's "content" beside it."""
         ends = list(accumulate((len(entry["token"]) for entry in logprobs), initial=self._offset))
@@ -142,21 +180,26 @@ class CompletionChoice:
             "tokens": [entry["token"] for entry in logprobs],
             "token_logprobs": [entry["logprob"] for entry in logprobs],
             "top_logprobs": [
-                {t["token"]: t["logprob"] for t in e["top_logprobs"]} for e in logprobs
+                None
+                if e["logprob"] is None
+                else {t["token"]: t["logprob"] for t in e["top_logprobs"]}
+                for e in logprobs
             ],
             "text_offset": ends,
             "content": logprobs,
         }
 
-    def _described(self, output: TokenOutput) -> dict[str, Any]:
+    def _described(
+        self, token: int, logprob: float | None, top: Sequence[tuple[int, float]]
+    ) -> dict[str, Any]:
         """The log-probability entry of a token."""
-        pairs = [(output.token, output.logprob), *output.top_logprobs]
-        texts = [self._tokenizer.decode([token]) for token, _ in pairs]
-        own, *top = (
-            {"id": token, "token": text, "logprob": logprob, "bytes": [*text.encode()]}
-            for (token, logprob), text in zip(pairs, texts, strict=True)
+        pairs = [(token, logprob), *top]
+        own, *others = (
+            {"id": each, "token": text, "logprob": value, "bytes": [*text.encode()]}
+            for each, value in pairs
+            for text in [self._text(each)]
         )
-        return own | {"top_logprobs": top}
+        return own | {"top_logprobs": others}
 
     def _read(self, segments: Sequence[tuple[str | None, str]], delta: Delta) -> None:
         for state, text in segments:

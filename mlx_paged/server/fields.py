@@ -75,6 +75,7 @@ _TEXT = (lambda value: isinstance(value, str), "a string")
 _OBJECT = (lambda value: isinstance(value, dict), "an object")
 _COUNT = (is_count, "an integer >= 0")
 _POSITIVE = (lambda value: is_count(value, 1), "an integer >= 1")
+_FEW = (lambda value: is_count(value) and value <= 20, "from 0 to 20")
 
 
 def is_list(kind: type, value: object) -> bool:
@@ -117,7 +118,7 @@ BOTH: dict[str, Rule] = {
         lambda value: is_count(value) or isinstance(value, bool),
         "true or a count",
     ),
-    "top_logprobs": (0, lambda value: is_count(value) and value <= 20, "from 0 to 20"),
+    "top_logprobs": (0, *_FEW),
 }
 CHAT: dict[str, Rule] = {
     "messages": (
@@ -144,6 +145,8 @@ TEXT: dict[str, Rule] = {
     "prompt": (None, lambda value: isinstance(value, str | list), "text or token ids"),
     "echo": (False, *_BOOL),
     "best_of": (None, *_POSITIVE),
+    "max_tokens": (None, *_COUNT),
+    "prompt_logprobs": (None, *_FEW),
 }
 
 

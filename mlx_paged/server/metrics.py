@@ -55,6 +55,9 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 NUM_SPIKES = 10
 MODEL = "model_name"
+VLLM_TIMES = [
+    *("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time"),
+]
 
 
 def engine_status(engine: Engine) -> dict[str, Any]:
@@ -171,7 +174,7 @@ class ServerMetrics:
         named: dict[str, Any] = {"labelnames": [MODEL], "registry": self._registry}
         self._vllm = {
             name: Histogram(f"vllm:{name}_seconds", "As in vLLM.", buckets=SECONDS, **named)
-            for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+            for name in VLLM_TIMES
         }
         named["labelnames"] = [MODEL, "finished_reason"]
         self._success = Counter("vllm:request_success", "As in vLLM.", **named)
@@ -184,14 +187,19 @@ class ServerMetrics:
         name = "time_to_first_token" if is_first else "inter_token_latency"
         self._vllm[name].labels(self._models.label(path)).observe(seconds)
 
-    def ended(self, path: str, reason: str, seconds: float | None) -> None:
-        """Note the end of a completion; None: the engine was not the one that ended it."""
+    def ended(
+        self, path: str, reason: str, seconds: float | None, queue_s: float | None = None
+    ) -> None:
+        """Note the end of a completion; `seconds` None: the engine was not the one that ended
+        it."""
         self.completions.labels(reason).inc()
         if seconds is not None:
             self.seconds.observe(seconds)
             label = self._models.label(path)
             self._vllm["e2e_request_latency"].labels(label).observe(seconds)
             self._success.labels(label, reason).inc()
+            if queue_s is not None:
+                self._vllm["request_queue_time"].labels(label).observe(queue_s)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -62,7 +62,7 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
     if most is None:
         room = (model.max_context or num_prompt + args.max_tokens) - num_prompt
         most = max(least, min(args.max_tokens, room), 1)
-    _check_context(model, num_prompt, most)
+    _check_context(model, fields, num_prompt, most)
     ends = stop_ids.union(() if fields.get("ignore_eos") else model.tokenizer.eos_token_ids)
 
     def forbid_ends(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -75,8 +75,12 @@ def sampling(model: Model, prompt: Prompt, fields: Fields, args: Namespace) -> S
     if budget is not None and model.tokenizer.has_thinking:
         processors.append(thinking.limit(model, num_prompt, in_thought, budget))
     options |= _constraint(model, prompt, fields)
+    scored = fields.get("prompt_logprobs")
+    if fields.get("echo") and fields["logprobs"]:
+        scored = max(scored or 0, fields["top_logprobs"])
     return SamplingParams(
-        max_tokens=most,
+        max_tokens=max(most, 1),
+        prompt_logprobs=scored,
         xtc_special_tokens=model.xtc_special_tokens,
         logit_bias=fields["logit_bias"],
         logprobs=fields["top_logprobs"],
@@ -94,15 +98,26 @@ def _constraint(model: Model, prompt: Prompt, fields: Fields) -> constraints.Opt
     return constraints.after_reasoning(model.tokenizer, found) if is_late else found
 
 
-def _check_context(model: Model, num_prompt: int, num_new: int) -> None:
+def _num_new(fields: Fields) -> int:
+    """Tokens that a request asks for at least."""
+    most = fields["max_tokens"]
+    return 1 if most is None else int(most)
+
+
+def _check_context(model: Model, fields: Fields, num_prompt: int, num_new: int) -> None:
     if model.max_context is not None and num_prompt + num_new > model.max_context:
-        raise ContextExceeded(num_prompt, num_new, model.max_context)
+        raise ContextExceeded(num_prompt, num_new, model.max_context, _source(fields))
+
+
+def _source(fields: Fields) -> str:
+    """The field that has the prompt."""
+    return "messages" if "messages" in fields else "prompt"
 
 
 def _of_text(model: Model, prompt: str | list[int], fields: Fields) -> Prompt:
     if isinstance(prompt, str):
         return Prompt(_tokens(model, prompt, fields), prompt if fields["echo"] else "", "normal")
-    _check_context(model, len(prompt), fields["max_tokens"] or 1)
+    _check_context(model, fields, len(prompt), _num_new(fields))
     return Prompt(prompt, model.tokenizer.decode(prompt) if fields["echo"] else "", "normal")
 
 
@@ -111,9 +126,9 @@ def _tokens(model: Model, text: str, fields: Fields, **options: Any) -> list[int
     num_bytes = len(text.encode())
     if num_bytes > model.max_prompt * model.longest_token:
         fewest = ceil(num_bytes / model.longest_token)
-        raise ContextExceeded(fewest, fields["max_tokens"] or 1, model.max_prompt)
+        raise ContextExceeded(fewest, _num_new(fields), model.max_prompt, _source(fields))
     tokens = list(model.tokenizer.encode(text, **options))
-    _check_context(model, len(tokens), fields["max_tokens"] or 1)
+    _check_context(model, fields, len(tokens), _num_new(fields))
     return tokens
 
 

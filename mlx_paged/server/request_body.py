@@ -31,11 +31,12 @@ class Refusal(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
+        self.param: str | None = None  # the field that is wrong; None: the message may name it
 
     def as_json(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         named = NAMED.match(str(self)) if self.status == 400 else None
-        param = named[1] if named and _is_known(named[1]) else None
+        param = named[1] if named and _is_known(named[1]) else self.param
         return {"error": {"message": str(self), "type": kind, "param": param, "code": self.code}}
 
 
@@ -46,9 +47,10 @@ class ContextExceeded(Refusal):
         num_prompt: tokens of the prompt, or the fewest that it can have.
         num_new: tokens that are asked for.
         limit: tokens that both may have.
+        param: the field that has the prompt.
     """
 
-    def __init__(self, num_prompt: int, num_new: int, limit: int) -> None:
+    def __init__(self, num_prompt: int, num_new: int, limit: int, param: str) -> None:
         super().__init__(
             400,
             f"This model's maximum context length is {limit} tokens. However, you requested"
@@ -57,6 +59,7 @@ class ContextExceeded(Refusal):
             "context_length_exceeded",
         )
         self.num_prompt, self.num_new, self.limit = num_prompt, num_new, limit
+        self.param = param
 
 
 @contextmanager
@@ -72,6 +75,9 @@ def refusing(names: Mapping[str, str] | None = None) -> Iterator[None]:
         if named and named[1] in (names or {}):
             message = (names or {})[named[1]] + message[named.end(1) :]
         raise Refusal(400, message) from error
+    except ContextExceeded as error:
+        error.param = (names or {}).get(str(error.param), error.param)
+        raise
     except RuntimeError as error:
         raise Refusal(503, str(error)) from error
 
@@ -146,8 +152,11 @@ def _adapt(fields: Fields, max_samples: int) -> None:
         is_one = not (fields["continue_final_message"] and fields["add_generation_prompt"])
         require(is_one, "add_generation_prompt", "false beside continue_final_message", True)
         return
-    prompt, beside = fields["prompt"], fields["echo"] and fields["logprobs"]
-    require(not beside, "logprobs", "nothing beside echo", True)
+    prompt, scores = fields["prompt"], fields["prompt_logprobs"] is not None
+    scores = scores or (fields["echo"] and fields["logprobs"])
+    expected = "false beside log-probabilities of the prompt"
+    require(not (scores and fields["stream"]), "stream", expected, True)
+    require(fields["max_tokens"] != 0 or fields["echo"], "max_tokens", "1 or more without echo", 0)
     is_one = isinstance(prompt, str) or (bool(prompt) and type(prompt[0]) is int)
     fields["prompt"] = prompts = [prompt] if is_one else prompt
     is_valid = prompts and (is_list(str, prompts) or all(is_list(int, item) for item in prompts))

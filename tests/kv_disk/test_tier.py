@@ -66,6 +66,21 @@ def test_what_preempted_requests_lost_comes_back_from_the_disk(tmp_path):
     assert metrics["hits"] > 0, "nothing was read although no prompt was known before"
 
 
+def test_what_has_to_be_computed_is_not_read(tmp_path):
+    """Prompt tokens whose log-probabilities are wanted."""
+    model, prompt = tiny_models.tiny_model("llama"), tokens_of(0)
+    outputs(model, [prompt], tmp_path)
+    for first, hits in ((0, 0), (25, 6), (0, 0)):
+        engine = make_engine(model, tmp_path)
+        engine.scheduler.tier._seconds_to_compute = lambda start, stop: 0.0
+        wanted = {"prompt_logprobs": 0, "prompt_logprobs_from": first}
+        (done,) = engine.generate([prompt], max_tokens=1, **wanted)
+        assert engine.metrics()["kv_disk"]["hits"] == hits
+        assert done.cached_prompt_tokens == hits * SIZE
+        assert all(done.prompt_logprobs[max(1, first) :])
+        engine.close()
+
+
 def test_copies_in_which_a_gpu_fails_are_not_written(tmp_path, monkeypatch):
     """MLX may show such a copy as done before it knows of the error."""
     model, prompts = tiny_models.tiny_model("llama"), [tokens_of(0), tokens_of(1)]

@@ -28,7 +28,15 @@ SNIPPETS = [s for path in documents() for s in snippets(path.read_text(), path)]
 PYTHON = [s for s in SNIPPETS if s.language == "python"]
 SHELL = [s for s in SNIPPETS if s.language in ("sh", "bash")]
 DOCUMENTS = sorted({s.document for s in PYTHON})
-OTHERS = ("curl ", "pip install", ".venv/bin/pytest", "export ", "git ls-files", "-m venv")
+OTHERS = (
+    "curl ",
+    "lm_eval ",
+    "pip install",
+    ".venv/bin/pytest",
+    "export ",
+    "git ls-files",
+    "-m venv",
+)
 MODELS = {"mlx-community/Qwen3-0.6B-4bit", "path/to/model", "models/4bit"}
 """Models that the documents name; the demo model stands in for them."""
 NOT_RUN = {

@@ -162,7 +162,7 @@ def test_a_full_context_is_told_in_the_words_that_clients_read(server, streams):
     assert 2047 < int(found[1]) <= 1_000_010
     for messages, total in ((many, count + 8), (USER, few + 32_000)):
         error = refused("/v1/chat/completions", messages, 8 if messages is many else 32_000)
-        assert error["code"] == "context_length_exceeded"
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
         expected = f"maximum context length is 2048 tokens. However, you requested {total} tokens"
         assert expected in error["message"]
 

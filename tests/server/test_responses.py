@@ -228,6 +228,7 @@ def test_the_items_of_earlier_turns_reach_the_template(server, create):
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"reasoning": 7}, "reasoning"),
+        ({"max_output_tokens": 10**6}, "input"),  # beyond the context
     ],
     ids=str,
 )

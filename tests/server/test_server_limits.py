@@ -37,7 +37,6 @@ BAD_BODIES = {
     "a stream of the best": ({"prompt": "a", "best_of": 2, "stream": True}, "best_of: expected"),
     "min_tokens": ({"prompt": "a", "min_tokens": 9, "max_tokens": 8}, "min_tokens: expected"),
     "priority": ({"prompt": "a", "priority": 1}, "without --policy priority"),
-    "echo": ({"prompt": "a", "echo": True, "logprobs": 1}, "nothing beside echo"),
     "no tools": (
         {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
         "tools: expected",

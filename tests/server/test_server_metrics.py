@@ -113,11 +113,17 @@ def test_dashboards_of_vllm_find_what_they_read():
     assert found["vllm:inter_token_latency_seconds_count", "tiny"] == 3 * 4
     assert found["vllm:e2e_request_latency_seconds_count", "tiny"] == 3
     assert found["vllm:request_success_total", "length", "tiny"] == 3
-    first, between, whole = (
+    assert found["vllm:request_queue_time_seconds_count", "tiny"] == 2  # the third one is a sample
+    queued, first, between, whole = (
         found[f"vllm:{name}_seconds_sum", "tiny"]
-        for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+        for name in (
+            "request_queue_time",
+            "time_to_first_token",
+            "inter_token_latency",
+            "e2e_request_latency",
+        )
     )
-    assert 0 < first < first + between <= whole
+    assert 0 < queued < first < first + between <= whole
     assert found["vllm:generation_tokens_total", "tiny"] == stats.generation_tokens == 15
     prompts = stats.prompt_tokens + stats.prefix_hit_tokens
     assert found["vllm:prompt_tokens_total", "tiny"] == prompts

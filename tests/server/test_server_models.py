@@ -159,6 +159,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch)
         monkeypatch.setattr(type(model.tokenizer), "encode", None, raising=False)
         status, _, answer = ask(server, None, prompt="a" * 10_000_000)
         assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert answer["error"]["param"] == "prompt"
 
 
 def test_a_stream_gets_comments_until_its_first_token(monkeypatch):
