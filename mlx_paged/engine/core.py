@@ -69,7 +69,7 @@ class EngineCore:
         self._encode = PromptEncoder(tokenizer, vocab_size)
         self._clock = clock
         self._recorder = TickRecorder(scheduler, stats, clock, instruments)
-        self._pipeline = StepPipeline(scheduler, runner, self._recorder.working_clock, fast_forward)
+        self._pipeline = StepPipeline(scheduler, runner, self._recorder.pauses, fast_forward)
         self._outputs = OutputProcessor(tokenizer, clock)
         self._make_request = RequestMaker(self.grammars, clock, seed)
         self._requests, self._kept = dict[int, Request](), dict[int, Request]()
